@@ -1,0 +1,230 @@
+"""The specification, in plain torch operations: what every other backend must return, bit for bit.
+
+Slow and obvious. It runs on any device that torch knows, and is exact wherever that device has float64.
+``docs/spec.md`` states the same contract in prose, with its reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusednorm.registry import Signature
+
+#: The number of the contract. Bits change only together with it, and with the golden vectors of the tests.
+SPEC_VERSION = 1
+
+#: The reference is not tied to a device.
+DEVICES = ("any",)
+
+#: Elements in one segment of the summation tree.
+SEGMENT = 1024
+
+#: At most so many blocks of rows are summed before the halving tree takes over in :func:`rowsum`.
+ROW_BLOCKS = 256
+
+
+def unavailable() -> list[str]:
+    """Why this machine cannot use the backend: never."""
+    return []
+
+
+def unsuitable(signature: Signature) -> list[str]:
+    """Why the backend cannot take a call: never."""
+    return []
+
+
+def plan(signature: Signature) -> str:
+    """How a call will run, in words."""
+    exact = signature.device.type != "mps"
+    return "plain torch operations" + ("" if exact else "; not exact here, because the device has no float64")
+
+
+def accumulator(x_dtype: torch.dtype) -> torch.dtype:
+    """The type ``A`` of the specification: float64 for a float64 ``x``, float32 otherwise."""
+    return torch.float64 if x_dtype == torch.float64 else torch.float32
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` rounded to nearest even to ``dtype``, once.
+
+    torch converts float64 to float16 and bfloat16 by way of float32, which rounds twice. Rounding to odd on the
+    way (the last bit set where anything was lost) makes the second rounding come out as the only one.
+    """
+    if value.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
+        return value.to(dtype)
+    nearest = value.to(torch.float32)
+    back = nearest.to(torch.float64)
+    bits = nearest.view(torch.int32)
+    bits = torch.where(back.abs() > value.abs(), bits - 1, bits)
+    bits = torch.where(back == value, bits, bits | 1)
+    return torch.where(value.isnan(), nearest, bits.view(torch.float32)).to(dtype)
+
+
+def halved(value: Tensor) -> Tensor:
+    """Sums the last dimension, padded with +0 to a power of two, by ``v = v[:n/2] + v[n/2:]`` until one is left."""
+    n = 1
+    while n < value.shape[-1]:
+        n *= 2
+    value = torch.nn.functional.pad(value, (0, n - value.shape[-1]))
+    while n > 1:
+        n //= 2
+        value = value[..., :n] + value[..., n:]
+    return value[..., 0]
+
+
+def treesum(value: Tensor) -> Tensor:
+    """Sums the last dimension: segments of 1024 elements by halving, then the segment sums by halving."""
+    segments = -(-value.shape[-1] // SEGMENT)
+    value = torch.nn.functional.pad(value, (0, segments * SEGMENT - value.shape[-1]))
+    return halved(halved(value.unflatten(-1, (segments, SEGMENT))))
+
+
+def rowsum(value: Tensor) -> Tensor:
+    """Sums the first of two dimensions: blocks of ceil(M / min(M, 256)) rows in row order, then halving."""
+    rows = value.shape[0]
+    if rows == 0:
+        return value.sum(0)
+    block = -(-rows // min(rows, ROW_BLOCKS))
+    sums = []
+    for begin in range(0, rows, block):
+        total = value[begin]
+        for row in value[begin + 1 : begin + block]:
+            total = total + row
+        sums.append(total)
+    return halved(torch.stack(sums, dim=-1))
+
+
+def square_root(value: Tensor) -> Tensor:
+    """The correctly rounded square root of each element.
+
+    ``torch.sqrt`` on a CPU is not correctly rounded in float32. Rounding a float64 root to float32 is: the root of a
+    float32 number is never close enough to the middle between two of them for a few ulp of float64 to matter.
+    """
+    if value.dtype == torch.float64:
+        roots = [math.sqrt(v) if v >= 0 else math.nan for v in value.flatten().tolist()]
+        return torch.tensor(roots, dtype=value.dtype, device=value.device).reshape(value.shape)
+    if value.device.type == "mps":
+        return value.sqrt()
+    return value.to(torch.float64).sqrt().to(value.dtype)
+
+
+def divided(value: Tensor, divisor: float) -> Tensor:
+    """``value / divisor``. By a tensor: CUDA multiplies by the reciprocal of a scalar, which rounds twice."""
+    return value / torch.full_like(value, divisor)
+
+
+def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Tensor | None:
+    """``g`` of the specification: the weight plus its offset, in the accumulator type."""
+    if weight is None:
+        return None
+    g = weight.to(dtype)
+    return g + torch.full_like(g, weight_offset) if weight_offset != 0 else g
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    residual_out: Tensor | None,
+    rstd: Tensor | None,
+    rows: int,
+    hidden_size: int,
+    x_stride: int,
+    residual_stride: int,
+    out_stride: int,
+    residual_out_stride: int,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+) -> None:
+    """Writes ``out``, ``residual_out`` and ``rstd`` as the specification says.
+
+    Args:
+        x: [..., N], the input. Its dtype decides the accumulator type.
+        residual: [..., N], or None for the plain ``rms_norm``.
+        weight: [N], or None.
+        out: [..., N], receives the normalised row; its dtype is what the result is rounded to.
+        residual_out: [..., N] of the residual's dtype, receives the sum; None without a residual.
+        rstd: [...] of the accumulator type, receives ``1 / sqrt(mean(h^2) + eps)``; or None.
+        rows: unused here, as are the strides: torch knows them.
+        hidden_size: N.
+        x_stride: from one row to the next, in elements; likewise for the other three.
+        residual_stride: see x_stride.
+        out_stride: see x_stride.
+        residual_out_stride: see x_stride.
+        eps: added to the mean of squares.
+        weight_offset: added to the weight.
+        round_sum: normalise the sum as it was rounded into ``residual_out``, rather than before.
+        round_norm: round the normalised row to x's dtype before multiplying by the weight.
+    """
+    dtype = accumulator(x.dtype)
+    h = x.to(dtype)
+    if residual is not None and residual_out is not None:
+        h = h + residual.to(dtype)
+        total = rounded(h, residual.dtype)
+        if round_sum:
+            h = total.to(dtype)
+    mean = divided(treesum(h * h), hidden_size)
+    r = square_root(mean + torch.full_like(mean, eps))
+    r = torch.ones_like(r) / r
+    n = h * r.unsqueeze(-1)
+    if round_norm:
+        n = rounded(n, x.dtype).to(dtype)
+    g = gain(weight, weight_offset, dtype)
+    y = rounded(n if g is None else n * g, out.dtype)
+    # Only now, because an output may be the memory of an input.
+    if residual is not None and residual_out is not None:
+        residual_out.copy_(total)
+    out.copy_(y)
+    if rstd is not None:
+        rstd.copy_(r)
+
+
+def backward(
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, the residual and the weight, as the specification writes them.
+
+    Args:
+        dy: [..., N], the gradient of the normalised output.
+        d_residual_out: [..., N], the gradient of the sum, or None.
+        h: [..., N], the row that was normalised (``residual_out``; ``x`` where there was no residual).
+        rstd: [...] of the accumulator type, as :func:`forward` returned it.
+        weight: [N], or None.
+        weight_offset: as in :func:`forward`.
+        x_dtype: dtype of x, which the accumulator type follows.
+        residual_dtype: dtype of the residual, or None.
+        needs: which of the three gradients to compute; the others are None.
+    """
+    dtype = accumulator(x_dtype)
+    hidden = h.shape[-1]
+    d, g, r = dy.to(dtype), gain(weight, weight_offset, dtype), rstd.unsqueeze(-1)
+    xhat = h.to(dtype) * r
+    dx = dresidual = dweight = None
+    if needs[0] or needs[1]:
+        wdy = d if g is None else d * g
+        c = divided(treesum(wdy * xhat), hidden).unsqueeze(-1)
+        dh = (wdy - xhat * c) * r
+        if d_residual_out is not None:
+            dh = dh + d_residual_out.to(dtype)
+        dx = rounded(dh, x_dtype) if needs[0] else None
+        dresidual = rounded(dh, residual_dtype) if needs[1] and residual_dtype is not None else None
+    if needs[2] and weight is not None:
+        dweight = rounded(rowsum((d * xhat).reshape(-1, hidden)), weight.dtype)
+    return dx, dresidual, dweight

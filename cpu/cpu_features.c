@@ -1,0 +1,58 @@
+/* What this processor, and its operating system, can run. On AArch64 NEON is part of the base. */
+#include "fusednorm_cpu.h"
+#include "target.h"
+
+#if defined(FN_X86_64)
+
+#if defined(_MSC_VER)
+#include <immintrin.h>
+#include <intrin.h>
+#else
+#include <cpuid.h>
+#endif
+
+enum { EAX, EBX, ECX, EDX };
+
+/* One leaf of CPUID; zeros where the processor has no such leaf. */
+static void cpuid(unsigned leaf, unsigned registers[4]) {
+#if defined(_MSC_VER)
+    int limit[4], values[4] = {0};
+    __cpuid(limit, 0);
+    if (leaf <= (unsigned)limit[0]) __cpuidex(values, (int)leaf, 0);
+    for (int i = 0; i < 4; i++) registers[i] = (unsigned)values[i];
+#else
+    registers[EAX] = registers[EBX] = registers[ECX] = registers[EDX] = 0;
+    __get_cpuid_count(leaf, 0, &registers[EAX], &registers[EBX], &registers[ECX], &registers[EDX]);
+#endif
+}
+
+/* XCR0: the register files that the operating system saves. */
+static unsigned saved_registers(void) {
+    unsigned leaf1[4];
+    cpuid(1, leaf1);
+    if (!(leaf1[ECX] & 1u << 27)) return 0; /* no OSXSAVE, no XGETBV */
+#if defined(_MSC_VER)
+    return (unsigned)_xgetbv(0);
+#else
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+#endif
+}
+
+int fn_has_avx2(void) {
+    const unsigned avx_f16c = 1u << 28 | 1u << 29, avx2 = 1u << 5, ymm_state = 0x6;
+    unsigned leaf1[4], leaf7[4];
+    cpuid(1, leaf1);
+    cpuid(7, leaf7);
+    return (leaf1[ECX] & avx_f16c) == avx_f16c && (leaf7[EBX] & avx2) && (saved_registers() & ymm_state) == ymm_state;
+}
+
+int fn_has_avx512(void) {
+    const unsigned f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, zmm_state = 0xe6;
+    unsigned leaf7[4];
+    cpuid(7, leaf7);
+    return fn_has_avx2() && (leaf7[EBX] & f_dq_bw_vl) == f_dq_bw_vl && (saved_registers() & zmm_state) == zmm_state;
+}
+
+#endif

@@ -1,0 +1,134 @@
+/* Chooses the instruction set, divides the rows among threads, and finds room for their buffers. */
+#include "fusednorm_cpu.h"
+
+#include <stdlib.h>
+
+#include "target.h"
+
+static int always(void) { return 1; }
+
+/* Narrowest first: a later entry that is usable is the better one. */
+static const struct {
+    const char *name;
+    int (*usable)(void);
+    fn_forward_rows *forward_rows;
+} isas[] = {
+    {"scalar", always, fn_forward_rows_scalar},
+#if defined(FN_X86_64)
+    {"avx2", fn_has_avx2, fn_forward_rows_avx2},
+    {"avx512", fn_has_avx512, fn_forward_rows_avx512},
+#elif defined(FN_AARCH64)
+    {"neon", always, fn_forward_rows_neon},
+#endif
+};
+
+int fn_isa_count(void) { return (int)(sizeof isas / sizeof *isas); }
+const char *fn_isa_name(int isa) { return isas[isa].name; }
+int fn_isa_usable(int isa) { return isas[isa].usable(); }
+
+/* Buffers up to this size lie on the stack of the thread that uses them. */
+enum { STACK_SCRATCH = 48 * 1024, ALIGNMENT = 64 };
+
+/*
+ * The spec wants every operation rounded to nearest even with subnormals kept, whatever the
+ * calling thread has set (torch.set_flush_denormal, a library built with -ffast-math).
+ */
+#if defined(FN_X86_64)
+#include <xmmintrin.h>
+typedef unsigned fp_state;
+#define NOT_IEEE 0xe040u /* flush to zero, rounding mode, denormals are zero */
+static fp_state enter_ieee(void) {
+    fp_state state = _mm_getcsr();
+    if (state & NOT_IEEE) _mm_setcsr(state & ~NOT_IEEE);
+    return state;
+}
+static void leave_ieee(fp_state state) {
+    if (state & NOT_IEEE) _mm_setcsr(state);
+}
+#elif defined(FN_AARCH64) && !defined(_MSC_VER)
+typedef uint64_t fp_state;
+#define NOT_IEEE 0x7c00003ull /* AHP, DN, FZ, rounding mode, AH, FIZ; FZ16 touches no operation used here */
+static fp_state enter_ieee(void) {
+    fp_state state;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(state));
+    if (state & NOT_IEEE) __asm__ volatile("msr fpcr, %0" : : "r"(state & ~NOT_IEEE) : "memory");
+    return state;
+}
+static void leave_ieee(fp_state state) {
+    if (state & NOT_IEEE) __asm__ volatile("msr fpcr, %0" : : "r"(state) : "memory");
+}
+#else
+typedef int fp_state;
+static fp_state enter_ieee(void) { return 0; }
+static void leave_ieee(fp_state state) { (void)state; }
+#endif
+
+static int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+/* A row padded to whole segments, its segments' sums padded to a power of two, and a second row (float64) or segment. */
+size_t fn_scratch_bytes(const struct fn_forward_job *job) {
+    int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
+    while (sums * FN_SEGMENT < padded) sums *= 2;
+    int64_t bytes = job->x_kind == FN_F64 ? 8 * (padded + sums + padded) : 4 * (padded + sums + FN_SEGMENT);
+    return (size_t)round_up(bytes, ALIGNMENT);
+}
+
+struct call {
+    struct fn_forward_job job;
+    fn_forward_rows *forward_rows;
+    int64_t rows;
+    size_t scratch_bytes;
+    char *scratch; /* one buffer per thread, or NULL: on the stack */
+};
+
+static void run_on_stack(const struct call *call, int64_t begin, int64_t end) {
+    _Alignas(64) char scratch[STACK_SCRATCH];
+    call->forward_rows(&call->job, begin, end, scratch);
+}
+
+static void run_thread(void *argument, int thread, int threads) {
+    const struct call *call = argument;
+    /* Whole rows, in order; written so that rows * threads cannot overflow. */
+    int64_t share = call->rows / threads, more = call->rows % threads;
+    int64_t begin = share * thread + (thread < more ? thread : more);
+    int64_t end = begin + share + (thread < more);
+    fp_state state = enter_ieee();
+    if (call->scratch)
+        call->forward_rows(&call->job, begin, end, call->scratch + (size_t)thread * call->scratch_bytes);
+    else
+        run_on_stack(call, begin, end);
+    leave_ieee(state);
+}
+
+int fn_forward(int isa, int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
+               uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
+               uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
+               int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
+               int threads) {
+    static const int size[] = {[FN_NONE] = 0, [FN_F32] = 4, [FN_F16] = 2, [FN_BF16] = 2, [FN_F64] = 8};
+    struct call call = {
+        .job = {.x_kind = x_kind, .residual_kind = residual_kind, .weight_kind = weight_kind,
+                .out_kind = out_kind, .flags = flags, .x = (const char *)x,
+                .residual = (const char *)residual, .weight = (const void *)weight, .out = (char *)out,
+                .residual_out = (char *)residual_out, .rstd = (void *)rstd, .hidden = hidden,
+                .x_stride = x_stride * size[x_kind], .residual_stride = residual_stride * size[residual_kind],
+                .out_stride = out_stride * size[out_kind],
+                .residual_out_stride = residual_out_stride * size[residual_kind],
+                .eps = eps, .weight_offset = weight_offset},
+        .forward_rows = isas[isa].forward_rows,
+        .rows = rows,
+    };
+    if (rows == 0) return 0;
+    if (threads > rows) threads = (int)rows;
+    if (threads < 1) threads = 1;
+    call.scratch_bytes = fn_scratch_bytes(&call.job);
+    void *allocated = NULL;
+    if (call.scratch_bytes > STACK_SCRATCH) {
+        allocated = malloc(call.scratch_bytes * (size_t)threads + ALIGNMENT);
+        if (!allocated) return 1;
+        call.scratch = (char *)(((uintptr_t)allocated + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    }
+    fn_parallel(run_thread, &call, threads);
+    free(allocated);
+    return 0;
+}

@@ -1,0 +1,67 @@
+/* The C library of the cpu backend: what Python calls, and what its files share. */
+#ifndef FUSEDNORM_CPU_H
+#define FUSEDNORM_CPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__FAST_MATH__)
+#error "fusednorm promises bits: build it without -ffast-math"
+#endif
+
+/* How the elements of an operand are stored. FN_NONE: the operand is absent. */
+enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
+
+enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
+
+/* Elements in one segment of the spec's summation tree. */
+#define FN_SEGMENT 1024
+
+/* One call, as the kernels see it. Strides are in bytes, from one row to the next. */
+struct fn_forward_job {
+    int x_kind, residual_kind, weight_kind, out_kind, flags;
+    const char *x, *residual;
+    const void *weight;
+    char *out, *residual_out;
+    void *rstd; /* NULL, or one value per row: float, double where x is */
+    int64_t hidden;
+    int64_t x_stride, residual_stride, out_stride, residual_out_stride;
+    double eps, weight_offset;
+};
+
+/* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */
+typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch);
+
+fn_forward_rows fn_forward_rows_scalar, fn_forward_rows_avx2, fn_forward_rows_avx512, fn_forward_rows_neon;
+
+size_t fn_scratch_bytes(const struct fn_forward_job *job);
+
+/* cpu_features.c */
+int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
+int fn_has_avx512(void); /* F, BW, DQ and VL, likewise */
+
+/* threads.c */
+typedef void fn_task(void *argument, int thread, int threads);
+void fn_parallel(fn_task *task, void *argument, int threads);
+const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
+
+/* dispatch.c: the instruction sets compiled in, the narrowest first. */
+int fn_isa_count(void);
+const char *fn_isa_name(int isa);
+int fn_isa_usable(int isa);
+
+/*
+ * residual_out = x + residual and out = rms_norm(residual_out) * weight, for `rows` rows of
+ * `hidden` elements, as docs/spec.md says. Addresses are integers, because cffi passes those
+ * without making an object; 0 stands for an absent weight or rstd. A residual kind of FN_NONE
+ * is the plain rms_norm. Strides are in elements. Operands may be unaligned. An output may be
+ * the very memory of an input of the same element size and stride; every other overlap is
+ * undefined. Returns 0, or 1 if there was no memory for the rows' buffers (nothing is written).
+ */
+int fn_forward(int isa, int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
+               uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
+               uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
+               int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
+               int threads);
+
+#endif

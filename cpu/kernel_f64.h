@@ -1,0 +1,86 @@
+/*
+ * The same for float64 rows, in plain C for the compiler to vectorise: this type is for checking
+ * gradients and references, and its widest loops are bound by memory anyway.
+ */
+
+static void widen_to_f64(int kind, const void *row, double *out, int64_t n) {
+    const char *p = row;
+    if (kind == FN_F64) {
+        memcpy(out, p, (size_t)n * sizeof *out);
+    } else if (kind == FN_F32) {
+        for (int64_t i = 0; i < n; i++) {
+            float value;
+            memcpy(&value, p + 4 * i, sizeof value);
+            out[i] = value;
+        }
+    } else {
+        for (int64_t i = 0; i < n; i++) {
+            uint16_t half;
+            memcpy(&half, p + 2 * i, sizeof half);
+            out[i] = kind == FN_F16 ? f32_from_f16(half) : f32_from_bf16(half);
+        }
+    }
+}
+
+static void narrow_from_f64(int kind, const double *values, void *row, int64_t n) {
+    char *p = row;
+    if (kind == FN_F64) {
+        memcpy(p, values, (size_t)n * sizeof *values);
+    } else if (kind == FN_F32) {
+        for (int64_t i = 0; i < n; i++) {
+            float value = (float)values[i];
+            memcpy(p + 4 * i, &value, sizeof value);
+        }
+    } else {
+        for (int64_t i = 0; i < n; i++) {
+            float value = f32_odd_from_f64(values[i]);
+            uint16_t half = kind == FN_F16 ? f16_from_f32(value) : bf16_from_f32(value);
+            memcpy(p + 2 * i, &half, sizeof half);
+        }
+    }
+}
+
+/* The spec's tree over `values`, whose `padded` elements are whole segments. Overwrites them. */
+static double sum_f64(double *values, int64_t padded) {
+    int64_t segments = padded / FN_SEGMENT, width = 1;
+    for (int64_t s = 0; s < segments; s++) {
+        double *v = values + s * FN_SEGMENT;
+        for (int half = FN_SEGMENT / 2; half > 0; half /= 2)
+            for (int i = 0; i < half; i++) v[i] += v[i + half];
+        values[s] = v[0];
+    }
+    while (width < segments) width *= 2;
+    while (width > 1) {
+        width /= 2;
+        for (int64_t i = 0; i < width && i + width < segments; i++) values[i] += values[i + width];
+        segments = segments < width ? segments : width;
+    }
+    return values[0];
+}
+
+static void forward_rows_f64(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
+    int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+    double *h = scratch, *other = h + padded;
+    for (int64_t m = begin; m < end; m++) {
+        widen_to_f64(FN_F64, job->x + m * job->x_stride, h, n);
+        if (job->residual_kind) {
+            char *residual_out = job->residual_out + m * job->residual_out_stride;
+            widen_to_f64(job->residual_kind, job->residual + m * job->residual_stride, other, n);
+            for (int64_t i = 0; i < n; i++) h[i] += other[i];
+            narrow_from_f64(job->residual_kind, h, residual_out, n);
+            if (job->flags & FN_ROUND_SUM) widen_to_f64(job->residual_kind, residual_out, h, n);
+        }
+        for (int64_t i = 0; i < n; i++) other[i] = h[i] * h[i];
+        for (int64_t i = n; i < padded; i++) other[i] = 0;
+        double rstd = 1 / sqrt(sum_f64(other, padded) / (double)n + job->eps);
+        if (job->rstd) ((double *)job->rstd)[m] = rstd;
+        for (int64_t i = 0; i < n; i++) h[i] *= rstd;
+        if (job->weight_kind) {
+            widen_to_f64(job->weight_kind, job->weight, other, n);
+            if (job->weight_offset != 0)
+                for (int64_t i = 0; i < n; i++) other[i] += job->weight_offset;
+            for (int64_t i = 0; i < n; i++) h[i] *= other[i];
+        }
+        narrow_from_f64(job->out_kind, h, job->out + m * job->out_stride, n);
+    }
+}

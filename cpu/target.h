@@ -1,0 +1,30 @@
+/* Compiles the rest of a file for one instruction set, with no compiler flag. */
+#ifndef FUSEDNORM_TARGET_H
+#define FUSEDNORM_TARGET_H
+
+#define FN_PRAGMA(text) _Pragma(#text)
+
+#if defined(__clang__)
+#define FN_TARGET(isa) FN_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define FN_TARGET_END _Pragma("clang attribute pop")
+#elif defined(__GNUC__)
+#define FN_TARGET(isa) _Pragma("GCC push_options") FN_PRAGMA(GCC target(isa))
+#define FN_TARGET_END _Pragma("GCC pop_options")
+#else /* MSVC takes every intrinsic everywhere */
+#define FN_TARGET(isa)
+#define FN_TARGET_END
+#endif
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#define FN_INLINE static __forceinline
+#else
+#define FN_INLINE static inline __attribute__((always_inline))
+#endif
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define FN_X86_64 1
+#elif defined(__aarch64__) || defined(_M_ARM64)
+#define FN_AARCH64 1
+#endif
+
+#endif

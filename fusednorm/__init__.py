@@ -1,0 +1,52 @@
+"""Add the residual, RMS-normalise: the same bits on every backend.
+
+>>> import torch, fusednorm
+>>> x, residual = torch.randn(2, 16, 4096), torch.randn(2, 16, 4096)
+>>> y, residual = fusednorm.fused_add_rms_norm(x, residual, torch.ones(4096))
+
+``python -m fusednorm`` shows what this machine has, ``python -m fusednorm check`` proves it.
+"""
+
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if find_spec(f"{__name__}.backends") is None:
+    # This is a checkout, found through the working directory before the installed package: `python -m` looks there
+    # first. Backends and the compiled extension exist only in an install, so all of the package comes from there.
+    import os
+    import sys
+
+    _checkout = os.path.dirname(os.path.abspath(__file__))
+    _elsewhere = [p for p in sys.path if os.path.realpath(p or ".") != os.path.realpath(os.path.dirname(_checkout))]
+    _installed = PathFinder.find_spec(__name__, _elsewhere)
+    if _installed is None or _installed.submodule_search_locations is None:
+        raise ImportError(
+            f"fusednorm was imported from {_checkout}, which is a source tree and not an install, and no install "
+            "was found; run `pip install .` there (or `pip install -e .` to work on it)"
+        )
+    __path__ = list(_installed.submodule_search_locations)
+
+from fusednorm.backends.reference import SPEC_VERSION
+from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.registry import BackendError, explain, register_backend, use_backend
+from fusednorm.version import __version__
+
+if TYPE_CHECKING:
+    from fusednorm.registry import backends
+else:
+    from fusednorm import backends  # a module that can be called: see backends/__init__.py
+
+__all__ = [
+    "SPEC_VERSION",
+    "BackendError",
+    "__version__",
+    "backends",
+    "explain",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "register_backend",
+    "rms_norm",
+    "rms_norm_",
+    "use_backend",
+]

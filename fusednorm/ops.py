@@ -1,0 +1,360 @@
+"""The public functions: they check, allocate, choose a backend and call it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from fusednorm.layout import overlaps_itself, row_stride, share_memory
+from fusednorm.registry import Backend, Signature, select
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Adds the residual, then RMS-normalises: the same bits as ``s = x + residual; rms_norm(s, weight, eps)``.
+
+    Sums are taken in float32 (float64 for a float64 ``x``), each operation rounded once, in the order that
+    ``docs/spec.md`` fixes: every backend returns the same bits, and a row's bits depend on that row alone.
+
+    Args:
+        x: [..., N], float16, bfloat16, float32 or float64, any strides.
+        residual: [..., N], x's shape, any of these dtypes (float64 only if x is float64, here and below).
+        weight: [N], any of these dtypes; None multiplies by nothing.
+        eps: added to the mean of squares, unitless.
+        weight_offset: added to the weight; 1.0 gives Gemma's ``1 + weight``.
+        round_sum: normalise the sum as rounded to the residual's dtype (as an unfused add does), not as it was before.
+        round_norm: round the normalised row to x's dtype before it meets the weight (as Hugging Face's Llama does).
+        out: [..., N] to write the normalised rows to, in its own dtype. May be x or residual itself.
+        residual_out: [..., N] of the residual's dtype, to write the sum to. May be x or residual itself.
+
+    Returns:
+        The normalised rows, in x's dtype (``out`` if given), and the sum, in the residual's (``residual_out``).
+
+    Raises:
+        TypeError: an operand is no tensor, or of a dtype that does not fit.
+        ValueError: shapes, devices or memory do not fit.
+        RuntimeError: ``out`` or ``residual_out`` is given and an operand requires grad.
+        BackendError: the backends ordered cannot take the call.
+    """
+    if out is None and residual_out is None:
+        if torch.is_grad_enabled() and _requires_grad(x, residual, weight):
+            from fusednorm.autograd import FusedAddRMSNorm
+
+            y, total = FusedAddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_sum, round_norm)
+            return y, total
+    else:
+        _refuse_grad("fused_add_rms_norm", x, residual, weight, out, residual_out)
+    y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
+    assert total is not None
+    return y, total
+
+
+def fused_add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """:func:`fused_add_rms_norm` in place: the normalised rows land in ``x``, the sum in ``residual``.
+
+    Args:
+        x: [..., N]; each row contiguous, and all rows one stride apart.
+        residual: [..., N], likewise; must not share memory with x.
+        weight: see :func:`fused_add_rms_norm`, as for the rest.
+        eps: see there.
+        weight_offset: see there.
+        round_sum: see there.
+        round_norm: see there.
+
+    Returns:
+        ``x`` and ``residual``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
+    """
+    _refuse_grad("fused_add_rms_norm_", x, residual, weight, inplace=True)
+    run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
+    return x, residual
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMS-normalises the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args:
+        x: [..., N]; see :func:`fused_add_rms_norm`, as for the rest.
+        weight: [N], or None.
+        eps: see there.
+        weight_offset: see there.
+        round_norm: see there.
+        out: [..., N] to write to, in its own dtype. May be x itself.
+
+    Returns:
+        The normalised rows, in x's dtype; ``out`` if given.
+
+    Raises:
+        RuntimeError: ``out`` is given and an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
+    """
+    if out is None:
+        if torch.is_grad_enabled() and _requires_grad(x, None, weight):
+            from fusednorm.autograd import RMSNorm
+
+            y: Tensor = RMSNorm.apply(x, weight, eps, weight_offset, round_norm)
+            return y
+    else:
+        _refuse_grad("rms_norm", x, weight, out)
+    return run(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
+
+
+def rms_norm_(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+) -> Tensor:
+    """:func:`rms_norm` in place: the normalised rows land in ``x``.
+
+    Args:
+        x: [..., N]; each row contiguous, and all rows one stride apart.
+        weight: see :func:`rms_norm`, as for the rest.
+        eps: see there.
+        weight_offset: see there.
+        round_norm: see there.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
+    """
+    _refuse_grad("rms_norm_", x, weight, inplace=True)
+    run(x, None, weight, eps, weight_offset, True, round_norm, x, None)
+    return x
+
+
+def run(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    rstd: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Backend]:
+    """Checks the operands, allocates the outputs that are not given, and has a backend write them.
+
+    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. Returns the two outputs and the
+    backend that wrote them.
+    """
+    _check_operands(x, residual, weight, out, residual_out)
+    hidden_size = x.shape[-1]
+    rows = x.numel() // hidden_size
+
+    x_stride = row_stride(x)
+    if x_stride is None:
+        if out is x or residual_out is x:
+            _refuse_layout("x", x)
+        x, x_stride = x.contiguous(), hidden_size
+    residual_stride: int | None = 0
+    if residual is not None:
+        residual_stride = row_stride(residual)
+        if residual_stride is None:
+            if out is residual or residual_out is residual:
+                _refuse_layout("residual", residual)
+            residual, residual_stride = residual.contiguous(), hidden_size
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+
+    out_stride = residual_out_stride = hidden_size
+    if out is not None:
+        out_stride = _output_stride("out", out, rows, hidden_size)
+    if residual_out is not None:
+        residual_out_stride = _output_stride("residual_out", residual_out, rows, hidden_size)
+    if rows and (out is not None or residual_out is not None):
+        _check_overlap(
+            {"out": (out, out_stride), "residual_out": (residual_out, residual_out_stride)},
+            {"x": (x, x_stride), "residual": (residual, residual_stride)},
+            weight,
+            rows,
+            hidden_size,
+        )
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if residual is not None and residual_out is None:
+        residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+
+    backend = select(
+        Signature(
+            x.device,
+            x.dtype,
+            None if residual is None else residual.dtype,
+            None if weight is None else weight.dtype,
+            out.dtype,
+            hidden_size,
+            round_sum,
+            round_norm,
+        )
+    )
+    if rows:
+        backend.forward(
+            x,
+            residual,
+            weight,
+            out,
+            residual_out,
+            rstd,
+            rows,
+            hidden_size,
+            x_stride,
+            residual_stride,
+            out_stride,
+            residual_out_stride,
+            eps,
+            weight_offset,
+            round_sum,
+            round_norm,
+        )
+    return out, residual_out, backend
+
+
+def _check_operands(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, residual_out: Tensor | None
+) -> None:
+    """Types, dtypes, devices and shapes."""
+    for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("out", out), ("residual_out", residual_out)):
+        if tensor is None and name != "x":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor makes one")
+        if tensor.dtype not in _FLOATS:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; "
+                f"convert it, for instance {name}.to(torch.float32)"
+            )
+        if tensor.dtype == torch.float64 and x.dtype != torch.float64:
+            raise TypeError(
+                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: "
+                f"convert x with x.double(), or {name} with {name}.float()"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {name}.to_dense() makes one")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move it with {name}.to({str(x.device)!r})")
+        if name == "x":
+            if tensor.dim() == 0 or tensor.shape[-1] == 0:
+                raise ValueError(f"x must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
+        elif name == "weight":
+            if tensor.shape != x.shape[-1:]:
+                raise ValueError(
+                    f"weight must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}, "
+                    f"got {list(tensor.shape)}"
+                )
+        elif tensor.shape != x.shape:
+            raise ValueError(
+                f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; "
+                + ("expand it with residual.expand_as(x)" if name == "residual" else "allocate it like x")
+            )
+    if residual_out is not None and residual is not None and residual_out.dtype != residual.dtype:
+        raise TypeError(
+            f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got {str(residual_out.dtype)[6:]}"
+        )
+
+
+def _output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int) -> int:
+    """The row stride of an operand that will be written, which no copy can stand in for."""
+    stride = row_stride(tensor)
+    if stride is None or overlaps_itself(stride, rows, hidden_size):
+        _refuse_layout(name, tensor)
+    return stride
+
+
+def _refuse_layout(name: str, tensor: Tensor) -> NoReturn:
+    raise ValueError(
+        f"{name} is written in place, so its last dimension must be contiguous and its rows one stride apart without "
+        f"overlap; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass a contiguous tensor, or "
+        "call the function that returns new ones"
+    )
+
+
+def _check_overlap(
+    outputs: dict[str, tuple[Tensor | None, int]],
+    inputs: dict[str, tuple[Tensor | None, int]],
+    weight: Tensor | None,
+    rows: int,
+    hidden_size: int,
+) -> None:
+    """An output may be exactly x or the residual, and may share no other memory."""
+    out, out_stride = outputs["out"]
+    for name, (tensor, stride) in outputs.items():
+        if tensor is None:
+            continue
+        for other_name, (other, other_stride) in inputs.items():
+            if other is None or other is tensor:
+                continue
+            same = tensor.data_ptr() == other.data_ptr() and stride == other_stride and tensor.dtype == other.dtype
+            if not same and share_memory(tensor, stride, rows, other, other_stride, rows, hidden_size):
+                _refuse_overlap(name, other_name)
+        if weight is not None and share_memory(tensor, stride, rows, weight, hidden_size, 1, hidden_size):
+            _refuse_overlap(name, "weight")
+        if name == "residual_out" and out is not None:
+            if share_memory(tensor, stride, rows, out, out_stride, rows, hidden_size):
+                _refuse_overlap(name, "out")
+
+
+def _refuse_overlap(name: str, other: str) -> NoReturn:
+    raise ValueError(
+        f"{name} shares memory with {other}, and writing the one would change the other; only exactly the same rows "
+        f"may serve as input and output (in place: out is x, residual_out is the residual); pass {other}.clone()"
+    )
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def _refuse_grad(name: str, *tensors: Tensor | None, inplace: bool = False) -> None:
+    """In PyTorch's words, because that is what people search for."""
+    if not torch.is_grad_enabled() or not _requires_grad(*tensors):
+        return
+    if not inplace:
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    raise RuntimeError(
+        f"{name}(): one of the arguments requires grad, and an in-place operation would overwrite what its gradient "
+        f"needs; call {name.rstrip('_')}, or wrap the call in torch.no_grad()."
+    )

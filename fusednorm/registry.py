@@ -1,0 +1,362 @@
+"""Which backend takes a call.
+
+Three questions, kept apart: can this machine use a backend (``unavailable``), can the backend take these arguments
+(``unsuitable``), and what did the user order (``FUSEDNORM_BACKEND``, :class:`use_backend`). An order never falls
+back; without one, the first backend in :data:`fusednorm.backends.NAMES` that can takes the call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends import NAMES, RESERVED
+
+#: Third-party packages name their backends in this entry-point group.
+ENTRY_POINTS = "fusednorm.backends"
+
+#: The user's order for the whole process: read once.
+ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
+
+
+class BackendError(RuntimeError):
+    """No backend can take the call, or a backend was asked for that does not exist."""
+
+
+class Signature(NamedTuple):
+    """What of a call decides its backend. Never the number of rows: a row's bits do not depend on it.
+
+    A dtype is None where the operand is absent.
+    """
+
+    device: torch.device
+    x: torch.dtype
+    residual: torch.dtype | None
+    weight: torch.dtype | None
+    out: torch.dtype
+    hidden_size: int
+    round_sum: bool
+    round_norm: bool
+
+    def __str__(self) -> str:
+        types = {"x": self.x, "residual": self.residual, "weight": self.weight, "out": self.out}
+        named = ", ".join(f"{name} {str(dtype)[6:]}" for name, dtype in types.items() if dtype is not None)
+        return f"{named}, hidden size {self.hidden_size}, on {self.device}"
+
+
+class Backend(Protocol):
+    """What a backend provides; a module with these names is one.
+
+    Tensors reach ``forward`` checked: one device, [..., N] with a contiguous last dimension, an output never
+    overlapping another operand unless it is exactly that operand, at least one row, and a contiguous weight. Strides
+    lead from row to row, in elements.
+    """
+
+    #: Device types the backend runs on (``torch.device.type``), or ``("any",)``.
+    DEVICES: tuple[str, ...]
+
+    def unavailable(self) -> list[str]:
+        """Why this machine cannot use the backend, each reason with its cure; empty if it can."""
+
+    def unsuitable(self, signature: Signature) -> list[str]:
+        """Why the backend cannot take such a call; empty if it can."""
+
+    def plan(self, signature: Signature) -> str:
+        """How such a call would run, in words, for :func:`explain`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        out: Tensor,
+        residual_out: Tensor | None,
+        rstd: Tensor | None,
+        rows: int,
+        hidden_size: int,
+        x_stride: int,
+        residual_stride: int,
+        out_stride: int,
+        residual_out_stride: int,
+        eps: float,
+        weight_offset: float,
+        round_sum: bool,
+        round_norm: bool,
+    ) -> None:
+        """Writes ``out``, ``residual_out`` and ``rstd``; see :func:`fusednorm.backends.reference.forward`."""
+
+    def backward(
+        self,
+        dy: Tensor,
+        d_residual_out: Tensor | None,
+        h: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        weight_offset: float,
+        x_dtype: torch.dtype,
+        residual_dtype: torch.dtype | None,
+        needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns the gradients; see :func:`fusednorm.backends.reference.backward`."""
+
+
+_REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
+
+_registered: dict[str, Backend] = {}
+_order: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
+_chosen: dict[tuple[str, Signature], Backend] = {}
+
+
+def register_backend(name: str, backend: Backend) -> None:
+    """Adds a backend for this process.
+
+    It can then be asked for by name, and takes calls without being asked where no backend of fusednorm but the
+    reference can. A package that should add its backend to every process names it in the entry-point group
+    ``fusednorm.backends`` instead.
+
+    Args:
+        name: what ``FUSEDNORM_BACKEND`` and :class:`use_backend` will call it; letters, digits and underscores.
+        backend: an object with the attributes of :class:`Backend`, such as a module.
+
+    Raises:
+        ValueError: the name is malformed or taken.
+        TypeError: an attribute is missing.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name must consist of letters, digits and underscores, got {name!r}")
+    if name in known():
+        raise ValueError(f"name {name!r} is taken; the names in use are {', '.join(known())}")
+    missing = [attribute for attribute in _REQUIRED if not hasattr(backend, attribute)]
+    if missing:
+        raise TypeError(f"backend {name!r} lacks {', '.join(missing)}; fusednorm.registry.Backend says what each does")
+    _registered[name] = backend
+    _chosen.clear()
+
+
+def _plug_ins() -> dict[str, EntryPoint]:
+    """The entry points of installed packages; a name of ours cannot be taken over."""
+    found = {e.name: e for e in entry_points(group=ENTRY_POINTS)}
+    return {name: e for name, e in found.items() if name not in (*NAMES, *RESERVED, *_registered)}
+
+
+def known() -> list[str]:
+    """Every name that may be asked for."""
+    return [*NAMES[:-1], *_registered, *_plug_ins(), *NAMES[-1:], *RESERVED]
+
+
+def load(name: str) -> Backend:
+    """The backend of that name, imported now if it was not before."""
+    if name in NAMES:
+        module: Any = importlib.import_module(f"fusednorm.backends.{name}")
+        return module
+    if name not in _registered:
+        register_backend(name, _plug_ins()[name].load())
+    return _registered[name]
+
+
+def _names(order: str) -> list[str]:
+    """The names in an order of preference, checked."""
+    names = [name.strip() for name in order.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known()]
+    if unknown or not names:
+        source = "FUSEDNORM_BACKEND" if order == ENVIRONMENT else "use_backend"
+        raise BackendError(
+            f"{source} names the backend {', '.join(map(repr, unknown)) or repr(order)}, which does not exist; "
+            f"the names are {', '.join(known())}, or several with commas between, the preferred first"
+        )
+    return names
+
+
+def _candidates(order: str) -> Iterator[str]:
+    """The backends to try, in order. Plug-ins are looked up only once none of ours was chosen."""
+    if order:
+        yield from _names(order)
+        return
+    yield from (name for name in NAMES if name != "reference")
+    yield from _registered
+    yield from _plug_ins()
+    yield "reference"
+
+
+def _refusal(name: str, signature: Signature) -> list[str]:
+    """Why a backend cannot take a call; empty if it can."""
+    if name in RESERVED:
+        return [f"this version of fusednorm does not contain it yet ({RESERVED[name]})"]
+    backend = load(name)
+    device = signature.device.type
+    if device not in backend.DEVICES and "any" not in backend.DEVICES:
+        return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
+    return backend.unavailable() or backend.unsuitable(signature)
+
+
+def _choose(signature: Signature) -> Explanation:
+    order = _order.get()
+    passed_over: dict[str, list[str]] = {}
+    for name in _candidates(order):
+        reasons = _refusal(name, signature)
+        if not reasons:
+            return Explanation(name, load(name).plan(signature), signature, order, passed_over)
+        passed_over[name] = reasons
+    lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
+    source = "FUSEDNORM_BACKEND" if order == ENVIRONMENT else "use_backend"
+    raise BackendError(
+        f"no backend that {source} allows ({order}) can take this call ({signature}):\n"
+        + "\n".join(lines)
+        + f"\n{source} never falls back to others: add one to it (such as '{order},reference'), or take it away to "
+        "let fusednorm choose; `python -m fusednorm` shows what this machine has"
+    )
+
+
+def select(signature: Signature) -> Backend:
+    """The backend for a call: after the first with a signature, one look-up.
+
+    Raises:
+        BackendError: the user ordered backends of which none can take the call, or an unknown one.
+    """
+    backend = _chosen.get((_order.get(), signature))
+    if backend is None:
+        explanation = _choose(signature)
+        explanation.warn()
+        backend = _chosen[_order.get(), signature] = load(explanation.backend)
+    return backend
+
+
+class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`
+    """Orders a backend, or several, for a block of code: ``with use_backend("cpu"):``.
+
+    Holds in this thread or asynchronous task only, and beats ``FUSEDNORM_BACKEND``. Like that variable it never falls
+    back: a call that none of the named backends can take raises :class:`BackendError`.
+
+    Args:
+        names: one backend's name, or several with commas between, the preferred first.
+
+    Raises:
+        BackendError: a name is unknown.
+    """
+
+    def __init__(self, names: str) -> None:
+        _names(names)
+        self._names = names
+        self._token: Token[str] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _order.set(self._names)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _order.reset(self._token)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call takes and why; printing it gives a paragraph."""
+
+    #: The backend's name.
+    backend: str
+    #: How it will run the call.
+    plan: str
+    #: What of the call decided.
+    signature: Signature
+    #: What the user ordered; empty if nothing.
+    order: str
+    #: The backends that would have been preferred, each with its reasons.
+    passed_over: dict[str, list[str]] = field(default_factory=dict)
+
+    def warn(self) -> None:
+        """Warns where the choice fell to the reference although a backend for this device exists."""
+        device = self.signature.device.type
+        for name, reasons in self.passed_over.items():
+            if not self.order and self.backend == "reference" and device in load(name).DEVICES:
+                warnings.warn(
+                    f"fusednorm runs on {device} through its reference, which is slow, because the backend {name!r} "
+                    f"cannot be used: {'; '.join(reasons)}",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {self.plan}", f"  for {self.signature}"]
+        lines += [f"  not {name}: {reason}" for name, reasons in self.passed_over.items() for reason in reasons]
+        lines += [f"  ordered: {self.order}"] if self.order else []
+        return "\n".join(lines)
+
+
+def explain(
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+) -> Explanation:
+    """Which backend ``fused_add_rms_norm(x, residual, weight, ...)`` takes, and why not the others.
+
+    Args:
+        x: [..., N], as in the call.
+        residual: [..., N], or None for ``rms_norm``.
+        weight: [N], or None.
+        round_sum: as in the call.
+        round_norm: as in the call.
+        out: as in the call: only its dtype matters.
+
+    Raises:
+        BackendError: the call would raise it.
+    """
+    return _choose(
+        Signature(
+            x.device,
+            x.dtype,
+            None if residual is None else residual.dtype,
+            None if weight is None else weight.dtype,
+            x.dtype if out is None else out.dtype,
+            x.shape[-1],
+            round_sum,
+            round_norm,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One line of :func:`fusednorm.backends`."""
+
+    name: str
+    #: Whether this machine can use it.
+    available: bool
+    #: Why not; empty if it can.
+    reasons: list[str]
+    #: The device types it runs on, or ``("any",)``.
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        state = f"on {', '.join(self.devices)}" if self.available else "no: " + "; ".join(self.reasons)
+        return f"{self.name}: {state}"
+
+
+def backends() -> list[BackendInfo]:
+    """Every backend, with the reasons why this machine cannot use it."""
+    infos = []
+    for name in known():
+        if name in RESERVED:
+            infos.append(BackendInfo(name, False, [f"not in this version of fusednorm: {RESERVED[name]}"], ()))
+            continue
+        try:
+            backend = load(name)
+        except (ImportError, TypeError) as error:  # somebody else's package: its fault is a line in the list
+            if name in NAMES:
+                raise
+            infos.append(BackendInfo(name, False, [f"its entry point fails: {error}"], ()))
+            continue
+        reasons = backend.unavailable()
+        infos.append(BackendInfo(name, not reasons, reasons, backend.DEVICES))
+    return infos

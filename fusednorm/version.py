@@ -1,0 +1,5 @@
+"""The version, written once, in pyproject.toml."""
+
+from importlib.metadata import version
+
+__version__ = version("fusednorm")

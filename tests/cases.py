@@ -1,0 +1,136 @@
+"""Operands for the tests: every dtype, layout and kind of data, in guarded memory."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import oracle
+import torch
+
+from fusednorm.backends import reference
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = (BF16, F16, F32, F64)
+
+
+def dtype_name(dtype):
+    return "none" if dtype is None else str(dtype)[6:]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. A dtype of None: the operand is absent (out: x's dtype)."""
+
+    rows: int = 3
+    hidden: int = 1029
+    x: torch.dtype = BF16
+    residual: torch.dtype | None = BF16
+    weight: torch.dtype | None = BF16
+    out: torch.dtype | None = None
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    round_norm: bool = False
+    data: str = "normal"
+    seed: int = 0
+
+    def of(self, dtype, **changes):
+        """The case with every operand of one dtype, but for the changes."""
+        return replace(self, **{"x": dtype, "residual": dtype, "weight": dtype, **changes})
+
+    @property
+    def flags(self):
+        return {"weight_offset": self.weight_offset, "round_norm": self.round_norm}
+
+
+def values(case, generator):
+    """x, residual and weight in float64, before they are rounded to their dtypes."""
+    shape = (case.rows, case.hidden)
+    x = torch.randn(shape, generator=generator, dtype=F64)
+    residual = 2 * torch.randn(shape, generator=generator, dtype=F64)
+    weight = 1 + 0.2 * torch.randn(case.hidden, generator=generator, dtype=F64)
+    smallest = torch.finfo(case.x).smallest_normal
+    if case.data == "large":
+        x, residual = x * 1e4, residual * 1e4
+    elif case.data == "tiny":
+        x, residual = x / (2 * case.hidden), residual / (2 * case.hidden)
+    elif case.data == "outliers":
+        x[:, ::512] *= 40
+        residual[:, 7::512] *= 40
+    elif case.data == "zeros":
+        x, residual = torch.zeros_like(x), torch.zeros_like(residual)
+    elif case.data == "cancelling":
+        residual = -x
+    elif case.data == "subnormal":
+        x, residual = x * smallest / 8, residual * smallest / 8
+    elif case.data == "overflowing":  # the sum overflows float16; in bfloat16 the squares overflow float32
+        x = torch.where(x > 1, torch.finfo(case.x).max * 0.75, x)
+        residual = torch.where(residual > 2, torch.finfo(case.residual or case.x).max * 0.75, residual)
+    elif case.data == "nan row":
+        x[case.rows // 2, case.hidden // 2] = torch.nan
+    elif case.data == "inf row":
+        x[case.rows // 2, case.hidden // 2] = torch.inf
+        residual[case.rows // 3, 0] = -torch.inf
+    elif case.data == "ties":  # sums half way between two values of the residual's dtype
+        unit = torch.finfo(case.residual or case.x).eps
+        residual = 1 + unit * torch.randint(0, 64, shape, generator=generator)
+        x = (unit / 2) * torch.randint(0, 4, shape, generator=generator)
+    else:
+        assert case.data == "normal", case.data
+    return x, residual, weight
+
+
+DATA = ("large", "tiny", "outliers", "zeros", "cancelling", "subnormal", "overflowing", "nan row", "inf row", "ties")
+
+
+def operands(case):
+    """x, residual and weight of the case: contiguous tensors, None where absent."""
+    generator = torch.Generator().manual_seed(case.seed * 7919 + case.hidden * 31 + case.rows)
+    dtypes = (case.x, case.residual, case.weight)
+    return tuple(
+        None if dtype is None else reference.rounded(value, dtype)
+        for value, dtype in zip(values(case, generator), dtypes, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def expected(case, by):
+    """What the call must return: y, and the sum or None. `by` is the backend under test.
+
+    The reference is held against the oracle, and every other backend against the reference.
+    """
+    x, residual, weight = operands(case)
+    out_dtype = case.out or case.x
+    if by == "reference":
+        y, total, *_ = oracle.forward(
+            x, residual, weight, case.eps, case.weight_offset, case.round_sum, case.round_norm, out_dtype
+        )
+        return torch.from_numpy(y).to(out_dtype), None if total is None else torch.from_numpy(total).to(case.residual)
+    y = torch.empty(x.shape, dtype=out_dtype)
+    total = None if residual is None else torch.empty_like(residual)
+    flags = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
+    reference.forward(x, residual, weight, y, total, None, case.rows, case.hidden, 0, 0, 0, 0, *flags)
+    return y, total
+
+
+class Guarded:
+    """A [rows, hidden] tensor inside memory whose every other byte is watched."""
+
+    def __init__(self, rows, hidden, dtype, stride=None, offset=64, misaligned=0):
+        """`stride` and `offset` in elements; `misaligned` in bytes."""
+        stride = hidden if stride is None else stride
+        size = torch.empty((), dtype=dtype).element_size()
+        elements = offset + max(rows - 1, 0) * stride + hidden + 64
+        self._memory = bytearray(b"\xff" * (elements * size + misaligned))  # NaN in every dtype
+        whole = torch.frombuffer(self._memory, dtype=dtype, offset=misaligned)
+        self.tensor = whole.as_strided((rows, hidden), (stride, 1), offset)
+        self._holes = torch.ones(elements, dtype=torch.bool)
+        self._holes.as_strided((rows, hidden), (stride, 1), offset).zero_()
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[misaligned:].view(-1, size)
+
+    def filled(self, values):
+        if values is not None:
+            self.tensor.copy_(values)
+        return self
+
+    def check(self):
+        assert (self._bytes[self._holes] == 0xFF).all(), "memory around the rows was written"

@@ -1,0 +1,136 @@
+"""Fused equals unfused, and a row is a row: the second and the third promise of docs/spec.md."""
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, operands
+
+import fusednorm
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads, for the test only."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("residual", [BF16, F16, F32], ids=dtype_name)
+@pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
+def test_fused_equals_unfused(mode, agree, x, residual):
+    """`s = x + residual; rms_norm(s, weight)`, the sum rounded to the residual's dtype as torch rounds it."""
+    residual = F64 if x == F64 else residual
+    for hidden, data in itertools.product((1, 33, 128, 1500, 4096), ("normal", "ties", "outliers", "subnormal")):
+        case = Case(rows=4, hidden=hidden, x=x, residual=residual, weight=x, data=data)
+        gx, gresidual, weight = operands(case)
+        s = (gx.to(torch.promote_types(F32, x)) + gresidual.to(torch.promote_types(F32, x))).to(residual)
+        for round_norm, offset in ((False, 0.0), (True, 1.0)):
+            flags = {"round_norm": round_norm, "weight_offset": offset}
+            y, total = fusednorm.fused_add_rms_norm(gx, gresidual, weight, **flags)
+            agree(total, s, f"{case}: the sum")
+            if round_norm and x != residual:
+                continue  # rms_norm(s) would round to the residual's dtype, the fused call to x's
+            unfused = fusednorm.rms_norm(s, weight, **flags, out=torch.empty_like(y))
+            agree(y, unfused, f"{case}: y")
+
+
+# Row counts on both sides of every threshold of the backends: threads, and rows per thread.
+ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+
+
+@pytest.mark.parametrize("hidden", [64, 100, 1000, 1024, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_rows_do_not_depend_on_the_batch(mode, agree, dtype, hidden):
+    """The same rows alone, in batches of every size, and at every position in them."""
+    x, residual, weight = operands(Case(rows=257, hidden=hidden).of(dtype))
+    whole, whole_total = fusednorm.fused_add_rms_norm(x, residual, weight)
+    for rows in ROW_COUNTS:
+        for begin in {0, 1, 257 - rows} - {258 - rows}:
+            part = slice(begin, begin + rows)
+            y, total = fusednorm.fused_add_rms_norm(x[part], residual[part], weight)
+            agree(y, whole[part], f"{rows} rows from {begin}")
+            agree(total, whole_total[part], f"{rows} rows from {begin}, the sum")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_rows_do_not_depend_on_stride_and_alignment(mode, agree, dtype):
+    for hidden in (1, 16, 77, 1030):
+        x, residual, weight = operands(Case(rows=5, hidden=hidden).of(dtype))
+        plain, plain_total = fusednorm.fused_add_rms_norm(x, residual, weight)
+        for gap, offset, misaligned in itertools.product((0, 1, 64), (0, 1, 5), (0, 1, 3)):
+            layout = (hidden + gap, offset, misaligned)
+            gx, gresidual, gout, gtotal = (Guarded(5, hidden, dtype, *layout) for _ in range(4))
+            gx.filled(x), gresidual.filled(residual)
+            fusednorm.fused_add_rms_norm(
+                gx.tensor, gresidual.tensor, weight, out=gout.tensor, residual_out=gtotal.tensor
+            )
+            agree(gout.tensor, plain, f"hidden {hidden}, layout {layout}")
+            agree(gtotal.tensor, plain_total, f"hidden {hidden}, layout {layout}, the sum")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_rows_do_not_depend_on_the_number_of_threads(mode, agree, threads, dtype):
+    for rows, hidden in ((2, 16384), (3, 20000), (67, 896), (1000, 64)):
+        x, residual, weight = operands(Case(rows=rows, hidden=hidden).of(dtype))
+        threads(1)
+        y, total = fusednorm.fused_add_rms_norm(x, residual, weight)
+        for count in (2, 3, 8):
+            threads(count)
+            many, many_total = fusednorm.fused_add_rms_norm(x, residual, weight)
+            agree(many, y, f"{rows} rows, {count} threads")
+            agree(many_total, total, f"{rows} rows, {count} threads, the sum")
+
+
+def test_rows_do_not_depend_on_the_calling_thread(mode, agree):
+    """Eight Python threads at once, each with other data, each call compared with the same call made alone."""
+    x, residual, weight = operands(Case(rows=64, hidden=1024).of(BF16))
+    alone = [fusednorm.fused_add_rms_norm(x.roll(k, 0), residual, weight) for k in range(8)]
+    results = [[] for _ in range(8)]
+
+    def work(k):
+        with mode.active():
+            for _ in range(5):
+                results[k].append(fusednorm.fused_add_rms_norm(x.roll(k, 0), residual, weight))
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for k in range(8):
+        assert len(results[k]) == 5
+        for y, total in results[k]:
+            agree(y, alone[k][0], f"thread {k}")
+            agree(total, alone[k][1], f"thread {k}, the sum")
+
+
+def test_repetition(mode, agree):
+    x, residual, weight = operands(Case(rows=40, hidden=1500).of(F16))
+    first, _ = fusednorm.fused_add_rms_norm(x, residual, weight)
+    for _ in range(100):
+        agree(fusednorm.fused_add_rms_norm(x, residual, weight)[0], first, "again")
+
+
+FLUSH = """
+import sys, torch, fusednorm
+x = torch.full((40, 1024), 2.0**-130)
+if not torch.set_flush_denormal(True):
+    sys.exit("this processor cannot flush subnormals: nothing was tested")
+with fusednorm.use_backend(sys.argv[1]):
+    y, total = fusednorm.fused_add_rms_norm(x, x, eps=0.0, residual_out=torch.empty_like(x))
+flushes = (x[0] + 0.0).view(torch.int32).eq(0).all().item()  # the caller's setting is as it was
+print(flushes, total.view(torch.int32).unique().tolist())
+"""
+
+
+def test_subnormals_survive_a_caller_that_flushes_them(mode):
+    if mode.backend == "reference":
+        pytest.skip("plain torch operations follow torch's setting, as docs/spec.md says")
+    run = [sys.executable, "-P", "-c", FLUSH, mode.backend]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["True", f"[{1 << 20}]\n"]  # 2^-129
