@@ -5,6 +5,10 @@ A backend is any object with the attributes of :class:`fusednorm.registry.Backen
 
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusednorm.registry import BackendInfo
 
 #: The backends of this version, each the module of that name in this folder, the preferred ones first.
 NAMES = ("cpu", "reference")
@@ -20,7 +24,7 @@ RESERVED = {
 class _Backends(ModuleType):
     """Lets ``fusednorm.backends`` be both this package and the public function that lists the backends."""
 
-    def __call__(self):  # typed where fusednorm/__init__.py imports it for type checkers
+    def __call__(self) -> "list[BackendInfo]":
         from fusednorm.registry import backends
 
         return backends()

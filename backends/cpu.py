@@ -26,10 +26,8 @@ PARALLEL_ELEMENTS = 16 * 1024
 try:
     _extension: Any = import_module("fusednorm._cpu")
 except ImportError as error:
-    _missing = [
-        f"its compiled extension cannot be imported ({error}); `pip install --force-reinstall --no-binary fusednorm "
-        "fusednorm` builds it, which takes a C compiler"
-    ]
+    _cure = "`pip install --force-reinstall --no-binary fusednorm fusednorm` builds it, which takes a C compiler"
+    _missing = [f"its compiled extension cannot be imported ({error}); {_cure}"]
 else:
     _missing = []
     _lib = _extension.lib

@@ -82,7 +82,7 @@ def treesum(value: Tensor) -> Tensor:
     """Sums the last dimension: segments of 1024 elements by halving, then the segment sums by halving."""
     segments = -(-value.shape[-1] // SEGMENT)
     value = torch.nn.functional.pad(value, (0, segments * SEGMENT - value.shape[-1]))
-    return halved(halved(value.unflatten(-1, (segments, SEGMENT))))
+    return halved(halved(value.reshape(*value.shape[:-1], segments, SEGMENT)))
 
 
 def rowsum(value: Tensor) -> Tensor:

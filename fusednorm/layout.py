@@ -11,11 +11,13 @@ def row_stride(tensor: Tensor) -> int | None:
 
     The rows are those of ``tensor.reshape(-1, N)``, and each must itself be contiguous.
     """
+    if tensor.is_neg():  # its memory holds the negatives
+        return None
     if tensor.is_contiguous():
         return tensor.shape[-1]
     *leading, hidden = tensor.shape
     *steps, inner = tensor.stride()
-    if (inner != 1 and hidden != 1) or tensor.is_neg():
+    if inner != 1 and hidden != 1:
         return None
     stride = following = None
     for size, step in zip(reversed(leading), reversed(steps), strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from numbers import Real
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -50,12 +51,16 @@ def fused_add_rms_norm(
         RuntimeError: ``out`` or ``residual_out`` is given and an operand requires grad.
         BackendError: the backends ordered cannot take the call.
     """
+    if residual is None:
+        _refuse_type("residual", residual)
     if out is None and residual_out is None:
         if torch.is_grad_enabled() and _requires_grad(x, residual, weight):
             from fusednorm.autograd import FusedAddRMSNorm
 
-            y, total = FusedAddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_sum, round_norm)
-            return y, total
+            return cast(
+                tuple[Tensor, Tensor],
+                FusedAddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_sum, round_norm),  # type: ignore[no-untyped-call]
+            )
     else:
         _refuse_grad("fused_add_rms_norm", x, residual, weight, out, residual_out)
     y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
@@ -91,6 +96,8 @@ def fused_add_rms_norm_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
+    if residual is None:
+        _refuse_type("residual", residual)
     _refuse_grad("fused_add_rms_norm_", x, residual, weight, inplace=True)
     run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
     return x, residual
@@ -126,8 +133,7 @@ def rms_norm(
         if torch.is_grad_enabled() and _requires_grad(x, None, weight):
             from fusednorm.autograd import RMSNorm
 
-            y: Tensor = RMSNorm.apply(x, weight, eps, weight_offset, round_norm)
-            return y
+            return cast(Tensor, RMSNorm.apply(x, weight, eps, weight_offset, round_norm))  # type: ignore[no-untyped-call]
     else:
         _refuse_grad("rms_norm", x, weight, out)
     return run(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
@@ -180,6 +186,9 @@ def run(
     backend that wrote them.
     """
     _check_operands(x, residual, weight, out, residual_out)
+    for name, number in (("eps", eps), ("weight_offset", weight_offset)):
+        if type(number) is not float and not isinstance(number, Real):
+            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
     hidden_size = x.shape[-1]
     rows = x.numel() // hidden_size
 
@@ -187,16 +196,16 @@ def run(
     if x_stride is None:
         if out is x or residual_out is x:
             _refuse_layout("x", x)
-        x, x_stride = x.contiguous(), hidden_size
-    residual_stride: int | None = 0
-    if residual is not None:
-        residual_stride = row_stride(residual)
-        if residual_stride is None:
+        x, x_stride = x.resolve_neg().contiguous(), hidden_size
+    residual_stride = None if residual is None else row_stride(residual)
+    if residual_stride is None:
+        residual_stride = hidden_size
+        if residual is not None:
             if out is residual or residual_out is residual:
                 _refuse_layout("residual", residual)
-            residual, residual_stride = residual.contiguous(), hidden_size
-    if weight is not None and not weight.is_contiguous():
-        weight = weight.contiguous()
+            residual = residual.resolve_neg().contiguous()
+    if weight is not None and row_stride(weight) is None:
+        weight = weight.resolve_neg().contiguous()
 
     out_stride = residual_out_stride = hidden_size
     if out is not None:
@@ -254,11 +263,12 @@ def _check_operands(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, residual_out: Tensor | None
 ) -> None:
     """Types, dtypes, devices and shapes."""
-    for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("out", out), ("residual_out", residual_out)):
+    operands = {"x": x, "residual": residual, "weight": weight, "out": out, "residual_out": residual_out}
+    for name, tensor in operands.items():
         if tensor is None and name != "x":
             continue
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor makes one")
+            _refuse_type(name, tensor)
         if tensor.dtype not in _FLOATS:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; "
@@ -272,7 +282,7 @@ def _check_operands(
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {name}.to_dense() makes one")
         if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move it with {name}.to({str(x.device)!r})")
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {name}.to({str(x.device)!r}) moves it")
         if name == "x":
             if tensor.dim() == 0 or tensor.shape[-1] == 0:
                 raise ValueError(f"x must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
@@ -291,6 +301,10 @@ def _check_operands(
         raise TypeError(
             f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got {str(residual_out.dtype)[6:]}"
         )
+
+
+def _refuse_type(name: str, operand: object) -> NoReturn:
+    raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; torch.as_tensor makes one")
 
 
 def _output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int) -> int:
@@ -317,7 +331,6 @@ def _check_overlap(
     hidden_size: int,
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory."""
-    out, out_stride = outputs["out"]
     for name, (tensor, stride) in outputs.items():
         if tensor is None:
             continue
@@ -329,9 +342,11 @@ def _check_overlap(
                 _refuse_overlap(name, other_name)
         if weight is not None and share_memory(tensor, stride, rows, weight, hidden_size, 1, hidden_size):
             _refuse_overlap(name, "weight")
-        if name == "residual_out" and out is not None:
-            if share_memory(tensor, stride, rows, out, out_stride, rows, hidden_size):
-                _refuse_overlap(name, "out")
+    out, total = outputs["out"][0], outputs["residual_out"][0]
+    if out is not None and total is not None:
+        out_stride, total_stride = outputs["out"][1], outputs["residual_out"][1]
+        if share_memory(total, total_stride, rows, out, out_stride, rows, hidden_size):
+            _refuse_overlap("residual_out", "out")
 
 
 def _refuse_overlap(name: str, other: str) -> NoReturn:

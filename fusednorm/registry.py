@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -135,6 +135,10 @@ def register_backend(name: str, backend: Backend) -> None:
         raise ValueError(f"name must consist of letters, digits and underscores, got {name!r}")
     if name in known():
         raise ValueError(f"name {name!r} is taken; the names in use are {', '.join(known())}")
+    _register(name, backend)
+
+
+def _register(name: str, backend: Backend) -> None:
     missing = [attribute for attribute in _REQUIRED if not hasattr(backend, attribute)]
     if missing:
         raise TypeError(f"backend {name!r} lacks {', '.join(missing)}; fusednorm.registry.Backend says what each does")
@@ -156,10 +160,9 @@ def known() -> list[str]:
 def load(name: str) -> Backend:
     """The backend of that name, imported now if it was not before."""
     if name in NAMES:
-        module: Any = importlib.import_module(f"fusednorm.backends.{name}")
-        return module
+        return cast(Backend, importlib.import_module(f"fusednorm.backends.{name}"))
     if name not in _registered:
-        register_backend(name, _plug_ins()[name].load())
+        _register(name, _plug_ins()[name].load())
     return _registered[name]
 
 

@@ -3,10 +3,11 @@
 import functools
 from dataclasses import dataclass, replace
 
-import oracle
 import torch
 
 from fusednorm.backends import reference
+
+import oracle
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
@@ -14,6 +15,11 @@ DTYPES = (BF16, F16, F32, F64)
 
 def dtype_name(dtype):
     return "none" if dtype is None else str(dtype)[6:]
+
+
+def differing(a, b):
+    """Where two tensors differ in bits, NaN being NaN and +0 being -0."""
+    return ~((a == b) | (a.isnan() & b.isnan()))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BF16, DATA, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, expected, operands
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fusednorm
+
+from cases import BF16, DATA, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, expected, operands
 
 SIZES = (
     *(1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 100, 111, 127, 128, 129, 192, 255, 256, 257),

@@ -7,9 +7,10 @@ import threading
 
 import pytest
 import torch
-from cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, operands
 
 import fusednorm
+
+from cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, operands
 
 
 @pytest.fixture

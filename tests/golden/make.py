@@ -1,0 +1,148 @@
+"""Writes the golden vectors: small inputs and the bits that every backend must return.
+
+    python -P tests/golden/make.py
+
+The file is named after SPEC_VERSION. Bits may change only together with that number, and then under a new name. The
+reference computes them, and the script refuses to write what the oracle, which shares no code with it, contradicts.
+"""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import fusednorm  # noqa: E402
+
+import oracle  # noqa: E402
+from cases import BF16, F16, F32, F64, Case, differing, dtype_name, operands  # noqa: E402
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+FORMATS = {2: "H", 4: "I", 8: "Q"}
+
+CASES = [
+    Case(2, hidden, dtype, residual, weight, None, 1e-5, offset, round_sum, round_norm, data)
+    for hidden, dtype, residual, weight, offset, round_sum, round_norm, data in (
+        (1, BF16, BF16, BF16, 0.0, True, False, "normal"),
+        (5, F16, F16, F16, 0.0, True, False, "normal"),
+        (33, F32, F32, F32, 0.0, True, False, "normal"),
+        (33, F64, F64, F64, 0.0, True, False, "normal"),
+        (128, BF16, None, None, 0.0, True, False, "normal"),
+        (130, BF16, F32, BF16, 0.0, True, False, "normal"),
+        (130, BF16, BF16, F32, 0.0, True, True, "outliers"),
+        (130, F16, BF16, F16, 1.0, False, False, "ties"),
+        (130, F16, F16, F32, 1.0, False, True, "ties"),
+        (130, F64, F16, BF16, 0.5, True, True, "ties"),
+        (64, F16, F16, F16, 0.0, True, False, "overflowing"),
+        (64, BF16, BF16, BF16, 0.0, True, False, "subnormal"),
+        (64, F32, F32, None, 0.0, True, False, "subnormal"),
+        (64, BF16, BF16, BF16, 0.0, True, False, "nan row"),
+        (64, F32, F32, F32, 0.0, True, False, "zeros"),
+        (896, BF16, BF16, BF16, 0.0, True, False, "normal"),
+        (1024, F16, F16, F16, 0.0, True, False, "normal"),
+        (1025, F32, BF16, F32, 0.0, True, False, "normal"),
+        (2049, BF16, BF16, BF16, 1.0, True, False, "outliers"),
+    )
+]
+
+
+def encoded(tensor):
+    """dtype, shape, and the bits of each element in hexadecimal, the highest first, row by row."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach().contiguous()
+    size = tensor.element_size()
+    bits = [v % (1 << 8 * size) for v in tensor.view(INTEGERS[size]).flatten().tolist()]
+    shape = list(tensor.shape)
+    return {"dtype": dtype_name(tensor.dtype), "shape": shape, "bits": "".join(f"{b:0{2 * size}x}" for b in bits)}
+
+
+def decoded(value):
+    """The tensor that was encoded."""
+    if value is None:
+        return None
+    dtype = getattr(torch, value["dtype"])
+    size = torch.empty((), dtype=dtype).element_size()
+    words = [int(value["bits"][i : i + 2 * size], 16) for i in range(0, len(value["bits"]), 2 * size)]
+    memory = bytearray(struct.pack(f"={len(words)}{FORMATS[size]}", *words))
+    return torch.frombuffer(memory, dtype=dtype).reshape(value["shape"])
+
+
+def results(vector):
+    """What the backend in force makes of a vector's inputs: outputs and gradients by name."""
+    x, residual, weight, dy, d_residual_out = (
+        decoded(vector[name]) for name in ("x", "residual", "weight", "dy", "d_residual_out")
+    )
+    options = {"weight_offset": vector["weight_offset"], "round_norm": vector["round_norm"]}
+    leaves = {"x": x, "residual": residual, "weight": weight}
+    leaves = {name: t.requires_grad_() for name, t in leaves.items() if t is not None}
+    if residual is None:
+        outputs = {"out": fusednorm.rms_norm(x, weight, vector["eps"], **options)}
+    else:
+        pair = fusednorm.fused_add_rms_norm(
+            x, residual, weight, vector["eps"], round_sum=vector["round_sum"], **options
+        )
+        outputs = dict(zip(("out", "residual_out"), pair, strict=True))
+    gradients = torch.autograd.grad(
+        tuple(outputs.values()), tuple(leaves.values()), (dy, d_residual_out)[: len(outputs)]
+    )
+    return outputs | {f"d_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+
+
+def vectors():
+    """All vectors, computed by the backend in force."""
+    made = []
+    for case in CASES:
+        x, residual, weight = operands(case)
+        gradient = Case(case.rows, case.hidden, case.x, case.residual, case.weight, seed=1)
+        dy, d_residual_out, _ = operands(gradient)
+        vector = {
+            "data": case.data,
+            "eps": case.eps,
+            "weight_offset": case.weight_offset,
+            "round_sum": case.round_sum,
+            "round_norm": case.round_norm,
+        }
+        inputs = {"x": x, "residual": residual, "weight": weight, "dy": dy, "d_residual_out": d_residual_out}
+        vector |= {name: encoded(t) for name, t in inputs.items()}
+        vector["expected"] = {name: encoded(t) for name, t in results(vector).items()}
+        made.append(vector)
+    return made
+
+
+def contradictions(vector):
+    """The names of the expected tensors on which the oracle has other values."""
+    x, residual, weight, dy, d_residual_out = (
+        decoded(vector[name]) for name in ("x", "residual", "weight", "dy", "d_residual_out")
+    )
+    options = (vector["eps"], vector["weight_offset"], vector["round_sum"], vector["round_norm"])
+    y, total, rstd, h = oracle.forward(x, residual, weight, *options)
+    residual_dtype = None if residual is None else residual.dtype
+    gradients = oracle.backward(dy, d_residual_out, h, rstd, weight, vector["weight_offset"], x.dtype, residual_dtype)
+    other = dict(zip(("out", "residual_out", "d_x", "d_residual", "d_weight"), (y, total, *gradients), strict=True))
+    return [
+        name
+        for name, value in vector["expected"].items()
+        if differing(decoded(value).double(), torch.from_numpy(other[name])).any()
+    ]
+
+
+def path(version):
+    return HERE / f"spec-{version}.json"
+
+
+def main():
+    with fusednorm.use_backend("reference"):
+        made = vectors()
+    for case, vector in zip(CASES, made, strict=True):
+        if wrong := contradictions(vector):
+            sys.exit(f"{case}: the oracle has other values for {', '.join(wrong)}; nothing was written")
+    path(fusednorm.SPEC_VERSION).write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

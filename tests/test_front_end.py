@@ -1,0 +1,201 @@
+"""What the public functions accept, refuse, and say."""
+
+import re
+
+import pytest
+import torch
+from torch import tensor
+
+import fusednorm
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+
+X = torch.arange(24.0).reshape(3, 8)
+BIG = torch.zeros(3, 16)
+
+
+def says(*parts):
+    return re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: rms_norm([1.0]), TypeError, says("x must be a torch.Tensor, got list", "torch.as_tensor")),
+        (lambda: fused_add_rms_norm(X, None), TypeError, says("residual must be a torch.Tensor, got NoneType")),
+        (lambda: fused_add_rms_norm_(X, None), TypeError, says("residual must be a torch.Tensor, got NoneType")),
+        (lambda: fused_add_rms_norm(X, X, 1.0), TypeError, says("weight must be a torch.Tensor, got float")),
+        (
+            lambda: rms_norm(X.int()),
+            TypeError,
+            says("x must be float16, bfloat16, float32 or float64, got int32", ".to("),
+        ),
+        (lambda: rms_norm(X.cfloat()), TypeError, says("x must be float16", "got complex64")),
+        (
+            lambda: fused_add_rms_norm(X, X.double()),
+            TypeError,
+            says("residual is float64 while x is float32", "double"),
+        ),
+        (lambda: rms_norm(X, out=X.double()), TypeError, says("out is float64 while x is float32")),
+        (lambda: rms_norm(X.to_sparse()), TypeError, says("x must be a dense tensor", "sparse", "x.to_dense()")),
+        (
+            lambda: fused_add_rms_norm(X, X, residual_out=X.half()),
+            TypeError,
+            says("residual_out must have the residual's dtype float32, got float16"),
+        ),
+        (lambda: rms_norm(X, X[0].to("meta")), ValueError, says("weight is on meta and x on cpu", "weight.to('cpu')")),
+        (lambda: rms_norm(tensor(1.0)), ValueError, says("x must be [..., N] with N of at least 1, got shape []")),
+        (lambda: rms_norm(torch.empty(3, 0)), ValueError, says("N of at least 1, got shape [3, 0]")),
+        (lambda: rms_norm(X, X[0, :7]), ValueError, says("weight must have shape [8]", "[3, 8]", "got [7]")),
+        (lambda: rms_norm(X, X[:1]), ValueError, says("weight must have shape [8]", "got [1, 8]")),
+        (lambda: fused_add_rms_norm(X, X[:1]), ValueError, says("residual must have x's shape [3, 8], got [1, 8]")),
+        (lambda: rms_norm(X, out=BIG), ValueError, says("out must have x's shape [3, 8], got [3, 16]")),
+        (lambda: rms_norm(X, out=BIG[:, ::2]), ValueError, says("out is written in place", "strides [16, 2]")),
+        (lambda: rms_norm_(BIG[:, ::2]), ValueError, says("x is written in place", "contiguous", "strides [16, 2]")),
+        (lambda: fused_add_rms_norm_(X, BIG[:, ::2]), ValueError, says("residual is written in place")),
+        (lambda: rms_norm_(X[:1].expand(3, 8)), ValueError, says("written in place", "strides [0, 1]")),
+        (lambda: rms_norm(X, out=BIG.as_strided((3, 8), (7, 1))), ValueError, says("without overlap", "[7, 1]")),
+        (lambda: rms_norm(X, eps=None), TypeError, says("eps must be a number, got NoneType")),
+        (lambda: rms_norm(X, eps="1e-6"), TypeError, says("eps must be a number, got str")),
+        (lambda: rms_norm(X, weight_offset=None), TypeError, says("weight_offset must be a number, got NoneType")),
+    ],
+)
+def test_bad_input(call, error, message):
+    before = X.clone(), BIG.clone()
+    with pytest.raises(error, match=message):
+        call()
+    assert torch.equal(X, before[0])  # nothing is half-written
+    assert torch.equal(BIG, before[1])
+
+
+def memory(*shape):
+    return torch.arange(400.0)[: torch.Size(shape).numel()].reshape(shape).clone()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: fused_add_rms_norm_(m[:3], m[:3]), "residual"),
+        (lambda m: fused_add_rms_norm_(m[:3], m[1:4]), "shares memory"),
+        (lambda m: fused_add_rms_norm_(m[:3, :8], m[:3, 7:15]), "shares memory"),
+        (lambda m: fused_add_rms_norm_(m[:3, :8], m[:3, 8:16], m[2, 4:12]), "weight"),
+        (lambda m: fused_add_rms_norm(m[:3], m[4:7], out=m[2:5]), "out shares memory with x"),
+        (lambda m: fused_add_rms_norm(m[:3], m[4:7], residual_out=m[6:9]), "residual_out shares memory with residual"),
+        (lambda m: fused_add_rms_norm(m[:3], m[4:7], out=m[8:11], residual_out=m[8:11]), "residual_out .* with out"),
+        (lambda m: rms_norm(m[:3], m[9], out=m[8:11]), "out shares memory with weight"),
+        (lambda m: rms_norm(m[:3, :8], out=m.view(-1)[1:].as_strided((3, 8), (16, 1))), "out shares memory with x"),
+        (lambda m: rms_norm(m.half()[:3], out=m[:3]), None),
+        (lambda m: rms_norm(m.view(torch.float16)[:2, :8], out=m[:2, :8]), "out shares memory with x"),
+        (lambda m: rms_norm(m.as_strided((3, 5), (32, 1)), out=m.as_strided((3, 5), (24, 1), 5)), "shares memory"),
+        (lambda m: rms_norm(m.as_strided((3, 5), (32, 1)), out=m.as_strided((3, 5), (16, 1), 8)), None),
+        (lambda m: fused_add_rms_norm_(m[:3, :8], m[:3, 8:16]), None),
+        (lambda m: fused_add_rms_norm_(m[:, 8:16], m[:, :8]), None),
+        (lambda m: fused_add_rms_norm(m[:3], m[:3]), None),
+    ],
+)
+def test_shared_memory(call, message):
+    """What overlaps is refused before anything is written; rows that only interleave are not."""
+    m = memory(12, 16)
+    before = m.clone()
+    if message is None:
+        call(m)
+        return
+    with pytest.raises(ValueError, match=message) as raised:
+        call(m)
+    assert "shares memory" in str(raised.value)
+    assert "clone()" in str(raised.value)
+    assert torch.equal(m, before)
+
+
+def test_share_memory_is_exact():
+    """Against a set of addresses, for every small arrangement of two operands."""
+    from fusednorm.layout import share_memory
+
+    whole = torch.empty(200)
+    seen = set()
+    for a_stride in (0, 1, 3, 5, 7):
+        for b_stride in (0, 2, 3, 5, 8):
+            for offset in range(40):
+                a, b = whole[20:], whole[offset:]
+                addresses = [
+                    {begin + row * stride + i for row in range(rows) for i in range(3)}
+                    for begin, stride, rows in ((20, a_stride, 4), (offset, b_stride, 3))
+                ]
+                shared = bool(addresses[0] & addresses[1])
+                assert share_memory(a, a_stride, 4, b, b_stride, 3, 3) == shared, (a_stride, b_stride, offset)
+                seen.add(shared)
+    assert seen == {True, False}
+
+
+def test_results_are_new_unless_given():
+    x, residual = memory(3, 8), memory(3, 8) + 1
+    y, total = fused_add_rms_norm(x, residual)
+    assert len({t.data_ptr() for t in (x, residual, y, total)}) == 4
+    out, residual_out = torch.empty(3, 8), torch.empty(3, 8)
+    given = fused_add_rms_norm(x, residual, out=out, residual_out=residual_out)
+    assert given[0] is out
+    assert given[1] is residual_out
+    assert torch.equal(out, y)
+    assert torch.equal(residual_out, total)
+    in_place = fused_add_rms_norm_(x, residual)
+    assert in_place[0] is x
+    assert in_place[1] is residual
+    assert torch.equal(x, y)
+    assert torch.equal(residual, total)
+    assert rms_norm_(out) is out
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "weight"])
+def test_in_place_forms_refuse_tensors_that_need_grad(name):
+    operands = {"x": memory(3, 8), "residual": memory(3, 8), "weight": memory(8)}
+    operands[name].requires_grad_()
+    before = {k: v.detach().clone() for k, v in operands.items()}
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        fused_add_rms_norm(*operands.values(), out=torch.empty(3, 8))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        fused_add_rms_norm_(*operands.values())
+    if name != "residual":
+        with pytest.raises(RuntimeError, match="requires grad"):
+            rms_norm_(operands["x"], operands["weight"])
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+            rms_norm(operands["x"], operands["weight"], out=torch.empty(3, 8))
+    assert all(torch.equal(operands[k].detach(), before[k]) for k in operands)
+    with torch.no_grad():
+        fused_add_rms_norm_(*operands.values())
+
+
+def test_no_rows():
+    y, total = fused_add_rms_norm(torch.empty(0, 8), torch.empty(0, 8, dtype=torch.float16), torch.ones(8))
+    assert y.shape == total.shape == (0, 8)
+    assert total.dtype == torch.float16
+    x = torch.empty(2, 0, 8, requires_grad=True)
+    rms_norm(x, torch.ones(8)).sum().backward()
+    assert x.grad.shape == (2, 0, 8)
+
+
+def test_negative_views():
+    """A tensor whose values are the negatives of what its memory holds."""
+    z = torch.randn(4, 6, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0))
+    x = z.conj().imag
+    assert x.is_neg()
+    assert torch.equal(rms_norm(x), rms_norm(-z.imag))
+    lazy = torch._neg_view(X)
+    assert torch.equal(fused_add_rms_norm(lazy, X + lazy[0], lazy[1])[0], fused_add_rms_norm(-X, X - X[0], -X[1])[0])
+    with pytest.raises(ValueError, match="written in place"):
+        rms_norm_(lazy)
+
+
+def test_import_is_fast_and_light():
+    """Neither Triton nor the doctor's tables nor plug-ins are imported by importing fusednorm."""
+    import subprocess
+    import sys
+
+    code = "import torch, sys; before = set(sys.modules); import fusednorm; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    new = done.stdout.split()
+    assert "fusednorm.ops" in new
+    assert not {"triton", "rich", "cffi", "numpy", "fusednorm._cpu", "fusednorm.backends.cpu"} & set(new)
+
+
+def test_public_names():
+    assert set(fusednorm.__all__) <= set(dir(fusednorm))
+    assert fusednorm.SPEC_VERSION == 1

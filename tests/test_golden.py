@@ -1,0 +1,40 @@
+"""The golden vectors: bits that may change only together with SPEC_VERSION."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusednorm
+
+_spec = importlib.util.spec_from_file_location("golden_make", Path(__file__).parent / "golden" / "make.py")
+golden = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(golden)
+
+VECTORS = json.loads(golden.path(fusednorm.SPEC_VERSION).read_text())
+
+
+@pytest.mark.parametrize("index", range(len(golden.CASES)))
+def test_golden_vectors(mode, agree, index):
+    """Outputs and gradients of every backend, from stored inputs."""
+    vector = VECTORS[index]
+    for name, tensor in golden.results(vector).items():
+        agree(tensor.detach(), golden.decoded(vector["expected"][name]), f"vector {index}, {name}")
+
+
+def test_every_case_has_a_vector():
+    assert len(VECTORS) == len(golden.CASES)
+
+
+def test_the_oracle_agrees():
+    for index, vector in enumerate(VECTORS):
+        assert golden.contradictions(vector) == [], index
+
+
+def test_encoding_keeps_every_bit():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        bits = torch.randint(-(2**15), 2**15, (3, 16), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+        tensor = bits.view(dtype)
+        assert torch.equal(golden.decoded(golden.encoded(tensor)).view(torch.int16), bits)

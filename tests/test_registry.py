@@ -1,0 +1,282 @@
+"""Who takes a call: availability, suitability, and the user's order."""
+
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import BackendError, registry
+from fusednorm.backends import reference
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch):
+    """Each test registers and chooses for itself, in an environment that orders nothing."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_chosen", {})
+    token = registry._order.set("")
+    yield
+    registry._order.reset(token)
+
+
+def backend(**changes):
+    """A copy of the reference that counts its calls."""
+    calls = []
+
+    def forward(*args):
+        calls.append(args)
+        reference.forward(*args)
+
+    parts = {
+        "DEVICES": ("cpu",),
+        "unavailable": list,
+        "unsuitable": lambda signature: [],
+        "plan": lambda signature: "counted",
+        "forward": forward,
+        "backward": reference.backward,
+        "calls": calls,
+    }
+    return SimpleNamespace(**{**parts, **changes})
+
+
+def plug_in(monkeypatch, name, load):
+    entry = SimpleNamespace(name=name, load=load)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "fusednorm.backends" else [])
+
+
+def test_the_list():
+    infos = {info.name: info for info in fusednorm.backends()}
+    assert list(infos) == ["cpu", "reference", "cuda", "triton", "triton_cpu"]
+    assert infos["reference"].available
+    assert not infos["cuda"].available
+    assert "this version" in infos["cuda"].reasons[0]
+    assert "cuda: no: " in str(infos["cuda"])
+
+
+def test_backends_is_a_function_and_a_package():
+    import fusednorm.backends.reference as module
+
+    assert module is reference
+    assert fusednorm.backends.reference is reference
+    assert callable(fusednorm.backends)
+
+
+def test_an_order_is_obeyed():
+    for name in ("cpu", "reference"):
+        with fusednorm.use_backend(name):
+            assert fusednorm.explain(X).backend == name
+    with fusednorm.use_backend("reference, cpu"):
+        assert fusednorm.explain(X).backend == "reference"
+        with fusednorm.use_backend("cpu"):
+            assert fusednorm.explain(X).backend == "cpu"
+        assert fusednorm.explain(X).backend == "reference"
+
+
+@pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", "CPU"])
+def test_unknown_names_raise_and_list_the_valid_ones(names):
+    with pytest.raises(BackendError, match="cpu, reference, cuda, triton, triton_cpu"):
+        fusednorm.use_backend(names)
+
+
+def test_a_forced_backend_never_falls_back():
+    picky = backend(unsuitable=lambda signature: ["rows are too narrow", "and it rains"])
+    absent = backend(unavailable=lambda: ["no such processor"])
+    elsewhere = backend(DEVICES=("npu", "tpu"))
+    for name, b in (("picky", picky), ("absent", absent), ("elsewhere", elsewhere)):
+        fusednorm.register_backend(name, b)
+    with fusednorm.use_backend("picky,absent,elsewhere,cuda"), pytest.raises(BackendError) as raised:
+        fusednorm.rms_norm(X)
+    for reason in (
+        "picky: rows are too narrow",
+        "picky: and it rains",
+        "absent: no such processor",
+        "elsewhere: it runs on npu and tpu tensors, and these are on cpu",
+        "cuda: this version",
+        "'picky,absent,elsewhere,cuda,reference'",
+        "python -m fusednorm",
+        "x float32, out float32, hidden size 8, on cpu",
+    ):
+        assert reason in str(raised.value)
+    with fusednorm.use_backend("picky,reference"):
+        assert fusednorm.explain(X).passed_over == {"picky": ["rows are too narrow", "and it rains"]}
+        fusednorm.rms_norm(X)
+    assert not picky.calls
+
+
+def test_an_error_in_a_backend_is_not_a_reason_to_pass_it_over():
+    def broken(signature):
+        raise ZeroDivisionError
+
+    fusednorm.register_backend("broken", backend(unsuitable=broken))
+    with fusednorm.use_backend("broken,reference"), pytest.raises(ZeroDivisionError):
+        fusednorm.rms_norm(X)
+
+
+def test_a_signature_is_decided_once():
+    asked = []
+    fusednorm.register_backend("mine", b := backend(unsuitable=lambda signature: asked.append(signature) or []))
+    with fusednorm.use_backend("mine"):
+        for rows in (1, 2, 3):
+            fusednorm.rms_norm(X[:rows])
+        assert len(asked) == 1
+        assert len(b.calls) == 3
+        fusednorm.rms_norm(X.half())
+        fusednorm.rms_norm(X[:, :7])
+        fusednorm.fused_add_rms_norm(X, X)
+        assert len(asked) == 4
+
+
+def test_explain():
+    fusednorm.register_backend("mine", backend())
+    with fusednorm.use_backend("mine"):
+        explanation = fusednorm.explain(X, X.half(), X[0])
+    assert explanation.backend == "mine"
+    assert explanation.plan == "counted"
+    assert explanation.order == "mine"
+    assert "residual float16" in str(explanation)
+    assert "mine: counted" in str(explanation)
+    assert "C kernels for" in fusednorm.explain(X).plan
+
+
+def test_automatic_choice_prefers_ours_then_plug_ins_then_the_reference(monkeypatch):
+    plug_in(monkeypatch, "theirs", lambda: backend(DEVICES=("meta", "cpu")))
+    assert fusednorm.explain(X).backend == "cpu"
+    elsewhere = fusednorm.explain(X.to("meta"))
+    assert elsewhere.backend == "theirs"
+    assert list(elsewhere.passed_over) == ["cpu"]
+    assert "on meta" in elsewhere.passed_over["cpu"][0]
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    monkeypatch.setattr(registry, "_registered", {})
+    assert fusednorm.explain(X.to("meta")).backend == "reference"
+
+
+def test_plug_ins_are_listed_and_loaded_by_name(monkeypatch):
+    plug_in(monkeypatch, "theirs", backend)
+    with fusednorm.use_backend("theirs"):
+        fusednorm.rms_norm(X)
+    assert "theirs" in [info.name for info in fusednorm.backends()]
+
+
+def test_a_plug_in_that_does_not_load_is_a_line_in_the_list(monkeypatch):
+    def load():
+        raise ImportError("no module named theirs")
+
+    plug_in(monkeypatch, "theirs", load)
+    (info,) = (info for info in fusednorm.backends() if info.name == "theirs")
+    assert not info.available
+    assert "no module named theirs" in info.reasons[0]
+    with fusednorm.use_backend("theirs"), pytest.raises(ImportError, match="no module named theirs"):
+        fusednorm.rms_norm(X)
+
+
+def test_a_plug_in_cannot_take_a_name_of_ours(monkeypatch):
+    plug_in(monkeypatch, "cpu", lambda: pytest.fail("loaded"))
+    with fusednorm.use_backend("cpu"):
+        fusednorm.rms_norm(X)
+
+
+def test_registering():
+    with pytest.raises(ValueError, match="'cpu' is taken"):
+        fusednorm.register_backend("cpu", backend())
+    with pytest.raises(ValueError, match="'triton' is taken"):
+        fusednorm.register_backend("triton", backend())
+    with pytest.raises(ValueError, match="letters, digits and underscores"):
+        fusednorm.register_backend("a,b", backend())
+    with pytest.raises(TypeError, match="lacks unavailable, unsuitable, plan, forward, backward"):
+        fusednorm.register_backend("half", SimpleNamespace(DEVICES=("cpu",)))
+    fusednorm.register_backend("mine", backend())
+    with pytest.raises(ValueError, match="'mine' is taken"):
+        fusednorm.register_backend("mine", backend())
+
+
+def test_an_order_holds_in_its_own_thread_only():
+    import threading
+
+    seen = []
+    other = "cpu" if registry.ENVIRONMENT == "reference" else "reference"
+    with fusednorm.use_backend(other):
+        assert fusednorm.explain(X).backend == other
+        thread = threading.Thread(target=lambda: seen.append(fusednorm.explain(X).backend))
+        thread.start()
+        thread.join()
+    assert seen == [registry.ENVIRONMENT.split(",")[0] or "cpu"]
+
+
+def python(code, **environment):
+    """Runs a program in a process of its own, with these FUSEDNORM_ variables and no others."""
+    import os
+
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
+    program = "import torch, fusednorm\nx = torch.ones(2, 8)\n" + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program], env={**clean, **environment}, capture_output=True, text=True
+    )
+
+
+def test_the_environment_orders():
+    show = "print(fusednorm.explain(x).backend)"
+    assert python(show, FUSEDNORM_BACKEND="reference").stdout == "reference\n"
+    assert python(show, FUSEDNORM_BACKEND=" reference , cpu ").stdout == "reference\n"
+    assert python(show, FUSEDNORM_BACKEND="cpu,reference").stdout == "cpu\n"
+    assert python(show, FUSEDNORM_BACKEND="cuda,reference").stdout == "reference\n"
+    assert python(show, FUSEDNORM_BACKEND="").stdout == "cpu\n"
+    code = "with fusednorm.use_backend('cpu'): print(fusednorm.explain(x).backend)"
+    assert python(code, FUSEDNORM_BACKEND="reference").stdout == "cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "nonsense",
+            "FUSEDNORM_BACKEND names the backend 'nonsense', which does not exist; the names are cpu, reference",
+        ),
+        ("cuda", "cuda: this version of fusednorm does not contain it yet"),
+    ],
+)
+def test_the_environment_never_falls_back(value, message):
+    done = python("fusednorm.rms_norm(x)", FUSEDNORM_BACKEND=value)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_the_instruction_set_can_be_capped():
+    from fusednorm.backends import cpu
+
+    for name in cpu.variants():
+        done = python("fusednorm.rms_norm(x); print(fusednorm.explain(x).plan)", FUSEDNORM_CPU_ISA=name)
+        assert f"C kernels for {name}," in done.stdout
+    done = python("fusednorm.rms_norm(x)", FUSEDNORM_CPU_ISA="sse9")
+    assert (
+        f"FUSEDNORM_CPU_ISA is 'sse9', which this machine cannot run; it can run {', '.join(cpu.variants())}"
+        in done.stderr
+    )
+
+
+def test_without_the_compiled_extension():
+    """Says why, once, and works through the reference."""
+    hide = """
+    import sys, warnings
+    class Hide:
+        def find_spec(name, path=None, target=None):
+            if name == "fusednorm._cpu":
+                raise ModuleNotFoundError("No module named 'fusednorm._cpu'")
+    sys.meta_path.insert(0, Hide)
+    """
+    done = python(hide + "print(fusednorm.rms_norm(x)[0, 0].item()); fusednorm.rms_norm(x)")
+    assert done.returncode == 0
+    assert abs(float(done.stdout) - 1) < 1e-6  # 1 / sqrt(1 + eps) is 1 - eps / 2
+    assert done.stderr.count("RuntimeWarning") == 1
+    assert "No module named 'fusednorm._cpu'" in done.stderr
+    assert "C compiler" in done.stderr
+    done = python(hide + "print(fusednorm.backends()[0])")
+    assert "cpu: no: its compiled extension cannot be imported" in done.stdout
+    done = python(hide + "fusednorm.rms_norm(x)", FUSEDNORM_BACKEND="cpu")
+    assert done.returncode == 1
+    assert "cpu: its compiled extension cannot be imported" in done.stderr
