@@ -1,0 +1,311 @@
+"""Breaks the library on purpose, one way at a time, and demands that the tests notice.
+
+    tox -e mutations
+
+Each mutant is a copy of the repository with one text replaced, installed over this environment's fusednorm; the tests
+must then fail. Exit status 1 if a mutant survives. `--only TEXT` runs those whose description contains it.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+
+
+class Mutant(NamedTuple):
+    """A promise, and a replacement in one file that breaks it."""
+
+    promise: str
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+SAME, FUSED, ROW = "same bits on every backend", "fused equals unfused", "a row is a row"
+
+MUTANTS = (
+    Mutant(
+        SAME,
+        "two levels of the tree swapped",
+        "cpu/kernel_body.h",
+        "p_add(SQUARE(0), SQUARE(4)), p26",
+        "p_add(SQUARE(0), SQUARE(1)), p26",
+    ),
+    Mutant(
+        SAME,
+        "columns added in order",
+        "cpu/kernel_body.h",
+        "for (int c = 0; c < width; c++) col[c] = p_add(col[c], col[c + width]);",
+        "for (int c = 0; c < width; c++) col[c] = p_add(col[2 * c], col[2 * c + 1]);",
+    ),
+    Mutant(
+        SAME,
+        "segments added one after the other",
+        "cpu/kernel_body.h",
+        "    while (width > 1) {\n        width /= 2;\n        for (int64_t i = 0; i < width; i++) sums[i]",
+        "    for (int64_t i = 1; i < width; i++) sums[0] += sums[i];\n    while (width > 1) {\n"
+        "        width /= 2;\n        for (int64_t i = 1; i < width; i++) sums[i]",
+    ),
+    Mutant(
+        SAME,
+        "the even and odd halves added too early",
+        "cpu/kernel_body.h",
+        "if (by_parity) return v_halve(p.a) + v_halve(p.b);",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "neighbours added first within a register (AVX-512)",
+        "cpu/kernel_avx512.c",
+        "z = _mm_add_ps(z, _mm_movehl_ps(z, z));",
+        "z = _mm_hadd_ps(z, z);",
+    ),
+    Mutant(SAME, "fused multiply-add", "cpu/CMakeLists.txt", "-ffp-contract=off", "-ffp-contract=fast;-std=gnu11"),
+    Mutant(
+        SAME,
+        "one rounding instead of two in 1 / sqrt",
+        "cpu/kernel_body.h",
+        "1.0f / sqrtf(mean + eps)",
+        "(float)(1.0 / sqrt(mean + eps))",
+    ),
+    Mutant(
+        SAME,
+        "the mean by the reciprocal of the hidden size",
+        "cpu/kernel_body.h",
+        "/ (float)job->hidden",
+        "* (1.0f / (float)job->hidden)",
+    ),
+    Mutant(
+        SAME,
+        "bfloat16 rounded toward zero (AVX-512)",
+        "cpu/kernel_avx512.c",
+        "_mm512_set1_epi32(0x7fff)), odd",
+        "_mm512_setzero_si512()), _mm512_setzero_si512()",
+    ),
+    Mutant(
+        SAME,
+        "bfloat16 ties rounded up (AVX2)",
+        "cpu/kernel_avx2.c",
+        "_mm256_set1_epi32(0x7fff)), odd",
+        "_mm256_set1_epi32(0x8000)), _mm256_setzero_si256()",
+    ),
+    Mutant(
+        SAME,
+        "float16 rounded toward zero (AVX2)",
+        "cpu/kernel_avx2.c",
+        "_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)",
+        "_mm256_cvtps_ph(a, _MM_FROUND_TO_ZERO)",
+    ),
+    Mutant(
+        SAME,
+        "float16 ties rounded up (scalar)",
+        "cpu/half.h",
+        "magnitude + 0xfff + (magnitude >> 13 & 1)",
+        "magnitude + 0x1000",
+    ),
+    Mutant(
+        SAME,
+        "float16 subnormals flushed (scalar)",
+        "cpu/half.h",
+        "return (uint16_t)(sign | (bits_of_f32(shifted) - bits_of_f32(0.5f)));",
+        "return (uint16_t)sign;",
+    ),
+    Mutant(
+        SAME,
+        "a NaN rounds to something else (AVX-512)",
+        "cpu/kernel_avx512.c",
+        "_mm512_mask_blend_epi32(nan, rounded_bf16(x), _mm512_set1_epi32(0x7fc00000))",
+        "rounded_bf16(x)",
+    ),
+    Mutant(SAME, "float64 rounded twice", "cpu/half.h", "    return f32_of_bits(bits | 1);", "    return rounded;"),
+    Mutant(
+        SAME,
+        "the last element of a masked tail forgotten (AVX-512)",
+        "cpu/kernel_avx512.c",
+        "(__mmask32)((1ull << n) - 1)",
+        "(__mmask32)((1ull << (n - 1)) - 1)",
+    ),
+    Mutant(
+        SAME,
+        "the last odd element forgotten (AVX2)",
+        "cpu/kernel_avx2.c",
+        "return n & 1 ? _mm256_or",
+        "return 0 ? _mm256_or",
+    ),
+    Mutant(
+        SAME,
+        "a tail stored a whole register wide",
+        "cpu/kernel_body.h",
+        "    else h2_store_n(p, n, h);",
+        "    else h2_store(p, h);",
+    ),
+    Mutant(
+        SAME, "the weight's offset dropped", "cpu/kernel_body.h", "if (offset) g = p_add(g, p_set1(s->offset));", ""
+    ),
+    Mutant(
+        SAME,
+        "the normalised row not rounded",
+        "cpu/kernel_body.h",
+        "if (norm != NONE) y = widen(norm, narrow(norm, y));",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "the reference sums in another order",
+        "backends/reference.py",
+        "value[..., :n] + value[..., n:]",
+        "value[..., 0::2] + value[..., 1::2]",
+    ),
+    Mutant(
+        SAME,
+        "the reference rounds float64 twice",
+        "backends/reference.py",
+        "bits = torch.where(back == value, bits, bits | 1)",
+        "bits = nearest.view(torch.int32)",
+    ),
+    Mutant(
+        SAME,
+        "the reference trusts torch.sqrt",
+        "backends/reference.py",
+        "return value.to(torch.float64).sqrt().to(value.dtype)",
+        "return value.sqrt()",
+    ),
+    Mutant(SAME, "the reference sums rows pairwise", "backends/reference.py", "ROW_BLOCKS = 256", "ROW_BLOCKS = 512"),
+    Mutant(
+        FUSED, "statistics from the unrounded sum", "cpu/kernel_body.h", "        if (round_sum) h = rounded;\n", ""
+    ),
+    Mutant(
+        FUSED,
+        "the unrounded sum where the rounded is meant (float64)",
+        "cpu/kernel_f64.h",
+        "if (job->flags & FN_ROUND_SUM)",
+        "if (0)",
+    ),
+    Mutant(
+        FUSED,
+        "round_sum ignored by the reference",
+        "backends/reference.py",
+        "        if round_sum:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        ROW,
+        "the padding keeps what the row before left there",
+        "cpu/kernel_body.h",
+        "for (; done < width; done += PAIR) store(F32, row->squares, done, PAIR, p_set1(0));",
+        "",
+    ),
+    Mutant(
+        ROW,
+        "the first rows of a thread rounded otherwise",
+        "cpu/kernel_body.h",
+        "        struct scale s = {",
+        "        if (m - begin < 2) mean = nextafterf(mean, 0);\n        struct scale s = {",
+    ),
+    Mutant(
+        ROW,
+        "the last thread's rows forgotten",
+        "cpu/dispatch.c",
+        "int64_t end = begin + share + (thread < more);",
+        "int64_t end = begin + share;",
+    ),
+    Mutant(
+        ROW,
+        "the residual read with x's stride",
+        "backends/cpu.py",
+        "        x_stride,\n        residual_stride,\n        out_stride,\n        residual_out_stride,\n        eps",
+        "        x_stride,\n        x_stride,\n        out_stride,\n        residual_out_stride,\n        eps",
+    ),
+    Mutant(
+        ROW,
+        "row offsets of 32 bits",
+        "cpu/kernel_body.h",
+        "job->x + m * job->x_stride",
+        "job->x + (int)(m * job->x_stride)",
+    ),
+    Mutant(
+        ROW,
+        "the caller's flush-to-zero obeyed",
+        "cpu/dispatch.c",
+        "if (state & NOT_IEEE) _mm_setcsr(state & ~NOT_IEEE);",
+        "",
+    ),
+    Mutant(
+        ROW, "the caller's flush-to-zero not put back", "cpu/dispatch.c", "if (state & NOT_IEEE) _mm_setcsr(state);", ""
+    ),
+    Mutant(
+        ROW,
+        "partial overlap accepted",
+        "fusednorm/ops.py",
+        "    if rows and (out is not None",
+        "    if False and (out is not None",
+    ),
+)
+
+
+def build(mutant, folder):
+    """Copies the repository with the mutant's change and installs it."""
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / name)
+    if mutant is not None:
+        path = folder / mutant.file
+        text = path.read_text()
+        if mutant.old not in text:
+            sys.exit(f"{mutant.file} no longer contains what the mutant {mutant.what!r} replaces: {mutant.old!r}")
+        path.write_text(text.replace(mutant.old, mutant.new))
+    install = ("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--force-reinstall", str(folder))
+    subprocess.run((sys.executable, "-m", *install), check=True)
+
+
+def first_failure(folder):
+    """The name of a test that fails, or None."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
+    tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", str(folder / "tests"))
+    done = subprocess.run(
+        (sys.executable, "-P", "-m", *tests, "--ignore", str(folder / "tests" / "test_install.py")),
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        return None
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode != 1 or not failed:
+        sys.exit(f"the tests did not run:\n{done.stdout}{done.stderr}")
+    return failed[0].split("/")[-1]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    only = parser.parse_args().only
+    chosen = [m for m in MUTANTS if only in m.what]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for mutant in chosen:
+            build(mutant, folder)
+            killer = first_failure(folder)
+            survivors += killer is None
+            print(
+                f"{'SURVIVED' if killer is None else 'caught'}: {mutant.promise}: {mutant.what}: {killer or ''}",
+                flush=True,
+            )
+        build(None, folder)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

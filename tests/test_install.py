@@ -1,0 +1,54 @@
+"""What is installed, and that a checkout in the working directory does not get in its way."""
+
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+import fusednorm
+
+ROOT = Path(__file__).parents[1]
+INSTALLED = Path(fusednorm.ops.__file__).parent
+EDITABLE = INSTALLED == ROOT / "fusednorm"
+
+
+@pytest.mark.skipif(EDITABLE, reason="an editable install has no files of its own; tox tests the wheel")
+def test_the_wheel_contains_the_package_and_nothing_else():
+    files = {str(f) for f in distribution("fusednorm").files}
+    outside = {f for f in files if not f.startswith(("fusednorm/", "fusednorm-"))}
+    assert not outside
+    for name in ("__init__.py", "py.typed", "backends/cpu.py", "backends/reference.py", "csrc/README.md"):
+        assert f"fusednorm/{name}" in files
+    (extension,) = (f for f in files if "_cpu" in f)
+    assert ".abi3." in extension or extension.endswith(".pyd")
+    assert not [f for f in files if f.endswith((".c", ".h")) or "test" in f]
+
+
+def python(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+
+def test_the_install_is_used_from_within_the_checkout():
+    """`python -m fusednorm` puts the working directory first, where a source tree of the same name lies."""
+    show = "import fusednorm; print(fusednorm.ops.__file__, fusednorm.backends.__file__, sep='\\n')"
+    done = python("-c", show, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(INSTALLED / "ops.py"), fusednorm.backends.__file__]
+    done = python("-m", "fusednorm", "--json", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_checkout_without_an_install_says_so():
+    done = python("-S", "-c", "import fusednorm", cwd=ROOT)
+    assert done.returncode == 1
+    assert "is a source tree and not an install" in done.stderr
+    assert "pip install ." in done.stderr
+
+
+def test_without_triton():
+    """Even a broken Triton is nobody's concern here."""
+    hide = "import sys; sys.modules['triton'] = None; import torch, fusednorm; fusednorm.rms_norm(torch.ones(2, 8))"
+    done = python("-P", "-c", hide)
+    assert done.returncode == 0, done.stderr
