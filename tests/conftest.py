@@ -80,6 +80,17 @@ def agree(mode):
     return agree
 
 
+def pytest_addoption(parser):
+    parser.addoption("--modes", help="fail unless the matrix has exactly these modes, with commas between")
+
+
+def pytest_configure(config):
+    """Where a processor is emulated, a kernel that is not found must not go unnoticed."""
+    expected, found = config.getoption("--modes"), ",".join(map(str, modes()))
+    if expected not in (None, found):
+        raise pytest.UsageError(f"--modes asks for {expected}, and this machine has {found}")
+
+
 def pytest_report_header():
     return "fusednorm: modes " + ", ".join(map(str, modes()))
 
