@@ -169,7 +169,9 @@ def load(name: str) -> Backend:
 def _names(order: str) -> list[str]:
     """The names in an order of preference, checked."""
     names = [name.strip() for name in order.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known()]
+    unknown = [name for name in names if name not in (*NAMES, *RESERVED, *_registered)]
+    if unknown:  # only now: looking for plug-ins reads the metadata of every installed package
+        unknown = [name for name in unknown if name not in _plug_ins()]
     if unknown or not names:
         source = "FUSEDNORM_BACKEND" if order == ENVIRONMENT else "use_backend"
         raise BackendError(

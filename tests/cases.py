@@ -89,7 +89,12 @@ DATA = ("large", "tiny", "outliers", "zeros", "cancelling", "subnormal", "overfl
 
 
 def operands(case):
-    """x, residual and weight of the case: contiguous tensors, None where absent."""
+    """x, residual and weight of the case: new contiguous tensors, None where absent."""
+    return tuple(None if tensor is None else tensor.clone() for tensor in _operands(case))
+
+
+@functools.lru_cache(maxsize=512)
+def _operands(case):
     generator = torch.Generator().manual_seed(case.seed * 7919 + case.hidden * 31 + case.rows)
     dtypes = (case.x, case.residual, case.weight)
     return tuple(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusednorm
 from fusednorm import registry
@@ -68,6 +69,8 @@ def agree(mode):
         COMPARISONS[str(mode)] += 1
         assert actual.dtype == expected.dtype, what
         assert actual.shape == expected.shape, what
+        if torch.equal(actual, expected):
+            return
         differ = differing(actual, expected)
         if differ.any():
             at = differ.nonzero()[0].tolist()
