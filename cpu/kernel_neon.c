@@ -70,6 +70,7 @@ FN_INLINE uint16x8_t rounded_bf16(V x) {
 }
 FN_INLINE H2 h2_bf16(V a, V b) { return vuzp2q_u16(rounded_bf16(a), rounded_bf16(b)); }
 
+#include "pairs.h"
 #include "kernel_body.h"
 
 #endif
