@@ -1,4 +1,4 @@
-"""The C library in ``cpu/``: NEON, AVX2, AVX-512 and portable kernels, chosen when the program runs."""
+"""The C library in ``cpu/``: NEON, SVE, AVX2, AVX-512 and portable kernels, chosen when the program runs."""
 
 from __future__ import annotations
 
@@ -41,24 +41,28 @@ else:
     }
 
 
+#: The instruction sets that this processor can run, the best last, each with its index in the library.
+_isas: dict[str, int] = {}
+if not _missing:
+    _isas = {_text(_lib.fn_isa_name(i)).decode(): i for i in range(_lib.fn_isa_count()) if _lib.fn_isa_usable(i)}
+
+
 def variants() -> tuple[str, ...]:
-    """The instruction sets that this processor can run, the narrowest first."""
-    if _missing:
-        return ()
-    return tuple(_text(_lib.fn_isa_name(i)).decode() for i in range(_lib.fn_isa_count()) if _lib.fn_isa_usable(i))
+    """The instruction sets that this processor can run, the best last."""
+    return tuple(_isas)
 
 
-def _widest_allowed() -> int:
-    """The widest instruction set of this processor, or what FUSEDNORM_CPU_ISA caps it to."""
+def _best_allowed() -> int:
+    """The best instruction set of this processor, or what FUSEDNORM_CPU_ISA caps it to."""
     cap = os.environ.get("FUSEDNORM_CPU_ISA", "").strip() or variants()[-1]
-    if cap not in variants():
+    if cap not in _isas:
         raise BackendError(
             f"FUSEDNORM_CPU_ISA is {cap!r}, which this machine cannot run; it can run {', '.join(variants())}"
         )
-    return variants().index(cap)
+    return _isas[cap]
 
 
-_isa = 0 if _missing else _widest_allowed()
+_isa = 0 if _missing else _best_allowed()
 
 
 @contextmanager
@@ -69,9 +73,9 @@ def use_variant(name: str) -> Iterator[None]:
         ValueError: this processor cannot run it.
     """
     global _isa
-    if name not in variants():
+    if name not in _isas:
         raise ValueError(f"name must be one of {', '.join(variants())}, got {name!r}")
-    before, _isa = _isa, variants().index(name)
+    before, _isa = _isa, _isas[name]
     try:
         yield
     finally:
@@ -80,7 +84,7 @@ def use_variant(name: str) -> Iterator[None]:
 
 def variant() -> str:
     """The instruction set in use."""
-    return variants()[_isa]
+    return _text(_lib.fn_isa_name(_isa)).decode()
 
 
 def openmp() -> str:

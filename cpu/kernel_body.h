@@ -35,10 +35,10 @@
 #define FN_JOIN(a, b) FN_JOIN_(a, b)
 
 /* Halves `width` floats, whole units, until one value is left. Overwrites them. */
-FN_INLINE float sum_units(int by_parity, float *v, int width) {
+FN_INLINE float sum_units(int by_parity, float *v, int64_t width) {
     while (width > UNIT) {
         width /= 2;
-        for (int i = 0; i < width; i += UNIT)
+        for (int64_t i = 0; i < width; i += UNIT)
             u_store(F32, v, i, UNIT, u_add(u_load(F32, v, i, UNIT), u_load(F32, v, i + width, UNIT)));
     }
     return u_halve(by_parity, u_load(F32, v, 0, UNIT));
@@ -95,14 +95,17 @@ FN_INLINE float sum_segment(int x, int residual, int round_sum, const struct row
     return sum_units(x == BF16P, columns, 128);
 }
 
-/* A segment of n < FN_SEGMENT elements. Levels of the tree that would only add padding are skipped. */
-FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int n) {
-    int done = 0, width = UNIT;
+/*
+ * A segment of n < FN_SEGMENT elements. Levels of the tree that would only add padding are skipped.
+ * All lengths have one type, because GCC 12 crashes on a mixture where UNIT is SVE's.
+ */
+FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int64_t n) {
+    int64_t done = 0, width = UNIT;
     while (width < n) width *= 2;
     for (; done <= n - UNIT; done += UNIT)
         u_store(F32, row->squares, done, UNIT, square_at(x, residual, round_sum, row, begin + done));
     if (done < n) {
-        U h = add_residual(x, residual, round_sum, row, begin + done, n - done);
+        U h = add_residual(x, residual, round_sum, row, begin + done, (int)(n - done));
         u_store(F32, row->squares, done, UNIT, u_mul(h, h));
         done += UNIT;
     }
@@ -116,7 +119,7 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, const struct row *ro
     for (int64_t s = 0; s < segments; s++)
         row->sums[s] = sum_segment(x, residual, round_sum, row, s * FN_SEGMENT);
     if (begin < hidden)
-        row->sums[segments++] = sum_short_segment(x, residual, round_sum, row, begin, (int)(hidden - begin));
+        row->sums[segments++] = sum_short_segment(x, residual, round_sum, row, begin, hidden - begin);
     return halve_sums(row->sums, segments);
 }
 
@@ -147,14 +150,16 @@ FN_INLINE void scale_row(int norm, int weight, int offset, int out, const struct
 
 /*
  * One function per combination of types, so that each is compiled with its types known. ROUND_SUM
- * has no effect on the bits when the residual is float or absent, hence the shorter lists.
+ * has no effect on the bits when the residual is float or absent, hence the shorter lists. Each takes
+ * a copy of its struct: what the caller's holds could change with every store, for all a compiler knows.
  */
 typedef float sum_fn(const struct row *, int64_t);
 typedef void scale_fn(const struct scale *, const float *, int64_t);
 
 #define SUM(x, residual, round_sum)                                                       \
     static float sum_##x##_##residual##_##round_sum(const struct row *row, int64_t hidden) { \
-        return sum_row(x, residual, round_sum, row, hidden);                              \
+        const struct row copy = *row;                                                     \
+        return sum_row(x, residual, round_sum, &copy, hidden);                            \
     }
 #define SUMS(x) SUM(x, NONE, 0) SUM(x, F32, 0) SUM(x, F16, 0) SUM(x, F16, 1) SUM(x, BF16, 0) SUM(x, BF16, 1)
 SUMS(F32) SUMS(F16) SUMS(BF16)
@@ -168,7 +173,8 @@ static sum_fn *const sums[4][4][2] = {[F32] = SUM_ROW(F32), [F16] = SUM_ROW(F16)
 
 #define SCALE(norm, weight, offset, out)                                                  \
     static void scale_##norm##_##weight##_##offset##_##out(const struct scale *s, const float *h, int64_t hidden) { \
-        scale_row(norm, weight, offset, out, s, h, hidden);                               \
+        const struct scale copy = *s;                                                     \
+        scale_row(norm, weight, offset, out, &copy, h, hidden);                           \
     }
 #define SCALES_OUT(norm, weight, offset) \
     SCALE(norm, weight, offset, F32) SCALE(norm, weight, offset, F16) SCALE(norm, weight, offset, BF16)
