@@ -1,4 +1,4 @@
-"""The C library in ``cpu/``: NEON, AVX2, AVX-512 and portable kernels, chosen when the program runs."""
+"""The C library in ``cpu/``: NEON, SVE, AVX2, AVX-512 and portable kernels, chosen when the program runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ else:
 
     _names = [_text(_lib.fn_isa_name(isa)).decode() for isa in range(_lib.fn_isa_count())]
     _usable = {name: isa for isa, name in enumerate(_names) if _lib.fn_isa_usable(isa)}
-    # The widest instruction set, or what the variable caps it to.
+    # The best instruction set, or what the variable caps it to.
     _cap = os.environ.get("FUSEDNORM_CPU_ISA", "").strip() or list(_usable)[-1]
     if _cap not in _usable:
         raise BackendError(
@@ -51,7 +51,7 @@ else:
 
 
 def variants() -> tuple[str, ...]:
-    """The instruction sets that this processor can run, the narrowest first."""
+    """The instruction sets that this processor can run, the best last."""
     return () if _missing else tuple(_usable)
 
 

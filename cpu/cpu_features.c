@@ -55,4 +55,29 @@ int fn_has_avx512(void) {
     return fn_has_avx2() && (leaf7[EBX] & f_dq_bw_vl) == f_dq_bw_vl && (saved_registers() & zmm_state) == zmm_state;
 }
 
+#elif defined(FN_AARCH64) && defined(__linux__)
+
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+
+/* The numbers are Linux's, older C libraries have no names for them. */
+int fn_has_neon_bf16(void) { return (getauxval(AT_HWCAP2) & 1ul << 14) != 0; } /* HWCAP2_BF16 */
+
+int fn_has_sve(void) {
+    const int get_vector_length = 51, length_mask = 0xffff; /* PR_SVE_GET_VL; in bytes */
+    if (!(getauxval(AT_HWCAP) & 1ul << 22)) return 0; /* HWCAP_SVE */
+    int length = prctl(get_vector_length) & length_mask;
+    return (length & (length - 1)) == 0; /* other multiples of 16 were allowed once */
+}
+
+#elif defined(FN_AARCH64) && defined(__APPLE__)
+
+#include <sys/sysctl.h>
+
+int fn_has_neon_bf16(void) {
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, NULL, 0) == 0 && has;
+}
+
 #endif

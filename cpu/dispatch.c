@@ -19,6 +19,12 @@ static const struct {
     {"avx512", fn_has_avx512, fn_forward_rows_avx512},
 #elif defined(FN_AARCH64)
     {"neon", always, fn_forward_rows_neon},
+#if defined(FN_SVE)
+    {"sve", fn_has_sve, fn_forward_rows_sve},
+#endif
+#if defined(FN_NEON_BF16)
+    {"neon_bf16", fn_has_neon_bf16, fn_forward_rows_neon_bf16},
+#endif
 #endif
 };
 

@@ -35,13 +35,16 @@ struct fn_forward_job {
 /* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */
 typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch);
 
-fn_forward_rows fn_forward_rows_scalar, fn_forward_rows_avx2, fn_forward_rows_avx512, fn_forward_rows_neon;
+fn_forward_rows fn_forward_rows_scalar, fn_forward_rows_avx2, fn_forward_rows_avx512;
+fn_forward_rows fn_forward_rows_neon, fn_forward_rows_neon_bf16, fn_forward_rows_sve;
 
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
 int fn_has_avx512(void); /* F, BW, DQ and VL, likewise */
+int fn_has_neon_bf16(void);
+int fn_has_sve(void); /* with vectors whose length is a power of two */
 
 /* threads.c */
 typedef void fn_task(void *argument, int thread, int threads);

@@ -90,6 +90,7 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     return _mm256_blend_epi16(_mm256_srli_epi32(rounded_bf16(even), 16), rounded_bf16(odd), 0xaa);
 }
 
+#include "pairs.h"
 #include "kernel_body.h"
 
 FN_TARGET_END

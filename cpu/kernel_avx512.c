@@ -73,6 +73,7 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rounded_bf16(even), 16), rounded_bf16(odd));
 }
 
+#include "pairs.h"
 #include "kernel_body.h"
 
 FN_TARGET_END

@@ -1,33 +1,29 @@
 /*
  * The kernels, written once. A file kernel_<isa>.c defines ISA and the operations below for its
- * instruction set and then includes this file. Work is done in pairs of vectors, because a register
- * of 16-bit values widens to two registers of float.
+ * instruction set (most by way of pairs.h) and then includes this file. Work is done in units, as
+ * many floats as the instruction set likes to hold at once.
  *
- *   LANES                      floats in a vector
- *   V, H2                      a vector of LANES floats; one of 2 * LANES 16-bit values
- *   v_set1 v_add v_mul         each one correctly rounded IEEE operation
- *   v_load v_store             unaligned
- *   v_load_n v_store_n         only the first n of LANES; a load fills up with +0
- *   v_halve                    v[:n/2] + v[n/2:] until one value is left
- *   h2_load h2_store h2_load_n h2_store_n      the same for 2 * LANES 16-bit values
- *   f16_lo f16_hi h2_f16       widen each half; narrow two vectors to nearest even
- *   bf16_lo bf16_hi h2_bf16    likewise
+ *   UNIT                       floats in a unit: a power of two that divides 128, known when the
+ *                              program runs
+ *   U                          a unit; never in an array or a struct, since SVE's types have no size
+ *   u_set1 u_add u_mul         each one correctly rounded IEEE operation
+ *   u_round                    to a 16-bit kind, to nearest even, and back
+ *   u_load                     widens n <= UNIT elements of a row, and fills up with +0
+ *   u_store                    rounds, stores n <= UNIT elements, and returns what was stored
+ *   u_halve                    v[:n/2] + v[n/2:] until one value is left
  *
- * and, where widening by parity is cheaper than widening by halves, BF16_BY_PARITY and
- *
- *   bf16_even bf16_odd         widen the even and the odd elements
- *   h2_bf16_parity             narrow them back; a NaN must have zero low bits (see kind BF16P)
+ * and, where u_load and u_store know the kind BF16P, BF16_BY_PARITY.
  *
  * Sums of a segment follow the spec's tree: v = v[:n/2] + v[n/2:]. Elements that are 128 or more apart
- * are added as whole vectors, down to 2 * LANES apart in `col`, and the rest in `sum_pair`.
+ * are added as whole units, down to UNIT apart in `sum_units`, and the rest in `u_halve`.
  */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#include "fusednorm_cpu.h"
 #include "half.h"
+#include "kinds.h"
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
@@ -38,78 +34,14 @@
 #define FN_JOIN_(a, b) a##_##b
 #define FN_JOIN(a, b) FN_JOIN_(a, b)
 
-enum { PAIR = 2 * LANES };
-
-typedef struct {
-    V a, b;
-} P;
-
-/*
- * BF16P: bfloat16 taken apart by parity, a pair holding the even and the odd elements. Used only
- * when every 16-bit operand of the call is bfloat16 and none is float: then all operands agree on
- * the order, and every NaN that meets h2_bf16_parity was widened from bfloat16 or made by the
- * processor, so that its low 16 bits are zero.
- */
-enum { NONE = FN_NONE, F32 = FN_F32, F16 = FN_F16, BF16 = FN_BF16, BF16P };
-
-FN_INLINE P p_add(P x, P y) { return (P){v_add(x.a, y.a), v_add(x.b, y.b)}; }
-FN_INLINE P p_mul(P x, P y) { return (P){v_mul(x.a, y.a), v_mul(x.b, y.b)}; }
-FN_INLINE P p_set1(float value) { return (P){v_set1(value), v_set1(value)}; }
-
-FN_INLINE P widen(int kind, H2 h) {
-    if (kind == F16) return (P){f16_lo(h), f16_hi(h)};
-#if defined(BF16_BY_PARITY)
-    if (kind == BF16P) return (P){bf16_even(h), bf16_odd(h)};
-#endif
-    return (P){bf16_lo(h), bf16_hi(h)};
-}
-
-FN_INLINE H2 narrow(int kind, P p) {
-    if (kind == F16) return h2_f16(p.a, p.b);
-#if defined(BF16_BY_PARITY)
-    if (kind == BF16P) return h2_bf16_parity(p.a, p.b);
-#endif
-    return h2_bf16(p.a, p.b);
-}
-
-/* `n` is the number of elements left in the row; PAIR stands for "at least that many". */
-FN_INLINE P load(int kind, const void *row, int64_t i, int n) {
-    if (kind == F32) {
-        const float *p = (const float *)row + i;
-        if (n == PAIR) return (P){v_load(p), v_load(p + LANES)};
-        if (n <= LANES) return (P){v_load_n(p, n), v_set1(0)};
-        return (P){v_load(p), v_load_n(p + LANES, n - LANES)};
+/* Halves `width` floats, whole units, until one value is left. Overwrites them. */
+FN_INLINE float sum_units(int by_parity, float *v, int64_t width) {
+    while (width > UNIT) {
+        width /= 2;
+        for (int64_t i = 0; i < width; i += UNIT)
+            u_store(F32, v, i, UNIT, u_add(u_load(F32, v, i, UNIT), u_load(F32, v, i + width, UNIT)));
     }
-    const uint16_t *p = (const uint16_t *)row + i;
-    return widen(kind, n == PAIR ? h2_load(p) : h2_load_n(p, n));
-}
-
-/* Rounds, stores, and returns what was stored. */
-FN_INLINE P store(int kind, void *row, int64_t i, int n, P value) {
-    if (kind == F32) {
-        float *p = (float *)row + i;
-        if (n == PAIR) {
-            v_store(p, value.a);
-            v_store(p + LANES, value.b);
-        } else if (n <= LANES) {
-            v_store_n(p, n, value.a);
-        } else {
-            v_store(p, value.a);
-            v_store_n(p + LANES, n - LANES, value.b);
-        }
-        return value;
-    }
-    uint16_t *p = (uint16_t *)row + i;
-    H2 h = narrow(kind, value);
-    if (n == PAIR) h2_store(p, h);
-    else h2_store_n(p, n, h);
-    return widen(kind, h);
-}
-
-/* The last levels of the tree: elements LANES apart and nearer. By parity the nearest come last. */
-FN_INLINE float sum_pair(int by_parity, P p) {
-    if (by_parity) return v_halve(p.a) + v_halve(p.b);
-    return v_halve(v_add(p.a, p.b));
+    return u_halve(by_parity, u_load(F32, v, 0, UNIT));
 }
 
 /* Halves `count` values, padded with +0 to a power of two, until one is left. */
@@ -133,58 +65,52 @@ struct row {
 };
 
 /* The row to be normalised, h: residual_out as float (round_sum), or the sum before rounding. */
-FN_INLINE P add_residual(int x, int residual, int round_sum, const struct row *row, int64_t i, int n) {
-    P h = load(x, row->x, i, n);
+FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *row, int64_t i, int n) {
+    U h = u_load(x, row->x, i, n);
     if (residual != NONE) {
-        h = p_add(h, load(residual, row->residual, i, n));
-        P rounded = store(residual, row->residual_out, i, n, h);
+        h = u_add(h, u_load(residual, row->residual, i, n));
+        U rounded = u_store(residual, row->residual_out, i, n, h);
         if (round_sum) h = rounded;
     }
-    if ((residual == NONE ? x : residual) != F32) store(F32, row->h, i, PAIR, h);
+    if ((residual == NONE ? x : residual) != F32) u_store(F32, row->h, i, UNIT, h);
     return h;
 }
 
-FN_INLINE P square_at(int x, int residual, int round_sum, const struct row *row, int64_t i) {
-    P h = add_residual(x, residual, round_sum, row, i, PAIR);
-    return p_mul(h, h);
+FN_INLINE U square_at(int x, int residual, int round_sum, const struct row *row, int64_t i) {
+    U h = add_residual(x, residual, round_sum, row, i, UNIT);
+    return u_mul(h, h);
 }
 
 FN_INLINE float sum_segment(int x, int residual, int round_sum, const struct row *row, int64_t i) {
-    P col[128 / PAIR];
-    for (int c = 0; c < 128 / PAIR; c++, i += PAIR) {
+    _Alignas(64) float columns[128];
+    for (int c = 0; c < 128; c += UNIT, i += UNIT) {
 #define SQUARE(k) square_at(x, residual, round_sum, row, i + 128 * (k))
-        P p04 = p_add(SQUARE(0), SQUARE(4)), p26 = p_add(SQUARE(2), SQUARE(6));
-        P even = p_add(p04, p26);
-        P p15 = p_add(SQUARE(1), SQUARE(5)), p37 = p_add(SQUARE(3), SQUARE(7));
-        P odd = p_add(p15, p37);
-        col[c] = p_add(even, odd);
+        U s04 = u_add(SQUARE(0), SQUARE(4)), s26 = u_add(SQUARE(2), SQUARE(6));
+        U even = u_add(s04, s26);
+        U s15 = u_add(SQUARE(1), SQUARE(5)), s37 = u_add(SQUARE(3), SQUARE(7));
+        U odd = u_add(s15, s37);
+        u_store(F32, columns, c, UNIT, u_add(even, odd));
 #undef SQUARE
     }
-    for (int width = 64 / PAIR; width > 0; width /= 2)
-        for (int c = 0; c < width; c++) col[c] = p_add(col[c], col[c + width]);
-    return sum_pair(x == BF16P, col[0]);
+    return sum_units(x == BF16P, columns, 128);
 }
 
-/* A segment of n < FN_SEGMENT elements. Levels of the tree that would only add padding are skipped. */
-FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int n) {
-    int done = 0, width = PAIR;
+/*
+ * A segment of n < FN_SEGMENT elements. Levels of the tree that would only add padding are skipped.
+ * All lengths have one type, because GCC 12 crashes on a mixture where UNIT is SVE's.
+ */
+FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int64_t n) {
+    int64_t done = 0, width = UNIT;
     while (width < n) width *= 2;
-    for (; done <= n - PAIR; done += PAIR)
-        store(F32, row->squares, done, PAIR, square_at(x, residual, round_sum, row, begin + done));
+    for (; done <= n - UNIT; done += UNIT)
+        u_store(F32, row->squares, done, UNIT, square_at(x, residual, round_sum, row, begin + done));
     if (done < n) {
-        P h = add_residual(x, residual, round_sum, row, begin + done, n - done);
-        store(F32, row->squares, done, PAIR, p_mul(h, h));
-        done += PAIR;
+        U h = add_residual(x, residual, round_sum, row, begin + done, (int)(n - done));
+        u_store(F32, row->squares, done, UNIT, u_mul(h, h));
+        done += UNIT;
     }
-    for (; done < width; done += PAIR) store(F32, row->squares, done, PAIR, p_set1(0));
-    while (width > PAIR) {
-        width /= 2;
-        for (int i = 0; i < width; i += PAIR) {
-            P sum = p_add(load(F32, row->squares, i, PAIR), load(F32, row->squares, i + width, PAIR));
-            store(F32, row->squares, i, PAIR, sum);
-        }
-    }
-    return sum_pair(x == BF16P, load(F32, row->squares, 0, PAIR));
+    for (; done < width; done += UNIT) u_store(F32, row->squares, done, UNIT, u_set1(0));
+    return sum_units(x == BF16P, row->squares, width);
 }
 
 /* First pass over a row: residual_out, h, and the sum of the squares of h. */
@@ -193,7 +119,7 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, const struct row *ro
     for (int64_t s = 0; s < segments; s++)
         row->sums[s] = sum_segment(x, residual, round_sum, row, s * FN_SEGMENT);
     if (begin < hidden)
-        row->sums[segments++] = sum_short_segment(x, residual, round_sum, row, begin, (int)(hidden - begin));
+        row->sums[segments++] = sum_short_segment(x, residual, round_sum, row, begin, hidden - begin);
     return halve_sums(row->sums, segments);
 }
 
@@ -203,35 +129,37 @@ struct scale {
     void *out;
 };
 
-FN_INLINE void scale_pair(int norm, int weight, int offset, int out, const struct scale *s, const float *h, int64_t i, int n) {
-    /* By parity h is always the buffer, which has room for whole pairs, and holds n elements in both halves. */
-    P y = p_mul(load(F32, h, i, out == BF16P ? PAIR : n), p_set1(s->rstd));
-    if (norm != NONE) y = widen(norm, narrow(norm, y));
+FN_INLINE void scale_unit(int norm, int weight, int offset, int out, const struct scale *s, const float *h, int64_t i, int n) {
+    /* By parity h is always the buffer, which has room for whole units, and holds n elements in both halves. */
+    U y = u_mul(u_load(F32, h, i, out == BF16P ? UNIT : n), u_set1(s->rstd));
+    if (norm != NONE) y = u_round(norm, y);
     if (weight != NONE) {
-        P g = load(weight, s->weight, i, n);
-        if (offset) g = p_add(g, p_set1(s->offset));
-        y = p_mul(y, g);
+        U g = u_load(weight, s->weight, i, n);
+        if (offset) g = u_add(g, u_set1(s->offset));
+        y = u_mul(y, g);
     }
-    store(out, s->out, i, n, y);
+    u_store(out, s->out, i, n, y);
 }
 
 /* Second pass over a row: out. `norm` is the type that h * rstd is rounded to, or NONE. */
 FN_INLINE void scale_row(int norm, int weight, int offset, int out, const struct scale *s, const float *h, int64_t hidden) {
     int64_t i = 0;
-    for (; i <= hidden - PAIR; i += PAIR) scale_pair(norm, weight, offset, out, s, h, i, PAIR);
-    if (i < hidden) scale_pair(norm, weight, offset, out, s, h, i, (int)(hidden - i));
+    for (; i <= hidden - UNIT; i += UNIT) scale_unit(norm, weight, offset, out, s, h, i, UNIT);
+    if (i < hidden) scale_unit(norm, weight, offset, out, s, h, i, (int)(hidden - i));
 }
 
 /*
  * One function per combination of types, so that each is compiled with its types known. ROUND_SUM
- * has no effect on the bits when the residual is float or absent, hence the shorter lists.
+ * has no effect on the bits when the residual is float or absent, hence the shorter lists. Each takes
+ * a copy of its struct: what the caller's holds could change with every store, for all a compiler knows.
  */
 typedef float sum_fn(const struct row *, int64_t);
 typedef void scale_fn(const struct scale *, const float *, int64_t);
 
 #define SUM(x, residual, round_sum)                                                       \
     static float sum_##x##_##residual##_##round_sum(const struct row *row, int64_t hidden) { \
-        return sum_row(x, residual, round_sum, row, hidden);                              \
+        const struct row copy = *row;                                                     \
+        return sum_row(x, residual, round_sum, &copy, hidden);                            \
     }
 #define SUMS(x) SUM(x, NONE, 0) SUM(x, F32, 0) SUM(x, F16, 0) SUM(x, F16, 1) SUM(x, BF16, 0) SUM(x, BF16, 1)
 SUMS(F32) SUMS(F16) SUMS(BF16)
@@ -245,7 +173,8 @@ static sum_fn *const sums[4][4][2] = {[F32] = SUM_ROW(F32), [F16] = SUM_ROW(F16)
 
 #define SCALE(norm, weight, offset, out)                                                  \
     static void scale_##norm##_##weight##_##offset##_##out(const struct scale *s, const float *h, int64_t hidden) { \
-        scale_row(norm, weight, offset, out, s, h, hidden);                               \
+        const struct scale copy = *s;                                                     \
+        scale_row(norm, weight, offset, out, &copy, h, hidden);                           \
     }
 #define SCALES_OUT(norm, weight, offset) \
     SCALE(norm, weight, offset, F32) SCALE(norm, weight, offset, F16) SCALE(norm, weight, offset, BF16)

@@ -41,4 +41,5 @@ FN_INLINE V bf16_lo(H2 h) { return f32_from_bf16(h.lo); }
 FN_INLINE V bf16_hi(H2 h) { return f32_from_bf16(h.hi); }
 FN_INLINE H2 h2_bf16(V a, V b) { return (H2){bf16_from_f32(a), bf16_from_f32(b)}; }
 
+#include "pairs.h"
 #include "kernel_body.h"

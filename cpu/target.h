@@ -27,4 +27,12 @@
 #define FN_AARCH64 1
 #endif
 
+/* Of AArch64's extensions: what can be detected on this system, and has a name that this compiler knows. */
+#if defined(FN_AARCH64) && defined(__linux__) && (__GNUC__ >= 10 || (defined(__clang__) && __clang_major__ >= 17))
+#define FN_NEON_BF16 1
+#define FN_SVE 1
+#elif defined(FN_AARCH64) && defined(__APPLE__) && defined(__clang__) && __clang_major__ >= 15
+#define FN_NEON_BF16 1
+#endif
+
 #endif

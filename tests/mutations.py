@@ -37,15 +37,15 @@ MUTANTS = (
         SAME,
         "two levels of the tree swapped",
         "cpu/kernel_body.h",
-        "p_add(SQUARE(0), SQUARE(4)), p26",
-        "p_add(SQUARE(0), SQUARE(1)), p26",
+        "u_add(SQUARE(0), SQUARE(4)), s26",
+        "u_add(SQUARE(0), SQUARE(1)), s26",
     ),
     Mutant(
         SAME,
         "columns added in order",
         "cpu/kernel_body.h",
-        "for (int c = 0; c < width; c++) col[c] = p_add(col[c], col[c + width]);",
-        "for (int c = 0; c < width; c++) col[c] = p_add(col[2 * c], col[2 * c + 1]);",
+        "u_add(u_load(F32, v, i, UNIT), u_load(F32, v, i + width, UNIT))",
+        "u_add(u_load(F32, v, 2 * i, UNIT), u_load(F32, v, 2 * i + UNIT, UNIT))",
     ),
     Mutant(
         SAME,
@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         SAME,
         "the even and odd halves added too early",
-        "cpu/kernel_body.h",
-        "if (by_parity) return v_halve(p.a) + v_halve(p.b);",
+        "cpu/pairs.h",
+        "if (by_parity) return v_halve(u.a) + v_halve(u.b);",
         "",
     ),
     Mutant(
@@ -144,18 +144,18 @@ MUTANTS = (
     Mutant(
         SAME,
         "a tail stored a whole register wide",
-        "cpu/kernel_body.h",
+        "cpu/pairs.h",
         "    else h2_store_n(p, n, h);",
         "    else h2_store(p, h);",
     ),
     Mutant(
-        SAME, "the weight's offset dropped", "cpu/kernel_body.h", "if (offset) g = p_add(g, p_set1(s->offset));", ""
+        SAME, "the weight's offset dropped", "cpu/kernel_body.h", "if (offset) g = u_add(g, u_set1(s->offset));", ""
     ),
     Mutant(
         SAME,
         "the normalised row not rounded",
         "cpu/kernel_body.h",
-        "if (norm != NONE) y = widen(norm, narrow(norm, y));",
+        "if (norm != NONE) y = u_round(norm, y);",
         "",
     ),
     Mutant(
@@ -201,7 +201,7 @@ MUTANTS = (
         ROW,
         "the padding keeps what the row before left there",
         "cpu/kernel_body.h",
-        "for (; done < width; done += PAIR) store(F32, row->squares, done, PAIR, p_set1(0));",
+        "for (; done < width; done += UNIT) u_store(F32, row->squares, done, UNIT, u_set1(0));",
         "",
     ),
     Mutant(

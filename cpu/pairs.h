@@ -1,0 +1,89 @@
+/*
+ * The operations of kernel_body.h on pairs of vectors, because a register of 16-bit values widens to
+ * two registers of float. A file kernel_<isa>.c defines for its instruction set:
+ *
+ *   LANES                      floats in a vector
+ *   V, H2                      a vector of LANES floats; one of 2 * LANES 16-bit values
+ *   v_set1 v_add v_mul         each one correctly rounded IEEE operation
+ *   v_load v_store             unaligned
+ *   v_load_n v_store_n         only the first n of LANES; a load fills up with +0
+ *   v_halve                    v[:n/2] + v[n/2:] until one value is left
+ *   h2_load h2_store h2_load_n h2_store_n      the same for 2 * LANES 16-bit values
+ *   f16_lo f16_hi h2_f16       widen each half; narrow two vectors to nearest even
+ *   bf16_lo bf16_hi h2_bf16    likewise
+ *
+ * and, where widening by parity is cheaper than widening by halves, BF16_BY_PARITY and
+ *
+ *   bf16_even bf16_odd         widen the even and the odd elements
+ *   h2_bf16_parity             narrow them back; a NaN must have zero low bits (see kind BF16P)
+ */
+#include <stdint.h>
+
+#include "kinds.h"
+#include "target.h"
+
+enum { UNIT = 2 * LANES };
+
+typedef struct {
+    V a, b;
+} U;
+
+FN_INLINE U u_add(U x, U y) { return (U){v_add(x.a, y.a), v_add(x.b, y.b)}; }
+FN_INLINE U u_mul(U x, U y) { return (U){v_mul(x.a, y.a), v_mul(x.b, y.b)}; }
+FN_INLINE U u_set1(float value) { return (U){v_set1(value), v_set1(value)}; }
+
+FN_INLINE U widen(int kind, H2 h) {
+    if (kind == F16) return (U){f16_lo(h), f16_hi(h)};
+#if defined(BF16_BY_PARITY)
+    if (kind == BF16P) return (U){bf16_even(h), bf16_odd(h)};
+#endif
+    return (U){bf16_lo(h), bf16_hi(h)};
+}
+
+FN_INLINE H2 narrow(int kind, U u) {
+    if (kind == F16) return h2_f16(u.a, u.b);
+#if defined(BF16_BY_PARITY)
+    if (kind == BF16P) return h2_bf16_parity(u.a, u.b);
+#endif
+    return h2_bf16(u.a, u.b);
+}
+
+FN_INLINE U u_round(int kind, U u) { return widen(kind, narrow(kind, u)); }
+
+FN_INLINE U u_load(int kind, const void *row, int64_t i, int n) {
+    if (kind == F32) {
+        const float *p = (const float *)row + i;
+        if (n == UNIT) return (U){v_load(p), v_load(p + LANES)};
+        if (n <= LANES) return (U){v_load_n(p, n), v_set1(0)};
+        return (U){v_load(p), v_load_n(p + LANES, n - LANES)};
+    }
+    const uint16_t *p = (const uint16_t *)row + i;
+    return widen(kind, n == UNIT ? h2_load(p) : h2_load_n(p, n));
+}
+
+FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
+    if (kind == F32) {
+        float *p = (float *)row + i;
+        if (n == UNIT) {
+            v_store(p, value.a);
+            v_store(p + LANES, value.b);
+        } else if (n <= LANES) {
+            v_store_n(p, n, value.a);
+        } else {
+            v_store(p, value.a);
+            v_store_n(p + LANES, n - LANES, value.b);
+        }
+        return value;
+    }
+    uint16_t *p = (uint16_t *)row + i;
+    H2 h = narrow(kind, value);
+    if (n == UNIT) h2_store(p, h);
+    else h2_store_n(p, n, h);
+    return widen(kind, h);
+}
+
+/* By parity the nearest elements are in different vectors, and come last. */
+FN_INLINE float u_halve(int by_parity, U u) {
+    if (by_parity) return v_halve(u.a) + v_halve(u.b);
+    return v_halve(v_add(u.a, u.b));
+}
