@@ -127,7 +127,8 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
                 .x_stride = x_stride * size[x_kind], .residual_stride = residual_stride * size[residual_kind],
                 .out_stride = out_stride * size[out_kind],
                 .residual_out_stride = residual_out_stride * size[residual_kind],
-                .eps = eps, .weight_offset = weight_offset},
+                .eps = eps, .weight_offset = weight_offset,
+                .in_order = rows * hidden * (size[x_kind] + size[residual_kind]) > FN_CACHED_BYTES},
         .forward_rows = isas[isa_in_use].forward_rows,
         .rows = rows,
     };

@@ -62,6 +62,7 @@ struct row {
     float *h; /* buffer for the row that is normalised, where no operand holds it as float */
     float *squares; /* buffer of one segment */
     float *sums; /* one per segment */
+    int in_order; /* whether to go through memory in order, at the price of another pass through the cache */
 };
 
 /* The row to be normalised, h: residual_out as float (round_sum), or the sum before rounding. */
@@ -76,20 +77,43 @@ FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *r
     return h;
 }
 
+FN_INLINE U u_square(U u) { return u_mul(u, u); }
+
 FN_INLINE U square_at(int x, int residual, int round_sum, const struct row *row, int64_t i) {
-    U h = add_residual(x, residual, round_sum, row, i, UNIT);
-    return u_mul(h, h);
+    return u_square(add_residual(x, residual, round_sum, row, i, UNIT));
 }
 
+/* The same for the last n elements of a row, which may be fewer than a unit, or none. */
+FN_INLINE U square_of_last(int x, int residual, int round_sum, const struct row *row, int64_t i, int64_t n) {
+    if (n <= 0) return u_set1(0);
+    if (n >= UNIT) return square_at(x, residual, round_sum, row, i);
+    return u_square(add_residual(x, residual, round_sum, row, i, (int)n));
+}
+
+/* The sum of eight squares that are 128 elements apart: the first three levels of a segment's tree. */
+#define SUM_OF_SQUARES(square)                                                \
+    u_add(u_add(u_add(square(0), square(4)), u_add(square(2), square(6))),    \
+          u_add(u_add(square(1), square(5)), u_add(square(3), square(7))))
+
+/* Eight places at once: each element passes through registers once, but memory is not read in order. */
 FN_INLINE float sum_segment(int x, int residual, int round_sum, const struct row *row, int64_t i) {
     _Alignas(64) float columns[128];
     for (int c = 0; c < 128; c += UNIT, i += UNIT) {
 #define SQUARE(k) square_at(x, residual, round_sum, row, i + 128 * (k))
-        U s04 = u_add(SQUARE(0), SQUARE(4)), s26 = u_add(SQUARE(2), SQUARE(6));
-        U even = u_add(s04, s26);
-        U s15 = u_add(SQUARE(1), SQUARE(5)), s37 = u_add(SQUARE(3), SQUARE(7));
-        U odd = u_add(s15, s37);
-        u_store(F32, columns, c, UNIT, u_add(even, odd));
+        u_store(F32, columns, c, UNIT, SUM_OF_SQUARES(SQUARE));
+#undef SQUARE
+    }
+    return sum_units(x == BF16P, columns, 128);
+}
+
+/* In order, as prefetchers of memory want it, and then again over h, which the first-level cache holds by now. */
+FN_INLINE float sum_segment_in_order(int x, int residual, int round_sum, const struct row *row, int64_t i) {
+    _Alignas(64) float columns[128];
+    for (int64_t k = i; k < i + FN_SEGMENT; k += UNIT) add_residual(x, residual, round_sum, row, k, UNIT);
+    const float *h = (residual == NONE ? x : residual) != F32 ? row->h : residual == NONE ? row->x : row->residual_out;
+    for (int c = 0; c < 128; c += UNIT, i += UNIT) {
+#define SQUARE(k) u_square(u_load(F32, h, i + 128 * (k), UNIT))
+        u_store(F32, columns, c, UNIT, SUM_OF_SQUARES(SQUARE));
 #undef SQUARE
     }
     return sum_units(x == BF16P, columns, 128);
@@ -100,15 +124,15 @@ FN_INLINE float sum_segment(int x, int residual, int round_sum, const struct row
  * All lengths have one type, because GCC 12 crashes on a mixture where UNIT is SVE's.
  */
 FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int64_t n) {
+#define SQUARE(k) square_of_last(x, residual, round_sum, row, begin + UNIT * (k), n - UNIT * (k))
+    if (n <= UNIT) return u_halve(x == BF16P, SQUARE(0));
+    if (n <= 2 * UNIT) return u_halve(x == BF16P, u_add(SQUARE(0), SQUARE(1)));
+    if (n <= 4 * UNIT)
+        return u_halve(x == BF16P, u_add(u_add(SQUARE(0), SQUARE(2)), u_add(SQUARE(1), SQUARE(3))));
     int64_t done = 0, width = UNIT;
     while (width < n) width *= 2;
-    for (; done <= n - UNIT; done += UNIT)
-        u_store(F32, row->squares, done, UNIT, square_at(x, residual, round_sum, row, begin + done));
-    if (done < n) {
-        U h = add_residual(x, residual, round_sum, row, begin + done, (int)(n - done));
-        u_store(F32, row->squares, done, UNIT, u_mul(h, h));
-        done += UNIT;
-    }
+    for (; done < n; done += UNIT) u_store(F32, row->squares, done, UNIT, SQUARE(done / UNIT));
+#undef SQUARE
     for (; done < width; done += UNIT) u_store(F32, row->squares, done, UNIT, u_set1(0));
     return sum_units(x == BF16P, row->squares, width);
 }
@@ -116,8 +140,11 @@ FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const stru
 /* First pass over a row: residual_out, h, and the sum of the squares of h. */
 FN_INLINE float sum_row(int x, int residual, int round_sum, const struct row *row, int64_t hidden) {
     int64_t segments = hidden / FN_SEGMENT, begin = segments * FN_SEGMENT;
-    for (int64_t s = 0; s < segments; s++)
-        row->sums[s] = sum_segment(x, residual, round_sum, row, s * FN_SEGMENT);
+    for (int64_t s = 0; s < segments; s++) {
+        int64_t i = s * FN_SEGMENT;
+        row->sums[s] = row->in_order ? sum_segment_in_order(x, residual, round_sum, row, i)
+                                     : sum_segment(x, residual, round_sum, row, i);
+    }
     if (begin < hidden)
         row->sums[segments++] = sum_short_segment(x, residual, round_sum, row, begin, hidden - begin);
     return halve_sums(row->sums, segments);
@@ -249,6 +276,7 @@ void FN_JOIN(fn_forward_rows, ISA)(const struct fn_forward_job *job, int64_t beg
             .h = buffer,
             .squares = squares,
             .sums = squares + FN_SEGMENT,
+            .in_order = job->in_order,
         };
         float mean = sum(&row, job->hidden) / (float)job->hidden;
         struct scale s = {1.0f / sqrtf(mean + eps), offset, job->weight, job->out + m * job->out_stride};

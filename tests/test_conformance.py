@@ -83,6 +83,13 @@ def test_rows(mode, agree, rows, hidden):
         check(Case(rows=rows, hidden=hidden).of(dtype), mode, agree)
 
 
+@pytest.mark.parametrize("residual", [None, BF16, F16, F32], ids=dtype_name)
+@pytest.mark.parametrize("x", [BF16, F16, F32], ids=dtype_name)
+def test_rows_beyond_the_cache(mode, agree, x, residual):
+    """More than the cpu backend expects a cache to hold: it then goes through memory in another order."""
+    check(Case(1, 530_000, x, residual, x), mode, agree)
+
+
 @pytest.mark.parametrize("residual", [None, *DTYPES], ids=dtype_name)
 @pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
 def test_dtypes(mode, agree, x, residual):
