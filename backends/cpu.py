@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from fusednorm.registry import Signature
 
 DEVICES = ("cpu",)
-
-#: Calls of fewer elements run on one thread: waking a second one costs more than it saves.
-PARALLEL_ELEMENTS = 16 * 1024
 
 try:
     _extension: Any = import_module("fusednorm._cpu")
@@ -40,29 +38,21 @@ else:
         torch.float64: _lib.FN_F64,
     }
 
-
-#: The instruction sets that this processor can run, the best last, each with its index in the library.
-_isas: dict[str, int] = {}
-if not _missing:
-    _isas = {_text(_lib.fn_isa_name(i)).decode(): i for i in range(_lib.fn_isa_count()) if _lib.fn_isa_usable(i)}
+    _names = [_text(_lib.fn_isa_name(isa)).decode() for isa in range(_lib.fn_isa_count())]
+    _usable = {name: isa for isa, name in enumerate(_names) if _lib.fn_isa_usable(isa)}
+    # The best instruction set, or what the variable caps it to.
+    _cap = os.environ.get("FUSEDNORM_CPU_ISA", "").strip() or list(_usable)[-1]
+    if _cap not in _usable:
+        raise BackendError(
+            f"FUSEDNORM_CPU_ISA is {_cap!r}, which this machine cannot run; it can run {', '.join(_usable)}"
+        )
+    _lib.fn_use_isa(_usable[_cap])
+    _openmp = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
 
 
 def variants() -> tuple[str, ...]:
     """The instruction sets that this processor can run, the best last."""
-    return tuple(_isas)
-
-
-def _best_allowed() -> int:
-    """The best instruction set of this processor, or what FUSEDNORM_CPU_ISA caps it to."""
-    cap = os.environ.get("FUSEDNORM_CPU_ISA", "").strip() or variants()[-1]
-    if cap not in _isas:
-        raise BackendError(
-            f"FUSEDNORM_CPU_ISA is {cap!r}, which this machine cannot run; it can run {', '.join(variants())}"
-        )
-    return _isas[cap]
-
-
-_isa = 0 if _missing else _best_allowed()
+    return () if _missing else tuple(_usable)
 
 
 @contextmanager
@@ -72,24 +62,24 @@ def use_variant(name: str) -> Iterator[None]:
     Raises:
         ValueError: this processor cannot run it.
     """
-    global _isa
-    if name not in _isas:
-        raise ValueError(f"name must be one of {', '.join(variants())}, got {name!r}")
-    before, _isa = _isa, _isas[name]
+    if name not in _usable:
+        raise ValueError(f"name must be one of {', '.join(_usable)}, got {name!r}")
+    before = _lib.fn_isa()
+    _lib.fn_use_isa(_usable[name])
     try:
         yield
     finally:
-        _isa = before
+        _lib.fn_use_isa(before)
 
 
 def variant() -> str:
     """The instruction set in use."""
-    return _text(_lib.fn_isa_name(_isa)).decode()
+    return _names[_lib.fn_isa()]
 
 
 def openmp() -> str:
     """The file of the OpenMP runtime whose threads are used; empty if there is none."""
-    return "" if _missing else _text(_lib.fn_openmp_path()).decode()
+    return "" if _missing else _openmp
 
 
 def unavailable() -> list[str]:
@@ -104,9 +94,21 @@ def unsuitable(signature: Signature) -> list[str]:
 
 def plan(signature: Signature) -> str:
     """How a call will run, in words."""
-    rows = -(-PARALLEL_ELEMENTS // signature.hidden_size)
+    rows = -(-_lib.FN_PARALLEL_ELEMENTS // signature.hidden_size)
     threads = f"up to {torch.get_num_threads()} threads from {max(rows, 2)} rows" if openmp() else "one thread"
     return f"C kernels for {variant()}, {threads}"
+
+
+def quick(signature: Signature) -> Callable[..., int]:
+    """The C function for contiguous operands with the signature's dtypes; see :class:`fusednorm.registry.Backend`."""
+    code = _lib.fn_code(
+        _kinds[signature.x],
+        _kinds[signature.residual],
+        _kinds[signature.weight],
+        _kinds[signature.out],
+        signature.round_sum + 2 * signature.round_norm,
+    )
+    return partial(_lib.fn_forward_contiguous, code)
 
 
 def forward(
@@ -133,7 +135,6 @@ def forward(
         MemoryError: no memory for the rows' buffers.
     """
     failed = _lib.fn_forward(
-        _isa,
         _kinds[x.dtype],
         0 if residual is None else _kinds[residual.dtype],
         0 if weight is None else _kinds[weight.dtype],
@@ -153,7 +154,7 @@ def forward(
         residual_out_stride,
         eps,
         weight_offset,
-        torch.get_num_threads() if rows > 1 and rows * hidden_size >= PARALLEL_ELEMENTS else 1,
+        torch.get_num_threads(),
     )
     if failed:
         raise MemoryError(f"fusednorm found no memory for rows of {hidden_size} elements")

@@ -39,6 +39,11 @@ int fn_isa_count(void) { return (int)(sizeof isas / sizeof *isas); }
 const char *fn_isa_name(int isa) { return isas[isa].name; }
 int fn_isa_usable(int isa) { return isas[isa].usable(); }
 
+static int isa_in_use;
+
+int fn_isa(void) { return isa_in_use; }
+void fn_use_isa(int isa) { isa_in_use = isa; }
+
 /* Buffers up to this size lie on the stack of the thread that uses them. */
 enum { STACK_SCRATCH = 48 * 1024, ALIGNMENT = 64 };
 
@@ -126,12 +131,14 @@ static void run_thread(void *argument, int thread, int threads) {
     leave_ieee(state);
 }
 
-int fn_forward(int isa, int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
+static const int element_size[] = {[FN_NONE] = 0, [FN_F32] = 4, [FN_F16] = 2, [FN_BF16] = 2, [FN_F64] = 8};
+
+int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
                uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
                uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
                int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
                int threads) {
-    static const int size[] = {[FN_NONE] = 0, [FN_F32] = 4, [FN_F16] = 2, [FN_BF16] = 2, [FN_F64] = 8};
+    const int *size = element_size;
     struct call call = {
         .job = {.x_kind = x_kind, .residual_kind = residual_kind, .weight_kind = weight_kind,
                 .out_kind = out_kind, .flags = flags, .x = (const char *)x,
@@ -141,12 +148,12 @@ int fn_forward(int isa, int x_kind, int residual_kind, int weight_kind, int out_
                 .out_stride = out_stride * size[out_kind],
                 .residual_out_stride = residual_out_stride * size[residual_kind],
                 .eps = eps, .weight_offset = weight_offset},
-        .forward_rows = isas[isa].forward_rows,
+        .forward_rows = isas[isa_in_use].forward_rows,
         .rows = rows,
     };
     if (rows == 0) return 0;
     if (threads > rows) threads = (int)rows;
-    if (threads < 1) threads = 1;
+    if (threads < 1 || rows * hidden < FN_PARALLEL_ELEMENTS) threads = 1;
     call.scratch_bytes = fn_scratch_bytes(&call.job);
     void *allocated = NULL;
     if (call.scratch_bytes > STACK_SCRATCH) {
@@ -157,4 +164,41 @@ int fn_forward(int isa, int x_kind, int residual_kind, int weight_kind, int out_
     fn_parallel(run_thread, &call, threads);
     free(allocated);
     return 0;
+}
+
+int fn_code(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags) {
+    return x_kind | residual_kind << 4 | weight_kind << 8 | out_kind << 12 | flags << 16;
+}
+
+/* An operand's memory: absent, or `bytes` bytes from `begin`. */
+struct extent {
+    uintptr_t begin;
+    size_t bytes;
+    int kind;
+};
+
+static int apart(struct extent a, struct extent b) {
+    return a.begin + a.bytes <= b.begin || b.begin + b.bytes <= a.begin;
+}
+
+static int apart_or_same(struct extent output, struct extent input) {
+    return apart(output, input) || (output.begin == input.begin && output.kind == input.kind);
+}
+
+int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
+                          uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
+                          double weight_offset, int threads) {
+    int x_kind = code & 15, residual_kind = code >> 4 & 15, weight_kind = code >> 8 & 15;
+    int out_kind = code >> 12 & 15, flags = code >> 16;
+    size_t elements = (size_t)(rows * hidden);
+    struct extent e_x = {x, elements * (size_t)element_size[x_kind], x_kind};
+    struct extent e_residual = {residual, elements * (size_t)element_size[residual_kind], residual_kind};
+    struct extent e_weight = {weight, (size_t)(hidden * element_size[weight_kind]), weight_kind};
+    struct extent e_out = {out, elements * (size_t)element_size[out_kind], out_kind};
+    struct extent e_sum = {residual_out, e_residual.bytes, residual_kind};
+    if (!apart_or_same(e_out, e_x) || !apart_or_same(e_out, e_residual) || !apart(e_out, e_weight)) return 2;
+    if (!apart_or_same(e_sum, e_x) || !apart_or_same(e_sum, e_residual) || !apart(e_sum, e_weight)) return 2;
+    if (!apart(e_out, e_sum)) return 2;
+    return fn_forward(x_kind, residual_kind, weight_kind, out_kind, flags, x, residual, weight, out, residual_out,
+                      0, rows, hidden, hidden, hidden, hidden, hidden, eps, weight_offset, threads);
 }

@@ -7,12 +7,19 @@ ffibuilder.cdef("""
     int fn_isa_count(void);
     const char *fn_isa_name(int isa);
     int fn_isa_usable(int isa);
+    int fn_isa(void);
+    void fn_use_isa(int isa);
     const char *fn_openmp_path(void);
-    int fn_forward(int isa, int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
+    int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
                    uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
                    uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
                    int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
                    int threads);
+    int fn_code(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags);
+    int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
+                              uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
+                              double weight_offset, int threads);
+    #define FN_PARALLEL_ELEMENTS ...
     enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
     enum fn_flag { FN_ROUND_SUM, FN_ROUND_NORM, ... };
 """)

@@ -17,6 +17,9 @@ enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
 /* Elements in one segment of the spec's summation tree. */
 #define FN_SEGMENT 1024
 
+/* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
+#define FN_PARALLEL_ELEMENTS (16 * 1024)
+
 /* One call, as the kernels see it. Strides are in bytes, from one row to the next. */
 struct fn_forward_job {
     int x_kind, residual_kind, weight_kind, out_kind, flags;
@@ -55,18 +58,33 @@ int fn_isa_count(void);
 const char *fn_isa_name(int isa);
 int fn_isa_usable(int isa);
 
+/* The one in use, in the whole process; narrowest until set. */
+int fn_isa(void);
+void fn_use_isa(int isa);
+
 /*
  * residual_out = x + residual and out = rms_norm(residual_out) * weight, for `rows` rows of
  * `hidden` elements, as docs/spec.md says. Addresses are integers, because cffi passes those
  * without making an object; 0 stands for an absent weight or rstd. A residual kind of FN_NONE
  * is the plain rms_norm. Strides are in elements. Operands may be unaligned. An output may be
  * the very memory of an input of the same element size and stride; every other overlap is
- * undefined. Returns 0, or 1 if there was no memory for the rows' buffers (nothing is written).
+ * undefined. At most `threads` threads are used. Returns 0, or 1 if there was no memory for the rows' buffers (nothing is written).
  */
-int fn_forward(int isa, int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
+int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
                uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
                uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
                int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
                int threads);
+
+/*
+ * The same for operands whose rows follow each other without gaps, checked for overlap here. The
+ * kinds are packed into `code` with fn_code. Returns 2, before anything is written, if an output
+ * shares memory with another operand without being exactly that operand: then the caller, who knows
+ * names, has to look closer.
+ */
+int fn_code(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags);
+int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
+                          uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
+                          double weight_offset, int threads);
 
 #endif

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
@@ -37,6 +39,14 @@ def _processor() -> str:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    """The version that is installed; None if the package is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _devices() -> list[torch.device]:
@@ -74,6 +84,8 @@ def report() -> dict[str, Any]:
         "spec": fusednorm.SPEC_VERSION,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cffi": _version("cffi"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
         "threads": torch.get_num_threads(),
@@ -98,14 +110,14 @@ def show(console: Console) -> int:
     found = report()
     console.print(f"[bold]fusednorm {found['fusednorm']}[/], specification {found['spec']}", highlight=False)
     facts = Table.grid(padding=(0, 2))
-    for name in ("python", "torch", "system", "processor", "threads"):
-        facts.add_row(name, str(found[name]))
+    for name in ("python", "torch", "triton", "cffi", "system", "processor", "threads"):
+        facts.add_row(name, "not installed" if found[name] is None else escape(str(found[name])))
     if "instruction_set" in found:
         sets = [f"{name} (in use)" if name == found["instruction_set"] else name for name in found["instruction_sets"]]
         facts.add_row("instruction sets", ", ".join(sets))
         facts.add_row("OpenMP", found["openmp"] or "none found: calls run on one thread")
     for name, value in found["environment"].items():
-        facts.add_row(name, value)
+        facts.add_row(name, escape(value))
     console.print(facts, highlight=False)
 
     if "backends" in found:
@@ -113,18 +125,20 @@ def show(console: Console) -> int:
         for info in found["backends"]:
             state = "[green]available[/]"
             if not info["available"]:
-                state = "[yellow]not available[/]: " + "; ".join(info["reasons"])
+                state = "[yellow]not available[/]: " + escape("; ".join(info["reasons"]))
             table.add_row(info["name"], ", ".join(info["devices"]), state)
         console.print(table, highlight=False)
     failed = "error" in found
     for choice in found.get("devices", ()):
         if "error" in choice:
             failed = True
-            console.print(f"[red]{choice['device']}: {choice['error']}[/]", highlight=False)
+            console.print(f"[red]{choice['device']}: {escape(choice['error'])}[/]", highlight=False)
         else:
-            console.print(f"{choice['device']} takes [bold]{choice['backend']}[/]: {choice['plan']}", highlight=False)
+            console.print(
+                f"{choice['device']} takes [bold]{choice['backend']}[/]: {escape(choice['plan'])}", highlight=False
+            )
     if "error" in found:
-        console.print(f"[red]{found['error']}[/]", highlight=False)
+        console.print(f"[red]{escape(found['error'])}[/]", highlight=False)
     if not failed:
         console.print("`python -m fusednorm check` compares every backend with the reference.", highlight=False)
     return int(failed)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like, get_num_threads, is_grad_enabled
 
 from fusednorm.layout import overlaps_itself, row_stride, share_memory
-from fusednorm.registry import Backend, Signature, select
+from fusednorm.registry import Backend, Signature, order, quick, select
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -54,18 +54,16 @@ def fused_add_rms_norm(
     if residual is None:
         _refuse_type("residual", residual)
     if out is None and residual_out is None:
-        if torch.is_grad_enabled() and _requires_grad(x, residual, weight):
+        if is_grad_enabled() and _requires_grad(x, residual, weight):
             from fusednorm.autograd import FusedAddRMSNorm
 
             return cast(
                 tuple[Tensor, Tensor],
                 FusedAddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_sum, round_norm),  # type: ignore[no-untyped-call]
             )
-    else:
-        _refuse_grad("fused_add_rms_norm", x, residual, weight, out, residual_out)
-    y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
-    assert total is not None
-    return y, total
+    elif is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
+        _refuse_grad("fused_add_rms_norm")
+    return _compute(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
 
 
 def fused_add_rms_norm_(
@@ -98,9 +96,9 @@ def fused_add_rms_norm_(
     """
     if residual is None:
         _refuse_type("residual", residual)
-    _refuse_grad("fused_add_rms_norm_", x, residual, weight, inplace=True)
-    run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
-    return x, residual
+    if is_grad_enabled() and _requires_grad(x, residual, weight):
+        _refuse_grad("fused_add_rms_norm_")
+    return _compute(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
 
 
 def rms_norm(
@@ -130,13 +128,13 @@ def rms_norm(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     if out is None:
-        if torch.is_grad_enabled() and _requires_grad(x, None, weight):
+        if is_grad_enabled() and _requires_grad(x, None, weight):
             from fusednorm.autograd import RMSNorm
 
             return cast(Tensor, RMSNorm.apply(x, weight, eps, weight_offset, round_norm))  # type: ignore[no-untyped-call]
-    else:
-        _refuse_grad("rms_norm", x, weight, out)
-    return run(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
+    elif is_grad_enabled() and _requires_grad(x, None, weight, out):
+        _refuse_grad("rms_norm")
+    return _compute(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
 
 
 def rms_norm_(
@@ -163,9 +161,89 @@ def rms_norm_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
-    _refuse_grad("rms_norm_", x, weight, inplace=True)
-    run(x, None, weight, eps, weight_offset, True, round_norm, x, None)
-    return x
+    if is_grad_enabled() and _requires_grad(x, None, weight):
+        _refuse_grad("rms_norm_")
+    return _compute(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
+
+
+def _compute(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+) -> tuple[Tensor, Any]:
+    """The two outputs, the second of them None without a residual.
+
+    At decode sizes a call lasts as long as its checks. So a call like an earlier one, on CPU tensors without gaps,
+    makes only those that the earlier one does not vouch for. Whatever is unusual goes the long way, where :func:`run`
+    finds out what it is.
+    """
+    try:
+        shape, dtype = x.shape, x.dtype
+        hidden_size = shape[-1]
+        function = quick.get(
+            (
+                order(),
+                dtype,
+                None if residual is None else residual.dtype,
+                None if weight is None else weight.dtype,
+                dtype if out is None or out is x else out.dtype,
+                hidden_size,
+                round_sum,
+                round_norm,
+            )
+        )
+        if (
+            function is not None
+            and x.is_cpu
+            and x.is_contiguous()
+            and (residual is None or (residual.shape == shape and residual.is_cpu and residual.is_contiguous()))
+            and (
+                weight is None
+                or (weight.numel() == hidden_size and weight.dim() == 1 and weight.is_cpu and weight.is_contiguous())
+            )
+            and (out is None or out is x or (out.shape == shape and out.is_cpu and out.is_contiguous()))
+            and (residual_out is None or residual_out is residual or _fits(residual_out, residual))
+            and type(eps) is float
+            and type(weight_offset) is float
+        ):
+            y = empty_like(x) if out is None else out
+            total = empty_like(residual) if residual_out is None and residual is not None else residual_out
+            x_data = x.data_ptr()
+            residual_data = 0 if residual is None else residual.data_ptr()
+            failed = function(
+                x_data,
+                residual_data,
+                0 if weight is None else weight.data_ptr(),
+                x_data if y is x else y.data_ptr(),
+                residual_data if total is residual else total.data_ptr(),
+                x.numel() // hidden_size,
+                hidden_size,
+                eps,
+                weight_offset,
+                get_num_threads(),
+            )
+            if not failed:
+                return y, total
+    except (AttributeError, IndexError):  # an operand is no tensor, or x has no dimension
+        pass
+    y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
+    return y, total
+
+
+def _fits(residual_out: Tensor, residual: Tensor | None) -> bool:
+    return (
+        residual is not None
+        and residual_out.shape == residual.shape
+        and residual_out.dtype is residual.dtype
+        and residual_out.is_cpu
+        and residual_out.is_contiguous()
+    )
 
 
 def run(
@@ -356,20 +434,33 @@ def _refuse_overlap(name: str, other: str) -> NoReturn:
     )
 
 
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+def _requires_grad(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> bool:
+    try:
+        return (
+            x.requires_grad
+            or (residual is not None and residual.requires_grad)
+            or (weight is not None and weight.requires_grad)
+            or (out is not None and out.requires_grad)
+            or (residual_out is not None and residual_out.requires_grad)
+        )
+    except AttributeError:  # not a tensor, which the checks to come report
+        return False
 
 
-def _refuse_grad(name: str, *tensors: Tensor | None, inplace: bool = False) -> None:
+def _refuse_grad(name: str) -> NoReturn:
     """In PyTorch's words, because that is what people search for."""
-    if not torch.is_grad_enabled() or not _requires_grad(*tensors):
-        return
-    if not inplace:
+    if name.endswith("_"):
         raise RuntimeError(
-            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
-            "arguments requires grad."
+            f"{name}(): one of the arguments requires grad, and an in-place operation would overwrite what its "
+            f"gradient needs; call {name.rstrip('_')}, or wrap the call in torch.no_grad()."
         )
     raise RuntimeError(
-        f"{name}(): one of the arguments requires grad, and an in-place operation would overwrite what its gradient "
-        f"needs; call {name.rstrip('_')}, or wrap the call in torch.no_grad()."
+        f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+        "arguments requires grad."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -109,11 +109,24 @@ class Backend(Protocol):
         """Returns the gradients; see :func:`fusednorm.backends.reference.backward`."""
 
 
+#: A backend for CPU tensors may also have ``quick(signature)``, which returns a function for operands without gaps. It
+#: takes the addresses of x, residual, weight, out and residual_out (0: absent), the rows, the hidden size, eps,
+#: weight_offset and a number of threads. It returns 0, or something else if it wrote nothing, because operands overlap
+#: or memory is short, and the call must go the long way.
+Quick = Callable[[int, int, int, int, int, int, int, float, float, int], int]
+
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
 
 _registered: dict[str, Backend] = {}
 _order: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
 _chosen: dict[tuple[str, Signature], Backend] = {}
+
+#: For calls on CPU tensors that took the long way once: by the order in force, what of the signature is not implied by
+#: "CPU", and the backend's function.
+quick: dict[tuple[object, ...], Quick] = {}
+
+#: The order in force.
+order = _order.get
 
 
 def register_backend(name: str, backend: Backend) -> None:
@@ -144,6 +157,7 @@ def _register(name: str, backend: Backend) -> None:
         raise TypeError(f"backend {name!r} lacks {', '.join(missing)}; fusednorm.registry.Backend says what each does")
     _registered[name] = backend
     _chosen.clear()
+    quick.clear()
 
 
 def _plug_ins() -> dict[str, EntryPoint]:
@@ -204,19 +218,19 @@ def _refusal(name: str, signature: Signature) -> list[str]:
 
 
 def _choose(signature: Signature) -> Explanation:
-    order = _order.get()
+    ordered = order()
     passed_over: dict[str, list[str]] = {}
-    for name in _candidates(order):
+    for name in _candidates(ordered):
         reasons = _refusal(name, signature)
         if not reasons:
-            return Explanation(name, load(name).plan(signature), signature, order, passed_over)
+            return Explanation(name, load(name).plan(signature), signature, ordered, passed_over)
         passed_over[name] = reasons
     lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
-    source = "FUSEDNORM_BACKEND" if order == ENVIRONMENT else "use_backend"
+    source = "FUSEDNORM_BACKEND" if ordered == ENVIRONMENT else "use_backend"
     raise BackendError(
-        f"no backend that {source} allows ({order}) can take this call ({signature}):\n"
+        f"no backend that {source} allows ({ordered}) can take this call ({signature}):\n"
         + "\n".join(lines)
-        + f"\n{source} never falls back to others: add one to it (such as '{order},reference'), or take it away to "
+        + f"\n{source} never falls back to others: add one to it (such as '{ordered},reference'), or take it away to "
         "let fusednorm choose; `python -m fusednorm` shows what this machine has"
     )
 
@@ -227,11 +241,14 @@ def select(signature: Signature) -> Backend:
     Raises:
         BackendError: the user ordered backends of which none can take the call, or an unknown one.
     """
-    backend = _chosen.get((_order.get(), signature))
+    backend = _chosen.get((order(), signature))
     if backend is None:
         explanation = _choose(signature)
         explanation.warn()
-        backend = _chosen[_order.get(), signature] = load(explanation.backend)
+        backend = _chosen[order(), signature] = load(explanation.backend)
+        # Of one element a tensor may be a lazy negative and yet contiguous; looking out for that would cost every call.
+        if signature.device.type == "cpu" and signature.hidden_size > 1 and hasattr(backend, "quick"):
+            quick[(order(), *signature[1:])] = backend.quick(signature)
     return backend
 
 

@@ -249,6 +249,21 @@ MUTANTS = (
         "    if rows and (out is not None",
         "    if False and (out is not None",
     ),
+    Mutant(
+        ROW,
+        "the quick way lets the outputs overlap",
+        "cpu/dispatch.c",
+        "    if (!apart(e_out, e_sum)) return 2;\n",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "the quick way forgets to round the normalised row",
+        "backends/cpu.py",
+        "        signature.round_sum + 2 * signature.round_norm,",
+        "        int(signature.round_sum),",
+    ),
+    Mutant(ROW, "a forked child waits for its parent's threads", "cpu/threads.c", "forked = 1;", "forked = 0;"),
 )
 
 

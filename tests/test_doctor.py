@@ -62,6 +62,7 @@ def test_report_for_a_person():
         ("FUSEDNORM_BACKEND", "nonsense", "'nonsense', which does not exist"),
         ("FUSEDNORM_BACKEND", "cuda", "this version of fusednorm does not contain it yet"),
         ("FUSEDNORM_CPU_ISA", "sse9", "FUSEDNORM_CPU_ISA is 'sse9'"),
+        ("FUSEDNORM_CPU_ISA", "[red]", "FUSEDNORM_CPU_ISA is '[red]'"),
     ],
 )
 def test_unusable_settings_are_findings(variable, value, message):

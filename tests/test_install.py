@@ -1,5 +1,6 @@
 """What is installed, and that a checkout in the working directory does not get in its way."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -27,7 +28,9 @@ def test_the_wheel_contains_the_package_and_nothing_else():
 
 
 def python(*arguments, **options):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+    """Runs Python as people do, with the working directory on its path."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, **options)
 
 
 def test_the_install_is_used_from_within_the_checkout():

