@@ -70,6 +70,8 @@ int fn_has_sve(void) {
     return (length & (length - 1)) == 0; /* other multiples of 16 were allowed once */
 }
 
+int fn_has_sve_bf16(void) { return fn_has_sve() && (getauxval(AT_HWCAP2) & 1ul << 12); } /* HWCAP2_SVEBF16 */
+
 #elif defined(FN_AARCH64) && defined(__APPLE__)
 
 #include <sys/sysctl.h>

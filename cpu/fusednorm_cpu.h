@@ -40,7 +40,8 @@ struct fn_forward_job {
 typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch);
 
 fn_forward_rows fn_forward_rows_scalar, fn_forward_rows_avx2, fn_forward_rows_avx512;
-fn_forward_rows fn_forward_rows_neon, fn_forward_rows_neon_bf16, fn_forward_rows_sve;
+fn_forward_rows fn_forward_rows_neon, fn_forward_rows_neon_bf16;
+fn_forward_rows fn_forward_rows_sve, fn_forward_rows_sve_bf16;
 
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
 
@@ -49,13 +50,14 @@ int fn_has_avx2(void); /* with F16C, and an operating system that saves the regi
 int fn_has_avx512(void); /* F, BW, DQ and VL, likewise */
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */
+int fn_has_sve_bf16(void);
 
 /* threads.c */
 typedef void fn_task(void *argument, int thread, int threads);
 void fn_parallel(fn_task *task, void *argument, int threads);
 const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
 
-/* dispatch.c: the instruction sets compiled in, the narrowest first. */
+/* dispatch.c: the instruction sets compiled in. The best that is usable is the last. */
 int fn_isa_count(void);
 const char *fn_isa_name(int isa);
 int fn_isa_usable(int isa);

@@ -9,7 +9,8 @@
  *   u_set1 u_add u_mul         each one correctly rounded IEEE operation
  *   u_round                    to a 16-bit kind, to nearest even, and back
  *   u_load                     widens n <= UNIT elements of a row, and fills up with +0
- *   u_store                    rounds, stores n <= UNIT elements, and returns what was stored
+ *   u_store                    rounds, stores n <= UNIT elements, and returns what was stored; only
+ *                              results of u_add and u_mul are ever rounded (here and by u_round)
  *   u_halve                    v[:n/2] + v[n/2:] until one value is left
  *
  * and, where u_load and u_store know the kind BF16P, BF16_BY_PARITY.

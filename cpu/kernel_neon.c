@@ -6,14 +6,18 @@
 
 #define ISA neon
 
-/* Rounds to nearest even in integer arithmetic; the result is the upper half of each 32-bit lane. */
-FN_INLINE uint16x8_t rounded_bf16(V x) {
-    uint32x4_t bits = vreinterpretq_u32_f32(x);
-    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
-    return vreinterpretq_u16_u32(vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000)));
+/*
+ * Rounds to nearest even in integer arithmetic: adds just under half a unit, and one more (tst is -1)
+ * where the unit is odd. Of a NaN the low 16 bits are zero (see dispatch.c).
+ */
+FN_INLINE uint32x4_t half_unit(V x) {
+    uint32x4_t odd = vtstq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x10000));
+    return vsubq_u32(vdupq_n_u32(0x7fff), odd);
 }
-FN_INLINE H2 h2_bf16(V a, V b) { return vuzp2q_u16(rounded_bf16(a), rounded_bf16(b)); }
+FN_INLINE H2 h2_bf16(V a, V b) {
+    uint16x4_t lo = vaddhn_u32(vreinterpretq_u32_f32(a), half_unit(a));
+    return vaddhn_high_u32(lo, vreinterpretq_u32_f32(b), half_unit(b));
+}
 
 #include "pairs.h"
 #include "kernel_body.h"

@@ -1,63 +1,19 @@
-/* The kernels for SVE, at any vector length that is a power of two. A unit is one vector; tails are masked. */
+/* The kernels for SVE alone (A64FX). */
 #include "target.h"
 
 #if defined(FN_SVE)
 #include <arm_sve.h>
-#include <stdint.h>
-
-#include "kinds.h"
 
 FN_TARGET("arch=armv8.2-a+sve")
 
+#include "sve.h"
+
 #define ISA sve
-#define UNIT ((int)svcntw())
 
-typedef svfloat32_t U;
-
-FN_INLINE svbool_t all(void) { return svptrue_b32(); }
-FN_INLINE svbool_t first(int n) { return n == UNIT ? all() : svwhilelt_b32_s32(0, n); }
-
-FN_INLINE U u_set1(float value) { return svdup_n_f32(value); }
-FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
-FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
-
-/* 16-bit values are worked on in the lower halves of 32-bit lanes, where loads put them. */
-FN_INLINE U widen(int kind, svuint32_t h) {
-    if (kind == F16) return svcvt_f32_f16_x(all(), svreinterpret_f16_u32(h));
-    return svreinterpret_f32_u32(svlsl_n_u32_x(all(), h, 16));
-}
-
-/* To bfloat16 in integer arithmetic, to nearest even. */
-FN_INLINE svuint32_t narrow(int kind, U x) {
-    if (kind == F16) return svreinterpret_u32_f16(svcvt_f16_f32_x(all(), x));
-    svuint32_t bits = svreinterpret_u32_f32(x), upper = svlsr_n_u32_x(all(), bits, 16);
-    svuint32_t half = svadd_n_u32_x(all(), svand_n_u32_x(all(), upper, 1), 0x7fff);
-    svuint32_t rounded = svlsr_n_u32_x(all(), svadd_u32_x(all(), bits, half), 16);
-    return svsel_u32(svcmpuo_f32(all(), x, x), svdup_n_u32(0x7fc0), rounded);
-}
-
-FN_INLINE U u_round(int kind, U u) { return widen(kind, narrow(kind, u)); }
-
-FN_INLINE U u_load(int kind, const void *row, int64_t i, int n) {
-    if (kind == F32) return svld1_f32(first(n), (const float *)row + i);
-    return widen(kind, svld1uh_u32(first(n), (const uint16_t *)row + i));
-}
-
-FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
-    if (kind == F32) {
-        svst1_f32(first(n), (float *)row + i, value);
-        return value;
-    }
-    svuint32_t h = narrow(kind, value);
-    svst1h_u32(first(n), (uint16_t *)row + i, h);
-    return widen(kind, h);
-}
-
-/* compact brings the upper half down. There is an instruction that adds all lanes (faddv), neighbours first. */
-FN_INLINE float u_halve(int by_parity, U u) {
-    (void)by_parity;
-    for (int n = UNIT / 2; n > 0; n /= 2) u = u_add(u, svcompact_f32(svnot_b_z(all(), svwhilelt_b32_s32(0, n)), u));
-    return svlasta_f32(svpfalse_b(), u);
+/* Rounds to nearest even in integer arithmetic; of a NaN the low 16 bits are zero (see dispatch.c). */
+FN_INLINE svuint32_t narrow_bf16(U x) {
+    svuint32_t bits = svreinterpret_u32_f32(x), odd = svand_n_u32_x(all(), svlsr_n_u32_x(all(), bits, 16), 1);
+    return svlsr_n_u32_x(all(), svadd_u32_x(all(), svadd_n_u32_x(all(), odd, 0x7fff), bits), 16);
 }
 
 #include "kernel_body.h"
