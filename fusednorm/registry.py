@@ -268,14 +268,13 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"
     def __init__(self, names: str) -> None:
         _names(names)
         self._names = names
-        self._token: Token[str] | None = None
+        self._tokens: list[Token[str]] = []  # one instance may be entered again within itself
 
     def __enter__(self) -> None:
-        self._token = _order.set(self._names)
+        self._tokens.append(_order.set(self._names))
 
     def __exit__(self, *_: object) -> None:
-        assert self._token is not None
-        _order.reset(self._token)
+        _order.reset(self._tokens.pop())
 
 
 @dataclass(frozen=True)

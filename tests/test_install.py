@@ -50,8 +50,10 @@ def test_a_checkout_without_an_install_says_so():
     assert "pip install ." in done.stderr
 
 
-def test_without_triton():
-    """Even a broken Triton is nobody's concern here."""
-    hide = "import sys; sys.modules['triton'] = None; import torch, fusednorm; fusednorm.rms_norm(torch.ones(2, 8))"
-    done = python("-P", "-c", hide)
+@pytest.mark.parametrize(
+    "hide", ["import sys; sys.modules['triton'] = None", "import os; os.environ['PATH'] = '/nonexistent'"]
+)
+def test_without_triton_and_without_a_compiler(hide):
+    """Neither is anybody's concern here."""
+    done = python("-P", "-c", f"{hide}; import torch, fusednorm; fusednorm.rms_norm(torch.ones(2, 8))")
     assert done.returncode == 0, done.stderr

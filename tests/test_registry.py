@@ -76,6 +76,10 @@ def test_an_order_is_obeyed():
         with fusednorm.use_backend("cpu"):
             assert fusednorm.explain(X).backend == "cpu"
         assert fusednorm.explain(X).backend == "reference"
+    again = fusednorm.use_backend("reference")
+    with again, fusednorm.use_backend("cpu"), again:
+        assert fusednorm.explain(X).backend == "reference"
+    assert fusednorm.explain(X).order == ""
 
 
 @pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", "CPU"])
