@@ -38,7 +38,7 @@ else:
         torch.float64: _lib.FN_F64,
     }
 
-    _names = [_text(_lib.fn_isa_name(isa)).decode() for isa in range(_lib.fn_isa_count())]
+    _names: list[str] = [_text(_lib.fn_isa_name(isa)).decode() for isa in range(_lib.fn_isa_count())]
     _usable = {name: isa for isa, name in enumerate(_names) if _lib.fn_isa_usable(isa)}
     # The best instruction set, or what the variable caps it to.
     _cap = os.environ.get("FUSEDNORM_CPU_ISA", "").strip() or list(_usable)[-1]

@@ -221,7 +221,7 @@ def _compute(
                 residual_data,
                 0 if weight is None else weight.data_ptr(),
                 x_data if y is x else y.data_ptr(),
-                residual_data if total is residual else total.data_ptr(),
+                0 if total is None else residual_data if total is residual else total.data_ptr(),
                 x.numel() // hidden_size,
                 hidden_size,
                 eps,
