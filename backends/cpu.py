@@ -47,7 +47,7 @@ else:
             f"FUSEDNORM_CPU_ISA is {_cap!r}, which this machine cannot run; it can run {', '.join(_usable)}"
         )
     _lib.fn_use_isa(_usable[_cap])
-    _openmp = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
+    _openmp: str = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
 
 
 def variants() -> tuple[str, ...]:
@@ -74,7 +74,8 @@ def use_variant(name: str) -> Iterator[None]:
 
 def variant() -> str:
     """The instruction set in use."""
-    return _names[_lib.fn_isa()]
+    isa: int = _lib.fn_isa()
+    return _names[isa]
 
 
 def openmp() -> str:
