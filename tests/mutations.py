@@ -37,8 +37,8 @@ MUTANTS = (
         SAME,
         "two levels of the tree swapped",
         "cpu/kernel_body.h",
-        "u_add(SQUARE(0), SQUARE(4)), s26",
-        "u_add(SQUARE(0), SQUARE(1)), s26",
+        "square(4)), u_add(square(2), square(6))),    \\\n          u_add(u_add(square(1), ",
+        "square(1)), u_add(square(2), square(6))),    \\\n          u_add(u_add(square(4), ",
     ),
     Mutant(
         SAME,
@@ -277,10 +277,7 @@ def build(mutant, folder):
         shutil.copy(ROOT / name, folder / name)
     if mutant is not None:
         path = folder / mutant.file
-        text = path.read_text()
-        if mutant.old not in text:
-            sys.exit(f"{mutant.file} no longer contains what the mutant {mutant.what!r} replaces: {mutant.old!r}")
-        path.write_text(text.replace(mutant.old, mutant.new))
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
     install = ("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--force-reinstall", str(folder))
     subprocess.run((sys.executable, "-m", *install), check=True)
 
@@ -309,6 +306,9 @@ def main():
     only = parser.parse_args().only
     chosen = [m for m in MUTANTS if only in m.what]
     survivors = 0
+    for mutant in chosen:  # before the first is built, which takes a while
+        if mutant.old not in (ROOT / mutant.file).read_text():
+            sys.exit(f"{mutant.file} no longer contains what the mutant {mutant.what!r} replaces: {mutant.old!r}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for mutant in chosen:
