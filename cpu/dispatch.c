@@ -192,6 +192,8 @@ int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t w
     int x_kind = code & 15, residual_kind = code >> 4 & 15, weight_kind = code >> 8 & 15;
     int out_kind = code >> 12 & 15, flags = code >> 16;
     size_t elements = (size_t)(rows * hidden);
+    if (rows && (!x || !out || !residual != !residual_kind || !residual_out != !residual_kind || !weight != !weight_kind))
+        return 2;
     struct extent e_x = {x, elements * (size_t)element_size[x_kind], x_kind};
     struct extent e_residual = {residual, elements * (size_t)element_size[residual_kind], residual_kind};
     struct extent e_weight = {weight, (size_t)(hidden * element_size[weight_kind]), weight_kind};

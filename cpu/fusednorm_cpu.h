@@ -81,10 +81,10 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
                int threads);
 
 /*
- * The same for operands whose rows follow each other without gaps, checked for overlap here. The
- * kinds are packed into `code` with fn_code. Returns 2, before anything is written, if an output
- * shares memory with another operand without being exactly that operand: then the caller, who knows
- * names, has to look closer.
+ * The same for operands whose rows follow each other without gaps, checked here for overlap and for
+ * memory that is not there. The kinds are packed into `code` with fn_code. Returns 2, before anything
+ * is written, if an operand has no address, or if an output shares memory with another operand without
+ * being exactly that operand: then the caller, who knows names, has to look closer.
  */
 int fn_code(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags);
 int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,

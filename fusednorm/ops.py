@@ -375,6 +375,12 @@ def _check_operands(
                 f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; "
                 + ("expand it with residual.expand_as(x)" if name == "residual" else "allocate it like x")
             )
+    for name, tensor in operands.items():
+        if tensor is not None and tensor.data_ptr() == 0 and tensor.numel() > 0 and tensor.device.type != "meta":
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__} without memory of its own; pass the tensor that it wraps "
+                "(of a DTensor, its to_local())"
+            )
     if residual_out is not None and residual is not None and residual_out.dtype != residual.dtype:
         raise TypeError(
             f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got {str(residual_out.dtype)[6:]}"

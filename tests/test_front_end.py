@@ -187,6 +187,33 @@ def test_negative_views():
         rms_norm_(one)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor subclass that has another tensor's properties, and no memory."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: func(*args, **(kwargs or {})))
+
+
+def test_tensors_without_memory():
+    """Refused, on the quick way too, which an earlier call of the same types opens."""
+    for _ in range(2):
+        fused_add_rms_norm(X, X, X[0])
+        fused_add_rms_norm_(X.clone(), X.clone(), X[0])
+    wrapped = Wrapper(X)
+    with torch.no_grad():
+        for name, call in {
+            "x": lambda: fused_add_rms_norm(wrapped, X, X[0], out=torch.empty_like(X)),
+            "residual": lambda: fused_add_rms_norm(X, wrapped, X[0], residual_out=torch.empty_like(X)),
+            "weight": lambda: fused_add_rms_norm(X, X, Wrapper(X[0])),
+            "out": lambda: fused_add_rms_norm(X, X, X[0], out=wrapped),
+        }.items():
+            with pytest.raises(TypeError, match=f"{name} is a Wrapper without memory of its own.*to_local"):
+                call()
+
+
 def test_import_is_fast_and_light():
     """Neither Triton nor the doctor's tables nor plug-ins are imported by importing fusednorm."""
     import subprocess
