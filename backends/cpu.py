@@ -101,7 +101,7 @@ def plan(signature: Signature) -> str:
 
 
 def quick(signature: Signature) -> Callable[..., int]:
-    """The C function for contiguous operands with the signature's dtypes; see :class:`fusednorm.registry.Backend`."""
+    """The C function for contiguous operands with the signature's dtypes; see :data:`fusednorm.registry.Quick`."""
     code = _lib.fn_code(
         _kinds[signature.x],
         _kinds[signature.residual],
