@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,12 @@ from fusednorm.registry import BackendError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusednorm.registry import Signature
+    from fusednorm.registry import Quick, Signature
 
 DEVICES = ("cpu",)
+
+#: The quick way; see :data:`fusednorm.registry.Quick`.
+quick: Quick | None = None
 
 try:
     _extension: Any = import_module("fusednorm._cpu")
@@ -47,6 +49,20 @@ else:
             f"FUSEDNORM_CPU_ISA is {_cap!r}, which this machine cannot run; it can run {', '.join(_usable)}"
         )
     _lib.fn_use_isa(_usable[_cap])
+    _exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if _exchange_api is not None:
+        _quick: Any = import_module("fusednorm._quick")
+        if _quick.open(
+            int(_extension.ffi.cast("uintptr_t", _extension.ffi.addressof(_lib, "fn_forward_contiguous"))),
+            _exchange_api,
+            torch.Tensor,
+            torch.nn.Parameter,
+            torch.is_grad_enabled,
+            torch.get_num_threads,
+            torch.empty_like,
+            torch._C._increment_version,
+        ):
+            quick = _quick.forward
     _openmp: str = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
 
 
@@ -98,18 +114,6 @@ def plan(signature: Signature) -> str:
     rows = -(-_lib.FN_PARALLEL_ELEMENTS // signature.hidden_size)
     threads = f"up to {torch.get_num_threads()} threads from {max(rows, 2)} rows" if openmp() else "one thread"
     return f"C kernels for {variant()}, {threads}"
-
-
-def quick(signature: Signature) -> Callable[..., int]:
-    """The C function for contiguous operands with the signature's dtypes; see :data:`fusednorm.registry.Quick`."""
-    code = _lib.fn_code(
-        _kinds[signature.x],
-        _kinds[signature.residual],
-        _kinds[signature.weight],
-        _kinds[signature.out],
-        signature.round_sum + 2 * signature.round_norm,
-    )
-    return partial(_lib.fn_forward_contiguous, code)
 
 
 def forward(

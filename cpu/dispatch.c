@@ -96,11 +96,11 @@ static void leave_ieee(fp_state state) { (void)state; }
 
 static int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/* A row padded to whole segments, its segments' sums padded to a power of two, and a second row (float64) or segment. */
+/* A row padded to whole segments, its segments' sums padded to a power of two, and for float64 a second row. */
 size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
     while (sums * FN_SEGMENT < padded) sums *= 2;
-    int64_t bytes = job->x_kind == FN_F64 ? 8 * (padded + sums + padded) : 4 * (padded + sums + FN_SEGMENT);
+    int64_t bytes = job->x_kind == FN_F64 ? 8 * (padded + sums + padded) : 4 * (padded + sums);
     return (size_t)round_up(bytes, ALIGNMENT);
 }
 
@@ -147,8 +147,7 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
                 .x_stride = x_stride * size[x_kind], .residual_stride = residual_stride * size[residual_kind],
                 .out_stride = out_stride * size[out_kind],
                 .residual_out_stride = residual_out_stride * size[residual_kind],
-                .eps = eps, .weight_offset = weight_offset,
-                .in_order = rows * hidden * (size[x_kind] + size[residual_kind]) > FN_CACHED_BYTES},
+                .eps = eps, .weight_offset = weight_offset},
         .forward_rows = isas[isa_in_use].forward_rows,
         .rows = rows,
     };
@@ -165,10 +164,6 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
     fn_parallel(run_thread, &call, threads);
     free(allocated);
     return 0;
-}
-
-int fn_code(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags) {
-    return x_kind | residual_kind << 4 | weight_kind << 8 | out_kind << 12 | flags << 16;
 }
 
 /* An operand's memory: absent, or `bytes` bytes from `begin`. */

@@ -15,7 +15,6 @@ ffibuilder.cdef("""
                    uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
                    int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
                    int threads);
-    int fn_code(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags);
     int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
                               uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
                               double weight_offset, int threads);

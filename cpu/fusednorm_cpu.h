@@ -20,9 +20,6 @@ enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
 /* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
 #define FN_PARALLEL_ELEMENTS (16 * 1024)
 
-/* Calls that read more bytes go through memory in order: they are larger than a core's second-level cache. */
-#define FN_CACHED_BYTES (1024 * 1024)
-
 /* One call, as the kernels see it. Strides are in bytes, from one row to the next. */
 struct fn_forward_job {
     int x_kind, residual_kind, weight_kind, out_kind, flags;
@@ -33,7 +30,6 @@ struct fn_forward_job {
     int64_t hidden;
     int64_t x_stride, residual_stride, out_stride, residual_out_stride;
     double eps, weight_offset;
-    int in_order; /* whether the operands come from memory rather than from a cache */
 };
 
 /* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */
@@ -82,13 +78,15 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
 
 /*
  * The same for operands whose rows follow each other without gaps, checked here for overlap and for
- * memory that is not there. The kinds are packed into `code` with fn_code. Returns 2, before anything
+ * memory that is not there. The kinds are packed into `code` with FN_CODE. Returns 2, before anything
  * is written, if an operand has no address, or if an output shares memory with another operand without
  * being exactly that operand: then the caller, who knows names, has to look closer.
  */
-int fn_code(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags);
-int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
-                          uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
-                          double weight_offset, int threads);
+#define FN_CODE(x_kind, residual_kind, weight_kind, out_kind, flags) \
+    ((x_kind) | (residual_kind) << 4 | (weight_kind) << 8 | (out_kind) << 12 | (flags) << 16)
+typedef int fn_forward_contiguous_fn(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
+                                     uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
+                                     double weight_offset, int threads);
+fn_forward_contiguous_fn fn_forward_contiguous;
 
 #endif

@@ -90,6 +90,20 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     return _mm256_blend_epi16(_mm256_srli_epi32(rounded_bf16(even), 16), rounded_bf16(odd), 0xaa);
 }
 
+#define HALVES_FROM_MEMORY 1
+FN_INLINE V f16_load(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+FN_INLINE V bf16_load(const void *p) { return bf16_lo(_mm256_castsi128_si256(_mm_loadu_si128(p))); }
+FN_INLINE V f16_store(void *p, V x) {
+    __m128i h = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(p, h);
+    return _mm256_cvtph_ps(h);
+}
+FN_INLINE V bf16_store(void *p, V x) {
+    __m128i h = lo128(h2_bf16(x, x));
+    _mm_storeu_si128(p, h);
+    return bf16_lo(_mm256_castsi128_si256(h));
+}
+
 #include "pairs.h"
 #include "kernel_body.h"
 

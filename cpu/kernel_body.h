@@ -32,16 +32,34 @@
 #pragma fp_contract(off)
 #endif
 
+/* Keeps GCC from unrolling a loop so far that vectors no longer fit the registers. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define FN_ROLLED _Pragma("GCC unroll 1")
+#else
+#define FN_ROLLED
+#endif
+
 #define FN_JOIN_(a, b) a##_##b
 #define FN_JOIN(a, b) FN_JOIN_(a, b)
 
+/* The first three levels of a tree, over eight units that lie `apart` from each other. */
+#define SUM_OF_EIGHT(unit, apart)                                                                      \
+    u_add(u_add(u_add(unit(0 * (apart)), unit(4 * (apart))), u_add(unit(2 * (apart)), unit(6 * (apart)))), \
+          u_add(u_add(unit(1 * (apart)), unit(5 * (apart))), u_add(unit(3 * (apart)), unit(7 * (apart)))))
+
 /* Halves `width` floats, whole units, until one value is left. Overwrites them. */
 FN_INLINE float sum_units(int by_parity, float *v, int64_t width) {
-    while (width > UNIT) {
-        width /= 2;
-        for (int64_t i = 0; i < width; i += UNIT)
-            u_store(F32, v, i, UNIT, u_add(u_load(F32, v, i, UNIT), u_load(F32, v, i + width, UNIT)));
+    for (; width >= 8 * UNIT; width /= 8) {
+        FN_ROLLED
+        for (int64_t i = 0; i < width / 8; i += UNIT) {
+#define AT(k) u_load(F32, v, i + (k), UNIT)
+            u_store(F32, v, i, UNIT, SUM_OF_EIGHT(AT, width / 8));
+#undef AT
+        }
     }
+    for (; width > UNIT; width /= 2)
+        for (int64_t i = 0; i < width / 2; i += UNIT)
+            u_store(F32, v, i, UNIT, u_add(u_load(F32, v, i, UNIT), u_load(F32, v, i + width / 2, UNIT)));
     return u_halve(by_parity, u_load(F32, v, 0, UNIT));
 }
 
@@ -57,16 +75,17 @@ static float halve_sums(float *sums, int64_t count) {
     return sums[0];
 }
 
+/*
+ * One row's operands. The row that is normalised, h, is residual_out as float; the sum before
+ * rounding (without round_sum); or x where there is no residual.
+ */
 struct row {
     const void *x, *residual;
     void *residual_out;
-    float *h; /* buffer for the row that is normalised, where no operand holds it as float */
-    float *squares; /* buffer of one segment */
+    float *h; /* where to keep h, or NULL if the second pass can read it from an operand */
     float *sums; /* one per segment */
-    int in_order; /* whether to go through memory in order, at the price of another pass through the cache */
 };
 
-/* The row to be normalised, h: residual_out as float (round_sum), or the sum before rounding. */
 FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *row, int64_t i, int n) {
     U h = u_load(x, row->x, i, n);
     if (residual != NONE) {
@@ -74,55 +93,62 @@ FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *r
         U rounded = u_store(residual, row->residual_out, i, n, h);
         if (round_sum) h = rounded;
     }
-    if ((residual == NONE ? x : residual) != F32) u_store(F32, row->h, i, UNIT, h);
+    if ((residual == NONE ? x : residual) != F32 && row->h) u_store(F32, row->h, i, UNIT, h);
     return h;
+}
+
+/* A unit of h, after add_residual has been there. */
+FN_INLINE U h_at(int x, int residual, int round_sum, const struct row *row, int64_t i) {
+    if (residual == NONE) return u_load(x, row->x, i, UNIT);
+    if (residual == F32 || round_sum) return u_load(residual, row->residual_out, i, UNIT);
+    return u_load(F32, row->h, i, UNIT);
 }
 
 FN_INLINE U u_square(U u) { return u_mul(u, u); }
 
-FN_INLINE U square_at(int x, int residual, int round_sum, const struct row *row, int64_t i) {
-    return u_square(add_residual(x, residual, round_sum, row, i, UNIT));
-}
-
-/* The same for the last n elements of a row, which may be fewer than a unit, or none. */
-FN_INLINE U square_of_last(int x, int residual, int round_sum, const struct row *row, int64_t i, int64_t n) {
-    if (n <= 0) return u_set1(0);
-    if (n >= UNIT) return square_at(x, residual, round_sum, row, i);
-    return u_square(add_residual(x, residual, round_sum, row, i, (int)n));
-}
-
 /* The sum of eight squares that are 128 elements apart: the first three levels of a segment's tree. */
-#define SUM_OF_SQUARES(square)                                                \
-    u_add(u_add(u_add(square(0), square(4)), u_add(square(2), square(6))),    \
-          u_add(u_add(square(1), square(5)), u_add(square(3), square(7))))
-
-/* Eight places at once: each element passes through registers once, but memory is not read in order. */
-FN_INLINE float sum_segment(int x, int residual, int round_sum, const struct row *row, int64_t i) {
-    _Alignas(64) float columns[128];
-    for (int c = 0; c < 128; c += UNIT, i += UNIT) {
-#define SQUARE(k) square_at(x, residual, round_sum, row, i + 128 * (k))
-        u_store(F32, columns, c, UNIT, SUM_OF_SQUARES(SQUARE));
+FN_INLINE U column(int x, int residual, int round_sum, const struct row *row, int64_t i) {
+#define SQUARE(k) u_square(h_at(x, residual, round_sum, row, i + (k)))
+    return SUM_OF_EIGHT(SQUARE, 128);
 #undef SQUARE
-    }
-    return sum_units(x == BF16P, columns, 128);
-}
-
-/* In order, as prefetchers of memory want it, and then again over h, which the first-level cache holds by now. */
-FN_INLINE float sum_segment_in_order(int x, int residual, int round_sum, const struct row *row, int64_t i) {
-    _Alignas(64) float columns[128];
-    for (int64_t k = i; k < i + FN_SEGMENT; k += UNIT) add_residual(x, residual, round_sum, row, k, UNIT);
-    const float *h = (residual == NONE ? x : residual) != F32 ? row->h : residual == NONE ? row->x : row->residual_out;
-    for (int c = 0; c < 128; c += UNIT, i += UNIT) {
-#define SQUARE(k) u_square(u_load(F32, h, i + 128 * (k), UNIT))
-        u_store(F32, columns, c, UNIT, SUM_OF_SQUARES(SQUARE));
-#undef SQUARE
-    }
-    return sum_units(x == BF16P, columns, 128);
 }
 
 /*
- * A segment of n < FN_SEGMENT elements. Levels of the tree that would only add padding are skipped.
- * All lengths have one type, because GCC 12 crashes on a mixture where UNIT is SVE's.
+ * Adds the segment at `i` and squares the one before it, by turns: memory is read in order, which is
+ * what its prefetchers want, and waiting for it overlaps with work on what the cache holds already.
+ */
+FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct row *row, int64_t i, int add, int square,
+                              float *columns) {
+    FN_ROLLED
+    for (int c = 0; c < 128; c += UNIT) {
+        if (add)
+            for (int k = 0; k < 8; k++) add_residual(x, residual, round_sum, row, i + 8 * c + k * UNIT, UNIT);
+        if (square) u_store(F32, columns, c, UNIT, column(x, residual, round_sum, row, i - FN_SEGMENT + c));
+    }
+}
+
+/* The sums of the squares of `segments` whole segments. */
+FN_INLINE void sum_segments(int x, int residual, int round_sum, const struct row *row, int64_t segments) {
+    _Alignas(64) float columns[128];
+    if (segments == 0) return;
+    add_and_square(x, residual, round_sum, row, 0, 1, 0, columns);
+    for (int64_t s = 1; s < segments; s++) {
+        add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, 1, 1, columns);
+        row->sums[s - 1] = sum_units(x == BF16P, columns, 128);
+    }
+    add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, 0, 1, columns);
+    row->sums[segments - 1] = sum_units(x == BF16P, columns, 128);
+}
+
+/* The squares of the last n elements of a row, which may be fewer than a unit, or none. */
+FN_INLINE U square_of_last(int x, int residual, int round_sum, const struct row *row, int64_t i, int64_t n) {
+    if (n <= 0) return u_set1(0);
+    return u_square(add_residual(x, residual, round_sum, row, i, n < UNIT ? (int)n : UNIT));
+}
+
+/*
+ * The sum of the squares of the last n < FN_SEGMENT elements. Levels of the tree that would only add
+ * padding are skipped. All lengths have one type, because GCC 12 crashes on a mixture where UNIT is SVE's.
  */
 FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int64_t n) {
 #define SQUARE(k) square_of_last(x, residual, round_sum, row, begin + UNIT * (k), n - UNIT * (k))
@@ -130,36 +156,53 @@ FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const stru
     if (n <= 2 * UNIT) return u_halve(x == BF16P, u_add(SQUARE(0), SQUARE(1)));
     if (n <= 4 * UNIT)
         return u_halve(x == BF16P, u_add(u_add(SQUARE(0), SQUARE(2)), u_add(SQUARE(1), SQUARE(3))));
+    _Alignas(64) float squares[FN_SEGMENT];
     int64_t done = 0, width = UNIT;
     while (width < n) width *= 2;
-    for (; done < n; done += UNIT) u_store(F32, row->squares, done, UNIT, SQUARE(done / UNIT));
+    for (; done < n; done += UNIT) u_store(F32, squares, done, UNIT, SQUARE(done / UNIT));
 #undef SQUARE
-    for (; done < width; done += UNIT) u_store(F32, row->squares, done, UNIT, u_set1(0));
-    return sum_units(x == BF16P, row->squares, width);
+    for (; done < width; done += UNIT) u_store(F32, squares, done, UNIT, u_set1(0));
+    return sum_units(x == BF16P, squares, width);
 }
 
-/* First pass over a row: residual_out, h, and the sum of the squares of h. */
-FN_INLINE float sum_row(int x, int residual, int round_sum, const struct row *row, int64_t hidden) {
-    int64_t segments = hidden / FN_SEGMENT, begin = segments * FN_SEGMENT;
-    for (int64_t s = 0; s < segments; s++) {
-        int64_t i = s * FN_SEGMENT;
-        row->sums[s] = row->in_order ? sum_segment_in_order(x, residual, round_sum, row, i)
-                                     : sum_segment(x, residual, round_sum, row, i);
+/* Some rows that follow each other, few enough for the nearest cache if they are short. */
+enum { BATCH = 8 };
+struct batch {
+    int64_t first, rows;
+    float *kept, *sums; /* scratch: rows of h, or NULL if they are not kept; sums of segments */
+    const char *h; /* the rows of h for the second pass */
+    int64_t h_stride; /* in bytes */
+    float rstd[BATCH]; /* the sums of squares until the first pass is over */
+};
+
+/* First pass over the rows: residual_out, h if it is kept, and the sums of the squares of h. */
+FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forward_job *job, struct batch *batch) {
+    int64_t hidden = job->hidden, segments = hidden / FN_SEGMENT, whole = segments * FN_SEGMENT;
+    for (int64_t k = 0; k < batch->rows; k++) {
+        int64_t m = batch->first + k;
+        const struct row row = {
+            .x = job->x + m * job->x_stride,
+            .residual = job->residual + m * job->residual_stride,
+            .residual_out = job->residual_out + m * job->residual_out_stride,
+            .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
+            .sums = batch->sums,
+        };
+        int64_t sums = segments;
+        sum_segments(x, residual, round_sum, &row, segments);
+        if (whole < hidden) row.sums[sums++] = sum_short_segment(x, residual, round_sum, &row, whole, hidden - whole);
+        batch->rstd[k] = halve_sums(row.sums, sums);
     }
-    if (begin < hidden)
-        row->sums[segments++] = sum_short_segment(x, residual, round_sum, row, begin, hidden - begin);
-    return halve_sums(row->sums, segments);
 }
 
 struct scale {
     float rstd, offset;
-    const void *weight;
+    const void *h, *weight;
     void *out;
 };
 
-FN_INLINE void scale_unit(int norm, int weight, int offset, int out, const struct scale *s, const float *h, int64_t i, int n) {
-    /* By parity h is always the buffer, which has room for whole units, and holds n elements in both halves. */
-    U y = u_mul(u_load(F32, h, i, out == BF16P ? UNIT : n), u_set1(s->rstd));
+FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t i, int n) {
+    /* Rows of h that were kept by parity hold n elements in both halves of a unit; they have room for all of it. */
+    U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
     if (norm != NONE) y = u_round(norm, y);
     if (weight != NONE) {
         U g = u_load(weight, s->weight, i, n);
@@ -169,25 +212,38 @@ FN_INLINE void scale_unit(int norm, int weight, int offset, int out, const struc
     u_store(out, s->out, i, n, y);
 }
 
-/* Second pass over a row: out. `norm` is the type that h * rstd is rounded to, or NONE. */
-FN_INLINE void scale_row(int norm, int weight, int offset, int out, const struct scale *s, const float *h, int64_t hidden) {
-    int64_t i = 0;
-    for (; i <= hidden - UNIT; i += UNIT) scale_unit(norm, weight, offset, out, s, h, i, UNIT);
-    if (i < hidden) scale_unit(norm, weight, offset, out, s, h, i, (int)(hidden - i));
+/*
+ * Second pass over the rows: out. `norm` is the type that h * rstd is rounded to, or NONE. From the
+ * end to the beginning, because the end is what the nearest cache still holds.
+ */
+FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, const struct fn_forward_job *job,
+                          const struct batch *batch) {
+    int64_t hidden = job->hidden;
+    for (int64_t k = 0; k < batch->rows; k++) {
+        const struct scale s = {
+            .rstd = batch->rstd[k],
+            .offset = (float)job->weight_offset,
+            .h = batch->h + k * batch->h_stride,
+            .weight = job->weight,
+            .out = job->out + (batch->first + k) * job->out_stride,
+        };
+        int64_t i = hidden / UNIT * UNIT;
+        if (i < hidden) scale_unit(h, norm, weight, offset, out, &s, i, (int)(hidden - i));
+        while ((i -= UNIT) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT);
+    }
 }
 
 /*
  * One function per combination of types, so that each is compiled with its types known. ROUND_SUM
- * has no effect on the bits when the residual is float or absent, hence the shorter lists. Each takes
- * a copy of its struct: what the caller's holds could change with every store, for all a compiler knows.
+ * has no effect on the bits when the residual is float or absent, hence the shorter list. The second
+ * pass reads h as float, or straight from an operand of out's type, which is how most calls are.
  */
-typedef float sum_fn(const struct row *, int64_t);
-typedef void scale_fn(const struct scale *, const float *, int64_t);
+typedef void sum_fn(const struct fn_forward_job *, struct batch *);
+typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
 
-#define SUM(x, residual, round_sum)                                                       \
-    static float sum_##x##_##residual##_##round_sum(const struct row *row, int64_t hidden) { \
-        const struct row copy = *row;                                                     \
-        return sum_row(x, residual, round_sum, &copy, hidden);                            \
+#define SUM(x, residual, round_sum)                                                                    \
+    static void sum_##x##_##residual##_##round_sum(const struct fn_forward_job *job, struct batch *batch) { \
+        sum_rows(x, residual, round_sum, job, batch);                                                  \
     }
 #define SUMS(x) SUM(x, NONE, 0) SUM(x, F32, 0) SUM(x, F16, 0) SUM(x, F16, 1) SUM(x, BF16, 0) SUM(x, BF16, 1)
 SUMS(F32) SUMS(F16) SUMS(BF16)
@@ -199,37 +255,43 @@ SUMS(F32) SUMS(F16) SUMS(BF16)
     }
 static sum_fn *const sums[4][4][2] = {[F32] = SUM_ROW(F32), [F16] = SUM_ROW(F16), [BF16] = SUM_ROW(BF16)};
 
-#define SCALE(norm, weight, offset, out)                                                  \
-    static void scale_##norm##_##weight##_##offset##_##out(const struct scale *s, const float *h, int64_t hidden) { \
-        const struct scale copy = *s;                                                     \
-        scale_row(norm, weight, offset, out, &copy, h, hidden);                           \
+#define SCALE(h, norm, weight, offset, out)                                                            \
+    static void scale_##h##_##norm##_##weight##_##offset##_##out(const struct fn_forward_job *job,      \
+                                                                 const struct batch *batch) {          \
+        scale_rows(h, norm, weight, offset, out, job, batch);                                          \
     }
-#define SCALES_OUT(norm, weight, offset) \
-    SCALE(norm, weight, offset, F32) SCALE(norm, weight, offset, F16) SCALE(norm, weight, offset, BF16)
-#define SCALES(norm)                                                                      \
-    SCALES_OUT(norm, NONE, 0)                                                             \
-    SCALES_OUT(norm, F32, 0) SCALES_OUT(norm, F16, 0) SCALES_OUT(norm, BF16, 0)           \
+#define SCALES_OUT(norm, weight, offset)                                                               \
+    SCALE(F32, norm, weight, offset, F32)                                                              \
+    SCALE(F32, norm, weight, offset, F16) SCALE(F32, norm, weight, offset, BF16)                       \
+    SCALE(F16, norm, weight, offset, F16) SCALE(BF16, norm, weight, offset, BF16)
+#define SCALES(norm)                                                                                   \
+    SCALES_OUT(norm, NONE, 0)                                                                          \
+    SCALES_OUT(norm, F32, 0) SCALES_OUT(norm, F16, 0) SCALES_OUT(norm, BF16, 0)                        \
     SCALES_OUT(norm, F32, 1) SCALES_OUT(norm, F16, 1) SCALES_OUT(norm, BF16, 1)
 SCALES(NONE) SCALES(F16) SCALES(BF16)
 
-#define SCALE_OUT(norm, weight, offset)                                                   \
-    {                                                                                     \
-        [F32] = scale_##norm##_##weight##_##offset##_F32, [F16] = scale_##norm##_##weight##_##offset##_F16, \
-        [BF16] = scale_##norm##_##weight##_##offset##_BF16,                               \
+#define SCALE_OUT(norm, weight, offset)                                                                \
+    {                                                                                                  \
+        [F32] = {scale_F32_##norm##_##weight##_##offset##_F32, scale_F32_##norm##_##weight##_##offset##_F32}, \
+        [F16] = {scale_F32_##norm##_##weight##_##offset##_F16, scale_F16_##norm##_##weight##_##offset##_F16}, \
+        [BF16] = {scale_F32_##norm##_##weight##_##offset##_BF16, scale_BF16_##norm##_##weight##_##offset##_BF16}, \
     }
-#define SCALE_ROW(norm)                                                                   \
-    {                                                                                     \
-        [NONE] = {SCALE_OUT(norm, NONE, 0), SCALE_OUT(norm, NONE, 0)},                    \
-        [F32] = {SCALE_OUT(norm, F32, 0), SCALE_OUT(norm, F32, 1)},                       \
-        [F16] = {SCALE_OUT(norm, F16, 0), SCALE_OUT(norm, F16, 1)},                       \
-        [BF16] = {SCALE_OUT(norm, BF16, 0), SCALE_OUT(norm, BF16, 1)},                    \
+#define SCALE_ROW(norm)                                                                                \
+    {                                                                                                  \
+        [NONE] = {SCALE_OUT(norm, NONE, 0), SCALE_OUT(norm, NONE, 0)},                                 \
+        [F32] = {SCALE_OUT(norm, F32, 0), SCALE_OUT(norm, F32, 1)},                                    \
+        [F16] = {SCALE_OUT(norm, F16, 0), SCALE_OUT(norm, F16, 1)},                                    \
+        [BF16] = {SCALE_OUT(norm, BF16, 0), SCALE_OUT(norm, BF16, 1)},                                 \
     }
-static scale_fn *const scales[4][4][2][4] = {[NONE] = SCALE_ROW(NONE), [F16] = SCALE_ROW(F16), [BF16] = SCALE_ROW(BF16)};
+static scale_fn *const scales[4][4][2][4][2] = {
+    [NONE] = SCALE_ROW(NONE), [F16] = SCALE_ROW(F16), [BF16] = SCALE_ROW(BF16)};
 
 #if defined(BF16_BY_PARITY)
+#define SCALES_PARITY(norm, weight, offset)                                                            \
+    SCALE(F32, norm, weight, offset, BF16P) SCALE(BF16P, norm, weight, offset, BF16P)
 SUM(BF16P, NONE, 0) SUM(BF16P, BF16P, 0) SUM(BF16P, BF16P, 1)
-SCALE(NONE, NONE, 0, BF16P) SCALE(NONE, BF16P, 0, BF16P) SCALE(NONE, BF16P, 1, BF16P)
-SCALE(BF16P, NONE, 0, BF16P) SCALE(BF16P, BF16P, 0, BF16P) SCALE(BF16P, BF16P, 1, BF16P)
+SCALES_PARITY(NONE, NONE, 0) SCALES_PARITY(NONE, BF16P, 0) SCALES_PARITY(NONE, BF16P, 1)
+SCALES_PARITY(BF16P, NONE, 0) SCALES_PARITY(BF16P, BF16P, 0) SCALES_PARITY(BF16P, BF16P, 1)
 
 static int all_bf16(const struct fn_forward_job *job) {
     return job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
@@ -242,10 +304,14 @@ static sum_fn *parity_sum(int residual, int round_sum) {
     return round_sum ? sum_BF16P_BF16P_1 : sum_BF16P_BF16P_0;
 }
 
-static scale_fn *parity_scale(int norm, int weight, int offset) {
-    if (!weight) return norm ? scale_BF16P_NONE_0_BF16P : scale_NONE_NONE_0_BF16P;
-    if (norm) return offset ? scale_BF16P_BF16P_1_BF16P : scale_BF16P_BF16P_0_BF16P;
-    return offset ? scale_NONE_BF16P_1_BF16P : scale_NONE_BF16P_0_BF16P;
+#define SCALE_PARITY(norm, weight, offset) \
+    {scale_F32_##norm##_##weight##_##offset##_BF16P, scale_BF16P_##norm##_##weight##_##offset##_BF16P}
+static scale_fn *parity_scale(int norm, int weight, int offset, int direct) {
+    static scale_fn *const found[2][3][2] = {
+        {SCALE_PARITY(NONE, NONE, 0), SCALE_PARITY(NONE, BF16P, 0), SCALE_PARITY(NONE, BF16P, 1)},
+        {SCALE_PARITY(BF16P, NONE, 0), SCALE_PARITY(BF16P, BF16P, 0), SCALE_PARITY(BF16P, BF16P, 1)},
+    };
+    return found[norm != NONE][weight == NONE ? 0 : 1 + offset][direct];
 }
 #endif
 
@@ -256,35 +322,36 @@ void FN_JOIN(fn_forward_rows, ISA)(const struct fn_forward_job *job, int64_t beg
         forward_rows_f64(job, begin, end, scratch);
         return;
     }
-    int round_sum = job->flags & FN_ROUND_SUM ? 1 : 0;
+    int round_sum = job->flags & FN_ROUND_SUM ? 1 : 0, offset = (float)job->weight_offset != 0;
     int norm = job->flags & FN_ROUND_NORM && job->x_kind != FN_F32 ? job->x_kind : FN_NONE;
-    float eps = (float)job->eps, offset = (float)job->weight_offset;
-    sum_fn *sum = sums[job->x_kind][job->residual_kind][round_sum];
-    scale_fn *scale = scales[norm][job->weight_kind][offset != 0][job->out_kind];
+    /* Which operand h is, unless it is a sum before rounding, and whether the second pass can read it there. */
+    int residual = job->residual_kind, h_kind = residual ? residual : job->x_kind;
+    int operand = !residual || round_sum || residual == FN_F32;
+    int direct = operand && h_kind == job->out_kind;
+    int keep = !direct && !(operand && h_kind == FN_F32);
+    sum_fn *sum = sums[job->x_kind][residual][round_sum];
+    scale_fn *scale = scales[norm][job->weight_kind][offset][job->out_kind][direct];
 #if defined(BF16_BY_PARITY)
     if (all_bf16(job)) {
-        sum = parity_sum(job->residual_kind, round_sum);
-        scale = parity_scale(norm, job->weight_kind, offset != 0);
+        sum = parity_sum(residual, round_sum);
+        scale = parity_scale(norm, job->weight_kind, offset, direct);
     }
 #endif
-    float *buffer = scratch;
-    float *squares = buffer + (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
-    for (int64_t m = begin; m < end; m++) {
-        struct row row = {
-            .x = job->x + m * job->x_stride,
-            .residual = job->residual + m * job->residual_stride,
-            .residual_out = job->residual_out + m * job->residual_out_stride,
-            .h = buffer,
-            .squares = squares,
-            .sums = squares + FN_SEGMENT,
-            .in_order = job->in_order,
-        };
-        float mean = sum(&row, job->hidden) / (float)job->hidden;
-        struct scale s = {1.0f / sqrtf(mean + eps), offset, job->weight, job->out + m * job->out_stride};
-        const float *h = buffer;
-        if (job->residual_kind == FN_F32) h = row.residual_out;
-        if (job->residual_kind == FN_NONE && job->x_kind == FN_F32) h = row.x;
-        scale(&s, h, job->hidden);
-        if (job->rstd) ((float *)job->rstd)[m] = s.rstd;
+    int64_t hidden = job->hidden, room = (hidden + 127) / 128 * 128, rows = FN_SEGMENT / room;
+    struct batch batch = {
+        .kept = keep ? scratch : NULL,
+        .sums = (float *)scratch + (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT,
+        .h_stride = keep ? 4 * room : residual ? job->residual_out_stride : job->x_stride,
+    };
+    if (rows < 1) rows = 1;
+    for (batch.first = begin; batch.first < end; batch.first += rows) {
+        int64_t left = end - batch.first;
+        batch.rows = left < rows ? left : rows;
+        sum(job, &batch);
+        for (int64_t k = 0; k < batch.rows; k++)
+            batch.rstd[k] = 1.0f / sqrtf(batch.rstd[k] / (float)hidden + (float)job->eps);
+        if (job->rstd) memcpy((float *)job->rstd + batch.first, batch.rstd, (size_t)batch.rows * sizeof(float));
+        batch.h = keep ? scratch : (residual ? job->residual_out : job->x) + batch.first * batch.h_stride;
+        scale(job, &batch);
     }
 }

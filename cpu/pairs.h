@@ -12,6 +12,12 @@
  *   f16_lo f16_hi h2_f16       widen each half; narrow two vectors to nearest even
  *   bf16_lo bf16_hi h2_bf16    likewise
  *
+ * and, where taking LANES 16-bit values from memory is cheaper than taking them from half a register,
+ * HALVES_FROM_MEMORY and
+ *
+ *   f16_load bf16_load         widen LANES values
+ *   f16_store bf16_store       round, store, and return what was stored
+ *
  * and, where widening by parity is cheaper than widening by halves, BF16_BY_PARITY and
  *
  *   bf16_even bf16_odd         widen the even and the odd elements
@@ -58,6 +64,10 @@ FN_INLINE U u_load(int kind, const void *row, int64_t i, int n) {
         return (U){v_load(p), v_load_n(p + LANES, n - LANES)};
     }
     const uint16_t *p = (const uint16_t *)row + i;
+#if defined(HALVES_FROM_MEMORY)
+    if (kind == F16 && n == UNIT) return (U){f16_load(p), f16_load(p + LANES)};
+    if (kind == BF16 && n == UNIT) return (U){bf16_load(p), bf16_load(p + LANES)};
+#endif
     return widen(kind, n == UNIT ? h2_load(p) : h2_load_n(p, n));
 }
 
@@ -76,6 +86,10 @@ FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
         return value;
     }
     uint16_t *p = (uint16_t *)row + i;
+#if defined(HALVES_FROM_MEMORY)
+    if (kind == F16 && n == UNIT) return (U){f16_store(p, value.a), f16_store(p + LANES, value.b)};
+    if (kind == BF16 && n == UNIT) return (U){bf16_store(p, value.a), bf16_store(p + LANES, value.b)};
+#endif
     H2 h = narrow(kind, value);
     if (n == UNIT) h2_store(p, h);
     else h2_store_n(p, n, h);

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
-from torch import Tensor, empty_like, get_num_threads, is_grad_enabled
+from torch import Tensor, is_grad_enabled
+from torch.autograd.graph import increment_version
 
 from fusednorm.layout import overlaps_itself, row_stride, share_memory
 from fusednorm.registry import Backend, Signature, order, quick, select
@@ -53,6 +54,11 @@ def fused_add_rms_norm(
     """
     if residual is None:
         _refuse_type("residual", residual)
+    way = quick.get(order())
+    if way is not None:
+        result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)
+        if result is not None:
+            return result
     if out is None and residual_out is None:
         if is_grad_enabled() and _requires_grad(x, residual, weight):
             from fusednorm.autograd import FusedAddRMSNorm
@@ -63,7 +69,7 @@ def fused_add_rms_norm(
             )
     elif is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
         _refuse_grad("fused_add_rms_norm")
-    return _compute(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
+    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)[:2]
 
 
 def fused_add_rms_norm_(
@@ -96,9 +102,14 @@ def fused_add_rms_norm_(
     """
     if residual is None:
         _refuse_type("residual", residual)
+    way = quick.get(order())
+    if way is not None:
+        result = way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm)
+        if result is not None:
+            return result
     if is_grad_enabled() and _requires_grad(x, residual, weight):
         _refuse_grad("fused_add_rms_norm_")
-    return _compute(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
+    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)[:2]
 
 
 def rms_norm(
@@ -127,6 +138,11 @@ def rms_norm(
         RuntimeError: ``out`` is given and an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
+    way = quick.get(order())
+    if way is not None:
+        result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm)
+        if result is not None:
+            return result[0]
     if out is None:
         if is_grad_enabled() and _requires_grad(x, None, weight):
             from fusednorm.autograd import RMSNorm
@@ -134,7 +150,7 @@ def rms_norm(
             return cast(Tensor, RMSNorm.apply(x, weight, eps, weight_offset, round_norm))  # type: ignore[no-untyped-call]
     elif is_grad_enabled() and _requires_grad(x, None, weight, out):
         _refuse_grad("rms_norm")
-    return _compute(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
+    return run(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
 
 
 def rms_norm_(
@@ -161,89 +177,14 @@ def rms_norm_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
+    way = quick.get(order())
+    if way is not None:
+        result = way(x, None, weight, x, None, eps, weight_offset, True, round_norm)
+        if result is not None:
+            return result[0]
     if is_grad_enabled() and _requires_grad(x, None, weight):
         _refuse_grad("rms_norm_")
-    return _compute(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
-
-
-def _compute(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-) -> tuple[Tensor, Any]:
-    """The two outputs, the second of them None without a residual.
-
-    At decode sizes a call lasts as long as its checks. So a call like an earlier one, on CPU tensors without gaps,
-    makes only those that the earlier one does not vouch for. Whatever is unusual goes the long way, where :func:`run`
-    finds out what it is.
-    """
-    try:
-        shape, dtype = x.shape, x.dtype
-        hidden_size = shape[-1]
-        function = quick.get(
-            (
-                order(),
-                dtype,
-                None if residual is None else residual.dtype,
-                None if weight is None else weight.dtype,
-                dtype if out is None or out is x else out.dtype,
-                hidden_size,
-                round_sum,
-                round_norm,
-            )
-        )
-        if (
-            function is not None
-            and x.is_cpu
-            and x.is_contiguous()
-            and (residual is None or (residual.shape == shape and residual.is_cpu and residual.is_contiguous()))
-            and (
-                weight is None
-                or (weight.numel() == hidden_size and weight.dim() == 1 and weight.is_cpu and weight.is_contiguous())
-            )
-            and (out is None or out is x or (out.shape == shape and out.is_cpu and out.is_contiguous()))
-            and (residual_out is None or residual_out is residual or _fits(residual_out, residual))
-            and type(eps) is float
-            and type(weight_offset) is float
-        ):
-            y = empty_like(x) if out is None else out
-            total = empty_like(residual) if residual_out is None and residual is not None else residual_out
-            x_data = x.data_ptr()
-            residual_data = 0 if residual is None else residual.data_ptr()
-            failed = function(
-                x_data,
-                residual_data,
-                0 if weight is None else weight.data_ptr(),
-                x_data if y is x else y.data_ptr(),
-                0 if total is None else residual_data if total is residual else total.data_ptr(),
-                x.numel() // hidden_size,
-                hidden_size,
-                eps,
-                weight_offset,
-                get_num_threads(),
-            )
-            if not failed:
-                return y, total
-    except (AttributeError, IndexError):  # an operand is no tensor, or x has no dimension
-        pass
-    y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
-    return y, total
-
-
-def _fits(residual_out: Tensor, residual: Tensor | None) -> bool:
-    return (
-        residual is not None
-        and residual_out.shape == residual.shape
-        and residual_out.dtype is residual.dtype
-        and residual_out.is_cpu
-        and residual_out.is_contiguous()
-    )
+    return run(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
 
 
 def run(
@@ -285,6 +226,7 @@ def run(
     if weight is not None and row_stride(weight) is None:
         weight = weight.resolve_neg().contiguous()
 
+    written = [tensor for tensor in (out, residual_out) if tensor is not None]
     out_stride = residual_out_stride = hidden_size
     if out is not None:
         out_stride = _output_stride("out", out, rows, hidden_size)
@@ -334,6 +276,8 @@ def run(
             round_sum,
             round_norm,
         )
+    for tensor in written:
+        increment_version(tensor)
     return out, residual_out, backend
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -109,11 +109,10 @@ class Backend(Protocol):
         """Returns the gradients; see :func:`fusednorm.backends.reference.backward`."""
 
 
-#: A backend for CPU tensors may also have ``quick(signature)``, which returns a function for operands without gaps. It
-#: takes the addresses of x, residual, weight, out and residual_out (0: absent), the rows, the hidden size, eps,
-#: weight_offset and a number of threads. It returns 0, or something else if it wrote nothing, because operands overlap
-#: or memory is short, and the call must go the long way.
-Quick = Callable[[int, int, int, int, int, int, int, float, float, int], int]
+#: A backend that takes every call on CPU tensors may also have ``quick``: this function, or None. Its arguments are x,
+#: residual, weight, out, residual_out, eps, weight_offset, round_sum and round_norm, unchecked. It returns both outputs
+#: (the second None without a residual), or None if it did nothing, and the call must go the long way.
+Quick = Callable[[object, object, object, object, object, object, object, object, object], "tuple[Tensor, Any] | None"]
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
 
@@ -121,9 +120,8 @@ _registered: dict[str, Backend] = {}
 _order: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
 _chosen: dict[tuple[str, Signature], Backend] = {}
 
-#: For calls on CPU tensors that took the long way once: by the order in force, what of the signature is not implied by
-#: "CPU", and the backend's function.
-quick: dict[tuple[object, ...], Quick] = {}
+#: By the order in force: the quick way of the backend that takes every call on CPU tensors, once one went the long way.
+quick: dict[str, Quick] = {}
 
 #: The order in force.
 order = _order.get
@@ -246,9 +244,9 @@ def select(signature: Signature) -> Backend:
         explanation = _choose(signature)
         explanation.warn()
         backend = _chosen[order(), signature] = load(explanation.backend)
-        # Of one element a tensor may be a lazy negative and yet contiguous; looking out for that would cost every call.
-        if signature.device.type == "cpu" and signature.hidden_size > 1 and hasattr(backend, "quick"):
-            quick[(order(), *signature[1:])] = backend.quick(signature)
+        way = getattr(backend, "quick", None)
+        if signature.device.type == "cpu" and way is not None and not explanation.depends_on_signature():
+            quick[order()] = way
     return backend
 
 
@@ -291,6 +289,14 @@ class Explanation:
     order: str
     #: The backends that would have been preferred, each with its reasons.
     passed_over: dict[str, list[str]] = field(default_factory=dict)
+
+    def depends_on_signature(self) -> bool:
+        """Whether another call on this device might have gone to a backend that refused this one."""
+        device = self.signature.device.type
+        return any(
+            name not in RESERVED and {device, "any"} & set(load(name).DEVICES) and not load(name).unavailable()
+            for name in self.passed_over
+        )
 
     def warn(self) -> None:
         """Warns where the choice fell to the reference although a backend for this device exists."""

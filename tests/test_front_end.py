@@ -219,6 +219,88 @@ def test_tensors_without_memory():
                 call()
 
 
+def test_the_quick_way_takes_what_is_usual_and_nothing_else():
+    """Where torch has DLPack's exchange API. What it does not take, it leaves untouched."""
+    from fusednorm.backends import cpu
+
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        assert cpu.quick is None
+        return
+    x, grad = torch.ones(3, 8), torch.ones(3, 8, requires_grad=True)
+
+    def way(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0):
+        return cpu.quick(x, residual, weight, out, residual_out, eps, offset, True, False)
+
+    usual = {
+        "norm": way(x),
+        "fused": way(x, x, x[0]),
+        "parameter": way(x, x.half(), torch.nn.Parameter(x[0], requires_grad=False)),
+        "in place": way(x.clone(), x, x[0], x.clone(), x.clone()),
+        "float64": way(x.double(), x, x[0].bfloat16()),
+        "detached": way(grad.detach()),
+    }
+    with torch.no_grad():
+        usual["no_grad"] = way(grad, x)
+    for name, outputs in usual.items():
+        assert outputs is not None, name
+        assert (outputs[1] is None) == (name in ("norm", "detached")), name
+    unusual = {
+        "no tensor": lambda out: way([1.0], out=out),
+        "gaps": lambda out: way(torch.ones(3, 16)[:, :8], out=out),
+        "transposed": lambda out: way(torch.ones(8, 3).t(), out=out),
+        "residual of another shape": lambda out: way(x, torch.ones(8, 3), out=out),
+        "weight of another size": lambda out: way(x, None, torch.ones(7), out=out),
+        "weight of two dimensions": lambda out: way(x, None, torch.ones(1, 8), out=out),
+        "meta": lambda out: way(x.to("meta"), out=out),
+        "sparse": lambda out: way(x.to_sparse(), out=out),
+        "integers": lambda out: way(x.int(), out=out),
+        "complex": lambda out: way(x.to(torch.complex64), out=out),
+        "float64 weight": lambda out: way(x, None, x[0].double(), out=out),
+        "subclass": lambda out: way(x.as_subclass(type("Mine", (torch.Tensor,), {})), out=out),
+        "gradient": lambda out: way(grad, out=out),
+        "gradient of the weight": lambda out: way(x, None, grad[0], out=out),
+        "no rows": lambda out: way(x[:0], out=out[:0]),
+        "scalar": lambda out: way(x[0, 0], out=out),
+        "eps of another type": lambda out: way(x, eps=1, out=out),
+        "offset of another type": lambda out: way(x, offset=torch.ones(()), out=out),
+        "overlap": lambda out: way(out[:2], out=out[1:]),
+        "residual_out of another type": lambda out: way(x, x.half(), None, out, x.clone()),
+        "residual_out without residual": lambda out: way(x, None, None, out, out),
+    }
+    for name, call in unusual.items():
+        out = torch.full((3, 8), 7.0)
+        assert call(out) is None, name
+        assert out.eq(7).all(), name
+        assert out._version == 0, name
+    with pytest.raises(TypeError, match="takes 9 arguments, got 1"):
+        cpu.quick(x)
+
+
+@pytest.mark.parametrize("columns", [8, 16])
+def test_autograd_notices_writes(columns):
+    """With and without gaps between the rows: what a gradient needs cannot be overwritten unnoticed."""
+    weight = torch.ones(3, columns, requires_grad=True)
+    for write in (
+        lambda t, other: fused_add_rms_norm_(t, other),
+        lambda t, other: fused_add_rms_norm_(other, t),
+        lambda t, other: rms_norm_(t),
+        lambda t, other: rms_norm(other, out=t),
+        lambda t, other: fused_add_rms_norm(other, other, residual_out=t),
+    ):
+        for _ in range(2):
+            t, other = torch.rand(3, columns), torch.rand(3, columns)
+            loss = (weight * t).sum()
+            version = t._version
+            with torch.no_grad():
+                write(t[:, :8], other[:, :8])
+            assert t._version > version
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    with torch.inference_mode():
+        t = torch.rand(3, columns)
+        rms_norm_(t[:, :8])
+
+
 def test_import_is_fast_and_light():
     """Neither Triton nor the doctor's tables nor plug-ins are imported by importing fusednorm."""
     import subprocess
