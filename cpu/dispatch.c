@@ -44,6 +44,8 @@ static int isa_in_use;
 int fn_isa(void) { return isa_in_use; }
 void fn_use_isa(int isa) { isa_in_use = isa; }
 
+static const int element_size[] = {[FN_NONE] = 0, [FN_F32] = 4, [FN_F16] = 2, [FN_BF16] = 2, [FN_F64] = 8};
+
 /* Buffers up to this size lie on the stack of the thread that uses them. */
 enum { STACK_SCRATCH = 48 * 1024, ALIGNMENT = 64 };
 
@@ -96,12 +98,30 @@ static void leave_ieee(fp_state state) { (void)state; }
 
 static int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/* A row padded to whole segments, its segments' sums padded to a power of two, and for float64 a second row. */
+/* A row padded to whole segments, its segments' sums padded to a power of two, and a second row for float64 or streaming. */
 size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
     while (sums * FN_SEGMENT < padded) sums *= 2;
     int64_t bytes = job->x_kind == FN_F64 ? 8 * (padded + sums + padded) : 4 * (padded + sums);
-    return (size_t)round_up(bytes, ALIGNMENT);
+    bytes = round_up(bytes, ALIGNMENT);
+    return (size_t)(job->stream ? bytes + 4 * padded : bytes);
+}
+
+static int on_border(const char *row, int64_t stride, int64_t bytes) {
+    return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % ALIGNMENT);
+}
+
+/* Whether the outputs are large, made of whole cache lines, and not in them already as inputs. */
+static int streams(const struct fn_forward_job *job, int64_t rows) {
+    int64_t out_row = job->hidden * element_size[job->out_kind];
+    int64_t residual_row = job->hidden * element_size[job->residual_kind];
+    if (job->x_kind == FN_F64 || rows * (out_row + residual_row) < FN_STREAM_BYTES) return 0;
+    /* Short rows of 16-bit values are bound by arithmetic: the detour by scratch would cost more than it saves. */
+    if (job->hidden < 256 && element_size[job->out_kind] == 2) return 0;
+    if (job->out == job->x || job->out == job->residual || !on_border(job->out, job->out_stride, out_row)) return 0;
+    if (!job->residual_kind) return 1;
+    return job->residual_out != job->x && job->residual_out != job->residual &&
+           on_border(job->residual_out, job->residual_out_stride, residual_row);
 }
 
 struct call {
@@ -131,8 +151,6 @@ static void run_thread(void *argument, int thread, int threads) {
     leave_ieee(state);
 }
 
-static const int element_size[] = {[FN_NONE] = 0, [FN_F32] = 4, [FN_F16] = 2, [FN_BF16] = 2, [FN_F64] = 8};
-
 int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
                uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
                uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
@@ -155,6 +173,10 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
     if (threads > rows) threads = (int)rows;
     if (threads < 1 || rows * hidden < FN_PARALLEL_ELEMENTS) threads = 1;
     call.scratch_bytes = fn_scratch_bytes(&call.job);
+    if (streams(&call.job, rows)) {
+        call.job.stream = call.scratch_bytes;
+        call.scratch_bytes = fn_scratch_bytes(&call.job);
+    }
     void *allocated = NULL;
     if (call.scratch_bytes > STACK_SCRATCH) {
         allocated = malloc(call.scratch_bytes * (size_t)threads + ALIGNMENT);

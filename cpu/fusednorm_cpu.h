@@ -20,6 +20,9 @@ enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
 /* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
 #define FN_PARALLEL_ELEMENTS (16 * 1024)
 
+/* New outputs of as many bytes bypass the caches, which would not hold them until somebody reads them. */
+#define FN_STREAM_BYTES (8 * 1024 * 1024)
+
 /* One call, as the kernels see it. Strides are in bytes, from one row to the next. */
 struct fn_forward_job {
     int x_kind, residual_kind, weight_kind, out_kind, flags;
@@ -30,6 +33,7 @@ struct fn_forward_job {
     int64_t hidden;
     int64_t x_stride, residual_stride, out_stride, residual_out_stride;
     double eps, weight_offset;
+    size_t stream; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
 
 /* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */

@@ -90,6 +90,11 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     return _mm256_blend_epi16(_mm256_srli_epi32(rounded_bf16(even), 16), rounded_bf16(odd), 0xaa);
 }
 
+#define STREAMS 1
+FN_INLINE void v_stream(void *p, V x) { _mm256_stream_ps(p, x); }
+FN_INLINE void h2_stream(void *p, H2 h) { _mm256_stream_si256(p, h); }
+FN_INLINE void u_stream_end(void) { _mm_sfence(); }
+
 #define HALVES_FROM_MEMORY 1
 FN_INLINE V f16_load(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
 FN_INLINE V bf16_load(const void *p) { return bf16_lo(_mm256_castsi128_si256(_mm_loadu_si128(p))); }

@@ -88,6 +88,11 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     return _mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1));
 }
 
+#define STREAMS 1
+FN_INLINE void v_stream(void *p, V x) { _mm512_stream_ps(p, x); }
+FN_INLINE void h2_stream(void *p, H2 h) { _mm512_stream_si512(p, h); }
+FN_INLINE void u_stream_end(void) { _mm_sfence(); }
+
 #define HALVES_FROM_MEMORY 1
 FN_INLINE V f16_load(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 FN_INLINE V bf16_load(const void *p) { return bf16_lo(_mm512_castsi256_si512(_mm256_loadu_si256(p))); }

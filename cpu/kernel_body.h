@@ -13,7 +13,11 @@
  *                              results of u_add and u_mul are ever rounded (here and by u_round)
  *   u_halve                    v[:n/2] + v[n/2:] until one value is left
  *
- * and, where u_load and u_store know the kind BF16P, BF16_BY_PARITY.
+ * and, where u_load and u_store know the kind BF16P, BF16_BY_PARITY; and, where an ordinary store would
+ * first read the line that it overwrites, STREAMS and
+ *
+ *   u_stream                   like u_store, but past the caches where n is UNIT; on a border of 64 bytes
+ *   u_stream_end               makes other threads see what u_stream has stored
  *
  * Sums of a segment follow the spec's tree: v = v[:n/2] + v[n/2:]. Elements that are 128 or more apart
  * are added as whole units, down to UNIT apart in `sum_units`, and the rest in `u_halve`.
@@ -30,6 +34,12 @@
 #pragma STDC FP_CONTRACT OFF
 #elif defined(_MSC_VER)
 #pragma fp_contract(off)
+#endif
+
+#if !defined(STREAMS)
+#define STREAMS 0
+#define u_stream u_store
+#define u_stream_end() ((void)0)
 #endif
 
 /* Keeps GCC from unrolling a loop so far that vectors no longer fit the registers. */
@@ -79,10 +89,14 @@ static float halve_sums(float *sums, int64_t count) {
  * One row's operands. The row that is normalised, h, is residual_out as float; the sum before
  * rounding (without round_sum); or x where there is no residual.
  */
+struct aside {
+    float *h; /* where to keep h, or NULL if the second pass can read it from an operand */
+    void *streamed; /* NULL, or where residual_out goes as well, past the caches */
+};
 struct row {
     const void *x, *residual;
     void *residual_out;
-    float *h; /* where to keep h, or NULL if the second pass can read it from an operand */
+    const struct aside *aside; /* NULL: nothing else is to be written */
     float *sums; /* one per segment */
 };
 
@@ -91,9 +105,10 @@ FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *r
     if (residual != NONE) {
         h = u_add(h, u_load(residual, row->residual, i, n));
         U rounded = u_store(residual, row->residual_out, i, n, h);
+        if (STREAMS && row->aside && row->aside->streamed) u_stream(residual, row->aside->streamed, i, n, h);
         if (round_sum) h = rounded;
     }
-    if ((residual == NONE ? x : residual) != F32 && row->h) u_store(F32, row->h, i, UNIT, h);
+    if ((residual == NONE ? x : residual) != F32 && row->aside && row->aside->h) u_store(F32, row->aside->h, i, UNIT, h);
     return h;
 }
 
@@ -101,7 +116,7 @@ FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *r
 FN_INLINE U h_at(int x, int residual, int round_sum, const struct row *row, int64_t i) {
     if (residual == NONE) return u_load(x, row->x, i, UNIT);
     if (residual == F32 || round_sum) return u_load(residual, row->residual_out, i, UNIT);
-    return u_load(F32, row->h, i, UNIT);
+    return u_load(F32, row->aside->h, i, UNIT);
 }
 
 FN_INLINE U u_square(U u) { return u_mul(u, u); }
@@ -168,10 +183,12 @@ FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const stru
 /* Some rows that follow each other, few enough for the nearest cache if they are short. */
 enum { BATCH = 8 };
 struct batch {
-    int64_t first, rows;
+    int64_t rows;
     float *kept, *sums; /* scratch: rows of h, or NULL if they are not kept; sums of segments */
     const char *h; /* the rows of h for the second pass */
     int64_t h_stride; /* in bytes */
+    char *streamed; /* NULL, or where rows of residual_out go past the caches, the job's own being scratch then */
+    int64_t streamed_stride;
     float rstd[BATCH]; /* the sums of squares until the first pass is over */
 };
 
@@ -179,12 +196,15 @@ struct batch {
 FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forward_job *job, struct batch *batch) {
     int64_t hidden = job->hidden, segments = hidden / FN_SEGMENT, whole = segments * FN_SEGMENT;
     for (int64_t k = 0; k < batch->rows; k++) {
-        int64_t m = batch->first + k;
-        const struct row row = {
-            .x = job->x + m * job->x_stride,
-            .residual = job->residual + m * job->residual_stride,
-            .residual_out = job->residual_out + m * job->residual_out_stride,
+        const struct aside aside = {
             .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
+            .streamed = batch->streamed ? batch->streamed + k * batch->streamed_stride : NULL,
+        };
+        const struct row row = {
+            .x = job->x + k * job->x_stride,
+            .residual = job->residual + k * job->residual_stride,
+            .residual_out = job->residual_out + k * job->residual_out_stride,
+            .aside = aside.h || aside.streamed ? &aside : NULL,
             .sums = batch->sums,
         };
         int64_t sums = segments;
@@ -200,7 +220,8 @@ struct scale {
     void *out;
 };
 
-FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t i, int n) {
+FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t i, int n,
+                          int stream) {
     /* Rows of h that were kept by parity hold n elements in both halves of a unit; they have room for all of it. */
     U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
     if (norm != NONE) y = u_round(norm, y);
@@ -209,7 +230,8 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, cons
         if (offset) g = u_add(g, u_set1(s->offset));
         y = u_mul(y, g);
     }
-    u_store(out, s->out, i, n, y);
+    if (stream) u_stream(out, s->out, i, n, y);
+    else u_store(out, s->out, i, n, y);
 }
 
 /*
@@ -225,11 +247,14 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, cons
             .offset = (float)job->weight_offset,
             .h = batch->h + k * batch->h_stride,
             .weight = job->weight,
-            .out = job->out + (batch->first + k) * job->out_stride,
+            .out = job->out + k * job->out_stride,
         };
         int64_t i = hidden / UNIT * UNIT;
-        if (i < hidden) scale_unit(h, norm, weight, offset, out, &s, i, (int)(hidden - i));
-        while ((i -= UNIT) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT);
+        if (i < hidden) scale_unit(h, norm, weight, offset, out, &s, i, (int)(hidden - i), 0);
+        if (STREAMS && batch->streamed)
+            while ((i -= UNIT) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 1);
+        else
+            while ((i -= UNIT) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 0);
     }
 }
 
@@ -315,6 +340,7 @@ static scale_fn *parity_scale(int norm, int weight, int offset, int direct) {
 }
 #endif
 
+
 #include "kernel_f64.h"
 
 void FN_JOIN(fn_forward_rows, ISA)(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
@@ -338,20 +364,29 @@ void FN_JOIN(fn_forward_rows, ISA)(const struct fn_forward_job *job, int64_t beg
     }
 #endif
     int64_t hidden = job->hidden, room = (hidden + 127) / 128 * 128, rows = FN_SEGMENT / room;
-    struct batch batch = {
-        .kept = keep ? scratch : NULL,
-        .sums = (float *)scratch + (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT,
-        .h_stride = keep ? 4 * room : residual ? job->residual_out_stride : job->x_stride,
-    };
+    int64_t padded = (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+    struct batch batch = {.kept = keep ? scratch : NULL, .sums = (float *)scratch + padded};
     if (rows < 1) rows = 1;
-    for (batch.first = begin; batch.first < end; batch.first += rows) {
-        int64_t left = end - batch.first;
-        batch.rows = left < rows ? left : rows;
-        sum(job, &batch);
+    for (int64_t m = begin; m < end; m += rows) {
+        struct fn_forward_job part = *job;
+        part.x += m * job->x_stride;
+        part.residual += m * job->residual_stride;
+        part.residual_out += m * job->residual_out_stride;
+        part.out += m * job->out_stride;
+        if (STREAMS && job->stream) {
+            batch.streamed = part.residual_out;
+            batch.streamed_stride = job->residual_out_stride;
+            part.residual_out = (char *)scratch + job->stream; /* where the second pass finds h */
+            part.residual_out_stride = 4 * room;
+        }
+        batch.rows = end - m < rows ? end - m : rows;
+        batch.h_stride = keep ? 4 * room : residual ? part.residual_out_stride : job->x_stride;
+        sum(&part, &batch);
         for (int64_t k = 0; k < batch.rows; k++)
             batch.rstd[k] = 1.0f / sqrtf(batch.rstd[k] / (float)hidden + (float)job->eps);
-        if (job->rstd) memcpy((float *)job->rstd + batch.first, batch.rstd, (size_t)batch.rows * sizeof(float));
-        batch.h = keep ? scratch : (residual ? job->residual_out : job->x) + batch.first * batch.h_stride;
-        scale(job, &batch);
+        if (job->rstd) memcpy((float *)job->rstd + m, batch.rstd, (size_t)batch.rows * sizeof(float));
+        batch.h = keep ? scratch : residual ? part.residual_out : part.x;
+        scale(&part, &batch);
     }
+    if (batch.streamed) u_stream_end();
 }

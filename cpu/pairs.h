@@ -18,6 +18,10 @@
  *   f16_load bf16_load         widen LANES values
  *   f16_store bf16_store       round, store, and return what was stored
  *
+ * and, where an ordinary store would first read the line that it overwrites, STREAMS, u_stream_end, and
+ *
+ *   v_stream h2_stream         store past the caches, aligned
+ *
  * and, where widening by parity is cheaper than widening by halves, BF16_BY_PARITY and
  *
  *   bf16_even bf16_odd         widen the even and the odd elements
@@ -95,6 +99,19 @@ FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
     else h2_store_n(p, n, h);
     return widen(kind, h);
 }
+
+#if defined(STREAMS)
+FN_INLINE U u_stream(int kind, void *row, int64_t i, int n, U value) {
+    if (n != UNIT) return u_store(kind, row, i, n, value);
+    if (kind == F32) {
+        v_stream((float *)row + i, value.a);
+        v_stream((float *)row + i + LANES, value.b);
+    } else {
+        h2_stream((uint16_t *)row + i, narrow(kind, value));
+    }
+    return value;
+}
+#endif
 
 /* By parity the nearest elements are in different vectors, and come last. */
 FN_INLINE float u_halve(int by_parity, U u) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -198,11 +198,11 @@ def run(
     out: Tensor | None,
     residual_out: Tensor | None,
     rstd: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Backend]:
+) -> tuple[Tensor, Any, Backend]:
     """Checks the operands, allocates the outputs that are not given, and has a backend write them.
 
-    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. Returns the two outputs and the
-    backend that wrote them.
+    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. Returns the two outputs (the
+    second None without a residual) and the backend that wrote them.
     """
     _check_operands(x, residual, weight, out, residual_out)
     for name, number in (("eps", eps), ("weight_offset", weight_offset)):

@@ -237,7 +237,21 @@ MUTANTS = (
         "short rows share one buffer",
         "cpu/kernel_body.h",
         "(float *)((char *)batch->kept + k * batch->h_stride)",
-        "batch->kept",
+        "batch->kept + k",
+    ),
+    Mutant(
+        ROW,
+        "a tail is not streamed",
+        "cpu/pairs.h",
+        "if (n != UNIT) return u_store(kind, row, i, n, value);",
+        "if (n != UNIT) return value;",
+    ),
+    Mutant(
+        ROW,
+        "streamed although not on a border",
+        "cpu/dispatch.c",
+        "return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % ALIGNMENT);",
+        "return 1;",
     ),
     Mutant(
         ROW,

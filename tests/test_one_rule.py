@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,47 @@ def test_rows_do_not_depend_on_stride_and_alignment(mode, agree, dtype):
             )
             agree(gout.tensor, plain, f"hidden {hidden}, layout {layout}")
             agree(gtotal.tensor, plain_total, f"hidden {hidden}, layout {layout}, the sum")
+
+
+# Sizes at which new outputs go past the caches on x86: by themselves, as tails, and several rows at once.
+LARGE = (
+    Case(hidden=4096).of(BF16),
+    Case(hidden=4096, round_sum=False, round_norm=True).of(BF16, weight=F32),
+    Case(hidden=1040).of(F32),
+    Case(hidden=64).of(F32),
+    Case(hidden=2048, round_norm=True).of(F16, residual=None),
+    Case(hidden=1600, weight_offset=1.0).of(F16, residual=F32),
+    Case(hidden=480, residual=F16, round_sum=False, out=F32).of(BF16),
+)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_rows_do_not_depend_on_the_size_of_the_outputs(mode, agree, case):
+    """Large new outputs, on borders of cache lines and off them, in one call and in several."""
+    out, residual_bytes = case.out or case.x, case.residual.itemsize if case.residual else 0
+    rows = (8 << 20) // (case.hidden * (out.itemsize + residual_bytes)) + 11
+    x, residual, weight = operands(replace(case, rows=rows))
+
+    def call(part, y, total):
+        if residual is None:
+            fusednorm.rms_norm(x[part], weight, out=y, **case.flags)
+        else:
+            flags = {"out": y, "residual_out": total, "round_sum": case.round_sum, **case.flags}
+            fusednorm.fused_add_rms_norm(x[part], residual[part], weight, **flags)
+
+    def outputs(offset=0):
+        new = [torch.zeros(rows * case.hidden + offset, dtype=dtype) for dtype in (out, case.residual or out)]
+        return [tensor[offset:].view(rows, case.hidden) for tensor in new]
+
+    pieces = outputs()
+    for part in (slice(begin, begin + rows // 7) for begin in range(0, rows, rows // 7)):
+        call(part, *(tensor[part] for tensor in pieces))
+    for offset in (0, 64, 1):
+        whole = outputs(offset)
+        call(slice(None), *whole)
+        for got, expected, name in zip(whole, pieces, ("y", "the sum"), strict=True):
+            agree(got, expected, f"{name}, {offset} elements off")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
