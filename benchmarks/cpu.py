@@ -2,6 +2,7 @@
 
     python -P benchmarks/cpu.py [--threads 1,2] [--dtypes bfloat16,float16,float32] [--shapes 1x4096,512x4096]
                                 [--json results.json]
+    python -P benchmarks/cpu.py --table results.json       (prints a saved run as the tables of docs/performance.md)
 
 First every contender's bits are taken: fusednorm's must be the reference's, and of a peer it is said how many elements
 differ. Then all contenders of one shape take turns, round after round; a figure is the median over the rounds of
@@ -213,6 +214,34 @@ def line(row):
 OURS = ("in place", "out=", "new")
 
 
+def figure(microseconds):
+    """Three digits or so."""
+    return f"{microseconds:.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
+
+
+def print_tables(rows):
+    """A saved run as Markdown, a table per number of threads and dtype."""
+    for (threads, dtype), group in itertools.groupby(rows, key=lambda row: (row["threads"], row["dtype"])):
+        group = list(group)
+        peers = [name for name in group[0]["microseconds"] if name not in OURS and not name.startswith("limit")]
+        header = ["rows x N", "in place", "of limit", "`out=`", "of limit", "new", *peers]
+        print(f"\n**{dtype}, {threads} thread{'s' * (threads > 1)}** (microseconds)\n")
+        print("| " + " | ".join(header) + " |\n|---|" + "---:|" * (len(header) - 1))
+        for row in group:
+            us = row["microseconds"]
+            best = min(us["limit"], us["limit streaming"])
+            cells = [
+                f"{row['rows']} x {row['hidden size']}",
+                figure(us["in place"]),
+                f"{us['limit in place'] / us['in place']:.0%}",
+                figure(us["out="]),
+                f"{best / us['out=']:.0%}",
+                figure(us["new"]),
+                *(figure(us[name]) for name in peers),
+            ]
+            print("| " + " | ".join(cells) + " |")
+
+
 def main():
     """Starts a process for each number of threads, because OpenMP and torch keep what they start with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,7 +249,12 @@ def main():
     parser.add_argument("--dtypes", default=DTYPES)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--json")
+    parser.add_argument("--table", help="a file that --json wrote")
     arguments = parser.parse_args()
+    if arguments.table:
+        with open(arguments.table, encoding="utf-8") as file:
+            print_tables(json.load(file)["rows"])
+        return
     if "," not in arguments.threads:
         rows = run(arguments)
     else:

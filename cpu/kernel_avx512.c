@@ -76,13 +76,17 @@ FN_INLINE H2 h2_bf16(V a, V b) {
 FN_INLINE V bf16_even(H2 h) { return _mm512_castsi512_ps(_mm512_slli_epi32(h, 16)); }
 FN_INLINE V bf16_odd(H2 h) { return _mm512_castsi512_ps(_mm512_and_si512(h, _mm512_set1_epi32((int)0xffff0000))); }
 /*
- * Both vectors at once: the upper and the lower words of each, the lower with its last bit set where
- * the upper is odd, so that "more than half a unit" is one comparison that rounds ties to even too.
+ * Both vectors at once: the upper words of all, and the lower words with the last bit set where the
+ * upper is odd, so that "more than half a unit" is one comparison that rounds ties to even too. The
+ * conversion that AVX512_BF16 has is no faster: it flushes subnormals, which have to be looked out for.
  */
 FN_INLINE H2 h2_bf16_parity(V even, V odd) {
-    __m512i e = _mm512_castps_si512(even), o = _mm512_castps_si512(odd);
-    __m512i upper = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(e, 16), o);
-    __m512i lower = _mm512_mask_blend_epi16(0xaaaaaaaa, e, _mm512_slli_epi32(o, 16));
+    const H2 upper_words = _mm512_set_epi16(
+        63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17,
+        47, 15, 45, 13, 43, 11, 41, 9, 39, 7, 37, 5, 35, 3, 33, 1);
+    const H2 lower_words = _mm512_sub_epi16(upper_words, _mm512_set1_epi16(1));
+    H2 e = _mm512_castps_si512(even), o = _mm512_castps_si512(odd);
+    H2 upper = _mm512_permutex2var_epi16(e, upper_words, o), lower = _mm512_permutex2var_epi16(e, lower_words, o);
     lower = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(1), 0xf8); /* lower | (upper & 1) */
     __mmask32 up = _mm512_cmpgt_epu16_mask(lower, _mm512_set1_epi16(-0x8000));
     return _mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1));
