@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends.reference import backward as backward  # exact by definition, and autograd's only need yet
+from fusednorm.backends import reference
+from fusednorm.layout import row_stride
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
@@ -163,3 +164,62 @@ def forward(
     )
     if failed:
         raise MemoryError(f"fusednorm found no memory for rows of {hidden_size} elements")
+
+
+def backward(
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Runs the kernels; see :func:`fusednorm.backends.reference.backward`.
+
+    Raises:
+        MemoryError: no memory for the rows' buffers.
+    """
+    hidden_size = h.shape[-1]
+    rows = h.numel() // hidden_size
+    need_x, need_residual, need_weight = needs
+    need_residual, need_weight = need_residual and residual_dtype is not None, need_weight and weight is not None
+    if rows == 0 or not (need_x or need_residual or need_weight):
+        return reference.backward(
+            dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs
+        )
+    dy, dy_stride = _rows(dy)
+    h, h_stride = _rows(h)
+    d_total, d_total_stride = (None, 0) if d_residual_out is None else _rows(d_residual_out)
+    if weight is not None:
+        weight = weight.contiguous()
+    # Of one dtype they are one tensor.
+    first = x_dtype if need_x else residual_dtype
+    dx = torch.empty(h.shape, dtype=first) if need_x or need_residual else None
+    apart = need_x and need_residual and residual_dtype != x_dtype
+    dresidual = torch.empty(h.shape, dtype=residual_dtype) if apart else None
+    dweight = torch.empty_like(weight) if need_weight and weight is not None else None
+    rstd = rstd.contiguous()
+    failed = _lib.fn_backward(
+        rstd.dtype == torch.float64,
+        *(_kinds[None if tensor is None else tensor.dtype] for tensor in (dy, d_total, h, weight, dx, dresidual)),
+        *(0 if t is None else t.data_ptr() for t in (dy, d_total, h, rstd, weight, dx, dresidual, dweight)),
+        rows,
+        hidden_size,
+        dy_stride,
+        d_total_stride,
+        h_stride,
+        weight_offset,
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError(f"fusednorm found no memory for gradients of {hidden_size} elements")
+    return dx if need_x else None, (dresidual if apart else dx) if need_residual else None, dweight
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The tensor, or a copy of it, whose rows are one stride apart; and that stride."""
+    stride = row_stride(tensor)
+    return (tensor.resolve_neg().contiguous(), tensor.shape[-1]) if stride is None else (tensor, stride)

@@ -119,6 +119,13 @@ def divided(value: Tensor, divisor: float) -> Tensor:
     return value / torch.full_like(value, divisor)
 
 
+def reciprocal_root(h: Tensor, eps: float) -> Tensor:
+    """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h."""
+    mean = divided(treesum(h * h), h.shape[-1])
+    r = square_root(mean + torch.full_like(mean, eps))
+    return torch.ones_like(r) / r
+
+
 def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Tensor | None:
     """``g`` of the specification: the weight plus its offset, in the accumulator type."""
     if weight is None:
@@ -172,9 +179,7 @@ def forward(
         total = rounded(h, residual.dtype)
         if round_sum:
             h = total.to(dtype)
-    mean = divided(treesum(h * h), hidden_size)
-    r = square_root(mean + torch.full_like(mean, eps))
-    r = torch.ones_like(r) / r
+    r = reciprocal_root(h, eps)
     n = h * r.unsqueeze(-1)
     if round_norm:
         n = rounded(n, x.dtype).to(dtype)

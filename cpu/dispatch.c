@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "ieee.h"
 #include "target.h"
 
 static int always(void) { return 1; }
@@ -15,22 +16,22 @@ static int always(void) { return 1; }
 static const struct {
     const char *name;
     int (*usable)(void);
-    fn_forward_rows *forward_rows;
+    const struct fn_kernels *kernels;
 } isas[] = {
-    {"scalar", always, fn_forward_rows_scalar},
+    {"scalar", always, &fn_kernels_scalar},
 #if defined(FN_X86_64)
-    {"avx2", fn_has_avx2, fn_forward_rows_avx2},
-    {"avx512", fn_has_avx512, fn_forward_rows_avx512},
+    {"avx2", fn_has_avx2, &fn_kernels_avx2},
+    {"avx512", fn_has_avx512, &fn_kernels_avx512},
 #elif defined(FN_AARCH64)
-    {"neon", always, fn_forward_rows_neon},
+    {"neon", always, &fn_kernels_neon},
 #if defined(FN_SVE)
-    {"sve", fn_has_sve, fn_forward_rows_sve},
+    {"sve", fn_has_sve, &fn_kernels_sve},
 #endif
 #if defined(FN_NEON_BF16)
-    {"neon_bf16", fn_has_neon_bf16, fn_forward_rows_neon_bf16},
+    {"neon_bf16", fn_has_neon_bf16, &fn_kernels_neon_bf16},
 #endif
 #if defined(FN_SVE)
-    {"sve_bf16", fn_has_sve_bf16, fn_forward_rows_sve_bf16},
+    {"sve_bf16", fn_has_sve_bf16, &fn_kernels_sve_bf16},
 #endif
 #endif
 };
@@ -43,58 +44,10 @@ static int isa_in_use;
 
 int fn_isa(void) { return isa_in_use; }
 void fn_use_isa(int isa) { isa_in_use = isa; }
-
-static const int element_size[] = {[FN_NONE] = 0, [FN_F32] = 4, [FN_F16] = 2, [FN_BF16] = 2, [FN_F64] = 8};
+const struct fn_kernels *fn_kernels(void) { return isas[isa_in_use].kernels; }
 
 /* Buffers up to this size lie on the stack of the thread that uses them. */
-enum { STACK_SCRATCH = 48 * 1024, ALIGNMENT = 64 };
-
-/*
- * The spec wants every operation rounded to nearest even with subnormals kept, whatever the
- * calling thread has set (torch.set_flush_denormal, a library built with -ffast-math).
- */
-#if defined(FN_X86_64)
-#include <xmmintrin.h>
-typedef unsigned fp_state;
-#define NOT_IEEE 0xe040u /* flush to zero, rounding mode, denormals are zero */
-static fp_state enter_ieee(void) {
-    fp_state state = _mm_getcsr();
-    if (state & NOT_IEEE) _mm_setcsr(state & ~NOT_IEEE);
-    return state;
-}
-static void leave_ieee(fp_state state) {
-    if (state & NOT_IEEE) _mm_setcsr(state);
-}
-#elif defined(FN_AARCH64)
-#if defined(_MSC_VER) && !defined(__clang__)
-#include <intrin.h>
-enum { FPCR = 0x5a20 }; /* ARM64_SYSREG(3, 3, 4, 4, 0) */
-static uint64_t read_fpcr(void) { return (uint64_t)_ReadStatusReg(FPCR); }
-static void write_fpcr(uint64_t value) { _WriteStatusReg(FPCR, (__int64)value); }
-#else
-static uint64_t read_fpcr(void) {
-    uint64_t value;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(value));
-    return value;
-}
-static void write_fpcr(uint64_t value) { __asm__ volatile("msr fpcr, %0" : : "r"(value) : "memory"); }
-#endif
-typedef uint64_t fp_state;
-#define NOT_IEEE 0x5c00003ull /* AHP, FZ, rounding mode, AH, FIZ; FZ16 touches no operation used here */
-#define DEFAULT_NAN 0x2000000ull /* DN: every operation's NaN is 0x7fc00000, which rounding in integers keeps */
-static fp_state enter_ieee(void) {
-    fp_state state = read_fpcr(), wanted = (state & ~NOT_IEEE) | DEFAULT_NAN;
-    if (state != wanted) write_fpcr(wanted);
-    return state;
-}
-static void leave_ieee(fp_state state) {
-    if (state != ((state & ~NOT_IEEE) | DEFAULT_NAN)) write_fpcr(state);
-}
-#else
-typedef int fp_state;
-static fp_state enter_ieee(void) { return 0; }
-static void leave_ieee(fp_state state) { (void)state; }
-#endif
+enum { STACK_SCRATCH = 48 * 1024 };
 
 static int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -103,21 +56,28 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
     while (sums * FN_SEGMENT < padded) sums *= 2;
     int64_t bytes = job->x_kind == FN_F64 ? 8 * (padded + sums + padded) : 4 * (padded + sums);
-    bytes = round_up(bytes, ALIGNMENT);
+    bytes = round_up(bytes, FN_ALIGNMENT);
     return (size_t)(job->stream ? bytes + 4 * padded : bytes);
 }
 
+/* The weight, one row of each operand, the sums of segments; each padded to whole segments. */
+size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
+    int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
+    while (sums * FN_SEGMENT < padded) sums *= 2;
+    return (size_t)(round_up(5 * padded + sums, FN_SEGMENT) * (job->wide ? 8 : 4));
+}
+
 static int on_border(const char *row, int64_t stride, int64_t bytes) {
-    return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % ALIGNMENT);
+    return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % FN_ALIGNMENT);
 }
 
 /* Whether the outputs are large, made of whole cache lines, and not in them already as inputs. */
 static int streams(const struct fn_forward_job *job, int64_t rows) {
-    int64_t out_row = job->hidden * element_size[job->out_kind];
-    int64_t residual_row = job->hidden * element_size[job->residual_kind];
+    int64_t out_row = job->hidden * fn_element_size(job->out_kind);
+    int64_t residual_row = job->hidden * fn_element_size(job->residual_kind);
     if (job->x_kind == FN_F64 || rows * (out_row + residual_row) < FN_STREAM_BYTES) return 0;
     /* Short rows of 16-bit values are bound by arithmetic: the detour by scratch would cost more than it saves. */
-    if (job->hidden < 256 && element_size[job->out_kind] == 2) return 0;
+    if (job->hidden < 256 && fn_element_size(job->out_kind) == 2) return 0;
     if (job->out == job->x || job->out == job->residual || !on_border(job->out, job->out_stride, out_row)) return 0;
     if (!job->residual_kind) return 1;
     return job->residual_out != job->x && job->residual_out != job->residual &&
@@ -143,12 +103,12 @@ static void run_thread(void *argument, int thread, int threads) {
     int64_t share = call->rows / threads, more = call->rows % threads;
     int64_t begin = share * thread + (thread < more ? thread : more);
     int64_t end = begin + share + (thread < more);
-    fp_state state = enter_ieee();
+    fn_fp_state state = fn_enter_ieee();
     if (call->scratch)
         call->forward_rows(&call->job, begin, end, call->scratch + (size_t)thread * call->scratch_bytes);
     else
         run_on_stack(call, begin, end);
-    leave_ieee(state);
+    fn_leave_ieee(state);
 }
 
 int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
@@ -156,17 +116,16 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
                uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
                int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
                int threads) {
-    const int *size = element_size;
     struct call call = {
         .job = {.x_kind = x_kind, .residual_kind = residual_kind, .weight_kind = weight_kind,
                 .out_kind = out_kind, .flags = flags, .x = (const char *)x,
                 .residual = (const char *)residual, .weight = (const void *)weight, .out = (char *)out,
                 .residual_out = (char *)residual_out, .rstd = (void *)rstd, .hidden = hidden,
-                .x_stride = x_stride * size[x_kind], .residual_stride = residual_stride * size[residual_kind],
-                .out_stride = out_stride * size[out_kind],
-                .residual_out_stride = residual_out_stride * size[residual_kind],
+                .x_stride = x_stride * fn_element_size(x_kind), .residual_stride = residual_stride * fn_element_size(residual_kind),
+                .out_stride = out_stride * fn_element_size(out_kind),
+                .residual_out_stride = residual_out_stride * fn_element_size(residual_kind),
                 .eps = eps, .weight_offset = weight_offset},
-        .forward_rows = isas[isa_in_use].forward_rows,
+        .forward_rows = fn_kernels()->forward_rows,
         .rows = rows,
     };
     if (rows == 0) return 0;
@@ -179,9 +138,9 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
     }
     void *allocated = NULL;
     if (call.scratch_bytes > STACK_SCRATCH) {
-        allocated = malloc(call.scratch_bytes * (size_t)threads + ALIGNMENT);
+        allocated = malloc(call.scratch_bytes * (size_t)threads + FN_ALIGNMENT);
         if (!allocated) return 1;
-        call.scratch = (char *)(((uintptr_t)allocated + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+        call.scratch = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
     }
     fn_parallel(run_thread, &call, threads);
     free(allocated);
@@ -211,10 +170,10 @@ int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t w
     size_t elements = (size_t)(rows * hidden);
     if (rows && (!x || !out || !residual != !residual_kind || !residual_out != !residual_kind || !weight != !weight_kind))
         return 2;
-    struct extent e_x = {x, elements * (size_t)element_size[x_kind], x_kind};
-    struct extent e_residual = {residual, elements * (size_t)element_size[residual_kind], residual_kind};
-    struct extent e_weight = {weight, (size_t)(hidden * element_size[weight_kind]), weight_kind};
-    struct extent e_out = {out, elements * (size_t)element_size[out_kind], out_kind};
+    struct extent e_x = {x, elements * (size_t)fn_element_size(x_kind), x_kind};
+    struct extent e_residual = {residual, elements * (size_t)fn_element_size(residual_kind), residual_kind};
+    struct extent e_weight = {weight, (size_t)(hidden * fn_element_size(weight_kind)), weight_kind};
+    struct extent e_out = {out, elements * (size_t)fn_element_size(out_kind), out_kind};
     struct extent e_sum = {residual_out, e_residual.bytes, residual_kind};
     if (!apart_or_same(e_out, e_x) || !apart_or_same(e_out, e_residual) || !apart(e_out, e_weight)) return 2;
     if (!apart_or_same(e_sum, e_x) || !apart_or_same(e_sum, e_residual) || !apart(e_sum, e_weight)) return 2;

@@ -15,6 +15,11 @@ ffibuilder.cdef("""
                    uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
                    int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
                    int threads);
+    int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind,
+                    int dresidual_kind, uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd,
+                    uintptr_t weight, uintptr_t dx, uintptr_t dresidual, uintptr_t dweight, int64_t rows,
+                    int64_t hidden, int64_t dy_stride, int64_t d_total_stride, int64_t h_stride,
+                    double weight_offset, int threads);
     int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
                               uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
                               double weight_offset, int threads);

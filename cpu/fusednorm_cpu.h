@@ -12,6 +12,12 @@
 /* How the elements of an operand are stored. FN_NONE: the operand is absent. */
 enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
 
+static inline int fn_element_size(int kind) {
+    return kind == FN_NONE ? 0 : kind == FN_F32 ? 4 : kind == FN_F64 ? 8 : 2;
+}
+
+enum { FN_ALIGNMENT = 64 }; /* of buffers, in bytes: a cache line */
+
 enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
 
 /* Elements in one segment of the spec's summation tree. */
@@ -39,11 +45,43 @@ struct fn_forward_job {
 /* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */
 typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch);
 
-fn_forward_rows fn_forward_rows_scalar, fn_forward_rows_avx2, fn_forward_rows_avx512;
-fn_forward_rows fn_forward_rows_neon, fn_forward_rows_neon_bf16;
-fn_forward_rows fn_forward_rows_sve, fn_forward_rows_sve_bf16;
-
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
+
+/*
+ * One backward pass. dx, dresidual and dweight are NULL where they are not wanted, d_total where
+ * residual_out had no gradient, weight where there was none. dweight has the weight's type.
+ */
+struct fn_backward_job {
+    int wide; /* whether rstd is double and sums are taken in it */
+    int dy_kind, d_total_kind, h_kind, weight_kind, dx_kind, dresidual_kind;
+    const char *dy, *d_total, *h;
+    const void *rstd, *weight;
+    char *dx, *dresidual;
+    void *dweight;
+    int64_t hidden;
+    int64_t dy_stride, d_total_stride, h_stride, dx_stride, dresidual_stride;
+    double weight_offset;
+};
+
+/* `scratch` holds fn_backward_scratch_bytes(job) bytes on a 64-byte border, and is prepared by `begin`. */
+typedef void fn_backward_begin(const struct fn_backward_job *job, void *scratch);
+/* Rows [begin, end): dx, dresidual, and the sum over these rows of the weight's gradient unless `partial` is NULL. */
+typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *partial, void *scratch);
+/* Rounds the sum over all rows into dweight. A sum's elements are in an order that only the kernels know. */
+typedef void fn_backward_end(const struct fn_backward_job *job, const void *sum);
+
+size_t fn_backward_scratch_bytes(const struct fn_backward_job *job);
+
+/* What each file kernel_<isa>.c defines. */
+struct fn_kernels {
+    fn_forward_rows *forward_rows;
+    fn_backward_begin *backward_begin;
+    fn_backward_rows *backward_rows;
+    fn_backward_end *backward_end;
+};
+extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512;
+extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
+const struct fn_kernels *fn_kernels(void); /* those in use */
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
@@ -79,6 +117,16 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
                uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
                int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
                int threads);
+
+/*
+ * The gradients of that call, as docs/spec.md says, from rstd and from h, the row that was normalised.
+ * Addresses of 0 stand for what is absent or not wanted (see struct fn_backward_job). Rows of dx and
+ * dresidual follow each other without gaps. At least one row. Returns 0, or 1 if there was no memory.
+ */
+int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind, int dresidual_kind,
+                uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd, uintptr_t weight, uintptr_t dx,
+                uintptr_t dresidual, uintptr_t dweight, int64_t rows, int64_t hidden, int64_t dy_stride,
+                int64_t d_total_stride, int64_t h_stride, double weight_offset, int threads);
 
 /*
  * The same for operands whose rows follow each other without gaps, checked here for overlap and for

@@ -343,7 +343,7 @@ static scale_fn *parity_scale(int norm, int weight, int offset, int direct) {
 
 #include "kernel_f64.h"
 
-void FN_JOIN(fn_forward_rows, ISA)(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
+static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
     if (job->x_kind == FN_F64) {
         forward_rows_f64(job, begin, end, scratch);
         return;
@@ -390,3 +390,7 @@ void FN_JOIN(fn_forward_rows, ISA)(const struct fn_forward_job *job, int64_t beg
     }
     if (batch.streamed) u_stream_end();
 }
+
+#include "backward_body.h"
+
+const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {forward_rows, backward_begin, backward_rows, backward_end};

@@ -84,3 +84,37 @@ static void forward_rows_f64(const struct fn_forward_job *job, int64_t begin, in
         narrow_from_f64(job->out_kind, h, job->out + m * job->out_stride, n);
     }
 }
+
+static void begin_f64(const struct fn_backward_job *job, double *g) {
+    widen_to_f64(job->weight_kind, job->weight, g, job->hidden);
+    if (job->weight_offset != 0)
+        for (int64_t i = 0; i < job->hidden; i++) g[i] += job->weight_offset;
+}
+
+static void backward_rows_f64(const struct fn_backward_job *job, int64_t begin, int64_t end, double *partial, void *scratch) {
+    int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+    double *g = scratch, *dy = g + padded, *xhat = dy + padded, *other = xhat + padded;
+    for (int64_t m = begin; m < end; m++) {
+        double rstd = ((const double *)job->rstd)[m];
+        widen_to_f64(job->dy_kind, job->dy + m * job->dy_stride, dy, n);
+        widen_to_f64(job->h_kind, job->h + m * job->h_stride, xhat, n);
+        for (int64_t i = 0; i < n; i++) xhat[i] *= rstd;
+        if (partial && m == begin)
+            for (int64_t i = 0; i < n; i++) partial[i] = dy[i] * xhat[i];
+        else if (partial)
+            for (int64_t i = 0; i < n; i++) partial[i] += dy[i] * xhat[i];
+        if (!job->dx && !job->dresidual) continue;
+        if (job->weight)
+            for (int64_t i = 0; i < n; i++) dy[i] *= g[i];
+        for (int64_t i = 0; i < n; i++) other[i] = dy[i] * xhat[i];
+        for (int64_t i = n; i < padded; i++) other[i] = 0;
+        double c = sum_f64(other, padded) / (double)n;
+        for (int64_t i = 0; i < n; i++) dy[i] = (dy[i] - xhat[i] * c) * rstd;
+        if (job->d_total) {
+            widen_to_f64(job->d_total_kind, job->d_total + m * job->d_total_stride, other, n);
+            for (int64_t i = 0; i < n; i++) dy[i] += other[i];
+        }
+        if (job->dx) narrow_from_f64(job->dx_kind, dy, job->dx + m * job->dx_stride, n);
+        if (job->dresidual) narrow_from_f64(job->dresidual_kind, dy, job->dresidual + m * job->dresidual_stride, n);
+    }
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -61,12 +61,7 @@ def fused_add_rms_norm(
             return result
     if out is None and residual_out is None:
         if is_grad_enabled() and _requires_grad(x, residual, weight):
-            from fusednorm.autograd import FusedAddRMSNorm
-
-            return cast(
-                tuple[Tensor, Tensor],
-                FusedAddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_sum, round_norm),  # type: ignore[no-untyped-call]
-            )
+            return _differentiable(x, residual, weight, eps, weight_offset, round_sum, round_norm)
     elif is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
         _refuse_grad("fused_add_rms_norm")
     return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)[:2]
@@ -145,9 +140,7 @@ def rms_norm(
             return result[0]
     if out is None:
         if is_grad_enabled() and _requires_grad(x, None, weight):
-            from fusednorm.autograd import RMSNorm
-
-            return cast(Tensor, RMSNorm.apply(x, weight, eps, weight_offset, round_norm))  # type: ignore[no-untyped-call]
+            return _differentiable(x, None, weight, eps, weight_offset, True, round_norm)[0]
     elif is_grad_enabled() and _requires_grad(x, None, weight, out):
         _refuse_grad("rms_norm")
     return run(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
@@ -185,6 +178,14 @@ def rms_norm_(
     if is_grad_enabled() and _requires_grad(x, None, weight):
         _refuse_grad("rms_norm_")
     return run(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
+
+
+def _differentiable(*arguments: Any) -> tuple[Tensor, Any]:
+    """Both outputs, with a gradient to come."""
+    from fusednorm.autograd import AddRMSNorm
+
+    y, total, _ = AddRMSNorm.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y, total
 
 
 def run(

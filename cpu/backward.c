@@ -1,0 +1,114 @@
+/* Divides the rows of a backward pass among threads, and adds up the weight's gradient in the spec's order. */
+#include <stdlib.h>
+
+#include "fusednorm_cpu.h"
+#include "ieee.h"
+
+/* The spec's rowsum: at most this many blocks of rows, which are then halved. */
+enum { ROW_BLOCKS = 256 };
+
+/*
+ * Of P values, P being a power of two, halving pairs k with k + P/2. So the sum of all is the sum of
+ * the even ones plus the sum of the odd ones, each halved by itself, and so on: SUBTREES sums of blocks
+ * s, s + SUBTREES, s + 2 * SUBTREES ... are independent of each other, and threads share them out.
+ */
+enum { SUBTREES = 32 };
+
+struct call {
+    struct fn_backward_job job;
+    const struct fn_kernels *kernels;
+    int64_t rows, block, blocks, width; /* rows per block; blocks, and the next power of two */
+    int64_t subtrees;
+    size_t row_bytes, thread_bytes; /* of a row of sums; of a thread's scratch with its rows of sums */
+    char *sums; /* a row for each subtree */
+    char *scratch;
+};
+
+static void add(const struct call *call, void *to, const void *from) {
+    int64_t n = (int64_t)(call->row_bytes / (call->job.wide ? sizeof(double) : sizeof(float)));
+    if (call->job.wide)
+        for (int64_t i = 0; i < n; i++) ((double *)to)[i] += ((const double *)from)[i];
+    else
+        for (int64_t i = 0; i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
+}
+
+/* The sum of `count` blocks `step` apart from block `first` on, into `sum`; rows of sums after `free` are for its use. */
+static void sum_blocks(const struct call *call, int64_t first, int64_t step, int64_t count, char *sum, char *free_rows,
+                       void *scratch) {
+    if (count == 1) {
+        int64_t begin = first * call->block, end = begin + call->block;
+        call->kernels->backward_rows(&call->job, begin, end < call->rows ? end : call->rows, sum, scratch);
+        return;
+    }
+    sum_blocks(call, first, 2 * step, count / 2, sum, free_rows, scratch);
+    if (first + step >= call->blocks) return; /* padding: +0 */
+    sum_blocks(call, first + step, 2 * step, count / 2, free_rows, free_rows + call->row_bytes, scratch);
+    add(call, sum, free_rows);
+}
+
+static void run_thread(void *argument, int thread, int threads) {
+    const struct call *call = argument;
+    char *scratch = call->scratch + (size_t)thread * call->thread_bytes;
+    char *free_rows = scratch + fn_backward_scratch_bytes(&call->job);
+    fn_fp_state state = fn_enter_ieee();
+    call->kernels->backward_begin(&call->job, scratch);
+    if (call->job.dweight) {
+        for (int64_t s = thread; s < call->subtrees && s < call->blocks; s += threads)
+            sum_blocks(call, s, call->subtrees, call->width / call->subtrees, call->sums + (size_t)s * call->row_bytes,
+                       free_rows, scratch);
+    } else {
+        int64_t share = call->rows / threads, more = call->rows % threads;
+        int64_t begin = share * thread + (thread < more ? thread : more);
+        call->kernels->backward_rows(&call->job, begin, begin + share + (thread < more), NULL, scratch);
+    }
+    fn_leave_ieee(state);
+}
+
+int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind, int dresidual_kind,
+                uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd, uintptr_t weight, uintptr_t dx,
+                uintptr_t dresidual, uintptr_t dweight, int64_t rows, int64_t hidden, int64_t dy_stride,
+                int64_t d_total_stride, int64_t h_stride, double weight_offset, int threads) {
+    struct call call = {
+        .job = {.wide = wide, .dy_kind = dy_kind, .d_total_kind = d_total_kind, .h_kind = h_kind,
+                .weight_kind = weight_kind, .dx_kind = dx_kind, .dresidual_kind = dresidual_kind,
+                .dy = (const char *)dy, .d_total = (const char *)d_total, .h = (const char *)h,
+                .rstd = (const void *)rstd, .weight = (const void *)weight, .dx = (char *)dx,
+                .dresidual = (char *)dresidual, .dweight = (void *)dweight, .hidden = hidden,
+                .dy_stride = dy_stride * fn_element_size(dy_kind),
+                .d_total_stride = d_total_stride * fn_element_size(d_total_kind),
+                .h_stride = h_stride * fn_element_size(h_kind), .dx_stride = hidden * fn_element_size(dx_kind),
+                .dresidual_stride = hidden * fn_element_size(dresidual_kind), .weight_offset = weight_offset},
+        .rows = rows,
+        .width = 1,
+        .kernels = fn_kernels(),
+    };
+    call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
+    call.blocks = (rows + call.block - 1) / call.block;
+    while (call.width < call.blocks) call.width *= 2;
+    call.subtrees = call.width < SUBTREES ? call.width : SUBTREES;
+    int levels = 0;
+    while (call.subtrees << levels < call.width) levels++;
+
+    call.row_bytes = (size_t)((hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT) * (wide ? sizeof(double) : sizeof(float));
+    call.thread_bytes = fn_backward_scratch_bytes(&call.job) + (dweight ? (size_t)levels * call.row_bytes : 0);
+    if (rows * hidden < FN_PARALLEL_ELEMENTS || threads < 1) threads = 1;
+    int64_t shares = dweight ? call.subtrees : rows;
+    if (threads > shares) threads = (int)shares;
+    size_t sums_bytes = dweight ? (size_t)call.subtrees * call.row_bytes : 0;
+    char *allocated = malloc(sums_bytes + call.thread_bytes * (size_t)threads + FN_ALIGNMENT);
+    if (!allocated) return 1;
+    call.sums = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
+    call.scratch = call.sums + sums_bytes;
+    fn_parallel(run_thread, &call, threads);
+    if (dweight) {
+        for (int64_t width = call.subtrees; width > 1; width /= 2)
+            for (int64_t s = 0; s < width / 2; s++)
+                if (s + width / 2 < call.blocks)
+                    add(&call, call.sums + (size_t)s * call.row_bytes, call.sums + (size_t)(s + width / 2) * call.row_bytes);
+        fn_fp_state state = fn_enter_ieee();
+        call.kernels->backward_end(&call.job, call.sums);
+        fn_leave_ieee(state);
+    }
+    free(allocated);
+    return 0;
+}
