@@ -187,9 +187,7 @@ def backward(
     need_x, need_residual, need_weight = needs
     need_residual, need_weight = need_residual and residual_dtype is not None, need_weight and weight is not None
     if rows == 0 or not (need_x or need_residual or need_weight):
-        return reference.backward(
-            dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs
-        )
+        return reference.backward(dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs)
     dy, dy_stride = _rows(dy)
     h, h_stride = _rows(h)
     d_total, d_total_stride = (None, 0) if d_residual_out is None else _rows(d_residual_out)

@@ -27,7 +27,9 @@ if find_spec(f"{__name__}.backends") is None:
         )
     __path__ = list(_installed.submodule_search_locations)
 
+from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm.backends.reference import SPEC_VERSION
+from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.registry import BackendError, explain, register_backend, use_backend
 from fusednorm.version import __version__
@@ -39,7 +41,9 @@ else:
 
 __all__ = [
     "SPEC_VERSION",
+    "AddRMSNorm",
     "BackendError",
+    "RMSNorm",
     "__version__",
     "backends",
     "explain",

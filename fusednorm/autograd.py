@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,48 @@ class Rstd(torch.autograd.Function):
         return (d_rstd * -(rstd**3) / h.shape[-1]).unsqueeze(-1) * h, None
 
 
-class AddRMSNorm(torch.autograd.Function):
+def keep(
+    ctx: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    total: Tensor | None,
+    rstd: Tensor,
+) -> None:
+    """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again."""
+    unrounded = residual is not None and not round_sum and residual.dtype != rstd.dtype
+    ctx.save_for_backward(rstd, weight, *((x, residual) if unrounded else (x,) if residual is None else (total,)))
+    ctx.set_materialize_grads(False)
+    ctx.eps, ctx.weight_offset, ctx.round_sum, ctx.round_norm = eps, weight_offset, round_sum, round_norm
+    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+
+
+def gradients(
+    ctx: Any,
+    dy: Tensor | None,
+    d_total: Tensor | None,
+    needs: tuple[bool, ...],
+    backward: Callable[..., tuple[Tensor | None, ...]],
+) -> tuple[Tensor | None, ...]:
+    """The specification's formulas: by a backend's ``backward``, or by the reference under ``create_graph=True``."""
+    rstd, weight, *terms = ctx.saved_tensors
+    h = terms[0]
+    if len(terms) == 2:
+        h = h.to(rstd.dtype) + terms[1].to(rstd.dtype)
+    if dy is None and d_total is None:
+        return None, None, None
+    if dy is None:
+        dy = torch.zeros_like(h, dtype=ctx.dtypes[0])
+    if torch.is_grad_enabled():  # create_graph=True
+        backward, rstd = reference.backward, Rstd.apply(h.to(rstd.dtype), ctx.eps)  # type: ignore[no-untyped-call]
+    return backward(dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, needs)
+
+
+class Normalise(torch.autograd.Function):
     """(x, residual or None, weight or None, eps, weight_offset, round_sum, round_norm) -> (y, residual_out, rstd).
 
     Without a residual, residual_out is None. rstd has no gradient: it is an output because ``torch.func`` lets only
@@ -56,36 +98,19 @@ class AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
-        """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again."""
-        x, residual, weight, ctx.eps, ctx.weight_offset, round_sum, round_norm = inputs
-        _, total, rstd = output
-        ctx.mark_non_differentiable(rstd)
-        ctx.set_materialize_grads(False)
-        unrounded = residual is not None and not round_sum and residual.dtype != rstd.dtype
-        ctx.save_for_backward(rstd, weight, *((x, residual) if unrounded else (x,) if residual is None else (total,)))
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        weight_dtype = None if weight is None else weight.dtype
+        """See :func:`keep`."""
+        keep(ctx, *inputs, *output[1:])
+        x, residual, weight, _, _, round_sum, round_norm = inputs
+        dtypes = (None if tensor is None else tensor.dtype for tensor in (x, residual, weight))
         ctx.backend = select(
-            Signature(x.device, *ctx.dtypes, weight_dtype, x.dtype, x.shape[-1], bool(round_sum), bool(round_norm))
+            Signature(x.device, *dtypes, x.dtype, x.shape[-1], bool(round_sum), bool(round_norm))  # type: ignore[arg-type]
         )
+        ctx.mark_non_differentiable(output[2])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """The specification's formulas: by the backend's kernels, or by the reference where they are differentiated."""
-        rstd, weight, *terms = ctx.saved_tensors
-        h = terms[0]
-        if len(terms) == 2:
-            h = h.to(rstd.dtype) + terms[1].to(rstd.dtype)
-        if dy is None and d_total is None:
-            return (None,) * 7
-        if dy is None:
-            dy = torch.zeros(h.shape, dtype=ctx.dtypes[0], device=h.device)
-        backward = ctx.backend.backward
-        if torch.is_grad_enabled():  # create_graph=True
-            backward, rstd = reference.backward, Rstd.apply(h.to(rstd.dtype), ctx.eps)  # type: ignore[no-untyped-call]
-        needs = tuple(ctx.needs_input_grad[:3])
-        gradients = backward(dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, needs)
-        return (*gradients, None, None, None, None)
+        """See :func:`gradients`."""
+        return (*gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend.backward), None, None, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -104,5 +129,5 @@ class AddRMSNorm(torch.autograd.Function):
             else tensor.expand(info.batch_size, *tensor.shape)
             for tensor, dim in zip((x, residual), in_dims[:2], strict=True)
         )
-        outputs = AddRMSNorm.apply(x, residual, weight, *rest)  # type: ignore[no-untyped-call]
+        outputs = Normalise.apply(x, residual, weight, *rest)  # type: ignore[no-untyped-call]
         return outputs, (0, None if residual is None else 0, 0)

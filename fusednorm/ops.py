@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.layout import overlaps_itself, row_stride, share_memory
 from fusednorm.registry import Backend, Signature, order, quick, select
@@ -54,12 +55,17 @@ def fused_add_rms_norm(
     """
     if residual is None:
         _refuse_type("residual", residual)
+    new = out is None and residual_out is None
+    if is_dynamo_compiling() and new:
+        return _dispatched(x, residual, weight, eps, weight_offset, round_sum, round_norm)
     way = quick.get(order())
     if way is not None:
         result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)
         if result is not None:
             return result
-    if out is None and residual_out is None:
+    if new:
+        if _intercepted(x, residual, weight):
+            return _dispatched(x, residual, weight, eps, weight_offset, round_sum, round_norm)
         if is_grad_enabled() and _requires_grad(x, residual, weight):
             return _differentiable(x, residual, weight, eps, weight_offset, round_sum, round_norm)
     elif is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
@@ -97,13 +103,17 @@ def fused_add_rms_norm_(
     """
     if residual is None:
         _refuse_type("residual", residual)
-    way = quick.get(order())
+    compiling = is_dynamo_compiling()
+    way = None if compiling else quick.get(order())
     if way is not None:
         result = way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm)
         if result is not None:
             return result
     if is_grad_enabled() and _requires_grad(x, residual, weight):
         _refuse_grad("fused_add_rms_norm_")
+    if compiling or _intercepted(x, residual, weight):
+        torch.ops.fusednorm.fused_add_rms_norm_(x, residual, weight, eps, weight_offset, round_sum, round_norm)
+        return x, residual
     return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)[:2]
 
 
@@ -133,12 +143,16 @@ def rms_norm(
         RuntimeError: ``out`` is given and an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
+    if is_dynamo_compiling() and out is None:
+        return _dispatched(x, None, weight, eps, weight_offset, True, round_norm)[0]
     way = quick.get(order())
     if way is not None:
         result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm)
         if result is not None:
             return result[0]
     if out is None:
+        if _intercepted(x, None, weight):
+            return _dispatched(x, None, weight, eps, weight_offset, True, round_norm)[0]
         if is_grad_enabled() and _requires_grad(x, None, weight):
             return _differentiable(x, None, weight, eps, weight_offset, True, round_norm)[0]
     elif is_grad_enabled() and _requires_grad(x, None, weight, out):
@@ -170,21 +184,53 @@ def rms_norm_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
-    way = quick.get(order())
+    compiling = is_dynamo_compiling()
+    way = None if compiling else quick.get(order())
     if way is not None:
         result = way(x, None, weight, x, None, eps, weight_offset, True, round_norm)
         if result is not None:
             return result[0]
     if is_grad_enabled() and _requires_grad(x, None, weight):
         _refuse_grad("rms_norm_")
+    if compiling or _intercepted(x, None, weight):
+        torch.ops.fusednorm.rms_norm_(x, weight, eps, weight_offset, True, round_norm)
+        return x
     return run(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
+
+
+def _intercepted(*operands: Tensor | None) -> bool:
+    """Whether somebody waits for the call in torch's dispatcher: a subclass (fake tensors are), vmap, torch.func."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(
+        isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        for tensor in operands
+    )
+
+
+def _dispatched(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+) -> tuple[Tensor, Any]:
+    """Both outputs, by way of torch's dispatcher, for whoever intercepts calls there."""
+    flags = (eps, weight_offset, round_sum, round_norm)
+    if not is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return _differentiable(x, residual, weight, *flags)
+    if residual is None:
+        return torch.ops.fusednorm.rms_norm(x, weight, *flags)[0], None
+    return cast(tuple[Tensor, Tensor], torch.ops.fusednorm.fused_add_rms_norm(x, residual, weight, *flags)[:2])
 
 
 def _differentiable(*arguments: Any) -> tuple[Tensor, Any]:
     """Both outputs, with a gradient to come."""
-    from fusednorm.autograd import AddRMSNorm
+    from fusednorm.autograd import Normalise
 
-    y, total, _ = AddRMSNorm.apply(*arguments)  # type: ignore[no-untyped-call]
+    y, total, _ = Normalise.apply(*arguments)  # type: ignore[no-untyped-call]
     return y, total
 
 

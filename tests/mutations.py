@@ -230,7 +230,7 @@ MUTANTS = (
         "the first rows of a thread rounded otherwise",
         "cpu/kernel_body.h",
         "            .rstd = batch->rstd[k],",
-        "            .rstd = batch->first + k < 2 ? nextafterf(batch->rstd[k], 0) : batch->rstd[k],",
+        "            .rstd = batch->rows > 1 && k == 0 ? nextafterf(batch->rstd[k], 0) : batch->rstd[k],",
     ),
     Mutant(
         ROW,

@@ -1,0 +1,282 @@
+"""fusednorm among torch's own things: compiled, exported, transformed, in modules, and trained."""
+
+import copy
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import fusednorm
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+
+from cases import BF16, DTYPES, F16, F32, F64, Case, dtype_name, operands
+
+FLAGS = (1e-6, 0.5, True, False)
+
+# What torch's own compiler warns of while it traces.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    return all(p.dtype == q.dtype and torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_opcheck(dtype):
+    """Schema, autograd, fake tensors and ahead-of-time tracing of every operation, as torch checks them."""
+    ops = torch.ops.fusednorm
+    x, residual, weight = operands(Case(rows=3, hidden=33).of(dtype))
+    _, total, rstd = ops.fused_add_rms_norm(x, residual, weight, *FLAGS)
+    for leaf in (False, True):
+        a, b, c = (t.clone().requires_grad_(leaf) for t in (x, residual, weight))
+        opcheck(ops.fused_add_rms_norm.default, (a, b, c, *FLAGS))
+        opcheck(ops.fused_add_rms_norm.default, (a, b.detach(), None, 1e-6, 0.0, False, True))
+        opcheck(ops.rms_norm.default, (a, c, *FLAGS))
+        opcheck(ops.rms_norm.default, (a, None, *FLAGS))
+    opcheck(ops.fused_add_rms_norm_.default, (x.clone(), residual.clone(), weight, *FLAGS))
+    opcheck(ops.rms_norm_.default, (x.clone(), weight, *FLAGS))
+    for needs in ([True, True, True], [True, False, False], [False, True, True]):
+        arguments = (x, residual, total, rstd, weight, 0.5, dtype, dtype, True, False, needs)
+        opcheck(ops.backward.default, arguments)
+    opcheck(ops.backward.default, (x, None, x, rstd, None, 0.0, dtype, None, True, False, [True, False, False]))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+def test_compiled_and_eager_are_the_same_bits(dtype):
+    """Functions, in place and not, with gradients, in one graph."""
+    x, residual, weight = operands(Case(rows=6, hidden=77).of(dtype))
+    dy, d_total, _ = operands(Case(rows=6, hidden=77, seed=1).of(dtype))
+
+    def forward(x, residual, weight):
+        y, total = fused_add_rms_norm(x, residual, weight, 1e-5, weight_offset=1.0)
+        return rms_norm(y, weight, round_norm=True), total
+
+    def in_place(x, residual, weight):
+        x, residual = x.clone(), residual.clone()
+        fused_add_rms_norm_(x, residual, weight)
+        return rms_norm_(x, weight), residual
+
+    for function in (forward, in_place):
+        expected = function(x, residual, weight)
+        assert same(torch.compile(function, fullgraph=True)(x, residual, weight), expected)
+
+    leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+    for round_sum in (True, False):
+
+        def trained(x, residual, weight, round_sum=round_sum):
+            return fused_add_rms_norm(x, residual, weight, round_sum=round_sum)
+
+        compiled = torch.compile(trained, fullgraph=True)
+        gradients = [torch.autograd.grad(function(*leaves), leaves, (dy, d_total)) for function in (trained, compiled)]
+        assert same(*gradients)
+
+
+def test_rows_do_not_recompile():
+    """One graph for the first number of rows, and one for all others."""
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda x, w: fused_add_rms_norm(x, x, w), backend=counter, fullgraph=True)
+    for rows in (3, 5, 7, 100, 64):
+        x, w = torch.ones(rows, 16), torch.ones(16)
+        assert same(compiled(x, w), fused_add_rms_norm(x, x, w))
+    assert counter.frame_count == 2
+
+
+def test_export():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = fusednorm.AddRMSNorm(16, 1e-6)
+
+        def forward(self, x, residual):
+            return self.norm(x, residual)
+
+    layer, rows = Layer(), torch.export.Dim("rows")
+    x, residual = torch.rand(4, 16), torch.rand(4, 16)
+    exported = torch.export.export(layer, (x, residual), dynamic_shapes=({0: rows}, {0: rows})).module()
+    for count in (4, 9):
+        x, residual = torch.rand(count, 16), torch.rand(count, 16)
+        assert same(exported(x, residual), layer(x, residual))
+
+
+def test_transforms(mode):
+    """torch.func.grad and vmap; a batch of weights is refused in words."""
+    x, _, weight = operands(Case(rows=4, hidden=33).of(F32))
+    gradient = torch.func.grad(lambda x: rms_norm(x, weight).square().sum())(x)
+    leaf = x.clone().requires_grad_()
+    assert same([gradient], torch.autograd.grad(rms_norm(leaf, weight).square().sum(), leaf))
+    batch = torch.stack([x, 2 * x, 3 * x], 1)  # batched in the second dimension
+    expected = torch.stack([rms_norm(t, weight) for t in batch.unbind(1)])
+    assert same([torch.vmap(lambda x: rms_norm(x, weight), in_dims=1)(batch)], [expected])
+    y, total = torch.vmap(fused_add_rms_norm, in_dims=(1, None, None))(batch, x, weight)
+    one_by_one = [fused_add_rms_norm(t, x, weight) for t in batch.unbind(1)]
+    assert same([y, total], [torch.stack(outputs) for outputs in zip(*one_by_one, strict=True)])
+    with pytest.raises(NotImplementedError, match="batch of weights under vmap"):
+        torch.vmap(rms_norm)(x.expand(33, 4, 33), weight.expand(33, 33))
+
+
+def test_fake_tensors_and_subclasses():
+    """Who intercepts torch's operations sees ours."""
+    seen = []
+
+    class Logging(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+            wrapper.inner = inner
+            return wrapper
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*(a.inner if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+    x = torch.rand(3, 16)
+    with torch.no_grad():
+        logged = Logging(x.clone())
+        assert same(fused_add_rms_norm(logged, x), fused_add_rms_norm(x, x))
+        assert torch.ops.fusednorm.fused_add_rms_norm.default in seen
+        assert same([rms_norm(logged)], [rms_norm(x)])
+        rms_norm_(logged)
+        assert same([logged.inner], [rms_norm(x)])
+    half = x.half()
+    with torch._subclasses.FakeTensorMode() as fakes:
+        y, total = fused_add_rms_norm(fakes.from_tensor(half), fakes.from_tensor(x))
+        assert (y.shape, y.dtype, total.dtype) == (x.shape, F16, F32)
+
+
+def test_checkpointing_hooks_and_modes(mode):
+    x, residual, weight = (t.requires_grad_() for t in operands(Case(rows=4, hidden=100).of(BF16)))
+
+    def gradients(call):
+        return torch.autograd.grad(sum(t.float().sum() for t in call(x, residual, weight)), (x, residual, weight))
+
+    plain = gradients(fused_add_rms_norm)
+    assert same(plain, gradients(lambda *a: checkpoint(fused_add_rms_norm, *a, use_reentrant=False)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        assert same(plain, gradients(fused_add_rms_norm))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        fused_add_rms_norm(x, residual, weight)
+    assert sorted(saved) == [(4,), (4, 100), (100,)]  # rstd, residual_out, the weight
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same(plain, gradients(fused_add_rms_norm))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = [t.detach() for t in fused_add_rms_norm(x, residual, weight)]
+    with torch.inference_mode():
+        assert same(fused_add_rms_norm(x, residual, weight), expected)
+    with torch.autocast("cpu", dtype=BF16):  # as F.rms_norm's on a CPU: left alone
+        assert rms_norm(x.detach().float(), weight.detach()).dtype == F32
+
+
+@pytest.mark.parametrize("shape", [16, (16,), [4, 4], torch.Size((2, 2, 4))], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=dtype_name)
+def test_rms_norm_module_is_torchs(shape, dtype):
+    """Arguments, state_dict, repr, and the values: torch's, but for the order of its sums."""
+    for arguments in ({}, {"eps": 1e-3}, {"elementwise_affine": False}):
+        ours, theirs = (m(shape, **arguments, dtype=dtype) for m in (fusednorm.RMSNorm, torch.nn.RMSNorm))
+        assert repr(ours) == repr(theirs)
+        if ours.weight is not None:
+            theirs.load_state_dict({"weight": torch.rand_like(ours.weight)})
+        ours.load_state_dict(theirs.state_dict())
+        assert isinstance(copy.deepcopy(ours), torch.nn.RMSNorm)
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        x = torch.rand(3, 5, *size, dtype=dtype) * 1e-3  # so that eps matters
+        # 16 squares, a mean, a root, a reciprocal and two products: 40 roundings at the most.
+        assert torch.allclose(ours(x), theirs(x), rtol=40 * torch.finfo(dtype).eps, atol=0)
+    with pytest.raises(ValueError, match=r"weight must have shape|must end in the dimensions"):
+        fusednorm.RMSNorm(shape)(torch.ones(3, 7))
+
+
+def test_add_rms_norm_module():
+    for shape in (16, (4, 4)):
+        norm = fusednorm.AddRMSNorm(shape, 1e-5, weight_offset=1.0, round_norm=True, round_sum=False)
+        assert norm.weight.eq(0).all()
+        torch.nn.init.normal_(norm.weight)
+        assert repr(norm).endswith("weight_offset=1.0, round_norm=True, round_sum=False)")
+        size = (shape,) if isinstance(shape, int) else shape
+        x, residual = torch.rand(3, *size).half(), torch.rand(3, *size)
+        y, total = norm(x, residual)
+        flags = {"weight_offset": 1.0, "round_norm": True}
+        flat = [t.view(3, 16) for t in (x, residual)]
+        expected = fused_add_rms_norm(*flat, norm.weight.view(-1), 1e-5, round_sum=False, **flags)
+        assert same([t.view(3, 16) for t in (y, total)], expected)
+        y, total = norm(x)
+        assert total is x
+        assert same([y.view(3, 16)], [rms_norm(flat[0], norm.weight.view(-1), 1e-5, **flags)])
+
+
+class Decoder(torch.nn.Module):
+    """Two layers of attention-free decoder: embedding, mixing over the past, an MLP, norms between."""
+
+    def __init__(self, hidden=32, vocabulary=17, layers=2):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, hidden)
+        self.norms = torch.nn.ModuleList(fusednorm.AddRMSNorm(hidden, 1e-6) for _ in range(2 * layers))
+        self.mixes = torch.nn.ModuleList(torch.nn.Linear(hidden, hidden, bias=False) for _ in range(layers))
+        self.mlps = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(hidden, 2 * hidden), torch.nn.SiLU(), torch.nn.Linear(2 * hidden, hidden)
+            )
+            for _ in range(layers)
+        )
+        self.last = fusednorm.AddRMSNorm(hidden, 1e-6)
+
+    def forward(self, tokens):
+        x, residual = self.embedding(tokens), None
+        past = torch.arange(1, tokens.shape[-1] + 1).view(-1, 1)
+        for first, second, mix, mlp in zip(self.norms[::2], self.norms[1::2], self.mixes, self.mlps, strict=True):
+            x, residual = first(x, residual)
+            x, residual = second(mix(x).cumsum(-2) / past, residual)
+            x = mlp(x)
+        return self.last(x, residual)[0] @ self.embedding.weight.T
+
+
+def losses(compiled, threads, steps=200):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        model, tokens = Decoder(), torch.randint(17, (8, 64))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if compiled:
+            for norm in (*model.norms, model.last):
+                norm.compile(fullgraph=True)
+        history = []
+        for _ in range(steps):
+            loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        return history
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_training_repeats_bit_for_bit():
+    """A small decoder, trained twice: on one thread and on two, with the norms eager and compiled."""
+    for threads in (1, 2):
+        first = losses(False, threads)
+        assert first[-1] < first[0]
+        assert losses(False, threads) == first
+        assert losses(True, threads) == first
+
+
+def test_a_decoder_layer_compiles_in_one_graph():
+    model, tokens = Decoder(), torch.randint(17, (2, 8))
+    explained = torch._dynamo.explain(model)(tokens)
+    assert explained.graph_break_count == 0
+    assert torch.compile(model, fullgraph=True)(tokens).shape == (2, 8, 17)
