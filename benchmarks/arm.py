@@ -5,10 +5,10 @@
 First table: instructions per element that an emulated processor executes, for rows of 4096 elements with x, residual,
 weight and outputs of one dtype; what a call costs besides its rows is taken off. These figures repeat.
 
-Second table: cycles per element of the two hot loops (the sum with the residual, and the scaling) by llvm-mca's models
-of processors, with every access in the first-level cache; after each, the cycles that the loop's loads and stores alone
-would take. Models are no measurements: compare the instruction sets within one column. The model of cortex-a76 is that
-of cortex-a72. The code is GCC's.
+Second table: cycles per element of the two hot loops (the sum with the residual, squared, and the scaling) by models of
+processors, llvm-mca's, with every access in the first-level cache; after each, the cycles that the loops' loads and
+stores alone would take. Models are no measurements: compare the instruction sets within one column. The model of
+cortex-a76 is that of cortex-a72. The code is GCC's.
 
 Needs what tests/emulation/aarch64 needs, which compiles and runs it, and for the second table Debian's package llvm-19.
 """
@@ -18,12 +18,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = 4096
+SEGMENT = 1024  # FN_SEGMENT
 ROWS = (2, 6)  # the difference of two runs is what rows cost
-KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+KINDS = {"bfloat16": 3, "float16": 2, "float32": 1}  # enum fn_kind
 
 #: For each instruction set an emulated processor, and the processors whose models know it.
 ISAS = {
@@ -35,13 +37,14 @@ ISAS = {
 }
 MODELS = ISAS["neon"][1]
 VECTOR_BITS = {"neoverse-v1": 256}  # of SVE; else 128
-PAIR = 8  # floats in a unit of NEON
-SEGMENT_LOADS = 8  # units in one turn of the sum's loop
+
+#: How names of functions with a hot loop begin, and for how many elements of a row it runs. That of the sums adds one
+#: segment and squares the one before it; to add the first and to square the last there are other loops.
+LOOPS = {"sum_": HIDDEN - SEGMENT, "scale_": HIDDEN}
 
 DRIVER = r"""
 #include <stdlib.h>
 #include "fusednorm_cpu.h"
-fn_forward_rows FORWARD_ROWS;
 int main(int argc, char **argv) {
     static _Alignas(64) char memory[32 * (MOST_ROWS + 2) * HIDDEN];
     if (argc != 3) return 1;
@@ -55,7 +58,7 @@ int main(int argc, char **argv) {
     job.weight = next, next += stride;
     job.out = next, next += rows * stride;
     job.residual_out = next, next += rows * stride;
-    FORWARD_ROWS(&job, 0, rows, memory + (next - memory + 63) / 64 * 64);
+    KERNELS.forward_rows(&job, 0, rows, memory + (next - memory + 63) / 64 * 64);
 }
 """
 
@@ -65,52 +68,58 @@ def output(*command: str, **options) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **options).stdout
 
 
-def compile_for(isa: str, folder: Path, environment: Path) -> tuple[Path, Path]:
-    """A program that runs the kernels of one instruction set, and its object file."""
+def compile_for(isa: str, folder: Path, environment: Path) -> Path:
+    """A program that runs the kernels of one instruction set."""
     driver, kernel, program = folder / "driver.c", folder / f"{isa}.o", folder / isa
     driver.write_text(DRIVER)
     cc = (str(environment / "bin" / "cc"), "-O3", "-std=c11", "-ffp-contract=off", f"-I{ROOT / 'cpu'}")
     output(*cc, "-c", str(ROOT / "cpu" / f"kernel_{isa}.c"), "-o", str(kernel))
-    defines = (f"-DFORWARD_ROWS=fn_forward_rows_{isa}", f"-DHIDDEN={HIDDEN}", f"-DMOST_ROWS={max(ROWS)}")
-    output(*cc, *defines, str(driver), str(kernel), "-lm", "-o", str(program))
-    return program, kernel
+    defines = (f"-DKERNELS=fn_kernels_{isa}", f"-DHIDDEN={HIDDEN}", f"-DMOST_ROWS={max(ROWS)}")
+    output(*cc, *defines, "-no-pie", str(driver), str(kernel), "-lm", "-o", str(program))  # runs where objdump says
+    return program
 
 
-def executed(program: Path, cpu: str, kind: int, rows: int, environment: Path) -> int:
-    """Instructions of one run, from qemu's log of the blocks it translated and executed."""
+def executions(program: Path, cpu: str, kind: int, rows: int, environment: Path) -> Counter[int]:
+    """How often one run executes each instruction, from qemu's log of the blocks it translated and executed."""
     log = program.with_suffix(".log")
     qemu = (str(environment / "qemu-aarch64"), "-L", str(environment / "root"), "-cpu", cpu)
     output(*qemu, "-d", "in_asm,exec,nochain", "-D", str(log), str(program), str(kind), str(rows))
-    lengths: dict[int, int] = {}
-    count = block = 0
+    blocks: dict[int, list[int]] = {}
+    block: list[int] = []
+    runs: Counter[int] = Counter()
     with log.open() as lines:
         for line in lines:
             if line.startswith("IN:"):
-                block = 0
+                block = []
             elif line.startswith("0x"):
-                block = block or int(line.split(":")[0], 16)
-                lengths[block] = lengths.get(block, 0) + 1 if int(line.split(":")[0], 16) != block else 1
+                block.append(int(line.split(":")[0], 16))
+                blocks[block[0]] = block
             elif line.startswith("Trace"):
-                count += lengths[int(line.split("/")[1], 16)]
+                runs[int(line.split("/")[1], 16)] += 1
     log.unlink()
-    return count
+    counts: Counter[int] = Counter()
+    for begin, times in runs.items():
+        for address in blocks[begin]:
+            counts[address] += times
+    return counts
 
 
-def loop(kernel: Path, function: str) -> list[str]:
-    """The longest innermost loop of a function, its last instruction the jump back."""
-    text = output("aarch64-linux-gnu-objdump", "-dw", "--no-show-raw-insn", str(kernel))
-    body = re.search(rf"<{function}>:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)[1]
-    code = [line.strip().split("\t", 1) for line in body.splitlines() if "\t" in line]
-    at = {int(address.rstrip(":"), 16): i for i, (address, _) in enumerate(code)}
-    lines = [re.sub(r"\s*//.*", "", text) for _, text in code]
-    jumps = [i for i, line in enumerate(lines) if re.match(r"(b|bl|b\.\w+|cbn?z|tbn?z|ret)(\t|$)", line)]
-    loops = []
-    for before, i in zip([-1, *jumps], jumps, strict=False):
-        target = re.search(r"\b([0-9a-f]+) <", lines[i])
-        begin = at.get(int(target[1], 16), i + 1) if target else i + 1
-        if before < begin <= i:
-            loops.append([*lines[begin:i], re.sub(r"[0-9a-f]+ <.*", ".Lloop", lines[i])])
-    return max(loops, key=len)
+def executions_of_rows(program: Path, cpu: str, kind: int, environment: Path) -> Counter[int]:
+    """How often each instruction is executed for ROWS[1] - ROWS[0] rows, and nothing else."""
+    few, many = (executions(program, cpu, kind, rows, environment) for rows in ROWS)
+    many.subtract(few)  # unlike -, keeps what is negative: a loader that lies elsewhere in the other run
+    return many
+
+
+def hot_loop(program: Path, name: str, counts: Counter[int]) -> tuple[list[str], int]:
+    """The instructions executed most often in functions whose names begin so, and how often; they are one loop."""
+    text = output("aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", str(program))
+    code = {}
+    for body in re.findall(rf"<{name}[^>]*>:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL):
+        for address, line in re.findall(r"^ *([0-9a-f]+):\t(.*)$", body, re.MULTILINE):
+            code[int(address, 16)] = re.sub(r"\s*//.*", "", re.sub(r"[0-9a-f]+ <.*", ".Lloop", line))
+    turns = max(counts[address] for address in code)
+    return [line for address, line in code.items() if counts[address] == turns], turns
 
 
 def cycles(llvm_mca: str, model: str, lines: list[str]) -> float:
@@ -120,40 +129,40 @@ def cycles(llvm_mca: str, model: str, lines: list[str]) -> float:
     return int(re.search(r"Total Cycles:\s+(\d+)", report)[1]) / 500
 
 
-def print_counts(programs: dict[str, Path], environment: Path) -> None:
+def print_counts(counts: dict[str, dict[str, Counter[int]]]) -> None:
     """The first table."""
-    print("instructions per element" + "".join(f"{kind:>12}" for kind in KINDS))
-    for isa, program in programs.items():
-        figures = []
-        for number in (3, 2, 1):  # enum fn_kind: bfloat16, float16, float32
-            few, many = (executed(program, ISAS[isa][0], number, rows, environment) for rows in ROWS)
-            figures.append((many - few) / (ROWS[1] - ROWS[0]) / HIDDEN)
+    print("instructions per element" + "".join(f"{dtype:>12}" for dtype in KINDS))
+    for isa, by_dtype in counts.items():
+        figures = [by_dtype[dtype].total() / (ROWS[1] - ROWS[0]) / HIDDEN for dtype in KINDS]
         name = f"{isa} ({VECTOR_BITS[ISAS[isa][0]]} bits)" if isa.startswith("sve") else isa
-        print(f"  {name:22}" + "".join(f"{figure:12.3f}" for figure in figures), flush=True)
+        print(f"  {name:22}" + "".join(f"{figure:12.3f}" for figure in figures))
 
 
-def print_cycles(kernels: dict[str, Path], llvm_mca: str) -> None:
+def cycles_per_element(llvm_mca: str, model: str, isa: str, loops: list[tuple[list[str], float]]) -> str:
+    """One figure of the second table. Elements per turn are those of the processor that was emulated."""
+    wider = VECTOR_BITS.get(model, 128) / VECTOR_BITS[ISAS[isa][0]] if isa.startswith("sve") else 1
+    figures = []
+    for only in (r"", r"ld|st"):
+        kept = [([line for line in lines if re.match(only, line)], elements) for lines, elements in loops]
+        figures.append(sum(cycles(llvm_mca, model, lines) / elements / wider for lines, elements in kept))
+    return f"{figures[0]:8.2f} ({figures[1]:.2f})"
+
+
+def print_cycles(programs: dict[str, Path], counts: dict[str, dict[str, Counter[int]]], llvm_mca: str) -> None:
     """The second table."""
     print("\ncycles per element (loads and stores alone)" + "".join(f"{model:>16}" for model in MODELS))
-    for dtype, kind in KINDS.items():
-        for isa, kernel in kernels.items():
+    for dtype in KINDS:
+        for isa, program in programs.items():
             if not ISAS[isa][1]:
                 continue
-            loops = {
-                SEGMENT_LOADS: loop(kernel, f"sum_{kind}_{kind}_{int(kind != 'F32')}"),
-                1: loop(kernel, f"scale_NONE_{kind}_0_{kind}"),
-            }
+            loops = []
+            for name, elements in LOOPS.items():
+                lines, turns = hot_loop(program, name, counts[isa][dtype])
+                loops.append((lines, elements * (ROWS[1] - ROWS[0]) / turns))
             row = f"  {dtype:10}{isa:31}"
             for model in MODELS:
-                if model not in ISAS[isa][1]:
-                    row += f"{'-':>16}"
-                    continue
-                unit = VECTOR_BITS.get(model, 128) // 32 if isa.startswith("sve") else PAIR
-                figures = []
-                for only in (r"", r"ld|st"):
-                    kept = {units: [line for line in lines if re.match(only, line)] for units, lines in loops.items()}
-                    figures.append(sum(cycles(llvm_mca, model, x) / units / unit for units, x in kept.items()))
-                row += f"{figures[0]:8.2f} ({figures[1]:.2f})"
+                known = model in ISAS[isa][1]
+                row += cycles_per_element(llvm_mca, model, isa, loops) if known else f"{'-':>16}"
             print(row, flush=True)
 
 
@@ -165,9 +174,13 @@ def main() -> None:
     script = str(ROOT / "tests" / "emulation" / "aarch64")
     environment = Path(output(script, "--", "sh", "-c", "command -v cc").strip()).parents[1]
     with tempfile.TemporaryDirectory() as folder:
-        built = {isa: compile_for(isa, Path(folder), environment) for isa in ISAS}
-        print_counts({isa: program for isa, (program, _) in built.items()}, environment)
-        print_cycles({isa: kernel for isa, (_, kernel) in built.items()}, arguments.llvm_mca)
+        programs = {isa: compile_for(isa, Path(folder), environment) for isa in ISAS}
+        counts = {
+            isa: {dtype: executions_of_rows(program, ISAS[isa][0], kind, environment) for dtype, kind in KINDS.items()}
+            for isa, program in programs.items()
+        }
+        print_counts(counts)
+        print_cycles(programs, counts, arguments.llvm_mca)
 
 
 if __name__ == "__main__":

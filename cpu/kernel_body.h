@@ -19,6 +19,10 @@
  *   u_stream                   like u_store, but past the caches where n is UNIT; on a border of 64 bytes
  *   u_stream_end               makes other threads see what u_stream has stored
  *
+ * and, where UNIT is not known to the compiler, OPAQUE_INDEX and
+ *
+ *   u_index                    the same index, but what it was computed from is hidden from the compiler
+ *
  * Sums of a segment follow the spec's tree: v = v[:n/2] + v[n/2:]. Elements that are 128 or more apart
  * are added as whole units, down to UNIT apart in `sum_units`, and the rest in `u_halve`.
  */
@@ -40,6 +44,10 @@
 #define STREAMS 0
 #define u_stream u_store
 #define u_stream_end() ((void)0)
+#endif
+
+#if !defined(OPAQUE_INDEX)
+#define u_index(i) (i)
 #endif
 
 /* Keeps GCC from unrolling a loop so far that vectors no longer fit the registers. */
@@ -123,7 +131,7 @@ FN_INLINE U u_square(U u) { return u_mul(u, u); }
 
 /* The sum of eight squares that are 128 elements apart: the first three levels of a segment's tree. */
 FN_INLINE U column(int x, int residual, int round_sum, const struct row *row, int64_t i) {
-#define SQUARE(k) u_square(h_at(x, residual, round_sum, row, i + (k)))
+#define SQUARE(k) u_square(h_at(x, residual, round_sum, row, u_index(i + (k))))
     return SUM_OF_EIGHT(SQUARE, 128);
 #undef SQUARE
 }
@@ -137,7 +145,7 @@ FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct r
     FN_ROLLED
     for (int c = 0; c < 128; c += UNIT) {
         if (add)
-            for (int k = 0; k < 8; k++) add_residual(x, residual, round_sum, row, i + 8 * c + k * UNIT, UNIT);
+            for (int k = 0; k < 8; k++) add_residual(x, residual, round_sum, row, u_index(i + 8 * c + k * UNIT), UNIT);
         if (square) u_store(F32, columns, c, UNIT, column(x, residual, round_sum, row, i - FN_SEGMENT + c));
     }
 }
@@ -208,7 +216,11 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
             .sums = batch->sums,
         };
         int64_t sums = segments;
-        sum_segments(x, residual, round_sum, &row, segments);
+        /* GCC does not take the test of every unit out of the loops by itself, unless they are small. */
+        if (!STREAMS && (residual == NONE ? x : residual) != F32 && row.aside)
+            sum_segments(x, residual, round_sum, &row, segments);
+        else
+            sum_segments(x, residual, round_sum, &row, segments);
         if (whole < hidden) row.sums[sums++] = sum_short_segment(x, residual, round_sum, &row, whole, hidden - whole);
         batch->rstd[k] = halve_sums(row.sums, sums);
     }
@@ -252,9 +264,9 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, cons
         int64_t i = hidden / UNIT * UNIT;
         if (i < hidden) scale_unit(h, norm, weight, offset, out, &s, i, (int)(hidden - i), 0);
         if (STREAMS && batch->streamed)
-            while ((i -= UNIT) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 1);
+            while ((i = u_index(i - UNIT)) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 1);
         else
-            while ((i -= UNIT) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 0);
+            while ((i = u_index(i - UNIT)) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 0);
     }
 }
 

@@ -15,6 +15,13 @@ typedef svfloat32_t U;
 FN_INLINE svbool_t all(void) { return svptrue_b32(); }
 FN_INLINE svbool_t first(int n) { return n == UNIT ? all() : svwhilelt_b32_s32(0, n); }
 
+/* GCC would keep and step a pointer for every access of a loop, more than there are registers, not one index. */
+#define OPAQUE_INDEX
+FN_INLINE int64_t u_index(int64_t i) {
+    __asm__("" : "+r"(i));
+    return i;
+}
+
 FN_INLINE U u_set1(float value) { return svdup_n_f32(value); }
 FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
 FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }

@@ -1,6 +1,7 @@
 """Gradients are the specification's, whatever backend went forward."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import fusednorm
 
 import oracle
-from cases import BF16, DTYPES, F16, F32, F64, Case, differing, dtype_name, operands
+from cases import BF16, DATA, DTYPES, F16, F32, F64, Case, differing, dtype_name, operands
 
 
 def bits(tensor):
@@ -58,6 +59,111 @@ def test_gradients(mode, x, residual):
             same(only_sum, oracle.round_to(bits(d_total), x), f"{case}, through the sum only")
 
 
+def gradients(case, dy, d_total, leaves, eps=1e-6):
+    """Those of the case's call with respect to the operands that it has."""
+    x, residual, weight = leaves
+    flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
+    wanted = [t for t in leaves if t is not None]
+    if residual is None:
+        return torch.autograd.grad(fusednorm.rms_norm(x, weight, eps, **flags), wanted, dy)
+    outputs = fusednorm.fused_add_rms_norm(x, residual, weight, eps, round_sum=case.round_sum, **flags)
+    return torch.autograd.grad(outputs, wanted, (dy, d_total))
+
+
+def against_the_oracle(case, eps=1e-6, change=lambda t: t):
+    """`change` lays an incoming gradient out otherwise."""
+    leaves = [None if t is None else t.requires_grad_() for t in operands(case)]
+    dy, d_total, _ = operands(replace(case, seed=1, data="normal"))
+    dy, d_total = change(dy), None if d_total is None else change(d_total)
+    actual = gradients(case, dy, d_total, leaves, eps)
+    with torch.no_grad():
+        flags = (eps, case.weight_offset, case.round_sum, case.round_norm)
+        _, _, rstd, h = oracle.forward(*leaves, *flags)
+        wanted = oracle.backward(dy, d_total, h, rstd, leaves[2], case.weight_offset, case.x, case.residual)
+    for got, expected in zip(actual, (e for e in wanted if e is not None), strict=True):
+        same(got, expected, case)
+
+
+@pytest.mark.parametrize("weight", [None, BF16, F16, F32], ids=dtype_name)
+@pytest.mark.parametrize("residual", [None, BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize("x", [BF16, F16, F32, F64], ids=dtype_name)
+def test_mixed_dtypes(mode, x, residual, weight):
+    for hidden, rows, offset in ((33, 4, 0.0), (1029, 7, 1.0)):
+        against_the_oracle(Case(rows, hidden, x, residual, weight, weight_offset=offset))
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
+def test_data(mode, dtype, data):
+    """Subnormal, infinite and missing values; rows of zeros with an eps of 0, whose rstd is infinite."""
+    for hidden in (5, 100, 1100):
+        for eps in (1e-6, 0.0):
+            against_the_oracle(Case(hidden=hidden, data=data).of(dtype), eps)
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 1000, 4097])
+@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
+def test_row_counts(mode, dtype, rows):
+    """On both sides of every border of the sum over rows."""
+    against_the_oracle(Case(rows=rows, hidden=12).of(dtype))
+
+
+def test_a_hundred_thousand_rows(mode):
+    against_the_oracle(Case(rows=100_000, hidden=3).of(BF16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_layouts_of_incoming_gradients(mode, dtype):
+    """Expanded from one value, transposed, with gaps: as autograd makes them."""
+    for change in (
+        lambda t: t[:1, :1].expand_as(t),
+        lambda t: t.t().contiguous().t(),
+        lambda t: torch.nn.functional.pad(t, (0, 3))[:, : t.shape[-1]],
+    ):
+        against_the_oracle(Case(hidden=40).of(dtype), change=change)
+        against_the_oracle(Case(hidden=40).of(dtype, residual=None), change=change)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
+def test_gradients_do_not_depend_on_the_number_of_threads(mode, dtype):
+    before = torch.get_num_threads()
+    try:
+        for rows, hidden in ((3, 20000), (67, 896), (300, 128), (2000, 64)):
+            case = Case(rows=rows, hidden=hidden).of(dtype)
+            leaves = [t.requires_grad_() for t in operands(case)]
+            dy, d_total, _ = operands(replace(case, seed=1))
+            torch.set_num_threads(1)
+            alone = gradients(case, dy, d_total, leaves)
+            for threads in (2, 3, 8):
+                torch.set_num_threads(threads)
+                for got, expected in zip(gradients(case, dy, d_total, leaves), alone, strict=True):
+                    assert torch.equal(got, expected), (rows, hidden, threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_accuracy_in_bfloat16(mode):
+    """Against the formulas in float64, within what the roundings of the specification can add up to."""
+    case = Case(rows=64, hidden=2048).of(BF16)
+    leaves = [t.requires_grad_() for t in operands(case)]
+    dy, d_total, _ = operands(replace(case, seed=1))
+    dx, _, dweight = (t.double() for t in gradients(case, dy, d_total, leaves))
+    with torch.no_grad():
+        x, residual, g = (t.double() for t in leaves)
+        h, dy, d_total = (x + residual).bfloat16().double(), dy.double(), d_total.double()
+        rstd = (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        xhat, wdy = h * rstd, dy * g
+        d = (wdy - xhat * (wdy * xhat).mean(-1, keepdim=True)) * rstd + d_total
+        share = dy * xhat
+    # A rounding to bfloat16 is 2^-8 of the result. In float32 each is 2^-24 of a term: a sum of 2048 by halving has 11
+    # on each path, a mean, a root, a reciprocal and the products 10 more, of the largest terms that occur.
+    terms = (wdy.abs() + xhat.abs() * (wdy * xhat).abs().mean(-1, keepdim=True)) * rstd + d_total.abs()
+    assert ((dx - d).abs() <= 2**-8 * d.abs() * (1 + 2**-8) + 40 * 2**-24 * terms).all()
+    # 64 rows: 6 additions on each path.
+    weight_error = 2**-8 * share.sum(0).abs() * (1 + 2**-8) + 40 * 2**-24 * share.abs().sum(0)
+    assert ((dweight - share.sum(0)).abs() <= weight_error).all()
+
+
 def test_only_needed_gradients_are_computed(mode):
     x, residual, weight = operands(Case().of(F32))
     weight.requires_grad_()
@@ -76,3 +182,25 @@ def test_the_formula_is_the_derivative(mode):
         lambda *a: fusednorm.fused_add_rms_norm(*a, 1e-3, weight_offset=0.5), (x, residual, weight)
     )
     assert torch.autograd.gradcheck(lambda *a: fusednorm.rms_norm(*a, 1e-3), (x, weight))
+
+
+def test_the_derivative_of_the_formula(mode):
+    """Gradients of gradients, in float64, against numerical differentiation."""
+    x, residual, weight = (t.requires_grad_() for t in operands(Case(rows=2, hidden=5).of(F64)))
+    check = torch.autograd.gradgradcheck
+    for flags in ({}, {"round_sum": False, "round_norm": True, "weight_offset": 0.5}):
+        assert check(lambda *a, flags=flags: fusednorm.fused_add_rms_norm(*a, 1e-3, **flags), (x, residual, weight))
+    assert check(lambda *a: fusednorm.rms_norm(*a, 1e-3), (x, weight))
+    assert check(lambda a: fusednorm.rms_norm(a, eps=1e-3), (x,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_gradients_that_are_differentiated_have_the_same_bits(mode, dtype):
+    x, residual, weight = (t.requires_grad_() for t in operands(Case(rows=3, hidden=40).of(dtype)))
+    y, total = fusednorm.fused_add_rms_norm(x, residual, weight)
+    loss = y.square().sum() + total.sum()
+    once = torch.autograd.grad(loss, (x, residual, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (x, residual, weight), create_graph=True)
+    for got, expected in zip(again, once, strict=True):
+        assert got.requires_grad
+        assert torch.equal(got, expected)
