@@ -7,17 +7,15 @@
 /* The spec's rowsum: at most this many blocks of rows, which are then halved. */
 enum { ROW_BLOCKS = 256 };
 
-/*
- * Of P values, P being a power of two, halving pairs k with k + P/2. So the sum of all is the sum of
- * the even ones plus the sum of the odd ones, each halved by itself, and so on: SUBTREES sums of blocks
- * s, s + SUBTREES, s + 2 * SUBTREES ... are independent of each other, and threads share them out.
- */
-enum { SUBTREES = 32 };
-
 struct call {
     struct fn_backward_job job;
     const struct fn_kernels *kernels;
     int64_t rows, block, blocks, width; /* rows per block; blocks, and the next power of two */
+    /*
+     * Of P values, P being a power of two, halving pairs k with k + P/2. So the sum of all is the sum of the
+     * even ones plus the sum of the odd ones, each halved by itself, and so on: S sums of blocks s, s + S,
+     * s + 2S ... are independent of each other, and threads share them out. S changes no bit.
+     */
     int64_t subtrees;
     size_t row_bytes, thread_bytes; /* of a row of sums; of a thread's scratch with its rows of sums */
     char *sums; /* a row for each subtree */
@@ -85,15 +83,15 @@ int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;
     while (call.width < call.blocks) call.width *= 2;
-    call.subtrees = call.width < SUBTREES ? call.width : SUBTREES;
+    if (rows * hidden < FN_PARALLEL_ELEMENTS || threads < 1) threads = 1;
+    if (threads > call.blocks) threads = (int)call.blocks;
+    int64_t shares = threads > 1 ? 4 * (int64_t)threads : 1; /* several each, so that none waits long for another */
+    for (call.subtrees = 1; call.subtrees < shares && call.subtrees < call.width;) call.subtrees *= 2;
     int levels = 0;
     while (call.subtrees << levels < call.width) levels++;
 
     call.row_bytes = (size_t)((hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT) * (wide ? sizeof(double) : sizeof(float));
     call.thread_bytes = fn_backward_scratch_bytes(&call.job) + (dweight ? (size_t)levels * call.row_bytes : 0);
-    if (rows * hidden < FN_PARALLEL_ELEMENTS || threads < 1) threads = 1;
-    int64_t shares = dweight ? call.subtrees : rows;
-    if (threads > shares) threads = (int)shares;
     size_t sums_bytes = dweight ? (size_t)call.subtrees * call.row_bytes : 0;
     char *allocated = malloc(sums_bytes + call.thread_bytes * (size_t)threads + FN_ALIGNMENT);
     if (!allocated) return 1;
