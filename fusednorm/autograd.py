@@ -99,11 +99,13 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
         """See :func:`keep`."""
-        keep(ctx, *inputs, *output[1:])
-        x, residual, weight, _, _, round_sum, round_norm = inputs
-        dtypes = (None if tensor is None else tensor.dtype for tensor in (x, residual, weight))
+        x, residual, weight, eps, weight_offset, round_sum, round_norm = inputs
+        keep(ctx, x, residual, weight, eps, weight_offset, round_sum, round_norm, output[1], output[2])
+        residual_dtype, weight_dtype = (None if tensor is None else tensor.dtype for tensor in (residual, weight))
         ctx.backend = select(
-            Signature(x.device, *dtypes, x.dtype, x.shape[-1], bool(round_sum), bool(round_norm))  # type: ignore[arg-type]
+            Signature(
+                x.device, x.dtype, residual_dtype, weight_dtype, x.dtype, x.shape[-1], bool(round_sum), bool(round_norm)
+            )
         )
         ctx.mark_non_differentiable(output[2])
 

@@ -29,30 +29,48 @@ SCHEMAS = {
     "-> (Tensor, Tensor, Tensor)",
 }
 
-for _name, _schema in SCHEMAS.items():
-    torch.library.define(f"fusednorm::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
-
 
 def _rstd_for(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=reference.accumulator(x.dtype))
 
 
-def _fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, ...]:
+def _fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     rstd = _rstd_for(x)
-    return *run(x, residual, weight, *flags, None, None, rstd)[:2], rstd
+    y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)
+    return y, total, rstd
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor]:
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_sum: bool, round_norm: bool
+) -> tuple[Tensor, Tensor]:
     rstd = _rstd_for(x)
-    return run(x, None, weight, *flags, None, None, rstd)[0], rstd
+    return run(x, None, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)[0], rstd
 
 
-def _fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:
-    run(x, residual, weight, *flags, x, residual)
+def _fused_add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+) -> None:
+    run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
 
 
-def _rms_norm_(x: Tensor, weight: Tensor | None, *flags: Any) -> None:
-    run(x, None, weight, *flags, x, None)
+def _rms_norm_(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_sum: bool, round_norm: bool
+) -> None:
+    run(x, None, weight, eps, weight_offset, round_sum, round_norm, x, None)
 
 
 def _backward(
@@ -87,42 +105,23 @@ def _backward(
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 
 
-for _name, _function in {
-    "fused_add_rms_norm": _fused_add_rms_norm,
-    "rms_norm": _rms_norm,
-    "fused_add_rms_norm_": _fused_add_rms_norm_,
-    "rms_norm_": _rms_norm_,
-    "backward": _backward,
-}.items():
-    torch.library.impl(f"fusednorm::{_name}", "CompositeExplicitAutograd")(_function)
-
-
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("fusednorm::fused_add_rms_norm")
-def _(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_fused_add_rms_norm(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _like(x), _like(residual), _rstd_for(x)
 
 
-@torch.library.register_fake("fusednorm::rms_norm")
-def _(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor]:
+def _fake_rms_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _like(x), _rstd_for(x)
 
 
-@torch.library.register_fake("fusednorm::fused_add_rms_norm_")
-def _(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:
+def _fake_in_place(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("fusednorm::rms_norm_")
-def _(x: Tensor, weight: Tensor | None, *flags: Any) -> None:
-    return None
-
-
-@torch.library.register_fake("fusednorm::backward")
-def _(
+def _fake_backward(
     dy: Tensor,
     d_residual_out: Tensor | None,
     h: Tensor,
@@ -136,12 +135,25 @@ def _(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     need_x, need_residual, need_weight = needs
-    nothing = h.new_empty(0)
     return (
-        h.new_empty(h.shape, dtype=x_dtype) if need_x else nothing,
-        h.new_empty(h.shape, dtype=residual_dtype) if need_residual and residual_dtype is not None else nothing.clone(),
-        torch.empty_like(weight) if need_weight and weight is not None else nothing.clone(),
+        h.new_empty(h.shape, dtype=x_dtype) if need_x else h.new_empty(0),
+        h.new_empty(h.shape, dtype=residual_dtype) if need_residual and residual_dtype else h.new_empty(0),
+        torch.empty_like(weight) if need_weight and weight is not None else h.new_empty(0),
     )
+
+
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "fused_add_rms_norm": (_fused_add_rms_norm, _fake_fused_add_rms_norm),
+    "rms_norm": (_rms_norm, _fake_rms_norm),
+    "fused_add_rms_norm_": (_fused_add_rms_norm_, _fake_in_place),
+    "rms_norm_": (_rms_norm_, _fake_in_place),
+    "backward": (_backward, _fake_backward),
+}
+
+for _name, (_function, _fake) in _FUNCTIONS.items():
+    torch.library.define(f"fusednorm::{_name}", SCHEMAS[_name], tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"fusednorm::{_name}", "CompositeExplicitAutograd", _function)
+    torch.library.register_fake(f"fusednorm::{_name}", _fake)
 
 
 def _backward_op(ctx: Any) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -154,12 +166,13 @@ def _backward_op(ctx: Any) -> Callable[..., tuple[Tensor | None, ...]]:
 
 
 def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    keep(ctx, *inputs, *output[1:])
+    x, residual, weight, eps, weight_offset, round_sum, round_norm = inputs
+    keep(ctx, x, residual, weight, eps, weight_offset, round_sum, round_norm, output[1], output[2])
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, *others = inputs
-    keep(ctx, x, None, *others, None, output[1])
+    x, weight, eps, weight_offset, round_sum, round_norm = inputs
+    keep(ctx, x, None, weight, eps, weight_offset, round_sum, round_norm, None, output[1])
 
 
 def _backward_of_fused(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -168,7 +181,7 @@ def _backward_of_fused(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: N
 
 def _backward_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, _, dweight = gradients(ctx, dy, None, (need_x, False, need_weight), _backward_op(ctx))
+    dx, _none, dweight = gradients(ctx, dy, None, (need_x, False, need_weight), _backward_op(ctx))
     return dx, dweight, None, None, None, None
 
 

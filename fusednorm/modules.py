@@ -38,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         self.weight_offset, self.round_norm = float(weight_offset), round_norm
         shape = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)  # type: ignore[arg-type]
+        super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Sets the weight to what multiplies by one."""
@@ -47,11 +47,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x, [..., *normalized_shape], into its own dtype."""
-        if len(self.normalized_shape) == 1:
-            return rms_norm(x, self.weight, self._eps(x), weight_offset=self.weight_offset, round_norm=self.round_norm)
-        rows, weight = self._rows(x)
+        single = len(self.normalized_shape) == 1
+        rows, weight = (x, self.weight) if single else self._rows(x)
         y = rms_norm(rows, weight, self._eps(x), weight_offset=self.weight_offset, round_norm=self.round_norm)
-        return y.view(x.shape)
+        return y if single else y.view(x.shape)
 
     def extra_repr(self) -> str:
         """What torch.nn.RMSNorm shows, and what differs from it."""
@@ -116,12 +115,18 @@ class AddRMSNorm(RMSNorm):
         """
         if residual is None:
             return super().forward(x), x
-        flags = {"weight_offset": self.weight_offset, "round_norm": self.round_norm, "round_sum": self.round_sum}
-        if len(self.normalized_shape) == 1:
-            return fused_add_rms_norm(x, residual, self.weight, self._eps(x), **flags)
-        rows, weight = self._rows(x)
-        y, total = fused_add_rms_norm(rows, self._rows(residual)[0], weight, self._eps(x), **flags)
-        return y.view(x.shape), total.view(x.shape)
+        single = len(self.normalized_shape) == 1
+        rows, weight = (x, self.weight) if single else self._rows(x)
+        y, total = fused_add_rms_norm(
+            rows,
+            residual if single else self._rows(residual)[0],
+            weight,
+            self._eps(x),
+            weight_offset=self.weight_offset,
+            round_sum=self.round_sum,
+            round_norm=self.round_norm,
+        )
+        return (y, total) if single else (y.view(x.shape), total.view(x.shape))
 
     def extra_repr(self) -> str:
         """As RMSNorm's."""

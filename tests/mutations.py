@@ -188,6 +188,46 @@ MUTANTS = (
     ),
     Mutant(SAME, "the reference sums rows pairwise", "backends/reference.py", "ROW_BLOCKS = 256", "ROW_BLOCKS = 512"),
     Mutant(
+        SAME,
+        "blocks of rows halved as neighbours",
+        "cpu/backward.c",
+        "sum_blocks(call, first, 2 * step, count / 2, sum, free_rows, scratch);\n"
+        "    if (first + step >= call->blocks) return; /* padding: +0 */\n"
+        "    sum_blocks(call, first + step, 2 * step, count / 2,",
+        "sum_blocks(call, first, step, count / 2, sum, free_rows, scratch);\n"
+        "    if (first + step * (count / 2) >= call->blocks) return;\n"
+        "    sum_blocks(call, first + step * (count / 2), step, count / 2,",
+    ),
+    Mutant(SAME, "another number of blocks of rows", "cpu/backward.c", "ROW_BLOCKS = 256", "ROW_BLOCKS = 128"),
+    Mutant(
+        SAME,
+        "the padding of the products is 0 * rstd",
+        "cpu/backward_body.h",
+        "products[done + (kind == BF16P ? k % 2 * (UNIT / 2) + k / 2 : k)] = 0;",
+        "(void)products;",
+    ),
+    Mutant(
+        SAME,
+        "the sum's gradient added before the scaling",
+        "cpu/backward_body.h",
+        "U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-c))), u_set1(row->rstd));",
+        "U d = u_add(u_mul(wdy, u_set1(row->rstd)), u_mul(u_mul(xhat, u_set1(-c)), u_set1(row->rstd)));",
+    ),
+    Mutant(
+        SAME,
+        "a weight's gradient in the kernels' own order",
+        "cpu/backward_body.h",
+        "        convert(F32, BF16P, sum, job->dweight, job->hidden);",
+        "        from_float(job->weight_kind, sum, job->dweight, job->hidden);",
+    ),
+    Mutant(
+        SAME,
+        "the derivative of rstd with the wrong sign",
+        "fusednorm/autograd.py",
+        "d_rstd * -(rstd**3)",
+        "d_rstd * (rstd**3)",
+    ),
+    Mutant(
         FUSED, "statistics from the unrounded sum", "cpu/kernel_body.h", "        if (round_sum) h = rounded;\n", ""
     ),
     Mutant(
@@ -250,7 +290,7 @@ MUTANTS = (
         ROW,
         "streamed although not on a border",
         "cpu/dispatch.c",
-        "return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % ALIGNMENT);",
+        "return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % FN_ALIGNMENT);",
         "return 1;",
     ),
     Mutant(
@@ -271,18 +311,18 @@ MUTANTS = (
         ROW,
         "row offsets of 32 bits",
         "cpu/kernel_body.h",
-        "job->x + m * job->x_stride",
-        "job->x + (int)(m * job->x_stride)",
+        "part.x += m * job->x_stride;",
+        "part.x += (int)(m * job->x_stride);",
     ),
     Mutant(
         ROW,
         "the caller's flush-to-zero obeyed",
-        "cpu/dispatch.c",
+        "cpu/ieee.h",
         "if (state & NOT_IEEE) _mm_setcsr(state & ~NOT_IEEE);",
         "",
     ),
     Mutant(
-        ROW, "the caller's flush-to-zero not put back", "cpu/dispatch.c", "if (state & NOT_IEEE) _mm_setcsr(state);", ""
+        ROW, "the caller's flush-to-zero not put back", "cpu/ieee.h", "if (state & NOT_IEEE) _mm_setcsr(state);", ""
     ),
     Mutant(
         ROW,
