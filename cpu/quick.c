@@ -1,7 +1,7 @@
 /*
  * The quick way from Python into the C library: at decode sizes a call lasts as long as its checks, and
  * a Python attribute costs 50 ns. Here tensors are read through DLPack's C exchange API, which torch
- * publishes (torch.Tensor.__dlpack_c_exchange_api__, from torch 2.10 on). Only what is usual is done:
+ * publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). Only what is usual is done:
  * plain CPU tensors without gaps, and no gradient to record. Anything else returns None, and the
  * caller goes the long way, which finds out what it is.
  */
@@ -182,6 +182,7 @@ static PyObject *open_way(PyObject *module, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "KOOOOOOO", &function, &capsule, &types[0], &types[1], &callables[0],
                           &callables[1], &callables[2], &callables[3]))
         return NULL;
+    if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* add-ons to older torch set others */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!found) return NULL;
     if (found->version.major != DL_MAJOR || !found->tensor_from) Py_RETURN_FALSE;

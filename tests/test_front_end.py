@@ -277,6 +277,9 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         assert out._version == 0, name
     with pytest.raises(TypeError, match="takes 9 arguments, got 1"):
         cpu.quick(x)
+    for stranger in (None, 12345, x):  # what an add-on to another version of torch may have set instead
+        assert cpu._quick.open(0, stranger, torch.Tensor, torch.nn.Parameter, *[len] * 4) is False
+    assert way(x) is not None
 
 
 @pytest.mark.parametrize("columns", [8, 16])
