@@ -9,6 +9,7 @@ struct gradient_row {
     float *partial; /* NULL, or whole units to which this row's share of the weight's gradient is added */
     int fresh; /* whether it is the first share, and nothing is there yet */
     void *d; /* NULL, or where the gradient of x goes */
+    int stream; /* whether it goes past the caches */
     float rstd;
     float *sums; /* one per segment */
 };
@@ -55,7 +56,8 @@ FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, float c, 
     U wdy = weighted(u_load(kind, row->dy, i, n), row, i);
     U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-c))), u_set1(row->rstd)); /* rounding is symmetric: -(xhat * c) */
     if (row->d_total) d = u_add(d, u_load(kind, row->d_total, i, n));
-    u_store(kind, row->d, i, n, d);
+    if (STREAMS && row->stream) u_stream(kind, row->d, i, n, d);
+    else u_store(kind, row->d, i, n, d);
 }
 
 /* Second pass, backwards as in scale_rows. */
@@ -129,7 +131,7 @@ static void backward_rows(const struct fn_backward_job *job, int64_t begin, int6
 #if defined(BF16_BY_PARITY)
     if (gradients_by_parity(job)) gradient = gradient_BF16P;
 #endif
-    struct gradient_row row = {.g = job->weight ? g : NULL, .partial = partial, .fresh = 1, .sums = d + padded};
+    struct gradient_row row = {.g = job->weight ? g : NULL, .partial = partial, .fresh = 1, .stream = kind && job->stream, .sums = d + padded};
     for (int64_t m = begin; m < end; m++, row.fresh = 0) {
         const char *dy_row = job->dy + m * job->dy_stride, *h_row = job->h + m * job->h_stride;
         const char *total_row = job->d_total ? job->d_total + m * job->d_total_stride : NULL;
@@ -144,6 +146,7 @@ static void backward_rows(const struct fn_backward_job *job, int64_t begin, int6
         if (!kind && dx) from_float(job->dx_kind, d, dx, n);
         if (!kind && dresidual) from_float(job->dresidual_kind, d, dresidual, n);
     }
+    if (row.stream) u_stream_end();
 }
 
 /* What a thread does once: g, as its rows will read it. */

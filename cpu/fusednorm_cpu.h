@@ -53,6 +53,7 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job);
  */
 struct fn_backward_job {
     int wide; /* whether rstd is double and sums are taken in it */
+    int stream; /* whether dx is large, and made of whole cache lines */
     int dy_kind, d_total_kind, h_kind, weight_kind, dx_kind, dresidual_kind;
     const char *dy, *d_total, *h;
     const void *rstd, *weight;

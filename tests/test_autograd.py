@@ -142,6 +142,25 @@ def test_gradients_do_not_depend_on_the_number_of_threads(mode, dtype):
         torch.set_num_threads(before)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 4096), (F16, 480), (F32, 1040), (F32, 64)], ids=str)
+def test_large_gradients_are_those_of_the_rows(mode, dtype, hidden):
+    """From 8 MiB on they go past the caches on x86: by themselves, and as tails."""
+    rows = (8 << 20) // (hidden * dtype.itemsize) + 5
+    case = Case(rows=rows, hidden=hidden).of(dtype)
+    x, residual, weight = (t.requires_grad_() for t in operands(case))
+    dy, d_total, _ = operands(replace(case, seed=1))
+
+    def gradient(part):
+        outputs = fusednorm.fused_add_rms_norm(x[part], residual[part], weight.detach())
+        return torch.autograd.grad(outputs, x, (dy[part], d_total[part]))[0][part]
+
+    whole = gradient(slice(None))
+    for begin in range(0, rows, rows // 3):
+        part = slice(begin, begin + rows // 3)
+        assert torch.equal(gradient(part), whole[part])
+
+
 def test_accuracy_in_bfloat16(mode):
     """Against the formulas in float64, within what the roundings of the specification can add up to."""
     case = Case(rows=64, hidden=2048).of(BF16)
