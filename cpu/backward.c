@@ -30,7 +30,7 @@ static void add(const struct call *call, void *to, const void *from) {
         for (int64_t i = 0; i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
 }
 
-/* The sum of `count` blocks `step` apart from block `first` on, into `sum`; rows of sums after `free` are for its use. */
+/* The sum of `count` blocks `step` apart from block `first` on, into `sum`; `free_rows` are for its use. */
 static void sum_blocks(const struct call *call, int64_t first, int64_t step, int64_t count, char *sum, char *free_rows,
                        void *scratch) {
     if (count == 1) {
@@ -55,9 +55,8 @@ static void run_thread(void *argument, int thread, int threads) {
             sum_blocks(call, s, call->subtrees, call->width / call->subtrees, call->sums + (size_t)s * call->row_bytes,
                        free_rows, scratch);
     } else {
-        int64_t share = call->rows / threads, more = call->rows % threads;
-        int64_t begin = share * thread + (thread < more ? thread : more);
-        call->kernels->backward_rows(&call->job, begin, begin + share + (thread < more), NULL, scratch);
+        int64_t begin = fn_first_row(call->rows, thread, threads), end = fn_first_row(call->rows, thread + 1, threads);
+        call->kernels->backward_rows(&call->job, begin, end, NULL, scratch);
     }
     fn_leave_ieee(state);
 }
@@ -101,11 +100,11 @@ int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_
     call.scratch = call.sums + sums_bytes;
     fn_parallel(run_thread, &call, threads);
     if (dweight) {
+        fn_fp_state state = fn_enter_ieee();
         for (int64_t width = call.subtrees; width > 1; width /= 2)
             for (int64_t s = 0; s < width / 2; s++)
                 if (s + width / 2 < call.blocks)
                     add(&call, call.sums + (size_t)s * call.row_bytes, call.sums + (size_t)(s + width / 2) * call.row_bytes);
-        fn_fp_state state = fn_enter_ieee();
         call.kernels->backward_end(&call.job, call.sums);
         fn_leave_ieee(state);
     }

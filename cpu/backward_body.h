@@ -102,21 +102,20 @@ static void from_float(int kind, const float *from, void *row, int64_t n) {
     else convert(F32, BF16, from, row, n);
 }
 
-#if defined(BF16_BY_PARITY)
-static int gradients_by_parity(const struct fn_backward_job *job) {
-    return job->dy_kind == FN_BF16 && job->h_kind == FN_BF16 && job->dx_kind == FN_BF16 && !job->dresidual &&
-           (!job->d_total || job->d_total_kind == FN_BF16) && (!job->weight || job->weight_kind == FN_BF16);
-}
-#else
-static int gradients_by_parity(const struct fn_backward_job *job) { return (void)job, 0; }
-#endif
-
-/* The kind of all operands, or FN_NONE. */
+/* The kind of all rows, or FN_NONE. */
 static int one_kind(const struct fn_backward_job *job) {
     int kind = job->dy_kind;
-    int same = job->h_kind == kind && job->dx_kind == kind && !job->dresidual &&
+    int same = job->h_kind == kind && (!job->dx || job->dx_kind == kind) && !job->dresidual &&
                (!job->d_total || job->d_total_kind == kind);
     return same ? kind : FN_NONE;
+}
+
+static int gradients_by_parity(const struct fn_backward_job *job) {
+#if defined(BF16_BY_PARITY)
+    return one_kind(job) == FN_BF16 && (!job->weight || job->weight_kind == FN_BF16);
+#else
+    return (void)job, 0;
+#endif
 }
 
 static void backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *partial, void *scratch) {
@@ -131,7 +130,9 @@ static void backward_rows(const struct fn_backward_job *job, int64_t begin, int6
 #if defined(BF16_BY_PARITY)
     if (gradients_by_parity(job)) gradient = gradient_BF16P;
 #endif
-    struct gradient_row row = {.g = job->weight ? g : NULL, .partial = partial, .fresh = 1, .stream = kind && job->stream, .sums = d + padded};
+    struct gradient_row row = {
+        .g = job->weight ? g : NULL, .partial = partial, .fresh = 1, .stream = kind && job->stream, .sums = d + padded,
+    };
     for (int64_t m = begin; m < end; m++, row.fresh = 0) {
         const char *dy_row = job->dy + m * job->dy_stride, *h_row = job->h + m * job->h_stride;
         const char *total_row = job->d_total ? job->d_total + m * job->d_total_stride : NULL;

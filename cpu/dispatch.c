@@ -99,10 +99,7 @@ static void run_on_stack(const struct call *call, int64_t begin, int64_t end) {
 
 static void run_thread(void *argument, int thread, int threads) {
     const struct call *call = argument;
-    /* Whole rows, in order; written so that rows * threads cannot overflow. */
-    int64_t share = call->rows / threads, more = call->rows % threads;
-    int64_t begin = share * thread + (thread < more ? thread : more);
-    int64_t end = begin + share + (thread < more);
+    int64_t begin = fn_first_row(call->rows, thread, threads), end = fn_first_row(call->rows, thread + 1, threads);
     fn_fp_state state = fn_enter_ieee();
     if (call->scratch)
         call->forward_rows(&call->job, begin, end, call->scratch + (size_t)thread * call->scratch_bytes);

@@ -91,6 +91,12 @@ int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */
 int fn_has_sve_bf16(void);
 
+/* Where a thread's share of the rows begins: whole rows, in order; written so that rows * threads cannot overflow. */
+static inline int64_t fn_first_row(int64_t rows, int thread, int threads) {
+    int64_t share = rows / threads, more = rows % threads;
+    return share * thread + (thread < more ? thread : more);
+}
+
 /* threads.c */
 typedef void fn_task(void *argument, int thread, int threads);
 void fn_parallel(fn_task *task, void *argument, int threads);

@@ -93,14 +93,16 @@ static float halve_sums(float *sums, int64_t count) {
     return sums[0];
 }
 
-/*
- * One row's operands. The row that is normalised, h, is residual_out as float; the sum before
- * rounding (without round_sum); or x where there is no residual.
- */
+/* What few calls write besides. */
 struct aside {
     float *h; /* where to keep h, or NULL if the second pass can read it from an operand */
     void *streamed; /* NULL, or where residual_out goes as well, past the caches */
 };
+
+/*
+ * One row's operands. The row that is normalised, h, is residual_out as float; the sum before
+ * rounding (without round_sum); or x where there is no residual.
+ */
 struct row {
     const void *x, *residual;
     void *residual_out;
@@ -195,7 +197,8 @@ struct batch {
     float *kept, *sums; /* scratch: rows of h, or NULL if they are not kept; sums of segments */
     const char *h; /* the rows of h for the second pass */
     int64_t h_stride; /* in bytes */
-    char *streamed; /* NULL, or where rows of residual_out go past the caches, the job's own being scratch then */
+    int stream; /* whether out goes past the caches */
+    char *streamed; /* NULL, or where rows of residual_out go past them too, the job's own being scratch then */
     int64_t streamed_stride;
     float rstd[BATCH]; /* the sums of squares until the first pass is over */
 };
@@ -263,7 +266,7 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, cons
         };
         int64_t i = hidden / UNIT * UNIT;
         if (i < hidden) scale_unit(h, norm, weight, offset, out, &s, i, (int)(hidden - i), 0);
-        if (STREAMS && batch->streamed)
+        if (STREAMS && batch->stream)
             while ((i = u_index(i - UNIT)) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 1);
         else
             while ((i = u_index(i - UNIT)) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 0);
@@ -377,7 +380,9 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
 #endif
     int64_t hidden = job->hidden, room = (hidden + 127) / 128 * 128, rows = FN_SEGMENT / room;
     int64_t padded = (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
-    struct batch batch = {.kept = keep ? scratch : NULL, .sums = (float *)scratch + padded};
+    struct batch batch = {
+        .kept = keep ? scratch : NULL, .sums = (float *)scratch + padded, .stream = STREAMS && job->stream,
+    };
     if (rows < 1) rows = 1;
     for (int64_t m = begin; m < end; m += rows) {
         struct fn_forward_job part = *job;
@@ -385,7 +390,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         part.residual += m * job->residual_stride;
         part.residual_out += m * job->residual_out_stride;
         part.out += m * job->out_stride;
-        if (STREAMS && job->stream) {
+        if (batch.stream && residual) {
             batch.streamed = part.residual_out;
             batch.streamed_stride = job->residual_out_stride;
             part.residual_out = (char *)scratch + job->stream; /* where the second pass finds h */
@@ -400,7 +405,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         batch.h = keep ? scratch : residual ? part.residual_out : part.x;
         scale(&part, &batch);
     }
-    if (batch.streamed) u_stream_end();
+    if (batch.stream) u_stream_end();
 }
 
 #include "backward_body.h"

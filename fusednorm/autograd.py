@@ -33,6 +33,11 @@ class Rstd(torch.autograd.Function):
         return (d_rstd * -(rstd**3) / h.shape[-1]).unsqueeze(-1) * h, None
 
 
+def new_rstd(x: Tensor) -> Tensor:
+    """[...] of the accumulator type for x of [..., N], to be filled by the forward pass."""
+    return x.new_empty(x.shape[:-1], dtype=reference.accumulator(x.dtype))
+
+
 def keep(
     ctx: Any,
     x: Tensor,
@@ -92,7 +97,7 @@ class Normalise(torch.autograd.Function):
         round_norm: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
-        rstd = x.new_empty(x.shape[:-1], dtype=reference.accumulator(x.dtype))
+        rstd = new_rstd(x)
         y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)
         return y, total, rstd
 

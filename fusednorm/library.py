@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.autograd import gradients, keep
-from fusednorm.backends import reference
+from fusednorm.autograd import gradients, keep, new_rstd
 from fusednorm.ops import run
 from fusednorm.registry import Signature, select
 
@@ -30,10 +29,6 @@ SCHEMAS = {
 }
 
 
-def _rstd_for(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=reference.accumulator(x.dtype))
-
-
 def _fused_add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -43,7 +38,7 @@ def _fused_add_rms_norm(
     round_sum: bool,
     round_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = _rstd_for(x)
+    rstd = new_rstd(x)
     y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)
     return y, total, rstd
 
@@ -51,7 +46,7 @@ def _fused_add_rms_norm(
 def _rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_sum: bool, round_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    rstd = _rstd_for(x)
+    rstd = new_rstd(x)
     return run(x, None, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)[0], rstd
 
 
@@ -110,11 +105,11 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _fake_fused_add_rms_norm(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x), _like(residual), _rstd_for(x)
+    return _like(x), _like(residual), new_rstd(x)
 
 
 def _fake_rms_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like(x), _rstd_for(x)
+    return _like(x), new_rstd(x)
 
 
 def _fake_in_place(*_: Any) -> None:

@@ -297,8 +297,8 @@ MUTANTS = (
         ROW,
         "the last thread's rows forgotten",
         "cpu/dispatch.c",
-        "int64_t end = begin + share + (thread < more);",
-        "int64_t end = begin + share;",
+        "end = fn_first_row(call->rows, thread + 1, threads);",
+        "end = begin + call->rows / threads;",
     ),
     Mutant(
         ROW,

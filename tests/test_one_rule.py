@@ -177,3 +177,24 @@ def test_subnormals_survive_a_caller_that_flushes_them(mode):
     run = [sys.executable, "-P", "-c", FLUSH, mode.backend]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert done.stdout.split(maxsplit=1) == ["True", f"[{1 << 20}]\n"]  # 2^-129
+
+
+FLUSH_GRADIENTS = """
+import sys, torch, fusednorm
+torch.set_num_threads(2)  # several sums of blocks of rows, added by the caller
+x, weight = torch.ones(64, 1024), torch.ones(1024, requires_grad=True)
+dy = torch.full_like(x, 2.0**-135)
+with fusednorm.use_backend(sys.argv[1]):
+    y = fusednorm.rms_norm(x, weight, 0.0)
+    torch.set_flush_denormal(True)
+    (dweight,) = torch.autograd.grad(y, weight, dy)
+print(dweight.view(torch.int32).unique().tolist())
+"""
+
+
+def test_subnormal_gradients_survive_a_caller_that_flushes_them(mode):
+    if mode.backend == "reference":
+        pytest.skip("plain torch operations follow torch's setting, as docs/spec.md says")
+    run = [sys.executable, "-P", "-c", FLUSH_GRADIENTS, mode.backend]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout == f"[{1 << 20}]\n"  # 64 times 2^-135
