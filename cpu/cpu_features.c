@@ -55,6 +55,16 @@ int fn_has_avx512(void) {
     return fn_has_avx2() && (leaf7[EBX] & f_dq_bw_vl) == f_dq_bw_vl && (saved_registers() & zmm_state) == zmm_state;
 }
 
+/* AMD's family 0x19 is Zen 3, which has no AVX-512, and Zen 4. */
+int fn_is_zen4(void) {
+    unsigned leaf0[4], leaf1[4];
+    cpuid(0, leaf0);
+    cpuid(1, leaf1);
+    int amd = leaf0[EBX] == 0x68747541 && leaf0[EDX] == 0x69746e65 && leaf0[ECX] == 0x444d4163; /* "AuthenticAMD" */
+    unsigned family = (leaf1[EAX] >> 8 & 0xf) + (leaf1[EAX] >> 20 & 0xff);
+    return amd && family == 0x19 && fn_has_avx512();
+}
+
 #elif defined(FN_AARCH64) && defined(__linux__)
 
 #include <sys/auxv.h>

@@ -22,6 +22,7 @@ static const struct {
 #if defined(FN_X86_64)
     {"avx2", fn_has_avx2, &fn_kernels_avx2},
     {"avx512", fn_has_avx512, &fn_kernels_avx512},
+    {"zen4", fn_is_zen4, &fn_kernels_zen4},
 #elif defined(FN_AARCH64)
     {"neon", always, &fn_kernels_neon},
 #if defined(FN_SVE)

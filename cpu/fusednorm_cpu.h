@@ -80,13 +80,14 @@ struct fn_kernels {
     fn_backward_rows *backward_rows;
     fn_backward_end *backward_end;
 };
-extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512;
+extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512, fn_kernels_zen4;
 extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
 const struct fn_kernels *fn_kernels(void); /* those in use */
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
 int fn_has_avx512(void); /* F, BW, DQ and VL, likewise */
+int fn_is_zen4(void); /* with all of that */
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */
 int fn_has_sve_bf16(void);

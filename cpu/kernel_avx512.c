@@ -27,13 +27,7 @@ FN_INLINE float v_halve(V x) {
 FN_INLINE __mmask16 first16(int n) { return (__mmask16)((1u << n) - 1); }
 FN_INLINE __mmask32 first32(int n) { return (__mmask32)((1ull << n) - 1); }
 
-/*
- * In halves, because Zen 4 reads memory a sixth slower when each line is touched once only: a second
- * access, even a mere prefetch, sets its prefetchers going. In cache this costs nothing measurable.
- */
-FN_INLINE V v_load(const void *p) {
-    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_loadu_ps((const float *)p + 8), 1);
-}
+FN_INLINE V v_load(const void *p) { return _mm512_loadu_ps(p); }
 FN_INLINE V v_load_n(const void *p, int n) { return _mm512_maskz_loadu_ps(first16(n), p); }
 FN_INLINE void v_store(void *p, V x) { _mm512_storeu_ps(p, x); }
 FN_INLINE void v_store_n(void *p, int n, V x) { _mm512_mask_storeu_ps(p, first16(n), x); }
@@ -90,6 +84,15 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     lower = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(1), 0xf8); /* lower | (upper & 1) */
     __mmask32 up = _mm512_cmpgt_epu16_mask(lower, _mm512_set1_epi16(-0x8000));
     return _mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1));
+}
+
+/*
+ * In halves, because Zen 4 reads memory a sixth slower when a loop touches each line once: a second
+ * access, even a mere prefetch, sets its prefetchers going.
+ */
+#define READS 1
+FN_INLINE V v_read(const void *p) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_loadu_ps((const float *)p + 8), 1);
 }
 
 #define STREAMS 1

@@ -13,6 +13,10 @@
  *                              results of u_add and u_mul are ever rounded (here and by u_round)
  *   u_halve                    v[:n/2] + v[n/2:] until one value is left
  *
+ * and, where memory wants to be read otherwise than the caches, READS and
+ *
+ *   u_read                     u_load, for what no cache holds yet
+ *
  * and, where u_load and u_store know the kind BF16P, BF16_BY_PARITY; and, where an ordinary store would
  * first read the line that it overwrites, STREAMS and
  *
@@ -38,6 +42,10 @@
 #pragma STDC FP_CONTRACT OFF
 #elif defined(_MSC_VER)
 #pragma fp_contract(off)
+#endif
+
+#if !defined(READS)
+#define u_read u_load
 #endif
 
 #if !defined(STREAMS)
@@ -111,9 +119,9 @@ struct row {
 };
 
 FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *row, int64_t i, int n) {
-    U h = u_load(x, row->x, i, n);
+    U h = u_read(x, row->x, i, n);
     if (residual != NONE) {
-        h = u_add(h, u_load(residual, row->residual, i, n));
+        h = u_add(h, u_read(residual, row->residual, i, n));
         U rounded = u_store(residual, row->residual_out, i, n, h);
         if (STREAMS && row->aside && row->aside->streamed) u_stream(residual, row->aside->streamed, i, n, h);
         if (round_sum) h = rounded;
@@ -181,6 +189,7 @@ FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const stru
     if (n <= 2 * UNIT) return u_halve(x == BF16P, u_add(SQUARE(0), SQUARE(1)));
     if (n <= 4 * UNIT)
         return u_halve(x == BF16P, u_add(u_add(SQUARE(0), SQUARE(2)), u_add(SQUARE(1), SQUARE(3))));
+    if (n <= 8 * UNIT) return u_halve(x == BF16P, SUM_OF_EIGHT(SQUARE, 1));
     _Alignas(64) float squares[FN_SEGMENT];
     int64_t done = 0, width = UNIT;
     while (width < n) width *= 2;

@@ -18,6 +18,10 @@
  *   f16_load bf16_load         widen LANES values
  *   f16_store bf16_store       round, store, and return what was stored
  *
+ * and, where memory wants to be read otherwise than the caches, READS and
+ *
+ *   v_read                     v_load, for what no cache holds yet
+ *
  * and, where an ordinary store would first read the line that it overwrites, STREAMS, u_stream_end, and
  *
  *   v_stream h2_stream         store past the caches, aligned
@@ -74,6 +78,13 @@ FN_INLINE U u_load(int kind, const void *row, int64_t i, int n) {
 #endif
     return widen(kind, n == UNIT ? h2_load(p) : h2_load_n(p, n));
 }
+
+#if defined(READS)
+FN_INLINE U u_read(int kind, const void *row, int64_t i, int n) {
+    const float *p = (const float *)row + i;
+    return kind == F32 && n == UNIT ? (U){v_read(p), v_read(p + LANES)} : u_load(kind, row, i, n);
+}
+#endif
 
 FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
     if (kind == F32) {

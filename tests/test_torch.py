@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -84,7 +85,7 @@ def test_compiled_and_eager_are_the_same_bits(dtype):
 
 def test_rows_do_not_recompile():
     """One graph for the first number of rows, and one for all others."""
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(lambda x, w: fused_add_rms_norm(x, x, w), backend=counter, fullgraph=True)
     for rows in (3, 5, 7, 100, 64):
         x, w = torch.ones(rows, 16), torch.ones(16)
