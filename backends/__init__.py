@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fusednorm.registry import BackendInfo
 
-#: The backends of this version, each the module of that name in this folder, the preferred ones first.
-NAMES = ("cpu", "reference")
+#: The backends of this version, the preferred ones first.
+NAMES = ("cpu", "triton", "triton_cpu", "reference")
+
+#: The module in this folder that a backend is, where it is not of the backend's name.
+MODULES = {"triton": "triton_gpu"}
 
 #: Names kept for backends of fusednorm that this version does not contain, and what each will be.
-RESERVED = {
-    "cuda": "CUDA C++ kernels for NVIDIA GPUs",
-    "triton": "Triton kernels for GPUs",
-    "triton_cpu": "Triton kernels for CPUs",
-}
+RESERVED = {"cuda": "CUDA C++ kernels for NVIDIA GPUs"}
 
 
 class _Backends(ModuleType):

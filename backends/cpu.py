@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference
-from fusednorm.layout import row_stride
+from fusednorm.layout import rows_of
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
@@ -188,9 +188,9 @@ def backward(
     need_residual, need_weight = need_residual and residual_dtype is not None, need_weight and weight is not None
     if rows == 0 or not (need_x or need_residual or need_weight):
         return reference.backward(dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs)
-    dy, dy_stride = _rows(dy)
-    h, h_stride = _rows(h)
-    d_total, d_total_stride = (None, 0) if d_residual_out is None else _rows(d_residual_out)
+    dy, dy_stride = rows_of(dy)
+    h, h_stride = rows_of(h)
+    d_total, d_total_stride = (None, 0) if d_residual_out is None else rows_of(d_residual_out)
     if weight is not None:
         weight = weight.contiguous()
     # Of one dtype they are one tensor.
@@ -215,9 +215,3 @@ def backward(
     if failed:
         raise MemoryError(f"fusednorm found no memory for gradients of {hidden_size} elements")
     return dx if need_x else None, (dresidual if apart else dx) if need_residual else None, dweight
-
-
-def _rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor, or a copy of it, whose rows are one stride apart; and that stride."""
-    stride = row_stride(tensor)
-    return (tensor.resolve_neg().contiguous(), tensor.shape[-1]) if stride is None else (tensor, stride)

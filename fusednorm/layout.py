@@ -31,6 +31,12 @@ def row_stride(tensor: Tensor) -> int | None:
     return hidden if stride is None else stride
 
 
+def rows_of(tensor: Tensor) -> tuple[Tensor, int]:
+    """The tensor, or a copy of it, whose rows are one stride apart; and that stride."""
+    stride = row_stride(tensor)
+    return (tensor.resolve_neg().contiguous(), tensor.shape[-1]) if stride is None else (tensor, stride)
+
+
 def share_memory(
     a: Tensor, a_stride: int, a_rows: int, b: Tensor, b_stride: int, b_rows: int, hidden_size: int
 ) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fusednorm.backends import NAMES, RESERVED
+from fusednorm.backends import MODULES, NAMES, RESERVED
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"
@@ -172,7 +172,7 @@ def known() -> list[str]:
 def load(name: str) -> Backend:
     """The backend of that name, imported now if it was not before."""
     if name in NAMES:
-        return cast(Backend, importlib.import_module(f"fusednorm.backends.{name}"))
+        return cast(Backend, importlib.import_module(f"fusednorm.backends.{MODULES.get(name, name)}"))
     if name not in _registered:
         _register(name, _plug_ins()[name].load())
     return _registered[name]
@@ -301,14 +301,16 @@ class Explanation:
     def warn(self) -> None:
         """Warns where the choice fell to the reference although a backend for this device exists."""
         device = self.signature.device.type
-        for name, reasons in self.passed_over.items():
-            if not self.order and self.backend == "reference" and device in load(name).DEVICES:
-                warnings.warn(
-                    f"fusednorm runs on {device} through its reference, which is slow, because the backend {name!r} "
-                    f"cannot be used: {'; '.join(reasons)}",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
+        if self.order or self.backend != "reference":
+            return
+        meant = [name for name in self.passed_over if name not in RESERVED and device in load(name).DEVICES]
+        if meant:
+            warnings.warn(
+                f"fusednorm runs on {device} through its reference, which is slow, because the backend {meant[0]!r} "
+                f"cannot be used: {'; '.join(self.passed_over[meant[0]])}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.plan}", f"  for {self.signature}"]

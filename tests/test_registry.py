@@ -52,7 +52,7 @@ def plug_in(monkeypatch, name, load):
 
 def test_the_list():
     infos = {info.name: info for info in fusednorm.backends()}
-    assert list(infos) == ["cpu", "reference", "cuda", "triton", "triton_cpu"]
+    assert list(infos) == ["cpu", "triton", "triton_cpu", "reference", "cuda"]
     assert infos["reference"].available
     assert not infos["cuda"].available
     assert "this version" in infos["cuda"].reasons[0]
@@ -84,7 +84,7 @@ def test_an_order_is_obeyed():
 
 @pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", "CPU"])
 def test_unknown_names_raise_and_list_the_valid_ones(names):
-    with pytest.raises(BackendError, match="cpu, reference, cuda, triton, triton_cpu"):
+    with pytest.raises(BackendError, match="cpu, triton, triton_cpu, reference, cuda"):
         fusednorm.use_backend(names)
 
 
@@ -153,7 +153,7 @@ def test_automatic_choice_prefers_ours_then_plug_ins_then_the_reference(monkeypa
     assert fusednorm.explain(X).backend == "cpu"
     elsewhere = fusednorm.explain(X.to("meta"))
     assert elsewhere.backend == "theirs"
-    assert list(elsewhere.passed_over) == ["cpu"]
+    assert list(elsewhere.passed_over) == ["cpu", "triton", "triton_cpu"]
     assert "on meta" in elsewhere.passed_over["cpu"][0]
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
     monkeypatch.setattr(registry, "_registered", {})
@@ -239,7 +239,7 @@ def test_the_environment_orders():
     [
         (
             "nonsense",
-            "FUSEDNORM_BACKEND names the backend 'nonsense', which does not exist; the names are cpu, reference",
+            "FUSEDNORM_BACKEND names the backend 'nonsense', which does not exist; the names are cpu, triton",
         ),
         ("cuda", "cuda: this version of fusednorm does not contain it yet"),
     ],

@@ -1,0 +1,680 @@
+"""The Triton kernels: first what all share, then those for GPUs, then those with small tiles for CPUs.
+
+Every operation here is rounded once: kernels are compiled with ``enable_fp_fusion=False``, quotients and roots are the
+``_rn`` ones, and a sum adds two numbers at a time. ``A`` is the accumulator type, float32 or float64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widened(value, A: tl.constexpr):
+    """Stored values as ``A``. A 16-bit integer holds the bits of a bfloat16."""
+    if value.dtype == tl.uint16:
+        value = (value.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value.to(A)
+
+
+@triton.jit
+def rounded_to_odd(value):
+    """Float64 as float32, the last bit set where anything was lost: then rounding once more to 16 bits rounds once."""
+    nearest = value.to(tl.float32)
+    back = nearest.to(tl.float64)
+    bits = nearest.to(tl.int32, bitcast=True)
+    bits = tl.where(tl.abs(back) > tl.abs(value), bits - 1, bits)
+    bits = tl.where(back == value, bits, bits | 1)
+    return tl.where(value != value, nearest, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def narrowed(value, TYPE: tl.constexpr):
+    """Values as they are stored, rounded to nearest even once.
+
+    To bfloat16 in integers where a pointer to 16-bit integers asks for it: Triton's own conversion truncates in its
+    interpreter and on some CPUs.
+    """
+    if value.dtype == tl.float64 and TYPE.primitive_bitwidth == 16:
+        value = rounded_to_odd(value)
+    if TYPE == tl.uint16:
+        bits = value.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        value = tl.where(value != value, 0x7FC0, nearest)
+    return value.to(TYPE)
+
+
+@triton.jit
+def halved_first(value):
+    """Sums the first of three dimensions, a power of two, like :func:`halved`: [n, k, m] to [k, m]."""
+    for _ in tl.static_range(20):
+        if value.shape[0] > 1:
+            value = tl.sum(tl.reshape(value, (2, value.shape[0] // 2, value.shape[1], value.shape[2])), axis=0)
+    return tl.reshape(value, (value.shape[1], value.shape[2]))
+
+
+@triton.jit
+def halved(value):
+    """Sums the last dimension of [k, n], n a power of two, by ``v = v[:n/2] + v[n/2:]`` until one is left: [k]."""
+    for _ in tl.static_range(20):
+        if value.shape[1] > 1:
+            value = tl.sum(tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2)), axis=1)
+    return tl.reshape(value, (value.shape[0],))
+
+
+@triton.jit
+def quotient(a, b, A: tl.constexpr):
+    """``a / b``, correctly rounded; Triton's ``/`` is so only in float64."""
+    if A == tl.float64:
+        return a / b
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def reciprocal_root(sum_of_squares, hidden_size, eps, A: tl.constexpr):
+    """``1 / sqrt(mean(h^2) + eps)``."""
+    n = tl.full(sum_of_squares.shape, hidden_size, A)
+    mean = quotient(sum_of_squares, n, A) + tl.full(sum_of_squares.shape, eps, A)
+    root = tl.sqrt(mean) if A == tl.float64 else tl.sqrt_rn(mean)
+    return quotient(tl.full(mean.shape, 1, A), root, A)
+
+
+@triton.jit
+def gain(g, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
+    """The weight plus its offset."""
+    if OFFSET:
+        g = g + tl.full(g.shape, weight_offset, A)
+    return g
+
+
+@triton.jit
+def normalised(h, rstd, g, X_TYPE: tl.constexpr, ROUND_NORM: tl.constexpr, A: tl.constexpr):
+    """``h * rstd``, rounded to x's type if asked to, times the gain if there is one."""
+    n = h * rstd
+    if ROUND_NORM:
+        n = widened(narrowed(n, X_TYPE), A)
+    if g is not None:
+        n = n * g
+    return n
+
+
+# For GPUs. A tile has the shape [DEPTH, ROWS * SEGMENTS, WIDTH]: (d, s, w) is element 1024 * segment + WIDTH * d + w of
+# its row, so that a warp's load is contiguous and most of the tree joins elements of one thread. Segments have
+# DEPTH * WIDTH elements, 1024 unless the row is shorter.
+
+
+@triton.jit
+def columns_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Where in its row each element of a tile lies."""
+    depth, width = tl.arange(0, DEPTH)[:, None, None], tl.arange(0, WIDTH)[None, None, :]
+    segment = (tl.arange(0, ROWS * SEGMENTS) % SEGMENTS)[None, :, None]
+    return segment * (DEPTH * WIDTH) + depth * WIDTH + width
+
+
+@triton.jit
+def sums_of_segments(tile):
+    """The halving sum of each segment of a tile: [ROWS * SEGMENTS]."""
+    return halved(halved_first(tile))
+
+
+@triton.jit
+def per_segment(value, SEGMENTS: tl.constexpr):
+    """One value per row, [ROWS], for each element of a tile."""
+    value = tl.broadcast_to(value[:, None], (value.shape[0], SEGMENTS))
+    return tl.reshape(value, (1, value.shape[0] * SEGMENTS, 1))
+
+
+@triton.jit
+def stored(pointers, inside):
+    """What lies there, and 0 outside; ``inside`` may be None: everywhere."""
+    if inside is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def loaded(pointers, inside, A: tl.constexpr):
+    """What lies there as ``A``."""
+    return widened(stored(pointers, inside), A)
+
+
+@triton.jit
+def added(x_rows, residual_rows, residual_out_rows, column, inside, ROUND_SUM: tl.constexpr, A: tl.constexpr):
+    """The row that is normalised; stores the sum, unless there is nowhere to."""
+    h = loaded(x_rows + column, inside, A)
+    if residual_rows is not None:
+        h = h + loaded(residual_rows + column, inside, A)
+        if residual_out_rows is not None:
+            total = narrowed(h, residual_out_rows.dtype.element_ty)
+            tl.store(residual_out_rows + column, total, mask=inside)
+            if ROUND_SUM:
+                h = widened(total, A)
+    return h
+
+
+@triton.jit
+def gain_at(weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
+    """The gain, or None without a weight."""
+    if weight is None:
+        return None
+    else:
+        return gain(loaded(weight + column, inside, A), weight_offset, OFFSET, A)
+
+
+@triton.jit
+def forward_tile(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    rstd,
+    x_stride,
+    residual_stride,
+    out_stride,
+    residual_out_stride,
+    rows,
+    eps,
+    weight_offset,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_SUM: tl.constexpr,
+    ROUND_NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """ROWS whole rows per program, each kept in registers."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = (first + tl.arange(0, ROWS * SEGMENTS) // SEGMENTS)[None, :, None]
+    column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
+    inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
+    inside = inside_rows(inside_row, row, rows, ROWS)
+    residual_rows = None if residual is None else residual + row * residual_stride
+    residual_out_rows = None if residual is None else residual_out + row * residual_out_stride
+    h = added(x + row * x_stride, residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
+    g = gain_at(weight, column, inside_row, weight_offset, OFFSET, A)  # now, so that it is there when the sum is
+    sums = tl.reshape(sums_of_segments(h * h), (ROWS, SEGMENTS))
+    root = reciprocal_root(halved(sums), N, eps, A)
+    if rstd is not None:
+        row_of_root = first + tl.arange(0, ROWS)
+        tl.store(rstd + row_of_root, root, mask=row_of_root < rows)
+    y = normalised(h, per_segment(root, SEGMENTS), g, x.dtype.element_ty, ROUND_NORM, A)
+    tl.store(out + row * out_stride + column, narrowed(y, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def inside_rows(inside_row, row, rows, ROWS: tl.constexpr):
+    """Which elements of a tile exist; None: all."""
+    if ROWS == 1:
+        return inside_row
+    elif inside_row is None:
+        return row < rows
+    else:
+        return inside_row & (row < rows)
+
+
+@triton.jit
+def inside_tile(column, N: tl.constexpr, TILE: tl.constexpr):
+    """Which elements of a row's tile exist; None: all."""
+    if N % TILE == 0:
+        return None
+    else:
+        return column < N
+
+
+@triton.jit
+def forward_wide(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    rstd,
+    x_stride,
+    residual_stride,
+    out_stride,
+    residual_out_stride,
+    rows,
+    eps,
+    weight_offset,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_SUM: tl.constexpr,
+    ROUND_NORM: tl.constexpr,
+    KEPT: tl.constexpr,
+    TILES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One row per program, tile by tile, twice. KEPT: the second pass finds the row in residual_out, or in x."""
+    TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    x_row, out_row = x + row * x_stride, out + row * out_stride
+    residual_row = None if residual is None else residual + row * residual_stride
+    residual_out_row = None if residual is None else residual_out + row * residual_out_stride
+    column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
+    index = tl.arange(0, TILES)[:, None]
+    sums = tl.zeros((TILES, SEGMENTS), A)
+    for tile in range(tl.cdiv(N, TILE)):
+        at = tile * TILE + column
+        inside = inside_tile(at, N, TILE)
+        h = added(x_row, residual_row, residual_out_row if KEPT else None, at, inside, ROUND_SUM, A)
+        sums = tl.where(index == tile, sums_of_segments(h * h)[None, :], sums)
+    root = reciprocal_root(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
+    if rstd is not None:
+        tl.store(rstd + row + tl.arange(0, 1), root)
+    root = tl.reshape(root, (1, 1, 1))
+    if KEPT and residual is not None:
+        tl.debug_barrier()  # another thread may have stored what this one reads
+    for tile in range(tl.cdiv(N, TILE)):
+        at = tile * TILE + column
+        inside = inside_tile(at, N, TILE)
+        if KEPT:
+            h = loaded((x_row if residual is None else residual_out_row) + at, inside, A)
+        else:
+            h = added(x_row, residual_row, residual_out_row, at, inside, ROUND_SUM, A)
+        g = gain_at(weight, at, inside, weight_offset, OFFSET, A)
+        y = normalised(h, root, g, x.dtype.element_ty, ROUND_NORM, A)
+        tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weighted(dy, g):
+    """The gradient of the normalised row."""
+    return dy if g is None else dy * g
+
+
+@triton.jit
+def products(wdy, xhat, inside):
+    """The products whose sum a gradient needs; +0 outside, also where 0 times an infinite root is not."""
+    product = wdy * xhat
+    if inside is not None:
+        product = tl.where(inside, product, 0)
+    return product
+
+
+@triton.jit
+def stored_gradients(d, dx_rows, dresidual_rows, column, inside):
+    """Stores the gradient in the types asked for."""
+    if dx_rows is not None:
+        tl.store(dx_rows + column, narrowed(d, dx_rows.dtype.element_ty), mask=inside)
+    if dresidual_rows is not None:
+        tl.store(dresidual_rows + column, narrowed(d, dresidual_rows.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_tile(
+    dy,
+    d_total,
+    h,
+    rstd,
+    weight,
+    dx,
+    dresidual,
+    dy_stride,
+    d_total_stride,
+    h_stride,
+    rows,
+    weight_offset,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The gradients of ROWS rows per program."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = (first + tl.arange(0, ROWS * SEGMENTS) // SEGMENTS)[None, :, None]
+    column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
+    inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
+    inside = inside_rows(inside_row, row, rows, ROWS)
+    wdy = weighted(
+        loaded(dy + row * dy_stride + column, inside, A), gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
+    )
+    row_of_root = first + tl.arange(0, ROWS)
+    root = per_segment(tl.load(rstd + row_of_root, mask=row_of_root < rows, other=0), SEGMENTS)
+    xhat = loaded(h + row * h_stride + column, inside, A) * root
+    sums = halved(tl.reshape(sums_of_segments(products(wdy, xhat, inside)), (ROWS, SEGMENTS)))
+    c = per_segment(quotient(sums, tl.full((ROWS,), N, A), A), SEGMENTS)
+    d = (wdy - xhat * c) * root
+    if d_total is not None:
+        d = d + loaded(d_total + row * d_total_stride + column, inside, A)
+    dx_rows = None if dx is None else dx + row * N
+    dresidual_rows = None if dresidual is None else dresidual + row * N
+    stored_gradients(d, dx_rows, dresidual_rows, column, inside)
+
+
+@triton.jit
+def backward_blocks(
+    dy,
+    d_total,
+    h,
+    rstd,
+    weight,
+    dx,
+    dresidual,
+    partial,
+    dy_stride,
+    d_total_stride,
+    h_stride,
+    rows,
+    block,
+    weight_offset,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The gradients of a block of rows per program, one row after the other, and the block's share of the weight's."""
+    column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
+    inside = None if N == SEGMENTS * DEPTH * WIDTH else column < N
+    g = gain_at(weight, column, inside, weight_offset, OFFSET, A)
+    total = tl.zeros((DEPTH, SEGMENTS, WIDTH), A)
+    begin = tl.program_id(0).to(tl.int64) * block
+    last = tl.minimum(begin + block, rows) - 1
+    dy_next, h_next = stored(dy + begin * dy_stride + column, inside), stored(h + begin * h_stride + column, inside)
+    root_next = tl.load(rstd + begin + tl.arange(0, 1))
+    for row in range(begin, last + 1):
+        dy_row, h_row, root = widened(dy_next, A), widened(h_next, A), tl.reshape(root_next, (1, 1, 1))
+        following = tl.minimum(row + 1, last)  # on its way while this row is worked on
+        dy_next = stored(dy + following * dy_stride + column, inside)
+        h_next = stored(h + following * h_stride + column, inside)
+        root_next = tl.load(rstd + following + tl.arange(0, 1))
+        xhat = h_row * root
+        total = total + dy_row * xhat
+        wdy = weighted(dy_row, g)
+        sums = halved(tl.reshape(sums_of_segments(products(wdy, xhat, inside)), (1, SEGMENTS)))
+        c = tl.reshape(quotient(sums, tl.full((1,), N, A), A), (1, 1, 1))
+        d = (wdy - xhat * c) * root
+        if d_total is not None:
+            d = d + loaded(d_total + row * d_total_stride + column, inside, A)
+        dx_row = None if dx is None else dx + row * N
+        dresidual_row = None if dresidual is None else dresidual + row * N
+        stored_gradients(d, dx_row, dresidual_row, column, inside)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * N + column, total, mask=inside)
+
+
+@triton.jit
+def backward_wide(
+    dy,
+    d_total,
+    h,
+    rstd,
+    weight,
+    dx,
+    dresidual,
+    dy_stride,
+    d_total_stride,
+    h_stride,
+    rows,
+    weight_offset,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TILES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The gradients of one row per program, tile by tile, twice."""
+    TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    dy_row, h_row = dy + row * dy_stride, h + row * h_stride
+    root = tl.reshape(tl.load(rstd + row + tl.arange(0, 1)), (1, 1, 1))
+    column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
+    index = tl.arange(0, TILES)[:, None]
+    sums = tl.zeros((TILES, SEGMENTS), A)
+    for tile in range(tl.cdiv(N, TILE)):
+        at = tile * TILE + column
+        inside = inside_tile(at, N, TILE)
+        wdy = weighted(loaded(dy_row + at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+        product = products(wdy, loaded(h_row + at, inside, A) * root, inside)
+        sums = tl.where(index == tile, sums_of_segments(product)[None, :], sums)
+    total = halved(tl.reshape(sums, (1, TILES * SEGMENTS)))
+    c = tl.reshape(quotient(total, tl.full((1,), N, A), A), (1, 1, 1))
+    for tile in range(tl.cdiv(N, TILE)):
+        at = tile * TILE + column
+        inside = inside_tile(at, N, TILE)
+        wdy = weighted(loaded(dy_row + at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+        d = (wdy - (loaded(h_row + at, inside, A) * root) * c) * root
+        if d_total is not None:
+            d = d + loaded(d_total + row * d_total_stride + at, inside, A)
+        dx_row = None if dx is None else dx + row * N
+        dresidual_row = None if dresidual is None else dresidual + row * N
+        stored_gradients(d, dx_row, dresidual_row, at, inside)
+
+
+@triton.jit
+def share_of_row(dy, h, rstd, row, dy_stride, h_stride, column, inside, A: tl.constexpr):
+    """What a row adds to the weight's gradient."""
+    xhat = loaded(h + row * h_stride + column, inside, A) * tl.load(rstd + row)
+    return loaded(dy + row * dy_stride + column, inside, A) * xhat
+
+
+@triton.jit
+def weight_blocks(
+    dy,
+    h,
+    rstd,
+    partial,
+    dy_stride,
+    h_stride,
+    rows,
+    block,
+    hidden_size,
+    A: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A block's share of the weight's gradient, TILE columns per program; AT_ONCE rows are on their way at a time."""
+    tiles = tl.cdiv(hidden_size, TILE)
+    begin = (tl.program_id(0) // tiles).to(tl.int64) * block
+    column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    inside = column < hidden_size
+    end = tl.minimum(begin + block, rows)
+    rest = begin + (end - begin) // AT_ONCE * AT_ONCE
+    total = tl.zeros((TILE,), A)
+    for first in range(begin, rest, AT_ONCE):
+        for k in tl.static_range(AT_ONCE):
+            total = total + share_of_row(dy, h, rstd, first + k, dy_stride, h_stride, column, inside, A)
+    for row in range(rest, end):
+        total = total + share_of_row(dy, h, rstd, row, dy_stride, h_stride, column, inside, A)
+    at = (tl.program_id(0) // tiles).to(tl.int64) * hidden_size + column
+    tl.store(partial + at, total, mask=inside)
+
+
+@triton.jit
+def add_blocks(partial, dweight, blocks, N: tl.constexpr, A: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """The weight's gradient, TILE columns per program: the blocks' shares added up by halving."""
+    block = tl.arange(0, BLOCKS)[:, None, None]
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = (block < blocks) & (column < N)[None, None, :]
+    shares = tl.load(partial + block.to(tl.int64) * N + column[None, None, :], mask=inside, other=0)
+    total = tl.reshape(halved_first(shares), (TILE,))
+    tl.store(dweight + column, narrowed(total, dweight.dtype.element_ty), mask=column < N)
+
+
+# For CPUs: one row per program in tiles of TILE elements, which compile in a tenth of a second and fit its registers.
+# Rows may have any length: only the number of segments' sums, a power of two, is compiled in.
+
+
+@triton.jit
+def halved_vector(value):
+    """Sums [n], n a power of two, by ``v = v[:n/2] + v[n/2:]`` until one is left: [1]."""
+    for _ in tl.static_range(20):
+        if value.shape[0] > 1:
+            value = tl.sum(tl.reshape(value, (2, value.shape[0] // 2)), axis=0)
+    return value
+
+
+@triton.jit
+def added_square(
+    x_row,
+    residual_row,
+    residual_out_row,
+    at,
+    hidden_size,
+    ROUND_SUM: tl.constexpr,
+    A: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The squares of the TILE elements from ``at`` on."""
+    column = at + tl.arange(0, TILE)
+    h = added(x_row, residual_row, residual_out_row, column, column < hidden_size, ROUND_SUM, A)
+    return h * h
+
+
+@triton.jit
+def forward_small(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    rstd,
+    x_stride,
+    residual_stride,
+    out_stride,
+    residual_out_stride,
+    hidden_size,
+    eps,
+    weight_offset,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_SUM: tl.constexpr,
+    ROUND_NORM: tl.constexpr,
+    KEPT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One row per program. KEPT: the second pass finds the row in residual_out, or in x."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row, out_row = x + row * x_stride, out + row * out_stride
+    residual_row = None if residual is None else residual + row * residual_stride
+    residual_out_row = None if residual is None else residual_out + row * residual_out_stride
+    kept_row = residual_out_row if KEPT else None
+    index = tl.arange(0, SEGMENTS)
+    sums = tl.zeros((SEGMENTS,), A)
+    for segment in range(tl.cdiv(hidden_size, 8 * TILE)):
+        at = segment * (8 * TILE)
+        s0 = added_square(x_row, residual_row, kept_row, at, hidden_size, ROUND_SUM, A, TILE)
+        s1 = added_square(x_row, residual_row, kept_row, at + TILE, hidden_size, ROUND_SUM, A, TILE)
+        s2 = added_square(x_row, residual_row, kept_row, at + 2 * TILE, hidden_size, ROUND_SUM, A, TILE)
+        s3 = added_square(x_row, residual_row, kept_row, at + 3 * TILE, hidden_size, ROUND_SUM, A, TILE)
+        s0 = s0 + added_square(x_row, residual_row, kept_row, at + 4 * TILE, hidden_size, ROUND_SUM, A, TILE)
+        s1 = s1 + added_square(x_row, residual_row, kept_row, at + 5 * TILE, hidden_size, ROUND_SUM, A, TILE)
+        s2 = s2 + added_square(x_row, residual_row, kept_row, at + 6 * TILE, hidden_size, ROUND_SUM, A, TILE)
+        s3 = s3 + added_square(x_row, residual_row, kept_row, at + 7 * TILE, hidden_size, ROUND_SUM, A, TILE)
+        sums = tl.where(index == segment, halved_vector((s0 + s2) + (s1 + s3)), sums)
+    root = reciprocal_root(halved_vector(sums), hidden_size, eps, A)
+    if rstd is not None:
+        tl.store(rstd + row + tl.arange(0, 1), root)
+    for at in range(0, hidden_size, TILE):
+        column = at + tl.arange(0, TILE)
+        inside = column < hidden_size
+        if KEPT:
+            h = loaded((x_row if residual is None else residual_out_row) + column, inside, A)
+        else:
+            h = added(x_row, residual_row, residual_out_row, column, inside, ROUND_SUM, A)
+        g = gain_at(weight, column, inside, weight_offset, OFFSET, A)
+        y = normalised(h, root, g, x.dtype.element_ty, ROUND_NORM, A)
+        tl.store(out_row + column, narrowed(y, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def products_of_tile(
+    dy_row,
+    h_row,
+    root,
+    weight,
+    at,
+    hidden_size,
+    weight_offset,
+    OFFSET: tl.constexpr,
+    A: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The products whose sum the gradient needs, of the TILE elements from ``at`` on."""
+    column = at + tl.arange(0, TILE)
+    inside = column < hidden_size
+    wdy = weighted(loaded(dy_row + column, inside, A), gain_at(weight, column, inside, weight_offset, OFFSET, A))
+    return products(wdy, loaded(h_row + column, inside, A) * root, inside)
+
+
+@triton.jit
+def backward_small(
+    dy,
+    d_total,
+    h,
+    rstd,
+    weight,
+    dx,
+    dresidual,
+    dy_stride,
+    d_total_stride,
+    h_stride,
+    hidden_size,
+    weight_offset,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The gradients of one row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    dy_row, h_row = dy + row * dy_stride, h + row * h_stride
+    root = tl.load(rstd + row + tl.arange(0, 1))
+    index = tl.arange(0, SEGMENTS)
+    sums = tl.zeros((SEGMENTS,), A)
+    for segment in range(tl.cdiv(hidden_size, 8 * TILE)):
+        at = segment * (8 * TILE)
+        s0 = products_of_tile(dy_row, h_row, root, weight, at, hidden_size, weight_offset, OFFSET, A, TILE)
+        s1 = products_of_tile(dy_row, h_row, root, weight, at + TILE, hidden_size, weight_offset, OFFSET, A, TILE)
+        s2 = products_of_tile(dy_row, h_row, root, weight, at + 2 * TILE, hidden_size, weight_offset, OFFSET, A, TILE)
+        s3 = products_of_tile(dy_row, h_row, root, weight, at + 3 * TILE, hidden_size, weight_offset, OFFSET, A, TILE)
+        s0 += products_of_tile(dy_row, h_row, root, weight, at + 4 * TILE, hidden_size, weight_offset, OFFSET, A, TILE)
+        s1 += products_of_tile(dy_row, h_row, root, weight, at + 5 * TILE, hidden_size, weight_offset, OFFSET, A, TILE)
+        s2 += products_of_tile(dy_row, h_row, root, weight, at + 6 * TILE, hidden_size, weight_offset, OFFSET, A, TILE)
+        s3 += products_of_tile(dy_row, h_row, root, weight, at + 7 * TILE, hidden_size, weight_offset, OFFSET, A, TILE)
+        sums = tl.where(index == segment, halved_vector((s0 + s2) + (s1 + s3)), sums)
+    c = quotient(halved_vector(sums), tl.full((1,), hidden_size, A), A)
+    for at in range(0, hidden_size, TILE):
+        column = at + tl.arange(0, TILE)
+        inside = column < hidden_size
+        wdy = weighted(loaded(dy_row + column, inside, A), gain_at(weight, column, inside, weight_offset, OFFSET, A))
+        d = (wdy - (loaded(h_row + column, inside, A) * root) * c) * root
+        if d_total is not None:
+            d = d + loaded(d_total + row * d_total_stride + column, inside, A)
+        dx_row = None if dx is None else dx + row * hidden_size
+        dresidual_row = None if dresidual is None else dresidual + row * hidden_size
+        stored_gradients(d, dx_row, dresidual_row, column, inside)
+
+
+@triton.jit
+def add_blocks_small(partial, dweight, blocks, half, hidden_size, A: tl.constexpr, TILE: tl.constexpr):
+    """The weight's gradient, TILE columns per program: the blocks' shares added up by halving, where they lie.
+
+    ``half`` is half of the number of blocks rounded up to a power of two.
+    """
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = column < hidden_size
+    while half > 0:
+        for k in range(tl.minimum(half, blocks - half)):
+            to, other = partial + k * hidden_size + column, partial + (k + half) * hidden_size + column
+            total = tl.load(to, mask=inside, other=0) + tl.load(other, mask=inside, other=0)
+            tl.store(to, total, mask=inside)
+        half = half // 2
+    total = tl.load(partial + column, mask=inside, other=0)
+    tl.store(dweight + column, narrowed(total, dweight.dtype.element_ty), mask=inside)
