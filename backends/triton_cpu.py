@@ -143,7 +143,7 @@ def _prewarm() -> None:
     try:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for residual in (dtype, None):
-                triton_host.Launch(forward_variant(dtype, residual, dtype, dtype, False, 1, False, True, False))
+                _host.way(forward_variant(dtype, residual, dtype, dtype, False, 1, False, True, False), None)
     except Exception as error:
         logging.getLogger("fusednorm").warning("fusednorm could not prewarm its Triton kernels: %s", error)
 

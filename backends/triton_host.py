@@ -7,6 +7,7 @@ compiled explicitly for the types, the alignment and the constants of a kind of 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").strip().lower() in ("1", "
 
 #: The longest rows: the sums of their segments have to fit a tensor of Triton's.
 LONGEST = 2**30
+
+#: The interpreter knows one program at a time.
+_INTERPRETER = threading.Lock()
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -96,6 +100,10 @@ class Variant:
     def pointer(self, dtype: torch.dtype) -> str:
         """A pointer as Triton writes it."""
         return "*u16" if self.bits and dtype == torch.bfloat16 else "*" + _NAMES[dtype]
+
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for variants that are compiled alike."""
+        return (self.function, *self.arguments().items(), *self.constants.items(), self.warps)
 
     def arguments(self) -> dict[str, tuple[str, int]]:
         """Of each argument that the kernel takes when it runs: its type, and what is known to divide it."""
@@ -178,7 +186,7 @@ class Interpretation:
     def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
         import numpy
 
-        with numpy.errstate(all="ignore"):  # overflow and NaN are results here, not mishaps
+        with _INTERPRETER, numpy.errstate(all="ignore"):  # overflow and NaN are results here, not mishaps
             self._function[(programs,)](**{name: values[name] for name in self._names}, **self._constants)
 
     @staticmethod
@@ -223,11 +231,22 @@ class Host:
     backward_variants: Callable[..., dict[str, Variant]]
     #: Run before the first kernel is compiled.
     before: Callable[[], None] = lambda: None
+    #: The kernels of each kind of call on each device, by what they do.
     held: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    #: All kernels: several kinds of calls may share one.
+    ways: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def way(self, variant: Variant, device: int | None) -> Any:
+        """The variant, ready to be launched on the device, which must be the current one."""
+        identity = (device, *variant.identity())
+        found = self.ways.get(identity)
+        if found is None:
+            found = self.ways[identity] = Way(variant)
+        return found
 
     def _hold(self, key: tuple[Any, ...], variants: dict[str, Variant]) -> dict[str, Any]:
         self.before()
-        launches = self.held[key] = {name: Way(variant) for name, variant in variants.items()}
+        launches = self.held[key] = {name: self.way(variant, key[0]) for name, variant in variants.items()}
         return launches
 
     def forward(

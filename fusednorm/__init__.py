@@ -31,6 +31,7 @@ from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fu
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.prewarm import prewarm
 from fusednorm.registry import BackendError, explain, register_backend, use_backend
 from fusednorm.version import __version__
 
@@ -49,6 +50,7 @@ __all__ = [
     "explain",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "prewarm",
     "register_backend",
     "rms_norm",
     "rms_norm_",

@@ -51,9 +51,8 @@ class Case:
 def values(case, generator):
     """x, residual and weight in float64, before they are rounded to their dtypes."""
     shape = (case.rows, case.hidden)
-    x = torch.randn(shape, generator=generator, dtype=F64)
-    residual = 2 * torch.randn(shape, generator=generator, dtype=F64)
-    weight = 1 + 0.2 * torch.randn(case.hidden, generator=generator, dtype=F64)
+    normal = functools.partial(torch.randn, generator=generator, dtype=F64, device="cpu")
+    x, residual, weight = normal(shape), 2 * normal(shape), 1 + 0.2 * normal(case.hidden)
     smallest = torch.finfo(case.x).smallest_normal
     if case.data == "large":
         x, residual = x * 1e4, residual * 1e4
@@ -78,8 +77,8 @@ def values(case, generator):
         residual[case.rows // 3, 0] = -torch.inf
     elif case.data == "ties":  # sums half way between two values of the residual's dtype
         unit = torch.finfo(case.residual or case.x).eps
-        residual = 1 + unit * torch.randint(0, 64, shape, generator=generator)
-        x = (unit / 2) * torch.randint(0, 4, shape, generator=generator)
+        residual = 1 + unit * torch.randint(0, 64, shape, generator=generator, device="cpu")
+        x = (unit / 2) * torch.randint(0, 4, shape, generator=generator, device="cpu")
     else:
         assert case.data == "normal", case.data
     return x, residual, weight
@@ -89,8 +88,9 @@ DATA = ("large", "tiny", "outliers", "zeros", "cancelling", "subnormal", "overfl
 
 
 def operands(case):
-    """x, residual and weight of the case: new contiguous tensors, None where absent."""
-    return tuple(None if tensor is None else tensor.clone() for tensor in _operands(case))
+    """x, residual and weight of the case: new contiguous tensors on the mode's device, None where absent."""
+    device = torch.get_default_device()
+    return tuple(None if tensor is None else tensor.clone().to(device) for tensor in _operands(case))
 
 
 @functools.lru_cache(maxsize=512)
@@ -105,18 +105,18 @@ def _operands(case):
 
 @functools.lru_cache(maxsize=512)
 def expected(case, by):
-    """What the call must return: y, and the sum or None. `by` is the backend under test.
+    """What the call must return: y, and the sum or None, on the CPU. `by` is the backend under test.
 
     The reference is held against the oracle, and every other backend against the reference.
     """
-    x, residual, weight = operands(case)
+    x, residual, weight = _operands(case)
     out_dtype = case.out or case.x
     if by == "reference":
         y, total, *_ = oracle.forward(
             x, residual, weight, case.eps, case.weight_offset, case.round_sum, case.round_norm, out_dtype
         )
         return torch.from_numpy(y).to(out_dtype), None if total is None else torch.from_numpy(total).to(case.residual)
-    y = torch.empty(x.shape, dtype=out_dtype)
+    y = torch.empty(x.shape, dtype=out_dtype, device="cpu")
     total = None if residual is None else torch.empty_like(residual)
     flags = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
     reference.forward(x, residual, weight, y, total, None, case.rows, case.hidden, 0, 0, 0, 0, *flags)
@@ -129,14 +129,20 @@ class Guarded:
     def __init__(self, rows, hidden, dtype, stride=None, offset=64, misaligned=0):
         """`stride` and `offset` in elements; `misaligned` in bytes."""
         stride = hidden if stride is None else stride
-        size = torch.empty((), dtype=dtype).element_size()
         elements = offset + max(rows - 1, 0) * stride + hidden + 64
-        self._memory = bytearray(b"\xff" * (elements * size + misaligned))  # NaN in every dtype
-        whole = torch.frombuffer(self._memory, dtype=dtype, offset=misaligned)
+        if torch.get_default_device().type != "cpu":
+            misaligned = 0  # there, torch has no tensor that begins between two elements
+        memory = torch.full((elements * dtype.itemsize + misaligned,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
+        if misaligned:
+            self._memory = bytearray(memory.numpy())
+            memory = torch.frombuffer(self._memory, dtype=torch.uint8)
+            whole = torch.frombuffer(self._memory, dtype=dtype, offset=misaligned)
+        else:
+            whole = memory.view(dtype)
         self.tensor = whole.as_strided((rows, hidden), (stride, 1), offset)
         self._holes = torch.ones(elements, dtype=torch.bool)
         self._holes.as_strided((rows, hidden), (stride, 1), offset).zero_()
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[misaligned:].view(-1, size)
+        self._bytes = memory[misaligned:].view(-1, dtype.itemsize)
 
     def filled(self, values):
         if values is not None:

@@ -1,7 +1,10 @@
 """The matrix: every backend that can be used here, in every mode, taken from the registry."""
 
 import os
+import re
+import subprocess
 import sys
+import types
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,12 +13,49 @@ from pathlib import Path
 import pytest
 import torch
 
+
+def interpret_where_there_is_no_driver():
+    """Tests of a Triton backend run in Triton's interpreter, on the CPU's memory, unless its device is here."""
+    wanted = os.environ.get("FUSEDNORM_BACKEND")
+    if wanted in ("triton", "triton_cpu") and "TRITON_INTERPRET" not in os.environ:
+        code = "from triton.runtime.driver import driver; print(driver.active.get_current_target().backend)"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        if not found or (found == "cpu") != (wanted == "triton_cpu"):
+            os.environ["TRITON_INTERPRET"] = "1"
+
+
+interpret_where_there_is_no_driver()  # now: Triton and fusednorm look when they are imported
+
 import fusednorm
 from fusednorm import registry
+from fusednorm.backends import triton_host
 
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, cases: helpers beside the tests
 
 from cases import differing
+
+
+def quicken_the_interpreter():
+    """Has Triton's interpreter patch its language once per launch and module, and not at every call within a kernel.
+
+    Most of its time goes there. Triton 3.9's way of doing it is assumed: with another the tests are merely slow.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        scope = types.SimpleNamespace(restore=lambda: None) if id(function.__globals__) in patched else patch(function)
+        patched.add(id(function.__globals__))
+        restore = scope.restore
+        scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+if triton_host.INTERPRETED and not triton_host.missing():
+    quicken_the_interpreter()
 
 
 @dataclass(frozen=True)
@@ -28,10 +68,25 @@ class Mode:
     def __str__(self):
         return self.backend if self.variant is None else f"{self.backend}-{self.variant}"
 
+    @property
+    def interpreted(self):
+        """Whether Triton's interpreter runs it."""
+        return triton_host.INTERPRETED and self.backend.startswith("triton")
+
+    @property
+    def device(self):
+        """Where the backend's operands are: the CPU if it takes those, else the first of its devices that is here."""
+        devices = registry.load(self.backend).DEVICES
+        if {"cpu", "any"} & set(devices):
+            return "cpu"
+        return next(device for device in devices if torch.get_device_module(device).is_available())
+
     @contextmanager
     def active(self):
         with ExitStack() as stack:
             stack.enter_context(fusednorm.use_backend(self.backend))
+            if self.device != "cpu":
+                stack.enter_context(torch.device(self.device))
             if self.variant is not None:
                 stack.enter_context(registry.load(self.backend).use_variant(self.variant))
             yield
@@ -67,6 +122,7 @@ def agree(mode):
 
     def agree(actual, expected, what):
         COMPARISONS[str(mode)] += 1
+        actual = actual.cpu()
         assert actual.dtype == expected.dtype, what
         assert actual.shape == expected.shape, what
         if torch.equal(actual, expected):
@@ -92,6 +148,21 @@ def pytest_configure(config):
     expected, found = config.getoption("--modes"), ",".join(map(str, modes()))
     if expected not in (None, found):
         raise pytest.UsageError(f"--modes asks for {expected}, and this machine has {found}")
+
+
+#: What would take Triton's interpreter too long where a whole test run is for one backend: too many rows, or too long.
+LEFT_OUT = {
+    "triton": r"test_a_hundred|number_of_threads",
+    "triton_cpu": r"test_one_rule|test_rows|-\d{5,}\]|test_gradients|test_a_hundred|test_layouts|test_row_counts",
+}
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out = LEFT_OUT.get(os.environ.get("FUSEDNORM_BACKEND")) if triton_host.INTERPRETED else None
+    if left_out:
+        chosen = [item for item in items if not re.search(left_out, item.nodeid)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_report_header():

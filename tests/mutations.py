@@ -28,6 +28,8 @@ class Mutant(NamedTuple):
     file: str
     old: str
     new: str
+    #: The one backend that the tests then run on; empty: all of this machine, and what is tested of others.
+    backend: str = ""
 
 
 SAME, FUSED, ROW = "same bits on every backend", "fused equals unfused", "a row is a row"
@@ -360,6 +362,108 @@ MUTANTS = (
         "if (0) {",
     ),
     Mutant(ROW, "a forked child waits for its parent's threads", "cpu/threads.c", "forked = 1;", "forked = 0;"),
+    Mutant(
+        SAME,
+        "Triton: neighbours added first",
+        "backends/triton_kernels.py",
+        "(value.shape[0], 2, value.shape[1] // 2)), axis=1)",
+        "(value.shape[0], value.shape[1] // 2, 2)), axis=2)",
+        "triton",
+    ),
+    Mutant(
+        SAME,
+        "Triton: ties away from even",
+        "backends/triton_kernels.py",
+        "bits + 0x7FFF + ((bits >> 16) & 1)",
+        "bits + 0x8000",
+        "triton",
+    ),
+    Mutant(
+        SAME,
+        "Triton: float64 rounded twice on its way to 16 bits",
+        "backends/triton_kernels.py",
+        "value = rounded_to_odd(value)",
+        "value = value.to(tl.float32)",
+        "triton",
+    ),
+    Mutant(
+        SAME,
+        "Triton: padding that met an infinite root",
+        "backends/triton_kernels.py",
+        "product = tl.where(inside, product, 0)",
+        "pass",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton: the sum normalised before it is rounded",
+        "backends/triton_kernels.py",
+        "            if ROUND_SUM:\n",
+        "            if False:\n",
+        "triton",
+    ),
+    Mutant(
+        SAME,
+        "Triton: the last rows of a block left out",
+        "backends/triton_kernels.py",
+        "for row in range(rest, end):",
+        "for row in range(end, end):",
+        "triton",
+    ),
+    Mutant(
+        SAME,
+        "Triton: blocks added in another order",
+        "backends/triton_kernels.py",
+        "tl.reshape(halved_first(shares), (TILE,))",
+        "tl.sum(tl.reshape(shares, (BLOCKS, TILE)), axis=0)",
+        "triton",
+    ),
+    Mutant(
+        SAME,
+        "Triton on CPUs: tiles of a segment added in order",
+        "backends/triton_kernels.py",
+        "halved_vector((s0 + s2) + (s1 + s3))",
+        "halved_vector((s0 + s1) + (s2 + s3))",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton on CPUs: the second pass finds what was rounded",
+        "backends/triton_cpu.py",
+        '"KEPT": residual is None or round_sum or residual == accumulator',
+        '"KEPT": True',
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton: multiplications and additions fused",
+        "backends/triton_host.py",
+        '"enable_fp_fusion": False',
+        '"enable_fp_fusion": True',
+    ),
+    Mutant(SAME, "Triton: divides roughly", "backends/triton_kernels.py", "tl.div_rn(a, b)", "a / b"),
+    Mutant(SAME, "Triton: takes roots roughly", "backends/triton_kernels.py", "tl.sqrt_rn(mean)", "tl.sqrt(mean)"),
+    Mutant(
+        SAME,
+        "Triton: the eps of a float64 call in float32",
+        "backends/triton_host.py",
+        "found[name] = (_NAMES[self.accumulator], 1)",
+        'found[name] = ("fp32", 1)',
+    ),
+    Mutant(
+        ROW,
+        "Triton: wide accesses to rows that begin anywhere",
+        "backends/triton_host.py",
+        "return low % 16 == 0",
+        "return True",
+    ),
+    Mutant(
+        ROW,
+        "Triton: a kernel for each length of rows on CPUs",
+        "backends/triton_host.py",
+        "identity = (device, *variant.identity())",
+        "identity = (device, id(variant))",
+    ),
 )
 
 
@@ -378,12 +482,18 @@ def build(mutant, folder):
     subprocess.run((sys.executable, "-m", *install), check=True)
 
 
-def first_failure(folder):
+def first_failure(folder, mutant):
     """The name of a test that fails, or None. Those of the matrix go first: the kernels are theirs to guard."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
+    if mutant.backend:
+        clean["FUSEDNORM_BACKEND"] = mutant.backend
     tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
     first = [folder / "tests" / f"test_{name}.py" for name in ("conformance", "one_rule", "golden")]
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name != "test_install.py"]
+    if mutant.backend:
+        others = [folder / "tests" / "test_autograd.py"]
+    elif mutant.file.startswith("backends/triton"):
+        first, others = [folder / "tests" / "test_triton.py"], []
     files = dict.fromkeys(map(str, [*first, *others]))
     done = subprocess.run((sys.executable, "-P", "-m", *tests, *files), env=clean, capture_output=True, text=True)
     if done.returncode == 0:
@@ -409,7 +519,7 @@ def main():
         folder = Path(name)
         for mutant in chosen:
             build(mutant, folder)
-            killer = first_failure(folder)
+            killer = first_failure(folder, mutant)
             survivors += killer is None
             print(
                 f"{'SURVIVED' if killer is None else 'caught'}: {mutant.promise}: {mutant.what}: {killer or ''}",

@@ -12,7 +12,7 @@ FORMATS = {torch.float16: (11, -14), torch.bfloat16: (8, -126), torch.float32: (
 
 def to_numpy(tensor):
     """A tensor's values, exactly, in the narrowest NumPy type that holds them."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return (tensor.contiguous().view(torch.int16).numpy().astype(np.uint32) << 16).view(np.float32)
     return tensor.contiguous().numpy()

@@ -13,11 +13,11 @@ from cases import BF16, DATA, DTYPES, F16, F32, F64, Case, differing, dtype_name
 
 
 def bits(tensor):
-    return tensor.detach().double().numpy()
+    return tensor.detach().cpu().double().numpy()
 
 
 def same(actual, expected, what):
-    assert not differing(actual.detach().double(), torch.from_numpy(expected)).any(), what
+    assert not differing(actual.detach().cpu().double(), torch.from_numpy(expected)).any(), what
 
 
 @pytest.mark.parametrize("residual", [None, BF16, F16, F32, F64], ids=dtype_name)

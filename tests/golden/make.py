@@ -69,7 +69,7 @@ def decoded(value):
     size = torch.empty((), dtype=dtype).element_size()
     words = [int(value["bits"][i : i + 2 * size], 16) for i in range(0, len(value["bits"]), 2 * size)]
     memory = bytearray(struct.pack(f"={len(words)}{FORMATS[size]}", *words))
-    return torch.frombuffer(memory, dtype=dtype).reshape(value["shape"])
+    return torch.frombuffer(memory, dtype=dtype).reshape(value["shape"]).to(torch.get_default_device())
 
 
 def results(vector):

@@ -1,0 +1,59 @@
+"""Compiling ahead of the first call."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fusednorm.ops import fused_add_rms_norm, rms_norm
+
+
+def prewarm(
+    hidden_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    *,
+    residual_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    weight: bool = True,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    training: bool = False,
+) -> None:
+    """Compiles and loads now what calls of this kind will need, so that none of them waits for a compiler.
+
+    Runs both functions on one row of zeros: on rows that begin at multiples of 16 bytes, for which backends have
+    faster kernels, and on others. The number of rows, ``eps`` and strides need nothing of their own.
+
+    Args:
+        hidden_size: N, the elements of a row.
+        dtype: of x.
+        device: where the tensors will be; ``"cuda"`` is the current one.
+        residual_dtype: x's if None.
+        weight_dtype: x's if None.
+        weight: whether there is one.
+        weight_offset: as in the calls; only whether it is 0 matters.
+        round_sum: as in the calls.
+        round_norm: as in the calls.
+        training: also what calls with gradients to come, and those gradients, need.
+
+    Raises:
+        BackendError: the backends ordered cannot take such calls.
+        TypeError, ValueError: see :func:`fusednorm.fused_add_rms_norm`.
+    """
+    for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
+        leaves = [
+            torch.zeros(hidden_size + offset, dtype=kind or dtype, device=device)[offset:].requires_grad_(gradients)
+            for kind in (dtype, residual_dtype, weight_dtype)
+        ]
+        x, residual, gain = leaves[0].unsqueeze(0), leaves[1].unsqueeze(0), leaves[2] if weight else None
+        with torch.set_grad_enabled(gradients):
+            y = rms_norm(x, gain, weight_offset=weight_offset, round_norm=round_norm)
+            outputs = fused_add_rms_norm(
+                x, residual, gain, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm
+            )
+        if gradients:
+            given = [torch.zeros_like(t) for t in (y, *outputs)]
+            torch.autograd.grad((y, *outputs), leaves if weight else leaves[:2], given)

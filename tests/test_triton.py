@@ -1,0 +1,285 @@
+"""Triton's kernels as compiled code, for GPUs that need not be here, and the host's way to them."""
+
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm.backends import triton_cpu, triton_gpu, triton_host
+
+from cases import BF16, F16, F32, F64, Case, dtype_name, operands
+
+pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
+if triton_host.INTERPRETED:
+    pytest.skip("the interpreter compiles nothing; the tests that compile run without it", allow_module_level=True)
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (75, 80, 90, 100, 120)]
+AMD = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx1100", 32)]
+SIZES = (128, 896, 4096, 7168, 16384, 65536)
+
+
+def forward(x, residual, weight, size, lanes, aligned=True):
+    return triton_gpu.forward_variant(x, residual, weight, x, False, size, False, True, False, aligned, lanes)
+
+
+def backward(x, residual, size, lanes):
+    accumulator = F64 if x == F64 else F32
+    other = None if residual == x else residual
+    kind = (x, residual, residual, x, x, other, x, accumulator, size, False, True)
+    return triton_gpu.backward_variants(*kind, lanes)
+
+
+def variants(x, residual, size, lanes):
+    return {"forward": forward(x, residual, x, size, lanes), **backward(x, residual, size, lanes)}
+
+
+def resources(kernel):
+    """Registers, and bytes of stack (where registers would be spilled to), per thread of a CUDA kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        run = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups()))
+
+
+def accesses(text, opcode):
+    """Of each global load or store in PTX: its bytes."""
+    found = re.findall(rf"\b{opcode}\.global\S*?(?:\.v(\d))?\.b(\d+)\b", text)
+    assert len(found) == len(re.findall(rf"\b{opcode}\.global", text))
+    return [int(count or 1) * int(bits) // 8 for count, bits in found]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("x", "residual"), [(BF16, BF16), (F32, F32), (BF16, F32)], ids=dtype_name)
+@pytest.mark.parametrize("target", NVIDIA, ids=lambda target: f"sm_{target.arch}")
+def test_nvidia(target, x, residual, size):
+    """Accesses of 16 bytes, nothing spilled, every operation rounded by itself, and little shared memory."""
+    for name, variant in variants(x, residual, size, 32).items():
+        kernel = triton_host.compiled(variant, target)
+        ptx = kernel.asm["ptx"]
+        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx), name
+        registers, stack = resources(kernel)
+        assert stack == 0, name
+        assert registers * 32 * variant.warps <= 65536, name
+        assert kernel.metadata.shared <= 48 * 1024, name
+        loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
+        if name in ("shares", "weight"):  # tiles of 128 columns are 8 bytes per thread; columns of blocks go by floats
+            assert max(loads) >= 8, name
+            continue
+        narrow = [bytes for bytes in loads if bytes != 16]
+        # A row's root is one float per row; as many threads load it as need it.
+        assert narrow == [] if name == "forward" else set(narrow) <= {4}, name
+        assert set(stores) == {16}, name
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("x", "residual"), [(BF16, BF16), (F32, F32), (BF16, F32)], ids=dtype_name)
+@pytest.mark.parametrize("target", AMD, ids=lambda target: target.arch)
+def test_amd(target, x, residual, size):
+    """The same. What divides fuses multiplications by itself, so that fusion is looked for one step earlier."""
+    for name, variant in variants(x, residual, size, target.warp_size).items():
+        kernel = triton_host.compiled(variant, target)
+        llvm, assembly = kernel.asm["llir"], kernel.asm["amdgcn"]
+        assert not re.findall(r"\b(?:contract|fast|afn|reassoc)\b|llvm\.fma|llvm\.fmuladd", llvm), name
+        assert "amdhsa_float_denorm_mode_32 3" in assembly, name  # subnormals are kept
+        assert re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", assembly) in (["0", "0"], ["0", "0", "0"]), name
+        assert kernel.metadata.shared <= 64 * 1024, name
+        if name not in ("shares", "weight"):
+            stores = re.findall(r"(?:global|buffer)_store_(\w+)", assembly)
+            assert stores, name
+            assert set(stores) <= {"dwordx4", "b128"}, name
+
+
+def test_numbers_are_given_in_the_type_that_is_computed_in():
+    assert forward(F64, F64, F64, 64, 32).arguments()["eps"] == ("fp64", 1)
+    assert forward(BF16, F32, F32, 64, 32).arguments()["eps"] == ("fp32", 1)
+
+
+def test_float64_divides_and_takes_roots_exactly():
+    for target in NVIDIA:
+        for variant in variants(F64, F64, 4096, 32).values():
+            ptx = triton_host.compiled(variant, target).asm["ptx"]
+            assert not re.findall(r"fma\.rn\.f64|\.approx", ptx)
+    assert "sqrt.rn.f64" in triton_host.compiled(forward(F64, F64, F64, 64, 32), NVIDIA[2]).asm["ptx"]
+
+
+def test_the_tree_takes_few_shuffles_and_next_to_no_shared_memory():
+    kernel = triton_host.compiled(forward(BF16, BF16, BF16, 4096, 32), GPUTarget("cuda", 90, 32))
+    assert kernel.asm["ptx"].count("shfl.sync") == 42
+    assert kernel.asm["ptx"].count("bar.sync") == 3
+    assert kernel.metadata.shared == 16
+
+
+def test_rows_that_begin_anywhere_are_loaded_element_by_element():
+    kernel = triton_host.compiled(forward(BF16, BF16, BF16, 4096, 32, aligned=False), GPUTarget("cuda", 90, 32))
+    assert set(accesses(kernel.asm["ptx"], "ld")) == {2}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """A driver that only writes down what it is given; the kernels "compiled" for it."""
+    found = SimpleNamespace(calls=[], compiled=[], backend="cuda", fails=False)
+
+    def compiled(variant, target):
+        if found.fails:
+            raise RuntimeError("this compiler is broken")
+        found.compiled.append(variant)
+        return SimpleNamespace(run=lambda *arguments: found.calls.append(arguments), function=11, packed_metadata=12)
+
+    monkeypatch.setattr(triton_host, "compiled", compiled)
+    target = lambda: GPUTarget(found.backend, 90, 32)  # noqa: E731
+    monkeypatch.setattr(
+        type(driver),
+        "active",
+        SimpleNamespace(get_current_target=target, get_current_stream=lambda device: 10),
+        raising=True,
+    )
+    for backend in (triton_gpu, triton_cpu):
+        monkeypatch.setattr(backend._host, "held", {})
+        monkeypatch.setattr(backend._host, "ways", {})
+    monkeypatch.setattr(triton_cpu, "_prewarmed", False)
+    return found
+
+
+def run(backend, x, residual, weight, eps=1e-6, rows=None):
+    total, out = torch.empty_like(residual), torch.empty_like(x)
+    strides = (x.stride(0), residual.stride(0), out.stride(0), total.stride(0))
+    rows = x.shape[0] if rows is None else rows
+    backend.forward(x, residual, weight, out, total, None, rows, x.shape[1], *strides, eps, 0.0, True, False)
+    return out, total
+
+
+def test_a_launch(launches):
+    x, residual, weight = operands(Case(rows=5, hidden=1024).of(BF16))
+    out, total = run(triton_gpu, x, residual, weight)
+    (call,) = launches.calls
+    pointers = [tensor.data_ptr() for tensor in (x, residual, weight, out, total)]
+    assert call[:9] == (2, 1, 1, 10, 11, 12, None, None, None)  # four rows per program
+    assert list(call[9:14]) == pointers
+    assert call[14:22] == (None, 1024, 1024, 1024, 1024, 5, 1e-6, 0.0)
+    assert call[22] == 1024
+    assert len(call) - 9 == len(launches.compiled[0].function.arg_names)
+
+
+def test_rows_eps_and_strides_never_compile_again(launches):
+    wide = torch.zeros(40, 4096, dtype=BF16)
+    for rows in (1, 7, 40):
+        for step in (1, 2, 4):
+            x = wide[:rows, : 4096 // step].as_strided((rows, 1024), (4096 // step, 1))
+            run(triton_gpu, x, x.clone(), wide[0, :1024], eps=rows * 1e-6)
+    assert len(launches.compiled) == 1
+    run(triton_gpu, wide[:, 1:1025], wide[:, :1024], wide[0, :1024])
+    assert len(launches.compiled) == 2  # rows that begin elsewhere than at multiples of 16 bytes
+    run(triton_gpu, wide[:, 3:1027], wide[:, :1024], wide[0, :1024])
+    assert len(launches.compiled) == 2
+    for rows in (1, 3, 255, 256, 1000):
+        x, residual, weight = operands(Case(rows=rows, hidden=64).of(F32))
+        needs = (True, True, True)
+        triton_gpu.backward(x, residual, x, torch.ones(rows), weight, 0.0, F32, F32, needs)
+    assert len(launches.compiled) == 2 + 3  # the rows, the blocks' shares of the weight's gradient, and their sum
+
+
+def test_triton_cpu_has_one_kernel_for_many_sizes(launches):
+    launches.backend = "cpu"
+    assert triton_cpu.unavailable() == []
+    assert "triton_cpu" in triton_gpu.unavailable()[0]
+    for hidden in (1, 100, 4096, 40_000):
+        run(triton_cpu, *operands(Case(hidden=hidden).of(BF16)))
+    assert len(launches.calls) == 4
+    assert [variant.dtypes["x"] for variant in launches.compiled] == [BF16, BF16, F16, F16, F32, F32]  # prewarmed
+    assert launches.calls[0][0] == 3
+    assert "*u16" in dict(launches.compiled[0].arguments().values())
+
+
+def test_a_failed_prewarm_is_logged_once_and_hides_nothing(launches, caplog):
+    launches.fails = True
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "fusednorm"), pytest.raises(RuntimeError, match="compiler is broken"):
+            run(triton_cpu, *operands(Case().of(BF16)))
+    assert len([record for record in caplog.records if "could not prewarm" in record.message]) == 1
+
+
+def test_prewarm_compiles_all_that_calls_will_need(launches, monkeypatch):
+    """Compiled for a driver that takes the CPU's memory: afterwards no call of the kind compiles anything."""
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    with fusednorm.use_backend("triton"):
+        fusednorm.prewarm(1024, BF16, residual_dtype=F32, weight_offset=1.0, training=True)
+        compiled = len(launches.compiled)
+        assert compiled > 0
+        for offset in (0, 3):
+            row = lambda dtype, rows=6: torch.zeros(rows * 1024 + offset, dtype=dtype)[offset:].view(rows, 1024)  # noqa
+            leaves = [t.requires_grad_() for t in (row(BF16), row(F32), row(BF16, 1)[0])]
+            fusednorm.rms_norm(leaves[0].detach(), leaves[2].detach(), weight_offset=0.5, eps=1e-3)
+            outputs = fusednorm.fused_add_rms_norm(*leaves, weight_offset=0.5)
+            torch.autograd.grad(outputs, leaves, [torch.zeros_like(t) for t in outputs])
+            fusednorm.fused_add_rms_norm(*(t.detach() for t in leaves), weight_offset=2.0)
+        assert len(launches.compiled) == compiled
+
+
+def test_prewarm_can_be_turned_off(launches, monkeypatch):
+    monkeypatch.setattr(triton_cpu, "_PREWARM", False)
+    run(triton_cpu, *operands(Case().of(BF16)))
+    assert len(launches.compiled) == 1
+
+
+def test_why_not():
+    """Here, without a driver for Triton, each backend says what it lacks; and asking for one raises with it."""
+    if triton_host.active_target() is not None:
+        pytest.skip("Triton has a driver here")
+    assert "finds no GPU" in triton_gpu.unavailable()[0]
+    assert "github.com/triton-lang/triton-cpu" in triton_cpu.unavailable()[0]
+    assert "triton-shared" not in triton_cpu.unavailable()[0]
+    with fusednorm.use_backend("triton_cpu"), pytest.raises(fusednorm.BackendError, match="triton-lang/triton-cpu"):
+        fusednorm.rms_norm(torch.ones(2, 8))
+
+
+def test_without_triton():
+    """It is not imported where nobody asks for it; where it is missing, the reason says how to get it."""
+    code = """
+    import sys
+    class Hide:
+        def find_spec(name, path=None, target=None):
+            if name == "triton":
+                raise ModuleNotFoundError("No module named 'triton'")
+    if sys.argv[1] == "hide":
+        sys.meta_path.insert(0, Hide)
+    import torch, fusednorm
+    fusednorm.rms_norm(torch.ones(2, 8))
+    print("triton" in sys.modules)
+    print(next(str(info) for info in fusednorm.backends() if info.name == "triton"))
+    """
+    import textwrap
+
+    def lines(argument):
+        run = [sys.executable, "-P", "-c", textwrap.dedent(code), argument]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert lines("show")[0] == "False"
+    hidden = lines("hide")
+    assert hidden[0] == "False"
+    assert "pip install triton" in hidden[1]
+
+
+def test_too_long_rows_are_refused():
+    signature = fusednorm.explain(torch.ones(1, 8)).signature._replace(hidden_size=triton_host.LONGEST + 1)
+    for backend in (triton_gpu, triton_cpu):
+        assert "longer than" in backend.unsuitable(signature)[0]
+        assert backend.unsuitable(signature._replace(hidden_size=triton_host.LONGEST)) == []
+
+
+def test_old_versions_are_refused(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    assert "pip install 'triton>=3.3'" in triton_gpu.unavailable()[0]
