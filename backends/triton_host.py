@@ -21,7 +21,7 @@ from fusednorm.backends import reference
 from fusednorm.layout import rows_of
 
 #: Oldest Triton whose compiler takes what :func:`compiled` gives it.
-OLDEST = (3, 3)
+OLDEST = (3, 4)
 
 #: Whether Triton's interpreter runs the kernels, on the CPU and without compiling. Triton reads it when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").strip().lower() in ("1", "true", "on", "yes", "y")
@@ -44,7 +44,7 @@ def missing() -> list[str]:
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         return [
-            f"Triton {triton.__version__} is too old; `pip install 'triton>={wanted}'` (torch 2.7 and newer have it)"
+            f"Triton {triton.__version__} is too old; `pip install 'triton>={wanted}'` (torch 2.8 and newer have it)"
         ]
     return []
 

@@ -50,7 +50,9 @@ def halved_first(value):
     """Sums the first of three dimensions, a power of two, like :func:`halved`: [n, k, m] to [k, m]."""
     for _ in tl.static_range(20):
         if value.shape[0] > 1:
-            value = tl.sum(tl.reshape(value, (2, value.shape[0] // 2, value.shape[1], value.shape[2])), axis=0)
+            halves = tl.reshape(value, (2, value.shape[0] // 2, value.shape[1], value.shape[2]))
+            first, second = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+            value = first + second
     return tl.reshape(value, (value.shape[1], value.shape[2]))
 
 
@@ -157,11 +159,8 @@ def added(x_rows, residual_rows, residual_out_rows, column, inside, ROUND_SUM: t
 
 @triton.jit
 def gain_at(weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
-    """The gain, or None without a weight."""
-    if weight is None:
-        return None
-    else:
-        return gain(loaded(weight + column, inside, A), weight_offset, OFFSET, A)
+    """The gain of these columns."""
+    return gain(loaded(weight + column, inside, A), weight_offset, OFFSET, A)
 
 
 @triton.jit
@@ -194,11 +193,13 @@ def forward_tile(
     row = (first + tl.arange(0, ROWS * SEGMENTS) // SEGMENTS)[None, :, None]
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
     inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
-    inside = inside_rows(inside_row, row, rows, ROWS)
+    every_row = row < rows if inside_row is None else inside_row & (row < rows)
+    inside = inside_row if ROWS == 1 else every_row
     residual_rows = None if residual is None else residual + row * residual_stride
     residual_out_rows = None if residual is None else residual_out + row * residual_out_stride
     h = added(x + row * x_stride, residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
-    g = gain_at(weight, column, inside_row, weight_offset, OFFSET, A)  # now, so that it is there when the sum is
+    # Now, so that it is there when the sum is.
+    g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
     sums = tl.reshape(sums_of_segments(h * h), (ROWS, SEGMENTS))
     root = reciprocal_root(halved(sums), N, eps, A)
     if rstd is not None:
@@ -206,26 +207,6 @@ def forward_tile(
         tl.store(rstd + row_of_root, root, mask=row_of_root < rows)
     y = normalised(h, per_segment(root, SEGMENTS), g, x.dtype.element_ty, ROUND_NORM, A)
     tl.store(out + row * out_stride + column, narrowed(y, out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def inside_rows(inside_row, row, rows, ROWS: tl.constexpr):
-    """Which elements of a tile exist; None: all."""
-    if ROWS == 1:
-        return inside_row
-    elif inside_row is None:
-        return row < rows
-    else:
-        return inside_row & (row < rows)
-
-
-@triton.jit
-def inside_tile(column, N: tl.constexpr, TILE: tl.constexpr):
-    """Which elements of a row's tile exist; None: all."""
-    if N % TILE == 0:
-        return None
-    else:
-        return column < N
 
 
 @triton.jit
@@ -265,7 +246,7 @@ def forward_wide(
     sums = tl.zeros((TILES, SEGMENTS), A)
     for tile in range(tl.cdiv(N, TILE)):
         at = tile * TILE + column
-        inside = inside_tile(at, N, TILE)
+        inside = None if N % TILE == 0 else at < N
         h = added(x_row, residual_row, residual_out_row if KEPT else None, at, inside, ROUND_SUM, A)
         sums = tl.where(index == tile, sums_of_segments(h * h)[None, :], sums)
     root = reciprocal_root(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
@@ -276,20 +257,23 @@ def forward_wide(
         tl.debug_barrier()  # another thread may have stored what this one reads
     for tile in range(tl.cdiv(N, TILE)):
         at = tile * TILE + column
-        inside = inside_tile(at, N, TILE)
+        inside = None if N % TILE == 0 else at < N
         if KEPT:
             h = loaded((x_row if residual is None else residual_out_row) + at, inside, A)
         else:
             h = added(x_row, residual_row, residual_out_row, at, inside, ROUND_SUM, A)
-        g = gain_at(weight, at, inside, weight_offset, OFFSET, A)
+        g = None if weight is None else gain_at(weight, at, inside, weight_offset, OFFSET, A)
         y = normalised(h, root, g, x.dtype.element_ty, ROUND_NORM, A)
         tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def weighted(dy, g):
-    """The gradient of the normalised row."""
-    return dy if g is None else dy * g
+def weighted(dy, weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
+    """The gradient of the normalised row, from that of the output."""
+    if weight is None:
+        return dy
+    else:
+        return dy * gain_at(weight, column, inside, weight_offset, OFFSET, A)
 
 
 @triton.jit
@@ -337,9 +321,10 @@ def backward_tile(
     row = (first + tl.arange(0, ROWS * SEGMENTS) // SEGMENTS)[None, :, None]
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
     inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
-    inside = inside_rows(inside_row, row, rows, ROWS)
+    every_row = row < rows if inside_row is None else inside_row & (row < rows)
+    inside = inside_row if ROWS == 1 else every_row
     wdy = weighted(
-        loaded(dy + row * dy_stride + column, inside, A), gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
+        loaded(dy + row * dy_stride + column, inside, A), weight, column, inside_row, weight_offset, OFFSET, A
     )
     row_of_root = first + tl.arange(0, ROWS)
     root = per_segment(tl.load(rstd + row_of_root, mask=row_of_root < rows, other=0), SEGMENTS)
@@ -380,7 +365,7 @@ def backward_blocks(
     """The gradients of a block of rows per program, one row after the other, and the block's share of the weight's."""
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     inside = None if N == SEGMENTS * DEPTH * WIDTH else column < N
-    g = gain_at(weight, column, inside, weight_offset, OFFSET, A)
+    g = None if weight is None else gain_at(weight, column, inside, weight_offset, OFFSET, A)
     total = tl.zeros((DEPTH, SEGMENTS, WIDTH), A)
     begin = tl.program_id(0).to(tl.int64) * block
     last = tl.minimum(begin + block, rows) - 1
@@ -394,7 +379,7 @@ def backward_blocks(
         root_next = tl.load(rstd + following + tl.arange(0, 1))
         xhat = h_row * root
         total = total + dy_row * xhat
-        wdy = weighted(dy_row, g)
+        wdy = dy_row if g is None else dy_row * g
         sums = halved(tl.reshape(sums_of_segments(products(wdy, xhat, inside)), (1, SEGMENTS)))
         c = tl.reshape(quotient(sums, tl.full((1,), N, A), A), (1, 1, 1))
         d = (wdy - xhat * c) * root
@@ -438,16 +423,16 @@ def backward_wide(
     sums = tl.zeros((TILES, SEGMENTS), A)
     for tile in range(tl.cdiv(N, TILE)):
         at = tile * TILE + column
-        inside = inside_tile(at, N, TILE)
-        wdy = weighted(loaded(dy_row + at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+        inside = None if N % TILE == 0 else at < N
+        wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
         product = products(wdy, loaded(h_row + at, inside, A) * root, inside)
         sums = tl.where(index == tile, sums_of_segments(product)[None, :], sums)
     total = halved(tl.reshape(sums, (1, TILES * SEGMENTS)))
     c = tl.reshape(quotient(total, tl.full((1,), N, A), A), (1, 1, 1))
     for tile in range(tl.cdiv(N, TILE)):
         at = tile * TILE + column
-        inside = inside_tile(at, N, TILE)
-        wdy = weighted(loaded(dy_row + at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+        inside = None if N % TILE == 0 else at < N
+        wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
         d = (wdy - (loaded(h_row + at, inside, A) * root) * c) * root
         if d_total is not None:
             d = d + loaded(d_total + row * d_total_stride + at, inside, A)
@@ -588,7 +573,7 @@ def forward_small(
             h = loaded((x_row if residual is None else residual_out_row) + column, inside, A)
         else:
             h = added(x_row, residual_row, residual_out_row, column, inside, ROUND_SUM, A)
-        g = gain_at(weight, column, inside, weight_offset, OFFSET, A)
+        g = None if weight is None else gain_at(weight, column, inside, weight_offset, OFFSET, A)
         y = normalised(h, root, g, x.dtype.element_ty, ROUND_NORM, A)
         tl.store(out_row + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
@@ -609,7 +594,7 @@ def products_of_tile(
     """The products whose sum the gradient needs, of the TILE elements from ``at`` on."""
     column = at + tl.arange(0, TILE)
     inside = column < hidden_size
-    wdy = weighted(loaded(dy_row + column, inside, A), gain_at(weight, column, inside, weight_offset, OFFSET, A))
+    wdy = weighted(loaded(dy_row + column, inside, A), weight, column, inside, weight_offset, OFFSET, A)
     return products(wdy, loaded(h_row + column, inside, A) * root, inside)
 
 
@@ -653,7 +638,7 @@ def backward_small(
     for at in range(0, hidden_size, TILE):
         column = at + tl.arange(0, TILE)
         inside = column < hidden_size
-        wdy = weighted(loaded(dy_row + column, inside, A), gain_at(weight, column, inside, weight_offset, OFFSET, A))
+        wdy = weighted(loaded(dy_row + column, inside, A), weight, column, inside, weight_offset, OFFSET, A)
         d = (wdy - (loaded(h_row + column, inside, A) * root) * c) * root
         if d_total is not None:
             d = d + loaded(d_total + row * d_total_stride + column, inside, A)

@@ -12,9 +12,10 @@ import argparse
 import re
 import subprocess
 import tempfile
+from pathlib import Path
 
 import torch
-from triton import knobs
+import triton
 from triton.backends.compiler import GPUTarget
 
 from fusednorm.backends import triton_gpu, triton_host
@@ -35,7 +36,7 @@ def nvidia(kernel) -> list[object]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        run = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        run = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "-res-usage", file.name]
         text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
     ptx = kernel.asm["ptx"]

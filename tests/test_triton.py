@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed; tox -e triton ins
 if triton_host.INTERPRETED:
     pytest.skip("the interpreter compiles nothing; the tests that compile run without it", allow_module_level=True)
 
-from triton import knobs
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -48,7 +50,7 @@ def resources(kernel):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        run = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        run = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "-res-usage", file.name]
         text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     return tuple(map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups()))
 
@@ -259,7 +261,6 @@ def test_without_triton():
     print("triton" in sys.modules)
     print(next(str(info) for info in fusednorm.backends() if info.name == "triton"))
     """
-    import textwrap
 
     def lines(argument):
         run = [sys.executable, "-P", "-c", textwrap.dedent(code), argument]
@@ -279,7 +280,5 @@ def test_too_long_rows_are_refused():
 
 
 def test_old_versions_are_refused(monkeypatch):
-    import triton
-
-    monkeypatch.setattr(triton, "__version__", "3.2.0")
-    assert "pip install 'triton>=3.3'" in triton_gpu.unavailable()[0]
+    monkeypatch.setattr(triton, "__version__", "3.3.1")
+    assert "pip install 'triton>=3.4'" in triton_gpu.unavailable()[0]
