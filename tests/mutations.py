@@ -490,8 +490,9 @@ def first_failure(folder, mutant):
     tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
     first = [folder / "tests" / f"test_{name}.py" for name in ("conformance", "one_rule", "golden")]
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name != "test_install.py"]
-    if mutant.backend:
-        others = [folder / "tests" / "test_autograd.py"]
+    if mutant.backend:  # interpreted: the quickest first
+        first = [folder / "tests" / f"test_{name}.py" for name in ("golden", "autograd", "conformance", "one_rule")]
+        others = []
     elif mutant.file.startswith("backends/triton"):
         first, others = [folder / "tests" / "test_triton.py"], []
     files = dict.fromkeys(map(str, [*first, *others]))
