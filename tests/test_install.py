@@ -23,7 +23,7 @@ def test_the_wheel_contains_the_package_and_nothing_else():
     for name in ("__init__.py", "py.typed", "backends/cpu.py", "backends/reference.py", "csrc/README.md"):
         assert f"fusednorm/{name}" in files
     for name in ("_cpu", "_quick"):
-        (extension,) = (f for f in files if name in f)
+        (extension,) = (f for f in files if f.startswith(f"fusednorm/{name}."))
         assert ".abi3." in extension or extension.endswith(".pyd")
     assert not [f for f in files if f.endswith((".c", ".h")) or "test" in f]
 
