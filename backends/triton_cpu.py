@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference, triton_host
-from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, ceiling
+from fusednorm.backends.gpu_host import Host, ceiling
+from fusednorm.backends.triton_host import INTERPRETED, Variant, Way
 
 if TYPE_CHECKING:
     from fusednorm.registry import Signature
@@ -67,7 +68,7 @@ def forward_variant(
     offset: bool,
     round_sum: bool,
     round_norm: bool,
-    aligned: bool = False,
+    alignment: int = 1,
 ) -> Variant:
     """The kernel for a kind of call. ``rstd``: whether it is wanted; ``offset``: whether the weight's is not 0."""
     from fusednorm.backends import triton_kernels as kernels
@@ -107,7 +108,7 @@ def backward_variants(
     accumulator: torch.dtype,
     hidden_size: int,
     offset: bool,
-    aligned: bool = False,
+    alignment: int = 1,
 ) -> dict[str, Variant]:
     """The kernels for a kind of backward pass; see :func:`fusednorm.backends.triton_gpu.backward_variants`."""
     from fusednorm.backends import triton_kernels as kernels
@@ -148,6 +149,6 @@ def _prewarm() -> None:
         logging.getLogger("fusednorm").warning("fusednorm could not prewarm its Triton kernels: %s", error)
 
 
-_host = Host(forward_variant, backward_variants, _prewarm)
+_host = Host(forward_variant, backward_variants, Way, Way.pointer, _prewarm)
 forward = _host.forward
 backward = _host.backward

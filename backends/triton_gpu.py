@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference, triton_host
-from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, ceiling
+from fusednorm.backends.gpu_host import Host, address, ceiling
+from fusednorm.backends.triton_host import INTERPRETED, Variant, Way
 
 if TYPE_CHECKING:
     from fusednorm.registry import Signature
@@ -94,10 +95,14 @@ def forward_variant(
     offset: bool,
     round_sum: bool,
     round_norm: bool,
-    aligned: bool,
+    alignment: int,
     lanes: int | None = None,
 ) -> Variant:
-    """The kernel for a kind of call. ``rstd``: whether it is wanted; ``offset``: whether the weight's is not 0."""
+    """The kernel for a kind of call.
+
+    ``rstd``: whether it is wanted; ``offset``: whether the weight's is not 0; ``alignment``: bytes of which every row
+    of every operand begins at a multiple.
+    """
     from fusednorm.backends import triton_kernels as kernels
 
     accumulator = reference.accumulator(x)
@@ -120,7 +125,7 @@ def forward_variant(
         },
         accumulator,
         {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width},
-        aligned,
+        alignment >= 16,
         bits=INTERPRETED,
         warps=warps,
         per_program=rows,
@@ -138,7 +143,7 @@ def backward_variants(
     accumulator: torch.dtype,
     hidden_size: int,
     offset: bool,
-    aligned: bool,
+    alignment: int,
     lanes: int | None = None,
 ) -> dict[str, Variant]:
     """The kernels for a kind of backward pass, by what they do.
@@ -157,7 +162,9 @@ def backward_variants(
 
     def variant(function: Any, constants: dict[str, Any], warps: int, per_program: int = 1) -> Variant:
         divisor = math.gcd(hidden_size, 16)
-        return Variant(function, dtypes, accumulator, constants, aligned, divisor, INTERPRETED, warps, per_program)
+        return Variant(
+            function, dtypes, accumulator, constants, alignment >= 16, divisor, INTERPRETED, warps, per_program
+        )
 
     variants = {}
     gradients = bool(dx or dresidual)
@@ -176,6 +183,6 @@ def backward_variants(
     return variants
 
 
-_host = Host(forward_variant, backward_variants)
+_host = Host(forward_variant, backward_variants, Way, Way.pointer if INTERPRETED else address)
 forward = _host.forward
 backward = _host.backward

@@ -1,4 +1,4 @@
-"""What the Triton backends do outside their kernels: compile one for each kind of call, hold it, and launch it.
+"""What the Triton backends do outside their kernels: compile one, and launch it.
 
 Triton's own binder inspects every argument of every call to find the compiled kernel that it needs. Here a kernel is
 compiled explicitly for the types, the alignment and the constants of a kind of call, and then launched directly.
@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from fusednorm.backends import reference
-from fusednorm.layout import rows_of
 
 #: Oldest Triton whose compiler takes what :func:`compiled` gives it.
 OLDEST = (3, 4)
@@ -62,11 +57,6 @@ def active_target() -> Any | None:
 def too_long(hidden_size: int) -> list[str]:
     """Why rows of this length cannot be taken; empty if they can."""
     return [f"rows of {hidden_size} elements are longer than {LONGEST}"] if hidden_size > LONGEST else []
-
-
-def ceiling(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -169,7 +159,7 @@ class Launch:
         )
 
     @staticmethod
-    def pointer(tensor: Tensor | None) -> int | None:
+    def pointer(name: str, tensor: Tensor | None) -> int | None:
         """What a kernel is given for an operand."""
         return None if tensor is None else tensor.data_ptr()
 
@@ -190,203 +180,8 @@ class Interpretation:
             self._function[(programs,)](**{name: values[name] for name in self._names}, **self._constants)
 
     @staticmethod
-    def pointer(tensor: Tensor | None) -> Tensor | None:
+    def pointer(name: str, tensor: Tensor | None) -> Tensor | None:
         return tensor.view(torch.uint16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
 
 
 Way = Interpretation if INTERPRETED else Launch
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
-def _aligned(rows: tuple[tuple[Tensor | None, int], ...], others: tuple[Tensor | None, ...]) -> bool:
-    """Whether all rows (tensors with their strides in elements) and all others begin at multiples of 16 bytes."""
-    low = 0
-    for tensor, stride in rows:
-        if tensor is not None:
-            low |= tensor.data_ptr() | stride * tensor.element_size()
-    for tensor in others:
-        if tensor is not None:
-            low |= tensor.data_ptr()
-    return low % 16 == 0
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a device the current one for a block: kernels are loaded and launched there."""
-    if device.type == "cpu":
-        return nullcontext()
-    module = torch.get_device_module(device)
-    return nullcontext() if module.current_device() == device.index else module.device(device.index)
-
-
-@dataclass
-class Host:
-    """The ``forward`` and ``backward`` of a backend, over its choice of kernels."""
-
-    #: From the arguments of a kind of call to its kernel.
-    forward_variant: Callable[..., Variant]
-    #: From the arguments of a kind of backward pass to its kernels: ``both``, or ``rows`` and ``shares``; ``weight``.
-    backward_variants: Callable[..., dict[str, Variant]]
-    #: Run before the first kernel is compiled.
-    before: Callable[[], None] = lambda: None
-    #: The kernels of each kind of call on each device, by what they do.
-    held: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-    #: All kernels: several kinds of calls may share one.
-    ways: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-
-    def way(self, variant: Variant, device: int | None) -> Any:
-        """The variant, ready to be launched on the device, which must be the current one."""
-        identity = (device, *variant.identity())
-        found = self.ways.get(identity)
-        if found is None:
-            found = self.ways[identity] = Way(variant)
-        return found
-
-    def _hold(self, key: tuple[Any, ...], variants: dict[str, Variant]) -> dict[str, Any]:
-        self.before()
-        launches = self.held[key] = {name: self.way(variant, key[0]) for name, variant in variants.items()}
-        return launches
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        out: Tensor,
-        residual_out: Tensor | None,
-        rstd: Tensor | None,
-        rows: int,
-        hidden_size: int,
-        x_stride: int,
-        residual_stride: int,
-        out_stride: int,
-        residual_out_stride: int,
-        eps: float,
-        weight_offset: float,
-        round_sum: bool,
-        round_norm: bool,
-    ) -> None:
-        """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
-        with_strides = (
-            (x, x_stride),
-            (residual, residual_stride),
-            (out, out_stride),
-            (residual_out, residual_out_stride),
-        )
-        kind = (
-            x.dtype,
-            _dtype(residual),
-            _dtype(weight),
-            out.dtype,
-            rstd is not None,
-            hidden_size,
-            weight_offset != 0,
-            round_sum,
-            round_norm,
-            _aligned(with_strides, (weight, rstd)),
-        )
-        device = x.device
-        key = (device.index, *kind)
-        pointer = Way.pointer
-        values = {
-            "x": pointer(x),
-            "residual": pointer(residual),
-            "weight": pointer(weight),
-            "out": pointer(out),
-            "residual_out": pointer(residual_out),
-            "rstd": pointer(rstd),
-            "x_stride": x_stride,
-            "residual_stride": residual_stride,
-            "out_stride": out_stride,
-            "residual_out_stride": residual_out_stride,
-            "rows": rows,
-            "hidden_size": hidden_size,
-            "eps": eps,
-            "weight_offset": weight_offset,
-        }
-        with _current(device):
-            launch = (self.held.get(key) or self._hold(key, {"forward": self.forward_variant(*kind)}))["forward"]
-            launch(-(-rows // launch.per_program), device.index, values)
-
-    def backward(
-        self,
-        dy: Tensor,
-        d_residual_out: Tensor | None,
-        h: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        weight_offset: float,
-        x_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
-        needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Runs the kernels; see :func:`fusednorm.backends.reference.backward`."""
-        hidden_size = h.shape[-1]
-        rows = h.numel() // hidden_size
-        need_x, need_residual, need_weight = needs
-        need_residual, need_weight = need_residual and residual_dtype is not None, need_weight and weight is not None
-        if rows == 0 or not (need_x or need_residual or need_weight):
-            return reference.backward(
-                dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs
-            )
-        dy, dy_stride = rows_of(dy)
-        h, h_stride = rows_of(h)
-        d_total, d_total_stride = (None, 0) if d_residual_out is None else rows_of(d_residual_out)
-        weight = None if weight is None else weight.contiguous()
-        rstd = rstd.contiguous()
-        device = h.device
-        # Of one dtype they are one tensor.
-        first = x_dtype if need_x else residual_dtype
-        dx = torch.empty(h.shape, dtype=first, device=device) if need_x or need_residual else None
-        apart = need_x and need_residual and residual_dtype != x_dtype
-        dresidual = torch.empty(h.shape, dtype=residual_dtype, device=device) if apart else None
-        block = -(-rows // min(rows, reference.ROW_BLOCKS))
-        blocks = -(-rows // block)
-        dweight = partial = None
-        if need_weight and weight is not None:
-            dweight = torch.empty_like(weight)
-            partial = torch.empty((blocks, hidden_size), dtype=rstd.dtype, device=device)
-        with_strides = ((dy, dy_stride), (h, h_stride), (d_total, d_total_stride))
-        kind = (
-            dy.dtype,
-            _dtype(d_total),
-            h.dtype,
-            _dtype(weight),
-            _dtype(dx),
-            _dtype(dresidual),
-            _dtype(dweight),
-            rstd.dtype,
-            hidden_size,
-            weight_offset != 0,
-            _aligned(with_strides, (rstd, weight, dx, dresidual, partial, dweight)),
-        )
-        key = (device.index, *kind)
-        pointer = Way.pointer
-        values = {
-            "dy": pointer(dy),
-            "d_total": pointer(d_total),
-            "h": pointer(h),
-            "rstd": pointer(rstd),
-            "weight": pointer(weight),
-            "dx": pointer(dx),
-            "dresidual": pointer(dresidual),
-            "partial": pointer(partial),
-            "dweight": pointer(dweight),
-            "dy_stride": dy_stride,
-            "d_total_stride": d_total_stride,
-            "h_stride": h_stride,
-            "rows": rows,
-            "block": block,
-            "blocks": blocks,
-            "half": ceiling(blocks) // 2,
-            "hidden_size": hidden_size,
-            "weight_offset": weight_offset,
-        }
-        with _current(device):
-            launches = self.held.get(key) or self._hold(key, self.backward_variants(*kind))
-            for name, launch in launches.items():
-                shares = -(-(rows if name == "rows" else hidden_size) // launch.per_program)
-                launch({"both": blocks, "shares": blocks * shares}.get(name, shares), device.index, values)
-        return dx if need_x else None, (dresidual if apart else dx) if need_residual else None, dweight

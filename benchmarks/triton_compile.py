@@ -26,8 +26,8 @@ TARGETS |= {"gfx942": GPUTarget("hip", "gfx942", 64), "gfx1100": GPUTarget("hip"
 
 def variants(dtype: torch.dtype, size: int, lanes: int) -> dict[str, triton_host.Variant]:
     """The kernels of both passes, all operands of one dtype."""
-    forward = triton_gpu.forward_variant(dtype, dtype, dtype, dtype, False, size, False, True, False, True, lanes)
-    kind = (dtype, dtype, dtype, dtype, dtype, None, dtype, torch.float32, size, False, True)
+    forward = triton_gpu.forward_variant(dtype, dtype, dtype, dtype, False, size, False, True, False, 16, lanes)
+    kind = (dtype, dtype, dtype, dtype, dtype, None, dtype, torch.float32, size, False, 16)
     return {"forward": forward, **triton_gpu.backward_variants(*kind, lanes)}
 
 

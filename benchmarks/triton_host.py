@@ -55,7 +55,7 @@ def main() -> None:
     driver.set_active(stub())
     triton_gpu.DEVICES = ("cpu",)
     x, residual, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((1, 4096), (1, 4096), (4096,)))
-    variant = triton_gpu.forward_variant(*[torch.bfloat16] * 4, False, 4096, False, True, False, True, 32)
+    variant = triton_gpu.forward_variant(*[torch.bfloat16] * 4, False, 4096, False, True, False, 16, 32)
     constants = variant.all_constants()
 
     def ours() -> None:

@@ -30,14 +30,14 @@ AMD = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx1100", 32)]
 SIZES = (128, 896, 4096, 7168, 16384, 65536)
 
 
-def forward(x, residual, weight, size, lanes, aligned=True):
-    return triton_gpu.forward_variant(x, residual, weight, x, False, size, False, True, False, aligned, lanes)
+def forward(x, residual, weight, size, lanes, alignment=16):
+    return triton_gpu.forward_variant(x, residual, weight, x, False, size, False, True, False, alignment, lanes)
 
 
 def backward(x, residual, size, lanes):
     accumulator = F64 if x == F64 else F32
     other = None if residual == x else residual
-    kind = (x, residual, residual, x, x, other, x, accumulator, size, False, True)
+    kind = (x, residual, residual, x, x, other, x, accumulator, size, False, 16)
     return triton_gpu.backward_variants(*kind, lanes)
 
 
@@ -124,7 +124,7 @@ def test_the_tree_takes_few_shuffles_and_next_to_no_shared_memory():
 
 
 def test_rows_that_begin_anywhere_are_loaded_element_by_element():
-    kernel = triton_host.compiled(forward(BF16, BF16, BF16, 4096, 32, aligned=False), GPUTarget("cuda", 90, 32))
+    kernel = triton_host.compiled(forward(BF16, BF16, BF16, 4096, 32, alignment=8), GPUTarget("cuda", 90, 32))
     assert set(accesses(kernel.asm["ptx"], "ld")) == {2}
 
 
