@@ -11,13 +11,10 @@ if TYPE_CHECKING:
     from fusednorm.registry import BackendInfo
 
 #: The backends of this version, the preferred ones first.
-NAMES = ("cpu", "triton", "triton_cpu", "reference")
+NAMES = ("cpu", "cuda", "triton", "triton_cpu", "reference")
 
 #: The module in this folder that a backend is, where it is not of the backend's name.
 MODULES = {"triton": "triton_gpu"}
-
-#: Names kept for backends of fusednorm that this version does not contain, and what each will be.
-RESERVED = {"cuda": "CUDA C++ kernels for NVIDIA GPUs"}
 
 
 class _Backends(ModuleType):

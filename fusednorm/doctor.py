@@ -94,8 +94,9 @@ def report() -> dict[str, Any]:
     try:
         findings["backends"] = [vars(info) for info in fusednorm.backends()]
         findings["devices"] = [_choice(device) for device in _devices()]
-        from fusednorm.backends import cpu
+        from fusednorm.backends import cpu, cuda
 
+        findings["cache"] = {"folder": str(cuda.cache_directory()), "kernels": cuda.cached()}
         if not cpu.unavailable():
             findings["instruction_sets"] = list(cpu.variants())
             findings["instruction_set"] = cpu.variant()
@@ -116,6 +117,10 @@ def show(console: Console) -> int:
         sets = [f"{name} (in use)" if name == found["instruction_set"] else name for name in found["instruction_sets"]]
         facts.add_row("instruction sets", ", ".join(sets))
         facts.add_row("OpenMP", found["openmp"] or "none found: calls run on one thread")
+    if "cache" in found:
+        facts.add_row(
+            "CUDA kernels", escape(f"{found['cache']['kernels']} compiled ones in {found['cache']['folder']}")
+        )
     for name, value in found["environment"].items():
         facts.add_row(name, escape(value))
     console.print(facts, highlight=False)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fusednorm.backends import MODULES, NAMES, RESERVED
+from fusednorm.backends import MODULES, NAMES
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"
@@ -161,12 +161,12 @@ def _register(name: str, backend: Backend) -> None:
 def _plug_ins() -> dict[str, EntryPoint]:
     """The entry points of installed packages; a name of ours cannot be taken over."""
     found = {e.name: e for e in entry_points(group=ENTRY_POINTS)}
-    return {name: e for name, e in found.items() if name not in (*NAMES, *RESERVED, *_registered)}
+    return {name: e for name, e in found.items() if name not in (*NAMES, *_registered)}
 
 
 def known() -> list[str]:
     """Every name that may be asked for."""
-    return [*NAMES[:-1], *_registered, *_plug_ins(), *NAMES[-1:], *RESERVED]
+    return [*NAMES[:-1], *_registered, *_plug_ins(), *NAMES[-1:]]
 
 
 def load(name: str) -> Backend:
@@ -181,7 +181,7 @@ def load(name: str) -> Backend:
 def _names(order: str) -> list[str]:
     """The names in an order of preference, checked."""
     names = [name.strip() for name in order.split(",") if name.strip()]
-    unknown = [name for name in names if name not in (*NAMES, *RESERVED, *_registered)]
+    unknown = [name for name in names if name not in (*NAMES, *_registered)]
     if unknown:  # only now: looking for plug-ins reads the metadata of every installed package
         unknown = [name for name in unknown if name not in _plug_ins()]
     if unknown or not names:
@@ -206,8 +206,6 @@ def _candidates(order: str) -> Iterator[str]:
 
 def _refusal(name: str, signature: Signature) -> list[str]:
     """Why a backend cannot take a call; empty if it can."""
-    if name in RESERVED:
-        return [f"this version of fusednorm does not contain it yet ({RESERVED[name]})"]
     backend = load(name)
     device = signature.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
@@ -294,8 +292,7 @@ class Explanation:
         """Whether another call on this device might have gone to a backend that refused this one."""
         device = self.signature.device.type
         return any(
-            name not in RESERVED and {device, "any"} & set(load(name).DEVICES) and not load(name).unavailable()
-            for name in self.passed_over
+            {device, "any"} & set(load(name).DEVICES) and not load(name).unavailable() for name in self.passed_over
         )
 
     def warn(self) -> None:
@@ -303,7 +300,7 @@ class Explanation:
         device = self.signature.device.type
         if self.order or self.backend != "reference":
             return
-        meant = [name for name in self.passed_over if name not in RESERVED and device in load(name).DEVICES]
+        meant = [name for name in self.passed_over if device in load(name).DEVICES]
         if meant:
             warnings.warn(
                 f"fusednorm runs on {device} through its reference, which is slow, because the backend {meant[0]!r} "
@@ -376,9 +373,6 @@ def backends() -> list[BackendInfo]:
     """Every backend, with the reasons why this machine cannot use it."""
     infos = []
     for name in known():
-        if name in RESERVED:
-            infos.append(BackendInfo(name, False, [f"not in this version of fusednorm: {RESERVED[name]}"], ()))
-            continue
         try:
             backend = load(name)
         except (ImportError, TypeError) as error:  # somebody else's package: its fault is a line in the list

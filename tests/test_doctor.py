@@ -60,7 +60,7 @@ def test_report_for_a_person():
     ("variable", "value", "message"),
     [
         ("FUSEDNORM_BACKEND", "nonsense", "'nonsense', which does not exist"),
-        ("FUSEDNORM_BACKEND", "cuda", "this version of fusednorm does not contain it yet"),
+        ("FUSEDNORM_BACKEND", "cuda", "it runs on cuda tensors, and these are on cpu"),
         ("FUSEDNORM_CPU_ISA", "sse9", "FUSEDNORM_CPU_ISA is 'sse9'"),
         ("FUSEDNORM_CPU_ISA", "[red]", "FUSEDNORM_CPU_ISA is '[red]'"),
     ],

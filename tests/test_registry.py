@@ -52,11 +52,18 @@ def plug_in(monkeypatch, name, load):
 
 def test_the_list():
     infos = {info.name: info for info in fusednorm.backends()}
-    assert list(infos) == ["cpu", "triton", "triton_cpu", "reference", "cuda"]
+    assert list(infos) == ["cpu", "cuda", "triton", "triton_cpu", "reference"]
     assert infos["reference"].available
-    assert not infos["cuda"].available
-    assert "this version" in infos["cuda"].reasons[0]
-    assert "cuda: no: " in str(infos["cuda"])
+    assert str(infos["reference"]) == "reference: on any"
+
+
+def test_a_backend_that_is_not_available_says_why(monkeypatch):
+    from fusednorm.backends import cuda
+
+    monkeypatch.setattr(cuda, "unavailable", lambda: ["there is no GPU", "and no compiler"])
+    info = next(info for info in fusednorm.backends() if info.name == "cuda")
+    assert not info.available
+    assert str(info) == "cuda: no: there is no GPU; and no compiler"
 
 
 def test_backends_is_a_function_and_a_package():
@@ -84,7 +91,7 @@ def test_an_order_is_obeyed():
 
 @pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", "CPU"])
 def test_unknown_names_raise_and_list_the_valid_ones(names):
-    with pytest.raises(BackendError, match="cpu, triton, triton_cpu, reference, cuda"):
+    with pytest.raises(BackendError, match="cpu, cuda, triton, triton_cpu, reference"):
         fusednorm.use_backend(names)
 
 
@@ -101,7 +108,7 @@ def test_a_forced_backend_never_falls_back():
         "picky: and it rains",
         "absent: no such processor",
         "elsewhere: it runs on npu and tpu tensors, and these are on cpu",
-        "cuda: this version",
+        "cuda: it runs on cuda tensors, and these are on cpu",
         "'picky,absent,elsewhere,cuda,reference'",
         "python -m fusednorm",
         "x float32, out float32, hidden size 8, on cpu",
@@ -153,7 +160,7 @@ def test_automatic_choice_prefers_ours_then_plug_ins_then_the_reference(monkeypa
     assert fusednorm.explain(X).backend == "cpu"
     elsewhere = fusednorm.explain(X.to("meta"))
     assert elsewhere.backend == "theirs"
-    assert list(elsewhere.passed_over) == ["cpu", "triton", "triton_cpu"]
+    assert list(elsewhere.passed_over) == ["cpu", "cuda", "triton", "triton_cpu"]
     assert "on meta" in elsewhere.passed_over["cpu"][0]
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
     monkeypatch.setattr(registry, "_registered", {})
@@ -239,9 +246,9 @@ def test_the_environment_orders():
     [
         (
             "nonsense",
-            "FUSEDNORM_BACKEND names the backend 'nonsense', which does not exist; the names are cpu, triton",
+            "FUSEDNORM_BACKEND names the backend 'nonsense', which does not exist; the names are cpu, cuda, triton",
         ),
-        ("cuda", "cuda: this version of fusednorm does not contain it yet"),
+        ("cuda", "cuda: it runs on cuda tensors, and these are on cpu"),
     ],
 )
 def test_the_environment_never_falls_back(value, message):

@@ -1,0 +1,532 @@
+"""The ``cuda`` backend: the CUDA C++ kernels in ``csrc/``, compiled by NVRTC when they are first needed.
+
+A kernel is compiled for the types, the alignment and the class of the row's length; the number of rows, strides and
+``eps`` are arguments. What was compiled is kept on disk. How a row lies over threads depends on its length and its
+types only, and decides no bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import stat
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusednorm.backends import reference
+from fusednorm.backends.gpu_host import Host, address, ceiling
+from fusednorm.registry import BackendError
+
+if TYPE_CHECKING:
+    from fusednorm.registry import Signature
+
+DEVICES = ("cuda",)
+
+#: The CUDA C++ sources, in a checkout and in an install alike.
+SOURCES = Path(__file__).parents[1] / "csrc"
+
+#: The oldest GPUs that a kernel is compiled for, by compute capability: Turing.
+OLDEST = 75
+
+#: The longest rows: the sums of their segments have to fit shared memory (csrc/row.cuh has the same number).
+LONGEST = 4096 * reference.SEGMENT
+
+#: Warps of a block, each with a segment of a row in its registers, at most: 128 registers are left for a thread.
+_MOST_WARPS = 16
+
+#: Blocks that every GPU with clusters runs together.
+_MOST_BLOCKS = 8
+
+#: Warps of a block of rows that fit a warp.
+_WARPS = 4
+
+#: Segments of the longest rows whose gradients and share of the weight's fit the registers together.
+_MOST_AT_ONCE = 8
+
+_CURE = "CUDA builds of torch 2.11 and newer bring both; else `pip install cuda-bindings nvidia-cuda-nvrtc` does"
+_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
+_INVALID_CONTEXT = 201
+
+
+@functools.cache
+def bindings() -> tuple[Any, Any]:
+    """NVIDIA's Python bindings of the driver and of NVRTC."""
+    from cuda.bindings import driver, nvrtc
+
+    return driver, nvrtc
+
+
+def unavailable() -> list[str]:
+    """Why this machine cannot use the backend."""
+    if torch.version.cuda is None:
+        return [f"torch {torch.__version__} is built without CUDA; pytorch.org has builds with it"]
+    if not torch.cuda.is_available():
+        return ["torch finds no NVIDIA GPU; `nvidia-smi` shows what the driver finds"]
+    try:
+        _compiler_version()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: NVRTC's library is not found
+        return [f"NVRTC cannot be used ({error}); {_CURE}"]
+    oldest = min(capability(device) for device in range(torch.cuda.device_count()))
+    if oldest < OLDEST:
+        return [f"a GPU here has compute capability {oldest / 10}; the kernels need {OLDEST / 10}"]
+    return []
+
+
+def unsuitable(signature: Signature) -> list[str]:
+    """Why the backend cannot take a call."""
+    if signature.hidden_size > LONGEST:
+        return [f"rows of {signature.hidden_size} elements are longer than {LONGEST}"]
+    return []
+
+
+def plan(signature: Signature) -> str:
+    """How a call will run, in words."""
+    dtypes = [dtype for dtype in (signature.x, signature.residual, signature.weight, signature.out) if dtype]
+    layout = Layout.of(signature.hidden_size, dtypes, 32, capability(signature.device.index))
+    if layout.wide:
+        way = f"a row per block of {layout.warps} warps, read twice"
+    elif layout.blocks_row:
+        way = f"a row per {'block' if layout.cluster == 1 else f'cluster of {layout.cluster} blocks'}"
+        way += f" of {layout.warps} warps"
+    else:
+        way = f"{reference.SEGMENT // layout.row} rows per warp"
+    return f"CUDA C++ kernels: {way}, {layout.aligned} bytes at a time where rows are aligned"
+
+
+def capability(device: int | None) -> int:
+    """The compute capability of a device, times ten."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows lie over threads; csrc/row.cuh says what each number means there."""
+
+    vector: int
+    aligned: int
+    row: int
+    warps: int
+    cluster: int
+    blocks_row: bool
+    full: bool
+    #: Whether rows are too long for registers.
+    wide: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        hidden_size: int,
+        dtypes: list[torch.dtype],
+        alignment: int,
+        capability: int,
+        most_warps: int = _MOST_WARPS,
+    ) -> Layout:
+        """The layout for rows of operands of these dtypes that begin at multiples of ``alignment`` bytes."""
+        smallest = min(dtype.itemsize for dtype in dtypes)
+        at_once = min(alignment, 32 if capability >= 100 else 16)
+        vector = math.gcd(max(at_once // smallest, 1), hidden_size)
+        aligned = vector * smallest
+        segments = -(-hidden_size // reference.SEGMENT)
+        whole = hidden_size == segments * reference.SEGMENT
+        if torch.float64 in dtypes:  # a segment of it takes all registers that there are
+            return cls(vector, aligned, reference.SEGMENT, min(segments, most_warps // 2), 1, True, whole, True)
+        if segments == 1:
+            row = ceiling(max(hidden_size, 32))
+            return cls(vector, aligned, row, _WARPS, 1, False, row == hidden_size)
+        cluster = ceiling(-(-segments // most_warps))
+        if cluster > (_MOST_BLOCKS if capability >= 90 else 1):
+            return cls(vector, aligned, reference.SEGMENT, most_warps, 1, True, whole, True)
+        warps = -(-segments // cluster)
+        whole = whole and segments == warps * cluster
+        return cls(vector, aligned, reference.SEGMENT, warps, cluster, True, whole)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a block takes at a time."""
+        return 1 if self.blocks_row else self.warps * (reference.SEGMENT // self.row)
+
+    def defines(self) -> dict[str, int]:
+        """The constants of the sources."""
+        return {
+            "VECTOR": self.vector,
+            "ALIGNED": self.aligned,
+            "ROW": self.row,
+            "WARPS": self.warps,
+            "CLUSTER": self.cluster,
+            "BLOCKS_ROW": int(self.blocks_row),
+            "FULL": int(self.full),
+        }
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of one kernel."""
+
+    #: The function, and the file in csrc/ that has it.
+    kernel: str
+    #: Constants of the sources.
+    defines: tuple[tuple[str, str | int], ...]
+    #: How the arguments are laid out, as :mod:`struct` writes it, and their names.
+    packing: str
+    arguments: tuple[str, ...]
+    #: Threads of a block, and blocks of a program.
+    threads: int
+    cluster: int = 1
+    #: Rows, or columns, that a program takes.
+    per_program: int = 1
+
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for variants that are compiled alike."""
+        return self.kernel, self.defines
+
+
+def forward_variant(
+    x: torch.dtype,
+    residual: torch.dtype | None,
+    weight: torch.dtype | None,
+    out: torch.dtype,
+    rstd: bool,
+    hidden_size: int,
+    offset: bool,
+    round_sum: bool,
+    round_norm: bool,
+    alignment: int,
+    capability: int | None = None,
+) -> Variant:
+    """The kernel for a kind of call.
+
+    ``rstd``: whether it is wanted; ``offset``: whether the weight's is not 0; ``alignment``: bytes of which every row
+    of every operand begins at a multiple.
+    """
+    accumulator = reference.accumulator(x)
+    given = [dtype for dtype in (x, residual, weight, out) if dtype is not None]
+    layout = Layout.of(hidden_size, given, alignment, capability or _capability())
+    defines: dict[str, str | int] = {
+        "ACCUMULATOR": _NAMES[accumulator],
+        "X_TYPE": _NAMES[x],
+        "RESIDUAL_TYPE": _NAMES[residual],
+        "WEIGHT_TYPE": _NAMES[weight],
+        "OUT_TYPE": _NAMES[out],
+        "RSTD": int(rstd),
+        "OFFSET": int(offset),
+        "ROUND_SUM": int(round_sum),
+        "ROUND_NORM": int(round_norm),
+        **layout.defines(),
+    }
+    if layout.wide:
+        defines["KEPT"] = int(residual is None or round_sum or residual == accumulator)
+    return Variant(
+        "forward_wide" if layout.wide else "forward",
+        tuple(defines.items()),
+        f"@6Q5qi2{(accumulator.itemsize == 4 and 'f') or 'd'}0q",
+        (
+            *("x", "residual", "weight", "out", "residual_out", "rstd"),
+            *("x_stride", "residual_stride", "out_stride", "residual_out_stride", "rows"),
+            *("hidden_size", "eps", "weight_offset"),
+        ),
+        layout.warps * 32,
+        layout.cluster,
+        layout.rows,
+    )
+
+
+def backward_variants(
+    dy: torch.dtype,
+    d_total: torch.dtype | None,
+    h: torch.dtype,
+    weight: torch.dtype | None,
+    dx: torch.dtype | None,
+    dresidual: torch.dtype | None,
+    dweight: torch.dtype | None,
+    accumulator: torch.dtype,
+    hidden_size: int,
+    offset: bool,
+    alignment: int,
+    capability: int | None = None,
+) -> dict[str, Variant]:
+    """The kernels for a kind of backward pass; see :func:`fusednorm.backends.triton_gpu.backward_variants`."""
+    given = [dtype for dtype in (dy, d_total, h, weight, dx, dresidual, accumulator) if dtype is not None]
+    capability = capability or _capability()
+    layout = Layout.of(hidden_size, given, alignment, capability)
+    loaded = sum(dtype.itemsize for dtype in (dy, d_total, h) if dtype is not None)
+    small = loaded <= 6 and layout.aligned >= 4  # elements of 2 bytes alone take a register each, as those of 4 do
+    if not small:
+        layout = Layout.of(hidden_size, given, alignment, capability, _MOST_WARPS // 2)
+    types = {
+        "ACCUMULATOR": accumulator,
+        "DY_TYPE": dy,
+        "D_TOTAL_TYPE": d_total,
+        "H_TYPE": h,
+        "WEIGHT_TYPE": weight,
+        "DX_TYPE": dx,
+        "DRESIDUAL_TYPE": dresidual,
+        "DWEIGHT_TYPE": dweight,
+    }
+
+    def variant(kernel: str, used: set[str], warps: int, per_program: int, **more: int) -> Variant:
+        # Kernels of which a type does not matter are compiled once for all of them.
+        names = {name: _NAMES[dtype if name in used else None] for name, dtype in types.items()}
+        defines = {**names, "OFFSET": int(offset), **layout.defines(), "WARPS": warps, **more}
+        return Variant(
+            kernel,
+            tuple(defines.items()),
+            f"@9Q6qi{'f' if accumulator.itemsize == 4 else 'd'}0q",
+            (
+                *("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "partial", "dweight"),
+                *("dy_stride", "d_total_stride", "h_stride", "rows", "block", "blocks"),
+                *("hidden_size", "weight_offset"),
+            ),
+            warps * 32,
+            more.get("CLUSTER", layout.cluster),
+            per_program,
+        )
+
+    shares = {"ACCUMULATOR", "DY_TYPE", "H_TYPE"}
+    rows = {"ACCUMULATOR", "DY_TYPE", "D_TOTAL_TYPE", "H_TYPE", "WEIGHT_TYPE", "DX_TYPE", "DRESIDUAL_TYPE"}
+    variants = {}
+    gradients = bool(dx or dresidual)
+    if dweight and gradients and accumulator != torch.float64 and hidden_size <= _MOST_AT_ONCE * reference.SEGMENT:
+        warps = layout.warps if layout.blocks_row else 8
+        variants["both"] = variant("backward_blocks", rows, warps, 1, AHEAD=int(small))
+    else:
+        if gradients:
+            kernel = "backward_wide" if layout.wide else "backward_rows"
+            variants["rows"] = variant(kernel, rows, layout.warps, layout.rows)
+        if dweight:
+            columns = _WARPS * 32 * layout.vector
+            variants["shares"] = variant(
+                "weight_blocks", shares, _WARPS, columns, CLUSTER=1, ROW=1024, FULL=0, OFFSET=0
+            )
+    if dweight:
+        variants["weight"] = variant(
+            "weight_sum",
+            {"ACCUMULATOR", "DWEIGHT_TYPE"},
+            32,
+            32,
+            MOST_BLOCKS=reference.ROW_BLOCKS,
+            VECTOR=1,
+            ALIGNED=4,
+            ROW=1024,
+            CLUSTER=1,
+            BLOCKS_ROW=0,
+            FULL=0,
+            OFFSET=0,
+        )
+    return variants
+
+
+def _capability() -> int:
+    return capability(torch.cuda.current_device())
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    """What a call of the bindings returned after its status; raises if that is an error."""
+    status, *values = result
+    if status:
+        raise BackendError(f"{what} failed: {status.name}")
+    return values[0] if values else None
+
+
+@functools.cache
+def _compiler_version() -> tuple[int, int]:
+    _, nvrtc = bindings()
+    status, major, minor = nvrtc.nvrtcVersion()
+    _checked((status,), "nvrtcVersion")
+    return major, minor
+
+
+@functools.cache
+def _sources() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cu", ".cuh")}
+
+
+def options(variant: Variant, capability: int) -> list[str]:
+    """NVRTC's options for a variant and a compute capability, one that it knows or, as PTX, the newest before."""
+    _, nvrtc = bindings()
+    known = _checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
+    architecture = f"sm_{capability}" if capability in known else f"compute_{max(a for a in known if a <= capability)}"
+    # The contract: every operation is rounded by itself, and subnormals are kept.
+    exact = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
+    defines = [f"-D{name}={value}" for name, value in variant.defines]
+    return [f"--gpu-architecture={architecture}", "--std=c++17", *exact, *defines]
+
+
+def compiled(variant: Variant, capability: int) -> bytes:
+    """The variant as machine code for GPUs of a compute capability; as PTX where NVRTC does not know it.
+
+    Raises:
+        BackendError: NVRTC found an error; the message has its log.
+    """
+    _, nvrtc = bindings()
+    sources, name = _sources(), f"{variant.kernel}.cu"
+    headers = [file for file in sources if file.endswith(".cuh")]
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            sources[name], name.encode(), len(headers), [sources[h] for h in headers], [h.encode() for h in headers]
+        ),
+        "nvrtcCreateProgram",
+    )
+    try:
+        arguments = options(variant, capability)
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [o.encode() for o in arguments])
+        if status:
+            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize"))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            text = log.decode(errors="replace").strip("\0 \n")
+            raise BackendError(f"NVRTC cannot compile {name} ({' '.join(arguments)}): {status.name}\n{text}")
+        kind = "PTX" if "compute_" in arguments[0] else "CUBIN"
+        code = bytearray(_checked(getattr(nvrtc, f"nvrtcGet{kind}Size")(program), f"nvrtcGet{kind}Size"))
+        _checked(getattr(nvrtc, f"nvrtcGet{kind}")(program, code), f"nvrtcGet{kind}")
+        return bytes(code)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: ``FUSEDNORM_CACHE_DIR``, or the user's folder for caches."""
+    chosen = os.environ.get("FUSEDNORM_CACHE_DIR", "").strip()
+    if chosen:
+        return Path(chosen) / "cuda"
+    from platformdirs import user_cache_path
+
+    return user_cache_path("fusednorm", appauthor=False) / "cuda"
+
+
+def cached() -> int:
+    """How many compiled kernels are kept."""
+    return sum(1 for path in cache_directory().glob("*.bin"))
+
+
+def _key(variant: Variant, capability: int, driver_version: int) -> str:
+    """What a compilation depends on, as a name for its file."""
+    parts = [*options(variant, capability), str(_compiler_version()), str(driver_version), variant.kernel]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for name, source in _sources().items():
+        digest.update(f"\0{name}\0{len(source)}\0".encode() + source)
+    return digest.hexdigest()
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether only this user (or root) can have written a file or a folder."""
+    if not hasattr(os, "geteuid"):
+        return True
+    found = path.stat()
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _read(path: Path) -> bytes | None:
+    """What :func:`_write` wrote; None if the file is missing, damaged, or may be somebody else's."""
+    try:
+        if not (_is_ours(path.parent) and _is_ours(path)):
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    checksum, code = content[:32], content[32:]
+    return code if code and hashlib.sha256(code).digest() == checksum else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Keeps compiled code, all of it or nothing, for this user alone; does without where that cannot be written."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        _warn_once(
+            f"fusednorm cannot keep compiled kernels in {path.parent} ({error}); FUSEDNORM_CACHE_DIR names another"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("fusednorm").warning(message)
+
+
+def kept(variant: Variant, capability: int) -> bytes:
+    """The compiled variant, from the cache on disk if it is there, else compiled and put there."""
+    driver, _ = bindings()
+    driver_version = _checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
+    path = cache_directory() / f"{_key(variant, capability, driver_version)}.bin"
+    code = _read(path)
+    if code is None:
+        code = compiled(variant, capability)
+        _write(path, code)
+    return code
+
+
+class Launch:
+    """A variant, compiled and loaded on the current device; calling it launches it."""
+
+    def __init__(self, variant: Variant) -> None:
+        self._driver, _ = bindings()
+        self._device = torch.cuda.current_device()
+        found = capability(self._device)
+        self.per_program = variant.per_program
+        self._cluster = variant.cluster
+        self._threads = variant.threads
+        self._pack = struct.Struct(variant.packing).pack
+        self._arguments = variant.arguments
+        torch.cuda.current_stream(self._device).query()  # so that torch has made the device's context current
+        self._module = _checked(self._driver.cuModuleLoadData(kept(variant, found)), "cuModuleLoadData")
+        self._function = _checked(
+            self._driver.cuModuleGetFunction(self._module, variant.kernel.encode()), "cuModuleGetFunction"
+        )
+        self._attributes = self._launch_attributes(found)
+
+    def _launch_attributes(self, capability: int) -> list[Any]:
+        """Blocks per cluster; and that the kernel, which waits by itself, may begin before the one before has ended."""
+        driver, attributes = self._driver, []
+        if self._cluster > 1:
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
+            attributes.append(cluster)
+        if capability >= 90:
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
+        return attributes
+
+    def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
+        """Launches on torch's current stream of the device, which must be the current one. Pointers are integers."""
+        driver = self._driver
+        packed = self._pack(*[values[name] or 0 for name in self._arguments])
+        argument = ctypes.create_string_buffer(packed, len(packed))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = programs * self._cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.hStream = torch.cuda.current_stream(device).cuda_stream
+        config.attrs, config.numAttrs = self._attributes, len(self._attributes)
+        (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0)
+        if status == _INVALID_CONTEXT:  # a thread that has not used this device yet
+            context = _checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+            _checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+            (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0)
+        if status:
+            raise BackendError(f"the launch of {programs} programs failed: {status.name}")
+
+
+_host = Host(forward_variant, backward_variants, Launch, address)
+forward = _host.forward
+backward = _host.backward

@@ -1,0 +1,53 @@
+// The gradients of rows that registers do not hold: a block per row goes through it twice, segment by segment.
+#include "backward.cuh"
+
+extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
+    SHARED(A, sums, MOST_SEGMENTS);
+    wait_for_kernels_before();
+    const long long row = blockIdx.x;
+    const Dy* const dy_row = a.dy + row * a.dy_stride;
+    const H* const h_row = a.h + row * a.h_stride;
+    const A rstd = a.rstd[row];
+    const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
+
+    for (int segment = warp(); segment < segments; segment += WARPS) {
+        A products[VECTORS][VECTOR];
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int column = segment * SEGMENT + column_of(k);
+            const bool inside = FULL || column < a.hidden_size;
+            Dy dy[VECTOR];
+            H h[VECTOR];
+            Weight weight[VECTOR];
+            load_if(inside, dy, dy_row + column);
+            load_if(inside, h, h_row + column);
+            load_if(inside, weight, a.weight + column);
+            A wdy[VECTOR], xhat[VECTOR];
+            weighted(wdy, xhat, products[k], dy, h, rstd, weight, a.weight_offset, inside);
+        }
+        const A sum = sums_of_rows(products);
+        if (lane() == 0) sums[segment] = sum;
+    }
+    const A c = sum_of_all_segments(sums, segments) / (A)a.hidden_size;
+    let_next_kernel_begin();
+
+    for (int segment = warp(); segment < segments; segment += WARPS) {
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int column = segment * SEGMENT + column_of(k);
+            const bool inside = FULL || column < a.hidden_size;
+            const long long at = row * a.hidden_size + column;
+            Dy dy[VECTOR];
+            H h[VECTOR];
+            Weight weight[VECTOR];
+            DTotal d_total[VECTOR];
+            load_if(inside, dy, dy_row + column);
+            load_if(inside, h, h_row + column);
+            load_if(inside, weight, a.weight + column);
+            load_if(inside, d_total, a.d_total + row * a.d_total_stride + column);
+            A wdy[VECTOR], xhat[VECTOR], products[VECTOR];
+            weighted(wdy, xhat, products, dy, h, rstd, weight, a.weight_offset, inside);
+            store_gradients(wdy, xhat, c, rstd, d_total, inside, a.dx + at, a.dresidual + at);
+        }
+    }
+}

@@ -1,0 +1,61 @@
+// y, residual_out and the reciprocal root mean square of rows that registers hold.
+#include "forward.cuh"
+
+// Each row in the registers of a part of a warp, of the warps of a block, or of those of a cluster.
+extern "C" __global__ void BOUNDS forward(const Arguments a) {
+    const int segment = BLOCKS_ROW ? (blockIdx.x % CLUSTER) * WARPS + warp() : 0;
+    const long long first = BLOCKS_ROW ? blockIdx.x / CLUSTER : ((long long)blockIdx.x * WARPS + warp()) * ROWS_PER_WARP;
+    if (CLUSTER > 1) cluster_arrive();
+    if constexpr (PRESENT<Weight>) {
+        int ahead = threadIdx.x * (128 / (int)sizeof(Weight)) + segment / WARPS * WARPS * SEGMENT;
+        if (ahead < smaller(a.hidden_size, (segment / WARPS + 1) * WARPS * SEGMENT)) fetch_soon(a.weight + ahead);
+    }
+    wait_for_kernels_before();
+
+    X x[VECTORS][VECTOR];
+    Residual residual[VECTORS][VECTOR];
+    Weight weight[VECTORS_IN_ROW][VECTOR];
+    bool inside[VECTORS];
+    long long row[VECTORS];
+    int column[VECTORS];
+#pragma unroll
+    for (int k = 0; k < VECTORS; k++) {
+        row[k] = first + row_of(k);
+        column[k] = segment * SEGMENT + column_of(k);
+        inside[k] = (FULL || column[k] < a.hidden_size) && (BLOCKS_ROW || row[k] < a.rows);
+        load_if(inside[k], x[k], a.x + row[k] * a.x_stride + column[k]);
+        if constexpr (PRESENT<Residual>)
+            load_if(inside[k], residual[k], a.residual + row[k] * a.residual_stride + column[k]);
+    }
+    if constexpr (PRESENT<Weight>) {
+#pragma unroll
+        for (int k = 0; k < VECTORS_IN_ROW; k++) {
+            load_if(FULL || column[k] < a.hidden_size, weight[k], a.weight + column[k]);
+        }
+    }
+    let_next_kernel_begin();
+
+    A h[VECTORS][VECTOR], squares[VECTORS][VECTOR];
+#pragma unroll
+    for (int k = 0; k < VECTORS; k++) {
+        added(h[k], x[k], residual[k], inside[k], a.residual_out + row[k] * a.residual_out_stride + column[k]);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) squares[k][v] = h[k][v] * h[k][v];
+    }
+    A sum = sums_of_rows(squares);
+    if constexpr (BLOCKS_ROW) {
+        SHARED(A, sums, CLUSTER * WARPS);
+        sum = sum_of_segments(sum, sums);
+    }
+    const A rstd = reciprocal_root(sum, a.hidden_size, a.eps);
+    if (RSTD) {
+        bool mine = BLOCKS_ROW ? threadIdx.x == 0 && segment == 0 : first + row_of_sum() < a.rows;
+        if (mine) a.rstd[first + (BLOCKS_ROW ? 0 : row_of_sum())] = rstd;
+    }
+#pragma unroll
+    for (int k = 0; k < VECTORS; k++) {
+        A y[VECTOR];
+        normalised(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % VECTORS_IN_ROW], a.weight_offset);
+        store_if(inside[k], a.out + row[k] * a.out_stride + column[k], y);
+    }
+}

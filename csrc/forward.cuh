@@ -1,0 +1,51 @@
+// What the kernels of the forward pass share.
+#pragma once
+#include "row.cuh"
+
+using X = X_TYPE;
+using Residual = RESIDUAL_TYPE;
+using Weight = WEIGHT_TYPE;
+using Out = OUT_TYPE;
+
+struct Arguments {
+    const X* x;
+    const Residual* residual;
+    const Weight* weight;
+    Out* out;
+    Residual* residual_out;
+    A* rstd;
+    long long x_stride, residual_stride, out_stride, residual_out_stride, rows;
+    int hidden_size;
+    A eps, weight_offset;
+};
+
+// The row that is normalised; stores the sum unless there is nowhere to.
+template <class R>
+__device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool inside, R* residual_out) {
+    widen(h, x);
+    if constexpr (PRESENT<R>) {
+        R total[VECTOR];
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) h[v] += wide(residual[v]);
+        narrow(total, h);
+        if (inside && residual_out != nullptr) store(residual_out, total);
+        if (ROUND_SUM) widen(h, total);
+    }
+}
+
+template <class W>
+__device__ void normalised(A (&y)[VECTOR], const A (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A offset) {
+#pragma unroll
+    for (int v = 0; v < VECTOR; v++) y[v] = h[v] * rstd;
+    if (ROUND_NORM) {
+        X rounded[VECTOR];
+        narrow(rounded, y);
+        widen(y, rounded);
+    }
+    if constexpr (PRESENT<W>) {
+        A g[VECTOR];
+        gain(g, weight, offset);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) y[v] *= g[v];
+    }
+}

@@ -1,0 +1,63 @@
+// The same of rows that registers do not hold: a block per row goes through it twice, segment by segment.
+//
+// KEPT: whether the second time finds the row that is normalised in memory, as x or as residual_out; else it adds again.
+#include "forward.cuh"
+
+extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
+    SHARED(A, sums, MOST_SEGMENTS);
+    wait_for_kernels_before();
+    const X* const x_row = a.x + blockIdx.x * a.x_stride;
+    const Residual* const residual_row = a.residual + blockIdx.x * a.residual_stride;
+    Residual* const residual_out_row = a.residual_out + blockIdx.x * a.residual_out_stride;
+    Out* const out_row = a.out + blockIdx.x * a.out_stride;
+    const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
+
+    for (int segment = warp(); segment < segments; segment += WARPS) {
+        X x[VECTORS][VECTOR];
+        Residual residual[VECTORS][VECTOR];
+        A squares[VECTORS][VECTOR];
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int column = segment * SEGMENT + column_of(k);
+            load_if(FULL || column < a.hidden_size, x[k], x_row + column);
+            load_if(FULL || column < a.hidden_size, residual[k], residual_row + column);
+        }
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int column = segment * SEGMENT + column_of(k);
+            A h[VECTOR];
+            added(h, x[k], residual[k], KEPT && (FULL || column < a.hidden_size), residual_out_row + column);
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) squares[k][v] = h[v] * h[v];
+        }
+        const A sum = sums_of_rows(squares);
+        if (lane() == 0) sums[segment] = sum;
+    }
+    const A rstd = reciprocal_root(sum_of_all_segments(sums, segments), a.hidden_size, a.eps);
+    if (RSTD && threadIdx.x == 0) a.rstd[blockIdx.x] = rstd;
+    let_next_kernel_begin();
+
+    for (int segment = warp(); segment < segments; segment += WARPS) {
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int column = segment * SEGMENT + column_of(k);
+            const bool inside = FULL || column < a.hidden_size;
+            A h[VECTOR], y[VECTOR];
+            if constexpr (KEPT && PRESENT<Residual>) {
+                Residual total[VECTOR];
+                load_if(inside, total, residual_out_row + column);
+                widen(h, total);
+            } else {
+                X x[VECTOR];
+                Residual residual[VECTOR];
+                load_if(inside, x, x_row + column);
+                load_if(inside, residual, residual_row + column);
+                added(h, x, residual, inside, residual_out_row + column);
+            }
+            Weight weight[VECTOR];
+            load_if(inside, weight, a.weight + column);
+            normalised(y, h, rstd, weight, a.weight_offset);
+            store_if(inside, out_row + column, y);
+        }
+    }
+}

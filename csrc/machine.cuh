@@ -1,0 +1,131 @@
+// What only a GPU can say: the one file with PTX. tests/emulation/cuda/machine.cuh says the same to a CPU.
+#pragma once
+
+constexpr int LANES = 32;
+
+// What registers a thread may use. Left alone, the compiler for older GPUs saves some for another block, and spills.
+#if __CUDA_ARCH__ < 900
+#define BOUNDS __launch_bounds__(THREADS, 1)
+#else
+#define BOUNDS __launch_bounds__(THREADS)
+#endif
+
+// Memory that the threads of a block share; what lies in it before they write is anything.
+#define SHARED(TYPE, NAME, COUNT) __shared__ TYPE NAME[COUNT]
+
+// Exact: a narrow type's values are values of the wide one.
+__device__ inline float float_of_half(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ inline float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
+__device__ inline unsigned bits_of_float(float value) { return __float_as_uint(value); }
+
+// To nearest even. Two at a time, the first in the low half of the word.
+__device__ inline unsigned halves_of_floats(float low, float high) {
+    unsigned word;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+    asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+        : "=r"(word)
+        : "f"(low), "f"(high));
+#endif
+    return word;
+}
+
+__device__ inline unsigned short bfloat16_in_integers(float value) {
+    unsigned bits = bits_of_float(value);
+    return value != value ? 0x7FC0 : (unsigned short)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+__device__ inline unsigned bfloat16s_of_floats(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return bfloat16_in_integers(low) | (unsigned)bfloat16_in_integers(high) << 16;
+#endif
+}
+
+// Correctly rounded: NVRTC is told neither to flush subnormals nor to approximate.
+__device__ inline float root(float value) { return sqrtf(value); }
+__device__ inline double root(double value) { return sqrt(value); }
+
+// The value of the lane whose number differs in these bits, and of the lane of this number. All lanes take part.
+template <class T> __device__ T exchanged(T value, int distance) { return __shfl_xor_sync(~0u, value, distance); }
+template <class T> __device__ T value_of_lane(T value, int lane) { return __shfl_sync(~0u, value, lane); }
+
+__device__ inline void block_barrier() { __syncthreads(); }
+
+// Words of global memory of a GPU of compute capability 10 and newer come and go 32 bytes at a time.
+template <class WORDS> __device__ void load_32_bytes(WORDS& to, const void* from) {
+#if __CUDA_ARCH__ >= 1000
+    asm volatile("ld.global.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+                 : "=r"(to.word[0]), "=r"(to.word[1]), "=r"(to.word[2]), "=r"(to.word[3]), "=r"(to.word[4]),
+                   "=r"(to.word[5]), "=r"(to.word[6]), "=r"(to.word[7])
+                 : "l"(from)
+                 : "memory");
+#endif
+}
+
+template <class WORDS> __device__ void store_32_bytes(void* to, const WORDS& from) {
+#if __CUDA_ARCH__ >= 1000
+    asm volatile("st.global.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(to), "r"(from.word[0]),
+                 "r"(from.word[1]), "r"(from.word[2]), "r"(from.word[3]), "r"(from.word[4]), "r"(from.word[5]),
+                 "r"(from.word[6]), "r"(from.word[7])
+                 : "memory");
+#endif
+}
+
+// Has the second-level cache, which sees every write, fetch what will be read.
+__device__ inline void fetch_soon(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// Programmatic dependent launch: waits for all that the kernels before have written; lets the next kernel begin.
+__device__ inline void wait_for_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Clusters: this block's number in its cluster, shared memory of the others, and a barrier in two halves.
+__device__ inline int rank_in_cluster() {
+    unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return (int)rank;
+}
+
+template <class T> __device__ void store_in_block(T& to, int rank, T value) {
+#if __CUDA_ARCH__ >= 900
+    unsigned here = (unsigned)__cvta_generic_to_shared(&to), there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    if constexpr (sizeof(T) == 4) {
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+    } else {
+        asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(value) : "memory");
+    }
+#endif
+}
+
+__device__ inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
