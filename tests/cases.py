@@ -12,6 +12,9 @@ import oracle
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
 
+#: Whether a tensor may begin between two elements. On a GPU torch has none that do.
+BETWEEN_ELEMENTS = True
+
 
 def dtype_name(dtype):
     return "none" if dtype is None else str(dtype)[6:]
@@ -130,8 +133,8 @@ class Guarded:
         """`stride` and `offset` in elements; `misaligned` in bytes."""
         stride = hidden if stride is None else stride
         elements = offset + max(rows - 1, 0) * stride + hidden + 64
-        if torch.get_default_device().type != "cpu":
-            misaligned = 0  # there, torch has no tensor that begins between two elements
+        if not BETWEEN_ELEMENTS or torch.get_default_device().type != "cpu":
+            misaligned = 0
         memory = torch.full((elements * dtype.itemsize + misaligned,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
         if misaligned:
             self._memory = bytearray(memory.numpy())

@@ -28,11 +28,20 @@ interpret_where_there_is_no_driver()  # now: Triton and fusednorm look when they
 
 import fusednorm
 from fusednorm import registry
-from fusednorm.backends import triton_host
+from fusednorm.backends import cuda, triton_host
 
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, cases: helpers beside the tests
 
+import cases
 from cases import differing
+
+#: The compute capability of the GPU that tests/emulation/cuda stands in for.
+EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))
+if EMULATED:
+    from cuda_emulation import bindings
+
+    bindings.install(cuda, torch, EMULATED)
+    cases.BETWEEN_ELEMENTS = False
 
 
 def quicken_the_interpreter():

@@ -1,0 +1,392 @@
+"""The CUDA C++ kernels as machine code for GPUs that need not be here, their cache on disk, and their launch."""
+
+import ctypes
+import enum
+import importlib.util
+import logging
+import os
+import re
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import doctor
+from fusednorm.backends import cuda
+
+from cases import BF16, F16, F32, F64, Case, dtype_name, operands
+
+EMULATED = "FUSEDNORM_EMULATED_SM" in os.environ
+compiles = pytest.mark.skipif(
+    EMULATED or importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
+    reason="NVRTC is not installed; tox -e cuda installs it",
+)
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+SIZES = (128, 4096, 7168, 65536)
+TYPES = ((BF16, BF16), (F32, F32), (BF16, F32))
+
+
+def variants(x, residual, size, alignment, capability):
+    """All kernels of both passes, by what they do."""
+    accumulator = F64 if x == F64 else F32
+    forward = (x, residual, x, x, True, size, False, True, False, alignment)
+    backward = (
+        x,
+        residual,
+        residual,
+        x,
+        x,
+        None if residual == x else residual,
+        x,
+        accumulator,
+        size,
+        False,
+        alignment,
+    )
+    found = {"forward": cuda.forward_variant(*forward, capability)}
+    return {**found, **cuda.backward_variants(*backward, capability)}
+
+
+def tool(name):
+    """A program of NVIDIA's wheels."""
+    (nvidia,) = importlib.util.find_spec("nvidia").submodule_search_locations
+    return next(path for path in Path(nvidia).rglob(name) if path.is_file())
+
+
+def disassembled(code, folder):
+    """Of machine code: registers and bytes of stack and shared memory per thread and block, and its instructions."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(code)
+    environment = {**os.environ, "PATH": f"{tool('nvdisasm').parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def run(option):
+        command = [tool("cuobjdump"), option, file]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", run("-res-usage"))
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", run("-sass"), re.MULTILINE)
+    return tuple(map(int, used.groups())), instructions
+
+
+@compiles
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("x", "residual"), TYPES, ids=dtype_name)
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{}".format)
+def test_machine_code(tmp_path, capability, x, residual, size):
+    """Accesses of 16 bytes (32 from sm_100 on), nothing spilled, nothing fused outside of division and root."""
+    for name, variant in variants(x, residual, size, 32, capability).items():
+        (registers, stack, shared), instructions = disassembled(cuda.compiled(variant, capability), tmp_path)
+        assert stack == 0, name
+        assert not [i for i in instructions if i.startswith(("LDL", "STL"))], name
+        assert registers * variant.threads <= 65536, name
+        assert shared <= 48 * 1024, name
+        widest = ".256" if capability >= 100 else ".128"
+        loads = [i for i in instructions if i.startswith("LDG")]
+        stores = [i for i in instructions if i.startswith("STG")]
+        if name == "weight":  # by columns, one per lane
+            continue
+        assert {i for i in loads if widest in i}, name
+        assert {i for i in stores if widest in i}, name
+        narrow = [i for i in loads + stores if ".128" not in i and ".256" not in i]
+        # A row's root is one number; and where several rows share a block, their columns' sums are one per thread.
+        assert len(narrow) <= 17, (name, narrow)
+
+
+@compiles
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{}".format)
+def test_rows_that_begin_anywhere(tmp_path, capability):
+    for x, residual in (*TYPES, (F16, F16), (F64, F64)) if capability == 90 else TYPES:
+        for size in (896, 16384):
+            for name, variant in variants(x, residual, size, x.itemsize, capability).items():
+                (registers, stack, _), _ = disassembled(cuda.compiled(variant, capability), tmp_path)
+                assert stack == 0, (x, residual, size, name)
+                assert registers * variant.threads <= 65536, (x, residual, size, name)
+
+
+@compiles
+def test_every_operation_is_rounded_by_itself(tmp_path):
+    """PTX has no fused multiplication, and machine code has them in division and root alone: ever the same number."""
+    counts = set()
+    for size in (1024, 4096, 8192, 5120):
+        variant = variants(BF16, BF16, size, 16, 90)["forward"]
+        ptx = cuda.compiled(variant, 93).decode()  # NVRTC does not know 9.3
+        assert ".target sm_90" in ptx
+        assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
+        assert "sqrt.rn.f32" in ptx
+        assert "div.rn.f32" in ptx
+        _, instructions = disassembled(cuda.compiled(variant, 90), tmp_path)
+        counts.add(sum(i.startswith("FFMA") for i in instructions))
+    assert len(counts) == 1
+    for variant in variants(F64, F64, 4096, 16, 90).values():
+        assert not re.findall(r"\bfma\b|\.approx", cuda.compiled(variant, 93).decode())
+
+
+@compiles
+def test_the_tree_takes_few_shuffles_and_one_barrier(tmp_path):
+    _, instructions = disassembled(cuda.compiled(variants(BF16, BF16, 4096, 16, 90)["forward"], 90), tmp_path)
+    assert sum(i.startswith("SHFL") for i in instructions) == 14
+    assert sum(i.startswith("BAR") for i in instructions) == 1
+
+
+@compiles
+def test_what_does_not_compile_raises_with_the_log(monkeypatch):
+    variant = variants(BF16, BF16, 4096, 16, 90)["forward"]
+    monkeypatch.setattr(cuda, "_sources", lambda: {"forward.cu": b'#error "no such luck"'})
+    with pytest.raises(fusednorm.BackendError, match="no such luck"):
+        cuda.compiled(variant, 90)
+
+
+def test_a_layout_depends_on_the_row_alone():
+    """Not on the number of rows; and the widest access that all operands allow, never beyond a row's end."""
+    for capability in ARCHITECTURES:
+        for size in (1, 31, 33, 1000, 1029, 4096, 5120, 16384, 16385, 131072, 262144, cuda.LONGEST):
+            for alignment in (2, 4, 8, 16, 32):
+                layout = cuda.Layout.of(size, [BF16, F32], alignment, capability)
+                assert size % layout.vector == 0
+                assert layout.aligned <= alignment
+                assert layout.aligned <= (32 if capability >= 100 else 16)
+                assert layout.cluster == 1 or capability >= 90
+                covered = layout.row if not layout.blocks_row else layout.cluster * layout.warps * 1024
+                assert layout.wide or covered >= size
+                assert not layout.full or layout.wide or covered == size
+
+
+VARIANT = cuda.forward_variant(BF16, BF16, BF16, BF16, False, 4096, False, True, False, 16, 90)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A cache of its own, and a compiler that counts."""
+    found = SimpleNamespace(folder=tmp_path / "cache" / "cuda", compiled=0, driver=13000, source=b"one")
+
+    def compiled(variant, capability):
+        found.compiled += 1
+        return b"machine code %d" % found.compiled
+
+    monkeypatch.setenv("FUSEDNORM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda, "compiled", compiled)
+    monkeypatch.setattr(cuda, "_compiler_version", lambda: (13, 0))
+    monkeypatch.setattr(cuda, "_sources", lambda: {"forward.cu": found.source})
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, found.driver))
+    nvrtc = SimpleNamespace(nvrtcGetSupportedArchs=lambda: (0, [75, 80, 90]))
+    monkeypatch.setattr(cuda, "bindings", lambda: (driver, nvrtc))
+    cuda._warn_once.cache_clear()
+    return found
+
+
+def test_what_was_compiled_is_kept(cache):
+    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 1"
+    (file,) = cache.folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    assert cuda.cached() == 1
+    assert doctor.report()["cache"] == {"folder": str(cache.folder), "kernels": 1}
+
+
+def test_another_source_driver_or_gpu_is_compiled_again(cache):
+    cuda.kept(VARIANT, 90)
+    cache.source = b"two"
+    cuda.kept(VARIANT, 90)
+    cache.driver = 13010
+    cuda.kept(VARIANT, 90)
+    cuda.kept(VARIANT, 80)
+    assert cache.compiled == 4
+    cuda.kept(VARIANT, 80)
+    assert cache.compiled == 4
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content[:-1],
+        lambda content: content[:20],
+        lambda content: b"",
+        lambda content: content[:-1] + b"X",
+        lambda content: b"X" + content[1:],
+        lambda content: content[:32],
+    ],
+    ids=["truncated", "shorter than its checksum", "empty", "one byte wrong", "a wrong checksum", "no code"],
+)
+def test_a_damaged_file_is_compiled_again(cache, spoil):
+    cuda.kept(VARIANT, 90)
+    (file,) = cache.folder.iterdir()
+    file.write_bytes(spoil(file.read_bytes()))
+    assert cuda.kept(VARIANT, 90) == b"machine code 2"
+    assert cuda.kept(VARIANT, 90) == b"machine code 2"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's files have no owners")
+def test_a_file_that_others_can_write_is_not_loaded(cache, monkeypatch):
+    cuda.kept(VARIANT, 90)
+    (file,) = cache.folder.iterdir()
+    file.chmod(0o666)
+    assert cuda.kept(VARIANT, 90) == b"machine code 2"
+    cache.folder.chmod(0o777)
+    assert cuda.kept(VARIANT, 90) == b"machine code 3"
+    cache.folder.chmod(0o700)
+    assert cuda.kept(VARIANT, 90) == b"machine code 3"
+    user = os.geteuid()
+    os.chown(file, user, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert user == 0 or cuda.kept(VARIANT, 90) == b"machine code 4"
+
+
+def test_without_a_place_to_write_calls_go_on(cache, caplog):
+    cache.folder.parent.mkdir()
+    cache.folder.write_text("not a folder")
+    with caplog.at_level(logging.WARNING, "fusednorm"):
+        assert cuda.kept(VARIANT, 90) == b"machine code 1"
+        assert cuda.kept(VARIANT, 90) == b"machine code 2"
+    assert len([r for r in caplog.records if "FUSEDNORM_CACHE_DIR" in r.getMessage()]) == 1
+    assert cuda.cached() == 0
+
+
+def test_many_processes_at_once(tmp_path):
+    """They write the same file, and read it: every one of them gets all of it or nothing."""
+    code = """
+    import sys
+    from pathlib import Path
+    from fusednorm.backends import cuda
+    path, code = Path(sys.argv[1]) / "kernel.bin", bytes(range(256)) * 4096
+    for _ in range(50):
+        assert cuda._read(path) in (None, code)
+        cuda._write(path, code)
+    assert cuda._read(path) == code
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code), tmp_path / "cuda"]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    assert [process.communicate()[1] for process in running] == [b""] * 4
+    assert [file.name for file in (tmp_path / "cuda").iterdir()] == ["kernel.bin"]
+
+
+class Status(enum.IntEnum):
+    """What a call of the driver returns first."""
+
+    SUCCESS = 0
+    INVALID_CONTEXT = 201
+    OUT_OF_MEMORY = 2
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that only writes down what it is given."""
+    found = SimpleNamespace(launches=[], loaded=0, statuses=[], capability=90, context=None)
+    attribute = lambda: SimpleNamespace(id=None, value=SimpleNamespace(clusterDim=SimpleNamespace()))  # noqa: E731
+
+    def launch(config, function, arguments, extra):
+        found.launches.append(config)
+        config.arguments = ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], found.size)
+        return (found.statuses.pop(0) if found.statuses else Status.SUCCESS,)
+
+    def load(code):
+        found.loaded += 1
+        return Status.SUCCESS, code
+
+    def set_context(context):
+        found.context = context
+        return (Status.SUCCESS,)
+
+    api = SimpleNamespace(
+        CUlaunchConfig=SimpleNamespace,
+        CUlaunchAttribute=attribute,
+        CUlaunchAttributeID=SimpleNamespace(
+            CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="pdl"
+        ),
+        cuModuleLoadData=load,
+        cuModuleGetFunction=lambda module, name: (Status.SUCCESS, name),
+        cuLaunchKernelEx=launch,
+        cuDevicePrimaryCtxRetain=lambda device: (Status.SUCCESS, f"context {device}"),
+        cuCtxSetCurrent=set_context,
+    )
+    monkeypatch.setattr(cuda, "bindings", lambda: (api, None))
+    monkeypatch.setattr(cuda, "kept", lambda variant, capability: b"code")
+    monkeypatch.setattr(cuda, "capability", lambda device: found.capability)
+    monkeypatch.setattr(cuda._host, "held", {})
+    monkeypatch.setattr(cuda._host, "ways", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    stream = SimpleNamespace(cuda_stream=77, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return found
+
+
+def run(found, rows, size, dtype=BF16, offset=0):
+    """A forward pass of x, residual and weight; returns what was launched."""
+    memory = torch.zeros(2, rows * size + offset, dtype=dtype)[:, offset:]
+    x, residual = (m.view(rows, size) for m in memory)
+    total, out, weight = torch.empty_like(residual), torch.empty_like(x), torch.zeros(size, dtype=dtype)
+    found.size = struct.calcsize("@6Q5qi2f0q")
+    cuda.forward(x, residual, weight, out, total, None, rows, size, size, size, size, size, 1e-6, 0.5, True, False)
+    return found.launches[-1], [t.data_ptr() for t in (x, residual, weight, out, total)]
+
+
+def test_a_launch(driver):
+    launch, pointers = run(driver, 5, 4096)
+    assert (launch.gridDimX, launch.gridDimY, launch.gridDimZ) == (5, 1, 1)
+    assert (launch.blockDimX, launch.hStream) == (128, 77)
+    assert [a.id for a in launch.attrs] == ["pdl"]
+    given = struct.unpack("@6Q5qi2f0q", launch.arguments)
+    assert list(given[:6]) == [*pointers, 0]
+    assert given[6:12] == (4096, 4096, 4096, 4096, 5, 4096)
+    assert given[12:] == (struct.unpack("f", struct.pack("f", 1e-6))[0], 0.5)
+    launch, _ = run(driver, 33, 128)  # 8 rows per warp, 4 warps per block
+    assert (launch.gridDimX, launch.blockDimX) == (2, 128)
+
+
+def test_rows_too_wide_for_a_block_go_to_a_cluster_where_there_are_any(driver):
+    launch, _ = run(driver, 3, 65536)
+    assert (launch.gridDimX, launch.blockDimX, launch.numAttrs) == (12, 512, 2)
+    assert launch.attrs[0].value.clusterDim.x == 4
+    driver.capability = 80
+    cuda._host.held.clear()
+    cuda._host.ways.clear()
+    launch, _ = run(driver, 3, 65536)
+    assert (launch.gridDimX, launch.blockDimX, launch.numAttrs) == (3, 512, 0)
+
+
+def test_rows_eps_and_strides_never_load_another_kernel(driver):
+    for rows in (1, 2, 100):
+        run(driver, rows, 4096)
+        run(driver, rows, 3000)
+        run(driver, rows, 3008)  # of the same class as 3000: three warps, not all of them full
+    assert driver.loaded == 2
+    run(driver, 2, 4096, offset=1)
+    assert driver.loaded == 3
+
+
+def test_a_thread_without_a_context_gets_one(driver):
+    driver.statuses = [Status.SUCCESS, Status.INVALID_CONTEXT]
+    run(driver, 1, 4096)
+    run(driver, 1, 4096)
+    assert len(driver.launches) == 3
+    assert driver.context == "context None"  # of the tensors' device, which is the CPU here
+
+
+def test_a_failed_launch_raises(driver):
+    driver.statuses = [Status.OUT_OF_MEMORY]
+    with pytest.raises(fusednorm.BackendError, match="OUT_OF_MEMORY"):
+        run(driver, 1, 4096)
+
+
+def test_an_operand_between_two_elements_is_refused(driver):
+    x, residual, weight = operands(Case(rows=1, hidden=64).of(F16))
+    memory = torch.frombuffer(bytearray(130), dtype=torch.uint8)
+    between = torch.frombuffer(memory.numpy(), dtype=F16, offset=1, count=64).view(1, 64)
+    strides = (64, 64, 64, 64)
+    with pytest.raises(ValueError, match=r"^residual begins at an address that is no multiple of 2"):
+        cuda.forward(x, between, weight, x, residual, None, 1, 64, *strides, 1e-6, 0.0, True, False)
+    assert driver.launches == []
+
+
+def test_why_not():
+    if torch.version.cuda is None and not EMULATED:
+        assert "built without CUDA" in cuda.unavailable()[0]
+    signature = fusednorm.explain(torch.ones(1, 8)).signature._replace(hidden_size=cuda.LONGEST + 1)
+    assert "longer than" in cuda.unsuitable(signature)[0]
+    assert cuda.unsuitable(signature._replace(hidden_size=cuda.LONGEST)) == []
