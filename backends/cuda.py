@@ -485,7 +485,8 @@ class Launch:
         self._threads = variant.threads
         self._pack = struct.Struct(variant.packing).pack
         self._arguments = variant.arguments
-        torch.cuda.current_stream(self._device).query()  # so that torch has made the device's context current
+        if not int(_checked(self._driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+            self._make_current(self._device)
         self._module = _checked(self._driver.cuModuleLoadData(kept(variant, found)), "cuModuleLoadData")
         self._function = _checked(
             self._driver.cuModuleGetFunction(self._module, variant.kernel.encode()), "cuModuleGetFunction"
@@ -507,6 +508,11 @@ class Launch:
             attributes.append(early)
         return attributes
 
+    def _make_current(self, device: int) -> None:
+        """Has this thread use the context of a device that torch uses."""
+        context = _checked(self._driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        _checked(self._driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
     def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
         """Launches on torch's current stream of the device, which must be the current one. Pointers are integers."""
         driver = self._driver
@@ -520,8 +526,7 @@ class Launch:
         config.attrs, config.numAttrs = self._attributes, len(self._attributes)
         (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0)
         if status == _INVALID_CONTEXT:  # a thread that has not used this device yet
-            context = _checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
-            _checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+            self._make_current(device)
             (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0)
         if status:
             raise BackendError(f"the launch of {programs} programs failed: {status.name}")

@@ -8,6 +8,7 @@ must then fail. Exit status 1 if a mutant survives. `--only TEXT` runs those who
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -453,16 +454,172 @@ MUTANTS = (
     Mutant(
         ROW,
         "Triton: wide accesses to rows that begin anywhere",
-        "backends/triton_host.py",
-        "return low % 16 == 0",
-        "return True",
+        "backends/triton_gpu.py",
+        "known = (alignment >= 16,",
+        "known = (True,",
     ),
     Mutant(
         ROW,
         "Triton: a kernel for each length of rows on CPUs",
-        "backends/triton_host.py",
+        "backends/gpu_host.py",
         "identity = (device, *variant.identity())",
         "identity = (device, id(variant))",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: neighbours added first",
+        "csrc/row.cuh",
+        "values[i] += values[i + COUNT / 2];",
+        "values[i] = values[2 * i] + values[2 * i + 1];",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: two levels of the tree swapped, between warps",
+        "csrc/row.cuh",
+        "int distance = smaller(PADDED, LANES) / 2; distance > 0; distance /= 2",
+        "int distance = 1; distance < smaller(PADDED, LANES); distance *= 2",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: segments added in sequence",
+        "csrc/row.cuh",
+        "    for (int half = padded(segments) / 2; half > 0; half /= 2) {",
+        "    block_barrier();\n    for (int i = 1; threadIdx.x == 0 && i < segments; i++) sums[0] += (A)sums[i];\n"
+        "    for (int half = 0; half > 0; half /= 2) {",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: no barrier before segments are added",
+        "csrc/row.cuh",
+        "        if (lane() == 0) sums[warp()] = sum;\n        block_barrier();",
+        "        if (lane() == 0) sums[warp()] = sum;",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: no barrier between the halvings of a wide row",
+        "csrc/row.cuh",
+        "half /= 2) {\n        block_barrier();",
+        "half /= 2) {",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: a cluster does not wait for its blocks",
+        "csrc/row.cuh",
+        "        cluster_arrive();\n        cluster_wait();\n    } else",
+        "        block_barrier();\n    } else",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: the rows' products are overwritten while they are added",
+        "csrc/backward_blocks.cu",
+        "            block_barrier();\n        }\n        if (!AHEAD)",
+        "        }\n        if (!AHEAD)",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: the sums of the row before are overwritten while they are added",
+        "csrc/backward_blocks.cu",
+        "&sums[turn % 2 * WARPS]",
+        "&sums[0]",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: rows' products added in another order",
+        "csrc/weight_blocks.cu",
+        "total[v] += wide(dy[i][v]) * (wide(h[i][v]) * rstd[i])",
+        "total[v] += wide(dy[i ^ ALL][v]) * (wide(h[i ^ ALL][v]) * rstd[i ^ ALL])",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: blocks of rows added in another order",
+        "csrc/weight_sum.cu",
+        "const int block = i * WARPS + warp();",
+        "const int block = warp() * IN_LANE + i;",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: the mean by the reciprocal of the hidden size",
+        "csrc/row.cuh",
+        "sum_of_squares / (A)hidden_size",
+        "sum_of_squares * ((A)1 / (A)hidden_size)",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: float64 rounded twice",
+        "csrc/numbers.cuh",
+        "    if (back == value || value != value) return nearest;",
+        "    return nearest;",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: a tail read too far",
+        "csrc/forward.cu",
+        "inside[k] = (FULL || column[k] < a.hidden_size)",
+        "inside[k] = (FULL || column[k] <= a.hidden_size)",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: products beyond the row's end are not left out",
+        "csrc/backward.cuh",
+        "inside ? wdy[v] * xhat[v] : (A)0",
+        "wdy[v] * xhat[v]",
+        "cuda",
+    ),
+    Mutant(
+        FUSED,
+        "CUDA: the sum is not rounded",
+        "csrc/forward.cuh",
+        "if (ROUND_SUM) widen(h, total);",
+        "",
+        "cuda",
+    ),
+    Mutant(
+        FUSED,
+        "CUDA: a wide row is kept as it is stored, whatever is asked for",
+        "backends/cuda.py",
+        "int(residual is None or round_sum or residual == accumulator)",
+        "1",
+        "cuda",
+    ),
+    Mutant(
+        ROW,
+        "CUDA: rows beyond the last are written",
+        "csrc/forward.cu",
+        "(BLOCKS_ROW || row[k] < a.rows)",
+        "(BLOCKS_ROW || row[k] <= a.rows)",
+        "cuda",
+    ),
+    Mutant(
+        ROW,
+        "CUDA: wide accesses to rows that begin anywhere",
+        "backends/gpu_host.py",
+        "return low & -low",
+        "return 32",
+        "cuda",
+    ),
+    Mutant(SAME, "CUDA: fused multiply-add", "backends/cuda.py", "--fmad=false", "--fmad=true"),
+    Mutant(
+        ROW, "CUDA: damaged code is loaded", "backends/cuda.py", "hashlib.sha256(code).digest() == checksum", "True"
+    ),
+    Mutant(
+        ROW,
+        "CUDA: others' code is loaded",
+        "backends/cuda.py",
+        "not (_is_ours(path.parent) and _is_ours(path))",
+        "False",
     ),
 )
 
@@ -493,14 +650,19 @@ def first_failure(folder, mutant):
     if mutant.backend:  # interpreted: the quickest first
         first = [folder / "tests" / f"test_{name}.py" for name in ("golden", "autograd", "conformance", "one_rule")]
         others = []
-    elif mutant.file.startswith("backends/triton"):
-        first, others = [folder / "tests" / "test_triton.py"], []
+    elif mutant.what.startswith(("Triton", "CUDA")):
+        first, others = [folder / "tests" / f"test_{mutant.what.partition(':')[0].lower()}.py"], []
     files = dict.fromkeys(map(str, [*first, *others]))
-    done = subprocess.run((sys.executable, "-P", "-m", *tests, *files), env=clean, capture_output=True, text=True)
+    emulated = (folder / "tests/emulation/cuda", "--sm", "90", "--") if mutant.backend == "cuda" else ()
+    command = (*emulated, sys.executable, "-P", "-m", *tests, *files)
+    done = subprocess.run(command, env=clean, capture_output=True, text=True)
     if done.returncode == 0:
         return None
-    if done.returncode < 0:
-        return f"the tests die of signal {-done.returncode}"
+    found = [line for line in done.stderr.splitlines() if re.search(r"^emulation:|runtime error:|ERROR: Addr", line)]
+    if found:
+        return found[0]
+    if done.returncode < 0 or done.returncode > 128:
+        return f"the tests die of signal {max(-done.returncode, done.returncode - 128)}"
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode != 1 or not failed:
         sys.exit(f"the tests did not run:\n{done.stdout}{done.stderr}")

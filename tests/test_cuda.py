@@ -277,7 +277,7 @@ class Status(enum.IntEnum):
 @pytest.fixture
 def driver(monkeypatch):
     """A driver that only writes down what it is given."""
-    found = SimpleNamespace(launches=[], loaded=0, statuses=[], capability=90, context=None)
+    found = SimpleNamespace(launches=[], loaded=0, statuses=[], capability=90, context="torch's")
     attribute = lambda: SimpleNamespace(id=None, value=SimpleNamespace(clusterDim=SimpleNamespace()))  # noqa: E731
 
     def launch(config, function, arguments, extra):
@@ -302,6 +302,7 @@ def driver(monkeypatch):
         cuModuleLoadData=load,
         cuModuleGetFunction=lambda module, name: (Status.SUCCESS, name),
         cuLaunchKernelEx=launch,
+        cuCtxGetCurrent=lambda: (Status.SUCCESS, 1 if found.context else 0),
         cuDevicePrimaryCtxRetain=lambda device: (Status.SUCCESS, f"context {device}"),
         cuCtxSetCurrent=set_context,
     )
@@ -311,8 +312,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(cuda._host, "held", {})
     monkeypatch.setattr(cuda._host, "ways", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    stream = SimpleNamespace(cuda_stream=77, query=lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     return found
 
 
@@ -366,6 +366,9 @@ def test_a_thread_without_a_context_gets_one(driver):
     run(driver, 1, 4096)
     assert len(driver.launches) == 3
     assert driver.context == "context None"  # of the tensors' device, which is the CPU here
+    driver.context = None
+    run(driver, 1, 1024)
+    assert driver.context == "context 3"
 
 
 def test_a_failed_launch_raises(driver):

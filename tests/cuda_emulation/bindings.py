@@ -105,6 +105,9 @@ class Driver:
     def cuDriverGetVersion(self):  # noqa: N802
         return OK, 13000
 
+    def cuCtxGetCurrent(self):  # noqa: N802
+        return OK, 1
+
     def cuModuleLoadData(self, code):  # noqa: N802
         path = Path(FOLDER.name) / f"module{next(self.numbers)}.so"
         path.write_bytes(code)
@@ -149,4 +152,4 @@ def install(cuda, torch, capability):
     cuda.unavailable = list
     cuda.capability = lambda device: capability
     torch.cuda.current_device = lambda: 0
-    torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0, query=lambda: True)
+    torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0)
