@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusednorm import quick as quick_way
 from fusednorm.backends import reference
 from fusednorm.layout import rows_of
 from fusednorm.registry import BackendError
@@ -17,12 +18,12 @@ from fusednorm.registry import BackendError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusednorm.registry import Quick, Signature
+    from fusednorm.registry import Signature
 
 DEVICES = ("cpu",)
 
-#: The quick way; see :data:`fusednorm.registry.Quick`.
-quick: Quick | None = None
+#: The devices whose tensors the quick way takes to this backend.
+quick: str | None = None
 
 try:
     _extension: Any = import_module("fusednorm._cpu")
@@ -50,20 +51,11 @@ else:
             f"FUSEDNORM_CPU_ISA is {_cap!r}, which this machine cannot run; it can run {', '.join(_usable)}"
         )
     _lib.fn_use_isa(_usable[_cap])
-    _exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if _exchange_api is not None:
-        _quick: Any = import_module("fusednorm._quick")
-        if _quick.open(
-            int(_extension.ffi.cast("uintptr_t", _extension.ffi.addressof(_lib, "fn_forward_contiguous"))),
-            _exchange_api,
-            torch.Tensor,
-            torch.nn.Parameter,
-            torch.is_grad_enabled,
-            torch.get_num_threads,
-            torch.empty_like,
-            torch._C._increment_version,
-        ):
-            quick = _quick.forward
+    if quick_way.OPEN:
+        quick_way.open_cpu(
+            int(_extension.ffi.cast("uintptr_t", _extension.ffi.addressof(_lib, "fn_forward_contiguous")))
+        )
+        quick = "cpu"
     _openmp: str = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusednorm import quick as quick_way
 from fusednorm.backends import reference
 from fusednorm.backends.gpu_host import Host, address, ceiling
 from fusednorm.registry import BackendError
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from fusednorm.registry import Signature
 
 DEVICES = ("cuda",)
+
+#: The devices whose tensors the quick way takes to this backend.
+quick: str | None = "cuda" if quick_way.OPEN else None
 
 #: The CUDA C++ sources, in a checkout and in an install alike.
 SOURCES = Path(__file__).parents[1] / "csrc"
@@ -491,9 +495,10 @@ class Launch:
         self._function = _checked(
             self._driver.cuModuleGetFunction(self._module, variant.kernel.encode()), "cuModuleGetFunction"
         )
-        self._attributes = self._launch_attributes(found)
+        self._early = found >= 90
+        self._attributes = self._launch_attributes()
 
-    def _launch_attributes(self, capability: int) -> list[Any]:
+    def _launch_attributes(self) -> list[Any]:
         """Blocks per cluster; and that the kernel, which waits by itself, may begin before the one before has ended."""
         driver, attributes = self._driver, []
         if self._cluster > 1:
@@ -501,12 +506,16 @@ class Launch:
             cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
             attributes.append(cluster)
-        if capability >= 90:
+        if self._early:
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
             attributes.append(early)
         return attributes
+
+    def quick(self) -> tuple[int, tuple[int, int, int, bool]]:
+        """The function, and how :func:`fusednorm.quick.hold` wants its launch described."""
+        return int(self._function), (self._threads, self.per_program, self._cluster, self._early)
 
     def _make_current(self, device: int) -> None:
         """Has this thread use the context of a device that torch uses."""
@@ -532,6 +541,27 @@ class Launch:
             raise BackendError(f"the launch of {programs} programs failed: {status.name}")
 
 
-_host = Host(forward_variant, backward_variants, Launch, address)
+class _Host(Host):
+    """Also has the quick way launch what the long way has loaded."""
+
+    def _hold(self, key: tuple[Any, ...], variants: dict[str, Any]) -> dict[str, Any]:
+        launches = super()._hold(key, variants)
+        if quick is not None and "forward" in launches:
+            device, *dtypes, rstd, hidden_size, offset, round_sum, round_norm, alignment = key
+            if not rstd:
+                _open_quick_way()
+                how = launches["forward"].quick()
+                kind = (device or 0, tuple(dtypes), round_sum, round_norm, hidden_size, offset, alignment)
+                quick_way.hold(*kind, *how)
+        return launches
+
+
+@functools.cache
+def _open_quick_way() -> None:
+    driver, _ = bindings()
+    quick_way.open_cuda(_checked(driver.cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0), "cuGetProcAddress"))
+
+
+_host = _Host(forward_variant, backward_variants, Launch, address)
 forward = _host.forward
 backward = _host.backward

@@ -1,39 +1,14 @@
 /*
- * The quick way from Python into the C library: at decode sizes a call lasts as long as its checks, and
- * a Python attribute costs 50 ns. Here tensors are read through DLPack's C exchange API, which torch
- * publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). Only what is usual is done:
- * plain CPU tensors without gaps, and no gradient to record. Anything else returns None, and the
- * caller goes the long way, which finds out what it is.
+ * The quick way from Python into the C library, and to a CUDA kernel: at decode sizes a call lasts as
+ * long as its checks, and a Python attribute costs 50 ns. Here tensors are read through DLPack's C
+ * exchange API, which torch publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). Only what
+ * is usual is done: plain tensors without gaps, no gradient to record, on a GPU a kernel that the long
+ * way has loaded before. Anything else returns None, and the caller goes the long way, which finds out
+ * what it is.
  */
-#include <Python.h>
-#include <stdint.h>
+#include "quick.h"
 
 #include "fusednorm_cpu.h"
-
-/* DLPack 1.3, as far as it is used here (dmlc.github.io/dlpack/latest/c_api.html). */
-typedef struct {
-    void *data;
-    struct {
-        int32_t type, id;
-    } device;
-    int32_t ndim;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
-    int64_t *shape, *strides; /* strides in elements */
-    uint64_t byte_offset;
-} tensor;
-
-typedef struct {
-    struct {
-        uint32_t major, minor;
-    } version;
-    void *previous, *allocate, *managed_from, *managed_to;
-    int (*tensor_from)(void *object, tensor *out); /* borrows; sets a Python error and returns -1 */
-} exchange_api;
-
-enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
 
 static const exchange_api *api;
 static PyObject *plain_types, *is_grad_enabled, *get_num_threads, *empty_like, *increment_version, *requires_grad;
@@ -46,7 +21,7 @@ static int kind_of(const tensor *t) {
     return t->dtype.bits == 16 ? FN_F16 : t->dtype.bits == 32 ? FN_F32 : t->dtype.bits == 64 ? FN_F64 : FN_NONE;
 }
 
-/* Whether the object is a plain tensor in this processor's memory, without gaps, and not empty. */
+/* Whether the object is a plain tensor without gaps, and not empty. */
 static int read_tensor(PyObject *object, tensor *t, int *kind) {
     if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return 0;
     if (api->tensor_from(object, t)) {
@@ -59,7 +34,7 @@ static int read_tensor(PyObject *object, tensor *t, int *kind) {
         if (t->shape[i] != 1 && t->strides[i] != elements) return 0;
         elements *= t->shape[i];
     }
-    return *kind && t->device.type == DL_CPU && elements > 0;
+    return *kind && elements > 0;
 }
 
 static int same_shape(const tensor *a, const tensor *b) {
@@ -68,8 +43,6 @@ static int same_shape(const tensor *a, const tensor *b) {
         if (a->shape[i] != b->shape[i]) return 0;
     return 1;
 }
-
-static uintptr_t address(const tensor *t) { return (uintptr_t)t->data + t->byte_offset; }
 
 /* 1 or 0, or -1 with a Python error set. */
 static int truth(PyObject *new_reference) {
@@ -93,45 +66,69 @@ static int records_gradient(PyObject *const *operands, int count) {
 
 static PyObject *long_way(void) { Py_RETURN_NONE; }
 
-enum { X, RESIDUAL, WEIGHT, OUT, RESIDUAL_OUT, OPERANDS, EPS = OPERANDS, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ARGUMENTS };
+enum { EPS = OPERANDS, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ARGUMENTS };
 
-static PyObject *forward(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    tensor t[OPERANDS];
-    int kind[OPERANDS] = {FN_NONE}, given[OPERANDS];
+/* Runs a kernel of the C library, on as many threads as torch has; nonzero if it refuses, or -1 with a Python error. */
+static int run(const call *c) {
+    int threads = 1;
+    if (c->rows > 1 && c->rows * c->hidden >= FN_PARALLEL_ELEMENTS) {
+        PyObject *number = PyObject_CallNoArgs(get_num_threads);
+        if (!number) return -1;
+        threads = (int)PyLong_AsLong(number);
+        Py_DECREF(number);
+    }
+    uintptr_t a[OPERANDS];
+    for (int i = 0; i < OPERANDS; i++) a[i] = c->kind[i] ? address(&c->t[i]) : 0;
+    int code = FN_CODE(c->kind[X], c->kind[RESIDUAL], c->kind[WEIGHT], c->kind[OUT], c->flags);
+    /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
+    PyThreadState *state = c->rows * c->hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
+    int failed = forward_contiguous(code, a[X], a[RESIDUAL], a[WEIGHT], a[OUT], a[RESIDUAL_OUT], c->rows, c->hidden,
+                                    c->eps, c->weight_offset, threads);
+    if (state) PyEval_RestoreThread(state);
+    return failed;
+}
+
+/* `devices` is a number with a bit for each type of device (as DLPack numbers them) whose tensors are taken. */
+static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
+    call c;
+    int given[OPERANDS];
     if (count != ARGUMENTS) {
         PyErr_Format(PyExc_TypeError, "forward takes %d arguments, got %zd", ARGUMENTS, count);
         return NULL;
     }
-    if (!api) return long_way();
     if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type)
         return long_way();
     for (int i = 0; i < OPERANDS; i++) {
         given[i] = arguments[i] != Py_None;
+        c.kind[i] = FN_NONE;
         if (!given[i]) continue;
-        if (i == OUT && arguments[OUT] == arguments[X]) t[OUT] = t[X], kind[OUT] = kind[X];
-        else if (i == RESIDUAL_OUT && arguments[i] == arguments[RESIDUAL]) t[i] = t[RESIDUAL], kind[i] = kind[RESIDUAL];
-        else if (!read_tensor(arguments[i], &t[i], &kind[i])) return long_way();
-        if (i != WEIGHT && i != X && !same_shape(&t[i], &t[X])) return long_way();
-        if (kind[i] == FN_F64 && kind[X] != FN_F64) return long_way();
+        if (i == OUT && arguments[OUT] == arguments[X]) c.t[OUT] = c.t[X], c.kind[OUT] = c.kind[X];
+        else if (i == RESIDUAL_OUT && arguments[i] == arguments[RESIDUAL])
+            c.t[i] = c.t[RESIDUAL], c.kind[i] = c.kind[RESIDUAL];
+        else if (!read_tensor(arguments[i], &c.t[i], &c.kind[i])) return long_way();
+        if (i != X && (c.t[i].device.type != c.t[X].device.type || c.t[i].device.id != c.t[X].device.id))
+            return long_way();
+        if (i != WEIGHT && i != X && !same_shape(&c.t[i], &c.t[X])) return long_way();
+        if (c.kind[i] == FN_F64 && c.kind[X] != FN_F64) return long_way();
+        if (i == X && (c.t[X].device.type > DL_CUDA || !(PyLong_AsLong(devices) >> c.t[X].device.type & 1)))
+            return long_way();
     }
-    if (!given[X] || t[X].ndim < 1 || (given[RESIDUAL_OUT] && kind[RESIDUAL_OUT] != kind[RESIDUAL])) return long_way();
-    int64_t hidden = t[X].shape[t[X].ndim - 1], rows = 1;
-    for (int i = 0; i < t[X].ndim - 1; i++) rows *= t[X].shape[i];
+    if (!given[X] || c.t[X].ndim < 1 || (given[RESIDUAL_OUT] && c.kind[RESIDUAL_OUT] != c.kind[RESIDUAL]))
+        return long_way();
+    c.hidden = c.t[X].shape[c.t[X].ndim - 1];
+    c.rows = 1;
+    for (int i = 0; i < c.t[X].ndim - 1; i++) c.rows *= c.t[X].shape[i];
     /* Of one element a tensor may be a lazy negative and yet contiguous. */
-    if (hidden == 1 || (given[WEIGHT] && (t[WEIGHT].ndim != 1 || t[WEIGHT].shape[0] != hidden))) return long_way();
+    if (c.hidden == 1 || (given[WEIGHT] && (c.t[WEIGHT].ndim != 1 || c.t[WEIGHT].shape[0] != c.hidden)))
+        return long_way();
 
     int records = records_gradient(arguments, OPERANDS), round_sum = PyObject_IsTrue(arguments[ROUND_SUM]);
     int round_norm = PyObject_IsTrue(arguments[ROUND_NORM]);
     if (records < 0 || round_sum < 0 || round_norm < 0) return NULL;
     if (records) return long_way();
-    int threads = 1;
-    if (rows > 1 && rows * hidden >= FN_PARALLEL_ELEMENTS) {
-        PyObject *number = PyObject_CallNoArgs(get_num_threads);
-        if (!number) return NULL;
-        threads = (int)PyLong_AsLong(number);
-        Py_DECREF(number);
-    }
+    c.flags = (round_sum ? FN_ROUND_SUM : 0) | (round_norm ? FN_ROUND_NORM : 0);
+    c.eps = PyFloat_AsDouble(arguments[EPS]);
+    c.weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
     int failed = 0;
@@ -142,20 +139,11 @@ static PyObject *forward(PyObject *module, PyObject *const *arguments, Py_ssize_
         } else {
             *output = PyObject_CallFunctionObjArgs(empty_like, arguments[i - OUT], NULL);
             if (!*output) goto end;
-            failed |= !read_tensor(*output, &t[i], &kind[i]);
+            failed |= !read_tensor(*output, &c.t[i], &c.kind[i]);
         }
     }
-    if (!failed) {
-        int code = FN_CODE(kind[X], kind[RESIDUAL], kind[WEIGHT], kind[OUT],
-                           (round_sum ? FN_ROUND_SUM : 0) | (round_norm ? FN_ROUND_NORM : 0));
-        double eps = PyFloat_AsDouble(arguments[EPS]), offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
-        /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
-        PyThreadState *state = rows * hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
-        failed = forward_contiguous(code, address(&t[X]), given[RESIDUAL] ? address(&t[RESIDUAL]) : 0,
-                                    given[WEIGHT] ? address(&t[WEIGHT]) : 0, address(&t[OUT]),
-                                    given[RESIDUAL] ? address(&t[RESIDUAL_OUT]) : 0, rows, hidden, eps, offset, threads);
-        if (state) PyEval_RestoreThread(state);
-    }
+    if (!failed) failed = c.t[X].device.type == DL_CUDA ? fn_launch(api, &c) : run(&c);
+    if (failed < 0) goto end;
     if (failed) {
         result = long_way();
         goto end;
@@ -178,9 +166,8 @@ end:
 static PyObject *open_way(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *capsule, *types[2], *callables[4];
-    unsigned long long function;
-    if (!PyArg_ParseTuple(arguments, "KOOOOOOO", &function, &capsule, &types[0], &types[1], &callables[0],
-                          &callables[1], &callables[2], &callables[3]))
+    if (!PyArg_ParseTuple(arguments, "OOOOOOO", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+                          &callables[2], &callables[3]))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* add-ons to older torch set others */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -195,18 +182,50 @@ static PyObject *open_way(PyObject *module, PyObject *arguments) {
     get_num_threads = Py_NewRef(callables[1]);
     empty_like = Py_NewRef(callables[2]);
     increment_version = Py_NewRef(callables[3]);
-    forward_contiguous = (fn_forward_contiguous_fn *)(uintptr_t)function;
     api = found;
     Py_RETURN_TRUE;
 }
 
+static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
+    (void)module;
+    unsigned long long function;
+    if (!PyArg_ParseTuple(arguments, "K", &function)) return NULL;
+    forward_contiguous = (fn_forward_contiguous_fn *)(uintptr_t)function;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef forward_method = {
+    "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
+    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)\n--\n\n"
+    "The outputs (a residual or an output may be None), or None if nothing was done and the call must go the long way."};
+
+static PyObject *way(PyObject *module, PyObject *arguments) {
+    (void)module;
+    int cpu, cuda;
+    if (!PyArg_ParseTuple(arguments, "pp", &cpu, &cuda)) return NULL;
+    if (!api || (cpu && !forward_contiguous)) {
+        PyErr_SetString(PyExc_RuntimeError, "the quick way is not open");
+        return NULL;
+    }
+    PyObject *devices = PyLong_FromLong((cpu ? 1 << DL_CPU : 0) | (cuda ? 1 << DL_CUDA : 0));
+    if (!devices) return NULL;
+    PyObject *function = PyCFunction_NewEx(&forward_method, devices, NULL);
+    Py_DECREF(devices);
+    return function;
+}
+
 static PyMethodDef methods[] = {
-    {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
-     "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)\n--\n\n"
-     "The outputs (a residual or an output may be None), or None if nothing was done and the call must go the long way."},
     {"open", open_way, METH_VARARGS,
-     "open(address of fn_forward_contiguous, exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, "
-     "empty_like, increment_version)\n--\n\nWhether this version of the exchange API is understood."},
+     "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, increment_version)\n--\n\n"
+     "Whether this version of the exchange API is understood."},
+    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_forward_contiguous)\n--\n\nLets CPU tensors through."},
+    {"open_cuda", fn_open_cuda, METH_VARARGS,
+     "open_cuda(address of cuLaunchKernelEx)\n--\n\nLets tensors on NVIDIA GPUs through; forgets the kernels held."},
+    {"hold", fn_hold, METH_VARARGS,
+     "hold(device, (kinds of x, residual, weight, out), flags, hidden size, whether there is an offset, alignment, "
+     "function, threads of a block, rows of a block, blocks of a cluster, whether to begin early)\n--\n\n"
+     "Has calls of this kind launch the function; False if there is no place for it."},
+    {"way", way, METH_VARARGS, "way(cpu, cuda)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -109,9 +109,9 @@ class Backend(Protocol):
         """Returns the gradients; see :func:`fusednorm.backends.reference.backward`."""
 
 
-#: A backend that takes every call on CPU tensors may also have ``quick``: this function, or None. Its arguments are x,
-#: residual, weight, out, residual_out, eps, weight_offset, round_sum and round_norm, unchecked. It returns both outputs
-#: (the second None without a residual), or None if it did nothing, and the call must go the long way.
+#: The quick way. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum and
+#: round_norm, unchecked. It returns both outputs (the second None without a residual), or None if it did nothing, and
+#: the call must go the long way. Those of our backends that it leads to name a type of device in ``quick``.
 Quick = Callable[[object, object, object, object, object, object, object, object, object], "tuple[Tensor, Any] | None"]
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
@@ -120,8 +120,11 @@ _registered: dict[str, Backend] = {}
 _order: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
 _chosen: dict[tuple[str, Signature], Backend] = {}
 
-#: By the order in force: the quick way of the backend that takes every call on CPU tensors, once one went the long way.
+#: By the order in force: the quick way to backends that take every call on a type of device. Opened by the long way.
 quick: dict[str, Quick] = {}
+
+#: By the order in force: the types of devices that its quick way takes.
+_quick_devices: dict[str, set[str]] = {}
 
 #: The order in force.
 order = _order.get
@@ -156,6 +159,7 @@ def _register(name: str, backend: Backend) -> None:
     _registered[name] = backend
     _chosen.clear()
     quick.clear()
+    _quick_devices.clear()
 
 
 def _plug_ins() -> dict[str, EntryPoint]:
@@ -242,9 +246,13 @@ def select(signature: Signature) -> Backend:
         explanation = _choose(signature)
         explanation.warn()
         backend = _chosen[order(), signature] = load(explanation.backend)
-        way = getattr(backend, "quick", None)
-        if signature.device.type == "cpu" and way is not None and not explanation.depends_on_signature():
-            quick[order()] = way
+        device = getattr(backend, "quick", None) if explanation.backend in NAMES else None
+        if device is not None and not explanation.depends_on_signature():
+            from fusednorm.quick import way  # now: it imports compiled extensions
+
+            devices = _quick_devices.setdefault(order(), set())
+            devices.add(device)
+            quick[order()] = way(devices)
     return backend
 
 

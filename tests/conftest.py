@@ -27,7 +27,7 @@ def interpret_where_there_is_no_driver():
 interpret_where_there_is_no_driver()  # now: Triton and fusednorm look when they are imported
 
 import fusednorm
-from fusednorm import registry
+from fusednorm import quick, registry
 from fusednorm.backends import cuda, triton_host
 
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, cases: helpers beside the tests
@@ -40,7 +40,7 @@ EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))
 if EMULATED:
     from cuda_emulation import bindings
 
-    bindings.install(cuda, torch, EMULATED)
+    bindings.install(cuda, quick, torch, EMULATED)
     cases.BETWEEN_ELEMENTS = False
 
 
@@ -89,6 +89,11 @@ class Mode:
         if {"cpu", "any"} & set(devices):
             return "cpu"
         return next(device for device in devices if torch.get_device_module(device).is_available())
+
+    @property
+    def on_gpu(self):
+        """Whether its kernels run on a GPU, be it emulated."""
+        return self.device != "cpu" or (self.backend == "cuda" and EMULATED > 0)
 
     @contextmanager
     def active(self):

@@ -25,11 +25,31 @@ class Status(enum.IntEnum):
     """What a call returns first."""
 
     SUCCESS = 0
+    ERROR_INVALID_VALUE = 1
     ERROR_COMPILATION = 6
 
 
 OK = Status.SUCCESS
 FOLDER = tempfile.TemporaryDirectory(prefix="fusednorm-emulation-")
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("cluster", ctypes.c_uint * 16))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
 
 
 class Program:
@@ -100,7 +120,6 @@ class Driver:
         subprocess.run(["g++", *FLAGS, HERE / "emulation.cpp", "-o", path], check=True, env=without_preload())
         self.library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.numbers = itertools.count()
-        self.launches = 0
 
     def cuDriverGetVersion(self):  # noqa: N802
         return OK, 13000
@@ -114,39 +133,55 @@ class Driver:
         return OK, ctypes.CDLL(str(path))
 
     def cuModuleGetFunction(self, module, name):  # noqa: N802
-        return OK, module.call
+        return OK, ctypes.cast(module.call, ctypes.c_void_p).value
+
+    def cuGetProcAddress(self, name, version, flags):  # noqa: N802
+        assert name == b"cuLaunchKernelEx"
+        return OK, ctypes.cast(self.library.launch_kernel_ex, ctypes.c_void_p).value, None
 
     def cuLaunchKernelEx(self, config, function, arguments, extra):  # noqa: N802
-        cluster = 1
-        for attribute in config.attrs[: config.numAttrs]:
-            if attribute.id == "cluster":
-                cluster = attribute.value.clusterDim.x
-        argument = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0]
-        self.launches += 1  # every other one backwards
-        self.library.emulate(
-            function,
-            ctypes.c_void_p(argument),
-            config.gridDimX,
-            config.blockDimX,
-            cluster,
-            self.launches % 2,
+        attributes = (Attribute * config.numAttrs)()
+        for attribute, given in zip(attributes, config.attrs, strict=True):
+            attribute.id = given.id
+            if given.id == Driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+                dimension = given.value.clusterDim
+                attribute.cluster[:3] = dimension.x, dimension.y, dimension.z
+        how = Config()
+        how.grid[:] = config.gridDimX, config.gridDimY, config.gridDimZ
+        how.block[:] = config.blockDimX, config.blockDimY, config.blockDimZ
+        how.attributes, how.attribute_count = attributes, config.numAttrs
+        status = self.library.launch_kernel_ex(
+            ctypes.byref(how), ctypes.c_void_p(function), ctypes.c_void_p(arguments), None
         )
-        return (OK,)
+        return (Status(status),)
 
     CUlaunchConfig = SimpleNamespace
     CUlaunchAttributeID = SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early",
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
     )
 
     @staticmethod
     def CUlaunchAttribute():  # noqa: N802
         return SimpleNamespace(id=None, value=SimpleNamespace(clusterDim=SimpleNamespace()))
 
+    def exchange_api(self, capsule):
+        """DLPack's exchange API, as torch has it, but of tensors on a GPU."""
+        python = ctypes.pythonapi
+        python.PyCapsule_GetPointer.restype, python.PyCapsule_New.restype = ctypes.c_void_p, ctypes.py_object
+        api = python.PyCapsule_GetPointer(ctypes.py_object(capsule), b"dlpack_exchange_api")
+        self.library.exchange_api_of_gpu.restype = ctypes.c_void_p
+        changed = self.library.exchange_api_of_gpu(ctypes.c_void_p(api))
+        return python.PyCapsule_New(ctypes.c_void_p(changed), b"dlpack_exchange_api", None)
 
-def install(cuda, torch, capability):
-    """Has the backend `cuda` take tensors in the CPU's memory, as a GPU of this compute capability would."""
+
+def install(cuda, quick, torch, capability):
+    """Has the backend `cuda` take tensors in the CPU's memory, as a GPU of this compute capability would.
+
+    The quick way is opened once more: to it they are on a GPU.
+    """
     driver = Driver()
+    if quick.OPEN:
+        assert quick._open(driver.exchange_api(torch.Tensor.__dlpack_c_exchange_api__))
     cuda.bindings = lambda: (driver, nvrtc())
     cuda.DEVICES = ("cuda", "cpu")
     cuda.unavailable = list

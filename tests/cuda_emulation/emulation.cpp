@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <vector>
 
 #ifndef __x86_64__
@@ -184,8 +185,10 @@ void* same_in_block(void* here, int rank) {
 
 using namespace emulation;
 
+namespace {
+
 // Runs a kernel as a GPU would; `backwards`: threads and blocks in the opposite order.
-extern "C" void emulate(Kernel kernel, const void* arguments, int grid, int threads_of_block, int cluster, int backwards) {
+void emulate(Kernel kernel, const void* arguments, int grid, int threads_of_block, int cluster, bool backwards) {
     if (threads_of_block % WARP != 0 || threads_of_block > 1024) fail("a block of that many threads");
     if (grid % cluster != 0) fail("the grid is no multiple of the cluster");
     for (int n = 0; n < grid / cluster; n++) {
@@ -223,4 +226,59 @@ extern "C" void emulate(Kernel kernel, const void* arguments, int grid, int thre
         }
     }
     launch = nullptr;
+}
+
+// As cuda.h has them.
+struct Attribute {
+    int id;
+    char pad[4];
+    unsigned cluster[16];
+};
+struct Config {
+    unsigned grid[3], block[3], shared_bytes;
+    void* stream;
+    const Attribute* attributes;
+    unsigned attribute_count;
+};
+
+// DLPack's exchange API: its version, four functions, and the two that are changed.
+struct ExchangeApi {
+    unsigned version[2];
+    void* other[4];
+    int (*tensor_from)(void*, void*);
+    int (*current_stream)(int, int, void**);
+};
+
+ExchangeApi of_torch, of_gpu;
+
+}  // namespace
+
+extern "C" int launch_kernel_ex(const Config* config, Kernel kernel, void** arguments, void**) {
+    static int launches = 0;
+    int cluster = 1;
+    for (unsigned i = 0; i < config->attribute_count; i++) {
+        if (config->attributes[i].id == 4) cluster = (int)config->attributes[i].cluster[0];
+    }
+    if (config->grid[0] == 0 || config->grid[1] != 1 || config->grid[2] != 1) return 1;  // CUDA_ERROR_INVALID_VALUE
+    if (config->block[1] != 1 || config->block[2] != 1) return 1;
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    emulate(kernel, arguments[0], (int)config->grid[0], (int)config->block[0], cluster, launches++ % 2);
+    return 0;
+}
+
+// The exchange API that says of the CPU's tensors that they are on a GPU.
+extern "C" void* exchange_api_of_gpu(const void* api) {
+    memcpy(&of_torch, api, sizeof of_torch);
+    of_gpu = of_torch;
+    of_gpu.tensor_from = [](void* object, void* tensor) {
+        const int failed = of_torch.tensor_from(object, tensor);
+        if (!failed && static_cast<int*>(tensor)[2] == 1) static_cast<int*>(tensor)[2] = 2;  // DLDevice.device_type
+        return failed;
+    };
+    of_gpu.current_stream = [](int, int, void** stream) {
+        *stream = nullptr;
+        return 0;
+    };
+    return &of_gpu;
 }
