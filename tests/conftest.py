@@ -91,9 +91,14 @@ class Mode:
         return next(device for device in devices if torch.get_device_module(device).is_available())
 
     @property
+    def emulated(self):
+        """Whether the CPU stands in for a GPU."""
+        return self.backend == "cuda" and EMULATED > 0
+
+    @property
     def on_gpu(self):
         """Whether its kernels run on a GPU, be it emulated."""
-        return self.device != "cpu" or (self.backend == "cuda" and EMULATED > 0)
+        return self.device != "cpu" or self.emulated
 
     @contextmanager
     def active(self):
@@ -154,6 +159,7 @@ def agree(mode):
 
 
 def pytest_addoption(parser):
+    parser.addoption("--everything", action="store_true", help="leave out nothing, however long it takes")
     parser.addoption("--modes", help="fail unless the matrix has exactly these modes, with commas between")
 
 
@@ -164,8 +170,14 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--modes asks for {expected}, and this machine has {found}")
 
 
-#: What would take Triton's interpreter too long where a whole test run is for one backend: too many rows, or too long.
+#: What would take too long where a whole test run is for one backend that has no device here: for Triton's interpreter
+#: too many rows, or too long ones; for the emulated GPU too many kernels, each of which takes a third of a second to
+#: compile. `--everything` leaves out nothing.
 LEFT_OUT = {
+    "cuda": r"test_(dtypes|gradients|fused_equals_unfused)\[cuda-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
+    r"test_mixed_dtypes\[cuda-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
+    r"test_sizes\[cuda-(?!(1|8|33|64|128|768|1024|1025|1029|2048|4097|5120|7168|18432|40999|262144)\])|"
+    r"number_of_threads|test_rows_beyond_the_cache",
     "triton": r"test_a_hundred|number_of_threads|test_large_gradients",
     "triton_cpu": r"test_one_rule|test_rows|-\d{4,}\]|test_gradients|test_a_hundred|test_layouts|test_row_counts|"
     r"test_every_rounding|-(large|tiny|outliers|zeros)\]|test_large_gradients|formula|test_any_call",
@@ -173,8 +185,8 @@ LEFT_OUT = {
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = LEFT_OUT.get(os.environ.get("FUSEDNORM_BACKEND")) if triton_host.INTERPRETED else None
-    if left_out:
+    left_out = LEFT_OUT.get(os.environ.get("FUSEDNORM_BACKEND")) if triton_host.INTERPRETED or EMULATED else None
+    if left_out and not config.getoption("--everything"):
         chosen = [item for item in items if not re.search(left_out, item.nodeid)]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
