@@ -61,25 +61,40 @@ template <class T> __device__ T value_of_lane(T value, int lane) { return __shfl
 
 __device__ inline void block_barrier() { __syncthreads(); }
 
-// Words of global memory of a GPU of compute capability 10 and newer come and go 32 bytes at a time.
-template <class WORDS> __device__ void load_32_bytes(WORDS& to, const void* from) {
+// 32 bytes of global memory, eight words, which GPUs of compute capability 10 and newer read and write at once: in two
+// halves if the compiler cannot say so yet. Older GPUs are never asked to.
 #if __CUDA_ARCH__ >= 1000
+template <class WORDS> __device__ void load_32_bytes(WORDS& to, const void* from) {
+    unsigned(&w)[8] = to.word;
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209
     asm volatile("ld.global.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
-                 : "=r"(to.word[0]), "=r"(to.word[1]), "=r"(to.word[2]), "=r"(to.word[3]), "=r"(to.word[4]),
-                   "=r"(to.word[5]), "=r"(to.word[6]), "=r"(to.word[7])
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]), "=r"(w[4]), "=r"(w[5]), "=r"(w[6]), "=r"(w[7])
+                 : "l"(from)
+                 : "memory");
+#else
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%8]; ld.global.v4.b32 {%4, %5, %6, %7}, [%8 + 16];"
+                 : "=&r"(w[0]), "=&r"(w[1]), "=&r"(w[2]), "=&r"(w[3]), "=r"(w[4]), "=r"(w[5]), "=r"(w[6]), "=r"(w[7])
                  : "l"(from)
                  : "memory");
 #endif
 }
 
 template <class WORDS> __device__ void store_32_bytes(void* to, const WORDS& from) {
-#if __CUDA_ARCH__ >= 1000
-    asm volatile("st.global.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(to), "r"(from.word[0]),
-                 "r"(from.word[1]), "r"(from.word[2]), "r"(from.word[3]), "r"(from.word[4]), "r"(from.word[5]),
-                 "r"(from.word[6]), "r"(from.word[7])
+    const unsigned(&w)[8] = from.word;
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209
+    asm volatile("st.global.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+                 "r"(w[3]), "r"(w[4]), "r"(w[5]), "r"(w[6]), "r"(w[7])
+                 : "memory");
+#else
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4}; st.global.v4.b32 [%0 + 16], {%5, %6, %7, %8};" ::"l"(to),
+                 "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(w[4]), "r"(w[5]), "r"(w[6]), "r"(w[7])
                  : "memory");
 #endif
 }
+#else
+template <class WORDS> __device__ void load_32_bytes(WORDS&, const void*) {}
+template <class WORDS> __device__ void store_32_bytes(void*, const WORDS&) {}
+#endif
 
 // Has the second-level cache, which sees every write, fetch what will be read.
 __device__ inline void fetch_soon(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
