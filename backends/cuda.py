@@ -51,6 +51,10 @@ _MOST_WARPS = 16
 #: Blocks that every GPU with clusters runs together.
 _MOST_BLOCKS = 8
 
+#: Bytes of shared memory that a block may have for a row, on GPUs without clusters, by compute capability: what the GPU
+#: has, but for the sums of segments.
+_SHARED = {75: 32768, 80: 130048, 86: 68608, 87: 130048, 88: 68608, 89: 68608}
+
 #: Warps of a block of rows that fit a warp.
 _WARPS = 4
 
@@ -60,6 +64,9 @@ _MOST_AT_ONCE = 8
 _CURE = "CUDA builds of torch 2.11 and newer bring both; else `pip install cuda-bindings nvidia-cuda-nvrtc` does"
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
 _INVALID_CONTEXT = 201
+
+#: Bytes of shared memory that a launch may ask for of a function that was not prepared for more: 48 KiB in all.
+_SHARED_UNASKED = 16384
 
 
 @functools.cache
@@ -189,10 +196,12 @@ class Variant:
     cluster: int = 1
     #: Rows, or columns, that a program takes.
     per_program: int = 1
+    #: Bytes of shared memory of a block, beyond what the sources declare.
+    shared: int = 0
 
     def identity(self) -> tuple[Any, ...]:
         """Equal for variants that are compiled alike."""
-        return self.kernel, self.defines
+        return self.kernel, self.defines, self.shared
 
 
 def forward_variant(
@@ -215,7 +224,8 @@ def forward_variant(
     """
     accumulator = reference.accumulator(x)
     given = [dtype for dtype in (x, residual, weight, out) if dtype is not None]
-    layout = Layout.of(hidden_size, given, alignment, capability or _capability())
+    capability = capability or _capability()
+    layout = Layout.of(hidden_size, given, alignment, capability)
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[accumulator],
         "X_TYPE": _NAMES[x],
@@ -228,8 +238,12 @@ def forward_variant(
         "ROUND_NORM": int(round_norm),
         **layout.defines(),
     }
-    if layout.wide:
-        defines["KEPT"] = int(residual is None or round_sum or residual == accumulator)
+    shared = 0
+    if layout.wide:  # where the second time finds the row: nowhere, in memory, in shared memory
+        row = x if residual is None else residual if round_sum else accumulator
+        defines["KEPT"] = int(residual is None or row == residual)
+        if hidden_size * row.itemsize <= _SHARED.get(capability, 0):
+            defines["KEPT"], shared = 2, hidden_size * row.itemsize
     return Variant(
         "forward_wide" if layout.wide else "forward",
         tuple(defines.items()),
@@ -242,6 +256,7 @@ def forward_variant(
         layout.warps * 32,
         layout.cluster,
         layout.rows,
+        shared,
     )
 
 
@@ -495,6 +510,10 @@ class Launch:
         self._function = _checked(
             self._driver.cuModuleGetFunction(self._module, variant.kernel.encode()), "cuModuleGetFunction"
         )
+        self._shared = variant.shared
+        if self._shared > _SHARED_UNASKED:
+            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(self._driver.cuFuncSetAttribute(self._function, limit, self._shared), "cuFuncSetAttribute")
         self._early = found >= 90
         self._attributes = self._launch_attributes()
 
@@ -513,9 +532,9 @@ class Launch:
             attributes.append(early)
         return attributes
 
-    def quick(self) -> tuple[int, tuple[int, int, int, bool]]:
+    def quick(self) -> tuple[int, tuple[int, int, int, int, bool]]:
         """The function, and how :func:`fusednorm.quick.hold` wants its launch described."""
-        return int(self._function), (self._threads, self.per_program, self._cluster, self._early)
+        return int(self._function), (self._threads, self.per_program, self._shared, self._cluster, self._early)
 
     def _make_current(self, device: int) -> None:
         """Has this thread use the context of a device that torch uses."""
@@ -531,6 +550,7 @@ class Launch:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = programs * self._cluster, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes = self._shared
         config.hStream = torch.cuda.current_stream(device).cuda_stream
         config.attrs, config.numAttrs = self._attributes, len(self._attributes)
         (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0)

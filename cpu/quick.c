@@ -223,7 +223,7 @@ static PyMethodDef methods[] = {
      "open_cuda(address of cuLaunchKernelEx)\n--\n\nLets tensors on NVIDIA GPUs through; forgets the kernels held."},
     {"hold", fn_hold, METH_VARARGS,
      "hold(device, (kinds of x, residual, weight, out), flags, hidden size, whether there is an offset, alignment, "
-     "function, threads of a block, rows of a block, blocks of a cluster, whether to begin early)\n--\n\n"
+     "function, threads, rows and bytes of shared memory of a block, blocks of a cluster, whether to begin early)\n--\n\n"
      "Has calls of this kind launch the function; False if there is no place for it."},
     {"way", way, METH_VARARGS, "way(cpu, cuda)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},

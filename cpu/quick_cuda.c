@@ -37,7 +37,7 @@ typedef struct {
 typedef struct {
     kind kind;
     void *function; /* NULL: a free place */
-    unsigned threads, rows, cluster, early;
+    unsigned threads, rows, shared, cluster, early;
 } kernel;
 
 enum { PLACES = 1024, NEAR = 8 };
@@ -72,9 +72,9 @@ PyObject *fn_hold(PyObject *module, PyObject *arguments) {
     long long hidden;
     unsigned long long function;
     memset(&given, 0, sizeof given);
-    if (!PyArg_ParseTuple(arguments, "i(iiii)iLiiKIIII", &given.kind.device, &kinds[0], &kinds[1], &kinds[2], &kinds[3],
+    if (!PyArg_ParseTuple(arguments, "i(iiii)iLiiKIIIII", &given.kind.device, &kinds[0], &kinds[1], &kinds[2], &kinds[3],
                           &flags, &hidden, &given.kind.offset, &given.kind.alignment, &function, &given.threads,
-                          &given.rows, &given.cluster, &given.early))
+                          &given.rows, &given.shared, &given.cluster, &given.early))
         return NULL;
     given.kind.hidden = hidden;
     given.kind.code = FN_CODE(kinds[0], kinds[1], kinds[2], kinds[3], flags);
@@ -149,6 +149,7 @@ int fn_launch(const exchange_api *api, const call *c) {
     attribute attributes[2];
     memset(attributes, 0, sizeof attributes);
     config how = {.grid = {0, 1, 1}, .block = {found->threads, 1, 1}, .attributes = attributes};
+    how.shared_bytes = found->shared;
     int64_t blocks = (c->rows + found->rows - 1) / found->rows * found->cluster;
     if (blocks > INT32_MAX || api->current_stream(DL_CUDA, wanted.device, &how.stream)) return 1;
     how.grid[0] = (unsigned)blocks;

@@ -1,10 +1,24 @@
 // The same of rows that registers do not hold: a block per row goes through it twice, segment by segment.
 //
-// KEPT: whether the second time finds the row that is normalised in memory, as x or as residual_out; else it adds again.
+// KEPT says where the second time finds the row that is normalised: in shared memory, in global memory (as x, or as
+// residual_out), or nowhere: then it is added again.
 #include "forward.cuh"
+
+constexpr int NOWHERE = 0, IN_MEMORY = 1, IN_SHARED = 2;
+static_assert(KEPT != IN_SHARED || ALIGNED < 32, "words of 32 bytes are of global memory");
+
+// Of what type the row that is normalised is.
+template <bool FIRST, class T, class OTHER> struct either {
+    using type = T;
+};
+template <class T, class OTHER> struct either<false, T, OTHER> {
+    using type = OTHER;
+};
+using Row = either<!PRESENT<Residual>, X, either<ROUND_SUM, Residual, A>::type>::type;
 
 extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     SHARED(A, sums, MOST_SEGMENTS);
+    Row* const kept = static_cast<Row*>(shared_of_launch());
     wait_for_kernels_before();
     const X* const x_row = a.x + blockIdx.x * a.x_stride;
     const Residual* const residual_row = a.residual + blockIdx.x * a.residual_stride;
@@ -25,8 +39,10 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
             const int column = segment * SEGMENT + column_of(k);
+            const bool inside = FULL || column < a.hidden_size;
             A h[VECTOR];
-            added(h, x[k], residual[k], KEPT && (FULL || column < a.hidden_size), residual_out_row + column);
+            added(h, x[k], residual[k], inside && KEPT != NOWHERE, residual_out_row + column);
+            if (KEPT == IN_SHARED) store_if(inside, kept + column, h);
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) squares[k][v] = h[v] * h[v];
         }
@@ -37,13 +53,18 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     if (RSTD && threadIdx.x == 0) a.rstd[blockIdx.x] = rstd;
     let_next_kernel_begin();
 
+    // Every thread finds what it left itself.
     for (int segment = warp(); segment < segments; segment += WARPS) {
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
             const int column = segment * SEGMENT + column_of(k);
             const bool inside = FULL || column < a.hidden_size;
             A h[VECTOR], y[VECTOR];
-            if constexpr (KEPT && PRESENT<Residual>) {
+            if constexpr (KEPT == IN_SHARED) {
+                Row row[VECTOR];
+                load_if(inside, row, kept + column);
+                widen(h, row);
+            } else if constexpr (KEPT == IN_MEMORY && PRESENT<Residual>) {
                 Residual total[VECTOR];
                 load_if(inside, total, residual_out_row + column);
                 widen(h, total);

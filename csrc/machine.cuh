@@ -51,6 +51,12 @@ __device__ inline unsigned bfloat16s_of_floats(float low, float high) {
 #endif
 }
 
+// The memory that a block shares and whose size the launch says.
+__device__ inline void* shared_of_launch() {
+    extern __shared__ uint4 memory[];
+    return memory;
+}
+
 // Correctly rounded: NVRTC is told neither to flush subnormals nor to approximate.
 __device__ inline float root(float value) { return sqrtf(value); }
 __device__ inline double root(double value) { return sqrt(value); }

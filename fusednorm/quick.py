@@ -64,13 +64,13 @@ def hold(
     offset: bool,
     alignment: int,
     function: int,
-    launch: tuple[int, int, int, bool],
+    launch: tuple[int, int, int, int, bool],
 ) -> None:
     """Has calls of a kind launch a CUDA function from now on.
 
     ``dtypes``: of x, residual, weight and out; ``offset``: whether the weight has one; ``alignment``: bytes of which
-    every row of every operand begins at a multiple; ``launch``: threads and rows of a block, blocks of a cluster, and
-    whether to begin before the kernel before has ended.
+    every row of every operand begins at a multiple; ``launch``: threads, rows and bytes of shared memory of a
+    block, blocks of a cluster, and whether to begin before the kernel before has ended.
     """
     kinds = {torch.float32: _lib.FN_F32, torch.float16: _lib.FN_F16, torch.bfloat16: _lib.FN_BF16}
     kinds |= {None: _lib.FN_NONE, torch.float64: _lib.FN_F64}

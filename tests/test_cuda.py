@@ -290,6 +290,10 @@ def driver(monkeypatch):
         found.loaded += 1
         return Status.SUCCESS, code
 
+    def set_attribute(function, attribute, value):
+        setattr(found, attribute, value)
+        return (Status.SUCCESS,)
+
     def set_context(context):
         found.context = context
         return (Status.SUCCESS,)
@@ -300,6 +304,8 @@ def driver(monkeypatch):
         CUlaunchAttributeID=SimpleNamespace(
             CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="pdl"
         ),
+        CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared"),
+        cuFuncSetAttribute=set_attribute,
         cuModuleLoadData=load,
         cuModuleGetFunction=lambda module, name: (Status.SUCCESS, name),
         cuLaunchKernelEx=launch,
@@ -350,6 +356,9 @@ def test_rows_too_wide_for_a_block_go_to_a_cluster_where_there_are_any(driver):
     cuda._host.ways.clear()
     launch, _ = run(driver, 3, 65536)
     assert (launch.gridDimX, launch.blockDimX, launch.numAttrs) == (3, 512, 0)
+    assert launch.sharedMemBytes == 0  # more than a block can have
+    launch, _ = run(driver, 3, 40_000)
+    assert launch.sharedMemBytes == driver.shared == 80_000
 
 
 def test_rows_eps_and_strides_never_load_another_kernel(driver):

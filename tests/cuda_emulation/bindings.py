@@ -124,6 +124,10 @@ class Driver:
     def cuDriverGetVersion(self):  # noqa: N802
         return OK, 13000
 
+    def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
+        assert attribute == "shared"
+        return (OK,)
+
     def cuCtxGetCurrent(self):  # noqa: N802
         return OK, 1
 
@@ -149,6 +153,7 @@ class Driver:
         how = Config()
         how.grid[:] = config.gridDimX, config.gridDimY, config.gridDimZ
         how.block[:] = config.blockDimX, config.blockDimY, config.blockDimZ
+        how.shared_bytes = config.sharedMemBytes
         how.attributes, how.attribute_count = attributes, config.numAttrs
         status = self.library.launch_kernel_ex(
             ctypes.byref(how), ctypes.c_void_p(function), ctypes.c_void_p(arguments), None
@@ -156,6 +161,7 @@ class Driver:
         return (Status(status),)
 
     CUlaunchConfig = SimpleNamespace
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
     CUlaunchAttributeID = SimpleNamespace(
         CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
     )

@@ -188,7 +188,8 @@ using namespace emulation;
 namespace {
 
 // Runs a kernel as a GPU would; `backwards`: threads and blocks in the opposite order.
-void emulate(Kernel kernel, const void* arguments, int grid, int threads_of_block, int cluster, bool backwards) {
+void emulate(Kernel kernel, const void* arguments, int grid, int threads_of_block, int cluster, unsigned shared,
+             bool backwards) {
     if (threads_of_block % WARP != 0 || threads_of_block > 1024) fail("a block of that many threads");
     if (grid % cluster != 0) fail("the grid is no multiple of the cluster");
     for (int n = 0; n < grid / cluster; n++) {
@@ -201,7 +202,7 @@ void emulate(Kernel kernel, const void* arguments, int grid, int threads_of_bloc
         here.threads.resize(cluster * threads_of_block);
         here.warps.resize(here.threads.size() / WARP);
         launch = &here;
-        for (int b = 0; b < cluster; b++) here.blocks[b] = {{(unsigned)(first + b)}, b, {}, {}, 0};
+        for (int b = 0; b < cluster; b++) here.blocks[b] = {{(unsigned)(first + b)}, b, {}, {}, 0, calloc(1, shared)};
         for (int t = 0; t < (int)here.threads.size(); t++) {
             here.threads[t] = {};
             here.threads[t].thread_index.x = t % threads_of_block;
@@ -223,6 +224,7 @@ void emulate(Kernel kernel, const void* arguments, int grid, int threads_of_bloc
         now = nullptr;
         for (Block& block : here.blocks) {
             for (int i = 0; i < block.count; i++) free(block.memories[i].bytes);
+            free(block.shared_of_launch);
         }
     }
     launch = nullptr;
@@ -263,7 +265,8 @@ extern "C" int launch_kernel_ex(const Config* config, Kernel kernel, void** argu
     if (config->block[1] != 1 || config->block[2] != 1) return 1;
     static std::mutex one_at_a_time;
     const std::lock_guard<std::mutex> lock(one_at_a_time);
-    emulate(kernel, arguments[0], (int)config->grid[0], (int)config->block[0], cluster, launches++ % 2);
+    emulate(kernel, arguments[0], (int)config->grid[0], (int)config->block[0], cluster, config->shared_bytes,
+            launches++ % 2);
     return 0;
 }
 

@@ -43,6 +43,7 @@ struct Block {
         unsigned long size;
     } memories[8];
     int count;
+    void* shared_of_launch;
 };
 
 extern Thread* now;

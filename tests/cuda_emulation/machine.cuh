@@ -40,6 +40,8 @@ inline unsigned bfloat16s_of_floats(float low, float high) {
     return bfloat16_of_float(low) | bfloat16_of_float(high) << 16;
 }
 
+inline void* shared_of_launch() { return emulation::now->block->shared_of_launch; }
+
 inline float root(float value) { return std::sqrt(value); }
 inline double root(double value) { return std::sqrt(value); }
 
