@@ -42,7 +42,7 @@ SOURCES = Path(__file__).parents[1] / "csrc"
 #: The oldest GPUs that a kernel is compiled for, by compute capability: Turing.
 OLDEST = 75
 
-#: The longest rows: the sums of their segments have to fit shared memory (csrc/row.cuh has the same number).
+#: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
 LONGEST = 4096 * reference.SEGMENT
 
 #: Warps of a block, each with a segment of a row in its registers, at most: 128 registers are left for a thread.
@@ -51,9 +51,8 @@ _MOST_WARPS = 16
 #: Blocks that every GPU with clusters runs together.
 _MOST_BLOCKS = 8
 
-#: Bytes of shared memory that a block may have for a row, on GPUs without clusters, by compute capability: what the GPU
-#: has, but for the sums of segments.
-_SHARED = {75: 32768, 80: 130048, 86: 68608, 87: 130048, 88: 68608, 89: 68608}
+#: Bytes of shared memory that a block may have, on GPUs without clusters, by compute capability.
+_SHARED = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 88: 101376, 89: 101376}
 
 #: Warps of a block of rows that fit a warp.
 _WARPS = 4
@@ -242,7 +241,8 @@ def forward_variant(
     if layout.wide:  # where the second time finds the row: nowhere, in memory, in shared memory
         row = x if residual is None else residual if round_sum else accumulator
         defines["KEPT"] = int(residual is None or row == residual)
-        if hidden_size * row.itemsize <= _SHARED.get(capability, 0):
+        sums = defines["SEGMENTS"] = ceiling(-(-hidden_size // reference.SEGMENT))
+        if hidden_size * row.itemsize + sums * accumulator.itemsize <= _SHARED.get(capability, 0):
             defines["KEPT"], shared = 2, hidden_size * row.itemsize
     return Variant(
         "forward_wide" if layout.wide else "forward",
@@ -320,8 +320,11 @@ def backward_variants(
         variants["both"] = variant("backward_blocks", rows, warps, 1, AHEAD=int(small))
     else:
         if gradients:
-            kernel = "backward_wide" if layout.wide else "backward_rows"
-            variants["rows"] = variant(kernel, rows, layout.warps, layout.rows)
+            if layout.wide:
+                segments = ceiling(-(-hidden_size // reference.SEGMENT))
+                variants["rows"] = variant("backward_wide", rows, layout.warps, 1, SEGMENTS=segments)
+            else:
+                variants["rows"] = variant("backward_rows", rows, layout.warps, layout.rows)
         if dweight:
             columns = _WARPS * 32 * layout.vector
             variants["shares"] = variant(

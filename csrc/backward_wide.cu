@@ -2,7 +2,7 @@
 #include "backward.cuh"
 
 extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
-    SHARED(A, sums, MOST_SEGMENTS);
+    SHARED(A, sums, SEGMENTS);
     wait_for_kernels_before();
     const long long row = blockIdx.x;
     const Dy* const dy_row = a.dy + row * a.dy_stride;

@@ -17,7 +17,7 @@ template <class T, class OTHER> struct either<false, T, OTHER> {
 using Row = either<!PRESENT<Residual>, X, either<ROUND_SUM, Residual, A>::type>::type;
 
 extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
-    SHARED(A, sums, MOST_SEGMENTS);
+    SHARED(A, sums, SEGMENTS);
     Row* const kept = static_cast<Row*>(shared_of_launch());
     wait_for_kernels_before();
     const X* const x_row = a.x + blockIdx.x * a.x_stride;

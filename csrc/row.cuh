@@ -5,6 +5,7 @@
 //   ROW      elements of a warp's 1024 that are kept for one row: a power of two from 32 on
 //   WARPS    warps per block: of one row if BLOCKS_ROW, else each with rows of its own
 //   CLUSTER  blocks per row
+//   SEGMENTS of a row that is too long for registers, as a power of two
 //
 // Element i of a warp's 1024 belongs to lane (i / VECTOR) % 32. A row longer than 1024 has a warp for each segment.
 // Which thread adds what decides no bits: the tree goes by the elements' numbers in their row alone.
@@ -171,11 +172,10 @@ __device__ constexpr int padded(int count) {
     return power;
 }
 
-// A row's sum from the sums of its segments, which its warps bring; `sums` is room in shared memory for SEGMENTS, and
+// A row's sum from the sums of its segments, which its warps bring; `sums` is room in shared memory for all, and
 // may be used again after the next call with another.
 template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
-    constexpr int SEGMENTS = CLUSTER * WARPS;
-    constexpr int PADDED = padded(SEGMENTS), COUNT = larger(PADDED / LANES, 1);
+    constexpr int IN_ROW = CLUSTER * WARPS, PADDED = padded(IN_ROW), COUNT = larger(PADDED / LANES, 1);
     if constexpr (CLUSTER > 1) {
         int segment = rank_in_cluster() * WARPS + warp();
         cluster_wait();  // for all blocks to be there, or to have read what was here
@@ -190,7 +190,7 @@ template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int segment = lane() % PADDED + i * LANES;
-        halves[i] = segment < SEGMENTS ? (A)sums[segment] : (A)0;
+        halves[i] = segment < IN_ROW ? (A)sums[segment] : (A)0;
     }
     halve<COUNT>(halves);
 #pragma unroll
@@ -200,10 +200,7 @@ template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
     return halves[0];
 }
 
-// Longer rows are not taken: the sums of their segments have to fit shared memory.
-constexpr int MOST_SEGMENTS = 4096;
-
-// The same for a row that one block goes through segment by segment: the sums are all there.
+// The same for a row that one block goes through segment by segment: the sums are all there, SEGMENTS at most.
 template <class SUMS> __device__ A sum_of_all_segments(SUMS& sums, int segments) {
     for (int half = padded(segments) / 2; half > 0; half /= 2) {
         block_barrier();
