@@ -98,6 +98,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     }
     if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type)
         return long_way();
+    if (arguments[X] == Py_None) return long_way(); /* the others are compared with it */
     for (int i = 0; i < OPERANDS; i++) {
         given[i] = arguments[i] != Py_None;
         c.kind[i] = FN_NONE;
@@ -113,7 +114,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
         if (i == X && (c.t[X].device.type > DL_CUDA || !(PyLong_AsLong(devices) >> c.t[X].device.type & 1)))
             return long_way();
     }
-    if (!given[X] || c.t[X].ndim < 1 || (given[RESIDUAL_OUT] && c.kind[RESIDUAL_OUT] != c.kind[RESIDUAL]))
+    if (c.t[X].ndim < 1 || (given[RESIDUAL_OUT] && c.kind[RESIDUAL_OUT] != c.kind[RESIDUAL]))
         return long_way();
     c.hidden = c.t[X].shape[c.t[X].ndim - 1];
     c.rows = 1;

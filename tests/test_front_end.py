@@ -250,6 +250,7 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         assert (outputs[1] is None) == (name in ("norm", "detached")), name
     unusual = {
         "no tensor": lambda out: way([1.0], out=out),
+        "nothing": lambda out: way(None, x, out=out),
         "gaps": lambda out: way(torch.ones(3, 16)[:, :8], out=out),
         "transposed": lambda out: way(torch.ones(8, 3).t(), out=out),
         "residual of another shape": lambda out: way(x, torch.ones(8, 3), out=out),
