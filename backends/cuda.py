@@ -17,6 +17,7 @@ import os
 import stat
 import struct
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -567,8 +568,8 @@ class Launch:
 class _Host(Host):
     """Also has the quick way launch what the long way has loaded."""
 
-    def _hold(self, key: tuple[Any, ...], variants: dict[str, Any]) -> dict[str, Any]:
-        launches = super()._hold(key, variants)
+    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Any]) -> dict[str, Any]:
+        launches: dict[str, Any] = super()._hold(key, variants)
         if quick is not None and "forward" in launches:
             device, *dtypes, rstd, hidden_size, offset, round_sum, round_norm, alignment = key
             if not rstd:

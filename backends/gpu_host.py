@@ -5,7 +5,7 @@ A kind of call is everything but the number of rows, the strides, and numbers su
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -90,7 +90,7 @@ class Host:
     #: From the arguments of a kind of call to its kernel.
     forward_variant: Callable[..., Variant]
     #: From the arguments of a kind of backward pass to its kernels: ``both``, or ``rows`` and ``shares``; ``weight``.
-    backward_variants: Callable[..., dict[str, Variant]]
+    backward_variants: Callable[..., Mapping[str, Variant]]
     #: Compiles and loads a variant.
     ready: Callable[[Any], Launch]
     #: What a kernel is given for an operand, of this name.
@@ -110,7 +110,7 @@ class Host:
             found = self.ways[identity] = self.ready(variant)
         return found
 
-    def _hold(self, key: tuple[Any, ...], variants: dict[str, Variant]) -> dict[str, Launch]:
+    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant]) -> dict[str, Launch]:
         self.before()
         launches = self.held[key] = {name: self.way(variant, key[0]) for name, variant in variants.items()}
         return launches

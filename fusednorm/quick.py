@@ -72,8 +72,13 @@ def hold(
     every row of every operand begins at a multiple; ``launch``: threads, rows and bytes of shared memory of a
     block, blocks of a cluster, and whether to begin before the kernel before has ended.
     """
-    kinds = {torch.float32: _lib.FN_F32, torch.float16: _lib.FN_F16, torch.bfloat16: _lib.FN_BF16}
-    kinds |= {None: _lib.FN_NONE, torch.float64: _lib.FN_F64}
+    kinds: dict[torch.dtype | None, int] = {
+        None: _lib.FN_NONE,
+        torch.float32: _lib.FN_F32,
+        torch.float16: _lib.FN_F16,
+        torch.bfloat16: _lib.FN_BF16,
+        torch.float64: _lib.FN_F64,
+    }
     flags = round_sum * _lib.FN_ROUND_SUM + round_norm * _lib.FN_ROUND_NORM
     given = tuple(kinds[dtype] for dtype in dtypes)
     _quick.hold(device, given, flags, hidden_size, offset, alignment, function, *launch)
