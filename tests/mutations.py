@@ -653,8 +653,9 @@ def first_failure(folder, mutant):
     elif mutant.what.startswith(("Triton", "CUDA")):
         first, others = [folder / "tests" / f"test_{mutant.what.partition(':')[0].lower()}.py"], []
     files = dict.fromkeys(map(str, [*first, *others]))
-    emulated = (folder / "tests/emulation/cuda", "--sm", "90", "--") if mutant.backend == "cuda" else ()
-    command = (*emulated, sys.executable, "-P", "-m", *tests, *files)
+    command = (sys.executable, "-P", "-m", *tests, *files)
+    if mutant.backend == "cuda":  # -s: what ends the process is not lost
+        command = (folder / "tests/emulation/cuda", "--sm", "90", "--", *command, "-s")
     done = subprocess.run(command, env=clean, capture_output=True, text=True)
     if done.returncode == 0:
         return None
