@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusednorm.autograd import gradients, keep, new_rstd
 from fusednorm.ops import run
-from fusednorm.registry import Signature, select
+from fusednorm.registry import Signature, order, quick, select
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
 
@@ -59,13 +59,17 @@ def _fused_add_rms_norm_(
     round_sum: bool,
     round_norm: bool,
 ) -> None:
-    run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
+    way = quick.get(order())
+    if way is None or way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm) is None:
+        run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
 
 
 def _rms_norm_(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_sum: bool, round_norm: bool
 ) -> None:
-    run(x, None, weight, eps, weight_offset, round_sum, round_norm, x, None)
+    way = quick.get(order())
+    if way is None or way(x, None, weight, x, None, eps, weight_offset, round_sum, round_norm) is None:
+        run(x, None, weight, eps, weight_offset, round_sum, round_norm, x, None)
 
 
 def _backward(
