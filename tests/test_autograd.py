@@ -108,6 +108,13 @@ def test_row_counts(mode, dtype, rows):
     against_the_oracle(Case(rows=rows, hidden=12).of(dtype))
 
 
+@pytest.mark.parametrize("hidden", [1100, 3072, 9000])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+def test_blocks_of_several_long_rows(mode, dtype, hidden):
+    """Three rows to a block of the sum over rows, two to the last: what a block keeps from row to row."""
+    against_the_oracle(Case(rows=515, hidden=hidden).of(dtype))
+
+
 def test_a_hundred_thousand_rows(mode):
     against_the_oracle(Case(rows=100_000, hidden=3).of(BF16))
 
