@@ -242,13 +242,13 @@ def forward_variant(
     if layout.wide:  # where the second time finds the row: nowhere, in memory, in shared memory
         row = x if residual is None else residual if round_sum else accumulator
         defines["KEPT"] = int(residual is None or row == residual)
-        sums = defines["SEGMENTS"] = ceiling(-(-hidden_size // reference.SEGMENT))
+        sums = defines["SEGMENTS"] = _padded_segments(hidden_size)
         if hidden_size * row.itemsize + sums * accumulator.itemsize <= _SHARED.get(capability, 0):
             defines["KEPT"], shared = 2, hidden_size * row.itemsize
     return Variant(
         "forward_wide" if layout.wide else "forward",
         tuple(defines.items()),
-        f"@6Q5qi2{(accumulator.itemsize == 4 and 'f') or 'd'}0q",
+        f"@6Q5qi2{'f' if accumulator.itemsize == 4 else 'd'}0q",
         (
             *("x", "residual", "weight", "out", "residual_out", "rstd"),
             *("x_stride", "residual_stride", "out_stride", "residual_out_stride", "rows"),
@@ -321,11 +321,9 @@ def backward_variants(
         variants["both"] = variant("backward_blocks", rows, warps, 1, AHEAD=int(small))
     else:
         if gradients:
-            if layout.wide:
-                segments = ceiling(-(-hidden_size // reference.SEGMENT))
-                variants["rows"] = variant("backward_wide", rows, layout.warps, 1, SEGMENTS=segments)
-            else:
-                variants["rows"] = variant("backward_rows", rows, layout.warps, layout.rows)
+            kernel = "backward_wide" if layout.wide else "backward_rows"
+            more = {"SEGMENTS": _padded_segments(hidden_size)} if layout.wide else {}
+            variants["rows"] = variant(kernel, rows, layout.warps, layout.rows, **more)
         if dweight:
             columns = _WARPS * 32 * layout.vector
             variants["shares"] = variant(
@@ -347,6 +345,11 @@ def backward_variants(
             OFFSET=0,
         )
     return variants
+
+
+def _padded_segments(hidden_size: int) -> int:
+    """Segments of a row, as a power of two."""
+    return ceiling(-(-hidden_size // reference.SEGMENT))
 
 
 def _capability() -> int:

@@ -19,16 +19,16 @@ struct Arguments {
     A eps, weight_offset;
 };
 
-// The row that is normalised; stores the sum unless there is nowhere to.
+// The row that is normalised; stores the sum if asked to.
 template <class R>
-__device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool inside, R* residual_out) {
+__device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, R* residual_out) {
     widen(h, x);
     if constexpr (PRESENT<R>) {
         R total[VECTOR];
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) h[v] += wide(residual[v]);
         narrow(total, h);
-        if (inside && residual_out != nullptr) store(residual_out, total);
+        if (stored) store(residual_out, total);
         if (ROUND_SUM) widen(h, total);
     }
 }
