@@ -1,0 +1,254 @@
+"""Hugging Face models with fusednorm.transformers.patch, beside the same models without.
+
+Each model has random weights and is built from its configuration: nothing is downloaded. First the answers: logits,
+hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
+process. ``--all`` looks at every kind of causal language model that transformers can build small, and only at logits.
+
+    python -P benchmarks/transformers_models.py
+    python -P benchmarks/transformers_models.py --all
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import fusednorm.transformers
+
+VOCABULARY = 512
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "deepseek_v3"]
+
+
+def configuration(kind: str, shape: dict[str, Any]) -> Any:
+    """The kind's own configuration, with those of its sizes changed that it has."""
+    config = type(transformers.AutoConfig.for_model(kind))()
+    for name, value in (EXPERTS | shape).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if kind == "deepseek_v3":
+        config.num_key_value_heads = config.num_attention_heads
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
+
+
+def build(kind: str, shape: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A model whose weights, also those of its norms, are random."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(configuration(kind, shape), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    """Ids, the same each time."""
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The greatest distance of two elements."""
+    return (one.double() - other.double()).abs().max().item()
+
+
+def answers(kind: str) -> dict[str, Any]:
+    """What the patch replaces and what it changes, in bfloat16 and float32."""
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build(kind, SHAPE, dtype)
+        ids = tokens(2, 32)
+
+        def run(model: Any = model, ids: torch.Tensor = ids) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
+            with torch.no_grad():
+                logits = model(ids).logits
+                text = model.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+            model.train()
+            model.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            model.eval()
+            gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            return logits, text, loss.item(), gradients
+
+        before = run()
+        report = fusednorm.transformers.patch(model, quiet=True)
+        after = run()
+        exact = model.double()
+        fusednorm.transformers.unpatch(exact)
+        with torch.no_grad():
+            own = difference(before[0], exact(ids).logits)
+        found |= {"norms": report.norms, "adds": report.adds, "across": report.across}
+        found[str(dtype)[6:]] = {
+            "logits": difference(before[0], after[0]),
+            "own_error": own,
+            "tokens_equal": torch.equal(before[1], after[1]),
+            "loss_equal": before[2] == after[2],
+            "gradients": (after[3].double() - before[3].double()).norm().item() / before[3].double().norm().item(),
+        }
+    return found
+
+
+def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds without and with the patch: 128 tokens at once, and one token after them; medians."""
+    model = build(kind, SHAPE, torch.bfloat16)
+
+    def prefill() -> Any:
+        return model(tokens(1, 128), use_cache=True).past_key_values
+
+    def decode(cache: Any) -> Callable[[], None]:
+        def step() -> None:
+            for _ in range(8):
+                model(tokens(1, 1), past_key_values=cache, use_cache=True)
+            cache.crop(128)
+
+        return step
+
+    measured: dict[str, tuple[list[float], list[float]]] = {"prefill": ([], []), "decode": ([], [])}
+    with torch.no_grad():
+        for turn in range(2 * rounds + 2):
+            if turn % 2:
+                fusednorm.transformers.patch(model, quiet=True)
+            else:
+                fusednorm.transformers.unpatch(model)
+            step = decode(prefill())
+            step()
+            for name, call, count in (("prefill", prefill, 1), ("decode", step, 8)):
+                begin = time.perf_counter()
+                for _ in range(3):
+                    call()
+                if turn >= 2:
+                    measured[name][turn % 2].append((time.perf_counter() - begin) / 3 / count * 1e3)
+    return {name: (statistics.median(without), statistics.median(with_)) for name, (without, with_) in measured.items()}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown."""
+    head = (
+        "| Family | Norms | Additions (across) | bf16: logits | 64 tokens | loss | f32: logits (own error) | gradients "
+        "| Decode, ms | Prefill of 128, ms |"
+    )
+    lines = [head, "|---" * 10 + "|"]
+    for kind, result in results.items():
+        half, single, took = result["bfloat16"], result["float32"], result["times"]
+        lines.append(
+            f"| {kind} | {result['norms']} | {result['adds']} ({result['across']}) | {half['logits']:.2g} | "
+            f"{'equal' if half['tokens_equal'] and single['tokens_equal'] else 'DIFFER'} | "
+            f"{'equal' if half['loss_equal'] else 'differs'} | {single['logits']:.1e} ({single['own_error']:.1e}) | "
+            f"{single['gradients']:.1e} | "
+            + " | ".join(f"{a:.2f} -> {b:.2f} ({a / b:.2f}x)" for a, b in (took["decode"], took["prefill"]))
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+def every_kind() -> None:
+    """A line for each kind of causal language model."""
+    counts = {"equal": 0, "differ": 0, "not built": 0, "with norms": 0, "additions": 0}
+
+    def too_long(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_long)
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        signal.alarm(60)
+        try:
+            config = configuration(kind, TINY)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+            if size > 2e7:
+                raise MemoryError(f"{size:.0e} parameters")
+            model = build(kind, TINY, torch.bfloat16)
+            with torch.no_grad():
+                before = model(tokens(2, 9)).logits
+        except Exception as error:  # of any model's code for sizes that it was not made for
+            counts["not built"] += 1
+            print(f"{kind:28} not built this small: {type(error).__name__}")
+            continue
+        finally:
+            signal.alarm(0)
+        report = fusednorm.transformers.patch(model, quiet=True)
+        with torch.no_grad():
+            after = model(tokens(2, 9)).logits
+        off = difference(before.nan_to_num(), after.nan_to_num())
+        counts["equal" if off == 0 else "differ"] += 1
+        counts["with norms"] += report.norms > 0
+        counts["additions"] += report.adds
+        print(f"{kind:28} norms {report.norms:3}, additions {report.adds:3}, logits differ by {off:.2g}")
+    print(counts)
+
+
+def main() -> None:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--all", action="store_true")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    if arguments.all:
+        every_kind()
+        return
+    results = {}
+    for kind in arguments.families:
+        results[kind] = answers(kind) | {"times": times(kind, arguments.rounds)}
+        print(table({kind: results[kind]}).splitlines()[-1], flush=True)
+    print(table(results))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""transformers' own way to other kernels: a layer for its mapping of the ``kernels`` package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.ops import rms_norm
+from fusednorm.transformers.norms import Form, NotANormError, forms
+
+
+class RMSNorm(torch.nn.Module):
+    """The forward pass that takes the place of a norm's own; without state, as ``kernels`` asks for."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalises hidden_states, [..., N], as the class of the module does, or lets it do so."""
+        weight = getattr(self, "weight", None)
+        form = _form(self, hidden_states.dtype, None if weight is None else weight.dtype)
+        if form is None:
+            return type(self).forward(self, hidden_states)
+        return rms_norm(hidden_states, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _form(module: torch.nn.Module, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Form | None:
+    """The form of a module, traced at its first call."""
+    found = module.__dict__.get("_fusednorm_forms")
+    if found is None:
+        try:
+            found = forms(module)
+        except NotANormError:
+            found = {}
+        module.__dict__["_fusednorm_forms"] = found
+    form: Form | None = found.get((x_dtype, weight_dtype))
+    return form
+
+
+class _Repository:
+    """What ``kernels`` loads a layer from."""
+
+    layer_name = "RMSNorm"
+
+    def load(self) -> type[torch.nn.Module]:
+        return RMSNorm
+
+
+def register_kernels() -> None:
+    """Makes fusednorm the kernel of transformers' ``RMSNorm`` layers on CPUs and NVIDIA's GPUs.
+
+    From then on ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` take it, with the
+    rounding of each model's own norms. Call it before the first model uses kernels.
+
+    Raises:
+        ImportError: transformers is not installed, or not with a version of ``kernels`` that it can use.
+    """
+    from transformers.integrations import hub_kernels
+
+    if not hub_kernels.is_kernels_available():
+        raise ImportError(
+            "transformers finds no version of the `kernels` package that it can use; "
+            "`pip install transformers[kernels]` installs one"
+        )
+    from kernels import Mode
+
+    repository = _Repository()
+    modes = dict.fromkeys((Mode.INFERENCE, Mode.TRAINING), repository)
+    mapping: dict[str, dict[str, Any]] = hub_kernels.get_kernel_mapping_transformers()
+    mapping.setdefault("RMSNorm", {}).update({"cpu": modes, "cuda": modes})

@@ -1,0 +1,221 @@
+"""Which norm a module computes, read from what it does to a tensor rather than from its name or its source.
+
+The module's forward pass is traced into ATen operations, on tensors that have shapes and no contents. Where these are
+an RMS norm as the specification writes it, for some flags, those flags are the answer; otherwise the reason why not is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, dtype, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
+
+_A = torch.float32  # what sums are taken in
+_PAIRS = [(x, weight) for x in (torch.float16, torch.bfloat16, _A) for weight in dict.fromkeys((x, _A))]
+
+#: What others attach to a module and its class does not know of: another forward pass, in the place of its own.
+ATTACHED = ("forward", "_old_forward")
+
+
+class NotANormError(Exception):
+    """Why a module does not compute what fusednorm computes."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The arguments with which :func:`fusednorm.rms_norm` rounds where a module rounds."""
+
+    eps: float
+    weight_offset: float
+    round_norm: bool
+
+
+#: By dtypes of the input and the weight (None: there is no weight).
+Forms = dict[tuple[dtype, dtype | None], Form]
+
+
+def forms(module: torch.nn.Module) -> Forms:
+    """The forms of a module, for the pairs of dtypes for which it has one.
+
+    A pair is left out where the module returns another dtype than it is given, or rounds where no flag does.
+
+    Raises:
+        NotANormError: there is no form at all.
+    """
+    others = [name for name, _ in [*module.named_parameters(), *module.named_buffers(), *module.named_children()]]
+    if [name for name in others if name != "weight"]:
+        raise NotANormError(f"it has more than a weight: {', '.join(others)}")
+    weight = getattr(module, "weight", None)
+    if weight is not None and weight.dim() != 1:
+        raise NotANormError(f"its weight has {weight.dim()} dimensions")
+    hidden_size = 8 if weight is None else weight.shape[0]
+    found: Forms = {}
+    for x_dtype, weight_dtype in _PAIRS:
+        pair = x_dtype, None if weight is None else weight_dtype
+        try:
+            found[pair] = _form(module, hidden_size, *pair, (2, 3), training=False)
+        except NotANormError as error:
+            reason = error
+    if not found:
+        raise reason
+    pair, form = next(iter(found.items()))
+    if form != _form(module, hidden_size, *pair, (5,), training=True):
+        raise NotANormError("it computes something else in training, or for inputs of other dimensions")
+    return found
+
+
+def _form(
+    module: torch.nn.Module,
+    hidden_size: int,
+    x_dtype: dtype,
+    weight_dtype: dtype | None,
+    leading: tuple[int, ...],
+    training: bool,
+) -> Form:
+    """The form for x of [*leading, hidden_size] and of one dtype, and a weight of another."""
+    bare = torch.nn.Module.__new__(type(module))  # without hooks, and without others' forward pass
+    torch.nn.Module.__init__(bare)
+    own = {name: value for name, value in module.__dict__.items() if name not in bare.__dict__ and name not in ATTACHED}
+    bare.__dict__.update(own, training=training)
+
+    def call(x: Tensor, weight: Tensor | None) -> Any:
+        bare._parameters["weight"] = weight  # type: ignore[assignment]
+        return type(bare).forward(bare, x)
+
+    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        x = torch.empty(*leading, hidden_size, dtype=x_dtype)
+        weight = None if weight_dtype is None else torch.empty(hidden_size, dtype=weight_dtype)
+        try:
+            graph = make_fx(call)(x, weight).graph
+        except Exception as error:  # whatever other people's code raises for a tensor that it does not expect
+            first_line = str(error).partition("\n")[0]
+            raise NotANormError(f"it cannot be traced: {type(error).__name__}: {first_line}") from error
+    return _read(graph, x_dtype)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """What one operation of a graph computes, in the words of the specification.
+
+    ``kind`` is x, weight, g, square, mean, mean+eps, root, rstd, n or y.
+    """
+
+    kind: str
+    dtype: dtype
+    eps: float = 0.0
+    offset: float = 0.0
+    rounded: bool = False
+
+
+def _read(graph: fx.Graph, x_dtype: dtype) -> Form:
+    """The form that a graph's operations, taken in order, amount to."""
+    terms: dict[fx.Node, _Term] = {}
+    inputs = iter(("x", "weight"))
+    for node in graph.nodes:
+        if node.op == "output":
+            (result,) = node.args
+            y = terms.get(result)
+            weightless = y is not None and y.kind == "n" and all(term.kind != "weight" for term in terms.values())
+            if y is None or not (y.kind == "y" or weightless):
+                raise NotANormError("what it returns is not the row times its reciprocal root times the weight")
+            if y.dtype != x_dtype:
+                raise NotANormError(f"it returns {str(y.dtype)[6:]} for an input of {str(x_dtype)[6:]}")
+            return Form(y.eps, y.offset, y.rounded and y.kind == "y" and x_dtype != _A)
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            kind = next(inputs)
+            if isinstance(value, Tensor):
+                terms[node] = _Term(kind, value.dtype)
+            continue
+        rule = _RULES.get(node.target)
+        arguments = [terms.get(argument, argument) for argument in node.args]
+        term = rule(arguments, value, x_dtype) if rule is not None and isinstance(value, Tensor) else None
+        if term is None:
+            kinds = ", ".join(term.kind if isinstance(term, _Term) else str(term) for term in arguments)
+            raise NotANormError(f"{node.target}({kinds}) has no place in the formula")
+        terms[node] = term
+    raise NotANormError("it returns nothing")
+
+
+def _cast(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
+    term: _Term = arguments[0]
+    to = value.dtype
+    if to == term.dtype or (term.kind in ("x", "weight", "g", "n") and to == _A):
+        return replace(term, dtype=to)
+    if term.kind == "n" and to == x_dtype:
+        return replace(term, dtype=to, rounded=True)
+    if term.kind == "y" and term.dtype == _A and to == x_dtype:
+        return replace(term, dtype=to)
+    return None
+
+
+def _power(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+    term: _Term = arguments[0]
+    exponent = arguments[1]
+    if term.kind == "x" and exponent == 2 and value.dtype == _A:
+        return _Term("square", _A)
+    if term.kind == "mean+eps" and exponent == -0.5:
+        return replace(term, kind="rstd")
+    return None
+
+
+def _mean(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+    term: _Term = arguments[0]
+    dims, *keep = arguments[1:]
+    if term.kind == "square" and dims in ([-1], [value.dim() - 1]) and keep == [True]:
+        return replace(term, kind="mean")
+    return None
+
+
+def _plus(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+    term, number = arguments if isinstance(arguments[0], _Term) else arguments[::-1]
+    if not isinstance(term, _Term) or not isinstance(number, int | float) or value.dtype != _A:
+        return None
+    if term.kind == "mean":
+        return replace(term, kind="mean+eps", eps=float(number))
+    if term.kind == "weight":
+        return replace(term, kind="g", offset=float(number), dtype=_A)
+    return None
+
+
+def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
+    a, b = arguments
+    if not (isinstance(a, _Term) and isinstance(b, _Term)):
+        return None
+    by_kind = {a.kind: a, b.kind: b}
+    if a.kind == b.kind == "x" and value.dtype == _A:
+        return _Term("square", _A)
+    if by_kind.keys() == {"x", "rstd"} and value.dtype == _A:
+        return replace(by_kind["rstd"], kind="n")
+    if "n" in by_kind and by_kind.keys() & {"weight", "g"} and value.dtype in (x_dtype, _A):
+        g = by_kind.get("g") or by_kind["weight"]
+        return replace(by_kind["n"], kind="y", dtype=value.dtype, offset=g.offset)
+    return None
+
+
+def _becomes(before: str, after: str) -> Callable[[list[Any], Tensor, dtype], _Term | None]:
+    def rule(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+        term: _Term = arguments[0]
+        return replace(term, kind=after) if term.kind == before and value.dtype == _A else None
+
+    return rule
+
+
+_RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
+    aten._to_copy.default: _cast,
+    aten.pow.Tensor_Scalar: _power,
+    aten.mean.dim: _mean,
+    aten.add.Tensor: _plus,
+    aten.add_.Scalar: _plus,  # of F.rms_norm
+    aten.mul.Tensor: _times,
+    aten.rsqrt.default: _becomes("mean+eps", "rstd"),
+    aten.sqrt.default: _becomes("mean+eps", "root"),
+    aten.reciprocal.default: _becomes("root", "rstd"),
+}

@@ -1,0 +1,353 @@
+"""Which modules of a model are replaced, and how they are put back.
+
+A module is replaced by giving it a subclass of its class: it stays the same object in the same place, with the same
+weight and hooks. What a module keeps for fusednorm is one attribute, ``_fusednorm``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.transformers.layers import NotRewrittenError, first_norm, rewritten, straight_on
+from fusednorm.transformers.norms import ATTACHED, Form, Forms, NotANormError, forms
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The norm of a layer's result, computed with it, for the layer after it."""
+
+    total: Tensor
+    y: Tensor
+    version: int | None
+    grad_enabled: bool
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether this is the norm of x, with the gradient that it would have."""
+        return x is self.total and self.version == _version(x) and self.grad_enabled == torch.is_grad_enabled()
+
+
+@dataclass
+class NormState:
+    """Of a norm: what it computes for which dtypes, and what has been computed for it."""
+
+    forms: Forms
+    handed: Handed | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without results, which a copy would compute itself."""
+        return {"forms": self.forms, "handed": None}
+
+
+@dataclass
+class LayerState:
+    """Of a layer: the norm that gets its result, None if that is not certain."""
+
+    following: torch.nn.Module | None = None
+
+
+class _Patched(torch.nn.Module):
+    _fusednorm: Any
+    _made_of: tuple[type, type, frozenset[str]]  # the arguments of _patched_class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies and pickles: names the class that the module had, which can be imported."""
+        return _new, self._made_of, self.__dict__
+
+
+class PatchedNorm(_Patched):
+    """A norm whose rows fusednorm normalises; goes before the class that the norm had."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The norm of one argument, and whatever its class does with others."""
+        x = args[0] if len(args) == 1 and not kwargs else None
+        form = self._form(x)
+        if form is None or x is None:
+            return super().forward(*args, **kwargs)
+        state = self._fusednorm
+        handed, state.handed = state.handed, None
+        if handed is not None and handed.fits(x):
+            return handed.y
+        weight = getattr(self, "weight", None)
+        return rms_norm(x, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The norm of ``residual + x``, and the sum; None where fusing would compute something else."""
+        form = self._form(x)
+        if form is None or x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
+            return None
+        weight = getattr(self, "weight", None)
+        if weight is not None and weight.device != x.device:
+            return None
+        return fused_add_rms_norm(
+            x, residual, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm
+        )
+
+    def extra_repr(self) -> str:
+        """What the norm shows, and who computes it."""
+        return ", ".join(filter(None, [super().extra_repr(), "by fusednorm"]))
+
+    def _form(self, x: Any) -> Form | None:
+        if not isinstance(x, Tensor):
+            return None
+        weight = getattr(self, "weight", None)
+        form: Form | None = self._fusednorm.forms.get((x.dtype, None if weight is None else weight.dtype))
+        return form
+
+
+class PatchedLayer(_Patched):
+    """A layer that adds and normalises at once; goes before the class that the layer had. See ``layers.py``."""
+
+    def _add_norm(self, norm: torch.nn.Module, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
+        """``norm(residual + x)``, and the sum."""
+        fused = norm.add(x, residual) if isinstance(norm, PatchedNorm) and _bare(norm) else None
+        if fused is not None:
+            return fused
+        total = residual + x
+        return norm(total), total
+
+    def _add_last(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual + x``, whose norm is kept for the layer after this one."""
+        norm = self._fusednorm.following
+        if not isinstance(norm, PatchedNorm) or self._recomputed():
+            return residual + x
+        fused = norm.add(x, residual)
+        if fused is None:
+            return residual + x
+        y, total = fused
+        norm._fusednorm.handed = Handed(total, y, _version(total), torch.is_grad_enabled())
+        return total
+
+    def _recomputed(self) -> bool:
+        """Whether the backward pass may run this layer again, by itself: then nothing may be kept for the next one."""
+        if torch.compiler.is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
+            return True
+        return not is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _version(x: Tensor) -> int | None:
+    """How often x was written to, where that is counted."""
+    return None if is_compiling() or x.is_inference() else x._version
+
+
+def _bare(module: torch.nn.Module) -> bool:
+    """Whether calling a module is no more than calling its forward pass."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Modules of one class with which the same was done."""
+
+    class_name: str
+    count: int
+    replaced: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`patch` did, and why it left the rest alone.
+
+    Attributes:
+        norms: number of norms that were replaced.
+        adds: number of additions that were fused with the norm after them, of which
+        across: go from one layer into the next.
+        entries: by class.
+    """
+
+    norms: int
+    adds: int
+    across: int
+    entries: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        width = max((len(entry.class_name) for entry in self.entries), default=0)
+        lines = [
+            f"{entry.class_name:{width}} {entry.count:4}  {'' if entry.replaced else 'left alone: '}{entry.what}"
+            for entry in self.entries
+        ]
+        total = f"{self.norms} norms replaced, {self.adds} additions fused, {self.across} of them across layers"
+        return "\n".join([*lines, total])
+
+
+def patch(model: torch.nn.Module, *, quiet: bool = False) -> Report:
+    """Has fusednorm compute a model's RMS norms, and the additions right before them, with the model's own rounding.
+
+    Nothing is guessed: a module that does not compute an RMS norm, or rounds where no flag does, is left alone, and so
+    are norms of inputs and arguments that were not foreseen (they go to the module's own code). Patching twice changes
+    nothing.
+
+    Args:
+        model: any module, of Hugging Face's transformers or not.
+        quiet: do not print the report.
+
+    Returns:
+        What was done.
+    """
+    outcomes: Counter[tuple[str, bool, str]] = Counter()
+    known: dict[Any, Forms | str] = {}
+    norms = 0
+    for module in model.modules():
+        if isinstance(module, _Patched) or not _may_be_norm(module):
+            continue
+        found = known.get(key := _key(module))
+        if found is None:
+            found = known[key] = _forms_or_reason(module)
+        reason = found if isinstance(found, str) else _attach(module, PatchedNorm, frozenset(), NormState(found))
+        norms += reason is None
+        outcomes[type(module).__name__, reason is None, _describe(found) if reason is None else reason] += 1
+    adds, across = 0, 0
+    for owner in list(model.modules()):
+        for name, layers in owner.named_children():
+            if isinstance(layers, torch.nn.ModuleList):
+                for layer_name, fused, handed, reason in _patch_layers(owner, name, layers):
+                    adds, across = adds + fused + handed, across + handed
+                    what = f"additions fused: {fused} within" + (", 1 with the norm after the layer" if handed else "")
+                    outcomes[layer_name, reason is None, reason or what] += 1
+    entries = tuple(Entry(name, count, done, what) for (name, done, what), count in outcomes.items())
+    report = Report(norms, adds, across, entries)
+    if not quiet:
+        print(report)
+    return report
+
+
+def unpatch(model: torch.nn.Module) -> None:
+    """Puts everything back that :func:`patch` replaced.
+
+    Raises:
+        RuntimeError: the class of a patched module was changed since (FSDP does that); nothing is put back then.
+    """
+    patched = [module for module in model.modules() if "_fusednorm" in module.__dict__]
+    for module in patched:
+        if "_made_of" not in vars(type(module)):
+            raise RuntimeError(
+                f"a {type(module).__name__} was patched and then changed its class, so that it cannot be put back; "
+                "undo what came after fusednorm.transformers.patch first"
+            )
+    for module in patched:
+        _change_class(module, vars(type(module))["_made_of"][0])
+        del module.__dict__["_fusednorm"]
+
+
+def _may_be_norm(module: torch.nn.Module) -> bool:
+    if next(module.children(), None) is not None:
+        return False
+    parameters = dict(module.named_parameters())
+    return "norm" in type(module).__name__.lower() or (
+        list(parameters) == ["weight"] and parameters["weight"].dim() == 1
+    )
+
+
+def _key(module: torch.nn.Module) -> Any:
+    """Equal for modules that compute the same."""
+    weight = getattr(module, "weight", None)
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
+    skipped = {*torch.nn.Module().__dict__, *ATTACHED}
+    values = {name: value for name, value in module.__dict__.items() if name not in skipped}
+    plain = (int, float, bool, str, tuple, type(None))
+    return (
+        type(module),
+        shape,
+        tuple((name, v if isinstance(v, plain) else id(v)) for name, v in sorted(values.items())),
+    )
+
+
+def _forms_or_reason(module: torch.nn.Module) -> Forms | str:
+    try:
+        return forms(module)
+    except NotANormError as error:
+        return str(error)
+
+
+def _describe(found: Forms | str) -> str:
+    if isinstance(found, str):
+        return found
+    *_, form = found.values()
+    arguments = [f"eps={form.eps}"]
+    arguments += [f"weight_offset={form.weight_offset}"] if form.weight_offset else []
+    arguments += ["round_norm=True"] if any(form.round_norm for form in found.values()) else []
+    return f"rms_norm({', '.join(arguments)})"
+
+
+def _patch_layers(
+    owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
+) -> list[tuple[str, int, bool, str | None]]:
+    """Of each layer with norms: its class, additions fused in it, whether its last one is too, or why none is."""
+    straight, final = straight_on(type(owner), name)
+    done: list[tuple[str, int, bool, str | None]] = []
+    for index, layer in enumerate(layers):
+        norms = frozenset(child for child, module in layer.named_children() if isinstance(module, PatchedNorm))
+        if isinstance(layer, _Patched) or not norms:
+            continue
+        class_name = type(layer).__name__
+        try:
+            _, fused, ends = _rewritten(type(layer), norms)  # type: ignore[arg-type] # classes have a hash
+        except NotRewrittenError as error:
+            done.append((class_name, 0, False, str(error)))
+            continue
+        following = None
+        if ends and straight:
+            last = index + 1 == len(layers)
+            attribute = final if last else first_norm(type(layers[index + 1]))
+            following = None if attribute is None else getattr(owner if last else layers[index + 1], attribute, None)
+        handed = isinstance(following, PatchedNorm)
+        reason: str | None = "no norm follows its additions for certain"
+        if fused or handed:
+            reason = _attach(layer, PatchedLayer, norms, LayerState(following if handed else None))
+        done.append((class_name, fused if reason is None else 0, handed and reason is None, reason))
+    return done
+
+
+_rewritten = functools.cache(rewritten)
+
+
+@functools.cache
+def _patched_class(before: type, mixin: type, norms: frozenset[str]) -> type:
+    """A subclass of a module's class under the same name, by which others look for it."""
+    members: dict[str, Any] = {"__module__": before.__module__, "__qualname__": before.__qualname__}
+    members["_made_of"] = before, mixin, norms
+    if mixin is PatchedLayer:
+        members["forward"] = _rewritten(before, norms)[0]
+    return type(before.__name__, (mixin, before), members)
+
+
+def _new(before: type, mixin: type, norms: frozenset[str]) -> torch.nn.Module:
+    """A patched module with nothing in it."""
+    patched = _patched_class(before, mixin, norms)
+    return cast(torch.nn.Module, object.__new__(patched))
+
+
+def _attach(module: torch.nn.Module, mixin: type, norms: frozenset[str], state: NormState | LayerState) -> str | None:
+    """Patches a module; or says why it cannot be."""
+    own = type(module).forward
+    attached = [module.__dict__[name] for name in ATTACHED if name in module.__dict__]
+    if attached and not any(isinstance(method, MethodType) and method.__func__ is own for method in attached):
+        return "something else has replaced its forward pass"
+    _change_class(module, _patched_class(type(module), mixin, norms))  # type: ignore[arg-type] # as above
+    module.__dict__["_fusednorm"] = state
+    return None
+
+
+def _change_class(module: torch.nn.Module, to: type) -> None:
+    """Changes the class, also for who has wrapped the forward pass (accelerate does, to move tensors to a device)."""
+    before = type(module).forward
+    module.__class__ = to
+    for name in ATTACHED:
+        method = module.__dict__.get(name)
+        if isinstance(method, MethodType) and method.__func__ is before:
+            module.__dict__[name] = MethodType(to.forward, module)  # type: ignore[attr-defined]

@@ -1,0 +1,496 @@
+"""Hugging Face models, small and with random weights: patched, they compute what they computed.
+
+Every family runs as transformers builds it from its configuration; nothing is downloaded.
+"""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import fusednorm.transformers
+from fusednorm.transformers import layers, norms, patching
+
+transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
+
+# What transformers deprecates, peft still calls.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+
+VOCABULARY = 128
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+#: Configuration class, its arguments beside SMALL, norms of the model, additions fused, and of these across layers.
+FAMILIES = {
+    "Llama": ("LlamaConfig", {}, 7, 6, 3),
+    "Mistral": ("MistralConfig", {}, 7, 6, 3),
+    "Qwen2": ("Qwen2Config", {}, 7, 6, 3),
+    "Qwen3": ("Qwen3Config", {"head_dim": 16}, 13, 6, 3),
+    "Gemma": ("GemmaConfig", {"head_dim": 16}, 7, 6, 3),
+    "Gemma2": ("Gemma2Config", {"head_dim": 16}, 13, 6, 3),
+    "Gemma3": ("Gemma3TextConfig", {"head_dim": 16}, 19, 6, 3),
+    "Phi3": ("Phi3Config", {}, 7, 6, 3),
+    "OLMo2": ("Olmo2Config", {}, 13, 1, 1),  # normalises what it adds, so that only the last norm follows an addition
+    "DeepSeek-V3": ("DeepseekV3Config", DEEPSEEK, 13, 6, 3),
+}
+
+family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def build(name, dtype=torch.bfloat16):
+    """A model with random weights, also in its norms."""
+    config_class, arguments, *_ = FAMILIES[name]
+    config = getattr(transformers, config_class)(**SMALL | arguments)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def tokens(rows=2, length=17):
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def patched(model):
+    fusednorm.transformers.patch(model, quiet=True)
+    return model
+
+
+def logits(model, **kwargs):
+    with torch.no_grad():
+        return model(tokens(), **kwargs).logits
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    """Call it, and from then on patched layers add and normalise one after the other."""
+    return lambda: monkeypatch.setattr(patching.PatchedNorm, "add", lambda self, x, residual: None)
+
+
+@family
+def test_families(name):
+    """What is replaced, and that in bfloat16, at these seeds, no logit and no token of 64 changes."""
+    model = build(name)
+    with torch.no_grad():
+        before = model(tokens(), output_hidden_states=True)
+        generated = model.generate(tokens(), max_new_tokens=64, min_new_tokens=64, do_sample=False)
+        report = fusednorm.transformers.patch(model, quiet=True)
+        after = model(tokens(), output_hidden_states=True)
+        assert torch.equal(model.generate(tokens(), max_new_tokens=64, min_new_tokens=64, do_sample=False), generated)
+    assert (report.norms, report.adds, report.across) == FAMILIES[name][2:]
+    assert all(torch.equal(*states) for states in zip(before.hidden_states, after.hidden_states, strict=True))
+    assert torch.equal(before.logits, after.logits)
+    fusednorm.transformers.unpatch(model)
+    assert torch.equal(logits(model), before.logits)
+    assert not any(isinstance(module, patching._Patched) for module in model.modules())
+
+
+@family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fusion_changes_nothing(name, dtype, unfused):
+    """Logits, loss and all gradients are those of the norms without the additions, bit for bit.
+
+    In bfloat16 only logits and loss: autograd rounds the two gradients that meet at an addition before it adds them,
+    the fused backward pass afterwards (docs/spec.md, section 5).
+    """
+    model = patched(build(name, dtype)).train()
+    found = []
+    for prepare in (lambda: None, unfused):
+        prepare()
+        model.zero_grad()
+        output = model(tokens(), labels=tokens())
+        output.loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()] if dtype == torch.float32 else []
+        found.append([output.logits, output.loss, *gradients])
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@family
+def test_additions_are_fused(name, monkeypatch):
+    """One call adds and normalises for each addition reported, and no norm is computed twice."""
+    calls = {"fused": 0, "norms": 0}
+
+    def count(function, which):
+        def counted(*args, **kwargs):
+            calls[which] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(patching, "fused_add_rms_norm", count(patching.fused_add_rms_norm, "fused"))
+    monkeypatch.setattr(patching, "rms_norm", count(patching.rms_norm, "norms"))
+    logits(patched(build(name)))
+    count_of_norms, adds, _ = FAMILIES[name][2:]
+    assert calls == {"fused": adds, "norms": count_of_norms - adds}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_norms_are_as_accurate(name):
+    """Each norm beside the one that it replaces, in float32: as derived in docs/spec.md, section 4.
+
+    Both are within (d + 5) units of 2^-24, relative, of the exact result, where d is the depth of the longest chain of
+    additions: here at most N = 64 for any order of summation, halved as the root halves it, plus one for an `rsqrt`
+    that is off by one more.
+    """
+    model = build(name, torch.float32)
+    fusednorm.transformers.patch(model, quiet=True)
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(2)) * 3
+    compared = 0
+    for module in model.modules():
+        if isinstance(module, patching.PatchedNorm):
+            before = module._made_of[0].forward(module, x)
+            bound = 2 * (64 / 2 + 6) * 2**-24 * before.abs()
+            assert ((module(x) - before).abs() <= bound).all()
+            compared += 1
+    assert compared == FAMILIES[name][2]
+
+
+def test_each_family_keeps_its_rounding():
+    """A norm in bfloat16 with the other rounding differs in many elements, with its own in hardly any."""
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for name in FAMILIES:
+        module = next(m for m in patched(build(name)).modules() if isinstance(m, patching.PatchedNorm))
+        hidden = x[:, : module.weight.shape[0]].contiguous()
+        expected = module._made_of[0].forward(module, hidden)
+        form = module._form(hidden)
+
+        def differ(round_norm, form=form, hidden=hidden, module=module, expected=expected):
+            y = fusednorm.rms_norm(
+                hidden, module.weight, form.eps, weight_offset=form.weight_offset, round_norm=round_norm
+            )
+            return (y != expected).double().mean().item()
+
+        # rstd is off by under 8 * 2^-24, relative, and the limits between bfloat16's numbers are 2^-8 apart: n crosses
+        # one in 8 * 2^-16 of all cases on average. Twice that is allowed.
+        assert differ(form.round_norm) <= 2 * 8 * 2**-16 < 0.05 < differ(not form.round_norm)
+
+
+def test_layer_by_hand():
+    """The very statements that are replaced, and those that must not be."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden_states, scale=1.0):
+            residual = hidden_states
+            hidden_states = self.first(hidden_states)
+            hidden_states = residual + self.work(hidden_states) * scale
+            residual = hidden_states
+            hidden_states = self.second(hidden_states)
+            hidden_states = residual + hidden_states
+            return hidden_states  # noqa: RET504
+
+    class Kept(torch.nn.Module):
+        def forward(self, hidden_states):
+            total = hidden_states + self.work(hidden_states)
+            hidden_states = self.second(total)
+            return hidden_states, total
+
+    class Other(torch.nn.Module):
+        def forward(self, hidden_states):
+            total = hidden_states + self.work(hidden_states)
+            total = total * 2
+            return self.second(total)
+
+    names = frozenset({"first", "second"})
+    assert layers.rewritten(Layer, names)[1:] == (1, True)
+    assert layers.rewritten(Layer, frozenset({"first"}))[1:] == (0, True)
+    assert layers.rewritten(Kept, names)[1:] == (1, False)
+    with pytest.raises(layers.NotRewrittenError, match="no addition"):
+        layers.rewritten(Other, names)
+    assert (layers.first_norm(Layer), layers.first_norm(Kept)) == ("first", None)
+
+
+def test_straight_on():
+    """Only where nothing stands between two layers is a norm computed for the layer after."""
+
+    class Straight(torch.nn.Module):
+        def forward(self, x):
+            for layer in self.layers[: self.depth]:
+                mask = self.mask
+                x = layer(x, mask)
+            return self.norm(x)
+
+    class Between(torch.nn.Module):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+                x += 1
+            return self.norm(x)
+
+    assert layers.straight_on(Straight, "layers") == (True, "norm")
+    assert layers.straight_on(Between, "layers") == (False, None)
+
+
+class Llamas(torch.nn.Module):
+    """A norm to break, one way at a time."""
+
+    def __init__(self, change=""):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16))
+        self.change = change
+
+    def forward(self, x):
+        h = x.to(torch.float32)
+        if self.change == "mean":
+            h = h - h.mean(-1, keepdim=True)
+        power = 4 if self.change == "power" else 2
+        squares = h.pow(power).mean(0 if self.change == "rows" else -1, keepdim=True)
+        root = torch.rsqrt(squares) if self.change == "eps" else torch.rsqrt(squares + 1e-5)
+        n = (h * root).to(torch.float16 if self.change == "half" else x.dtype)
+        if self.change == "training" and self.training:
+            return n
+        return n + self.weight if self.change == "plus" else self.weight * n
+
+
+@pytest.mark.parametrize("change", ["mean", "power", "rows", "eps", "half", "training", "plus"])
+def test_changed_norms_are_left_alone(change):
+    model = torch.nn.Sequential(Llamas(change))
+    report = fusednorm.transformers.patch(model, quiet=True)
+    if change == "half":  # differs in bfloat16 and float32 only
+        assert set(model[0]._fusednorm.forms) == {(torch.float16, torch.float16)}
+        x = torch.randn(4, 16).bfloat16()
+        assert torch.equal(model.bfloat16()(x), Llamas(change).bfloat16()(x))
+    else:
+        assert (report.norms, type(model[0])) == (0, Llamas)
+        assert "left alone" in str(report)
+
+
+def test_recognised_by_structure():
+    model = torch.nn.Sequential(Llamas())
+    assert fusednorm.transformers.patch(model, quiet=True).norms == 1
+    assert norms.forms(Llamas())[torch.float32, torch.float32] == norms.Form(1e-5, 0.0, False)
+
+
+def test_report_is_printed(capsys):
+    fusednorm.transformers.patch(build("Llama"))
+    printed = capsys.readouterr().out
+    assert "LlamaRMSNorm" in printed
+    assert "7 norms replaced, 6 additions fused, 3 of them across layers" in printed
+    assert fusednorm.transformers.patch(patched(build("Llama")), quiet=True).norms == 0  # the second time
+
+
+def test_save_and_load(tmp_path):
+    model = patched(build("Llama"))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert torch.equal(logits(loaded), logits(model))
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+def test_copies_and_pickles():
+    model = patched(build("Llama"))
+    expected = logits(model)
+    duplicate = copy.deepcopy(model)
+    assert sum(isinstance(module, patching.PatchedNorm) for module in duplicate.modules()) == 7
+    assert torch.equal(logits(duplicate), expected)
+    following = duplicate.model.layers[0]._fusednorm.following
+    assert following is duplicate.model.layers[1].input_layernorm
+    # The `kernels` package puts functions into the model that cannot be pickled, but not into its norms.
+    norm = pickle.loads(pickle.dumps(model.model.norm))
+    assert isinstance(norm, patching.PatchedNorm)
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(norm(x), model.model.norm(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("by", ["transformers", "hand"])
+def test_gradient_checkpointing(reentrant, by):
+    """By transformers, or by somebody who wraps the layers, which do not know of it; in float32, see above."""
+
+    def wrap(layer):
+        forward = layer.forward
+
+        def checkpointed(hidden_states, **kwargs):
+            return torch.utils.checkpoint.checkpoint(
+                lambda h: forward(h, **kwargs), hidden_states, use_reentrant=reentrant
+            )
+
+        layer.forward = checkpointed
+
+    found = []
+    for checkpointing in (False, True):
+        model = patched(build("Llama", torch.float32)).train()
+        model.enable_input_require_grads()
+        if checkpointing and by == "transformers":
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        elif checkpointing:
+            for layer in model.model.layers:
+                wrap(layer)
+        model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_hooks(mode):
+    """Hooks on norms and layers are called, and may change what goes through, in place or not."""
+
+    def run(model, change):
+        called = []
+
+        def hook(module, inputs, output):
+            called.append(module)
+            return change(output)
+
+        handles = [
+            model.model.layers[1].register_forward_hook(hook),
+            model.model.layers[0].post_attention_layernorm.register_forward_hook(hook),
+        ]
+        with mode():
+            result = model(tokens(), use_cache=False).logits
+        for handle in handles:
+            handle.remove()
+        assert len(called) == 2
+        return result
+
+    model = build("Llama")
+    changes = [lambda output: output * 2, lambda output: None]
+    if mode is torch.no_grad:
+        changes.append(lambda output: output.mul_(2))
+    expected = [run(model, change) for change in changes]
+    patched(model)
+    for change, result in zip(changes, expected, strict=True):
+        assert torch.equal(run(model, change), result)
+
+
+def test_compiled():
+    model = patched(build("Llama"))
+    expected = logits(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens(), use_cache=False).logits, expected)
+
+
+def test_compiled_training():
+    found = []
+    for compile_it in (False, True):
+        model = patched(build("Llama", torch.float32)).train()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compile_it else model
+        run(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_exported():
+    model = patched(build("Llama")).model
+    ids = tokens()
+    with torch.no_grad():
+        program = torch.export.export(model, (ids,), {"use_cache": False})
+        assert torch.equal(program.module()(ids, use_cache=False)[0], model(ids, use_cache=False)[0])
+    assert any("fusednorm" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+def test_device_map(patch_first):
+    """accelerate wraps forward passes to move what goes in; it may come before or after."""
+    accelerate = pytest.importorskip("accelerate", reason="the tox environment `transformers` installs it")
+    model = build("Llama")
+    expected = logits(model)
+
+    def dispatch():
+        device_map = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+        accelerate.hooks.attach_align_device_hook_on_blocks(
+            model, execution_device=dict.fromkeys(device_map, "cpu"), offload=dict.fromkeys(device_map, False)
+        )
+        for module in model.modules():
+            if not hasattr(module, "_hf_hook"):
+                accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+
+    if not patch_first:
+        dispatch()
+    report = fusednorm.transformers.patch(model, quiet=True)
+    if patch_first:
+        dispatch()
+    assert report.norms == 7
+    assert torch.equal(logits(model), expected)
+    fusednorm.transformers.unpatch(model)
+    assert torch.equal(logits(model), expected)
+
+
+def test_replaced_forward_is_left_alone():
+    model = build("Llama")
+    model.model.norm.forward = lambda hidden_states: hidden_states
+    expected = logits(model)
+    report = fusednorm.transformers.patch(model, quiet=True)
+    assert report.norms == 6
+    assert "something else has replaced its forward pass" in str(report)
+    assert torch.equal(logits(model), expected)
+
+
+def test_lora():
+    peft = pytest.importorskip("peft", reason="the tox environment `transformers` installs it")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], modules_to_save=["input_layernorm"], init_lora_weights=False
+    )
+    found = []
+    for patch in (False, True):
+        torch.manual_seed(3)
+        model = peft.get_peft_model(build("Llama"), config)
+        if patch:
+            report = fusednorm.transformers.patch(model, quiet=True)
+            assert (report.norms, report.adds) == (
+                10,
+                4,
+            )  # the wrapped ones twice; additions before them are left alone
+        found.append(logits(model))
+    assert torch.equal(*found)
+    model(tokens(), labels=tokens()).loss.backward()
+    assert model.base_model.model.model.layers[0].input_layernorm.modules_to_save["default"].weight.grad is not None
+
+
+def test_kernels():
+    """``use_kernels``: transformers' own mapping, on the CPU, for norms that round differently."""
+    pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
+    from fusednorm.transformers import hub
+
+    fusednorm.transformers.register_kernels()
+    for name in ("Llama", "OLMo2"):
+        model = build(name)
+        expected = logits(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels, about the mapping's other layers
+            model.set_use_kernels(True)
+        assert model.model.norm.forward.__func__ is hub.RMSNorm.forward
+        assert torch.equal(logits(model), expected)
+        form = hub._form(model.model.norm, torch.bfloat16, torch.bfloat16)
+        assert form.round_norm == (name == "Llama")
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            assert torch.equal(compiled(tokens(), use_cache=False).logits, expected)
+
+
+def test_unpatching_in_the_wrong_order():
+    model = patched(build("Llama"))
+    norm = model.model.norm
+    norm.__class__ = type("Changed", (type(norm),), {})
+    with pytest.raises(RuntimeError, match="undo what came after"):
+        fusednorm.transformers.unpatch(model)
+    assert isinstance(model.model.layers[0].input_layernorm, patching.PatchedNorm)
