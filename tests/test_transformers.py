@@ -435,6 +435,23 @@ def test_device_map(patch_first):
     assert torch.equal(logits(model), expected)
 
 
+def test_offloaded(tmp_path):
+    """Weights of two layers are on the disk until they are called, and without memory for the layer before them."""
+    pytest.importorskip("accelerate", reason="the tox environment `transformers` installs it")
+    model = build("Llama")
+    model.save_pretrained(tmp_path / "model")
+    here = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"], "cpu")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        dtype=torch.bfloat16,
+        device_map=here | {"model.layers.1": "disk", "model.layers.2": "disk"},
+        offload_folder=tmp_path / "disk",
+    ).eval()
+    assert loaded.model.layers[1].input_layernorm.weight.is_meta
+    assert fusednorm.transformers.patch(loaded, quiet=True).norms == 7
+    assert torch.equal(logits(loaded), logits(model))
+
+
 def test_replaced_forward_is_left_alone():
     model = build("Llama")
     model.model.norm.forward = lambda hidden_states: hidden_states
