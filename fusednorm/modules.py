@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Size, Tensor
+from torch.utils.hooks import RemovableHandle
 
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 
@@ -128,6 +131,26 @@ class AddRMSNorm(RMSNorm):
         )
         return (y, total) if single else (y.view(x.shape), total.view(x.shape))
 
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:  # type: ignore[override]
+        """torch's, but a hook that returns fewer inputs than it was given raises: the sum would silently be x alone.
+
+        ``torch.distributed.tensor.parallel.SequenceParallel`` registers such a hook.
+        """
+        if not options.get("with_kwargs"):
+            hook = partial(_with_every_input, hook)
+        return super().register_forward_pre_hook(hook, **options)
+
     def extra_repr(self) -> str:
         """As RMSNorm's."""
         return super().extra_repr() + ("" if self.round_sum else ", round_sum=False")
+
+
+def _with_every_input(hook: Callable[..., Any], module: AddRMSNorm, inputs: tuple[Any, ...]) -> Any:
+    result = hook(module, inputs)
+    kept = len(inputs) if result is None else len(result) if isinstance(result, tuple) else 1
+    if kept < len(inputs):
+        raise RuntimeError(
+            f"a forward pre-hook of AddRMSNorm was given {len(inputs)} inputs and returned {kept}, so the residual is "
+            "lost; torch's SequenceParallel is such a hook: use fusednorm.distributed.SequenceParallel instead"
+        )
+    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from numbers import Real
 from typing import Any, NoReturn, cast
 
@@ -112,7 +113,7 @@ def fused_add_rms_norm_(
     if is_grad_enabled() and _requires_grad(x, residual, weight):
         _refuse_grad("fused_add_rms_norm_")
     if compiling or _intercepted(x, residual, weight):
-        torch.ops.fusednorm.fused_add_rms_norm_(x, residual, weight, eps, weight_offset, round_sum, round_norm)
+        _operations().fused_add_rms_norm_(x, residual, weight, eps, weight_offset, round_sum, round_norm)
         return x, residual
     return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)[:2]
 
@@ -193,7 +194,7 @@ def rms_norm_(
     if is_grad_enabled() and _requires_grad(x, None, weight):
         _refuse_grad("rms_norm_")
     if compiling or _intercepted(x, None, weight):
-        torch.ops.fusednorm.rms_norm_(x, weight, eps, weight_offset, True, round_norm)
+        _operations().rms_norm_(x, weight, eps, weight_offset, True, round_norm)
         return x
     return run(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
 
@@ -222,8 +223,15 @@ def _dispatched(
     if not is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return _differentiable(x, residual, weight, *flags)
     if residual is None:
-        return torch.ops.fusednorm.rms_norm(x, weight, *flags)[0], None
-    return cast(tuple[Tensor, Tensor], torch.ops.fusednorm.fused_add_rms_norm(x, residual, weight, *flags)[:2])
+        return _operations().rms_norm(x, weight, *flags)[0], None
+    return cast(tuple[Tensor, Tensor], _operations().fused_add_rms_norm(x, residual, weight, *flags)[:2])
+
+
+def _operations() -> Any:
+    """``torch.ops.fusednorm``; DTensor, if it is loaded, knows by then how to shard them."""
+    if "torch.distributed.tensor" in sys.modules:
+        import fusednorm.distributed  # noqa: F401 - registers the rules
+    return torch.ops.fusednorm
 
 
 def _differentiable(*arguments: Any) -> tuple[Tensor, Any]:

@@ -1,0 +1,169 @@
+"""How DTensor shards the operations of ``torch.ops.fusednorm``, and a style for ``parallelize_module``.
+
+Importing this module registers the rules. It takes about two seconds where nothing else has imported
+``torch.distributed.tensor``, so ``import fusednorm`` does not: the first call that may meet a DTensor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor.parallel import ParallelStyle
+
+try:
+    from torch.distributed.tensor._op_schema import OpSpec
+except ImportError:  # an older torch, see _unknown
+    OpSpec = None
+
+__all__ = ["SequenceParallel"]
+
+
+class SequenceParallel(ParallelStyle):
+    """Shards the rows of a :class:`fusednorm.RMSNorm` or :class:`fusednorm.AddRMSNorm` along the sequence.
+
+    torch's style of this name keeps the first input alone, which is not enough for ``norm(x, residual)``. This one
+    treats every tensor that the module takes alike: a plain one is this rank's part of the sequence, a DTensor placed
+    otherwise is redistributed. The parameters are replicated, from the first rank of the mesh.
+
+    Args:
+        sequence_dim: the dimension of the inputs, [..., N], that is the sequence.
+        use_local_output: return this rank's part of each output as a plain tensor, not as a DTensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        distribute_module(module, device_mesh)
+        module.register_forward_pre_hook(partial(self._sharded_inputs, device_mesh), with_kwargs=True)
+        if self.use_local_output:
+            module.register_forward_hook(_local_outputs)
+        return module
+
+    def _sharded_inputs(
+        self, mesh: DeviceMesh, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        placements = [Shard(self.sequence_dim)]
+
+        def sharded(value: Any) -> Any:
+            if isinstance(value, DTensor):
+                return value.redistribute(placements=placements)
+            return DTensor.from_local(value, mesh, placements, run_check=False) if isinstance(value, Tensor) else value
+
+        return tuple(map(sharded, args)), {name: sharded(value) for name, value in kwargs.items()}
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
+
+
+def _local_outputs(_: torch.nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+    return tuple(y.to_local() for y in outputs) if isinstance(outputs, tuple) else outputs.to_local()
+
+
+def _placed(schema: OpSchema) -> dict[str, DTensorSpec]:
+    """The operands that are tensors, by name."""
+    names = [argument.name for argument in schema.op._schema.arguments]
+    return {
+        name: operand.strategies[0].output_spec
+        for name, operand in zip(names, schema.args_schema, strict=True)
+        if isinstance(operand, OpStrategy)
+    }
+
+
+def _rows(*operands: DTensorSpec) -> DTensorSpec:
+    """Where the rows of [..., N] operands meet: on each mesh dimension as the first that shards rows there has them.
+
+    A dimension on which none does is replicated: pending sums are made, and parts of rows put together.
+    """
+    shardings = [
+        [placement for placement in candidates if getattr(placement, "dim", operands[0].ndim) < operands[0].ndim - 1]
+        for candidates in zip(*(operand.placements for operand in operands), strict=True)
+    ]
+    placements = tuple(found[0] if found else Replicate() for found in shardings)
+    # An operand's own spec, if it is one: it also says in which order the mesh dimensions cut a dimension they share.
+    same = [operand for operand in operands if operand.placements == placements]
+    return same[0] if same else DTensorSpec(operands[0].mesh, placements)
+
+
+def _strategy(outputs: tuple[DTensorSpec, ...] | None, operands: dict[str, DTensorSpec], rows: DTensorSpec) -> Any:
+    """The one way to run: operands of rows as ``rows``, the weight whole on every rank."""
+    inputs = [_replicated(rows) if name == "weight" else rows for name in operands]
+    return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
+
+
+def _replicated(spec: DTensorSpec) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim)
+
+
+def _forward(schema: OpSchema) -> Any:
+    """Every output has the rows that the operands have."""
+    schema.get_mesh_from_args()  # refuses operands on different meshes
+    operands = _placed(schema)
+    rows = _rows(*(operands[name] for name in ("x", "residual") if name in operands))
+    return _strategy((rows,) * len(schema.op._schema.returns), operands, rows)
+
+
+def _in_place(schema: OpSchema) -> Any:
+    """Nothing may move that is written."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    written = {name: spec for name, spec in operands.items() if name != "weight"}
+    rows = _rows(*written.values())
+    for name, spec in written.items():
+        if spec.placements != rows.placements:
+            _refuse_placement(name, spec, schema)
+    return _strategy(None, operands, rows)
+
+
+def _refuse_placement(name: str, spec: DTensorSpec, schema: OpSchema) -> NoReturn:
+    function = schema.op._schema.name.removeprefix("fusednorm::")
+    raise ValueError(
+        f"{name} is written in place by {function}, so it cannot be redistributed, and its placements are "
+        f"{list(spec.placements)}; expected are Replicate, or Shard of a dimension before the last, the same for x and "
+        f"residual; call {function.rstrip('_')}, which returns new tensors, or redistribute {name} before"
+    )
+
+
+def _backward(schema: OpSchema) -> Any:
+    """Gradients of rows lie where the rows are; that of the weight is pending a sum over the ranks that share them."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    rows = _rows(*(operands[name] for name in ("h", "dy", "d_residual_out") if name in operands))
+    whole = _replicated(rows)
+    shares = DTensorSpec(
+        rows.mesh, tuple(Replicate() if placement.is_replicate() else Partial() for placement in rows.placements)
+    )
+    needs = schema.args_schema[-1]
+    # A gradient that is not needed is an empty tensor, the same on every rank.
+    outputs = tuple(spec if need else whole for spec, need in zip((rows, rows, shares), needs, strict=True))
+    return _strategy(outputs, operands, rows)
+
+
+def _unknown(schema: OpSchema) -> NoReturn:
+    raise RuntimeError(
+        f"fusednorm's rules for DTensor need torch.distributed.tensor._op_schema.OpSpec, which torch {torch.__version__} "
+        "does not have and torch 2.13 has; upgrade torch, or call fusednorm on the local tensors, as in "
+        "torch.distributed.tensor.experimental.local_map"
+    )
+
+
+def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSchemaInfo | None = None) -> None:
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
+        getattr(torch.ops.fusednorm, name).default, _unknown if OpSpec is None else rule, schema_info
+    )
+
+
+_register("fused_add_rms_norm", _forward)
+_register("rms_norm", _forward)
+_register("fused_add_rms_norm_", _in_place)
+_register("rms_norm_", _in_place)
+# What arguments from x_dtype on are decides what the outputs are: the cache of decisions must tell such calls apart.
+_register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
