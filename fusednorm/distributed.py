@@ -6,24 +6,21 @@ Importing this module registers the rules. It takes about two seconds where noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _op_schema, distribute_module
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor.parallel import ParallelStyle
 
-try:
-    from torch.distributed.tensor._op_schema import OpSpec
-except ImportError:  # an older torch, see _unknown
-    OpSpec = None
-
 __all__ = ["SequenceParallel"]
+
+_OpSpec: Any = getattr(_op_schema, "OpSpec", None)  # older versions of torch have something else: see _unknown
 
 
 class SequenceParallel(ParallelStyle):
@@ -96,7 +93,7 @@ def _rows(*operands: DTensorSpec) -> DTensorSpec:
 def _strategy(outputs: tuple[DTensorSpec, ...] | None, operands: dict[str, DTensorSpec], rows: DTensorSpec) -> Any:
     """The one way to run: operands of rows as ``rows``, the weight whole on every rank."""
     inputs = [_replicated(rows) if name == "weight" else rows for name in operands]
-    return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
+    return OpStrategy([_OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
 
 def _replicated(spec: DTensorSpec) -> DTensorSpec:
@@ -141,7 +138,7 @@ def _backward(schema: OpSchema) -> Any:
     shares = DTensorSpec(
         rows.mesh, tuple(Replicate() if placement.is_replicate() else Partial() for placement in rows.placements)
     )
-    needs = schema.args_schema[-1]
+    needs = cast(Sequence[bool], schema.args_schema[-1])
     # A gradient that is not needed is an empty tensor, the same on every rank.
     outputs = tuple(spec if need else whole for spec, need in zip((rows, rows, shares), needs, strict=True))
     return _strategy(outputs, operands, rows)
@@ -149,15 +146,15 @@ def _backward(schema: OpSchema) -> Any:
 
 def _unknown(schema: OpSchema) -> NoReturn:
     raise RuntimeError(
-        f"fusednorm's rules for DTensor need torch.distributed.tensor._op_schema.OpSpec, which torch {torch.__version__} "
-        "does not have and torch 2.13 has; upgrade torch, or call fusednorm on the local tensors, as in "
-        "torch.distributed.tensor.experimental.local_map"
+        "fusednorm's rules for DTensor need torch.distributed.tensor._op_schema.OpSpec, which torch "
+        f"{torch.__version__} does not have and torch 2.13 has; upgrade torch, or call fusednorm on the local tensors, "
+        "as inside torch.distributed.tensor.experimental.local_map"
     )
 
 
 def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSchemaInfo | None = None) -> None:
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-        getattr(torch.ops.fusednorm, name).default, _unknown if OpSpec is None else rule, schema_info
+        getattr(torch.ops.fusednorm, name).default, _unknown if _OpSpec is None else rule, schema_info
     )
 
 

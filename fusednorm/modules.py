@@ -131,7 +131,7 @@ class AddRMSNorm(RMSNorm):
         )
         return (y, total) if single else (y.view(x.shape), total.view(x.shape))
 
-    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:  # type: ignore[override]
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
         """torch's, but a hook that returns fewer inputs than it was given raises: the sum would silently be x alone.
 
         ``torch.distributed.tensor.parallel.SequenceParallel`` registers such a hook.

@@ -65,11 +65,13 @@ class Group:
             process.kill()
 
 
-@functools.lru_cache(maxsize=2)
-def group(world, backend):
-    started = Group(world, backend)
-    atexit.register(started.stop)
-    return started
+GROUPS = {}
+
+
+@atexit.register
+def stop():
+    while GROUPS:
+        GROUPS.popitem()[1].stop()
 
 
 def on_ranks(*worlds, backend="gloo"):
@@ -79,9 +81,10 @@ def on_ranks(*worlds, backend="gloo"):
         @pytest.mark.parametrize("world", worlds)
         @functools.wraps(function)
         def test(world, **arguments):
-            failures = group(world, backend).run(Path(function.__code__.co_filename).stem, function.__name__, arguments)
+            group = GROUPS.get((world, backend)) or GROUPS.setdefault((world, backend), Group(world, backend))
+            failures = group.run(Path(function.__code__.co_filename).stem, function.__name__, arguments)
             if failures:
-                group.cache_clear()  # ranks that wait for one that failed serve no other test
+                GROUPS.pop((world, backend)).stop()  # ranks that wait for one that failed serve no other test
                 pytest.fail("\n".join(failures), pytrace=False)
 
         signature = inspect.signature(function)

@@ -2,15 +2,30 @@
 
 import functools
 import itertools
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import fusednorm
+import fusednorm.distributed
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 
 from cases import BF16, F16, F32, F64, Case, operands
@@ -89,15 +104,696 @@ def test_rows_stay_where_they_are(shape, sharding, with_residual):
     parts.append(placed(weight, Replicate(), grad=True))
     incoming = [placed(t, *placements) for t in (dy, d_total)]
     outputs, counts = collectives(lambda: call(*parts))
-    assert counts == {}
+    assert counts == {}, counts
     for actual, wanted_output in zip(outputs, expected, strict=True):
         same(actual, wanted_output.detach(), placements)
     inputs = parts if with_residual else [parts[0], parts[2]]
     found, counts = collectives(lambda: gradients(outputs, inputs, incoming))
-    assert counts == {}
+    assert counts == {}, counts
     for actual, wanted_gradient in zip(found[:-1], expected_gradients[:-1], strict=True):
         same(actual, wanted_gradient, placements)
     assert found[-1].placements == tuple(shares(placements))
     assert found[-1].to_local().shape == weight.shape
     if sharding == "replicated":
         same(found[-1], expected_gradients[-1])
+
+
+TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
+MOVES = {
+    # x, residual, the weight; where the rows meet; what that takes
+    "a sum that is pending": (Partial(), Shard(1), Replicate(), Shard(1), {"reduce_scatter_tensor": 1}),
+    "pending, rows everywhere": (Partial(), Replicate(), Replicate(), Replicate(), {"all_reduce": 1}),
+    "a pending residual": (Shard(0), Partial(), Replicate(), Shard(0), {"reduce_scatter_tensor": 1}),
+    "parts of rows": (Shard(2), Replicate(), Replicate(), Replicate(), {"all_gather_into_tensor": 1}),
+    "parts of rows, the residual's rows": (Shard(2), Shard(1), Replicate(), Shard(1), TO_OTHER_ROWS),
+    "parts of both": (Shard(2), Shard(2), Replicate(), Replicate(), {"all_gather_into_tensor": 2}),
+    "batch and sequence": (Shard(0), Shard(1), Replicate(), Shard(0), TO_OTHER_ROWS),
+    "one of both": (Replicate(), Shard(1), Replicate(), Shard(1), {}),
+    "the other": (Shard(0), Replicate(), Replicate(), Shard(0), {}),
+    "parts of the weight": (Shard(0), Shard(0), Shard(0), Shard(0), {"all_gather_into_tensor": 1}),
+}
+
+
+def in_parts(tensor, placement):
+    """As `placed`; a pending sum of summands that make the tensor again in any order."""
+    if not placement.is_partial():
+        return placed(tensor, placement)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    part = torch.where(torch.arange(tensor.shape[-1]) % ranks == rank, tensor, 0)
+    return DTensor.from_local(part, everywhere(), [placement], run_check=False)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("move", MOVES)
+def test_what_cannot_stay_moves_to_the_rows(move):
+    *placements, rows, expected_counts = MOVES[move]
+    full = tensors(8, 8)
+    dy, d_total, _ = tensors(8, 8, seed=1)
+    leaves = [t.clone().requires_grad_() for t in full]
+    expected = fused_add_rms_norm(*leaves)
+    expected_gradients = torch.autograd.grad(expected, leaves, (dy, d_total))
+
+    parts = [in_parts(t, p) for t, p in zip(full, placements, strict=True)]
+    for part in parts:
+        part.requires_grad_()
+    outputs, counts = collectives(lambda: fused_add_rms_norm(*parts))
+    assert counts == expected_counts, counts
+    for actual, wanted in zip(outputs, expected, strict=True):
+        same(actual, wanted.detach(), [rows])
+    if placements[1] == Replicate():
+        same(rms_norm(parts[0], parts[2]), rms_norm(full[0], full[2]), [rows])
+
+    # Gradients come pending, and by columns, from the matrix products that follow.
+    incoming = [in_parts(dy, Partial()), in_parts(d_total, Shard(2))]
+    found = torch.autograd.grad(outputs, parts, incoming)
+    for actual, wanted in zip(found[:2], expected_gradients[:2], strict=True):
+        same(actual, wanted)
+    assert found[2].placements == tuple(shares([rows]))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_in_place(sharding):
+    """What is written lies where it lay; the tensors are the same objects, and their memory is."""
+    placements = [SHARDINGS[sharding]]
+    for shape in ((4, 6), (3, 1)):
+        x, residual, weight = tensors(*shape)
+        expected = fused_add_rms_norm(x, residual, weight, 1e-5, round_sum=False)
+        parts = [placed(x, *placements), placed(residual, *placements), placed(weight, Replicate())]
+        local = [part.to_local() for part in parts[:2]]
+        outputs, counts = collectives(lambda parts=parts: fused_add_rms_norm_(*parts, 1e-5, round_sum=False))
+        assert counts == {}, counts
+        assert outputs[0] is parts[0]
+        assert outputs[1] is parts[1]
+        for actual, part, wanted in zip(outputs, local, expected, strict=True):
+            assert torch.equal(actual.to_local(), part)
+            same(actual, wanted, placements)
+        y, counts = collectives(lambda parts=parts: rms_norm_(parts[0], parts[2]))
+        assert counts == {}, counts
+        assert y is parts[0]
+        same(y, rms_norm(expected[0], weight), placements)
+
+
+@on_ranks(2)
+def test_in_place_refuses_to_move_what_it_writes():
+    x, residual, weight = tensors(4, 6)
+    whole = placed(weight, Replicate())
+    for placements, name in (
+        ((Shard(2), Shard(2)), "x"),
+        ((Shard(2), Shard(1)), "x"),
+        ((Shard(1), Shard(2)), "residual"),
+        ((Shard(0), Shard(1)), "residual"),
+        ((Shard(0), Replicate()), "residual"),
+        ((Replicate(), Shard(0)), "x"),
+        ((Partial(), Shard(0)), "x"),
+        ((Shard(0), Partial()), "residual"),
+        ((Partial(), Partial()), "x"),
+    ):
+        parts = [in_parts(t, p) for t, p in zip((x, residual), placements, strict=True)]
+        before = [part.to_local().clone() for part in parts]
+        with pytest.raises(
+            RuntimeError, match=f"^{name} is written in place by fused_add_rms_norm_, .* call fused_add"
+        ):
+            fused_add_rms_norm_(*parts, whole)
+        for part, kept in zip(parts, before, strict=True):
+            assert torch.equal(part.to_local(), kept)
+        if placements[0] in (Shard(2), Partial()):
+            with pytest.raises(RuntimeError, match=r"^x is written in place by rms_norm_, .* call rms_norm, which"):
+                rms_norm_(parts[0], whole)
+
+
+@on_ranks(2)
+def test_dtensors_and_plain_tensors_do_not_mix():
+    """In torch's words, which name the cure."""
+    x, residual, weight = tensors(4, 6)
+    rows = placed(x, Shard(0))
+    for arguments in ((rows, residual, placed(weight, Replicate())), (rows, placed(residual, Shard(0)), weight)):
+        for function in (fused_add_rms_norm, fused_add_rms_norm_):
+            with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor, need to convert all torch.Tensor"):
+                function(*arguments)
+    with pytest.raises(TypeError, match=r"of a DTensor, its to_local\(\)"):
+        rms_norm(rows, placed(weight, Replicate()), out=torch.empty_like(x))
+
+
+@on_ranks(2)
+def test_calls_that_differ_share_no_decision():
+    """Dtypes, flags, and which gradients are needed, one after the other on one shape."""
+    where = [Shard(0)]
+    dtypes = [(BF16, F32, BF16), (F32, BF16, F16), (F64, F64, F32), (F32, F32, None)]
+    needs = [need for need in itertools.product((False, True), repeat=3) if any(need)]
+    flags = [
+        {"eps": eps, "weight_offset": offset, "round_sum": not rounded, "round_norm": rounded}
+        for eps, offset, rounded in ((1e-6, 0.0, False), (1e-2, 1.0, True))
+    ]
+    for (x, residual, weight), need, flag in itertools.product(dtypes, needs, flags):
+        full = tensors(2, 3, x, residual, weight)
+        dy, d_total, _ = tensors(2, 3, x, residual, weight, seed=1)
+        leaves = [None if t is None else t.clone().requires_grad_(n) for t, n in zip(full, need, strict=True)]
+        parts = [
+            None if t is None else placed(t, *(where if t.ndim > 1 else [Replicate()]), grad=n)
+            for t, n in zip(full, need, strict=True)
+        ]
+        expected, outputs = fused_add_rms_norm(*leaves, **flag), fused_add_rms_norm(*parts, **flag)
+        for actual, wanted in zip(outputs, expected, strict=True):
+            same(actual, wanted.detach(), where)
+        if not outputs[0].requires_grad:
+            continue
+        for through in ((0,), (1,), (0, 1)):
+            if through == (1,) and need[:2] == (False, False):
+                continue  # the sum does not depend on the weight
+            given = [(dy, d_total)[i] for i in through]
+            torch.autograd.backward([expected[i] for i in through], given, retain_graph=True)
+            given = [placed(t, *where) for t in given]
+            torch.autograd.backward([outputs[i] for i in through], given, retain_graph=True)
+            for leaf, part in zip(leaves, parts, strict=True):
+                if leaf is None or leaf.grad is None:
+                    assert part is None or part.grad is None
+                elif part.ndim == 1:
+                    assert part.grad.dtype == leaf.dtype
+                    assert part.grad.placements == tuple(shares(where))
+                else:
+                    same(part.grad, leaf.grad, where)
+                if leaf is not None:
+                    leaf.grad = part.grad = None
+
+
+def signs(batch, sequence, hidden, seed):
+    return torch.randint(0, 2, (batch, sequence, hidden), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("sharding", ["batch", "sequence"])
+def test_the_weights_gradient_is_the_sum_of_the_ranks(sharding):
+    """Each rank rounds its sum to the weight's dtype, then they are added: exact sums have the bits of one process."""
+    placements, ranks = [SHARDINGS[sharding]], dist.get_world_size()
+    # Rows of +-1 have a mean square of 1, so with eps = 0 xhat is +-1. Multiples of 1/4 below 2 then add exactly.
+    x = signs(4, 8, HIDDEN, 0).bfloat16()
+    dy = (signs(4, 8, HIDDEN, 1) + signs(4, 8, HIDDEN, 2) / 4).bfloat16()
+    weight = torch.ones(HIDDEN, dtype=BF16, requires_grad=True)
+    expected = torch.autograd.grad(rms_norm(x, weight, 0.0), weight, dy)[0]
+    part = placed(weight.detach(), Replicate(), grad=True)
+    found = torch.autograd.grad(rms_norm(placed(x, *placements), part, 0.0), part, placed(dy, *placements))[0]
+    same(found, expected, [Partial()])
+    found, counts = collectives(lambda: found.redistribute(placements=[Replicate()]))
+    assert counts == {"all_reduce": 1}
+
+    if ranks == 2:  # a + b is b + a
+        x, _, weight = tensors(4, 8)
+        dy, _, _ = tensors(4, 8, seed=1)
+        weight.requires_grad_()
+        half = [t.chunk(2, placements[0].dim) for t in (x, dy)]
+        a, b = (
+            torch.autograd.grad(rms_norm(rows, weight), weight, given)[0] for rows, given in zip(*half, strict=True)
+        )
+        part = placed(weight.detach(), Replicate(), grad=True)
+        found = torch.autograd.grad(rms_norm(placed(x, *placements), part), part, placed(dy, *placements))[0]
+        same(found, a + b, [Partial()])
+
+
+@on_ranks(4)
+def test_two_dimensions_of_ranks():
+    """Batches on one, sequences or pending sums on the other."""
+    where = mesh(2, 2)
+    full = tensors(5, 6)
+    dy, d_total, _ = tensors(5, 6, seed=1)
+    leaves = [t.clone().requires_grad_() for t in full]
+    expected = fused_add_rms_norm(*leaves)
+    expected_gradients = torch.autograd.grad(expected, leaves, (dy, d_total))
+    for x, residual, rows in (
+        ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(1))),
+        ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (Shard(0), Shard(0))),
+        ((Shard(1), Replicate()), (Shard(1), Replicate()), (Shard(1), Replicate())),
+        ((Shard(0), Shard(2)), (Shard(0), Shard(1)), (Shard(0), Shard(1))),
+        ((Shard(0), Shard(2)), (Replicate(), Replicate()), (Shard(0), Replicate())),
+    ):
+        parts = [placed(full[0], *x, where=where, grad=True), placed(full[1], *residual, where=where, grad=True)]
+        parts.append(placed(full[2], Replicate(), Replicate(), where=where, grad=True))
+        outputs, counts = collectives(lambda parts=parts: fused_add_rms_norm(*parts))
+        assert (counts == {}) == (x == residual), counts
+        for actual, wanted in zip(outputs, expected, strict=True):
+            same(actual, wanted.detach(), rows)
+        incoming = [placed(t, *rows, where=where) for t in (dy, d_total)]
+        found = torch.autograd.grad(outputs, parts, incoming)
+        for actual, wanted in zip(found[:2], expected_gradients[:2], strict=True):
+            same(actual, wanted)
+        assert found[2].placements == tuple(shares(rows))
+
+
+@on_ranks(4)
+def test_rows_that_were_flattened():
+    """[batch, sequence, N] as [batch * sequence, N]: ranks then hold rows that are not one after the other."""
+    where = mesh(2, 2)
+    x, residual, weight = tensors(4, 6)
+    parts = [placed(t, Shard(0), Shard(1), where=where).flatten(0, 1) for t in (x, residual)]
+    parts.append(placed(weight, Replicate(), Replicate(), where=where))
+    outputs, counts = collectives(lambda: fused_add_rms_norm(*parts))
+    assert counts == {}, counts
+    for actual, wanted in zip(outputs, fused_add_rms_norm(x, residual, weight), strict=True):
+        same(actual, wanted.flatten(0, 1), parts[0].placements)
+
+
+@on_ranks(2)
+def test_operands_on_different_ranks_are_refused():
+    x, residual, weight = tensors(4, 6)
+    other = init_device_mesh("cpu", (2, 1))
+    with pytest.raises(RuntimeError, match="cross-mesh"):
+        fused_add_rms_norm(
+            placed(x, Shard(0)), placed(residual, Shard(0)), placed(weight, Replicate(), Replicate(), where=other)
+        )
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("style", ["torch's", "ours"])
+def test_sequence_parallel_rms_norm(style):
+    make = {"torch's": SequenceParallel, "ours": fusednorm.distributed.SequenceParallel}[style]
+    x, *_ = tensors(2, 8)
+    y = fusednorm.RMSNorm(HIDDEN, dtype=BF16)(x)
+    own = x.tensor_split(dist.get_world_size(), 1)[dist.get_rank()]
+    for given, local in itertools.product((own, placed(x, Shard(0))), (True, False)):
+        norm = parallelize_module(fusednorm.RMSNorm(HIDDEN, dtype=BF16), everywhere(), make(use_local_output=local))
+        actual = norm(given)
+        if local:
+            assert not isinstance(actual, DTensor)
+            actual = DTensor.from_local(actual, everywhere(), [Shard(1)])
+        same(actual, y, [Shard(1)])
+        actual.sum().backward()
+        assert norm.weight.grad.placements == (Partial(),)
+
+
+@on_ranks(2, 4)
+def test_sequence_parallel_add_rms_norm():
+    """Local parts of the sequence or DTensors, a residual by position or by name, or none where the stream begins."""
+    x, residual, weight = tensors(8, 7)  # the sequence does not divide
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain = fusednorm.AddRMSNorm(HIDDEN, dtype=BF16)
+    with torch.no_grad():
+        plain.weight.copy_(weight)
+    for dim, local in ((0, False), (0, True), (1, False)):
+        norm = fusednorm.AddRMSNorm(HIDDEN, dtype=BF16)
+        with torch.no_grad():
+            norm.weight.copy_(weight if rank == 0 else torch.nan)  # all take the first rank's
+        style = fusednorm.distributed.SequenceParallel(sequence_dim=dim, use_local_output=local)
+        norm = parallelize_module(norm, everywhere(), style)
+        a, b = placed(x, Shard(0)), placed(residual, Replicate())
+        calls = [norm(a, b), norm(a, residual=b)]
+        if dim == 0:
+            calls.append(norm(*(t.chunk(ranks)[rank] for t in (x, residual))))
+        for outputs in calls:
+            for actual, wanted in zip(outputs, plain(x, residual), strict=True):
+                assert isinstance(actual, DTensor) == (not local)
+                if local:
+                    actual = DTensor.from_local(actual, everywhere(), [Shard(dim)])
+                same(actual, wanted.detach(), [Shard(dim)])
+        y, total = norm(a)
+        assert isinstance(y, DTensor) == isinstance(total, DTensor) == (not local)
+        if not local:
+            same(y, plain(x)[0].detach(), [Shard(dim)])
+            same(total, x, [Shard(dim)])
+    assert repr(style) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
+
+
+@on_ranks(2)
+def test_torchs_sequence_parallel_may_not_lose_the_residual():
+    x, residual, _ = tensors(2, 8)
+    norm = parallelize_module(fusednorm.AddRMSNorm(HIDDEN, dtype=BF16), everywhere(), SequenceParallel())
+    a, b = placed(x, Shard(1)), placed(residual, Shard(1))
+    with pytest.raises(RuntimeError, match=r"the residual is lost; .* use fusednorm.distributed.SequenceParallel"):
+        norm(a, b)
+    plain = fusednorm.AddRMSNorm(HIDDEN, dtype=BF16)
+    same(norm(a)[0], plain(x)[0].detach())
+    for actual, wanted in zip(norm(a, residual=b), plain(x, residual), strict=True):
+        same(actual, wanted.detach())
+    before = fusednorm.AddRMSNorm(HIDDEN, dtype=BF16)
+    before.register_forward_pre_hook(lambda module, inputs: None)
+    before.register_forward_pre_hook(lambda module, inputs: inputs)
+    before.register_forward_pre_hook(lambda module, args, kwargs: (args[:1], {"residual": args[1]}), with_kwargs=True)
+    assert torch.equal(before(x, residual)[0], plain(x, residual)[0])
+
+
+class Attention(torch.nn.Module):
+    """Causal, with heads that share keys and values; as many heads as this rank's columns make."""
+
+    def __init__(self, hidden, heads, shared, **where):
+        super().__init__()
+        self.size = hidden // heads
+        self.q, self.o = (torch.nn.Linear(hidden, hidden, bias=False, **where) for _ in range(2))
+        self.k, self.v = (torch.nn.Linear(hidden, shared * self.size, bias=False, **where) for _ in range(2))
+
+    def forward(self, y):
+        q, k, v = (f(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(torch.nn.Module):
+    """Llama's, with a gate."""
+
+    def __init__(self, hidden, inner, **where):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(hidden, inner, bias=False, **where) for _ in range(2))
+        self.down = torch.nn.Linear(inner, hidden, bias=False, **where)
+
+    def forward(self, y):
+        return self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Layer(torch.nn.Module):
+    """A layer of Llama's decoder, without the rotation of positions."""
+
+    def __init__(self, hidden, inner, heads, shared, **where):
+        super().__init__()
+        self.before_attention, self.before_mlp = (fusednorm.AddRMSNorm(hidden, 1e-5, **where) for _ in range(2))
+        self.attention, self.mlp = Attention(hidden, heads, shared, **where), FeedForward(hidden, inner, **where)
+
+    def forward(self, x, residual=None):
+        y, residual = self.before_attention(x, residual)
+        y, residual = self.before_mlp(self.attention(y), residual)
+        return self.mlp(y), residual
+
+    def parallelize(self, where):
+        """Tensor parallelism, and the rows between the matrices sharded along the sequence."""
+        by_columns = ColwiseParallel()
+        by_rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        plan = {"before_attention": fusednorm.distributed.SequenceParallel(), "attention": gathered}
+        plan |= {"before_mlp": fusednorm.distributed.SequenceParallel(), "mlp": gathered}
+        plan |= {f"attention.{name}": by_columns for name in "qkv"} | {"attention.o": by_rows}
+        plan |= {"mlp.gate": by_columns, "mlp.up": by_columns, "mlp.down": by_rows}
+        parallelize_module(self, where, plan)
+
+
+class Decoder(torch.nn.Module):
+    """Layers between an embedding and a head; the last norm takes no residual."""
+
+    def __init__(self, dtype, hidden=HIDDEN, vocabulary=24, layers=2):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, hidden, dtype=dtype)
+        self.layers = torch.nn.ModuleList(Layer(hidden, 48, 8, 4, dtype=dtype) for _ in range(layers))
+        self.last = fusednorm.RMSNorm(hidden, 1e-5, dtype=dtype)
+        self.head = torch.nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)
+
+    def forward(self, tokens):
+        x, residual = self.embedding(tokens), None
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return self.head(self.last(x + residual))
+
+    def parallelize(self, where):
+        for layer in self.layers:
+            layer.parallelize(where)
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+            "last": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(self, where, plan)
+
+    def shard(self, where, **options):
+        for layer in self.layers:
+            fully_shard(layer, mesh=where, **options)
+        fully_shard(self, mesh=where, **options)
+
+    def norms(self):
+        return [module for module in self.modules() if isinstance(module, fusednorm.RMSNorm)]
+
+
+def decoder(dtype):
+    torch.manual_seed(0)
+    model = Decoder(dtype)
+    for norm in model.norms():
+        torch.nn.init.normal_(norm.weight, 1, 0.1)
+    return model
+
+
+def loss_of(model, tokens):
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def watch(model):
+    """What goes through every norm from now on: its inputs, outputs, and the module."""
+    seen = []
+    for norm in model.norms():
+        norm.register_forward_hook(lambda module, inputs, outputs: seen.append((module, inputs, outputs)))
+    return seen
+
+
+def norms_have_the_bits_of_one_process(seen):
+    assert len(seen) == 5
+    for norm, inputs, outputs in seen:
+        given, weight = [whole(t) for t in inputs if t is not None], whole(norm.weight)
+        outputs = [whole(t) for t in (outputs if isinstance(outputs, tuple) else [outputs])]
+        if len(given) == 2:
+            expected = fused_add_rms_norm(*given, weight, 1e-5)
+        else:
+            expected = rms_norm(*given, weight, 1e-5), given[0]
+        for actual, wanted in zip(outputs, expected, strict=False):
+            assert torch.equal(actual, wanted)
+
+
+@on_ranks(2, 4)
+def test_fsdp_trains_with_the_bits_of_one_process():
+    """Two ranks: every step, since a + b is b + a and a half is exact. Four: the first, in which nothing was added."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    tokens = torch.randint(24, (ranks, 3, 9), generator=torch.Generator().manual_seed(1))
+    plain, sharded = decoder(F32), decoder(F32)
+    sharded.shard(everywhere())
+    optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in (plain, sharded)]
+    for _ in range(4 if ranks == 2 else 1):
+        seen = watch(sharded)
+        loss = loss_of(sharded, tokens[rank])
+        outputs = [out for _, _, outs in seen for out in (outs if isinstance(outs, tuple) else [outs])]
+        seen = watch(plain)
+        losses = [loss_of(plain, batch) for batch in tokens]
+        own = seen[rank * len(seen) // ranks :][: len(seen) // ranks]
+        expected = [out for _, _, outs in own for out in (outs if isinstance(outs, tuple) else [outs])]
+        assert len(outputs) == len(expected) == 9
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert torch.equal(loss, losses[rank])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        gradients = [torch.autograd.grad(loss, list(plain.parameters())) for loss in losses]
+        for parameter, *shares_of_it in zip(plain.parameters(), *gradients, strict=True):
+            parameter.grad = sum(shares_of_it) / ranks
+        for optimizer in optimizers:
+            optimizer.step()
+        for model in (plain, sharded):
+            for norm in model.norms():
+                norm._forward_hooks.clear()
+    if ranks == 2:
+        assert all(torch.equal(whole(a), b) for a, b in zip(sharded.parameters(), plain.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_fsdp_casts_a_float32_residual_unless_told_not_to():
+    """What the documentation warns of."""
+    for cast, dtype in ((True, BF16), (False, F32)):
+        layer, seen = Layer(HIDDEN, 48, 8, 4), []
+        policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=cast)
+        fully_shard(layer, mesh=everywhere(), mp_policy=policy)
+        layer.before_mlp.register_forward_hook(lambda module, inputs, outputs, seen=seen: seen.append(outputs))
+        layer(torch.ones(2, 3, HIDDEN, dtype=BF16), torch.ones(2, 3, HIDDEN))
+        assert [t.dtype for t in seen[0]] == [BF16, dtype]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_tensor_parallel_decoder(data_ranks):
+    """Sequences on ranks, and batches with FSDP: the norms' bits are those of one process, and it learns the same."""
+    ranks = dist.get_world_size() // data_ranks
+    where = mesh(data_ranks, ranks, names=("data", "model"))
+    data, rank = where["data"], where["data"].get_local_rank()
+    tokens = torch.randint(24, (data_ranks, 3, 9), generator=torch.Generator().manual_seed(1))
+    for dtype in (F32, F64):
+        plain, model = decoder(dtype), decoder(dtype)
+        model.parallelize(where["model"])
+        if data_ranks > 1:
+            model.shard(data)
+        seen = watch(model)
+        loss = loss_of(model, tokens[rank])
+        norms_have_the_bits_of_one_process(seen)
+        if dtype == F32:
+            continue
+        # In float64 the matrix products' other order of sums is 2^-52 of the terms times their number, some thousands,
+        # and what the layers make of it: far from 1e-9. A sum that is missing, or made twice, is not.
+        expected = torch.stack([loss_of(plain, batch) for batch in tokens])
+        torch.testing.assert_close(whole(loss), expected[rank].detach(), rtol=1e-9, atol=0)
+        loss.backward()
+        expected.mean().backward()
+        for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+            scale = wanted.grad.abs().max().item()
+            torch.testing.assert_close(whole(found.grad), wanted.grad, rtol=0, atol=1e-9 * scale, msg=name)
+        torch.optim.SGD(model.parameters(), 0.5).step()
+        torch.optim.SGD(plain.parameters(), 0.5).step()
+        for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(found), wanted.detach(), rtol=0, atol=1e-9, msg=name)
+
+
+@on_ranks(2)
+def test_compiled():
+    """Functions of DTensors, in place and not, with gradients, in one graph, in which nothing is communicated."""
+    full = tensors(4, 6)
+    incoming = [placed(t, Shard(1)) for t in tensors(4, 6, seed=1)[:2]]
+    called = []
+
+    def compiler(graph, _):
+        called.extend(str(node.target).split(".")[0] for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    def forward(x, residual, weight):
+        y, total = fused_add_rms_norm(x, residual, weight, 1e-5, weight_offset=1.0)
+        return rms_norm(y, weight, round_norm=True), total
+
+    def in_place(x, residual, weight):
+        x, residual = x.clone(), residual.clone()
+        fused_add_rms_norm_(x, residual, weight)
+        return rms_norm_(x, weight), residual
+
+    parts = [placed(t, *(Shard(1),) if t.ndim > 1 else (Replicate(),)) for t in full]
+    backend = aot_autograd(fw_compiler=compiler)
+    for function in (forward, in_place):
+        outputs = torch.compile(function, fullgraph=True, backend=backend)(*parts)
+        for actual, wanted in zip(outputs, function(*full), strict=True):
+            same(actual, wanted, [Shard(1)])
+    leaves = [part.requires_grad_() for part in parts]
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    found = [torch.autograd.grad(function(*leaves), leaves, incoming) for function in (forward, compiled)]
+    for eager, other in zip(*found, strict=True):
+        assert eager.placements == other.placements
+        assert torch.equal(eager.to_local(), other.to_local())
+    assert called.count("fusednorm") == 6  # in place they are wrapped
+    assert "_c10d_functional" not in called
+
+
+def in_a_new_process(code):
+    """What it prints. Its default process group has 2 ranks, of which it is the first, and the other is made up."""
+    prelude = """
+import sys, warnings
+import torch, fusednorm
+assert not [name for name in sys.modules if "distributed.tensor" in name], "importing fusednorm takes two seconds more"
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+from torch.distributed.tensor import DTensor, Shard
+x = DTensor.from_local(torch.rand(2, 3, 8), mesh, [Shard(1)], run_check=False)
+assert "fusednorm.distributed" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", prelude + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_first_call_registers_the_rules():
+    """Importing fusednorm does not, because that would import what most programs never use."""
+    code = """
+import os
+calls = {
+    "rms_norm": lambda: fusednorm.rms_norm(x),
+    "rms_norm_": lambda: fusednorm.rms_norm_(x),
+    "fused_add_rms_norm": lambda: fusednorm.fused_add_rms_norm(x, x)[1],
+    "fused_add_rms_norm_": lambda: fusednorm.fused_add_rms_norm_(x, x.clone())[1],
+    "compiled": lambda: torch.compile(lambda x: fusednorm.rms_norm(x), fullgraph=True, backend="aot_eager")(x),
+}
+torch.set_num_threads(1)
+for name, call in calls.items():
+    if not os.fork():  # each is the first
+        y = call()
+        print(name, y.placements, list(y.shape), "fusednorm.distributed" in sys.modules, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    names = ["rms_norm", "rms_norm_", "fused_add_rms_norm", "fused_add_rms_norm_", "compiled"]
+    assert in_a_new_process(code) == "".join(f"{name} (Shard(dim=1),) [2, 6, 8] True\n" for name in names)
+
+
+def test_a_torch_without_what_the_rules_need_is_named():
+    code = """
+import torch.distributed.tensor._op_schema as schema
+del schema.OpSpec
+fusednorm.rms_norm(x.to_local())
+for call in (lambda: fusednorm.rms_norm(x), lambda: fusednorm.rms_norm_(x)):
+    try:
+        call()
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+    for line in in_a_new_process(code).splitlines():
+        assert re.match(r"fusednorm's rules for DTensor need .*OpSpec, which torch \S+ does not have .*; upgrade", line)
+
+
+class Local(TorchDispatchMode):
+    """Notes what torch.ops.fusednorm is given, and gives, on this rank; DTensor goes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "fusednorm" and FakeTensor not in types:  # by which DTensor infers whole shapes
+            shapes = [list(t.shape) for t in (*args, *result) if isinstance(t, torch.Tensor)]
+            self.calls.append((function.name().removeprefix("fusednorm::"), shapes))
+        return result
+
+
+@on_ranks(512, backend="fake")
+def test_a_layer_of_70_billion_parameters_on_512_ranks():
+    """A decoder layer of Llama 70B on the meta device, 64 x 8 ranks: no rank makes a row that is not its own."""
+    batch, sequence, hidden = 1, 8192, 8192  # of each of the 64 groups
+    where = init_device_mesh("cpu", (64, 8), mesh_dim_names=("data", "model"))
+    part, shared = [batch, sequence // 8, hidden], [hidden]
+    layer = Layer(hidden, 28672, 64, 8, device="meta", dtype=BF16)
+    layer.parallelize(where["model"])
+
+    def stream(dtype):
+        local = torch.empty(part, device="meta", dtype=dtype)
+        return DTensor.from_local(local, where["model"], [Shard(1)], run_check=False).requires_grad_()
+
+    x, residual = stream(BF16), stream(F32)
+    with Local() as local:
+        outputs, forward = collectives(lambda: layer(x, residual))
+        _, backward = collectives(lambda: torch.autograd.backward(outputs, [t.detach() for t in outputs]))
+        weights = [norm.weight.grad for norm in (layer.before_attention, layer.before_mlp)]
+        assert [t.placements for t in weights] == [(Partial(),)] * 2
+        _, weights = collectives(lambda: [t.redistribute(placements=[Replicate()]) for t in weights])
+    rstd = part[:2]
+    assert (
+        local.calls
+        == [("fused_add_rms_norm", [part, part, shared, part, part, rstd])] * 2
+        + [("backward", [part, part, part, rstd, shared, part, part, shared])] * 2
+    )
+    assert forward == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+    assert backward == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+    assert weights == {"all_reduce": 2}
+    for tensor in (x.grad, residual.grad):
+        assert (tensor.placements, list(tensor.to_local().shape)) == ((Shard(1),), part)
+    for name, shapes in local.calls:
+        print(f"{name:20}", *shapes)
+    print(f"layer, forward: {forward}; backward: {backward}; its norms' weights: {weights}")
+
+    # The same rows as one tensor on all 512 ranks.
+    rows, everything = [Shard(0), Shard(1)], [Replicate(), Replicate()]
+    operands = [torch.empty(part, device="meta", dtype=dtype) for dtype in (BF16, F32, BF16, F32)]
+    x, residual, *incoming = (DTensor.from_local(t, where, rows, run_check=False) for t in operands)
+    weight = torch.empty(shared, device="meta", dtype=BF16)
+    weight = DTensor.from_local(weight, where, everything, run_check=False)
+    leaves = [t.requires_grad_() for t in (x, residual, weight)]
+    assert list(x.shape) == [64, sequence, hidden]
+    with Local() as local:
+        outputs, forward = collectives(lambda: fused_add_rms_norm(*leaves))
+        found, backward = collectives(lambda: torch.autograd.grad(outputs, leaves, incoming))
+    assert [shapes for _, shapes in local.calls] == [
+        [part, part, shared, part, part, rstd],
+        [part, part, part, rstd, shared, part, part, shared],
+    ]
+    assert forward == backward == {}
+    assert found[2].placements == (Partial(), Partial())
+    print(f"{list(x.shape)} on 512 ranks, forward: {forward}; backward: {backward}")
