@@ -84,10 +84,7 @@ def _rows(*operands: DTensorSpec) -> DTensorSpec:
         [placement for placement in candidates if getattr(placement, "dim", operands[0].ndim) < operands[0].ndim - 1]
         for candidates in zip(*(operand.placements for operand in operands), strict=True)
     ]
-    placements = tuple(found[0] if found else Replicate() for found in shardings)
-    # An operand's own spec, if it is one: it also says in which order the mesh dimensions cut a dimension they share.
-    same = [operand for operand in operands if operand.placements == placements]
-    return same[0] if same else DTensorSpec(operands[0].mesh, placements)
+    return DTensorSpec(operands[0].mesh, tuple(found[0] if found else Replicate() for found in shardings))
 
 
 def _strategy(outputs: tuple[DTensorSpec, ...] | None, operands: dict[str, DTensorSpec], rows: DTensorSpec) -> Any:

@@ -621,6 +621,72 @@ MUTANTS = (
         "not (_is_ours(path.parent) and _is_ours(path))",
         "False",
     ),
+    Mutant(
+        ROW,
+        "Distributed: parts of rows are normalised by themselves",
+        "fusednorm/distributed.py",
+        "operands[0].ndim - 1]",
+        "operands[0].ndim]",
+    ),
+    Mutant(
+        ROW,
+        "Distributed: the residual's rows are moved to everybody",
+        "fusednorm/distributed.py",
+        'for name in ("x", "residual") if name in operands',
+        'for name in ("x",) if name in operands',
+    ),
+    Mutant(
+        SAME,
+        "Distributed: a weight's gradient is this rank's alone",
+        "fusednorm/distributed.py",
+        "else Partial() for placement",
+        "else Replicate() for placement",
+    ),
+    Mutant(
+        SAME,
+        "Distributed: what is written in place is redistributed",
+        "fusednorm/distributed.py",
+        "if spec.placements != rows.placements:",
+        "if False:",
+    ),
+    Mutant(
+        SAME,
+        "Distributed: calls with other dtypes share a decision",
+        "fusednorm/distributed.py",
+        "RuntimeSchemaInfo(static_argnum=6)",
+        "RuntimeSchemaInfo()",
+    ),
+    Mutant(
+        SAME,
+        "Distributed: a gradient that is not needed is sharded",
+        "fusednorm/distributed.py",
+        "spec if need else whole for",
+        "spec for",
+    ),
+    Mutant(
+        SAME,
+        "Distributed: gradients lie where dy does",
+        "fusednorm/distributed.py",
+        '("h", "dy", "d_residual_out")',
+        '("dy", "d_residual_out", "h")',
+    ),
+    Mutant(
+        FUSED,
+        "Distributed: the style forgets what is given by name",
+        "fusednorm/distributed.py",
+        "{name: sharded(value) for name, value in kwargs.items()}",
+        "kwargs",
+    ),
+    Mutant(
+        FUSED, "Distributed: a hook loses the residual", "fusednorm/modules.py", "if kept < len(inputs):", "if False:"
+    ),
+    Mutant(
+        SAME,
+        "Distributed: nobody registers the rules",
+        "fusednorm/ops.py",
+        'if "torch.distributed.tensor" in sys.modules:',
+        "if False:",
+    ),
 )
 
 
@@ -650,7 +716,7 @@ def first_failure(folder, mutant):
     if mutant.backend:  # interpreted: the quickest first
         first = [folder / "tests" / f"test_{name}.py" for name in ("golden", "autograd", "conformance", "one_rule")]
         others = []
-    elif mutant.what.startswith(("Triton", "CUDA")):
+    elif mutant.what.startswith(("Triton", "CUDA", "Distributed")):
         first, others = [folder / "tests" / f"test_{mutant.what.partition(':')[0].lower()}.py"], []
     files = dict.fromkeys(map(str, [*first, *others]))
     command = (sys.executable, "-P", "-m", *tests, *files)

@@ -163,12 +163,29 @@ def test_what_cannot_stay_moves_to_the_rows(move):
     if placements[1] == Replicate():
         same(rms_norm(parts[0], parts[2]), rms_norm(full[0], full[2]), [rows])
 
-    # Gradients come pending, and by columns, from the matrix products that follow.
-    incoming = [in_parts(dy, Partial()), in_parts(d_total, Shard(2))]
-    found = torch.autograd.grad(outputs, parts, incoming)
-    for actual, wanted in zip(found[:2], expected_gradients[:2], strict=True):
-        same(actual, wanted)
-    assert found[2].placements == tuple(shares([rows]))
+    # Gradients come pending, and by columns, from the matrix products that follow, or on other rows.
+    for placements in ((Partial(), Shard(2)), (Shard(0), Shard(1))):
+        incoming = [in_parts(t, p) for t, p in zip((dy, d_total), placements, strict=True)]
+        found = torch.autograd.grad(outputs, parts, incoming, retain_graph=True)
+        where = rows if rows.is_shard() or not placements[0].is_shard() else placements[0]
+        for actual, wanted in zip(found[:2], expected_gradients[:2], strict=True):
+            same(actual, wanted, [where])
+        assert found[2].placements == tuple(shares([where]))
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_needed_are_empty_everywhere():
+    x, residual, weight = tensors(4, 6)
+    parts = [placed(t, Shard(1)) for t in (x, residual)] + [placed(weight, Replicate())]
+    _, total, rstd = torch.ops.fusednorm.fused_add_rms_norm(*parts, 1e-5, 0.0, True, False)
+    for needs in itertools.product((True, False), repeat=3):
+        found = torch.ops.fusednorm.backward(
+            parts[0], None, total, rstd, parts[2], 0.0, BF16, F32, True, False, list(needs)
+        )
+        placements = [(Shard(1),), (Shard(1),), (Partial(),)]
+        for actual, need, where, operand in zip(found, needs, placements, parts, strict=True):
+            assert actual.placements == (where if need else (Replicate(),))
+            assert actual.full_tensor().shape == (operand.shape if need else (0,))
 
 
 @on_ranks(2, 4)
