@@ -209,6 +209,8 @@ def test_in_place(sharding):
         assert counts == {}, counts
         assert y is parts[0]
         same(y, rms_norm(expected[0], weight), placements)
+        x = placed(expected[0].clone(), *placements)
+        same(rms_norm_(x, placed(weight, Shard(0))), rms_norm(expected[0], weight), placements)
 
 
 @on_ranks(2)
@@ -770,14 +772,17 @@ def test_a_layer_of_70_billion_parameters_on_512_ranks():
     layer = Layer(hidden, 28672, 64, 8, device="meta", dtype=BF16)
     layer.parallelize(where["model"])
 
-    def stream(dtype):
-        local = torch.empty(part, device="meta", dtype=dtype)
-        return DTensor.from_local(local, where["model"], [Shard(1)], run_check=False).requires_grad_()
-
-    x, residual = stream(BF16), stream(F32)
-    with Local() as local:
+    def run(layer, local):
+        x, residual = (
+            DTensor.from_local(t, where["model"], [Shard(1)], run_check=False).requires_grad_() for t in local
+        )
         outputs, forward = collectives(lambda: layer(x, residual))
         _, backward = collectives(lambda: torch.autograd.backward(outputs, [t.detach() for t in outputs]))
+        return x, residual, forward, backward
+
+    with Local() as local:
+        stream = [torch.empty(part, device="meta", dtype=dtype) for dtype in (BF16, F32)]
+        x, residual, forward, backward = run(layer, stream)
         weights = [norm.weight.grad for norm in (layer.before_attention, layer.before_mlp)]
         assert [t.placements for t in weights] == [(Partial(),)] * 2
         _, weights = collectives(lambda: [t.redistribute(placements=[Replicate()]) for t in weights])
@@ -795,6 +800,20 @@ def test_a_layer_of_70_billion_parameters_on_512_ranks():
     for name, shapes in local.calls:
         print(f"{name:20}", *shapes)
     print(f"layer, forward: {forward}; backward: {backward}; its norms' weights: {weights}")
+
+    # With FSDP too, which takes no parameters without memory: a layer of the same shape, but small.
+    layer = Layer(512, 1024, 64, 8)
+    layer.parallelize(where["model"])
+    fully_shard(layer, mesh=where["data"])
+    *_, forward, backward = run(layer, [torch.zeros(1, 4, 512)] * 2)
+    assert forward == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "_allgather_base_": 1}
+    assert backward == {
+        "all_gather_into_tensor": 2,
+        "reduce_scatter_tensor": 2,
+        "_reduce_scatter_base_": 1,
+        "all_reduce": 2,
+    }
+    print(f"with FSDP, forward: {forward}; backward: {backward}")
 
     # The same rows as one tensor on all 512 ranks.
     rows, everything = [Shard(0), Shard(1)], [Replicate(), Replicate()]
