@@ -681,6 +681,20 @@ MUTANTS = (
         FUSED, "Distributed: a hook loses the residual", "fusednorm/modules.py", "if kept < len(inputs):", "if False:"
     ),
     Mutant(
+        ROW,
+        "Distributed: rows of a flattened batch are gathered",
+        "fusednorm/distributed.py",
+        'if getattr(placement, "dim", operands[0].ndim) < operands[0].ndim - 1',
+        "if placement.is_shard() and placement.dim < operands[0].ndim - 1",
+    ),
+    Mutant(
+        SAME,
+        "Distributed: operands on different ranks",
+        "fusednorm/distributed.py",
+        "    schema.get_mesh_from_args()  # refuses operands on different meshes\n",
+        "",
+    ),
+    Mutant(
         SAME,
         "Distributed: nobody registers the rules",
         "fusednorm/ops.py",

@@ -416,7 +416,8 @@ def test_sequence_parallel_add_rms_norm():
         a, b = placed(x, Shard(0)), placed(residual, Replicate())
         calls = [norm(a, b), norm(a, residual=b)]
         if dim == 0:
-            calls.append(norm(*(t.chunk(ranks)[rank] for t in (x, residual))))
+            own, own_residual = (t.chunk(ranks)[rank] for t in (x, residual))
+            calls += [norm(own, own_residual), norm(own, residual=own_residual)]
         for outputs in calls:
             for actual, wanted in zip(outputs, plain(x, residual), strict=True):
                 assert isinstance(actual, DTensor) == (not local)
