@@ -11,7 +11,47 @@ import torch
 from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.ops import fused_add_rms_norm, refuse_type, rms_norm
+
+
+def machine_epsilon(x: Tensor) -> float:
+    """What torch takes on a CPU where ``eps`` is None: the accumulator type's, 2^-23, or 2^-52 for a float64 x."""
+    return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+
+def as_rows(x: Tensor, normalized_shape: tuple[int, ...], name: str = "x") -> Tensor:
+    """x, [..., *normalized_shape], as [..., N]: the dimensions that are normalised together made one.
+
+    Raises:
+        TypeError: x is no tensor. The messages call x ``name``.
+        ValueError: x does not end in these dimensions, or there are none.
+    """
+    if not isinstance(x, Tensor):
+        refuse_type(name, x)
+    dimensions = len(normalized_shape)
+    if not dimensions or x.shape[-dimensions:] != normalized_shape:
+        raise ValueError(
+            f"{name} must end in the dimensions {list(normalized_shape)}, the normalized_shape (of at least one "
+            f"dimension); got shape {list(x.shape)}"
+        )
+    return x if dimensions == 1 else x.reshape(*x.shape[:-dimensions], math.prod(normalized_shape))
+
+
+def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    """The weight, of ``normalized_shape``, as [N].
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if weight is None or len(normalized_shape) == 1:
+        return weight
+    if not isinstance(weight, Tensor):
+        refuse_type("weight", weight)
+    if weight.shape != normalized_shape:
+        raise ValueError(
+            f"weight must have the normalized_shape {list(normalized_shape)}, got shape {list(weight.shape)}"
+        )
+    return weight.reshape(-1)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -50,10 +90,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x, [..., *normalized_shape], into its own dtype."""
-        single = len(self.normalized_shape) == 1
-        rows, weight = (x, self.weight) if single else self._rows(x)
-        y = rms_norm(rows, weight, self._eps(x), weight_offset=self.weight_offset, round_norm=self.round_norm)
-        return y if single else y.view(x.shape)
+        y = rms_norm(
+            as_rows(x, self.normalized_shape),
+            as_row(self.weight, self.normalized_shape),
+            self._eps(x),
+            weight_offset=self.weight_offset,
+            round_norm=self.round_norm,
+        )
+        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
 
     def extra_repr(self) -> str:
         """What torch.nn.RMSNorm shows, and what differs from it."""
@@ -62,19 +106,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return ", ".join([super().extra_repr(), *added])
 
     def _eps(self, x: Tensor) -> float:
-        if self.eps is not None:
-            return self.eps
-        return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-
-    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x and the weight with the normalised dimensions in one."""
-        shape = tuple(self.normalized_shape)
-        if tuple(x.shape[-len(shape) :]) != shape:
-            raise ValueError(
-                f"x must end in the dimensions {list(shape)}, the module's normalized_shape; got {list(x.shape)}"
-            )
-        weight = None if self.weight is None else self.weight.view(-1)
-        return x.reshape(*x.shape[: -len(shape)], math.prod(shape)), weight
+        return machine_epsilon(x) if self.eps is None else self.eps
 
 
 class AddRMSNorm(RMSNorm):
@@ -118,18 +150,16 @@ class AddRMSNorm(RMSNorm):
         """
         if residual is None:
             return super().forward(x), x
-        single = len(self.normalized_shape) == 1
-        rows, weight = (x, self.weight) if single else self._rows(x)
         y, total = fused_add_rms_norm(
-            rows,
-            residual if single else self._rows(residual)[0],
-            weight,
+            as_rows(x, self.normalized_shape),
+            as_rows(residual, self.normalized_shape, "residual"),
+            as_row(self.weight, self.normalized_shape),
             self._eps(x),
             weight_offset=self.weight_offset,
             round_sum=self.round_sum,
             round_norm=self.round_norm,
         )
-        return (y, total) if single else (y.view(x.shape), total.view(x.shape))
+        return (y, total) if len(self.normalized_shape) == 1 else (y.view(x.shape), total.view(x.shape))
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
         """torch's, but a hook that returns fewer inputs than it was given raises: the sum would silently be x alone.

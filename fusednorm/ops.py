@@ -55,7 +55,7 @@ def fused_add_rms_norm(
         BackendError: the backends ordered cannot take the call.
     """
     if residual is None:
-        _refuse_type("residual", residual)
+        refuse_type("residual", residual)
     new = out is None and residual_out is None
     if is_dynamo_compiling() and new:
         return _dispatched(x, residual, weight, eps, weight_offset, round_sum, round_norm)
@@ -103,7 +103,7 @@ def fused_add_rms_norm_(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     if residual is None:
-        _refuse_type("residual", residual)
+        refuse_type("residual", residual)
     compiling = is_dynamo_compiling()
     way = None if compiling else quick.get(order())
     if way is not None:
@@ -345,7 +345,7 @@ def _check_operands(
         if tensor is None and name != "x":
             continue
         if not isinstance(tensor, Tensor):
-            _refuse_type(name, tensor)
+            refuse_type(name, tensor)
         if tensor.dtype not in _FLOATS:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; "
@@ -386,7 +386,8 @@ def _check_operands(
         )
 
 
-def _refuse_type(name: str, operand: object) -> NoReturn:
+def refuse_type(name: str, operand: object) -> NoReturn:
+    """The error for an operand that is no tensor."""
     raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; torch.as_tensor makes one")
 
 

@@ -197,8 +197,11 @@ def test_rms_norm_module_is_torchs(shape, dtype):
         x = torch.rand(3, 5, *size, dtype=dtype) * 1e-3  # so that eps matters
         # 16 squares, a mean, a root, a reciprocal and two products: 40 roundings at the most.
         assert torch.allclose(ours(x), theirs(x), rtol=40 * torch.finfo(dtype).eps, atol=0)
-    with pytest.raises(ValueError, match=r"weight must have shape|must end in the dimensions"):
-        fusednorm.RMSNorm(shape)(torch.ones(3, 7))
+    for affine in (True, False):
+        with pytest.raises(ValueError, match="x must end in the dimensions"):
+            fusednorm.RMSNorm(shape, elementwise_affine=affine)(torch.ones(3, 7))
+    with pytest.raises(ValueError, match="residual must end in the dimensions"):
+        fusednorm.AddRMSNorm(shape)(torch.ones(3, *size), torch.ones(3, 7))
 
 
 def test_add_rms_norm_module():

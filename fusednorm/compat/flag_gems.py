@@ -1,0 +1,72 @@
+"""FlagGems' ``rms_norm`` and ``fused_add_rms_norm``, rounding as those of release 5.3.2 and newer do.
+
+The two round differently there, and so they do here: ``rms_norm`` rounds before the multiplication by the weight
+(release 5.0.2 does not), ``fused_add_rms_norm`` only what it stores. Beyond N = 4096 FlagGems' fused kernel of 5.3.4
+takes the mean of squares from the sum before it is rounded and the result from the sum after, which no flags reproduce;
+here all N are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusednorm import ops
+from fusednorm.modules import as_row, as_rows
+
+
+def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """RMS-normalises the last dimensions together: :func:`fusednorm.rms_norm` with ``round_norm=True``.
+
+    Args:
+        x: [..., *normalized_shape].
+        normalized_shape: the dimensions that are normalised together.
+        weight: of ``normalized_shape``.
+        eps: added to the mean of squares.
+
+    Returns:
+        A new tensor of x's shape and dtype, with a gradient.
+
+    Raises:
+        ValueError: x does not end in ``normalized_shape``, or the weight has another shape.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
+    """
+    shape = tuple(normalized_shape)
+    y = ops.rms_norm(as_rows(x, shape), as_row(weight, shape), eps, round_norm=True)
+    return y if len(shape) == 1 else y.view(x.shape)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``.
+
+    Args:
+        x: [..., *normalized_shape], receives the normalised rows. Where FlagGems would write to a contiguous copy and
+            leave x as it was, this writes to x, or raises.
+        residual: x's shape, receives the sum; likewise.
+        normalized_shape: the dimensions that are normalised together.
+        weight: of ``normalized_shape``.
+        eps: added to the mean of squares.
+
+    Returns:
+        ``x`` and ``residual``.
+
+    Raises:
+        RuntimeError: an operand requires grad while gradients are recorded, which FlagGems' ignores.
+        ValueError: x or the residual does not end in ``normalized_shape``, the weight has another shape, or several
+            dimensions are to be normalised together and x or the residual is not contiguous.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
+    """
+    shape = tuple(normalized_shape)
+    rows, total = as_rows(x, shape), as_rows(residual, shape, "residual")
+    for name, tensor in (("x", x), ("residual", residual)):
+        if len(shape) > 1 and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is written in place and normalised over {len(shape)} dimensions together, so it must be "
+                f"contiguous; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass "
+                f"{name}.contiguous() and keep what is returned"
+            )
+    ops.fused_add_rms_norm_(rows, total, as_row(weight, shape), eps, round_sum=False)
+    return x, residual

@@ -1,0 +1,35 @@
+"""``torch.nn.functional``: its ``rms_norm``, with fusednorm's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusednorm import ops
+from fusednorm.modules import as_row, as_rows, machine_epsilon
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """RMS-normalises the last dimensions together, as ``torch.nn.functional.rms_norm``.
+
+    Args:
+        input: [..., *normalized_shape].
+        normalized_shape: the dimensions that are normalised together.
+        weight: of ``normalized_shape``, or None.
+        eps: added to the mean of squares; None means 2^-23, or 2^-52 for a float64 input, as torch takes it on a CPU.
+
+    Returns:
+        A new tensor of the input's shape and dtype, with a gradient.
+
+    Raises:
+        ValueError: the input does not end in ``normalized_shape``, or the weight has another shape.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
+    """
+    shape = tuple(normalized_shape)
+    y = ops.rms_norm(
+        as_rows(input, shape, "input"), as_row(weight, shape), machine_epsilon(input) if eps is None else eps
+    )
+    return y if len(shape) == 1 else y.view(input.shape)

@@ -1,0 +1,224 @@
+"""Liger Kernel's RMS norms, with their gradients: functions, ``apply``, and modules with the same state_dict.
+
+``casting_mode`` decides the rounding: "llama" (0) rounds before the multiplication by the weight, "gemma" (1) only the
+result. "none" (-1) takes even the mean of squares in X's dtype, which no flags reproduce: it raises.
+
+``in_place`` and ``row_mode`` are accepted and do nothing. The first lets Liger write the gradient of X over the one it
+is given, the second chooses a kernel. With "llama" Liger rounds the normalised row once more in the gradient of W; here
+gradients pass straight through roundings. ``offset`` is added to W in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusednorm import ops
+
+_ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1: False}
+
+
+def _round_norm(casting_mode: str | int) -> bool:
+    """Whether a casting mode of Liger's rounds the normalised row before it meets the weight."""
+    if casting_mode in _ROUND_NORM:
+        return _ROUND_NORM[casting_mode]
+    if casting_mode in ("none", -1):
+        raise ValueError(
+            f"casting_mode {casting_mode!r} takes the mean of squares in X's dtype, which no flags of fusednorm "
+            "reproduce; pass 'llama' or 'gemma', which are also more accurate"
+        )
+    raise ValueError(f"casting_mode must be 'llama' or 'gemma' (0 or 1), got {casting_mode!r}")
+
+
+def liger_rms_norm(
+    X: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+) -> Tensor:
+    """RMS-normalises the last dimension: :func:`fusednorm.rms_norm`.
+
+    Args:
+        X: [..., N].
+        W: [N], or None.
+        eps: added to the mean of squares.
+        offset: added to W.
+        casting_mode: "llama" or 0: ``round_norm=True``; "gemma" or 1: ``round_norm=False``.
+        in_place: does nothing.
+
+    Returns:
+        A new tensor of X's shape and dtype, with a gradient.
+
+    Raises:
+        ValueError: another casting mode.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
+    """
+    return ops.rms_norm(X, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor,
+    R: Tensor,
+    W: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Adds the residual, then RMS-normalises: :func:`fusednorm.fused_add_rms_norm`.
+
+    Args:
+        X: [..., N].
+        R: [..., N], the residual.
+        W: see :func:`liger_rms_norm`, as for the rest.
+        eps: see there.
+        offset: see there.
+        casting_mode: see there.
+        in_place: see there.
+
+    Returns:
+        The normalised rows, in X's dtype, and the sum, in R's dtype (Liger: X's), both with gradients.
+    """
+    return ops.fused_add_rms_norm(X, R, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
+
+
+class LigerRMSNormFunction:
+    """Has Liger's ``apply``. It is no ``torch.autograd.Function``: fusednorm brings its own."""
+
+    @staticmethod
+    def apply(
+        X: Tensor,
+        W: Tensor | None,
+        eps: float,
+        offset: float = 0.0,
+        casting_mode: str | int = "llama",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ) -> Tensor:
+        """:func:`liger_rms_norm`; ``row_mode`` does nothing."""
+        return liger_rms_norm(X, W, eps, offset, casting_mode, in_place)
+
+
+class LigerFusedAddRMSNormFunction:
+    """Has Liger's ``apply``. It is no ``torch.autograd.Function``: fusednorm brings its own."""
+
+    @staticmethod
+    def apply(
+        X: Tensor,
+        R: Tensor,
+        W: Tensor,
+        eps: float,
+        offset: float = 0.0,
+        casting_mode: str | int = "llama",
+        in_place: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`liger_fused_add_rms_norm`."""
+        return liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode, in_place)
+
+
+def _weight(hidden_size: int, init_fn: str) -> torch.nn.Parameter:
+    """A weight to begin with.
+
+    Raises:
+        ValueError: ``init_fn`` is neither "ones" nor "zeros".
+    """
+    if init_fn not in ("ones", "zeros"):
+        raise ValueError(f"init_fn must be 'ones' or 'zeros', got {init_fn!r}")
+    return torch.nn.Parameter(torch.ones(hidden_size) if init_fn == "ones" else torch.zeros(hidden_size))
+
+
+class LigerRMSNorm(torch.nn.Module):
+    """:func:`liger_rms_norm` with a weight to train. Gemma: ``offset=1.0, casting_mode="gemma", init_fn="zeros"``.
+
+    Args:
+        hidden_size: N.
+        eps: added to the mean of squares.
+        offset: added to the weight.
+        casting_mode: "llama" or "gemma".
+        init_fn: "ones" or "zeros", what the weight begins with.
+        in_place: does nothing.
+        row_mode: does nothing.
+        elementwise_affine: whether there is a weight.
+
+    Raises:
+        ValueError: another casting mode or ``init_fn``.
+    """
+
+    weight: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str | int = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        _round_norm(casting_mode)  # raises now rather than in the first step
+        self.register_parameter("weight", _weight(hidden_size, init_fn) if elementwise_affine else None)
+        self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.in_place, self.row_mode, self.elementwise_affine = in_place, row_mode, elementwise_affine
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalises hidden_states, [..., hidden_size], into their own dtype."""
+        return liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
+        )
+
+    def extra_repr(self) -> str:
+        """What decides the result."""
+        shape = None if self.weight is None else tuple(self.weight.shape)
+        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerFusedAddRMSNorm(torch.nn.Module):
+    """:func:`liger_fused_add_rms_norm` with a weight to train.
+
+    Args:
+        hidden_size: N.
+        eps: added to the mean of squares.
+        offset: added to the weight.
+        casting_mode: "llama" or "gemma".
+        init_fn: "ones" or "zeros", what the weight begins with.
+        in_place: does nothing.
+
+    Raises:
+        ValueError: another casting mode or ``init_fn``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str | int = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__()
+        _round_norm(casting_mode)  # raises now rather than in the first step
+        self.weight = _weight(hidden_size, init_fn)
+        self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum, and the sum, of two [..., hidden_size]."""
+        return liger_fused_add_rms_norm(
+            hidden_states,
+            residual,
+            self.weight,
+            self.variance_epsilon,
+            self.offset,
+            self.casting_mode,
+            self.in_place,
+        )
+
+    def extra_repr(self) -> str:
+        """What decides the result."""
+        shape = tuple(self.weight.shape)
+        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"

@@ -1,0 +1,5 @@
+"""SGLang's ``sgl_kernel``, whose norms on NVIDIA GPUs are FlashInfer's, signatures included."""
+
+from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
+
+__all__ = ["fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "rmsnorm"]

@@ -1,0 +1,65 @@
+"""How far an adapter may be from its peer, and how far it must be with the wrong flags.
+
+Peers sum in an order of their own and take another reciprocal root. The derivation is section 4's of the specification;
+`u` is half the spacing of floating-point numbers at 1, and errors are to first order in it:
+
+- Ours: d = log2 N additions on the way of a term; rstd within (d + 1 + 2) / 2 + 2, y within 3 more, with an offset.
+- Theirs: in whatever order N terms are added, none passes through more than N - 1 additions. The root is no worse than
+  2 ulp, 4 u, as NVIDIA documents for rsqrtf; one over a square root has two roundings. So rstd is within
+  (N - 1 + 1 + 2) / 2 + 4, and y within 3 more.
+
+In float32 the two are at most the sum of both apart; u |y| is at most one ulp, so that is a bound in ulp. In 16 bits
+this bound is less than a tenth of an ulp for the sizes tested here, so before the last rounding two values are at most
+that far apart, and after it at most one ulp. With round_norm=True that holds for the normalised row, and then for y: an
+ulp of the one is less than two ulp of the other, so y is at most two ulp apart.
+"""
+
+import math
+
+import torch
+
+from cases import differing
+
+
+def limit(y, round_norm):
+    """The bound in ulp."""
+    n = y.shape[-1]
+    units = (math.ceil(math.log2(n)) + 3) / 2 + 2 + 3 + (n + 2) / 2 + 4 + 3
+    if y.dtype in (torch.float32, torch.float64):
+        return units
+    assert units * 2**-24 / torch.finfo(y.dtype).eps < 0.1
+    return 2 if round_norm else 1
+
+
+def ulps(a, b):
+    """How many floating-point numbers of their dtype apart a and b are; +0 and -0 are the same one."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+
+    def ordinal(tensor):
+        whole = tensor.contiguous().view(bits).to(torch.int64)
+        return torch.where(whole < 0, -(whole & torch.iinfo(bits).max), whole)
+
+    return (ordinal(a) - ordinal(b)).abs()
+
+
+def agree(what, actual, wanted, round_norm):
+    """Asserts that no element is farther off than the bound; returns the share that differs at all."""
+    assert actual.dtype == wanted.dtype
+    assert actual.shape == wanted.shape
+    apart, bound = ulps(actual, wanted), limit(actual, round_norm)
+    share = differing(actual, wanted).double().mean().item()
+    name = str(actual.dtype)[6:]
+    print(f"{what}, {name}: {share:.1e} differ, {(apart > 1).double().mean().item():.1e} by more than one ulp")
+    assert apart.max() <= bound, f"{what}: {apart.max()} ulp apart, more than {bound}"
+    return share
+
+
+def disagree(what, actual, wanted, right):
+    """Asserts that another rounding would have shown: `right` is what :func:`agree` returned."""
+    if actual.dtype in (torch.float32, torch.float64):
+        assert ulps(actual, wanted).max() > limit(actual, False), f"{what}: within the bound"
+        return
+    share = differing(actual, wanted).double().mean().item()
+    print(f"{what}, {str(actual.dtype)[6:]}: {share:.1e} differ")
+    assert share > 0.05, f"{what}: only {share:.1e} of the elements differ"
+    assert share > 20 * right, f"{what}: {share:.1e} of the elements differ, {right:.1e} with the right flags"

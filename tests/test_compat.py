@@ -1,0 +1,426 @@
+"""Adapters with peers' signatures, at the flags that the specification names.
+
+They return the bits of fusednorm's own functions at these flags and, with these flags and no others, the values of the
+peers' formulas. `tox -e compat` compares them with the peers themselves.
+"""
+
+import copy
+import functools
+import inspect
+import re
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import fused_add_rms_norm, rms_norm
+from fusednorm.compat import flag_gems, flashinfer, functional, liger, sgl_kernel, vllm
+
+from cases import BF16, F16, F32, F64, Case, dtype_name, operands
+from compat_bounds import agree, disagree
+
+EPS = 1e-5
+
+dtypes = pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
+
+
+def same(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(actual, expected)
+
+
+def of(dtype, rows=6, hidden=136, seed=0):
+    """x, residual, weight."""
+    return operands(Case(rows=rows, hidden=hidden, seed=seed).of(dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("with_weight", [True, False], ids=["weight", "no weight"])
+def test_vllm(dtype, with_weight):
+    x, residual, weight = of(dtype)
+    weight = weight if with_weight else None
+    out = torch.full_like(x, torch.nan)
+    assert vllm.rms_norm(out, x, weight, EPS) is None
+    same(out, rms_norm(x, weight, EPS, round_norm=True))
+    y, total = fused_add_rms_norm(x, residual, weight, EPS, round_norm=True)
+    assert vllm.fused_add_rms_norm(x, residual, weight, EPS) is None
+    same(x, y)
+    same(residual, total)
+
+
+@dtypes
+@pytest.mark.parametrize("peer", [flashinfer, sgl_kernel], ids=["flashinfer", "sgl_kernel"])
+@pytest.mark.parametrize("offset", [0.0, 1.0], ids=["plain", "gemma"])
+def test_flashinfer_and_sgl_kernel(dtype, peer, offset):
+    x, residual, weight = of(dtype)
+    plain, fused = (
+        (peer.gemma_rmsnorm, peer.gemma_fused_add_rmsnorm) if offset else (peer.rmsnorm, peer.fused_add_rmsnorm)
+    )
+    expected = rms_norm(x, weight, EPS, weight_offset=offset)
+    same(plain(x, weight, EPS), expected)
+    same(plain(x, weight), rms_norm(x, weight, 1e-6, weight_offset=offset))
+    out = torch.full_like(x, torch.nan)
+    assert plain(x, weight, EPS, out, True) is out
+    same(out, expected)
+    assert plain(x.view(2, 3, -1), weight, EPS, enable_pdl=False).shape == (2, 3, 136)
+    for arguments, eps in (((EPS, True), EPS), ((), 1e-6)):
+        a, b = x.clone(), residual.clone()
+        y, total = fused_add_rms_norm(x, residual, weight, eps, weight_offset=offset, round_sum=False)
+        assert fused(a, b, weight, *arguments) is None
+        same(a, y)
+        same(b, total)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("mode", "round_norm"), [("llama", True), (0, True), ("gemma", False), (1, False)], ids=lambda value: str(value)
+)
+def test_liger(dtype, mode, round_norm):
+    """Functions, apply and modules: values and gradients."""
+    x, residual, weight = (tensor.requires_grad_() for tensor in of(dtype))
+    dy, d_total, _ = of(dtype, seed=1)
+    flags = {"weight_offset": 0.5, "round_norm": round_norm}
+    plain, fused = liger.LigerRMSNorm(136, EPS, 0.5, mode), liger.LigerFusedAddRMSNorm(136, EPS, 0.5, mode)
+    for module in (plain, fused):
+        module.to(dtype).load_state_dict({"weight": weight.detach()})
+
+    def results(call, parameter, *inputs):
+        """Outputs and gradients."""
+        outputs = call()
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        given = (dy, d_total)[: len(outputs)]
+        before = [tensor.clone() for tensor in given]
+        gradients = torch.autograd.grad(outputs, (*inputs, parameter), given)
+        for tensor, copied in zip(given, before, strict=True):
+            same(tensor, copied)  # in_place may not matter
+        return (*outputs, *gradients)
+
+    expected = results(lambda: rms_norm(x, weight, EPS, **flags), weight, x)
+    for call, parameter in (
+        (lambda: liger.liger_rms_norm(x, weight, EPS, 0.5, mode, False), weight),
+        (lambda: liger.LigerRMSNormFunction.apply(x, weight, EPS, 0.5, mode, True, True), weight),
+        (lambda: plain(x), plain.weight),
+    ):
+        for actual, wanted in zip(results(call, parameter, x), expected, strict=True):
+            same(actual, wanted)
+    expected = results(lambda: fused_add_rms_norm(x, residual, weight, EPS, **flags), weight, x, residual)
+    for call, parameter in (
+        (lambda: liger.liger_fused_add_rms_norm(x, residual, weight, EPS, 0.5, mode, True), weight),
+        (lambda: liger.LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.5, mode, False), weight),
+        (lambda: fused(x, residual), fused.weight),
+    ):
+        for actual, wanted in zip(results(call, parameter, x, residual), expected, strict=True):
+            same(actual, wanted)
+
+
+def test_liger_defaults_and_modules():
+    x, residual, weight = of(BF16)
+    same(liger.liger_rms_norm(x, weight, EPS), rms_norm(x, weight, EPS, round_norm=True))
+    same(liger.LigerRMSNormFunction.apply(x, None, EPS), rms_norm(x, None, EPS))
+    for actual, wanted in zip(
+        liger.LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS),
+        fused_add_rms_norm(x, residual, weight, EPS, round_norm=True),
+        strict=True,
+    ):
+        same(actual, wanted)
+    plain, bare = liger.LigerRMSNorm(136), liger.LigerRMSNorm(136, elementwise_affine=False)
+    assert (plain.weight == 1).all()
+    assert (liger.LigerFusedAddRMSNorm(136, init_fn="zeros").weight == 0).all()
+    assert list(plain.state_dict()) == list(liger.LigerFusedAddRMSNorm(136).state_dict()) == ["weight"]
+    assert not list(bare.parameters())
+    same(bare(x), rms_norm(x, None, 1e-6))
+    same(copy.deepcopy(plain).bfloat16()(x), rms_norm(x, torch.ones(136).bfloat16(), 1e-6, round_norm=True))
+    assert repr(bare) == "LigerRMSNorm(None, eps=1e-06, offset=0.0, casting_mode='llama')"
+    fused = liger.LigerFusedAddRMSNorm(136, 1e-5, 1.0, "gemma", "zeros")
+    assert repr(fused) == "LigerFusedAddRMSNorm((136,), eps=1e-05, offset=1.0, casting_mode='gemma')"
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(136,), [8, 17]], ids=str)
+def test_flag_gems(dtype, shape):
+    x, residual, weight = (
+        tensor.view(*tensor.shape[:-1], *shape).requires_grad_(tensor.dim() > 1) for tensor in of(dtype)
+    )
+    flat = [tensor.detach().reshape(*tensor.shape[: -len(shape)], -1) for tensor in (x, residual, weight)]
+    y = flag_gems.rms_norm(x, shape, weight, EPS)
+    same(y.detach().view(6, 136), rms_norm(flat[0], flat[2], EPS, round_norm=True))
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    again = flat[0].clone().requires_grad_()
+    y = rms_norm(again, flat[2], EPS, round_norm=True)
+    same(dx.view(6, 136), torch.autograd.grad(y, again, torch.ones_like(y))[0])
+    same(flag_gems.rms_norm(x, shape, weight), flag_gems.rms_norm(x, shape, weight, 1e-5))
+
+    for arguments in ((EPS,), ()):  # whose default is 1e-5, too
+        a, b = x.detach().clone(), residual.detach().clone()
+        y, total = fused_add_rms_norm(*flat, EPS, round_sum=False)
+        found = flag_gems.fused_add_rms_norm(a, b, shape, weight, *arguments)
+        assert found[0] is a
+        assert found[1] is b
+        same(a.view(6, 136), y)
+        same(b.view(6, 136), total)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(136,), [8, 17]], ids=str)
+def test_functional(dtype, shape):
+    x, _, weight = (tensor.view(*tensor.shape[:-1], *shape).requires_grad_() for tensor in of(dtype))
+    flat_x, flat_weight = x.detach().view(6, 136), weight.detach().view(136)
+    for given, flat in ((weight, flat_weight), (None, None)):
+        for eps, number in ((None, 2.0**-23), (EPS, EPS)):
+            y = functional.rms_norm(x, shape, given, eps)
+            assert y.shape == x.shape
+            same(y.detach().view(6, 136), rms_norm(flat_x, flat, number))
+    same(functional.rms_norm(x, shape), functional.rms_norm(x, shape, None, 2.0**-23))
+    wide = flat_x.double()
+    same(functional.rms_norm(wide, (136,)), rms_norm(wide, None, 2.0**-52))
+    gradients = torch.autograd.grad(functional.rms_norm(x, shape, weight, EPS), (x, weight), torch.ones_like(x))
+    leaves = flat_x.clone().requires_grad_(), flat_weight.clone().requires_grad_()
+    expected = torch.autograd.grad(rms_norm(*leaves, EPS), leaves, torch.ones_like(flat_x))
+    for actual, wanted in zip(gradients, expected, strict=True):
+        same(actual.reshape(wanted.shape), wanted)
+
+
+def test_functional_has_torchs_signature():
+    ours, theirs = (inspect.signature(f).parameters for f in (functional.rms_norm, torch.nn.functional.rms_norm))
+    assert [(p.name, p.default, p.kind) for p in ours.values()] == [
+        (p.name, p.default, p.kind) for p in theirs.values()
+    ]
+
+
+X = torch.arange(24.0).reshape(2, 3, 4)
+W = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: vllm.rms_norm(X, X, W[:3], EPS), ValueError, "weight must have shape [4]"),
+        (lambda: vllm.rms_norm(X[:1], X, W, EPS), ValueError, "out must have x's shape"),
+        (lambda: vllm.fused_add_rms_norm(X, X, W, EPS), ValueError, "shares memory"),
+        (lambda: vllm.fused_add_rms_norm(X, X + 1, W.clone().requires_grad_(), EPS), RuntimeError, "torch.no_grad()"),
+        (lambda: flashinfer.rmsnorm(X, W, out=X.mT), ValueError, "out must have x's shape"),
+        (lambda: flashinfer.fused_add_rmsnorm(X.mT, X.mT + 1, W[:3]), ValueError, "x is written in place"),
+        (lambda: flashinfer.rmsnorm(X, W.clone().requires_grad_(), out=X), RuntimeError, "out=... arguments"),
+        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, "none"), ValueError, "'none' takes the mean of squares in X's"),
+        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, -1), ValueError, "-1 takes the mean of squares in X's dtype"),
+        (lambda: liger.liger_fused_add_rms_norm(X, X, W, EPS, 0.0, "none"), ValueError, "pass 'llama' or 'gemma'"),
+        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, "mistral"), ValueError, "(0 or 1), got 'mistral'"),
+        (lambda: liger.LigerRMSNorm(4, casting_mode="none"), ValueError, "'none' takes"),
+        (lambda: liger.LigerFusedAddRMSNorm(4, casting_mode="none"), ValueError, "'none' takes"),
+        (lambda: liger.LigerRMSNorm(4, init_fn="one"), ValueError, "init_fn must be 'ones' or 'zeros', got 'one'"),
+        (lambda: flag_gems.rms_norm(X, (3,), W), ValueError, "x must end in the dimensions [3]"),
+        (lambda: flag_gems.fused_add_rms_norm(X, X[:, :, :3], (4,), W), ValueError, "residual must end in"),
+        (
+            lambda: flag_gems.fused_add_rms_norm(X.transpose(0, 1), X.transpose(0, 1) + 1, (2, 4), torch.ones(2, 4)),
+            ValueError,
+            "x is written in place and normalised over 2 dimensions together, so it must be contiguous",
+        ),
+        (
+            lambda: flag_gems.fused_add_rms_norm(torch.zeros(2, 3, 4), X.mT.contiguous().mT, (3, 4), torch.ones(3, 4)),
+            ValueError,
+            "residual is written in place and normalised over 2 dimensions together",
+        ),
+        (lambda: functional.rms_norm(X, (3,)), ValueError, "input must end in the dimensions [3]"),
+        (lambda: functional.rms_norm(X, (2, 4)), ValueError, "input must end in the dimensions [2, 4]"),
+        (lambda: functional.rms_norm(X, ()), ValueError, "at least one dimension"),
+        (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), ValueError, "weight must have the normalized_shape"),
+        (lambda: functional.rms_norm(X, (3, 4), 1.0), TypeError, "weight must be a torch.Tensor, got float"),
+        (lambda: functional.rms_norm([1.0], (1,)), TypeError, "input must be a torch.Tensor, got list"),
+    ],
+)
+def test_errors(call, error, message):
+    before = X.clone()
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+    assert torch.equal(X, before)
+
+
+def test_several_dimensions_that_are_not_contiguous():
+    """What is only read is copied where it has to be."""
+    x, weight = torch.rand(4, 3, 5).transpose(0, 1), torch.rand(5, 4).T
+    expected = rms_norm(x.reshape(3, 20), weight.reshape(20), EPS)
+    same(functional.rms_norm(x, (4, 5), weight, EPS).view(3, 20), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_compiled():
+    """One graph, the same bits; in place, too."""
+    x, residual, weight = of(BF16)
+    compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    y = compiled(functional.rms_norm)(x.view(6, 8, 17), (8, 17), weight.view(8, 17))
+    same(y, functional.rms_norm(x.view(6, 8, 17), (8, 17), weight.view(8, 17)))
+    module = liger.LigerFusedAddRMSNorm(136).bfloat16()
+    for actual, wanted in zip(compiled(module)(x, residual), module(x, residual), strict=True):
+        same(actual, wanted)
+    a, b, c, d = x.clone(), residual.clone(), x.clone(), residual.clone()
+    compiled(flashinfer.gemma_fused_add_rmsnorm)(a, b, weight)
+    flashinfer.gemma_fused_add_rmsnorm(c, d, weight)
+    same(a, c)
+    same(b, d)
+    torch._dynamo.reset()
+
+
+# What the peers compute, in plain torch: every peer's own order of roundings, written out.
+
+
+def mean_square(h):
+    return h.square().mean(-1, keepdim=True)
+
+
+def vllm_cuda(x, residual, weight, eps):
+    total = x + residual
+    h = total.float()
+    return (h * torch.rsqrt(mean_square(h) + eps)).to(x.dtype) * weight, total
+
+
+def flashinfer_cuda(x, residual, weight, eps, weight_bias=0.0):
+    h = x.float() + residual.float()
+    return (h * torch.rsqrt(mean_square(h) + eps) * (weight_bias + weight.float())).to(x.dtype), h.to(x.dtype)
+
+
+def flag_gems_fused(x, residual, weight, eps):
+    h = x.float() + residual.float()
+    reciprocal = 1 / (h * h / h.shape[-1]).sum(-1, keepdim=True).add(eps).sqrt()
+    return (h * reciprocal * weight.float()).to(x.dtype), h.to(x.dtype)
+
+
+def flag_gems_plain(x, weight, eps):
+    h = x.float()
+    reciprocal = 1 / ((h * h).sum(-1, keepdim=True) / h.shape[-1] + eps).sqrt()
+    return (h * reciprocal).to(x.dtype) * weight
+
+
+def liger_triton(x, residual, weight, eps, offset, mode):
+    total = x + residual
+    h = total.float()
+    n = h * torch.rsqrt(mean_square(h) + eps)
+    if mode == "llama":
+        n = n.to(x.dtype).float()
+    return (n * (offset + weight.float())).to(x.dtype), total
+
+
+def in_place(function):
+    def call(x, residual, weight, eps):
+        x, residual = x.clone(), residual.clone()
+        function(x, residual, weight, eps)
+        return x, residual
+
+    return call
+
+
+#: The adapter, the peer's formula, and the flags, by which the table in the documentation names the rounding.
+FUSED = {
+    "vLLM": (in_place(vllm.fused_add_rms_norm), vllm_cuda, (True, True, 0.0)),
+    "FlashInfer": (in_place(flashinfer.fused_add_rmsnorm), flashinfer_cuda, (False, False, 0.0)),
+    "FlashInfer Gemma": (
+        in_place(flashinfer.gemma_fused_add_rmsnorm),
+        lambda *given: flashinfer_cuda(*given, weight_bias=1.0),
+        (False, False, 1.0),
+    ),
+    "SGLang": (in_place(sgl_kernel.fused_add_rmsnorm), flashinfer_cuda, (False, False, 0.0)),
+    "FlagGems": (
+        in_place(lambda x, residual, weight, eps: flag_gems.fused_add_rms_norm(x, residual, [256], weight, eps)),
+        flag_gems_fused,
+        (False, False, 0.0),
+    ),
+    "Liger llama": (
+        lambda *given: liger.liger_fused_add_rms_norm(*given, 0.5, "llama"),
+        lambda *given: liger_triton(*given, 0.5, "llama"),
+        (True, True, 0.5),
+    ),
+    "Liger gemma": (
+        lambda *given: liger.liger_fused_add_rms_norm(*given, 1.0, "gemma"),
+        lambda *given: liger_triton(*given, 1.0, "gemma"),
+        (True, False, 1.0),
+    ),
+    "torch, x + r": (
+        lambda x, residual, weight, eps: (functional.rms_norm(x + residual, [256], weight, eps), x + residual),
+        lambda x, r, weight, eps: (torch.nn.functional.rms_norm(x + r, [256], weight, eps), x + r),
+        (True, False, 0.0),
+    ),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("peer", FUSED)
+def test_fused_formulas(peer, dtype):
+    adapter, formula, (round_sum, round_norm, offset) = FUSED[peer]
+    x, residual, weight = of(dtype, 512, 256)
+    y, total = adapter(x, residual, weight, EPS)
+    wanted, wanted_total = formula(x, residual, weight, EPS)
+    same(total, wanted_total)
+    differing = agree(peer, y, wanted, round_norm)
+    if dtype == F32:
+        disagree(peer, fused_add_rms_norm(x, residual, weight, EPS, weight_offset=offset + 0.5)[0], wanted, differing)
+        return
+    for wrong in ((s, n) for s in (True, False) for n in (True, False) if (s, n) != (round_sum, round_norm)):
+        flags = {"round_sum": wrong[0], "round_norm": wrong[1], "weight_offset": offset}
+        disagree(f"{peer}, {flags}", fused_add_rms_norm(x, residual, weight, EPS, **flags)[0], wanted, differing)
+
+
+def vllm_plain(x, weight, eps):
+    out = torch.empty_like(x)
+    vllm.rms_norm(out, x, weight, eps)
+    return out
+
+
+#: As above, without a residual: a row of zeros takes its place in the formulas.
+PLAIN = {
+    "vLLM": (vllm_plain, lambda x, w, eps: vllm_cuda(x, torch.zeros_like(x), w, eps)[0], True, 0.0),
+    "FlashInfer": (
+        flashinfer.rmsnorm,
+        lambda x, w, eps: flashinfer_cuda(x, torch.zeros_like(x), w, eps)[0],
+        False,
+        0.0,
+    ),
+    "FlashInfer Gemma": (
+        flashinfer.gemma_rmsnorm,
+        lambda x, w, eps: flashinfer_cuda(x, torch.zeros_like(x), w, eps, 1.0)[0],
+        False,
+        1.0,
+    ),
+    "FlagGems": (lambda x, w, eps: flag_gems.rms_norm(x, [256], w, eps), flag_gems_plain, True, 0.0),
+    "Liger llama": (
+        lambda x, w, eps: liger.liger_rms_norm(x, w, eps, 0.5, "llama"),
+        lambda x, w, eps: liger_triton(x, torch.zeros_like(x), w, eps, 0.5, "llama")[0],
+        True,
+        0.5,
+    ),
+    "Liger gemma": (
+        lambda x, w, eps: liger.liger_rms_norm(x, w, eps, 1.0, "gemma"),
+        lambda x, w, eps: liger_triton(x, torch.zeros_like(x), w, eps, 1.0, "gemma")[0],
+        False,
+        1.0,
+    ),
+    "torch": (
+        lambda x, w, eps: functional.rms_norm(x, [256], w, eps),
+        lambda x, w, eps: torch.nn.functional.rms_norm(x, [256], w, eps),
+        False,
+        0.0,
+    ),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("peer", PLAIN)
+def test_plain_formulas(peer, dtype):
+    adapter, formula, round_norm, offset = PLAIN[peer]
+    x, _, weight = of(dtype, 512, 256)
+    wanted = formula(x, weight, EPS)
+    differing = agree(peer, adapter(x, weight, EPS), wanted, round_norm)
+    wrong = {"round_norm": not round_norm, "weight_offset": offset if dtype != F32 else offset + 0.5}
+    disagree(f"{peer}, {wrong}", rms_norm(x, weight, EPS, **wrong), wanted, differing)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=dtype_name)
+@pytest.mark.parametrize("weight_dtype", [BF16, F16, F32, None], ids=dtype_name)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_torchs_dtypes(dtype, weight_dtype):
+    """Any mix, and torch's epsilon where none is given: where it matters, and a wrong one shows."""
+    x, _, weight = operands(Case(rows=64, hidden=256, x=dtype, weight=weight_dtype, data="tiny"))
+    x = x / 8
+    wanted = torch.nn.functional.rms_norm(x, [256], weight)
+    differing = agree("torch", functional.rms_norm(x, [256], weight), wanted, False)
+    other = fusednorm.rms_norm(x, weight, 2.0**-22 if dtype != F64 else 2.0**-51)
+    disagree("torch, another epsilon", other, wanted, differing)
