@@ -63,3 +63,35 @@ def disagree(what, actual, wanted, right):
     print(f"{what}, {str(actual.dtype)[6:]}: {share:.1e} differ")
     assert share > 0.05, f"{what}: only {share:.1e} of the elements differ"
     assert share > 20 * right, f"{what}: {share:.1e} of the elements differ, {right:.1e} with the right flags"
+
+
+def backward_bounds(h, weight, offset, eps, dy, d_total, round_norm):
+    """Two functions of our gradient and a peer's (in float64) that give the bounds of their distance, elementwise.
+
+    For the rows h, [M, N], and for the weight, [N]. Counted as above, along the longest way of a term through the
+    formulas of section 5, with rstd within r: c within d + r + 5, dh within d + 3 r + 9, its sum with d_total one more;
+    the peer multiplies by rstd thrice, each a rounding of its own, and by -1 / N, which makes it one more still, with
+    N - 1 for d. The errors are relative to the sum of the magnitudes, not to the result. In 16 bits each result is
+    rounded: at most half an ulp each. With Liger's "llama" the normalised row and its product with dy are rounded, too,
+    in the weight's gradient: half an eps each.
+    """
+    rows, n = h.shape
+    u, step = 2.0**-24, torch.finfo(h.dtype)
+    depth = math.ceil(math.log2(n))
+    ours, theirs = (depth + 3) / 2 + 2, (n + 2) / 2 + 4
+    h, dy = h.double(), dy.double()
+    rstd = (h.square().mean(-1, keepdim=True) + eps).rsqrt()
+    wdy, xhat = dy * (weight.double() + offset), h * rstd
+    size = rstd * (wdy.abs() + xhat.abs() * (wdy * xhat).abs().mean(-1, keepdim=True))
+    if d_total is not None:
+        size = size + d_total.double().abs()
+    row = (depth + 3 * ours + 10 + n + 3 * theirs + 10) * u * size
+    column = (ours + theirs + 2 * rows + 3) * u * (dy * xhat).abs().sum(0)
+    narrow = h.new_tensor(step.eps if step.bits == 16 else 0.0)
+    if round_norm:
+        column = column + narrow * (dy * xhat).abs().sum(0)
+
+    def bound(inexact):
+        return lambda a, b: inexact + narrow * torch.maximum(a.double().abs(), b.abs()).clamp(step.smallest_normal)
+
+    return bound(row), bound(column)

@@ -346,7 +346,7 @@ FUSED = {
 @pytest.mark.parametrize("peer", FUSED)
 def test_fused_formulas(peer, dtype):
     adapter, formula, (round_sum, round_norm, offset) = FUSED[peer]
-    x, residual, weight = of(dtype, 512, 256)
+    x, residual, weight = of(dtype, 128, 256)
     y, total = adapter(x, residual, weight, EPS)
     wanted, wanted_total = formula(x, residual, weight, EPS)
     same(total, wanted_total)
@@ -406,7 +406,7 @@ PLAIN = {
 @pytest.mark.parametrize("peer", PLAIN)
 def test_plain_formulas(peer, dtype):
     adapter, formula, round_norm, offset = PLAIN[peer]
-    x, _, weight = of(dtype, 512, 256)
+    x, _, weight = of(dtype, 128, 256)
     wanted = formula(x, weight, EPS)
     differing = agree(peer, adapter(x, weight, EPS), wanted, round_norm)
     wrong = {"round_norm": not round_norm, "weight_offset": offset if dtype != F32 else offset + 0.5}
