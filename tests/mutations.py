@@ -725,10 +725,11 @@ def first_failure(folder, mutant):
     if mutant.backend:
         clean["FUSEDNORM_BACKEND"] = mutant.backend
     tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
-    first = [folder / "tests" / f"test_{name}.py" for name in ("conformance", "one_rule", "golden")]
+    kit = folder / "fusednorm" / "conformance"
+    first = [kit / f"test_{name}.py" for name in ("forward", "one_rule", "golden", "gradients")]
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name != "test_install.py"]
     if mutant.backend:  # interpreted: the quickest first
-        first = [folder / "tests" / f"test_{name}.py" for name in ("golden", "autograd", "conformance", "one_rule")]
+        first = [kit / f"test_{name}.py" for name in ("golden", "gradients", "forward", "one_rule")]
         others = []
     elif mutant.what.startswith(("Triton", "CUDA", "Distributed")):
         first, others = [folder / "tests" / f"test_{mutant.what.partition(':')[0].lower()}.py"], []

@@ -19,9 +19,7 @@ import torch
 import fusednorm
 from fusednorm import doctor, quick
 from fusednorm.backends import cuda
-
-from cases import BF16, F16, F32, F64, Case, differing, expected, operands
-from test_conformance import call
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 
 EMULATED = "FUSEDNORM_EMULATED_SM" in os.environ
 compiles = pytest.mark.skipif(

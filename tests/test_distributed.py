@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm.distributed
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
-from cases import BF16, F16, F32, F64, Case, operands
 from ranks import on_ranks
 
 HIDDEN = 40

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import fusednorm
-
-from cases import BF16, F32, Case, expected, operands
+from fusednorm.conformance.cases import BF16, F32, Case, expected, operands
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU that torch calls cuda")
 

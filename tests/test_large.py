@@ -8,8 +8,7 @@ import torch
 
 import fusednorm
 from fusednorm import registry
-
-from cases import BF16, DTYPES, Case, dtype_name, expected, operands
+from fusednorm.conformance.cases import BF16, DTYPES, Case, dtype_name, expected, operands
 
 pytestmark = pytest.mark.large
 

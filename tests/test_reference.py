@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from fusednorm.backends import reference
-
-import oracle
-from cases import BF16, F16, F32, F64, differing
+from fusednorm.conformance import oracle
+from fusednorm.conformance.cases import BF16, F16, F32, F64, differing
 
 
 def test_treesum_examples():

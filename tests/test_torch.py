@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-
-from cases import BF16, DTYPES, F16, F32, F64, Case, dtype_name, operands
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, dtype_name, operands
 
 FLAGS = (1e-6, 0.5, True, False)
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, operands
 
-from cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, operands
+pytestmark = pytest.mark.promise("a row is a row")
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.promise("fused equals unfused")
 @pytest.mark.parametrize("residual", [BF16, F16, F32], ids=dtype_name)
 @pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
 def test_fused_equals_unfused(mode, agree, x, residual):

@@ -9,8 +9,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fusednorm
+from fusednorm.conformance.cases import (
+    BF16,
+    DATA,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    Case,
+    Guarded,
+    call,
+    dtype_name,
+    expected,
+    operands,
+)
 
-from cases import BF16, DATA, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, expected, operands
+pytestmark = pytest.mark.promise("same bits")
 
 SIZES = (
     *(1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 100, 111, 127, 128, 129, 192, 255, 256, 257),
@@ -20,15 +34,6 @@ SIZES = (
 )
 
 
-def call(case, x, residual, weight, **outputs):
-    """The public function for the case; returns y and the sum (None without a residual)."""
-    if residual is None:
-        return fusednorm.rms_norm(x, weight, case.eps, **case.flags, **outputs), None
-    return fusednorm.fused_add_rms_norm(
-        x, residual, weight, case.eps, round_sum=case.round_sum, **case.flags, **outputs
-    )
-
-
 def check(case, mode, agree):
     """New outputs, `out=`, and in place, all in guarded memory, against the reference."""
     x, residual, weight = operands(case)
@@ -36,9 +41,9 @@ def check(case, mode, agree):
 
     got, got_total = call(case, x, residual, weight)
     if case.out is None:
-        agree(got, y, f"{case}, new outputs")
+        agree(got, y, f"{case}, new outputs", case, "y")
     if residual is not None:
-        agree(got_total, total, f"{case}, the sum")
+        agree(got_total, total, f"{case}, the sum", case, "total")
 
     out = Guarded(case.rows, case.hidden, y.dtype)
     outputs = {"out": out.tensor}

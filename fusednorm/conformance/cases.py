@@ -1,13 +1,13 @@
-"""Operands for the tests: every dtype, layout and kind of data, in guarded memory."""
+"""Operands and calls for the tests: every dtype, layout and kind of data, in guarded memory."""
 
 import functools
 from dataclasses import dataclass, replace
 
 import torch
 
+import fusednorm
 from fusednorm.backends import reference
-
-import oracle
+from fusednorm.conformance import oracle
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
@@ -18,6 +18,12 @@ BETWEEN_ELEMENTS = True
 
 def dtype_name(dtype):
     return "none" if dtype is None else str(dtype)[6:]
+
+
+def bits(element):
+    """Those of one element, in hexadecimal."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[element.element_size()]
+    return f"0x{element.view(integer).item() % (1 << 8 * element.element_size()):0{2 * element.element_size()}x}"
 
 
 def differing(a, b):
@@ -49,6 +55,69 @@ class Case:
     @property
     def flags(self):
         return {"weight_offset": self.weight_offset, "round_norm": self.round_norm}
+
+
+def call(case, x, residual, weight, **outputs):
+    """The public function for the case; returns y and the sum (None without a residual)."""
+    if residual is None:
+        return fusednorm.rms_norm(x, weight, case.eps, **case.flags, **outputs), None
+    return fusednorm.fused_add_rms_norm(
+        x, residual, weight, case.eps, round_sum=case.round_sum, **case.flags, **outputs
+    )
+
+
+def gradients(case, dy, d_total, leaves):
+    """Those of the case's call, with respect to the operands that it has."""
+    y, total = call(case, *leaves)
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    return (
+        torch.autograd.grad((y, total), wanted, (dy, d_total))
+        if total is not None
+        else torch.autograd.grad(y, wanted, dy)
+    )
+
+
+def incoming(case):
+    """Gradients of y and of the sum to begin the case's backward pass with."""
+    dy, d_total, _ = operands(replace(case, seed=1, data="normal"))
+    return dy, d_total
+
+
+def expected_gradients(case, leaves, dy, d_total):
+    """What :func:`gradients` must return, by the oracle, on the CPU."""
+    with torch.no_grad():
+        flags = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
+        _, _, rstd, h = oracle.forward(*leaves, *flags)
+        found = oracle.backward(dy, d_total, h, rstd, leaves[2], case.weight_offset, case.x, case.residual)
+    present = [(array, leaf) for array, leaf in zip(found, leaves, strict=True) if leaf is not None]
+    return [torch.from_numpy(array).to(leaf.dtype) for array, leaf in present]
+
+
+def reproducer(case, mode, output, at):
+    """A script that shows what one element is and what it must be.
+
+    ``output`` is "y" or "total" for a result of :func:`call`, or the position of one of :func:`gradients`.
+    """
+    backend, _, variant = mode.partition("-")
+    isa = f"os.environ['FUSEDNORM_CPU_ISA'] = {variant!r}\n" if variant else ""
+    if isinstance(output, int):
+        lines = f"""leaves = [None if t is None else t.requires_grad_() for t in operands(case)]
+with fusednorm.use_backend({backend!r}):
+    got = gradients(case, *incoming(case), leaves)[{output}]
+wanted = expected_gradients(case, leaves, *incoming(case))[{output}]"""
+        names = "Case, bits, expected_gradients, gradients, incoming, operands"
+    else:
+        lines = f"""with fusednorm.use_backend({backend!r}):
+    got = call(case, *operands(case))[{("y", "total").index(output)}]
+wanted = expected(case, {backend!r})[{("y", "total").index(output)}]"""
+        names = "Case, bits, call, expected, operands"
+    return f"""{"import os" + chr(10) + isa if isa else ""}import torch, fusednorm
+from fusednorm.conformance.cases import {names}
+
+case = {case!r}
+{lines}
+at = {at}
+print(got[at].item(), bits(got[at].detach().cpu()), "instead of", wanted[at].item(), bits(wanted[at]))"""
 
 
 def values(case, generator):

@@ -1,17 +1,14 @@
 """The golden vectors: bits that may change only together with SPEC_VERSION."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 import fusednorm
+from fusednorm.conformance import golden
 
-_spec = importlib.util.spec_from_file_location("golden_make", Path(__file__).parent / "golden" / "make.py")
-golden = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(golden)
+pytestmark = pytest.mark.promise("golden vectors")
 
 VECTORS = json.loads(golden.path(fusednorm.SPEC_VERSION).read_text())
 

@@ -1,6 +1,6 @@
 """Writes the golden vectors: small inputs and the bits that every backend must return.
 
-    python -P tests/golden/make.py
+    python -P -m fusednorm.conformance.golden
 
 The file is named after SPEC_VERSION. Bits may change only together with that number, and then under a new name. The
 reference computes them, and the script refuses to write what the oracle, which shares no code with it, contradicts.
@@ -13,13 +13,9 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-
-import fusednorm  # noqa: E402
-
-import oracle  # noqa: E402
-from cases import BF16, F16, F32, F64, Case, differing, dtype_name, operands  # noqa: E402
+import fusednorm
+from fusednorm.conformance import oracle
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, differing, dtype_name, operands
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMATS = {2: "H", 4: "I", 8: "Q"}
@@ -132,7 +128,7 @@ def contradictions(vector):
 
 
 def path(version):
-    return HERE / f"spec-{version}.json"
+    return Path(__file__).parent / f"golden-spec-{version}.json"
 
 
 def main():

@@ -1,0 +1,312 @@
+"""The plug-in of pytest that runs the kit: backends and their variants, comparisons of bits, and the certificate.
+
+``pytest --pyargs fusednorm.conformance`` loads it when it collects, which is too late for options: with ``-p
+fusednorm.conformance.plugin`` there are some. (A plug-in that every run of pytest loads could take none called
+``--backend``, and would import torch for each.)
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import registry
+from fusednorm.conformance import cases
+from fusednorm.conformance.cases import DTYPES, bits, differing, dtype_name, reproducer
+
+#: The compute capability of the GPU that the CPU stands in for, in the repository's tests of the cuda backend.
+EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))
+
+#: What the kit shows, in the words of the certificate. Tests carry one of them: @pytest.mark.promise("same bits").
+PROMISES = ("same bits", "golden vectors", "fused equals unfused", "a row is a row", "same gradients")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("fusednorm")
+    group.addoption("--backend", help="backends to test, with commas between; default: FUSEDNORM_BACKEND, or all")
+    group.addoption("--everything", action="store_true", help="leave out nothing, however long it takes")
+    group.addoption("--certificate", type=Path, metavar="FILE", help="write the certificate as JSON")
+    group.addoption("--modes", help="fail unless backends and variants are exactly these, with commas between")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "promise(name): which promise of the specification a test is about")
+    config.addinivalue_line("markers", "large: takes gigabytes of memory or of address space, or millions of elements")
+    interpret_where_there_is_no_driver(wanted(config))
+    config.pluginmanager.register(Certificate(config), "fusednorm certificate")
+    # Where a processor is emulated, a kernel that is not found must not go unnoticed.
+    expected, found = config.getoption("--modes", None), ",".join(map(str, modes(config)))
+    if expected not in (None, found):
+        raise pytest.UsageError(f"--modes asks for {expected}, and this machine has {found}")
+
+
+def wanted(config):
+    """The backends that were asked for; none where all are to be tested."""
+    asked = config.getoption("--backend", None) or os.environ.get("FUSEDNORM_BACKEND", "")
+    return [name.strip() for name in asked.split(",") if name.strip()]
+
+
+def interpret_where_there_is_no_driver(names):
+    """A Triton backend runs in Triton's interpreter, on the CPU's memory, unless its device is here.
+
+    Triton and fusednorm look for the interpreter when they are imported, and nothing has imported them yet.
+    """
+    if names in (["triton"], ["triton_cpu"]) and "TRITON_INTERPRET" not in os.environ:
+        code = "from triton.runtime.driver import driver; print(driver.active.get_current_target().backend)"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        if not found or (found == "cpu") != (names == ["triton_cpu"]):
+            os.environ["TRITON_INTERPRET"] = "1"
+    if interpreted():
+        quicken_the_interpreter()
+
+
+def interpreted():
+    """Whether Triton's interpreter is on."""
+    from fusednorm.backends import triton_host
+
+    return triton_host.INTERPRETED and not triton_host.missing()
+
+
+def quicken_the_interpreter():
+    """Has Triton's interpreter patch its language once per launch and module, and not at every call within a kernel.
+
+    Most of its time goes there. Triton 3.9's way of doing it is assumed: with another the tests are merely slow.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        scope = types.SimpleNamespace(restore=lambda: None) if id(function.__globals__) in patched else patch(function)
+        patched.add(id(function.__globals__))
+        restore = scope.restore
+        scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A backend, and one of its variants where it has any (for `cpu`, an instruction set)."""
+
+    backend: str
+    variant: str | None = None
+
+    def __str__(self):
+        return self.backend if self.variant is None else f"{self.backend}-{self.variant}"
+
+    @property
+    def interpreted(self):
+        """Whether Triton's interpreter runs it."""
+        return self.backend.startswith("triton") and interpreted()
+
+    @property
+    def device(self):
+        """Where the backend's operands are: the CPU if it takes those, else the first of its devices that is here."""
+        devices = registry.load(self.backend).DEVICES
+        if {"cpu", "any"} & set(devices):
+            return "cpu"
+        return next(device for device in devices if torch.get_device_module(device).is_available())
+
+    @property
+    def emulated(self):
+        """Whether the CPU stands in for a GPU."""
+        return self.backend == "cuda" and EMULATED > 0
+
+    @property
+    def on_gpu(self):
+        """Whether its kernels run on a GPU, be it emulated."""
+        return self.device != "cpu" or self.emulated
+
+    @contextmanager
+    def active(self):
+        with ExitStack() as stack:
+            stack.enter_context(fusednorm.use_backend(self.backend))
+            if self.device != "cpu":
+                stack.enter_context(torch.device(self.device))
+            if self.variant is not None:
+                stack.enter_context(registry.load(self.backend).use_variant(self.variant))
+            yield
+
+
+@functools.cache
+def modes(config):
+    """All modes of the available backends; of those that were asked for, if any were."""
+    available = {info.name: info for info in fusednorm.backends()}
+    asked = wanted(config)
+    for name in asked:
+        if name not in available:
+            raise pytest.UsageError(f"there is no backend {name!r}; there are {', '.join(available)}")
+        if not available[name].available:  # a test run that skips what it was started for would be green for nothing
+            raise pytest.UsageError(f"asked for {available[name]}")
+    found = []
+    for name in asked or [name for name, info in available.items() if info.available]:
+        variants = getattr(registry.load(name), "variants", lambda: (None,))()
+        found += [Mode(name, variant) for variant in variants]
+    return found
+
+
+def pytest_generate_tests(metafunc):
+    if "mode" in metafunc.fixturenames:
+        metafunc.parametrize("mode", modes(metafunc.config), ids=str, indirect=True)
+
+
+@pytest.fixture
+def mode(request):
+    """One mode, in force while the test runs."""
+    cases.BETWEEN_ELEMENTS = not request.param.on_gpu
+    with request.param.active():
+        yield request.param
+
+
+@pytest.fixture
+def agree(mode, request):
+    """Asserts that two tensors have the same bits (NaN is NaN, +0 is -0), and counts it for the certificate.
+
+    Where a Case is given, a failure prints a script that shows it: ``output`` is an expression for the tensor.
+    """
+    counts = Counter()
+
+    def agree(actual, expected, what, case=None, output=None):
+        actual, expected = actual.detach().cpu(), expected.detach().cpu()
+        assert actual.dtype == expected.dtype, what
+        assert actual.shape == expected.shape, what
+        counts[dtype_name(actual.dtype)] += 1
+        if torch.equal(actual, expected):
+            return
+        differ = differing(actual, expected)
+        if differ.any():
+            at = tuple(differ.nonzero()[0].tolist())
+            message = (
+                f"{what}: {int(differ.sum())} of {differ.numel()} differ, the first at {list(at)}: "
+                f"{actual[at].item()!r} ({bits(actual[at])}) instead of {expected[at].item()!r} ({bits(expected[at])})"
+            )
+            script = "" if case is None else reproducer(case, str(mode), output, at)
+            failure = {"dtype": dtype_name(actual.dtype), "message": f"{mode}: {message}", "script": script}
+            request.node.user_properties.append(("difference", failure))
+            pytest.fail(f"{message}\n\n{script}" if script else message, pytrace=False)
+
+    yield agree
+    request.node.user_properties.append(("comparisons", [str(mode), dict(counts)]))
+
+
+#: What would take too long where a whole test run is for one backend that has no device here: in Triton's interpreter
+#: too many rows, or too long ones; of the emulated GPU too many kernels, each of which takes a third of a second to
+#: compile. `--everything` leaves out nothing. First what all three leave out: most mixes of dtypes, and most sizes.
+MOST = (
+    r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
+    r"test_mixed_dtypes\[\w+-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
+    r"test_sizes\[\w+-(?!(1|8|33|64|128|768|1024|1025|1029|2048|4097|5120|7168|18432|40999|262144)\])|"
+    r"number_of_threads|"
+)
+LEFT_OUT = {
+    "cuda": MOST + r"test_rows_beyond_the_cache",
+    "triton": MOST + r"test_a_hundred|test_large_gradients|several_long_rows.*-9000",
+    "triton_cpu": MOST
+    + r"test_one_rule|test_rows|-\d{4,}\]|test_gradients\[|test_a_hundred|test_layouts|test_row_counts|"
+    r"test_every_rounding|-(large|tiny|outliers|zeros)\]|test_large_gradients|formula|test_any_call",
+}
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if marker := item.get_closest_marker("promise"):
+            item.user_properties.append(("promise", marker.args[0]))
+    (name,) = asked if len(asked := wanted(config)) == 1 else (None,)
+    left_out = LEFT_OUT.get(name) if interpreted() or EMULATED else None
+    if left_out and not config.getoption("--everything", False):
+        chosen = [item for item in items if not re.search(left_out, item.nodeid)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+def pytest_report_header(config):
+    return "fusednorm: " + ", ".join(map(str, modes(config)))
+
+
+class Certificate:
+    """What the tests of a run have shown, for which dtypes."""
+
+    def __init__(self, config):
+        self.config = config
+        self.comparisons, self.differences, self.failed, self.by_mode = Counter(), Counter(), Counter(), Counter()
+        self.skipped, self.first = 0, None
+
+    def pytest_runtest_logreport(self, report):
+        properties = dict(report.user_properties)
+        promise = properties.get("promise")
+        self.skipped += report.skipped and promise is not None
+        if report.failed and promise is not None:
+            self.failed[promise] += 1
+        if report.when == "call" and "difference" in properties:
+            self.differences[promise, properties["difference"]["dtype"]] += 1
+            self.first = self.first or properties["difference"]
+        if report.when == "teardown" and "comparisons" in properties:
+            mode, counts = properties["comparisons"]
+            for dtype, count in counts.items():
+                self.comparisons[promise, dtype] += count
+                self.by_mode[mode] += count
+
+    def verdict(self, promise, dtype):
+        """Of one promise for one dtype."""
+        if self.differences[promise, dtype]:
+            return "FAILS"
+        return "holds" if self.comparisons[promise, dtype] else "-"
+
+    def as_dict(self):
+        """For ``--certificate``."""
+        dtypes = list(map(dtype_name, DTYPES))
+        return {
+            "backends": [str(mode) for mode in modes(self.config)],
+            "interpreted": interpreted(),
+            "spec_version": fusednorm.SPEC_VERSION,
+            "fusednorm": fusednorm.__version__,
+            "torch": torch.__version__,
+            "promises": {
+                promise: {
+                    **{dtype: self.verdict(promise, dtype) for dtype in dtypes},
+                    "comparisons": sum(self.comparisons[promise, dtype] for dtype in dtypes),
+                    "failed_tests": self.failed[promise],
+                }
+                for promise in PROMISES
+            },
+            "skipped_tests": self.skipped,
+            "first_difference": self.first,
+        }
+
+    def pytest_terminal_summary(self, terminalreporter):
+        found = self.as_dict()
+        if path := self.config.getoption("--certificate", None):
+            path.write_text(json.dumps(found, indent=1) + "\n")
+        if self.by_mode:
+            self._show(found, terminalreporter)
+
+    def _show(self, found, terminal):
+        how = ", in Triton's interpreter" if found["interpreted"] else ", emulated" if EMULATED else ""
+        terminal.section(f"fusednorm: specification {found['spec_version']}, {', '.join(found['backends'])}{how}")
+        columns = [dtype_name(dtype) for dtype in DTYPES]
+        terminal.write_line(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + f"{'comparisons':>13}")
+        for promise, row in found["promises"].items():
+            verdicts = "".join(f"{row[column]:>10}" for column in columns)
+            failed = f"   {row['failed_tests']} tests failed" if row["failed_tests"] else ""
+            terminal.write_line(f"{promise:22}{verdicts}{row['comparisons']:>13}{failed}")
+        for mode, count in sorted(self.by_mode.items()):
+            terminal.write_line(f"{mode}: {count} comparisons, bit for bit")
+        if self.skipped:
+            terminal.write_line(f"{self.skipped} tests were skipped: their reasons are above")
+        if self.first:
+            terminal.write_line("")
+            terminal.write_line(f"The first difference: {self.first['message']}")
+            terminal.write_line(self.first["script"])
