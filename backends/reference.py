@@ -22,6 +22,9 @@ SPEC_VERSION = 1
 #: The reference is not tied to a device.
 DEVICES = ("any",)
 
+#: As all of torch's arithmetic on a CPU.
+FLUSHES_WITH_CALLER = True
+
 #: Elements in one segment of the summation tree.
 SEGMENT = 1024
 

@@ -62,6 +62,9 @@ class Backend(Protocol):
     """
 
     #: Device types the backend runs on (``torch.device.type``), or ``("any",)``.
+    #:
+    #: A backend whose arithmetic flushes subnormals where ``torch.set_flush_denormal`` has its caller do so also has
+    #: ``FLUSHES_WITH_CALLER = True``: the promises then hold for other callers.
     DEVICES: tuple[str, ...]
 
     def unavailable(self) -> list[str]:

@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from cases import differing
+from fusednorm.conformance.cases import differing
 
 
 def limit(y, round_norm):

@@ -15,8 +15,8 @@ import torch
 import fusednorm
 from fusednorm import fused_add_rms_norm, rms_norm
 from fusednorm.compat import flag_gems, flashinfer, functional, liger, sgl_kernel, vllm
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
-from cases import BF16, F16, F32, F64, Case, dtype_name, operands
 from compat_bounds import agree, disagree
 
 EPS = 1e-5

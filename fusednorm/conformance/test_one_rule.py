@@ -174,7 +174,7 @@ print(flushes, total.view(torch.int32).unique().tolist())
 
 
 def test_subnormals_survive_a_caller_that_flushes_them(mode):
-    if mode.backend == "reference" or mode.interpreted:
+    if mode.flushes_with_caller:
         pytest.skip("plain torch operations, and NumPy's, follow torch's setting, as docs/spec.md says")
     if mode.on_gpu:
         pytest.skip("a GPU knows nothing of its caller's setting")
@@ -197,7 +197,7 @@ print(dweight.view(torch.int32).unique().tolist())
 
 
 def test_subnormal_gradients_survive_a_caller_that_flushes_them(mode):
-    if mode.backend == "reference" or mode.interpreted:
+    if mode.flushes_with_caller:
         pytest.skip("plain torch operations, and NumPy's, follow torch's setting, as docs/spec.md says")
     if mode.on_gpu:
         pytest.skip("a GPU knows nothing of its caller's setting")

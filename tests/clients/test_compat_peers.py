@@ -16,8 +16,8 @@ import torch
 
 from fusednorm import fused_add_rms_norm, rms_norm
 from fusednorm.compat import flag_gems, flashinfer, liger, vllm
+from fusednorm.conformance.cases import BF16, F16, F32, Case, dtype_name, operands
 
-from cases import BF16, F16, F32, Case, dtype_name, operands
 from compat_bounds import agree, backward_bounds, disagree, ulps
 
 pytest.importorskip("liger_kernel", reason="`tox -e compat` installs the peers")
