@@ -74,14 +74,19 @@ def test_flashinfer_and_sgl_kernel(dtype, peer, offset):
 
 @dtypes
 @pytest.mark.parametrize(
-    ("mode", "round_norm"), [("llama", True), (0, True), ("gemma", False), (1, False)], ids=lambda value: str(value)
+    ("casting_mode", "round_norm"),
+    [("llama", True), (0, True), ("gemma", False), (1, False)],
+    ids=lambda value: str(value),
 )
-def test_liger(dtype, mode, round_norm):
+def test_liger(dtype, casting_mode, round_norm):
     """Functions, apply and modules: values and gradients."""
     x, residual, weight = (tensor.requires_grad_() for tensor in of(dtype))
     dy, d_total, _ = of(dtype, seed=1)
     flags = {"weight_offset": 0.5, "round_norm": round_norm}
-    plain, fused = liger.LigerRMSNorm(136, EPS, 0.5, mode), liger.LigerFusedAddRMSNorm(136, EPS, 0.5, mode)
+    plain, fused = (
+        liger.LigerRMSNorm(136, EPS, 0.5, casting_mode),
+        liger.LigerFusedAddRMSNorm(136, EPS, 0.5, casting_mode),
+    )
     for module in (plain, fused):
         module.to(dtype).load_state_dict({"weight": weight.detach()})
 
@@ -98,16 +103,16 @@ def test_liger(dtype, mode, round_norm):
 
     expected = results(lambda: rms_norm(x, weight, EPS, **flags), weight, x)
     for call, parameter in (
-        (lambda: liger.liger_rms_norm(x, weight, EPS, 0.5, mode, False), weight),
-        (lambda: liger.LigerRMSNormFunction.apply(x, weight, EPS, 0.5, mode, True, True), weight),
+        (lambda: liger.liger_rms_norm(x, weight, EPS, 0.5, casting_mode, False), weight),
+        (lambda: liger.LigerRMSNormFunction.apply(x, weight, EPS, 0.5, casting_mode, True, True), weight),
         (lambda: plain(x), plain.weight),
     ):
         for actual, wanted in zip(results(call, parameter, x), expected, strict=True):
             same(actual, wanted)
     expected = results(lambda: fused_add_rms_norm(x, residual, weight, EPS, **flags), weight, x, residual)
     for call, parameter in (
-        (lambda: liger.liger_fused_add_rms_norm(x, residual, weight, EPS, 0.5, mode, True), weight),
-        (lambda: liger.LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.5, mode, False), weight),
+        (lambda: liger.liger_fused_add_rms_norm(x, residual, weight, EPS, 0.5, casting_mode, True), weight),
+        (lambda: liger.LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.5, casting_mode, False), weight),
         (lambda: fused(x, residual), fused.weight),
     ):
         for actual, wanted in zip(results(call, parameter, x, residual), expected, strict=True):

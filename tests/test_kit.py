@@ -1,0 +1,77 @@
+"""The conformance kit: the example of a backend is certified, and with one wrong bit it is not."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "example_backend"
+SOME = "golden or equals_unfused or any_call or (sizes and (-33 or -1025)) or (test_data and float16)"
+
+
+def install(source, folder):
+    """Installs a package into a folder, with its entry points."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", folder, source], check=True)
+
+
+def certify(folder, certificate, *arguments):
+    """`python -m fusednorm conformance` where that folder's packages are installed."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("FUSEDNORM_", "PYTEST_", "TRITON_"))}
+    command = [sys.executable, "-P", "-m", "fusednorm", "conformance", "--certificate", certificate, *arguments]
+    done = subprocess.run(command, cwd=folder, env=clean | {"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+    return done, json.loads(certificate.read_text()) if certificate.exists() else None
+
+
+def test_the_example_is_certified(tmp_path):
+    source, packages = tmp_path / "source", tmp_path / "packages"
+    shutil.copytree(EXAMPLE, source)
+    install(source, packages)
+    done, found = certify(packages, tmp_path / "certificate", "--backend", "numpy", "-k", SOME)
+    assert done.returncode == 0, done.stdout
+    assert found["backends"] == ["numpy"]
+    for promise in ("same bits", "golden vectors", "fused equals unfused", "same gradients"):
+        held = found["promises"][promise]
+        assert held["float16"] == "holds"
+        assert "FAILS" not in held.values()
+        assert held["failed_tests"] == 0
+    assert found["promises"]["same bits"]["float64"] == "-"
+    assert "it computes in float32 only" in done.stdout
+    assert found["first_difference"] is None
+
+
+def test_one_wrong_bit_is_caught_and_named(tmp_path):
+    """In the last element of rows of 1025, in bfloat16 only. The script that is printed shows it."""
+    source, packages = tmp_path / "source", tmp_path / "packages"
+    shutil.copytree(EXAMPLE, source)
+    module = source / "fusednorm_numpy.py"
+    right = "    if rstd is not None:\n        rstd.copy_"
+    wrong = "    if hidden_size == 1025 and out.dtype == torch.bfloat16:\n        out.view(torch.int16)[..., -1] ^= 1\n"
+    assert module.read_text().count(right) == 1
+    module.write_text(module.read_text().replace(right, wrong + right))
+    install(source, packages)
+    done, found = certify(packages, tmp_path / "certificate", "--backend", "numpy", "-k", SOME)
+    assert done.returncode == 1
+    assert found["promises"]["same bits"]["bfloat16"] == "FAILS"
+    assert found["promises"]["same bits"]["float16"] == "holds"
+    first = found["first_difference"]
+    assert "1025" in first["message"]
+    assert "[0, 1024]" in first["message"]
+    assert first["script"] in done.stdout
+    shown = subprocess.run(
+        [sys.executable, "-P", "-c", first["script"]],
+        env=os.environ | {"PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    got, _, _, wanted = [word for word in shown.split() if word.startswith("0x") or word in ("instead", "of")]
+    assert int(got, 16) ^ int(wanted, 16) == 1
+
+
+def test_a_backend_that_is_not_there(tmp_path):
+    done, _ = certify(tmp_path, tmp_path / "certificate", "--backend", "nonsense")
+    assert done.returncode == 4
+    assert "there is no backend 'nonsense'; there are cpu" in done.stderr
