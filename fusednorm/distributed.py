@@ -106,10 +106,11 @@ def _forward(schema: OpSchema) -> Any:
 
 
 def _in_place(schema: OpSchema) -> Any:
-    """Nothing may move that is written."""
+    """Nothing may move that is written: out and residual_out where there are any, else x and residual."""
     schema.get_mesh_from_args()
     operands = _placed(schema)
-    written = {name: spec for name, spec in operands.items() if name != "weight"}
+    names = ("out", "residual_out") if "out" in operands else ("x", "residual")
+    written = {name: operands[name] for name in names if name in operands}
     rows = _rows(*written.values())
     for name, spec in written.items():
         if spec.placements != rows.placements:
@@ -118,11 +119,11 @@ def _in_place(schema: OpSchema) -> Any:
 
 
 def _refuse_placement(name: str, spec: DTensorSpec, schema: OpSchema) -> NoReturn:
-    function = schema.op._schema.name.removeprefix("fusednorm::")
+    other = {"x": "residual", "residual": "x", "out": "residual_out", "residual_out": "out"}[name]
     raise ValueError(
-        f"{name} is written in place by {function}, so it cannot be redistributed, and its placements are "
-        f"{list(spec.placements)}; expected are Replicate, or Shard of a dimension before the last, the same for x and "
-        f"residual; call {function.rstrip('_')}, which returns new tensors, or redistribute {name} before"
+        f"{name} is written in place, so it cannot be redistributed, and its placements are {list(spec.placements)}; "
+        f"expected are Replicate, or Shard of a dimension before the last, the same as those of {other}; call the "
+        f"function that returns new tensors, or redistribute {name} before"
     )
 
 
@@ -159,5 +160,6 @@ _register("fused_add_rms_norm", _forward)
 _register("rms_norm", _forward)
 _register("fused_add_rms_norm_", _in_place)
 _register("rms_norm_", _in_place)
+_register("into", _in_place)
 # What arguments from x_dtype on are decides what the outputs are: the cache of decisions must tell such calls apart.
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))

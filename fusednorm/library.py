@@ -23,6 +23,7 @@ SCHEMAS = {
     "rms_norm": f"(Tensor x, Tensor? weight, {_FLAGS}) -> (Tensor, Tensor)",
     "fused_add_rms_norm_": f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
     "rms_norm_": f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
+    "into": f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
     "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
@@ -70,6 +71,19 @@ def _rms_norm_(
     way = quick.get(order())
     if way is None or way(x, None, weight, x, None, eps, weight_offset, round_sum, round_norm) is None:
         run(x, None, weight, eps, weight_offset, round_sum, round_norm, x, None)
+
+
+def _into(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    residual_out: Tensor | None,
+    *flags: Any,
+) -> None:
+    way = quick.get(order())
+    if way is None or way(x, residual, weight, out, residual_out, *flags) is None:
+        run(x, residual, weight, *flags, out, residual_out)
 
 
 def _backward(
@@ -146,6 +160,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (_rms_norm, _fake_rms_norm),
     "fused_add_rms_norm_": (_fused_add_rms_norm_, _fake_in_place),
     "rms_norm_": (_rms_norm_, _fake_in_place),
+    "into": (_into, _fake_in_place),
     "backward": (_backward, _fake_backward),
 }
 

@@ -57,9 +57,10 @@ def fused_add_rms_norm(
     if residual is None:
         refuse_type("residual", residual)
     new = out is None and residual_out is None
-    if is_dynamo_compiling() and new:
+    compiling = is_dynamo_compiling()
+    if compiling and new:
         return _dispatched(x, residual, weight, eps, weight_offset, round_sum, round_norm)
-    way = quick.get(order())
+    way = None if compiling else quick.get(order())
     if way is not None:
         result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)
         if result is not None:
@@ -71,6 +72,8 @@ def fused_add_rms_norm(
             return _differentiable(x, residual, weight, eps, weight_offset, round_sum, round_norm)
     elif is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
         _refuse_grad("fused_add_rms_norm")
+    elif compiling or _intercepted(x, residual, weight, out, residual_out):
+        return _dispatched_into(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)
     return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)[:2]
 
 
@@ -144,9 +147,10 @@ def rms_norm(
         RuntimeError: ``out`` is given and an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
-    if is_dynamo_compiling() and out is None:
+    compiling = is_dynamo_compiling()
+    if compiling and out is None:
         return _dispatched(x, None, weight, eps, weight_offset, True, round_norm)[0]
-    way = quick.get(order())
+    way = None if compiling else quick.get(order())
     if way is not None:
         result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm)
         if result is not None:
@@ -158,6 +162,8 @@ def rms_norm(
             return _differentiable(x, None, weight, eps, weight_offset, True, round_norm)[0]
     elif is_grad_enabled() and _requires_grad(x, None, weight, out):
         _refuse_grad("rms_norm")
+    elif compiling or _intercepted(x, None, weight, out):
+        return _dispatched_into(x, None, weight, out, None, eps, weight_offset, True, round_norm)[0]
     return run(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
 
 
@@ -225,6 +231,22 @@ def _dispatched(
     if residual is None:
         return _operations().rms_norm(x, weight, *flags)[0], None
     return cast(tuple[Tensor, Tensor], _operations().fused_add_rms_norm(x, residual, weight, *flags)[:2])
+
+
+def _dispatched_into(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    *flags: Any,
+) -> tuple[Tensor, Any]:
+    """As :func:`_dispatched`, into tensors of which at least one is given."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if residual is not None and residual_out is None:
+        residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    _operations().into(x, residual, weight, out, residual_out, *flags)
+    return out, residual_out
 
 
 def _operations() -> Any:

@@ -1,6 +1,8 @@
 """fusednorm among torch's own things: compiled, exported, transformed, in modules, and trained."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,6 +48,8 @@ def test_opcheck(dtype):
         opcheck(ops.rms_norm.default, (a, None, *FLAGS))
     opcheck(ops.fused_add_rms_norm_.default, (x.clone(), residual.clone(), weight, *FLAGS))
     opcheck(ops.rms_norm_.default, (x.clone(), weight, *FLAGS))
+    opcheck(ops.into.default, (x, residual, weight, x.clone(), residual.clone(), *FLAGS))
+    opcheck(ops.into.default, (x, None, None, x.clone(), None, *FLAGS))
     for needs in ([True, True, True], [True, False, False], [False, True, True]):
         arguments = (x, residual, total, rstd, weight, 0.5, dtype, dtype, True, False, needs)
         opcheck(ops.backward.default, arguments)
@@ -67,7 +71,16 @@ def test_compiled_and_eager_are_the_same_bits(dtype):
         fused_add_rms_norm_(x, residual, weight)
         return rms_norm_(x, weight), residual
 
-    for function in (forward, in_place):
+    def into(x, residual, weight):
+        """Tensors that are given, one of them an input, and one of two."""
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        fused_add_rms_norm(x, residual, weight, out=y, residual_out=total)
+        again = y.clone()
+        rms_norm(again, weight, out=again)
+        moved = x.clone()
+        return y, total, again, *fused_add_rms_norm(moved, residual, weight, round_norm=True, residual_out=moved), moved
+
+    for function in (forward, in_place, into):
         expected = function(x, residual, weight)
         assert same(torch.compile(function, fullgraph=True)(x, residual, weight), expected)
 
@@ -80,6 +93,19 @@ def test_compiled_and_eager_are_the_same_bits(dtype):
         compiled = torch.compile(trained, fullgraph=True)
         gradients = [torch.autograd.grad(function(*leaves), leaves, (dy, d_total)) for function in (trained, compiled)]
         assert same(*gradients)
+
+
+def test_compiled_before_any_other_call():
+    """What the first call loads must not be traced."""
+    code = """
+import torch, fusednorm
+x = torch.randn(3, 64)
+out = torch.empty_like(x)
+torch.compile(lambda x, out: fusednorm.rms_norm(x, out=out), backend="eager", fullgraph=True)(x, out)
+print(torch.equal(out, fusednorm.rms_norm(x)))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_rows_do_not_recompile():

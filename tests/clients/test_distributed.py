@@ -230,15 +230,31 @@ def test_in_place_refuses_to_move_what_it_writes():
     ):
         parts = [in_parts(t, p) for t, p in zip((x, residual), placements, strict=True)]
         before = [part.to_local().clone() for part in parts]
-        with pytest.raises(
-            RuntimeError, match=f"^{name} is written in place by fused_add_rms_norm_, .* call fused_add"
-        ):
+        with pytest.raises(RuntimeError, match=f"^{name} is written in place, .* call the function that returns new"):
             fused_add_rms_norm_(*parts, whole)
         for part, kept in zip(parts, before, strict=True):
             assert torch.equal(part.to_local(), kept)
         if placements[0] in (Shard(2), Partial()):
-            with pytest.raises(RuntimeError, match=r"^x is written in place by rms_norm_, .* call rms_norm, which"):
+            with pytest.raises(RuntimeError, match=r"^x is written in place, .* call the function"):
                 rms_norm_(parts[0], whole)
+
+
+@on_ranks(2)
+def test_outputs_that_are_given():
+    """``out=`` and ``residual_out=`` decide where the rows are; an input that lies elsewhere goes there."""
+    x, residual, weight = operands(Case(rows=6, hidden=40).of(BF16))
+    y, total = fused_add_rms_norm(x, residual, weight)
+    whole = in_parts(weight, Replicate())
+    for placement in (Shard(0), Replicate()):
+        out, residual_out = (in_parts(torch.zeros_like(t), placement) for t in (x, residual))
+        parts = in_parts(x, Shard(1)), in_parts(residual, Shard(0))
+        got = fused_add_rms_norm(*parts, whole, out=out, residual_out=residual_out)
+        assert got[0] is out
+        assert got[1] is residual_out
+        assert torch.equal(out.full_tensor(), y)
+        assert torch.equal(residual_out.full_tensor(), total)
+    with pytest.raises(RuntimeError, match=r"^out is written in place, .* the same as those of residual_out"):
+        rms_norm(in_parts(x, Shard(0)), whole, out=in_parts(torch.zeros_like(x), Shard(1)))
 
 
 @on_ranks(2)
@@ -250,7 +266,7 @@ def test_dtensors_and_plain_tensors_do_not_mix():
         for function in (fused_add_rms_norm, fused_add_rms_norm_):
             with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor, need to convert all torch.Tensor"):
                 function(*arguments)
-    with pytest.raises(TypeError, match=r"of a DTensor, its to_local\(\)"):
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor, need to convert all torch.Tensor"):
         rms_norm(rows, placed(weight, Replicate()), out=torch.empty_like(x))
 
 
