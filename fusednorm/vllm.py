@@ -1,0 +1,188 @@
+"""A plug-in of vLLM: its RMSNorm layers call fusednorm. See ``docs/vllm.md``.
+
+vLLM calls :func:`register` in each of its processes (entry-point group ``vllm.general_plugins``).
+"""
+
+import dataclasses
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm import ops
+from fusednorm.registry import use_backend
+from fusednorm.version import __version__
+
+# A child of vLLM's own logger, which shows what this one is told.
+_logger = logging.getLogger("vllm.fusednorm")
+
+#: What FUSEDNORM_VLLM may say, and the provider that vLLM then prefers.
+MODES = {"vllm": "fusednorm", "default": "fusednorm_default", "off": None}
+
+_PARAMETERS = {
+    "rms_norm": ["x", "weight", "epsilon", "variance_size"],
+    "fused_add_rms_norm": ["x", "x_residual", "weight", "epsilon", "variance_size"],
+}
+
+
+def register() -> None:
+    """Adds two providers to vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, and has vLLM prefer one of them.
+
+    ``fusednorm`` rounds where vLLM's native implementation does, ``fusednorm_default`` where this library does by
+    default. The environment variable FUSEDNORM_VLLM says which: ``vllm`` (also if it is not set), ``default``, or
+    ``off`` for neither. What the user orders with ``--ir-op-priority`` comes before it.
+
+    Nothing is raised, because vLLM does not catch what a plug-in raises: where the variable says something else, or
+    vLLM is not what this function knows, it logs a warning and leaves vLLM as it was.
+    """
+    mode = os.environ.get("FUSEDNORM_VLLM", "vllm")
+    if mode == "off":
+        _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
+        return
+    if mode not in MODES:
+        _decline(f"FUSEDNORM_VLLM is {mode!r}, it must be one of {', '.join(MODES)}")
+        return
+    try:
+        from vllm.config.kernel import IrOpPriorityConfig
+        from vllm.ir import ops as vllms
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        _decline(f"expected vllm.ir.ops and vllm.config.kernel.IrOpPriorityConfig ({error})")
+        return
+    unexpected = _unexpected(vllms, IrOpPriorityConfig, current_platform)
+    if unexpected:
+        _decline(unexpected)
+        return
+    if "fusednorm" in vllms.rms_norm.impls:
+        return
+    for provider, as_vllm in (("fusednorm", True), ("fusednorm_default", False)):
+        rms_norm, fused_add_rms_norm = implementations(as_vllm)
+        vllms.rms_norm.register_impl(provider, supports_args=takes_norm)(rms_norm)
+        vllms.fused_add_rms_norm.register_impl(provider, supports_args=takes_fused, inplace=True)(fused_add_rms_norm)
+    _prefer(mode, type(current_platform))
+    _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, MODES[mode], mode)
+
+
+def implementations(as_vllm: bool) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """vLLM's ``rms_norm`` and ``fused_add_rms_norm`` (this one in place), computed by this library.
+
+    Args:
+        as_vllm: round where vLLM's native implementation does: it normalises the sum as it was before it was rounded,
+            and rounds the normalised row to the weight's dtype. Otherwise round as this library does by default.
+    """
+
+    def round_norm(x: Tensor, weight: Tensor | None) -> bool:
+        return as_vllm and weight is not None and weight.dtype == x.dtype
+
+    def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+        return ops.rms_norm(x, weight, epsilon, round_norm=round_norm(x, weight))
+
+    def fused_add_rms_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.fused_add_rms_norm_(
+            x, x_residual, weight, epsilon, round_sum=not as_vllm, round_norm=round_norm(x, weight)
+        )
+
+    return rms_norm, fused_add_rms_norm
+
+
+def takes_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    """Whether fusednorm can round where vLLM's native ``rms_norm`` does; if not, vLLM takes the next provider.
+
+    It cannot where vLLM computes float64 rows in float32, rounds the normalised row to a weight's dtype that is neither
+    x's nor float32, or takes the mean of squares of a part of the row.
+    """
+    return (
+        variance_size is None
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and (weight is None or (weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[-1:]))
+    )
+
+
+def takes_fused(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    """Likewise for ``fused_add_rms_norm``, whose sum is of x's dtype; in place, so of contiguous operands."""
+    return (
+        takes_norm(x, weight, epsilon, variance_size)
+        and x_residual.dtype == x.dtype
+        and x.is_contiguous()
+        and x_residual.is_contiguous()
+    )
+
+
+def _decline(reason: str) -> None:
+    """Says that vLLM stays as it was, and why."""
+    import vllm
+
+    found = getattr(vllm, "__version__", "of unknown version")
+    _logger.warning(
+        "fusednorm %s leaves vLLM %s as it was: %s. It was tested with vLLM 0.32.0; FUSEDNORM_VLLM=off silences this.",
+        __version__,
+        found,
+        reason,
+    )
+
+
+def _unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
+    """What of vLLM is not as expected; empty if all is."""
+    fields = {field.name for field in dataclasses.fields(priorities)} if dataclasses.is_dataclass(priorities) else set()
+    if not fields.issuperset(_PARAMETERS):
+        return f"expected IrOpPriorityConfig to be a dataclass with the fields {', '.join(_PARAMETERS)}"
+    if not hasattr(platform, "get_default_ir_op_priority"):
+        return f"expected {type(platform).__name__} to have get_default_ir_op_priority"
+    for name, expected in _PARAMETERS.items():
+        op: Any = getattr(vllms, name, None)
+        if not hasattr(op, "register_impl") or "native" not in getattr(op, "impls", {}):
+            return f"expected vllm.ir.ops.{name} to have register_impl and an implementation named native"
+        found = list(inspect.signature(op.impls["native"].impl_fn).parameters)
+        if found != expected:
+            return f"expected vllm.ir.ops.{name} to take {', '.join(expected)}, found {', '.join(found)}"
+    with use_backend("reference"):  # whatever backend the user ordered, it need not take CPU tensors
+        alike = _rounds_as_known(vllms)
+    if not alike:
+        return "its native RMSNorm does not round where it did in the version tested"
+    return ""
+
+
+def _rounds_as_known(vllms: Any) -> bool:
+    """Whether vLLM's native implementation rounds where ``implementations(as_vllm=True)`` does, in a few rows.
+
+    ``epsilon`` is a power of 4 beside which the mean of squares vanishes, so the reciprocal root is a power of 2,
+    exactly, however it is computed: what can differ is where the two round.
+    """
+    x = torch.arange(128, 256, device="cpu").bfloat16() / 128
+    residual, weight, epsilon = x.flip(0) / 64, x.roll(50), 2.0**30
+    rms_norm, fused_add_rms_norm = implementations(as_vllm=True)
+    for w in (weight, weight.float(), None):
+        theirs = vllms.fused_add_rms_norm.impls["native"].impl_fn(x, residual, w, epsilon)
+        ours = fused_add_rms_norm(x.clone(), residual.clone(), w, epsilon)
+        if not all(map(torch.equal, theirs, ours)):
+            return False
+        if not torch.equal(vllms.rms_norm.impls["native"].impl_fn(x, w, epsilon), rms_norm(x, w, epsilon)):
+            return False
+    return True
+
+
+def _prefer(mode: str, platform: Any) -> None:
+    """Puts a provider into the platform's default order, which vLLM appends to the user's.
+
+    With vLLM's rounding it comes just before the native implementation: what a platform prefers to that one may round
+    in its own way. With the default rounding it comes first.
+    """
+    platforms_own = platform.get_default_ir_op_priority
+
+    def get_default_ir_op_priority(cls: Any, vllm_config: Any) -> Any:
+        priorities = platforms_own(vllm_config)
+        for name in _PARAMETERS:
+            order = list(getattr(priorities, name))
+            order.insert(order.index("native") if mode == "vllm" and "native" in order else 0, MODES[mode])
+            setattr(priorities, name, order)
+        return priorities
+
+    platform.get_default_ir_op_priority = classmethod(get_default_ir_op_priority)
