@@ -53,7 +53,8 @@ def register() -> None:
     except ImportError as error:
         _decline(f"expected vllm.ir.ops and vllm.config.kernel.IrOpPriorityConfig ({error})")
         return
-    unexpected = _unexpected(vllms, IrOpPriorityConfig, current_platform)
+    platform = type(current_platform)
+    unexpected = _unexpected(vllms, IrOpPriorityConfig, platform)
     if unexpected:
         _decline(unexpected)
         return
@@ -63,7 +64,7 @@ def register() -> None:
         rms_norm, fused_add_rms_norm = implementations(as_vllm)
         vllms.rms_norm.register_impl(provider, supports_args=takes_norm)(rms_norm)
         vllms.fused_add_rms_norm.register_impl(provider, supports_args=takes_fused, inplace=True)(fused_add_rms_norm)
-    _prefer(mode, type(current_platform))
+    _prefer(mode, platform)
     _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, MODES[mode], mode)
 
 
@@ -135,7 +136,7 @@ def _unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
     if not fields.issuperset(_PARAMETERS):
         return f"expected IrOpPriorityConfig to be a dataclass with the fields {', '.join(_PARAMETERS)}"
     if not hasattr(platform, "get_default_ir_op_priority"):
-        return f"expected {type(platform).__name__} to have get_default_ir_op_priority"
+        return f"expected {platform.__name__} to have get_default_ir_op_priority"
     for name, expected in _PARAMETERS.items():
         op: Any = getattr(vllms, name, None)
         if not hasattr(op, "register_impl") or "native" not in getattr(op, "impls", {}):
@@ -154,10 +155,11 @@ def _rounds_as_known(vllms: Any) -> bool:
     """Whether vLLM's native implementation rounds where ``implementations(as_vllm=True)`` does, in a few rows.
 
     ``epsilon`` is a power of 4 beside which the mean of squares vanishes, so the reciprocal root is a power of 2,
-    exactly, however it is computed: what can differ is where the two round.
+    exactly, however it is computed: what can differ is where the two round. A normalised float16 row is subnormal then,
+    so its rounding loses bits.
     """
-    x = torch.arange(128, 256, device="cpu").bfloat16() / 128
-    residual, weight, epsilon = x.flip(0) / 64, x.roll(50), 2.0**30
+    x = torch.arange(1024, 2048, device="cpu").half() / 1024
+    residual, weight, epsilon = x.flip(0) / 64, x.roll(500), 2.0**30
     rms_norm, fused_add_rms_norm = implementations(as_vllm=True)
     for w in (weight, weight.float(), None):
         theirs = vllms.fused_add_rms_norm.impls["native"].impl_fn(x, residual, w, epsilon)

@@ -1,0 +1,524 @@
+"""The plug-in of vLLM: in its engine and its server, and its implementations beside vLLM's own."""
+
+import itertools
+import json
+import logging
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusednorm
+import fusednorm.vllm as plugin
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; `tox -e vllm` installs it", allow_module_level=True)
+
+# vLLM, and what it imports, warn of their own affairs.
+pytestmark = pytest.mark.filterwarnings("default")
+
+EPS = 1e-6
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PROMPTS = [[random.Random(i).randrange(256) for _ in range(random.Random(-i).randrange(4, 40))] for i in range(100)]
+
+# One process and thread for each engine: it starts in a third of the time.
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FUSEDNORM_"))},
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A Llama and a Qwen3 (which has norms of heads too), trained until they are sure of each next token.
+
+    In a model of random weights the two best tokens are often as near as the last bit of bfloat16: any other order of
+    a sum changes tokens there.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    paths, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name, make in (
+        ("llama", lambda: LlamaForCausalLM(LlamaConfig(**sizes))),
+        ("qwen3", lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32))),
+    ):
+        torch.manual_seed(0)
+        model, following = make(), torch.randperm(256)
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:  # ones would hide where a row is rounded
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        for _ in range(40):
+            columns = [torch.randint(256, (32,))]
+            for _ in range(15):
+                columns.append(following[columns[-1]])
+            tokens = torch.stack(columns, 1)
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        paths[name] = str(tmp_path_factory.mktemp(name))
+        model.save_pretrained(paths[name])
+    torch.set_num_threads(threads)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def engine(models, tmp_path_factory):
+    """Runs jobs (model, dtype, compiled or eager, further arguments) in one process; its results and what it said."""
+
+    def run(jobs, changed=False, **environment):
+        folder = tmp_path_factory.mktemp("engine")
+        task = {
+            "jobs": [
+                {"model": models[model], "dtype": dtype, "enforce_eager": way == "eager", **further}
+                for model, dtype, way, further in jobs
+            ],
+            "prompts": PROMPTS,
+            "changed": changed,
+            "out": str(folder / "out.json"),
+        }
+        environment = {
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CACHE_ROOT": str(folder),
+            **environment,
+        }
+        script = Path(__file__).with_name("vllm_engine.py")
+        done = subprocess.run(
+            [sys.executable, "-P", script, json.dumps(task)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        return json.loads((folder / "out.json").read_text()), said
+
+    return run
+
+
+EAGER = [(model, dtype, "eager", {}) for model in ("llama", "qwen3") for dtype in ("bfloat16", "float32")]
+COMPILED = [(model, "bfloat16", "compiled", {}) for model in ("llama", "qwen3")]
+
+
+@pytest.fixture(scope="module")
+def without(engine):
+    """What vLLM does without the plug-in."""
+    return engine(EAGER, VLLM_PLUGINS="none")
+
+
+def bits_kept(results, others):
+    """The part of the tokens' log-probabilities that are the same bits in two runs."""
+    pairs = [
+        (a, b)
+        for result, other in zip(results, others, strict=True)
+        for rows in zip(result["logprobs"], other["logprobs"], strict=True)
+        for a, b in zip(*rows, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def test_same_tokens(engine, without):
+    own = [
+        (
+            "llama",
+            "bfloat16",
+            "eager",
+            {"ir_op_priority": {"rms_norm": "native", "fused_add_rms_norm": "fusednorm_default"}},
+        )
+    ]
+    found, said = engine(EAGER + own)
+    assert "rms_norm=['fusednorm', 'native'], fused_add_rms_norm=['fusednorm', 'native']" in said
+    assert "fusednorm" not in without[1]
+    for result, expected in zip(found, [*without[0], without[0][0]], strict=True):
+        assert result["tokens"] == expected["tokens"]
+        assert expected["counts"] == {}
+    for result, (model, *_) in zip(found[:-1], EAGER, strict=True):
+        assert result["priorities"] == {name: ["fusednorm", "native"] for name in ("rms_norm", "fused_add_rms_norm")}
+        # Two layers: the first norm has no residual, the four others have. Qwen3 norms q and k of both layers.
+        assert result["counts"]["rms_norm"] > 0
+        assert (
+            result["counts"]["fused_add_rms_norm_"] * (5 if model == "qwen3" else 1) == result["counts"]["rms_norm"] * 4
+        )
+    # What the user orders comes first.
+    assert found[-1]["priorities"]["rms_norm"] == ["native"]
+    assert found[-1]["priorities"]["fused_add_rms_norm"][0] == "fusednorm_default"
+    assert found[-1]["counts"].keys() == {"fused_add_rms_norm_"}
+    # Where the two round alike, only the last bit of a reciprocal root differs, in some rows.
+    bfloat16 = slice(0, None, 2)
+    assert bits_kept(found[:-1][bfloat16], without[0][bfloat16]) > 0.5
+
+
+@pytest.mark.slow
+def test_compiled(engine, without):
+    found, _ = engine(COMPILED)
+    for result, expected in zip(found, without[0][::2], strict=True):
+        assert result["tokens"] == expected["tokens"]
+        assert {"fusednorm::fused_add_rms_norm_", "fusednorm::rms_norm"} <= result["counts"].keys()
+
+
+@pytest.mark.slow
+def test_default_rounding(engine, without):
+    found, said = engine(EAGER[:1], FUSEDNORM_VLLM="default")
+    assert "rms_norm=['fusednorm_default', 'native']" in said
+    assert found[0]["tokens"] == without[0][0]["tokens"]
+    assert found[0]["counts"].keys() == {"rms_norm", "fused_add_rms_norm_"}
+    assert bits_kept(found, without[0][:1]) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "mode", "words"),
+    [
+        (True, "vllm", "to take x, weight, epsilon, variance_size, found x, weight, eps, variance_size"),
+        (False, "off", ""),
+        (False, "vlm", "FUSEDNORM_VLLM is 'vlm', it must be one of vllm, default, off"),
+    ],
+)
+def test_vllm_as_it_was(engine, without, changed, mode, words):
+    found, said = engine(EAGER[:1], changed, FUSEDNORM_VLLM=mode)
+    assert found == without[0][:1]
+    assert words in said
+    assert ("leaves vLLM 0." in said) == bool(words)
+
+
+@pytest.mark.slow
+def test_server(models, without, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = f"""-P -m vllm.entrypoints.openai.api_server --model {models["llama"]} --host 127.0.0.1 --port {port}
+        --skip-tokenizer-init --enforce-eager --dtype bfloat16 --max-model-len 64 --max-num-seqs 32"""
+    log = tmp_path / "log"
+    environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(tmp_path)}
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [sys.executable, *command.split()], stdout=file, stderr=file, env=environment, cwd=tmp_path
+        )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        while True:
+            assert server.poll() is None, log.read_text()
+            try:
+                opener.open(f"http://127.0.0.1:{port}/health").close()
+                break
+            except urllib.error.URLError:  # not there yet
+                time.sleep(0.5)
+        request = {
+            "model": models["llama"],
+            "prompt": PROMPTS,
+            "max_tokens": 16,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "detokenize": False,
+        }
+        with opener.open(
+            urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(request).encode(),
+                {"Content-Type": "application/json"},
+            )
+        ) as answer:
+            choices = json.load(answer)["choices"]
+    finally:
+        server.terminate()
+        server.wait()
+    assert [choice["token_ids"] for choice in choices] == without[0][0]["tokens"]
+    said = log.read_text().splitlines()
+    # In each process that computes: the engine's core, and the worker.
+    for process in ("EngineCore", "Worker"):
+        assert any(process in line and "vLLM prefers its provider fusednorm (" in line for line in said)
+
+
+# The rest is about the plug-in's functions, in this process.
+
+
+@pytest.fixture
+def vllms(monkeypatch):
+    """vLLM's operations, and its platform, as they were before and are to be after."""
+    from vllm.ir import ops
+    from vllm.platforms import current_platform
+
+    monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
+    platform = type(current_platform)
+    # Also says that there is nothing of ours yet.
+    monkeypatch.setattr(platform, "get_default_ir_op_priority", platform.get_default_ir_op_priority)
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        assert "fusednorm" not in op.impls
+        monkeypatch.setattr(op, "impls", dict(op.impls))
+    return ops
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """What the plug-in logs; vLLM's loggers may be cut off from those above."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.fusednorm")
+    return caplog
+
+
+def providers(ops):
+    """The implementations of both operations, and the platform's default order."""
+    from vllm.platforms import current_platform
+
+    order = current_platform.get_default_ir_op_priority(None)
+    return [
+        (list(op.impls), getattr(order, name))
+        for name, op in (("rms_norm", ops.rms_norm), ("fused_add_rms_norm", ops.fused_add_rms_norm))
+    ]
+
+
+@pytest.mark.parametrize("mode", ["vllm", "default"])
+def test_register(vllms, said, monkeypatch, mode):
+    before = providers(vllms)
+    monkeypatch.setenv("FUSEDNORM_VLLM", mode)
+    plugin.register()
+    first = plugin.MODES[mode]
+    assert providers(vllms) == [
+        ([*impls, "fusednorm", "fusednorm_default"], [first, *order]) for impls, order in before
+    ]
+    assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={mode})" in said.text
+    plugin.register()
+    assert providers(vllms)[0][1].count(first) == 1
+
+
+def test_what_a_platform_prefers_to_the_native_implementation_stays_before_it(vllms, monkeypatch):
+    from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(
+        type(current_platform),
+        "get_default_ir_op_priority",
+        lambda *_: IrOpPriorityConfig.with_default(["vllm_c", "native"]),
+    )
+    plugin.register()
+    assert providers(vllms)[0][1] == ["vllm_c", "fusednorm", "native"]
+
+
+def _without_register_impl(ops, monkeypatch):
+    monkeypatch.delattr(type(ops.rms_norm), "register_impl")
+
+
+def _without_operation(ops, monkeypatch):
+    monkeypatch.delattr(ops, "fused_add_rms_norm")
+
+
+def _without_module(ops, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.ir", None)
+
+
+def _without_order(ops, monkeypatch):
+    from vllm.platforms import current_platform
+
+    for cls in type(current_platform).__mro__[:-1]:
+        if "get_default_ir_op_priority" in vars(cls):
+            monkeypatch.delattr(cls, "get_default_ir_op_priority")
+
+
+def _another_order(ops, monkeypatch):
+    import vllm.config.kernel
+
+    monkeypatch.setattr(vllm.config.kernel, "IrOpPriorityConfig", dict)
+
+
+def _another_parameter(ops, monkeypatch):
+    monkeypatch.setattr(ops.rms_norm.impls["native"], "impl_fn", lambda x, weight, epsilon: None)
+
+
+def _another_rounding_of_the_sum(ops, monkeypatch):
+    def rounded(x, x_residual, weight, epsilon, variance_size=None):
+        total = x + x_residual
+        return ops.rms_norm.impls["native"].impl_fn(total, weight, epsilon), total
+
+    monkeypatch.setattr(ops.fused_add_rms_norm.impls["native"], "impl_fn", rounded)
+
+
+def _another_rounding_of_the_norm(ops, monkeypatch):
+    def rounded_once(x, weight, epsilon, variance_size=None):
+        return fusednorm.rms_norm(x, weight, epsilon)
+
+    monkeypatch.setattr(ops.rms_norm.impls["native"], "impl_fn", rounded_once)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without_register_impl, "expected vllm.ir.ops.rms_norm to have register_impl"),
+        (_without_operation, "expected vllm.ir.ops.fused_add_rms_norm to have register_impl"),
+        (_without_module, "expected vllm.ir.ops and"),
+        (_without_order, "expected CpuPlatform to have get_default_ir_op_priority"),
+        (_another_order, "expected IrOpPriorityConfig to be a dataclass"),
+        (_another_parameter, "expected vllm.ir.ops.rms_norm to take x, weight, epsilon, variance_size, found"),
+        (_another_rounding_of_the_sum, "its native RMSNorm does not round where it did"),
+        (_another_rounding_of_the_norm, "its native RMSNorm does not round where it did"),
+    ],
+)
+def test_an_unknown_vllm_is_left_as_it_was(vllms, said, monkeypatch, change, words):
+    impls = [op.impls for op in (vllms.rms_norm, vllms.fused_add_rms_norm)]
+    before = [list(each) for each in impls]
+    with monkeypatch.context() as patched:
+        change(vllms, patched)
+        plugin.register()
+    assert words in said.text
+    assert "leaves vLLM 0." in said.text
+    assert [list(each) for each in impls] == before
+    assert providers(vllms)[0][1] == ["native"]
+
+
+def test_the_roundings_looked_at_differ():
+    """Else the plug-in could not tell them apart."""
+    x = torch.arange(1024, 2048).half() / 1024
+    found = [
+        fusednorm.fused_add_rms_norm(x, x.flip(0) / 64, x.roll(500), 2.0**30, round_sum=s, round_norm=n)[0]
+        for s, n in itertools.product((False, True), repeat=2)
+    ]
+    found += [fusednorm.rms_norm(x, x.roll(500), 2.0**30, round_norm=n) for n in (False, True)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+
+
+def operands(dtypes, shape=(256, 512)):
+    torch.manual_seed(0)
+    x, residual = (torch.randn(shape).to(dtype) for dtype in dtypes[:2])
+    return x, residual, None if dtypes[2] is None else torch.randn(shape[-1]).to(dtypes[2])
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, (*DTYPES, None))), ids=str)
+def test_rounds_where_vllm_rounds(vllms, dtypes):
+    """In rows whose reciprocal roots are the same bits in both, so is everything else; where they differ, little is."""
+    x, residual, weight = operands(dtypes)
+    fits = weight is None or weight.dtype in (x.dtype, torch.float32)
+    assert plugin.takes_norm(x, weight, EPS) == fits
+    assert plugin.takes_fused(x, residual, weight, EPS) == (fits and x.dtype == residual.dtype)
+    if not plugin.takes_fused(x, residual, weight, EPS):
+        return
+    norm, fused = plugin.implementations(as_vllm=True)
+    for h, theirs, ours in (
+        (x, [vllms.rms_norm.impls["native"].impl_fn(x, weight, EPS)], [norm(x, weight, EPS)]),
+        (
+            x.float() + residual.float(),
+            vllms.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, EPS),
+            fused(x.clone(), residual.clone(), weight, EPS),
+        ),
+    ):
+        rstd = torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + EPS)
+        our_rstd = torch.ops.fusednorm.rms_norm(h.float(), None, EPS, 0.0, True, False)[1].view_as(rstd)
+        same = (rstd == our_rstd).flatten()
+        assert same.double().mean() > 0.2
+        assert [a.dtype for a in theirs] == [a.dtype for a in ours] == [x.dtype] * len(theirs)
+        assert all(torch.equal(a[same], b[same]) for a, b in zip(theirs, ours, strict=True))
+        assert all(map(torch.equal, theirs[1:], ours[1:]))
+        if x.dtype != torch.float32:
+            # A rounding to b bits differs where a boundary lies between the two values, of which there are at most 2^b
+            # per unit of relative distance; so this many are expected. Twice as many, and 20, leave room for chance.
+            bits = {torch.bfloat16: 8, torch.float16: 11}[x.dtype]
+            distance = (((rstd - our_rstd) / rstd).abs() + 2.0**-24 * (rstd != our_rstd)).sum().item()
+            expected = distance * x.shape[-1] * 2**bits
+            assert (theirs[0] != ours[0]).sum() <= 2 * expected + 20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_flags_round_elsewhere(vllms, dtype):
+    x, residual, weight = operands((dtype,) * 3)
+    theirs = vllms.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, EPS)[0]
+    different = {
+        (s, n): (fusednorm.fused_add_rms_norm(x, residual, weight, EPS, round_sum=s, round_norm=n)[0] != theirs)
+        .double()
+        .mean()
+        .item()
+        for s, n in itertools.product((False, True), repeat=2)
+    }
+    assert different.pop((False, True)) < 1e-3
+    assert min(different.values()) > 0.1
+
+
+def test_what_is_left_to_vllm():
+    x, residual, weight = operands((torch.bfloat16,) * 3)
+    assert plugin.takes_fused(x, residual, weight, EPS)
+    assert not plugin.takes_norm(x, weight, EPS, 256)
+    assert not plugin.takes_norm(x.double(), weight.double(), EPS)
+    assert not plugin.takes_norm(x, weight[:1], EPS)
+    assert plugin.takes_norm(x.t(), None, EPS)
+    assert not plugin.takes_fused(x.t(), residual.t(), None, EPS)
+    assert not plugin.takes_fused(x[:, ::2], residual[:, :256].contiguous(), None, EPS)
+    assert not plugin.takes_fused(x[:, :256].contiguous(), residual[:, ::2], None, EPS)
+
+
+def test_dispatch(vllms):
+    """As vLLM calls them: a copy where it must keep its operands, else in place; what we leave goes to vLLM's own."""
+    plugin.register()
+    x, residual, weight = operands((torch.bfloat16,) * 3)
+    y, total = fusednorm.fused_add_rms_norm(x, residual, weight, EPS, round_sum=False, round_norm=True)
+    before = x.clone(), residual.clone()
+    with (
+        vllms.rms_norm.set_priority(["fusednorm", "native"]),
+        vllms.fused_add_rms_norm.set_priority(["fusednorm", "native"]),
+    ):
+        assert torch.equal(vllms.rms_norm(x, weight, EPS), fusednorm.rms_norm(x, weight, EPS, round_norm=True))
+        assert vllms.rms_norm.dispatch(x, weight, EPS, 256).provider == "native"
+        found = vllms.fused_add_rms_norm(x, residual, weight, EPS)
+        assert torch.equal(found[0], y)
+        assert torch.equal(found[1], total)
+        assert torch.equal(x, before[0])
+        assert torch.equal(residual, before[1])
+        vllms.fused_add_rms_norm.maybe_inplace(x, residual, weight, EPS)
+        assert torch.equal(x, y)
+        assert torch.equal(residual, total)
+
+
+def test_lowered(vllms):
+    """As vLLM compiles for GPUs: a pass of its own puts implementations into Inductor's graph."""
+    from torch._inductor import config as inductor
+    from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
+    from vllm.config import VllmConfig
+
+    plugin.register()
+    x, residual, weight = operands((torch.bfloat16,) * 3)
+    lower = VllmIRLoweringPass(VllmConfig())
+
+    def two_layers(x, residual):
+        total = x * 2
+        y = vllms.rms_norm(total, weight, EPS)
+        y, total = vllms.fused_add_rms_norm(y + 1, residual, weight, EPS)
+        return y * 3, total, residual
+
+    def expected(x, residual):
+        y = fusednorm.rms_norm(x * 2, weight, EPS, round_norm=True)
+        y, total = fusednorm.fused_add_rms_norm(y + 1, residual, weight, EPS, round_sum=False, round_norm=True)
+        return y * 3, total, residual
+
+    with (
+        torch.inference_mode(),
+        vllms.rms_norm.set_priority(["fusednorm", "native"]),
+        vllms.fused_add_rms_norm.set_priority(["fusednorm", "native"]),
+        inductor.patch(post_grad_custom_post_pass=lower, fx_graph_cache=False),
+    ):
+        found = torch.compile(two_layers, fullgraph=True)(x, residual)
+        assert all(map(torch.equal, found, expected(x, residual)))
+    assert {name: set(chosen.values()) for name, chosen in lower.selected_impls.items()} == {
+        "rms_norm": {"fusednorm"},
+        "fused_add_rms_norm": {"fusednorm"},
+    }

@@ -1,0 +1,77 @@
+"""Runs vLLM's engine on models, in this process, and writes what came out; see test_vllm.py.
+
+Its argument is a JSON object: ``jobs``, each with a ``model`` (a path) and further arguments of ``vllm.LLM``;
+``prompts``, lists of token ids; ``changed``, whether to rename a parameter of vLLM's RMSNorm, as a newer vLLM might;
+``out``, a path.
+"""
+
+import gc
+import json
+import sys
+
+import torch
+
+
+def count(counts, name):
+    """Counts plain calls of one of fusednorm's functions."""
+    from fusednorm import ops
+
+    function = getattr(ops, name)
+
+    def counted(*arguments, **keywords):
+        counts[name] = counts.get(name, 0) + 1
+        return function(*arguments, **keywords)
+
+    setattr(ops, name, counted)
+    return lambda: setattr(ops, name, function)
+
+
+def run(job, prompts):
+    """A job's greedy tokens, their log-probabilities, the providers in vLLM's order, and calls of fusednorm."""
+    from vllm import LLM, SamplingParams
+    from vllm.ir import ops
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # which tries vLLM's roundings, so before calls are counted
+    counts = {}
+    # Compiled code calls operations of torch, which the profiler sees; plain calls do not go through torch.
+    undo = [count(counts, name) for name in ("rms_norm", "fused_add_rms_norm_")] if job["enforce_eager"] else []
+    llm = LLM(**job, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=32, seed=0)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=0)
+    with torch.profiler.profile() as profile:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+    for event in profile.key_averages():
+        if event.key.startswith("fusednorm::"):
+            counts[event.key] = event.count
+    priorities = {name: getattr(ops, name).get_priority() for name in ("rms_norm", "fused_add_rms_norm")}
+    for function in undo:
+        function()
+    llm.llm_engine.engine_core.shutdown()
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    logprobs = [[next(iter(d.values())).logprob for d in output.outputs[0].logprobs] for output in outputs]
+    return {"tokens": tokens, "logprobs": logprobs, "priorities": priorities, "counts": counts}
+
+
+def rename_a_parameter():
+    """vLLM's RMSNorm as it is, but for the name of a parameter."""
+    from vllm.ir import ops
+
+    implementation = ops.rms_norm.impls["native"]
+    native = implementation.impl_fn
+    implementation.impl_fn = lambda x, weight, eps, variance_size=None: native(x, weight, eps, variance_size)
+
+
+def main():
+    task = json.loads(sys.argv[1])
+    if task["changed"]:
+        rename_a_parameter()
+    results = []
+    for job in task["jobs"]:
+        results.append(run(job, task["prompts"]))
+        gc.collect()
+    with open(task["out"], "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
