@@ -20,6 +20,9 @@ import torch
 import fusednorm
 import fusednorm.vllm as plugin
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import vllm_serving
+
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `tox -e vllm` installs it", allow_module_level=True)
 
@@ -42,51 +45,21 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A Llama and a Qwen3 (which has norms of heads too), trained until they are sure of each next token.
-
-    In a model of random weights the two best tokens are often as near as the last bit of bfloat16: any other order of
-    a sum changes tokens there.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    paths, threads = {}, torch.get_num_threads()
-    torch.set_num_threads(1)
-    for name, make in (
-        ("llama", lambda: LlamaForCausalLM(LlamaConfig(**sizes))),
-        ("qwen3", lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32))),
-    ):
-        torch.manual_seed(0)
-        model, following = make(), torch.randperm(256)
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:  # ones would hide where a row is rounded
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-        for _ in range(40):
-            columns = [torch.randint(256, (32,))]
-            for _ in range(15):
-                columns.append(following[columns[-1]])
-            tokens = torch.stack(columns, 1)
-            model(tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        paths[name] = str(tmp_path_factory.mktemp(name))
-        model.save_pretrained(paths[name])
-    torch.set_num_threads(threads)
+    """A Llama, and a Qwen3, which has norms of each head too."""
+    paths = {}
+    for architecture in ("Llama", "Qwen3"):
+        paths[architecture] = str(tmp_path_factory.mktemp(architecture))
+        vllm_serving.save_model(paths[architecture], architecture, vllm_serving.TINY)
     return paths
 
 
 @pytest.fixture(scope="module")
 def engine(models, tmp_path_factory):
-    """Runs jobs (model, dtype, compiled or eager, further arguments) in one process; its results and what it said."""
+    """Runs jobs (model, dtype, compiled or eager, further arguments) in one process; its results and what it said.
+
+    All processes share vLLM's cache: what it keeps of a model with the plug-in must not be taken without it.
+    """
+    cache = tmp_path_factory.mktemp("cache")
 
     def run(jobs, changed=False, **environment):
         folder = tmp_path_factory.mktemp("engine")
@@ -102,7 +75,7 @@ def engine(models, tmp_path_factory):
         environment = {
             **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CACHE_ROOT": str(folder),
+            "VLLM_CACHE_ROOT": str(cache),
             **environment,
         }
         script = Path(__file__).with_name("vllm_engine.py")
@@ -120,8 +93,8 @@ def engine(models, tmp_path_factory):
     return run
 
 
-EAGER = [(model, dtype, "eager", {}) for model in ("llama", "qwen3") for dtype in ("bfloat16", "float32")]
-COMPILED = [(model, "bfloat16", "compiled", {}) for model in ("llama", "qwen3")]
+EAGER = [(model, dtype, "eager", {}) for model in ("Llama", "Qwen3") for dtype in ("bfloat16", "float32")]
+COMPILED = [(model, "bfloat16", "compiled", {}) for model in ("Llama", "Qwen3")]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +117,7 @@ def bits_kept(results, others):
 def test_same_tokens(engine, without):
     own = [
         (
-            "llama",
+            "Llama",
             "bfloat16",
             "eager",
             {"ir_op_priority": {"rms_norm": "native", "fused_add_rms_norm": "fusednorm_default"}},
@@ -161,7 +134,7 @@ def test_same_tokens(engine, without):
         # Two layers: the first norm has no residual, the four others have. Qwen3 norms q and k of both layers.
         assert result["counts"]["rms_norm"] > 0
         assert (
-            result["counts"]["fused_add_rms_norm_"] * (5 if model == "qwen3" else 1) == result["counts"]["rms_norm"] * 4
+            result["counts"]["fused_add_rms_norm_"] * (5 if model == "Qwen3" else 1) == result["counts"]["rms_norm"] * 4
         )
     # What the user orders comes first.
     assert found[-1]["priorities"]["rms_norm"] == ["native"]
@@ -169,7 +142,7 @@ def test_same_tokens(engine, without):
     assert found[-1]["counts"].keys() == {"fused_add_rms_norm_"}
     # Where the two round alike, only the last bit of a reciprocal root differs, in some rows.
     bfloat16 = slice(0, None, 2)
-    assert bits_kept(found[:-1][bfloat16], without[0][bfloat16]) > 0.5
+    assert bits_kept(found[:-1][bfloat16], without[0][bfloat16]) > 0.9
 
 
 @pytest.mark.slow
@@ -186,7 +159,7 @@ def test_default_rounding(engine, without):
     assert "rms_norm=['fusednorm_default', 'native']" in said
     assert found[0]["tokens"] == without[0][0]["tokens"]
     assert found[0]["counts"].keys() == {"rms_norm", "fused_add_rms_norm_"}
-    assert bits_kept(found, without[0][:1]) < 0.5
+    assert bits_kept(found, without[0][:1]) < 0.1
 
 
 @pytest.mark.slow
@@ -210,7 +183,7 @@ def test_server(models, without, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = f"""-P -m vllm.entrypoints.openai.api_server --model {models["llama"]} --host 127.0.0.1 --port {port}
+    command = f"""-P -m vllm.entrypoints.openai.api_server --model {models["Llama"]} --host 127.0.0.1 --port {port}
         --skip-tokenizer-init --enforce-eager --dtype bfloat16 --max-model-len 64 --max-num-seqs 32"""
     log = tmp_path / "log"
     environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(tmp_path)}
@@ -228,7 +201,7 @@ def test_server(models, without, tmp_path):
             except urllib.error.URLError:  # not there yet
                 time.sleep(0.5)
         request = {
-            "model": models["llama"],
+            "model": models["Llama"],
             "prompt": PROMPTS,
             "max_tokens": 16,
             "temperature": 0,
@@ -484,6 +457,9 @@ def test_dispatch(vllms):
         assert torch.equal(found[1], total)
         assert torch.equal(x, before[0])
         assert torch.equal(residual, before[1])
+        with vllms.fused_add_rms_norm.set_priority(["fusednorm_default", "native"]):
+            found = vllms.fused_add_rms_norm(x, residual, weight, EPS)
+        assert all(map(torch.equal, found, fusednorm.fused_add_rms_norm(x, residual, weight, EPS)))
         vllms.fused_add_rms_norm.maybe_inplace(x, residual, weight, EPS)
         assert torch.equal(x, y)
         assert torch.equal(residual, total)
