@@ -20,7 +20,7 @@ import torch
 import fusednorm
 import fusednorm.vllm as plugin
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import vllm_serving
 
 if find_spec("vllm") is None:

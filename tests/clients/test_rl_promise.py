@@ -11,7 +11,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `tox -e vllm` installs it", allow_module_level=True)
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "rl_promise.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "rl_promise.py"
 
 
 def test_rows_and_norms(tmp_path, monkeypatch):
