@@ -724,15 +724,15 @@ def first_failure(folder, mutant):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
     if mutant.backend:
         clean["FUSEDNORM_BACKEND"] = mutant.backend
-    tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
-    kit = folder / "fusednorm" / "conformance"
-    first = [kit / f"test_{name}.py" for name in ("forward", "one_rule", "golden", "gradients")]
+    tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", "--pyargs")
+    kit = "fusednorm.conformance.test_"
+    first = [kit + name for name in ("forward", "one_rule", "golden", "gradients")]
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name != "test_install.py"]
     if mutant.backend:  # interpreted: the quickest first
-        first = [kit / f"test_{name}.py" for name in ("golden", "gradients", "forward", "one_rule")]
+        first = [kit + name for name in ("golden", "gradients", "forward", "one_rule")]
         others = []
     elif mutant.what.startswith(("Triton", "CUDA", "Distributed")):
-        first, others = [folder / "tests" / f"test_{mutant.what.partition(':')[0].lower()}.py"], []
+        first, others = list(folder.glob(f"tests/**/test_{mutant.what.partition(':')[0].lower()}.py")), []
     files = dict.fromkeys(map(str, [*first, *others]))
     command = (sys.executable, "-P", "-m", *tests, *files)
     if mutant.backend == "cuda":  # -s: what ends the process is not lost
