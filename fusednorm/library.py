@@ -79,11 +79,14 @@ def _into(
     weight: Tensor | None,
     out: Tensor,
     residual_out: Tensor | None,
-    *flags: Any,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
 ) -> None:
     way = quick.get(order())
-    if way is None or way(x, residual, weight, out, residual_out, *flags) is None:
-        run(x, residual, weight, *flags, out, residual_out)
+    if way is None or way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm) is None:
+        run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
 
 
 def _backward(
