@@ -352,8 +352,8 @@ def test_gradient_checkpointing(reentrant, by):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_hooks(mode):
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_hooks(grad_mode):
     """Hooks on norms and layers are called, and may change what goes through, in place or not."""
 
     def run(model, change):
@@ -367,7 +367,7 @@ def test_hooks(mode):
             model.model.layers[1].register_forward_hook(hook),
             model.model.layers[0].post_attention_layernorm.register_forward_hook(hook),
         ]
-        with mode():
+        with grad_mode():
             result = model(tokens(), use_cache=False).logits
         for handle in handles:
             handle.remove()
@@ -376,7 +376,7 @@ def test_hooks(mode):
 
     model = build("Llama")
     changes = [lambda output: output * 2, lambda output: None]
-    if mode is torch.no_grad:
+    if grad_mode is torch.no_grad:
         changes.append(lambda output: output.mul_(2))
     expected = [run(model, change) for change in changes]
     patched(model)
