@@ -164,15 +164,15 @@ def test_default_rounding(engine, without):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changed", "mode", "words"),
+    ("changed", "setting", "words"),
     [
         (True, "vllm", "to take x, weight, epsilon, variance_size, found x, weight, eps, variance_size"),
         (False, "off", ""),
         (False, "vlm", "FUSEDNORM_VLLM is 'vlm', it must be one of vllm, default, off"),
     ],
 )
-def test_vllm_as_it_was(engine, without, changed, mode, words):
-    found, said = engine(EAGER[:1], changed, FUSEDNORM_VLLM=mode)
+def test_vllm_as_it_was(engine, without, changed, setting, words):
+    found, said = engine(EAGER[:1], changed, FUSEDNORM_VLLM=setting)
     assert found == without[0][:1]
     assert words in said
     assert ("leaves vLLM 0." in said) == bool(words)
@@ -265,16 +265,16 @@ def providers(ops):
     ]
 
 
-@pytest.mark.parametrize("mode", ["vllm", "default"])
-def test_register(vllms, said, monkeypatch, mode):
+@pytest.mark.parametrize("setting", ["vllm", "default"])
+def test_register(vllms, said, monkeypatch, setting):
     before = providers(vllms)
-    monkeypatch.setenv("FUSEDNORM_VLLM", mode)
+    monkeypatch.setenv("FUSEDNORM_VLLM", setting)
     plugin.register()
-    first = plugin.MODES[mode]
+    first = plugin.MODES[setting]
     assert providers(vllms) == [
         ([*impls, "fusednorm", "fusednorm_default"], [first, *order]) for impls, order in before
     ]
-    assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={mode})" in said.text
+    assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={setting})" in said.text
     plugin.register()
     assert providers(vllms)[0][1].count(first) == 1
 
