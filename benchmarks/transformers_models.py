@@ -16,7 +16,6 @@ import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ import fusednorm.transformers
 VOCABULARY = 512
 SHAPE = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 128,
+    "head_dim": 64,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -140,19 +139,14 @@ def answers(kind: str) -> dict[str, Any]:
 
 
 def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds without and with the patch: 128 tokens at once, and one token after them; medians."""
+    """Milliseconds without and with the patch: 128 tokens at once, and one token after them.
+
+    Medians over the turns; of each turn the best of its calls, because other programs may run beside it.
+    """
     model = build(kind, SHAPE, torch.bfloat16)
 
     def prefill() -> Any:
         return model(tokens(1, 128), use_cache=True).past_key_values
-
-    def decode(cache: Any) -> Callable[[], None]:
-        def step() -> None:
-            for _ in range(8):
-                model(tokens(1, 1), past_key_values=cache, use_cache=True)
-            cache.crop(128)
-
-        return step
 
     measured: dict[str, tuple[list[float], list[float]]] = {"prefill": ([], []), "decode": ([], [])}
     with torch.no_grad():
@@ -161,14 +155,19 @@ def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
                 fusednorm.transformers.patch(model, quiet=True)
             else:
                 fusednorm.transformers.unpatch(model)
-            step = decode(prefill())
-            step()
-            for name, call, count in (("prefill", prefill, 1), ("decode", step, 8)):
-                begin = time.perf_counter()
-                for _ in range(3):
+            cache = prefill()
+
+            def decode(cache: Any = cache) -> Any:
+                return model(tokens(1, 1), past_key_values=cache, use_cache=True)
+
+            for name, call, count in (("prefill", prefill, 5), ("decode", decode, 20)):
+                took = []
+                for _ in range(count):
+                    begin = time.perf_counter()
                     call()
+                    took.append((time.perf_counter() - begin) * 1e3)
                 if turn >= 2:
-                    measured[name][turn % 2].append((time.perf_counter() - begin) / 3 / count * 1e3)
+                    measured[name][turn % 2].append(min(took))
     return {name: (statistics.median(without), statistics.median(with_)) for name, (without, with_) in measured.items()}
 
 
@@ -233,9 +232,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--all", action="store_true")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if arguments.all:
