@@ -18,6 +18,7 @@ import math
 
 import torch
 
+from fusednorm.compare import ulps
 from fusednorm.conformance.cases import differing
 
 
@@ -29,17 +30,6 @@ def limit(y, round_norm):
         return units
     assert units * 2**-24 / torch.finfo(y.dtype).eps < 0.1
     return 2 if round_norm else 1
-
-
-def ulps(a, b):
-    """How many floating-point numbers of their dtype apart a and b are; +0 and -0 are the same one."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-
-    def ordinal(tensor):
-        whole = tensor.contiguous().view(bits).to(torch.int64)
-        return torch.where(whole < 0, -(whole & torch.iinfo(bits).max), whole)
-
-    return (ordinal(a) - ordinal(b)).abs()
 
 
 def agree(what, actual, wanted, round_norm):

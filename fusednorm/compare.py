@@ -1,0 +1,341 @@
+"""How exact, and how constant, each implementation on this machine is: ``python -m fusednorm compare``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from fusednorm import doctor
+from fusednorm.backends.reference import rounded
+from fusednorm.peers import PEERS, Call, Implementation, MissingError
+
+DTYPES = ("bfloat16", "float16", "float32")
+EPS = 1e-6
+
+#: Batches, in rows: each small one, and those around powers of two, where kernels change their plans.
+BATCHES = (*range(1, 41), *(2**power + by for power in range(6, 11) for by in (-1, 0, 1)))
+ROWS = BATCHES[-1]
+#: How often the largest batch is computed.
+RUNS = 5
+#: Batches that each number of threads computes.
+THREADED = (1, 16, ROWS)
+
+#: The histogram's classes of errors in ulp: up to each of these, and beyond.
+EDGES = (0, 1, 2, 4, 8)
+CLASSES = ("0", "1", "2", "3-4", "5-8", "over 8")
+
+
+@dataclass
+class Finding:
+    """What one implementation did in one dtype."""
+
+    name: str
+    version: str
+    rounds: str
+    dtype: str
+    #: Why there are no figures; empty if there are.
+    error: str = ""
+    max_ulp: int = 0
+    mean_ulp: float = 0.0
+    #: Elements in each of :data:`CLASSES`.
+    histogram: dict[str, int] = field(default_factory=dict)
+    #: How many of the runs after the first differ from it.
+    differing_runs: int = 0
+    #: The batches in which some row differs from that row alone.
+    differing_batches: list[int] = field(default_factory=list)
+    #: The numbers of threads with which some batch differs from one thread's; None on a device without threads.
+    differing_threads: list[int] | None = None
+
+    @property
+    def constant(self) -> bool:
+        """Whether nothing but the row decided its bits."""
+        return not (self.error or self.differing_runs or self.differing_batches or self.differing_threads)
+
+
+def ulps(a: Tensor, b: Tensor) -> Tensor:
+    """How many floating-point numbers of their dtype apart a and b are, as int64; +0 and -0 are the same one.
+
+    Args:
+        a: any shape, float16, bfloat16, float32 or float64; no NaN.
+        b: of that shape and dtype.
+    """
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+
+    def ordinal(tensor: Tensor) -> Tensor:
+        whole = tensor.contiguous().view(bits).to(torch.int64)
+        return torch.where(whole < 0, -(whole & torch.iinfo(bits).max), whole)
+
+    return (ordinal(a) - ordinal(b)).abs()
+
+
+def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The formula in float64, from the operands as they are, rounded to x's dtype once, at the end.
+
+    float64's own errors are about 2^-52 of y, so where y is within that of the middle between two numbers of float32
+    (about one element in 10^8), the nearest may be missed by one ulp.
+    """
+    total = x.double() + residual.double()
+    y = total / (total.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    return rounded(y, x.dtype)
+
+
+def operands(dtype: torch.dtype, hidden_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x and a residual of twice its size, [ROWS, hidden_size], normal; and a weight, normal around 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, hidden_size, generator=generator)
+    residual = 2 * torch.randn(ROWS, hidden_size, generator=generator)
+    weight = 1 + 0.2 * torch.randn(hidden_size, generator=generator)
+    return x.to(dtype), residual.to(dtype), weight.to(dtype)
+
+
+def threads() -> list[int]:
+    """One, two, and as many as torch takes by itself."""
+    return sorted({1, 2, torch.get_num_threads()})
+
+
+def _checked(y: Tensor, x: Tensor) -> Tensor:
+    """The result, if it is one that can be measured."""
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError(f"returned {y.dtype} {list(y.shape)}, expected {x.dtype} {list(x.shape)}")
+    if not y.isfinite().all():
+        raise ValueError("returned NaN or infinity for ordinary operands")
+    return y
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return doctor.differing(a, b) > 0
+
+
+@torch.no_grad()
+def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor) -> Finding:
+    """Everything about one implementation in one dtype. What it raises is part of the finding.
+
+    Args:
+        implementation: one of :data:`fusednorm.peers.PEERS`, or any other.
+        x: [ROWS, N].
+        residual: [ROWS, N].
+        weight: [N].
+        wanted: [ROWS, N], see :func:`exact`.
+    """
+    found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
+    before = torch.get_num_threads()
+    try:
+        call = implementation.build(weight, EPS)
+        y = _checked(call(x, residual), x)
+        apart = ulps(y, wanted)
+        found.max_ulp, found.mean_ulp = int(apart.max()), apart.double().mean().item()
+        counts = torch.bucketize(apart, torch.tensor(EDGES, device=x.device)).flatten().bincount(minlength=len(CLASSES))
+        found.histogram = dict(zip(CLASSES, counts.tolist(), strict=True))
+        found.differing_runs = sum(_differ(call(x, residual), y) for _ in range(RUNS - 1))
+        alone = torch.cat([call(x[row : row + 1], residual[row : row + 1]) for row in range(ROWS)])
+        found.differing_batches = [m for m in BATCHES if _differ(call(x[:m], residual[:m]), alone[:m])]
+        if x.device.type == "cpu":
+            found.differing_threads = _threaded(implementation, x, residual, weight)
+    except Exception as error:  # an implementation is somebody's code: whatever it raises is what there is to show
+        found.error = _in_a_line(error)
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def _threaded(implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor) -> list[int]:
+    """The numbers of threads whose bits are not those of one thread."""
+
+    def outputs(count: int) -> list[Tensor]:
+        torch.set_num_threads(count)
+        call: Call = implementation.build(weight, EPS)
+        return [call(x[:m], residual[:m]) for m in THREADED]
+
+    one, *others = threads()
+    alone = outputs(one)
+    return [count for count in others if any(map(_differ, outputs(count), alone))]
+
+
+def report(
+    names: Iterable[str] = tuple(PEERS),
+    dtypes: Iterable[str] = DTYPES,
+    hidden_size: int = 4096,
+    device: str = "cpu",
+    *,
+    starting: Callable[[str], object] = str,
+) -> dict[str, Any]:
+    """Measures the implementations, and returns what was found: plain data, but for a list of :class:`Finding`.
+
+    Args:
+        names: keys of :data:`fusednorm.peers.PEERS`.
+        dtypes: of :data:`DTYPES`.
+        hidden_size: N.
+        device: as torch names it.
+        starting: is told what is measured next.
+    """
+    where = torch.device(device)
+    given = {}
+    for dtype in dtypes:
+        on_cpu = operands(getattr(torch, dtype), hidden_size)
+        given[dtype] = [tensor.to(where) for tensor in (*on_cpu, exact(*on_cpu, EPS))]
+    findings: dict[str, list[Finding]] = {dtype: [] for dtype in given}
+    missing = {}
+    for (
+        name
+    ) in names:  # one is imported after the other has been measured: importing vLLM sets options of torch.compile
+        try:
+            implementations = PEERS[name](where)
+        except MissingError as reason:
+            missing[name] = str(reason)
+            continue
+        except Exception as error:  # importing somebody's code can raise anything, and must not end the comparison
+            missing[name] = _in_a_line(error)
+            continue
+        for implementation, dtype in itertools.product(implementations, given):
+            starting(f"{implementation.name}, {dtype}")
+            findings[dtype].append(measure(implementation, *given[dtype]))
+    machine = doctor.report()
+    return {
+        **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
+        "device": "cpu" if where.type == "cpu" else torch.get_device_module(where).get_device_name(where),
+        "rows": ROWS,
+        "hidden_size": hidden_size,
+        "eps": EPS,
+        "runs": RUNS,
+        "batches": BATCHES,
+        "threads": threads() if where.type == "cpu" else None,
+        "missing": missing,
+        "findings": list(itertools.chain(*findings.values())),
+    }
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _sameness(differing: int, of: int) -> str:
+    return f"[red]{differing} of {of}[/]" if differing else "[green]same[/]"
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Prints the findings for a person."""
+    device = found["processor"] if found["device"] == "cpu" else found["device"]
+    counts = found["threads"] or []
+    console.print(
+        f"[bold]{found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, on {device}",
+        highlight=False,
+    )
+    words = Table.grid(padding=(0, 2))
+    words.add_row("rounds", "what is rounded on the way, besides y")
+    words.add_row(
+        "max, mean", "error in ulp of y's dtype, against the formula in float64 that is rounded once, at the end"
+    )
+    words.add_row(", ".join(CLASSES), "how many elements have such an error; 0 is the nearest number there is")
+    words.add_row("runs", f"of {found['runs']} equal calls: how many return other bits than the first")
+    words.add_row(
+        "batches",
+        f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: in how many some row has other bits than alone",
+    )
+    if counts:
+        words.add_row("threads", f"of {', '.join(map(str, counts))}: how many change bits, against one")
+    console.print(words, highlight=False)
+    for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype):
+        table = Table(title=dtype, title_justify="left")
+        for title in ("implementation", "rounds"):
+            table.add_column(title, no_wrap=True)
+        for title in ("max", "mean", *CLASSES):
+            table.add_column(title, justify="right")
+        for title in ("runs", "batches", "threads"):
+            table.add_column(title, no_wrap=True)
+        for finding in group:
+            if finding.error:
+                table.add_row(finding.name, finding.rounds, "[red]failed[/]")
+                continue
+            changes = finding.differing_threads
+            table.add_row(
+                finding.name,
+                finding.rounds,
+                str(finding.max_ulp),
+                f"{finding.mean_ulp:.5f}",
+                *map(str, finding.histogram.values()),
+                _sameness(finding.differing_runs, found["runs"] - 1),
+                _sameness(len(finding.differing_batches), len(found["batches"])),
+                "-" if changes is None else _sameness(len(changes), len(counts) - 1),
+            )
+        console.print(table, highlight=False)
+    facts = Table.grid(padding=(0, 2))
+    for finding in found["findings"]:
+        if finding.error:
+            facts.add_row(f"{finding.name}, {finding.dtype}", f"[red]failed[/]: {escape(finding.error)}")
+    for name, reason in found["missing"].items():
+        facts.add_row(name, f"[yellow]not measured[/]: {escape(reason)}")
+    for name, version in {finding.name: finding.version for finding in found["findings"]}.items():
+        facts.add_row(name, escape(version))
+    console.print(facts, highlight=False)
+
+
+def plot(found: dict[str, Any], path: str) -> None:
+    """Draws the histograms, and beside each what changes bits. Needs matplotlib and at least one finding.
+
+    Args:
+        found: what :func:`report` returned.
+        path: of the file, which ends in .png, .svg or another of matplotlib's formats.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    by_dtype = {
+        dtype: list(group) for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype)
+    }
+    names = [f"{finding.name} ({finding.rounds})" for finding in next(iter(by_dtype.values()))]
+    colours = pyplot.get_cmap("viridis_r")([place / (len(CLASSES) - 1) for place in range(len(CLASSES))])
+    figure, panels = pyplot.subplots(
+        1,
+        2 * len(by_dtype),
+        figsize=(3.2 + 4.2 * len(by_dtype), 1.8 + 0.36 * len(names)),
+        width_ratios=[3.2, 1] * len(by_dtype),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for (dtype, findings), errors, changes in zip(by_dtype.items(), panels[0, ::2], panels[0, 1::2], strict=True):
+        left = [0.0] * len(findings)
+        for label, colour in zip(CLASSES, colours, strict=True):
+            shares = [
+                100 * finding.histogram[label] / sum(finding.histogram.values()) if finding.histogram else 0.0
+                for finding in findings
+            ]
+            errors.barh(range(len(names)), shares, left=left, color=colour, label=label)
+            left = [a + b for a, b in zip(left, shares, strict=True)]
+        errors.set(title=f"{dtype}: error in ulp", xlabel="elements, %", xlim=(0, 100))
+        for at, finding in enumerate(findings):
+            if finding.error:
+                errors.text(50, at, "failed", ha="center", va="center", color="firebrick")
+                continue
+            threads_differ = finding.differing_threads
+            answers = (finding.differing_runs, finding.differing_batches, threads_differ)
+            for column, differing in enumerate(answers):
+                text, colour = (
+                    ("–", "black") if differing is None else ("≠", "firebrick") if differing else ("=", "seagreen")
+                )
+                changes.text(column, at, text, ha="center", va="center", color=colour, weight="bold", size=13)
+        changes.set(title="same bits?", xlim=(-0.6, 2.6), xticks=range(3))
+        changes.set_xticklabels(("runs", "batches", "threads"), rotation=45, ha="right", rotation_mode="anchor")
+        changes.tick_params(length=0)
+    panels[0, 0].set_yticks(range(len(names)), names)
+    panels[0, 0].invert_yaxis()
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, [f"{label} ulp" for label in labels], loc="outside lower center", ncols=len(CLASSES))
+    device = found["processor"] if found["device"] == "cpu" else found["device"]
+    figure.suptitle(
+        f"{found['rows']} rows of {found['hidden_size']} elements on {device}; "
+        "in parentheses what is rounded on the way, besides y",
+        size="medium",
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,262 @@
+"""``python -m fusednorm compare``: that its figures are right, and that it notices what it says it looks for."""
+
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from fusednorm import compare, peers
+from fusednorm.conformance.cases import BF16, F16, F32, F64
+
+HIDDEN = 64
+
+
+def formula(x, residual, weight, eps):
+    return torch.nn.functional.rms_norm(x + residual, weight.shape, weight, eps)
+
+
+def implementation(call, name="made up"):
+    return peers.Implementation(name, "1.0", "sum", lambda weight, eps: lambda x, r: call(x, r, weight, eps))
+
+
+def measured(monkeypatch, *calls, dtypes=("float32",), names=()):
+    """The findings on made-up implementations, and on others."""
+    made_up = [implementation(call) for call in calls]
+    monkeypatch.setitem(compare.PEERS, "made up", lambda device: made_up)
+    return compare.report([*names, "made up"], dtypes, HIDDEN)
+
+
+def finding(monkeypatch, call):
+    (only,) = measured(monkeypatch, call)["findings"]
+    return only
+
+
+def shown(found):
+    text = io.StringIO()
+    compare.show(found, Console(file=text, width=140))
+    return text.getvalue()
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "apart"),
+    [
+        (BF16, 1.0, 1.0, 0),
+        (BF16, 1.0, 1 + 2**-7, 1),
+        (BF16, 1.0, 1 - 2**-8, 1),  # below a power of two numbers are twice as dense
+        (BF16, 1 - 2**-8, 1 + 2**-7, 2),
+        (F16, 2.0, 2 - 2**-10, 1),
+        (F16, -2.0, -2 + 3 * 2**-10, 3),
+        (F32, 1.0, 2.0, 2**23),
+        (F32, 0.0, -0.0, 0),
+        (F32, 2**-149, -(2**-149), 2),
+        (F16, 65504.0, math.inf, 1),
+        (F64, 1.0, 1 + 2**-52, 1),
+    ],
+)
+def test_ulps(dtype, a, b, apart):
+    a, b = torch.tensor([a], dtype=dtype), torch.tensor([b], dtype=dtype)
+    assert compare.ulps(a, b).tolist() == compare.ulps(b, a).tolist() == [apart]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(BF16, 8), (F16, 11), (F32, 24)])
+def test_exact_is_rounded_once(dtype, bits):
+    """In 16 bits the sums 1 + 2^-12 and 3 + 2^-7 would be rounded."""
+    x, residual = torch.tensor([[1.0, 3, 1, 1]], dtype=dtype), torch.tensor([[2.0**-12, 2**-7, 0, 0]], dtype=dtype)
+    weight = torch.tensor([1.0, 1.25, 0.75, 3], dtype=dtype)
+    total = [1 + 2**-12, 3 + 2**-7, 1, 1]
+    root = math.sqrt(math.fsum(h * h for h in total) / 4 + 1e-6)
+    values = [h / root * g for h, g in zip(total, weight.tolist(), strict=True)]
+    steps = [2.0 ** (math.frexp(value)[1] - bits) for value in values]
+    y = compare.exact(x, residual, weight, 1e-6)
+    assert y.dtype == dtype
+    assert y[0].tolist() == [round(value / step) * step for value, step in zip(values, steps, strict=True)]
+
+
+def test_histogram(monkeypatch):
+    steps = [0, 1, 2, 3, 4, 5, 8, 9]
+
+    def off(x, residual, weight, eps):
+        y = compare.exact(x, residual, weight, eps)
+        y.view(torch.int32)[:, : len(steps)] += torch.tensor(steps, dtype=torch.int32)
+        return y
+
+    found = finding(monkeypatch, off)
+    rows = compare.ROWS
+    counts = [(HIDDEN - len(steps) + 1) * rows, rows, rows, 2 * rows, 2 * rows, rows]
+    assert found.histogram == dict(zip(compare.CLASSES, counts, strict=True))
+    assert found.max_ulp == 9
+    assert found.mean_ulp == sum(steps) / HIDDEN
+
+
+def test_torch_is_near_and_fusednorm_nearest_where_nothing_is_rounded_on_the_way():
+    found = {(f.name, f.rounds): f for f in compare.report(["fusednorm", "eager"], ["bfloat16"], HIDDEN)["findings"]}
+    # docs/spec.md, section 4: at most 0.5003 ulp of bfloat16, so at most one number away from the nearest.
+    assert found["fusednorm", "nothing"].max_ulp <= 1
+    assert found["fusednorm", "nothing"].mean_ulp < found["fusednorm", "norm"].mean_ulp
+    assert found["fusednorm", "nothing"].mean_ulp < found["torch eager", "sum"].mean_ulp
+
+
+# What changes bits
+
+
+def batch_dependent(x, residual, weight, eps):
+    y = formula(x, residual, weight, eps)
+    return y * (1 + 2**-20) if len(x) >= 64 else y
+
+
+def random(x, residual, weight, eps):
+    y = formula(x, residual, weight, eps)
+    return y + 1e-3 * torch.rand_like(y)
+
+
+def thread_dependent(x, residual, weight, eps):
+    return formula(x, residual, weight, eps) * (1 + 2**-20 * torch.get_num_threads())
+
+
+def failing(x, residual, weight, eps):
+    raise NotImplementedError("[red] no kernel\nfor this")
+
+
+def test_batch_dependence_is_found(monkeypatch):
+    found = measured(monkeypatch, batch_dependent, formula)
+    dependent, constant = found["findings"]
+    assert dependent.differing_batches == [m for m in compare.BATCHES if m >= 64]
+    assert (dependent.differing_runs, dependent.differing_threads) == (0, [])
+    assert (dependent.constant, constant.constant) == (False, True)
+    dependent, constant = (line for line in shown(found).splitlines() if "made up" in line and "same" in line)
+    assert f"{sum(m >= 64 for m in compare.BATCHES)} of {len(compare.BATCHES)}" in dependent
+    assert (dependent.count("same"), constant.count("same")) == (2, 3)
+
+
+def test_randomness_is_found(monkeypatch):
+    found = finding(monkeypatch, random)
+    assert found.differing_runs == compare.RUNS - 1
+    assert not found.constant
+
+
+def test_thread_dependence_is_found(monkeypatch):
+    before = torch.get_num_threads()
+    found = finding(monkeypatch, thread_dependent)
+    assert found.differing_threads == compare.threads()[1:]
+    assert (found.differing_runs, found.differing_batches) == (0, [])
+    assert not found.constant
+    assert torch.get_num_threads() == before
+
+
+def test_failures_are_shown(monkeypatch):
+    found = measured(
+        monkeypatch,
+        failing,
+        lambda x, residual, weight, eps: (x + residual).double(),
+        lambda x, residual, weight, eps: (x + residual) / 0,
+    )
+    shape = [compare.ROWS, HIDDEN]
+    assert [f.error for f in found["findings"]] == [
+        "NotImplementedError: [red] no kernel for this",
+        f"ValueError: returned torch.float64 {shape}, expected torch.float32 {shape}",
+        "ValueError: returned NaN or infinity for ordinary operands",
+    ]
+    assert not any(f.constant for f in found["findings"])
+    for f in found["findings"]:
+        assert f.error.split()[1] in shown(found)
+
+
+def test_what_cannot_be_found_or_imported_is_shown(monkeypatch):
+    def broken(device):
+        raise OSError("libnowhere.so: cannot open")
+
+    monkeypatch.setitem(compare.PEERS, "broken", broken)
+    monkeypatch.setitem(compare.PEERS, "absent", lambda device: peers._imported("no_such_module", "no-such-package"))
+    found = compare.report(["broken", "absent"], ["float32"], HIDDEN)
+    assert found["findings"] == []
+    assert found["missing"] == {
+        "broken": "OSError: libnowhere.so: cannot open",
+        "absent": "not installed: pip install no-such-package",
+    }
+    assert all(reason in shown(found) for reason in found["missing"].values())
+
+
+# The command
+
+
+def run(*arguments):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "fusednorm", "compare", *arguments], env=clean, capture_output=True, text=True
+    )
+
+
+def test_command(tmp_path):
+    file = tmp_path / "found.json"
+    done = run("--peers", "fusednorm", "eager", "liger", "--hidden-size", str(HIDDEN), "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert f"{compare.ROWS} rows of {HIDDEN} elements" in done.stdout
+    assert torch.__version__ in done.stdout
+    assert "\x1b" not in done.stdout
+    found = json.loads(file.read_text())
+    assert found["batches"] == list(compare.BATCHES)
+    assert found["threads"] == compare.threads()
+    assert found["missing"].keys() == {"liger"}
+    rows = [(f["dtype"], f["name"], f["rounds"]) for f in found["findings"]]
+    four = [("fusednorm", rounds) for rounds in ("sum", "sum, norm", "nothing", "norm")]
+    assert rows == [
+        (dtype, *which) for dtype, which in itertools.product(compare.DTYPES, [*four, ("torch eager", "sum")])
+    ]
+    for f in found["findings"]:
+        assert f.keys() == {field.name for field in dataclasses.fields(compare.Finding)}
+        assert f["error"] == ""
+        assert sum(f["histogram"].values()) == compare.ROWS * HIDDEN
+        if f["name"] == "fusednorm":
+            assert (f["differing_runs"], f["differing_batches"], f["differing_threads"]) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden-size", "0"], "--hidden-size is 0, it must be at least 1"),
+        (["--peers", "nobody"], "invalid choice: 'nobody'"),
+        (["--peers", "liger"], "nothing was measured"),
+    ],
+)
+def test_command_refuses(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_status_is_that_of_fusednorm_alone(monkeypatch, capsys):
+    from fusednorm.__main__ import main
+
+    command = ["fusednorm", "compare", "--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers"]
+    monkeypatch.setitem(compare.PEERS, "ours", lambda device: [implementation(batch_dependent, "fusednorm")])
+    monkeypatch.setitem(compare.PEERS, "theirs", lambda device: [implementation(batch_dependent)])
+    monkeypatch.setattr(sys, "argv", [*command, "ours"])
+    assert main() == 1
+    monkeypatch.setattr(sys, "argv", [*command, "theirs"])
+    assert main() == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is here, nothing to refuse")
+def test_plot_names_what_it_needs():
+    done = run("--plot", "found.svg")
+    assert done.returncode == 2
+    assert "pip install 'fusednorm[plot]'" in done.stderr
+
+
+def test_plot(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install 'fusednorm[plot]'")
+    found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=compare.DTYPES)
+    compare.plot(found, str(tmp_path / "found.png"))
+    assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
