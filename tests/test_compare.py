@@ -18,6 +18,15 @@ from fusednorm import compare, peers
 from fusednorm.conformance.cases import BF16, F16, F32, F64
 
 HIDDEN = 64
+ROWS, BATCHES = compare.ROWS, compare.BATCHES
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """What these tests measure in their own process need not be large."""
+    monkeypatch.setattr(compare, "BATCHES", (*range(1, 9), 63, 64, 65))
+    monkeypatch.setattr(compare, "ROWS", 65)
+    monkeypatch.setattr(compare, "THREADED", (1, 65))
 
 
 def formula(x, residual, weight, eps):
@@ -146,13 +155,28 @@ def test_randomness_is_found(monkeypatch):
     assert not found.constant
 
 
+def test_one_run_that_differs_is_found(monkeypatch):
+    calls = itertools.count()
+
+    def once_wrong(x, residual, weight, eps):
+        return formula(x, residual, weight, eps) * (1 + 2**-20 * (next(calls) == 2))
+
+    found = finding(monkeypatch, once_wrong)
+    assert (found.differing_runs, found.differing_batches, found.differing_threads) == (1, [], [])
+    assert not found.constant
+
+
 def test_thread_dependence_is_found(monkeypatch):
     before = torch.get_num_threads()
-    found = finding(monkeypatch, thread_dependent)
-    assert found.differing_threads == compare.threads()[1:]
+    torch.set_num_threads(1)
+    try:
+        found = finding(monkeypatch, thread_dependent)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert found.differing_threads == [2]
     assert (found.differing_runs, found.differing_batches) == (0, [])
     assert not found.constant
-    assert torch.get_num_threads() == before
 
 
 def test_failures_are_shown(monkeypatch):
@@ -202,11 +226,11 @@ def test_command(tmp_path):
     file = tmp_path / "found.json"
     done = run("--peers", "fusednorm", "eager", "liger", "--hidden-size", str(HIDDEN), "--json", str(file))
     assert done.returncode == 0, done.stderr
-    assert f"{compare.ROWS} rows of {HIDDEN} elements" in done.stdout
+    assert f"{ROWS} rows of {HIDDEN} elements" in done.stdout
     assert torch.__version__ in done.stdout
     assert "\x1b" not in done.stdout
     found = json.loads(file.read_text())
-    assert found["batches"] == list(compare.BATCHES)
+    assert found["batches"] == list(BATCHES)
     assert found["threads"] == compare.threads()
     assert found["missing"].keys() == {"liger"}
     rows = [(f["dtype"], f["name"], f["rounds"]) for f in found["findings"]]
@@ -217,7 +241,7 @@ def test_command(tmp_path):
     for f in found["findings"]:
         assert f.keys() == {field.name for field in dataclasses.fields(compare.Finding)}
         assert f["error"] == ""
-        assert sum(f["histogram"].values()) == compare.ROWS * HIDDEN
+        assert sum(f["histogram"].values()) == ROWS * HIDDEN
         if f["name"] == "fusednorm":
             assert (f["differing_runs"], f["differing_batches"], f["differing_threads"]) == (0, [], [])
 
