@@ -247,7 +247,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         for title in ("implementation", "rounds"):
             table.add_column(title, no_wrap=True)
         for title in ("max", "mean", *CLASSES):
-            table.add_column(title, justify="right")
+            table.add_column(title, justify="right", overflow="fold")
         for title in ("runs", "batches", "threads"):
             table.add_column(title, no_wrap=True)
         for finding in group:
@@ -320,10 +320,8 @@ def plot(found: dict[str, Any], path: str) -> None:
             threads_differ = finding.differing_threads
             answers = (finding.differing_runs, finding.differing_batches, threads_differ)
             for column, differing in enumerate(answers):
-                text, colour = (
-                    ("–", "black") if differing is None else ("≠", "firebrick") if differing else ("=", "seagreen")
-                )
-                changes.text(column, at, text, ha="center", va="center", color=colour, weight="bold", size=13)
+                text, colour = ("–", "black") if differing is None else ("no", "red") if differing else ("yes", "green")
+                changes.text(column, at, text, ha="center", va="center", color=colour, weight="bold", size="small")
         changes.set(title="same bits?", xlim=(-0.6, 2.6), xticks=range(3))
         changes.set_xticklabels(("runs", "batches", "threads"), rotation=45, ha="right", rotation_mode="anchor")
         changes.tick_params(length=0)

@@ -290,4 +290,4 @@ def check(console: Console) -> int:
 
 def console() -> Console:
     """Where the doctor prints: as wide as its tables where the output is no terminal that wraps."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return Console() if sys.stdout.isatty() else Console(width=150)
