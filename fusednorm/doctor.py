@@ -212,7 +212,7 @@ def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def differing(actual: Tensor, expected: Tensor) -> int:
+def count_differing(actual: Tensor, expected: Tensor) -> int:
     """How many elements differ in bits; NaN equals NaN, and +0 equals -0."""
     return int((~((actual == expected) | (actual.isnan() & expected.isnan()))).sum())
 
@@ -231,7 +231,7 @@ def _result(subject: Subject, operands: list[Tensor], expected: list[Tensor]) ->
             backend: Any = registry.load(subject.backend)
             stack.enter_context(backend.use_variant(subject.variant))
         call()
-        differing = sum(differing(actual.cpu(), wanted) for actual, wanted in zip(outputs, expected, strict=True))
+        differing = sum(count_differing(actual.cpu(), wanted) for actual, wanted in zip(outputs, expected, strict=True))
         seconds = _median_seconds(call, subject.device)
     return Result(subject, x.dtype, x.shape[0], x.shape[1], differing, seconds)
 

@@ -193,7 +193,7 @@ def onnxruntime(device: torch.device) -> list[Implementation]:
         def call(x: Tensor, residual: Tensor) -> Tensor:
             given = {"x": x, "skip": residual, "gamma": weight}
             values = {name: runtime.OrtValue.from_dlpack(tensor) for name, tensor in given.items()}
-            return torch.from_dlpack(session.run_with_ort_values(None, values)[0])
+            return torch.utils.dlpack.from_dlpack(session.run_with_ort_values(None, values)[0])
 
         return call
 

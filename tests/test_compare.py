@@ -272,11 +272,13 @@ def test_status_is_that_of_fusednorm_alone(monkeypatch, capsys):
     assert main() == 0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is here, nothing to refuse")
-def test_plot_names_what_it_needs():
-    done = run("--plot", "found.svg")
-    assert done.returncode == 2
-    assert "pip install 'fusednorm[plot]'" in done.stderr
+def test_plot_names_what_it_needs(monkeypatch, capsys):
+    from fusednorm.__main__ import main
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["fusednorm", "compare", "--peers", "eager", "--plot", "found.svg"])
+    assert main() == 2
+    assert capsys.readouterr().err == "--plot needs matplotlib: pip install 'fusednorm[plot]'\n"
 
 
 def test_plot(monkeypatch, tmp_path):
