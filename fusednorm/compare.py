@@ -183,9 +183,8 @@ def report(
         given[dtype] = [tensor.to(where) for tensor in (*on_cpu, exact(*on_cpu, EPS))]
     findings: dict[str, list[Finding]] = {dtype: [] for dtype in given}
     missing = {}
-    for (
-        name
-    ) in names:  # one is imported after the other has been measured: importing vLLM sets options of torch.compile
+    # One is imported after the other has been measured: importing vLLM, for one, sets options of torch.compile.
+    for name in names:
         try:
             implementations = PEERS[name](where)
         except MissingError as reason:
@@ -307,7 +306,7 @@ def plot(found: dict[str, Any], path: str) -> None:
         left = [0.0] * len(findings)
         for label, colour in zip(CLASSES, colours, strict=True):
             shares = [
-                100 * finding.histogram[label] / sum(finding.histogram.values()) if finding.histogram else 0.0
+                0.0 if finding.error else 100 * finding.histogram[label] / sum(finding.histogram.values())
                 for finding in findings
             ]
             errors.barh(range(len(names)), shares, left=left, color=colour, label=label)
