@@ -74,7 +74,8 @@ def configuration(kind: str, shape: dict[str, Any]) -> Any:
         if hasattr(config, name):
             setattr(config, name, value)
     if kind == "deepseek_v3":
-        config.num_key_value_heads = config.num_attention_heads
+        config.num_key_value_heads, config.head_dim = config.num_attention_heads, config.qk_rope_head_dim
+        config._experts_implementation = "eager"  # which also runs in float64
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     return config
