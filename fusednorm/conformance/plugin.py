@@ -318,7 +318,7 @@ class Certificate:
         terminal.write_line(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + f"{'comparisons':>13}")
         for promise, row in found["promises"].items():
             verdicts = "".join(f"{row[column]:>10}" for column in columns)
-            failed = f"   {row['failed_tests']} tests failed" if row["failed_tests"] else ""
+            failed = f"   failed tests: {row['failed_tests']}" if row["failed_tests"] else ""
             terminal.write_line(f"{promise:22}{verdicts}{row['comparisons']:>13}{failed}")
         for mode, count in sorted(self.by_mode.items()):
             terminal.write_line(f"{mode}: {count} comparisons, bit for bit")
