@@ -49,9 +49,10 @@ class NormState:
 
 @dataclass
 class LayerState:
-    """Of a layer: the norm that gets its result, None if that is not certain."""
+    """Of a layer: the norm that gets its result, None if that is not certain; and the layer that this norm is in."""
 
     following: torch.nn.Module | None = None
+    next_layer: torch.nn.Module | None = None
 
 
 class _Patched(torch.nn.Module):
@@ -116,8 +117,11 @@ class PatchedLayer(_Patched):
 
     def _add_last(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + x``, whose norm is kept for the layer after this one."""
-        norm = self._fusednorm.following
+        norm, next_layer = self._fusednorm.following, self._fusednorm.next_layer
         if not isinstance(norm, PatchedNorm) or self._recomputed():
+            return residual + x
+        uncounted = is_compiling() or torch.is_inference_mode_enabled()  # writes are, and hooks may write
+        if uncounted and not all(_bare(module) for module in (self, next_layer, norm) if module is not None):
             return residual + x
         fused = norm.add(x, residual)
         if fused is None:
@@ -146,6 +150,7 @@ def _bare(module: torch.nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
+        or torch.nn.modules.module._has_any_global_hook()
     )
 
 
@@ -300,15 +305,18 @@ def _patch_layers(
         except NotRewrittenError as error:
             done.append((class_name, 0, False, str(error)))
             continue
-        following = None
+        following = next_layer = None
         if ends and straight:
-            last = index + 1 == len(layers)
-            attribute = final if last else first_norm(type(layers[index + 1]))
-            following = None if attribute is None else getattr(owner if last else layers[index + 1], attribute, None)
+            next_layer = layers[index + 1] if index + 1 < len(layers) else None
+            attribute = final if next_layer is None else first_norm(type(next_layer))
+            following = (
+                None if attribute is None else getattr(owner if next_layer is None else next_layer, attribute, None)
+            )
         handed = isinstance(following, PatchedNorm)
         reason: str | None = "no norm follows its additions for certain"
         if fused or handed:
-            reason = _attach(layer, PatchedLayer, norms, LayerState(following if handed else None))
+            state = LayerState(following, next_layer) if handed else LayerState()
+            reason = _attach(layer, PatchedLayer, norms, state)
         done.append((class_name, fused if reason is None else 0, handed and reason is None, reason))
     return done
 
