@@ -150,7 +150,7 @@ def _bare(module: torch.nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or torch.nn.modules.module._has_any_global_hook()
+        or torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 
