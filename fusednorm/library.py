@@ -51,28 +51,6 @@ def _rms_norm(
     return run(x, None, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)[0], rstd
 
 
-def _fused_add_rms_norm_(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-) -> None:
-    way = quick.get(order())
-    if way is None or way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm) is None:
-        run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
-
-
-def _rms_norm_(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_sum: bool, round_norm: bool
-) -> None:
-    way = quick.get(order())
-    if way is None or way(x, None, weight, x, None, eps, weight_offset, round_sum, round_norm) is None:
-        run(x, None, weight, eps, weight_offset, round_sum, round_norm, x, None)
-
-
 def _into(
     x: Tensor,
     residual: Tensor | None,
@@ -87,6 +65,14 @@ def _into(
     way = quick.get(order())
     if way is None or way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm) is None:
         run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
+
+
+def _fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:
+    _into(x, residual, weight, x, residual, *flags)
+
+
+def _rms_norm_(x: Tensor, weight: Tensor | None, *flags: Any) -> None:
+    _into(x, None, weight, x, None, *flags)
 
 
 def _backward(

@@ -12,6 +12,9 @@ from fusednorm.conformance import oracle
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
 
+#: By bytes: what the bits of a number are read as.
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 #: Whether a tensor may begin between two elements. On a GPU torch has none that do.
 BETWEEN_ELEMENTS = True
 
@@ -22,8 +25,8 @@ def dtype_name(dtype):
 
 def bits(element):
     """Those of one element, in hexadecimal."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[element.element_size()]
-    return f"0x{element.view(integer).item() % (1 << 8 * element.element_size()):0{2 * element.element_size()}x}"
+    size = element.element_size()
+    return f"0x{element.view(INTEGERS[size]).item() % (1 << 8 * size):0{2 * size}x}"
 
 
 def differing(a, b):
@@ -99,7 +102,7 @@ def reproducer(case, mode, output, at):
     ``output`` is "y" or "total" for a result of :func:`call`, or the position of one of :func:`gradients`.
     """
     backend, _, variant = mode.partition("-")
-    isa = f"os.environ['FUSEDNORM_CPU_ISA'] = {variant!r}\n" if variant else ""
+    before = f"import os\nos.environ['FUSEDNORM_CPU_ISA'] = {variant!r}\n" if variant else ""
     if isinstance(output, int):
         lines = f"""leaves = [None if t is None else t.requires_grad_() for t in operands(case)]
 with fusednorm.use_backend({backend!r}):
@@ -111,7 +114,7 @@ wanted = expected_gradients(case, leaves, *incoming(case))[{output}]"""
     got = call(case, *operands(case))[{("y", "total").index(output)}]
 wanted = expected(case, {backend!r})[{("y", "total").index(output)}]"""
         names = "Case, bits, call, expected, operands"
-    return f"""{"import os" + chr(10) + isa if isa else ""}import torch, fusednorm
+    return f"""{before}import torch, fusednorm
 from fusednorm.conformance.cases import {names}
 
 case = {case!r}

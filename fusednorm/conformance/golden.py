@@ -15,9 +15,8 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, differing, dtype_name, operands
+from fusednorm.conformance.cases import BF16, F16, F32, F64, INTEGERS, Case, differing, dtype_name, operands
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMATS = {2: "H", 4: "I", 8: "Q"}
 
 CASES = [

@@ -178,7 +178,7 @@ def pytest_runtest_call(item):
         mode = getattr(item, "callspec", None) and item.callspec.params.get("mode")
         if mode is None or mode.backend in NAMES:
             raise
-        pytest.skip(f"refused: {str(error).splitlines()[1].strip()}")
+        pytest.skip(f"refused: {str(error).splitlines()[:2][-1].strip()}")
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def mode(request):
 def agree(mode, request):
     """Asserts that two tensors have the same bits (NaN is NaN, +0 is -0), and counts it for the certificate.
 
-    Where a Case is given, a failure prints a script that shows it: ``output`` is an expression for the tensor.
+    Where a Case is given, a failure prints a script that shows it: ``output`` as in :func:`cases.reproducer`.
     """
     counts = Counter()
 

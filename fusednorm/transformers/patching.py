@@ -213,9 +213,13 @@ def patch(model: torch.nn.Module, *, quiet: bool = False) -> Report:
         found = known.get(key := _key(module))
         if found is None:
             found = known[key] = _forms_or_reason(module)
-        reason = found if isinstance(found, str) else _attach(module, PatchedNorm, frozenset(), NormState(found))
+        class_name = type(module).__name__
+        if isinstance(found, str):
+            outcomes[class_name, False, found] += 1
+            continue
+        reason = _attach(module, PatchedNorm, frozenset(), NormState(found))
         norms += reason is None
-        outcomes[type(module).__name__, reason is None, _describe(found) if reason is None else reason] += 1
+        outcomes[class_name, reason is None, reason or _describe(found)] += 1
     adds, across = 0, 0
     for owner in list(model.modules()):
         for name, layers in owner.named_children():
@@ -279,9 +283,7 @@ def _forms_or_reason(module: torch.nn.Module) -> Forms | str:
         return str(error)
 
 
-def _describe(found: Forms | str) -> str:
-    if isinstance(found, str):
-        return found
+def _describe(found: Forms) -> str:
     *_, form = found.values()
     arguments = [f"eps={form.eps}"]
     arguments += [f"weight_offset={form.weight_offset}"] if form.weight_offset else []
