@@ -1,7 +1,7 @@
 """Adapters with peers' signatures, at the flags that the specification names.
 
 They return the bits of fusednorm's own functions at these flags and, with these flags and no others, the values of the
-peers' formulas. `tox -e compat` compares them with the peers themselves.
+peers' formulas. `tox -e vllm` compares them with the peers themselves.
 """
 
 import copy

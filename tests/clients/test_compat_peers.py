@@ -1,6 +1,6 @@
 """The adapters beside the peers themselves: signatures, and values as far as a peer runs without a GPU.
 
-`tox -e compat` installs the peers. Liger's kernels run in Triton's interpreter, vLLM's CPU operations are loaded from
+`tox -e vllm` installs the peers. Liger's kernels run in Triton's interpreter, vLLM's CPU operations are loaded from
 their library. Of vLLM's Python, FlashInfer and FlagGems, which cannot be imported like that, the sources are read.
 """
 
@@ -21,7 +21,7 @@ from fusednorm.conformance.cases import BF16, F16, F32, Case, dtype_name, operan
 
 from compat_bounds import agree, backward_bounds, disagree
 
-pytest.importorskip("liger_kernel", reason="`tox -e compat` installs the peers")
+pytest.importorskip("liger_kernel", reason="`tox -e vllm` installs the peers")
 
 import triton.language as tl
 from liger_kernel.ops import fused_add_rms_norm as liger_fused_ops
