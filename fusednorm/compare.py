@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusednorm import doctor
 from fusednorm.backends.reference import rounded
-from fusednorm.peers import PEERS, Call, Implementation, MissingError
+from fusednorm.peers import PEERS, Implementation, MissingError, in_a_line
 
 DTYPES = ("bfloat16", "float16", "float32")
 EPS = 1e-6
@@ -128,7 +128,7 @@ def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight:
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
     before = torch.get_num_threads()
     try:
-        call = implementation.build(weight, EPS)
+        call = implementation.pure(weight, EPS)
         y = _checked(call(x, residual), x)
         apart = ulps(y, wanted)
         found.max_ulp, found.mean_ulp = int(apart.max()), apart.double().mean().item()
@@ -140,7 +140,7 @@ def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight:
         if x.device.type == "cpu":
             found.differing_threads = _threaded(implementation, x, residual, weight)
     except Exception as error:  # an implementation is somebody's code: whatever it raises is what there is to show
-        found.error = _in_a_line(error)
+        found.error = in_a_line(error)
     finally:
         torch.set_num_threads(before)
     return found
@@ -151,7 +151,7 @@ def _threaded(implementation: Implementation, x: Tensor, residual: Tensor, weigh
 
     def outputs(count: int) -> list[Tensor]:
         torch.set_num_threads(count)
-        call: Call = implementation.build(weight, EPS)
+        call = implementation.pure(weight, EPS)
         return [call(x[:m], residual[:m]) for m in THREADED]
 
     one, *others = threads()
@@ -191,7 +191,7 @@ def report(
             missing[name] = str(reason)
             continue
         except Exception as error:  # importing somebody's code can raise anything, and must not end the comparison
-            missing[name] = _in_a_line(error)
+            missing[name] = in_a_line(error)
             continue
         for implementation, dtype in itertools.product(implementations, given):
             starting(f"{implementation.name}, {dtype}")
@@ -209,10 +209,6 @@ def report(
         "missing": missing,
         "findings": list(itertools.chain(*findings.values())),
     }
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _sameness(differing: int, of: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -253,20 +253,11 @@ def check(console: Console) -> int:
     table = Table("backend", "device", "dtype", "rows", "hidden size", "bits", "time", "GB/s")
     for column in (3, 4, 6, 7):
         table.columns[column].justify = "right"
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
     done = []
-    with progress:
-        task = progress.add_task("checking", total=len(which) * len(DTYPES) * len(HIDDEN_SIZES) * len(ROWS))
+    with progress(console) as bar:
+        task = bar.add_task("checking", total=len(which) * len(DTYPES) * len(HIDDEN_SIZES) * len(ROWS))
         for result in results(which):
-            progress.update(task, advance=1, description=str(result.subject))
+            bar.update(task, advance=1, description=str(result.subject))
             done.append(result)
     for result in sorted(done, key=lambda r: which.index(r.subject)):
         table.add_row(
@@ -286,6 +277,19 @@ def check(console: Console) -> int:
     else:
         console.print(f"[green]all {len(done)} cases are exact[/]", highlight=False)
     return int(failures > 0)
+
+
+def progress(console: Console) -> Progress:
+    """A bar with the time that is left, gone when all is done; nothing where the output is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def console() -> Console:

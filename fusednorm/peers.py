@@ -1,4 +1,4 @@
-"""Other implementations of an addition and an RMS norm, as ``python -m fusednorm compare`` finds and calls them.
+"""Other implementations of an addition and an RMS norm, as ``compare`` and ``bench`` find and call them.
 
 Each function here looks for one, imports it, and says how to call it; where it is not there, MissingError says why.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fusednorm
 
-#: x and the residual, both [M, N] -> y. Neither is written to.
-Call = Callable[[Tensor, Tensor], Tensor]
+#: x and the residual, both [M, N] -> y and the sum; what works in place writes them to x and the residual.
+Call = Callable[[Tensor, Tensor], Any]
 
 
 class Implementation(NamedTuple):
@@ -30,10 +30,34 @@ class Implementation(NamedTuple):
     rounds: str
     #: A weight, [N], and eps -> a call. What it prepares may depend on torch's number of threads.
     build: Callable[[Tensor, float], Call]
+    #: Whether y takes the place of x, and the sum that of the residual.
+    in_place: bool = False
+    #: Whether autograd goes through a call.
+    gradients: bool = False
+    #: The same for a norm without a residual, where that is another function: x -> y.
+    build_norm: Callable[[Tensor, float], Callable[[Tensor], Tensor]] | None = None
+
+    def pure(self, weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """x and the residual -> y. Neither is written to."""
+        call = self.build(weight, eps)
+        if not self.in_place:
+            return lambda x, residual: call(x, residual)[0]
+
+        def on_copies(x: Tensor, residual: Tensor) -> Tensor:
+            y = x.clone()
+            call(y, residual.clone())
+            return y
+
+        return on_copies
 
 
 class MissingError(Exception):
     """An implementation is not on this machine, or does not run on the device; the message says why."""
+
+
+def in_a_line(error: Exception) -> str:
+    """What somebody's code raised."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _imported(module: str, package: str) -> Any:
@@ -41,17 +65,6 @@ def _imported(module: str, package: str) -> Any:
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise MissingError(f"not installed: pip install {package}")
     return importlib.import_module(module)
-
-
-def _in_place(operation: Callable[..., object], weight: Tensor, eps: float) -> Call:
-    """Of an operation that writes y to x and the sum to the residual."""
-
-    def call(x: Tensor, residual: Tensor) -> Tensor:
-        y = x.clone()
-        operation(y, residual.clone(), weight, eps)
-        return y
-
-    return call
 
 
 def ours(device: torch.device) -> list[Implementation]:
@@ -63,7 +76,7 @@ def ours(device: torch.device) -> list[Implementation]:
         def build(weight: Tensor, eps: float) -> Call:
             return lambda x, residual: fusednorm.fused_add_rms_norm(
                 x, residual, weight, eps, round_sum=round_sum, round_norm=round_norm
-            )[0]
+            )
 
         rounds = ", ".join(["sum"] * round_sum + ["norm"] * round_norm) or "nothing"
         return Implementation("fusednorm", version, rounds, build)
@@ -72,12 +85,22 @@ def ours(device: torch.device) -> list[Implementation]:
 
 
 def _unfused(weight: Tensor, eps: float) -> Call:
-    return lambda x, residual: torch.nn.functional.rms_norm(x + residual, weight.shape, weight, eps)
+    norm = _norm(weight, eps)
+
+    def call(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total), total
+
+    return call
+
+
+def _norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def eager(device: torch.device) -> list[Implementation]:
     """``F.rms_norm(x + residual, ...)``."""
-    return [Implementation("torch eager", torch.__version__, "sum", _unfused)]
+    return [Implementation("torch eager", torch.__version__, "sum", _unfused, gradients=True, build_norm=_norm)]
 
 
 def compiled(device: torch.device) -> list[Implementation]:
@@ -88,7 +111,12 @@ def compiled(device: torch.device) -> list[Implementation]:
         call: Call = torch.compile(_unfused(weight, eps))
         return call
 
-    return [Implementation("torch.compile", torch.__version__, "as compiled", build)]
+    def build_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+        torch.compiler.reset()
+        return torch.compile(_norm(weight, eps))
+
+    version = torch.__version__
+    return [Implementation("torch.compile", version, "as compiled", build, gradients=True, build_norm=build_norm)]
 
 
 def transformers(device: torch.device) -> list[Implementation]:
@@ -99,7 +127,12 @@ def transformers(device: torch.device) -> list[Implementation]:
     def build(weight: Tensor, eps: float) -> Call:
         norm = llama.LlamaRMSNorm(len(weight), eps).to(weight)
         norm.weight.data.copy_(weight)
-        return lambda x, residual: norm(x + residual)
+
+        def call(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + residual
+            return norm(total), total
+
+        return call
 
     return [Implementation("transformers Llama", version, "sum, norm", build)]
 
@@ -114,10 +147,10 @@ def liger(device: torch.device) -> list[Implementation]:
     def implementation(casting_mode: str, rounds: str) -> Implementation:
         def build(weight: Tensor, eps: float) -> Call:
             return lambda x, residual: functional.liger_fused_add_rms_norm(
-                x, residual, weight, eps, casting_mode=casting_mode
-            )[0]
+                x, residual, weight, eps, casting_mode=casting_mode, in_place=False
+            )
 
-        return Implementation(f"Liger {casting_mode}", version, rounds, build)
+        return Implementation(f"Liger {casting_mode}", version, rounds, build, gradients=True)
 
     return [implementation("llama", "sum, norm"), implementation("gemma", "sum")]
 
@@ -129,9 +162,45 @@ def flashinfer(device: torch.device) -> list[Implementation]:
     module = _imported("flashinfer", "flashinfer-python")
 
     def build(weight: Tensor, eps: float) -> Call:
-        return _in_place(module.norm.fused_add_rmsnorm, weight, eps)
+        return lambda x, residual: module.norm.fused_add_rmsnorm(x, residual, weight, eps)
 
-    return [Implementation("FlashInfer", module.__version__, "nothing", build)]
+    return [Implementation("FlashInfer", module.__version__, "nothing", build, in_place=True)]
+
+
+def quack(device: torch.device) -> list[Implementation]:
+    """``quack.rmsnorm`` with a residual."""
+    if device.type != "cuda":
+        raise MissingError("it needs a CUDA GPU")
+    module = _imported("quack", "quack-kernels")
+
+    def build(weight: Tensor, eps: float) -> Call:
+        return lambda x, residual: module.rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
+
+    return [Implementation("quack", importlib.metadata.version("quack-kernels"), "nothing", build, gradients=True)]
+
+
+def sglang(device: torch.device) -> list[Implementation]:
+    """SGLang's CUDA operator, of its package ``sgl_kernel``; on a CPU the operator that SGL_CPU_OP names.
+
+    SGL_CPU_OP is a library of its CPU kernels and, after a colon, its namespace and operator.
+    """
+    if device.type == "cpu":
+        library, _, name = os.environ.get("SGL_CPU_OP", "").partition(":")
+        if not library:
+            raise MissingError(
+                "no package has its CPU operator, and SGL_CPU_OP does not name one: LIBRARY:SPACE.OPERATOR"
+            )
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        namespace, _, name = name.partition(".")
+        operator, version = getattr(getattr(torch.ops, namespace), name).default, os.path.basename(library)
+    else:
+        module = _imported("sgl_kernel", "sgl-kernel")
+        operator, version = module.fused_add_rmsnorm, module.__version__
+
+    def build(weight: Tensor, eps: float) -> Call:
+        return lambda x, residual: operator(x, residual, weight, eps)
+
+    return [Implementation("SGLang operator", version, "nothing", build, in_place=True)]
 
 
 def vllm_ir(device: torch.device) -> list[Implementation]:
@@ -140,7 +209,7 @@ def vllm_ir(device: torch.device) -> list[Implementation]:
     native = importlib.import_module("vllm.ir.ops").fused_add_rms_norm.impls["native"].impl_fn
 
     def build(weight: Tensor, eps: float) -> Call:
-        return lambda x, residual: native(x, residual, weight, eps)[0]
+        return lambda x, residual: native(x, residual, weight, eps)
 
     return [Implementation("vLLM IR native", version, "norm", build)]
 
@@ -150,17 +219,17 @@ def vllm_ops(device: torch.device) -> list[Implementation]:
     library = os.environ.get("VLLM_CPU_SO") if device.type == "cpu" else None
     if library:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
-        operator, version = torch.ops._C.fused_add_rms_norm, os.path.basename(library)
+        operator, version = torch.ops._C.fused_add_rms_norm.default, os.path.basename(library)
     else:
         version = _imported("vllm", "vllm").__version__
         operator = importlib.import_module("vllm._custom_ops").fused_add_rms_norm
 
     def build(weight: Tensor, eps: float) -> Call:
-        return _in_place(operator, weight, eps)
+        return lambda x, residual: operator(x, residual, weight, eps)
 
     # On a CPU the mean of squares is of the sum before it is rounded, y of the rounded one.
     rounds = "sum, for y" if device.type == "cpu" else "sum, norm"
-    return [Implementation("vLLM operator", version, rounds, build)]
+    return [Implementation("vLLM operator", version, rounds, build, in_place=True)]
 
 
 def onnxruntime(device: torch.device) -> list[Implementation]:
@@ -180,20 +249,25 @@ def onnxruntime(device: torch.device) -> list[Implementation]:
 
         size = len(weight)
         node = onnx.helper.make_node(
-            "SkipSimplifiedLayerNormalization", ["x", "skip", "gamma"], ["y"], domain="com.microsoft", epsilon=eps
+            "SkipSimplifiedLayerNormalization",
+            ["x", "skip", "gamma"],
+            ["y", "", "", "sum"],
+            domain="com.microsoft",
+            epsilon=eps,
         )
         inputs = [value("x", "rows", size), value("skip", "rows", size), value("gamma", size)]
-        graph = onnx.helper.make_graph([node], "fused_add_rms_norm", inputs, [value("y", "rows", size)])
+        outputs = [value("y", "rows", size), value("sum", "rows", size)]
+        graph = onnx.helper.make_graph([node], "fused_add_rms_norm", inputs, outputs)
         imports = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
         model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=8)
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
-        def call(x: Tensor, residual: Tensor) -> Tensor:
+        def call(x: Tensor, residual: Tensor) -> list[Tensor]:
             given = {"x": x, "skip": residual, "gamma": weight}
             values = {name: runtime.OrtValue.from_dlpack(tensor) for name, tensor in given.items()}
-            return torch.utils.dlpack.from_dlpack(session.run_with_ort_values(None, values)[0])
+            return [torch.utils.dlpack.from_dlpack(value) for value in session.run_with_ort_values(None, values)]
 
         return call
 
@@ -208,6 +282,8 @@ PEERS: dict[str, Callable[[torch.device], list[Implementation]]] = {
     "transformers": transformers,
     "liger": liger,
     "flashinfer": flashinfer,
+    "quack": quack,
+    "sglang": sglang,
     "vllm-ir": vllm_ir,
     "vllm-ops": vllm_ops,
     "onnxruntime": onnxruntime,

@@ -1,0 +1,515 @@
+"""Times one operation at one shape after the other, each beside its peers and a copy of the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch._functorch.config as functorch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+import fusednorm
+from fusednorm import doctor
+from fusednorm.peers import PEERS, Implementation, MissingError, in_a_line
+
+#: What is timed, and how many times it reads or writes each element, at the least. Forward: x and the residual in, y
+#: and the sum out; x in, y out. Backward: the gradients of y and of the sum and the sum in, one gradient out.
+OPS = {"add_norm": 4, "norm": 2, "backward": 4}
+DTYPES = ("bfloat16", "float16", "float32")
+CPU_SHAPES = (
+    *("1x896", "1x2048", "1x4096", "1x8192", "1x16384", "8x4096", "32x4096", "128x4096", "512x4096", "2048x4096"),
+    *("4096x8192", "65536x64", "8192x128", "64x65536"),
+)
+GPU_SHAPES = tuple(
+    f"{rows}x{size}"
+    for size in (128, 896, 2048, 4096, 5120, 7168, 8192, 16384, 65536)
+    for rows in (1, 16, 64, 512, 4096, 16384, 65536)
+)
+#: Left out unless they are asked for: several of torch's operations each, which says little about a kernel's speed.
+SLOW_PEERS = ("transformers", "vllm-ir")
+EPS = 1e-6
+
+#: All contenders take turns this often; a figure is the median. A turn is many calls, about so many seconds of them.
+ROUNDS = 9
+TURN_SECONDS = 0.002
+#: On a CPU, operands beyond HOT_BYTES come in sets that together exceed every cache, as in a model.
+HOT_BYTES = 16 << 20
+COLD_BYTES = 512 << 20
+#: On a GPU they exceed its cache so many times, in at most so many sets.
+TIMES_GPU_CACHE, MOST_SETS = 4, 256
+#: A CUDA graph has so many calls, or one with each set if these are more.
+LEAST_IN_GRAPH = 8
+#: Sets of a backward pass at most: each holds a graph of autograd.
+MOST_GRAPHS = 16
+#: Bits are compared on so many rows at either end, and gradients with those of so many rows.
+EDGE_ROWS, GRADIENT_ROWS = 32, 512
+
+
+class WrongBitsError(Exception):
+    """fusednorm's bits were not the specification's: its speed is of no interest."""
+
+
+class Way(NamedTuple):
+    """A contender: one way of calling one implementation."""
+
+    name: str
+    #: Takes x, the residual, y and the sum, or the first `takes` of them; for a norm alone x and y.
+    call: Callable[..., Any]
+    takes: int
+    in_place: bool = False
+    gradients: bool = True
+    #: The backend of fusednorm that is to be ordered.
+    backend: str | None = None
+
+    def ordered(self) -> ExitStack:
+        """A context in which its backend is ordered, if it has one."""
+        stack = ExitStack()
+        if self.backend is not None:
+            stack.enter_context(fusednorm.use_backend(self.backend))
+        return stack
+
+
+class Run(NamedTuple):
+    """What is timed: a call, and sets of operands that take turns."""
+
+    way: Way
+    call: Callable[..., Any]
+    operands: list[tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one row of a table is about."""
+
+    op: str
+    dtype: str
+    rows: int
+    hidden_size: int
+    #: torch's, on a CPU.
+    threads: int | None
+
+    def __str__(self) -> str:
+        threads = "" if self.threads is None else f", {self.threads} thread{'s' * (self.threads > 1)}"
+        return f"{self.op} {self.dtype} {self.rows}x{self.hidden_size}{threads}"
+
+    @property
+    def nbytes(self) -> int:
+        """Read and written by a call."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return OPS[self.op] * self.rows * self.hidden_size * itemsize
+
+
+class Clock:
+    """Times calls on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.has_graphs = device.type == "cuda"
+        if device.type != "cpu":
+            properties = torch.get_device_module(device).get_device_properties(device)
+            self.cache_bytes = getattr(properties, "L2_cache_size", 0) or 64 << 20
+
+    def synchronise(self) -> None:
+        """Waits until the device has done what it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Until the work is done."""
+        self.synchronise()
+        begin = time.perf_counter()
+        run()
+        self.synchronise()
+        return time.perf_counter() - begin
+
+    def sets(self, nbytes: int) -> int:
+        """How many sets of operands of that many bytes take turns."""
+        if self.device.type == "cpu":
+            return 1 if nbytes <= HOT_BYTES else max(2, COLD_BYTES // nbytes)
+        return max(1, min(MOST_SETS, -(-TIMES_GPU_CACHE * self.cache_bytes // nbytes)))
+
+    def captured(self, call: Callable[..., Any], operands: list[tuple[Any, ...]]) -> Callable[[], object]:
+        """One call with each set of operands, as a CUDA graph."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call(*operands[0])
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for given in operands:
+                call(*given)
+        return graph.replay
+
+
+def copy(x: Tensor, residual: Tensor, y: Tensor, total: Tensor) -> None:
+    """The traffic of an operation with a residual, and nothing else."""
+    y.copy_(x)
+    total.copy_(residual)
+
+
+def copy_rows(x: Tensor, y: Tensor) -> None:
+    """The traffic of a norm alone."""
+    y.copy_(x)
+
+
+def ours(op: str, weight: Tensor, backends: Sequence[str]) -> Iterator[Way]:
+    """fusednorm, in each of its ways."""
+    add, add_, norm, norm_ = (
+        *(fusednorm.fused_add_rms_norm, fusednorm.fused_add_rms_norm_),
+        *(fusednorm.rms_norm, fusednorm.rms_norm_),
+    )
+    for backend in backends:
+        name = "fusednorm" if len(backends) == 1 else f"fusednorm {backend}"
+        if op == "norm":
+            yield Way(f"{name} in place", lambda x: norm_(x, weight, EPS), 1, in_place=True, backend=backend)
+            yield Way(f"{name} out=", lambda x, y: norm(x, weight, EPS, out=y), 2, backend=backend)
+            yield Way(name, lambda x: norm(x, weight, EPS), 1, backend=backend)
+            continue
+        if op == "add_norm":
+            yield Way(f"{name} in place", lambda x, r: add_(x, r, weight, EPS), 2, in_place=True, backend=backend)
+            yield Way(
+                f"{name} out=",
+                lambda x, r, y, s: add(x, r, weight, EPS, out=y, residual_out=s),
+                4,
+                backend=backend,
+            )
+        yield Way(name, lambda x, r: add(x, r, weight, EPS), 2, backend=backend)
+
+
+def theirs(op: str, weight: Tensor, implementations: Iterable[Implementation]) -> Iterator[Way]:
+    """The peers that have the operation."""
+    for peer in implementations:
+        if op == "norm":
+            if peer.build_norm is not None:
+                yield Way(peer.name, peer.build_norm(weight, EPS), 1)
+        elif op == "add_norm" or peer.gradients:
+            name = f"{peer.name} in place" if peer.in_place else peer.name
+            yield Way(name, peer.build(weight, EPS), 2, peer.in_place, peer.gradients)
+
+
+def _edges(tensor: Tensor) -> Tensor:
+    """The rows whose bits are compared."""
+    return tensor if len(tensor) <= 2 * EDGE_ROWS else torch.cat((tensor[:EDGE_ROWS], tensor[-EDGE_ROWS:]))
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _share(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+    """Of the elements, how many have other bits."""
+    pairs = [(a.detach().cpu(), b) for a, b in zip(got, wanted, strict=True)]
+    return sum(doctor.count_differing(a, b) for a, b in pairs) / sum(b.numel() for _, b in pairs)
+
+
+def _first_rows(operands: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Those whose gradients are compared."""
+    return tuple(t[:GRADIENT_ROWS] for t in operands)
+
+
+def _outputs(way: Way, operands: tuple[Tensor, ...], count: int) -> list[Tensor]:
+    """y, and the sum if there is one: the rows that are compared."""
+    given = [t.clone() for t in operands[: way.takes]]
+    with way.ordered():
+        result = way.call(*given)
+    return [_edges(t) for t in (given[:count] if way.in_place else _tuple(result))]
+
+
+def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of x, the residual and the weight, from those of y and the sum."""
+    return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
+
+
+def _differentiated(way: Way, operands: tuple[Tensor, ...], weight: Tensor) -> tuple[Any, ...]:
+    """What :func:`_gradients` takes."""
+    x, residual, *given = operands
+    leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), weight)
+    with way.ordered():
+        return _tuple(way.call(*leaves[:2])), leaves, tuple(given)
+
+
+class Bench:
+    """Measures cells on one device, with the peers that are there.
+
+    Args:
+        device: as torch names it.
+        backends: those of fusednorm to time; None: the one that a call takes.
+        peers: keys of :data:`fusednorm.peers.PEERS`.
+    """
+
+    def __init__(self, device: torch.device, backends: Iterable[str] | None, peers: Iterable[str]) -> None:
+        self.clock = Clock(device)
+        self.device = device
+        operand = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
+        chosen = fusednorm.explain(operand, operand, operand[0]).backend
+        self.backends = tuple(backends or (chosen,))
+        self.peers: list[Implementation] = []
+        self.missing: dict[str, str] = {}
+        for name in peers:
+            try:
+                self.peers += PEERS[name](device)
+            except MissingError as reason:
+                self.missing[name] = str(reason)
+            except Exception as error:  # importing somebody's code can raise anything, and must not end the measurement
+                self.missing[name] = in_a_line(error)
+        # A benchmark differentiates a graph more than once, and compiles for every shape.
+        functorch.donated_buffer = False
+
+    def machine(self) -> dict[str, Any]:
+        """What figures of another run must have in common with these."""
+        found = doctor.report()
+        names = ("fusednorm", "spec", "python", "torch", "triton", "system", "processor", "instruction_set")
+        where = "cpu" if self.device.type == "cpu" else torch.get_device_module(self.device).get_device_name()
+        peers = {peer.name: peer.version for peer in self.peers}
+        return {**{n: found.get(n) for n in names}, "device": where, "backends": list(self.backends), "peers": peers}
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second that a copy of a gibibyte (on a CPU: of a quarter) reads and writes."""
+        source = torch.zeros((1 << 28) >> (2 if self.device.type == "cpu" else 0), device=self.device)
+        target = torch.empty_like(source)
+        seconds = [self.clock.seconds(lambda: target.copy_(source)) for _ in range(10)]
+        return 2 * source.nbytes / statistics.median(seconds[1:])
+
+    def _operands(self, cell: Cell) -> list[tuple[Tensor, ...]]:
+        """Sets of x, the residual and two tensors more; for a norm alone of x and one more."""
+        dtype = getattr(torch, cell.dtype)
+        count = self.clock.sets(cell.nbytes)
+        if cell.op == "backward":
+            count = min(count, MOST_GRAPHS)
+        generator = torch.Generator().manual_seed(0)
+        first = [
+            torch.randn(cell.rows, cell.hidden_size, generator=generator).to(dtype).to(self.device)
+            for _ in range(OPS[cell.op])
+        ]
+        return [tuple(t.clone() for t in first) for _ in range(count)]
+
+    def _expected(self, cell: Cell, operands: tuple[Tensor, ...], weight: Tensor) -> list[Tensor]:
+        """What the reference computes on the CPU."""
+        on_cpu = [t.cpu() for t in operands]
+        leaf = weight.detach().cpu()
+        with fusednorm.use_backend("reference"):
+            if cell.op == "norm":
+                return [fusednorm.rms_norm(_edges(on_cpu[0]), leaf, EPS)]
+            if cell.op == "add_norm":
+                return list(fusednorm.fused_add_rms_norm(_edges(on_cpu[0]), _edges(on_cpu[1]), leaf, EPS))
+            leaf.requires_grad_()
+            way = Way("reference", lambda x, r: fusednorm.fused_add_rms_norm(x, r, leaf, EPS), 2)
+            return list(_gradients(*_differentiated(way, _first_rows(on_cpu), leaf)))
+
+    def measure(self, cell: Cell) -> dict[str, dict[str, Any]]:
+        """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
+
+        And "differing": the share of elements with other bits than the reference's. What does not run has an "error"
+        instead.
+
+        Raises:
+            WrongBitsError: fusednorm's bits are not the reference's.
+        """
+        backward = cell.op == "backward"
+        sets = self._operands(cell)
+        weight = torch.linspace(0.5, 1.5, cell.hidden_size).to(getattr(torch, cell.dtype)).to(self.device)
+        wanted = self._expected(cell, sets[0], weight)
+        weight.requires_grad_(backward)
+        found: dict[str, dict[str, Any]] = {}
+        runs: list[Run] = []
+        with torch.set_grad_enabled(backward):
+            for way in (*ours(cell.op, weight, self.backends), *theirs(cell.op, weight, self.peers)):
+                try:
+                    if backward:
+                        got: Iterable[Tensor] = _gradients(*_differentiated(way, _first_rows(sets[0]), weight))
+                        run = Run(way, _gradients, [_differentiated(way, given, weight) for given in sets])
+                    else:
+                        got = _outputs(way, sets[0], len(wanted))
+                        run = Run(way, way.call, [given[: way.takes] for given in sets])
+                except Exception as error:  # a peer is somebody's code: whatever it raises is what there is to show
+                    if way.backend is not None:
+                        raise
+                    found[way.name] = {"error": in_a_line(error)}
+                    continue
+                differing = _share(got, wanted)
+                if way.backend is not None and differing:
+                    raise WrongBitsError(f"{cell}: {way.name} does not have the reference's bits; nothing was timed")
+                found[way.name] = {"differing": differing}
+                runs.append(run)
+            plain = copy_rows if cell.op == "norm" else copy
+            runs.append(Run(Way("copy", plain, len(sets[0])), plain, list(sets)))
+            for run, (eager, graph) in zip(runs, self._timed(runs), strict=True):
+                found.setdefault(run.way.name, {}).update(eager=eager, graph=graph)
+        return found
+
+    def _timed(self, runs: list[Run]) -> list[tuple[float, float | None]]:
+        """Medians over the rounds, of eager calls and of those within a graph."""
+        counts, replays = [], []
+        for way, call, operands in runs:
+            with way.ordered():
+                call(*operands[0])
+                once = self.clock.seconds(functools.partial(call, *operands[-1]))
+                counts.append(max(3, min(1000, int(TURN_SECONDS / once))))
+                if self.clock.has_graphs:
+                    replays.append(self.clock.captured(call, operands * -(-LEAST_IN_GRAPH // len(operands))))
+        eager: list[list[float]] = [[] for _ in runs]
+        graph: list[list[float]] = [[] for _ in replays]
+        for _ in range(ROUNDS):
+            for at, (way, call, operands) in enumerate(runs):
+                given = list(itertools.islice(itertools.cycle(operands), counts[at]))
+                with way.ordered():
+                    # The first call meets the caches and the allocator as another contender left them.
+                    call(*operands[0])
+                    eager[at].append(self.clock.seconds(functools.partial(_turn, call, given)) / len(given) * 1e6)
+                if replays:
+                    captured = len(operands) * -(-LEAST_IN_GRAPH // len(operands))
+                    replays[at]()
+                    graph[at].append(self.clock.seconds(replays[at]) / captured * 1e6)
+        times = [statistics.median(values) for values in eager]
+        return list(zip(times, map(statistics.median, graph) if graph else [None] * len(times), strict=True))
+
+
+def _turn(call: Callable[..., Any], given: list[tuple[Any, ...]]) -> None:
+    for operands in given:
+        call(*operands)
+
+
+class Results:
+    """The cells of one run or several, kept in a file as they come.
+
+    Args:
+        machine: what all of them have in common, see :meth:`Bench.machine`.
+        path: of a JSON file; None: only in memory.
+
+    Raises:
+        ValueError: the file has figures of another machine, other versions or other contenders.
+    """
+
+    def __init__(self, machine: dict[str, Any], path: str | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.found: dict[str, Any] = {"machine": machine, "copy_bandwidth": None, "cells": []}
+        if self.path is not None and self.path.exists():
+            self.found = load(self.path)
+            if changed := [name for name in machine if self.found["machine"].get(name) != machine[name]]:
+                name = changed[0]
+                raise ValueError(
+                    f"--json {path} has figures of {name} {self.found['machine'].get(name)!r}, and here it is "
+                    f"{machine[name]!r}: name another file, or remove this one"
+                )
+
+    def __contains__(self, cell: Cell) -> bool:
+        return any(dataclasses.asdict(cell).items() <= other.items() for other in self.found["cells"])
+
+    def add(self, cell: Cell, contenders: dict[str, dict[str, Any]]) -> None:
+        """Keeps the figures of one cell."""
+        self.found["cells"].append({**dataclasses.asdict(cell), "bytes": cell.nbytes, "contenders": contenders})
+        self.write()
+
+    def write(self) -> None:
+        """To a new file, which then takes the place of the old one: an interrupted run leaves one or the other."""
+        if self.path is not None:
+            beside = self.path.with_name(self.path.name + ".new")
+            beside.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
+            os.replace(beside, self.path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What ``--json`` wrote.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--json {path} is no JSON: {error}; name another file, or remove this one") from None
+    if not isinstance(found, dict) or not {"machine", "copy_bandwidth", "cells"} <= found.keys():
+        raise ValueError(f"--json {path} was not written by `python -m fusednorm bench`: name another file")
+    return found
+
+
+def line(cell: dict[str, Any]) -> str:
+    """The figures of one cell, in microseconds."""
+    return ", ".join(f"{name} {figure(times)}" for name, times in cell["contenders"].items())
+
+
+def figure(times: dict[str, Any]) -> str:
+    """Microseconds of a call and, on a GPU, within a graph; three digits or so."""
+    if "error" in times:
+        return "failed"
+    values = [value for value in (times["eager"], times["graph"]) if value is not None]
+    return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
+
+
+def share(cell: dict[str, Any], name: str) -> float | None:
+    """Of the speed of a copy of as many bytes, in the same rounds; None for one row, where a call is the cost."""
+    times = cell["contenders"][name]
+    if cell["rows"] == 1 or "error" in times:
+        return None
+    way = "eager" if times["graph"] is None else "graph"
+    ratio: float = cell["contenders"]["copy"][way] / times[way]
+    return ratio
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Prints the figures as Markdown tables, one for each operation, dtype and number of threads."""
+    machine = found["machine"]
+    device = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    bandwidth = f"; a large copy moves {found['copy_bandwidth'] / 1e9:.1f} GB/s" if found["copy_bandwidth"] else ""
+    on_gpu = machine["device"] != "cpu"
+    unit = "a call / within a CUDA graph" if on_gpu else "a call"
+    console.print(f"{device}, torch {machine['torch']}{bandwidth}", highlight=False)
+    console.print(f"microseconds of {unit} (share of the speed of a copy of as many bytes)", highlight=False)
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in found["cells"]:
+        groups.setdefault((cell["op"], cell["dtype"], cell["threads"]), []).append(cell)
+    for (op, dtype, threads), cells in groups.items():
+        count = "" if threads is None else f", {threads} thread{'s' * (threads > 1)}"
+        console.print(f"\n[bold]{op}, {dtype}{count}[/]\n", highlight=False)
+        names = list(dict.fromkeys(name for cell in cells for name in cell["contenders"]))
+        table = Table(box=box.MARKDOWN)
+        table.add_column("rows x N", no_wrap=True)
+        for name in names:
+            table.add_column(escape(name), justify="right")
+        for cell in cells:
+            table.add_row(f"{cell['rows']} x {cell['hidden_size']}", *(_entry(cell, name) for name in names))
+        console.print(table, highlight=False)
+    _show_facts(found, console)
+
+
+def _entry(cell: dict[str, Any], name: str) -> str:
+    if name not in cell["contenders"]:
+        return "-"
+    part = share(cell, name)
+    return figure(cell["contenders"][name]) + (f" ({part:.0%})" if part is not None and name != "copy" else "")
+
+
+def _show_facts(found: dict[str, Any], console: Console) -> None:
+    """What else has to be known of the contenders: bits, versions, failures."""
+    facts = Table.grid(padding=(0, 2))
+    most: dict[str, float] = {}
+    for cell in found["cells"]:
+        for name, times in cell["contenders"].items():
+            if "error" in times:
+                facts.add_row(name, f"[red]failed[/] at {cell['rows']}x{cell['hidden_size']}: {escape(times['error'])}")
+            most[name] = max(most.get(name, 0.0), times.get("differing", 0.0))
+    for name, version in found["machine"]["peers"].items():
+        facts.add_row(name, escape(version))
+    for name, part in most.items():
+        if part:
+            facts.add_row(
+                name, f"other bits than the specification's in up to {part:.2%} of the elements of a table's row"
+            )
+    console.print()
+    console.print(facts, highlight=False)

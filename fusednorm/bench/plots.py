@@ -1,0 +1,109 @@
+"""Draws what ``python -m fusednorm bench`` measured. Needs matplotlib."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: What is drawn in strong colours; peers take the others.
+OURS = "fusednorm"
+
+
+def plot(found: dict[str, Any], path: str) -> None:
+    """Draws for each operation: bytes per second by bytes of a call, and what a call of one row costs.
+
+    Args:
+        found: :attr:`fusednorm.bench.cells.Results.found`, with at least one cell. Of several numbers of threads the
+            largest is drawn.
+        path: of the file, which ends in .png, .svg or another of matplotlib's formats.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    threads = max((cell["threads"] or 0 for cell in found["cells"]), default=0)
+    cells = [cell for cell in found["cells"] if (cell["threads"] or 0) == threads]
+    ops = list(dict.fromkeys(cell["op"] for cell in cells))
+    dtypes = list(dict.fromkeys(cell["dtype"] for cell in cells))
+    names = list(dict.fromkeys(name for cell in cells for name in cell["contenders"] if name != "copy"))
+    styles = _styles(names)
+    figure, panels = pyplot.subplots(
+        len(ops),
+        len(dtypes) + 1,
+        figsize=(4.2 * len(dtypes) + 4.6, 0.9 + 3.6 * len(ops)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for op, row in zip(ops, panels, strict=True):
+        for dtype, panel in zip(dtypes, row, strict=False):
+            _draw_roofline(panel, [c for c in cells if (c["op"], c["dtype"]) == (op, dtype)], styles)
+            panel.set_title(f"{op}, {dtype}")
+        row[0].set_ylabel("GB/s")
+        _draw_overhead(row[-1], [c for c in cells if c["op"] == op and c["rows"] == 1], styles)
+    handles: dict[str, Any] = {}
+    for panel in panels[:, :-1].flat:
+        lines, labels = panel.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
+    machine = found["machine"]
+    device = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    count = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
+    figure.suptitle(f"{device}{count}, torch {machine['torch']}; higher is better on the left, shorter on the right")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each contender."""
+    mine = [name for name in names if name.startswith(OURS)]
+    peers = [name for name in names if name not in mine]
+    warm = ("firebrick", "orangered", "orange")
+    cool = ("tab:blue", "tab:green", "tab:purple", "tab:cyan", "tab:gray", "tab:brown", "tab:olive", "tab:pink")
+    styles = {name: {"color": warm[i % len(warm)], "linewidth": 2.2} for i, name in enumerate(mine)}
+    styles |= {name: {"color": cool[i % len(cool)], "linewidth": 1.2} for i, name in enumerate(peers)}
+    for marker, style in zip("osD^vPX*<>h8pd", styles.values(), strict=False):
+        style |= {"marker": marker, "markersize": 4.5}
+    return styles
+
+
+def _fastest(cells: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Bytes of a call, and bytes per second; where shapes have as many bytes, the better one."""
+    best: dict[int, float] = {}
+    for cell in cells:
+        times = cell["contenders"].get(name, {"error": ""})
+        if "error" not in times:
+            microseconds = times["eager"] if times["graph"] is None else times["graph"]
+            best[cell["bytes"]] = max(best.get(cell["bytes"], 0.0), cell["bytes"] / microseconds / 1e3)
+    return sorted(best.items())
+
+
+def _draw_roofline(panel: Any, cells: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
+    """The operation does little more than move bytes: the roof is a copy of as many."""
+    from matplotlib import ticker
+
+    roof = _fastest(cells, "copy")
+    panel.fill_between(*zip(*roof, strict=True), color="0.9", label="a copy of as many bytes")
+    for name, style in styles.items():
+        if points := _fastest(cells, name):
+            panel.plot(*zip(*points, strict=True), label=name, **style)
+    panel.set(xscale="log", yscale="log", xlabel="read and written by a call")
+    panel.xaxis.set_major_formatter(ticker.EngFormatter("B"))
+    panel.xaxis.set_minor_formatter(ticker.NullFormatter())
+    panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    panel.yaxis.set_minor_formatter(ticker.NullFormatter())
+    panel.grid(which="major", color="0.8", linewidth=0.5)
+
+
+def _draw_overhead(panel: Any, cells: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
+    """A call of the narrowest single row that was measured, in the dtype that came first."""
+    if not cells:
+        panel.axis("off")
+        return
+    cell = min(cells, key=lambda cell: cell["hidden_size"])
+    times = {n: t for n, t in cell["contenders"].items() if n in styles and "error" not in t}
+    names = list(times)[::-1]
+    values = [times[name]["eager"] for name in names]
+    bars = panel.barh(names, values, color=[styles[name]["color"] for name in names])
+    panel.bar_label(bars, [f"{value:.1f}" for value in values], padding=3)
+    panel.set(title=f"one row of {cell['hidden_size']}, {cell['dtype']}: a call", xlabel="microseconds")
+    panel.set_xlim(0, 1.25 * max(values))

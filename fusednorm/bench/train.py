@@ -1,0 +1,279 @@
+"""Trains a small mixture-of-experts language model with each norm: ``python -m fusednorm bench --train``.
+
+The same model, the same first weights and the same tokens; only the norms differ: torch's (an addition, then
+``torch.nn.RMSNorm``), Liger's fused one where it runs, and ``fusednorm.AddRMSNorm``. They train in turns, a step each.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fusednorm
+from fusednorm import doctor, peers
+from fusednorm.bench.cells import WrongBitsError
+
+#: Steps before any is timed; two runs with fusednorm must have the same losses in them, bit for bit.
+WARM_UP = 5
+#: Steps that are timed at the least, of each.
+LEAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model, and a batch."""
+
+    width: int
+    layers: int
+    heads: int
+    experts: int
+    expert_width: int
+    chosen: int
+    vocabulary: int
+    sequences: int
+    length: int
+
+
+#: By the number of parameters.
+SIZES = {
+    "60M": Size(512, 6, 8, 8, 928, 2, 8192, 16, 1024),
+    "4M": Size(192, 4, 4, 4, 352, 2, 2048, 4, 128),
+    "40k": Size(32, 2, 2, 4, 48, 2, 128, 2, 32),
+}
+
+
+class Unfused(nn.Module):
+    """An addition, then torch's own norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum."""
+        total = x + residual
+        return self.norm(total), total
+
+
+def norms(device: torch.device) -> tuple[dict[str, Callable[[int], nn.Module]], dict[str, str]]:
+    """From the width to a module, which takes x and the residual and returns y and the sum. And why one is missing."""
+    found: dict[str, Callable[[int], nn.Module]] = {"torch": Unfused}
+    missing = {}
+    try:
+        peers.liger(device)
+        from liger_kernel.transformers import LigerFusedAddRMSNorm
+
+        found["Liger"] = functools.partial(LigerFusedAddRMSNorm, eps=1e-6, in_place=False)
+    except peers.MissingError as reason:
+        missing["Liger"] = str(reason)
+    found["fusednorm"] = functools.partial(fusednorm.AddRMSNorm, eps=1e-6)
+    return found, missing
+
+
+class Attention(nn.Module):
+    """Causal, with one projection for queries, keys and values."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[sequences, length, width] to the same."""
+        b, t, d = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(attended.transpose(1, 2).reshape(b, t, d))
+        return out
+
+
+class Experts(nn.Module):
+    """Each token goes to the experts with the highest scores."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.chosen = size.chosen
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(size.width, size.expert_width, bias=False),
+                nn.SiLU(),
+                nn.Linear(size.expert_width, size.width, bias=False),
+            )
+            for _ in range(size.experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[sequences, length, width] to the same."""
+        tokens = x.reshape(-1, x.shape[-1])
+        scores, which = self.router(tokens).softmax(-1).topk(self.chosen, -1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, rank = (which == number).nonzero(as_tuple=True)
+            # Every token takes an expert at most once, so that no two additions meet.
+            out[token] = out[token] + (expert(tokens[token]) * scores[token, rank, None]).to(out.dtype)
+        return out.view_as(x)
+
+
+class Model(nn.Module):
+    """A decoder whose residual stream goes from norm to norm."""
+
+    def __init__(self, size: Size, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.attention = nn.ModuleList(Attention(size) for _ in range(size.layers))
+        self.experts = nn.ModuleList(Experts(size) for _ in range(size.layers))
+        self.norms = nn.ModuleList(norm(size.width) for _ in range(2 * size.layers + 1))
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[sequences, length] token numbers to logits."""
+        x = self.embedding(tokens)
+        residual = torch.zeros_like(x)
+        for attention, experts, before, between in zip(
+            self.attention, self.experts, self.norms[:-1:2], self.norms[1::2], strict=True
+        ):
+            y, residual = before(x, residual)
+            y, residual = between(attention(y), residual)
+            x = experts(y)
+        logits: Tensor = self.head(self.norms[-1](x, residual)[0])
+        return logits
+
+
+class Trainer:
+    """A model with its optimiser, which trains a step at a time."""
+
+    def __init__(self, size: Size, norm: Callable[[int], nn.Module], device: torch.device) -> None:
+        self.size, self.device = size, device
+        self.model = Model(size, norm).to(device)
+        with torch.no_grad():  # the same weights, whatever the norm's module draws or orders
+            for name, weight in sorted(self.model.named_parameters()):
+                if weight.dim() > 1:
+                    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+        self.dtype = torch.bfloat16 if device.type == "cpu" else torch.float16
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.generator = torch.Generator().manual_seed(1)
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Trains on one batch; returns its seconds."""
+        shape = (self.size.sequences, self.size.length + 1)
+        # Tokens that can be learnt: each is often the one before plus one.
+        tokens = torch.randint(self.size.vocabulary, shape, generator=self.generator)
+        tokens[:, 1::2] = (tokens[:, :-1:2] + 1)[:, : tokens[:, 1::2].shape[1]] % self.size.vocabulary
+        tokens = tokens.to(self.device)
+        self._synchronise()
+        begin = time.perf_counter()
+        with torch.autocast(self.device.type, self.dtype):
+            logits = self.model(tokens[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        self.optimiser.zero_grad()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        self._synchronise()
+        self.losses.append(loss.item())
+        return time.perf_counter() - begin
+
+    def _synchronise(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def train(size: Size, device: torch.device, minutes: float, *, trained: Callable[[float], object]) -> dict[str, Any]:
+    """Trains the model with every norm, and measures tokens per second.
+
+    Args:
+        size: one of :data:`SIZES`.
+        device: where.
+        minutes: how long steps are timed.
+        trained: is told the share of the time that is over.
+
+    Raises:
+        WrongBitsError: two runs with fusednorm did not have the same losses.
+    """
+    kinds, missing = norms(device)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        trainers = {name: Trainer(size, norm, device) for name, norm in kinds.items()}
+        again = Trainer(size, kinds["fusednorm"], device)
+        for _ in range(WARM_UP):
+            for trainer in (*trainers.values(), again):
+                trainer.step()
+        if trainers["fusednorm"].losses != again.losses:
+            raise WrongBitsError(f"two runs differ: losses {trainers['fusednorm'].losses} and {again.losses}")
+        parameters = sum(weight.numel() for weight in again.model.parameters())
+        del again
+        seconds: dict[str, list[float]] = {name: [] for name in trainers}
+        begin = time.monotonic()
+        while (over := (time.monotonic() - begin) / (60 * minutes)) < 1 or len(seconds["torch"]) < LEAST_STEPS:
+            trained(over)
+            for name, trainer in trainers.items():
+                seconds[name].append(trainer.step())
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    tokens = size.sequences * size.length
+    machine = doctor.report()
+    return {
+        **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
+        "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "parameters": parameters,
+        "tokens_per_step": tokens,
+        "missing": missing,
+        "norms": {
+            name: {
+                "tokens_per_second": tokens / statistics.median(times),
+                "steps": len(times),
+                "first_loss": trainers[name].losses[0],
+                "last_loss": trainers[name].losses[-1],
+            }
+            for name, times in seconds.items()
+        },
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Prints what :func:`train` returned."""
+    device = found["processor"] if found["device"] == "cpu" else found["device"]
+    threads = found["threads"]
+    count = "" if threads is None else f", {threads} thread{'s' * (threads > 1)}"
+    console.print(f"{device}{count}, torch {found['torch']}", highlight=False)
+    console.print(
+        f"a mixture of experts with {found['parameters'] / 1e6:.2f} million parameters, "
+        f"{found['tokens_per_step']} tokens a step",
+        highlight=False,
+    )
+    console.print("two runs with fusednorm had the same losses", highlight=False)
+    table = Table(box=box.MARKDOWN)
+    table.add_column("norm")
+    for title in ("tokens/s", "beside torch", "steps", "first loss", "last loss"):
+        table.add_column(title, justify="right")
+    for name, figures in found["norms"].items():
+        table.add_row(
+            name,
+            f"{figures['tokens_per_second']:,.0f}",
+            f"{figures['tokens_per_second'] / found['norms']['torch']['tokens_per_second']:.3f}x",
+            str(figures["steps"]),
+            f"{figures['first_loss']:.4f}",
+            f"{figures['last_loss']:.4f}",
+        )
+    console.print(table, highlight=False)
+    for name, reason in found["missing"].items():
+        console.print(f"{name}: [yellow]not measured[/]: {escape(reason)}", highlight=False)

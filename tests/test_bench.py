@@ -1,0 +1,334 @@
+"""``python -m fusednorm bench``: that its arithmetic is right, and that it notices what it says it looks for."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusednorm import peers
+from fusednorm.__main__ import main
+from fusednorm.bench import cells, plots, train
+
+HIDDEN, ROWS = 64, 80
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Times are of no interest here."""
+    monkeypatch.setattr(cells, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(cells, "ROUNDS", 2)
+    monkeypatch.setattr(cells.Bench, "copy_bandwidth", lambda self: 1e9)
+
+
+def cell(op, rows=ROWS, dtype="float32"):
+    return cells.Cell(op, dtype, rows, HIDDEN, 1)
+
+
+def peer(monkeypatch, call, **flags):
+    """Makes a call of x, the residual, the weight and eps the only peer."""
+    made_up = peers.Implementation(
+        "made up", "1.0", "sum", lambda weight, eps: lambda x, r: call(x, r, weight, eps), **flags
+    )
+    monkeypatch.setitem(cells.PEERS, "made up", lambda device: [made_up])
+    return cells.Bench(CPU, None, ["made up"])
+
+
+def formula(x, residual, weight, eps):
+    total = x + residual
+    return torch.nn.functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+# Times
+
+
+class Stopwatch(cells.Clock):
+    """Every run takes a millisecond."""
+
+    def __init__(self, has_graphs):
+        super().__init__(CPU)
+        self.has_graphs = has_graphs
+        self.captures = []
+
+    def seconds(self, run):
+        run()
+        return 1e-3
+
+    def captured(self, call, operands):
+        self.captures.append(len(operands))
+        return lambda: [call(*given) for given in operands]
+
+
+@pytest.mark.parametrize(("turn_seconds", "calls"), [(0.0, 3), (0.0205, 20), (9.0, 1000)])
+def test_a_figure_is_that_of_one_call(monkeypatch, turn_seconds, calls):
+    monkeypatch.setattr(cells, "TURN_SECONDS", turn_seconds)
+    bench = cells.Bench(CPU, None, [])
+    bench.clock = Stopwatch(has_graphs=False)
+    found = bench.measure(cell("add_norm"))
+    assert found.keys() == {"fusednorm in place", "fusednorm out=", "fusednorm", "copy"}
+    assert {(times["eager"], times["graph"]) for times in found.values()} == {(1e-3 / calls * 1e6, None)}
+
+
+@pytest.mark.parametrize(("sets", "captured"), [(1, 8), (3, 9), (20, 20)])
+def test_a_graph_has_a_call_with_each_set(monkeypatch, sets, captured):
+    bench = cells.Bench(CPU, None, [])
+    bench.clock = Stopwatch(has_graphs=True)
+    monkeypatch.setattr(bench.clock, "sets", lambda nbytes: sets)
+    found = bench.measure(cell("norm"))
+    assert set(bench.clock.captures) == {captured}
+    assert {times["graph"] for times in found.values()} == {1e-3 / captured * 1e6}
+
+
+def test_large_operands_take_turns():
+    clock = cells.Clock(CPU)
+    assert clock.sets(cells.HOT_BYTES) == 1
+    assert clock.sets(cells.HOT_BYTES + 1) == cells.COLD_BYTES // (cells.HOT_BYTES + 1)
+    assert clock.sets(cells.COLD_BYTES) == 2
+
+
+def test_bytes():
+    assert [cell(op, rows=2, dtype="bfloat16").nbytes for op in cells.OPS] == [4 * 256, 2 * 256, 4 * 256]
+
+
+def test_share_is_beside_the_copy():
+    times = {"copy": {"eager": 6.0, "graph": None}, "ours": {"eager": 8.0, "graph": None}, "theirs": {"error": "no"}}
+    row = {"rows": 2, "contenders": times}
+    assert cells.share(row, "ours") == 0.75
+    assert cells.share(row, "theirs") is None
+    assert cells.share({**row, "rows": 1}, "ours") is None
+    times = {"copy": {"eager": 6.0, "graph": 2.0}, "ours": {"eager": 8.0, "graph": 4.0}}
+    assert cells.share({"rows": 2, "contenders": times}, "ours") == 0.5
+
+
+# Bits
+
+
+@pytest.mark.parametrize("op", cells.OPS)
+@pytest.mark.parametrize("dtype", cells.DTYPES)
+def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
+    found = cells.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
+    assert {name for name in found if name.startswith("fusednorm")} == {
+        f"fusednorm {backend}{way}"
+        for backend in ("cpu", "reference")
+        for way in ([""] if op == "backward" else ["", " in place", " out="])
+    }
+    assert {times["differing"] for name, times in found.items() if name != "copy"} == {0.0}
+
+
+@pytest.mark.parametrize("op", cells.OPS)
+@pytest.mark.parametrize("at", [0, -1])
+def test_one_wrong_bit_ends_it(monkeypatch, op, at):
+    """In the first row or in the last, of the last of the contenders."""
+    mine = cells.ours
+
+    def with_one_wrong(*arguments):
+        *ways, last = mine(*arguments)
+
+        def call(x, *others):
+            outputs = last.call(x, *others)
+            y = outputs if op == "norm" else outputs[0]
+            step = torch.zeros_like(y)
+            step[at, 5] = 2**-20
+            return y + step if op == "norm" else (y * (1 + step), *outputs[1:])
+
+        yield from ways
+        yield last._replace(call=call)
+
+    monkeypatch.setattr(cells, "ours", with_one_wrong)
+    with pytest.raises(cells.WrongBitsError, match=f"{op} float32 {ROWS}x{HIDDEN}.*fusednorm does not have"):
+        cells.Bench(CPU, None, []).measure(cell(op))
+
+
+def test_what_differs_of_a_peer_is_counted(monkeypatch):
+    def some_wrong(x, residual, weight, eps):
+        y, total = formula(x, residual, weight, eps)
+        y[:2, :8] = -1.0
+        y[40, :8] = -1.0  # between the rows that are compared
+        return y, total
+
+    wrong = peer(monkeypatch, some_wrong).measure(cell("add_norm"))["made up"]["differing"]
+    right = peer(monkeypatch, formula).measure(cell("add_norm"))["made up"]["differing"]
+    compared = 2 * 2 * cells.EDGE_ROWS * HIDDEN
+    with torch.no_grad():
+        x, residual = cells.Bench(CPU, None, [])._operands(cell("add_norm"))[0][:2]
+        weight = torch.linspace(0.5, 1.5, HIDDEN)
+        got = torch.stack(formula(x, residual, weight, cells.EPS))
+        import fusednorm
+
+        wanted = torch.stack(fusednorm.fused_add_rms_norm(x, residual, weight, cells.EPS))
+        unequal = (got != wanted)[:, [*range(cells.EDGE_ROWS), *range(-cells.EDGE_ROWS, 0)]]
+    assert right == unequal.sum().item() / compared
+    unequal[0, :2, :8] = True
+    assert wrong == unequal.sum().item() / compared
+
+
+def test_a_peer_in_place_works_on_copies_of_what_is_compared(monkeypatch):
+    def in_place(x, residual, weight, eps):
+        y, total = formula(x, residual, weight, eps)
+        x.copy_(y)
+        residual.copy_(total)
+
+    found = peer(monkeypatch, in_place, in_place=True).measure(cell("add_norm"))
+    assert (
+        found["made up in place"]["differing"]
+        == peer(monkeypatch, formula).measure(cell("add_norm"))["made up"]["differing"]
+    )
+
+
+def test_a_peer_that_fails_is_shown_and_the_others_are_measured(monkeypatch, capsys):
+    def failing(x, residual, weight, eps):
+        raise NotImplementedError("[red] no kernel\nfor this")
+
+    bench = peer(monkeypatch, failing, gradients=True)
+    results = cells.Results(bench.machine(), None)
+    for op in ("add_norm", "backward"):
+        results.add(cell(op), bench.measure(cell(op)))
+        assert results.found["cells"][-1]["contenders"]["made up"] == {
+            "error": "NotImplementedError: [red] no kernel for this"
+        }
+    cells.show(results.found, cells.doctor.console())
+    assert "made up  failed at 80x64: NotImplementedError: [red] no kernel for this" in capsys.readouterr().out
+
+
+def test_only_what_has_gradients_goes_backward(monkeypatch):
+    assert "made up" not in peer(monkeypatch, formula).measure(cell("backward"))
+    assert "made up" in peer(monkeypatch, formula, gradients=True).measure(cell("backward"))
+
+
+# The command
+
+
+def run(*arguments):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
+    command = [sys.executable, "-P", "-m", "fusednorm", "bench", "--threads", "1", *arguments]
+    return subprocess.run(command, env=clean, capture_output=True, text=True)
+
+
+def test_command(tmp_path):
+    file = tmp_path / "found.json"
+    arguments = ["--peers", "eager", "liger", "--dtypes", "float32", "--json", str(file)]
+    done = run(*arguments, "--shapes", "1x64", "--ops", *cells.OPS)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "liger: not measured: its Triton kernels need a GPU" in done.stdout
+    found = json.loads(file.read_text())
+    assert [(c["op"], c["rows"], c["hidden_size"], c["threads"]) for c in found["cells"]] == [
+        (op, 1, 64, 1) for op in cells.OPS
+    ]
+    for c in found["cells"]:
+        assert {"fusednorm", "torch eager", "copy"} <= c["contenders"].keys()
+        assert all(times["eager"] > 0 and times["graph"] is None for times in c["contenders"].values())
+        assert f"{c['op']}, float32, 1 thread\n" in done.stdout
+
+    done = run(*arguments, "--shapes", "1x64", "3x64", "--ops", "norm")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 were measured before" in done.stdout
+    more = json.loads(file.read_text())
+    assert more["cells"][:3] == found["cells"]
+    assert [(c["op"], c["rows"]) for c in more["cells"][3:]] == [("norm", 3)]
+
+    done = run("--peers", "--dtypes", "float32", "--json", str(file), "--shapes", "1x64")
+    assert done.returncode == 2
+    assert f"--json {file} has figures of peers {{'torch eager':" in done.stderr
+    assert json.loads(file.read_text()) == more
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "is no JSON"), ("[]", "was not written by"), ('{"a": 1}', "was not written by")]
+)
+def test_other_files_are_left_alone(tmp_path, content, message):
+    file = tmp_path / "other.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"--json {file} {message}"):
+        cells.Results({}, str(file))
+    assert file.read_text() == content
+
+
+def called(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fusednorm", "bench", *arguments])
+    return main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "4096"], "'4096' is no shape: rows x hidden size, such as 1x4096"),
+        (["--shapes", "0x64"], "'0x64' is no shape"),
+        (["--peers", "nobody"], "invalid choice: 'nobody'"),
+        (["--minutes", "1e-9", "--shapes", "1x64"], "nothing was measured"),
+    ],
+)
+def test_command_refuses(monkeypatch, capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(called(monkeypatch, *arguments))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_status_is_1_where_bits_are_wrong(monkeypatch, capsys):
+    def wrong(*_):
+        raise cells.WrongBitsError("add_norm: other bits")
+
+    monkeypatch.setattr(cells.Bench, "measure", wrong)
+    assert called(monkeypatch, "--peers", "--shapes", "1x64") == 1
+    assert capsys.readouterr().err == "add_norm: other bits\n"
+
+
+def test_plot(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install 'fusednorm[plot]'")
+    bench = peer(monkeypatch, formula)
+    results = cells.Results(bench.machine(), None)
+    for op in cells.OPS:
+        results.add(cell(op, rows=2 if op == "norm" else 1), bench.measure(cell(op)))
+    plots.plot(results.found, str(tmp_path / "found.png"))
+    assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("train_too", [[], ["--train"]])
+def test_plot_names_what_it_needs(monkeypatch, capsys, train_too):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert called(monkeypatch, "--plot", "found.svg", *train_too) == 2
+    expected = "--train draws nothing" if train_too else "--plot needs matplotlib: pip install 'fusednorm[plot]'"
+    assert expected in capsys.readouterr().err
+
+
+# Training
+
+
+def test_training(tmp_path):
+    file = tmp_path / "trained.json"
+    done = run("--train", "--size", "40k", "--minutes", "0.001", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "two runs with fusednorm had the same losses" in done.stdout
+    assert "Liger: not measured" in done.stdout
+    found = json.loads(file.read_text())
+    assert found["norms"].keys() == {"torch", "fusednorm"}
+    for figures in found["norms"].values():
+        assert figures["tokens_per_second"] > 0
+        assert figures["steps"] >= train.LEAST_STEPS
+        assert figures["last_loss"] < figures["first_loss"]
+
+
+def test_models_have_the_sizes_that_they_are_named_after():
+    with torch.device("meta"):
+        counts = {
+            name: sum(p.numel() for p in train.Model(size, train.Unfused).parameters())
+            for name, size in train.SIZES.items()
+        }
+    assert {name: float(f"{count:.1g}") for name, count in counts.items()} == {"60M": 6e7, "4M": 4e6, "40k": 4e4}
+
+
+def test_a_norm_that_changes_from_run_to_run_is_noticed(monkeypatch):
+    class Random(train.Unfused):
+        def forward(self, x, residual):
+            y, total = super().forward(x, residual)
+            return y + 1e-3 * torch.rand_like(y), total
+
+    monkeypatch.setattr(train, "norms", lambda device: ({"torch": train.Unfused, "fusednorm": Random}, {}))
+    with pytest.raises(cells.WrongBitsError, match="two runs differ"):
+        train.train(train.SIZES["40k"], CPU, 0.001, trained=lambda over: None)
+    assert not torch.are_deterministic_algorithms_enabled()
