@@ -89,7 +89,7 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises x, [..., *normalized_shape], into its own dtype."""
+        """Normalises x, ``[..., *normalized_shape]``, into its own dtype."""
         y = rms_norm(
             as_rows(x, self.normalized_shape),
             as_row(self.weight, self.normalized_shape),
@@ -145,7 +145,7 @@ class AddRMSNorm(RMSNorm):
         """The normalised sum, and the sum; of x alone where the stream begins (residual None).
 
         Args:
-            x: [..., *normalized_shape].
+            x: ``[..., *normalized_shape]``.
             residual: x's shape, or None.
         """
         if residual is None:

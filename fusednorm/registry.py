@@ -74,7 +74,7 @@ class Backend(Protocol):
         """Why the backend cannot take such a call; empty if it can."""
 
     def plan(self, signature: Signature) -> str:
-        """How such a call would run, in words, for :func:`explain`."""
+        """How such a call would run, in words, for :func:`fusednorm.explain`."""
 
     def forward(
         self,
@@ -142,7 +142,7 @@ def register_backend(name: str, backend: Backend) -> None:
 
     Args:
         name: what ``FUSEDNORM_BACKEND`` and :class:`use_backend` will call it; letters, digits and underscores.
-        backend: an object with the attributes of :class:`Backend`, such as a module.
+        backend: an object with the attributes of :class:`fusednorm.registry.Backend`, such as a module.
 
     Raises:
         ValueError: the name is malformed or taken.

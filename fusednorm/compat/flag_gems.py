@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: fl
     """RMS-normalises the last dimensions together: :func:`fusednorm.rms_norm` with ``round_norm=True``.
 
     Args:
-        x: [..., *normalized_shape].
+        x: ``[..., *normalized_shape]``.
         normalized_shape: the dimensions that are normalised together.
         weight: of ``normalized_shape``.
         eps: added to the mean of squares.
@@ -43,7 +43,7 @@ def fused_add_rms_norm(
     """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``.
 
     Args:
-        x: [..., *normalized_shape], receives the normalised rows. Where FlagGems would write to a contiguous copy and
+        x: ``[..., *normalized_shape]``, receives the normalised rows. Where FlagGems would write to a contiguous copy and
             leave x as it was, this writes to x, or raises.
         residual: x's shape, receives the sum; likewise.
         normalized_shape: the dimensions that are normalised together.

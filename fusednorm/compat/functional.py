@@ -16,7 +16,7 @@ def rms_norm(
     """RMS-normalises the last dimensions together, as ``torch.nn.functional.rms_norm``.
 
     Args:
-        input: [..., *normalized_shape].
+        input: ``[..., *normalized_shape]``.
         normalized_shape: the dimensions that are normalised together.
         weight: of ``normalized_shape``, or None.
         eps: added to the mean of squares; None means 2^-23, or 2^-52 for a float64 input, as torch takes it on a CPU.

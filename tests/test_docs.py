@@ -1,0 +1,46 @@
+"""Every Python example of README.md and docs/ runs as it stands, and prints what the page shows after it.
+
+Examples of a page run in its order and share their names. One that cannot run has a comment before it, which readers of
+the page do not see: ``<!-- skip: next "why" -->``.
+"""
+
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+import fusednorm
+
+sybil = pytest.importorskip("sybil", reason="`tox -e docs` installs sybil")
+
+from sybil.evaluators.python import PythonEvaluator  # noqa: E402 - after the line that skips
+from sybil.parsers.markdown import CodeBlockParser, SkipParser  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+
+#: An indented block right after an example.
+SHOWN = re.compile(r"\n*((?:(?:    .*)?\n)*)")
+
+
+def runs_and_prints(example):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        PythonEvaluator()(example)
+    (shown,) = SHOWN.match(example.document.text, example.region.end).groups()
+    assert printed.getvalue() == re.sub("^    ", "", shown.rstrip() + "\n", flags=re.M).lstrip("\n")
+
+
+PAGES = sybil.Sybil([CodeBlockParser("python", runs_and_prints), SkipParser()])
+EXAMPLES = [e for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) for e in PAGES.parse(page).examples()]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"{Path(example.path).name}:{example.line}")
+def test_example(example):
+    example.evaluate()
+
+
+def test_docstring_of_the_package():
+    assert doctest.testmod(fusednorm) == (0, 3)
