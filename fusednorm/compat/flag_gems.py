@@ -43,8 +43,8 @@ def fused_add_rms_norm(
     """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``.
 
     Args:
-        x: ``[..., *normalized_shape]``, receives the normalised rows. Where FlagGems would write to a contiguous copy and
-            leave x as it was, this writes to x, or raises.
+        x: ``[..., *normalized_shape]``, receives the normalised rows. Where FlagGems would write to a contiguous copy
+            and leave x as it was, this writes to x, or raises.
         residual: x's shape, receives the sum; likewise.
         normalized_shape: the dimensions that are normalised together.
         weight: of ``normalized_shape``.
