@@ -165,7 +165,7 @@ def forward(
         residual_out: [..., N] of the residual's dtype, receives the sum; None without a residual.
         rstd: [...] of the accumulator type, receives ``1 / sqrt(mean(h^2) + eps)``; or None.
         rows: unused here, as are the strides: torch knows them.
-        hidden_size: N.
+        hidden_size: the length of a row, N.
         x_stride: from one row to the next, in elements; likewise for the other three.
         residual_stride: see x_stride.
         out_stride: see x_stride.

@@ -3,7 +3,6 @@
 from importlib import metadata
 
 project = "fusednorm"
-author = "the authors of fusednorm"
 release = metadata.version("fusednorm")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -23,3 +22,6 @@ nitpick_ignore_regex = [("py:.*", r"(torch|collections)(\..*)?|Tensor")]
 
 html_theme = "furo"
 html_title = f"fusednorm {release}"
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]

@@ -367,6 +367,7 @@ def explain(
 class BackendInfo:
     """One line of :func:`fusednorm.backends`."""
 
+    #: What ``FUSEDNORM_BACKEND`` and :class:`fusednorm.use_backend` call it.
     name: str
     #: Whether this machine can use it.
     available: bool

@@ -42,5 +42,10 @@ def test_example(example):
     example.evaluate()
 
 
+def test_every_public_name_is_in_the_reference():
+    documented = re.findall(r"^\.\. .*:: fusednorm\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
+    assert set(fusednorm.__all__) - {"__version__"} <= set(documented)
+
+
 def test_docstring_of_the_package():
     assert doctest.testmod(fusednorm) == (0, 3)

@@ -133,7 +133,7 @@ class LigerRMSNorm(torch.nn.Module):
     """:func:`liger_rms_norm` with a weight to train. Gemma: ``offset=1.0, casting_mode="gemma", init_fn="zeros"``.
 
     Args:
-        hidden_size: N.
+        hidden_size: the length of a row, N.
         eps: added to the mean of squares.
         offset: added to the weight.
         casting_mode: "llama" or "gemma".
@@ -181,7 +181,7 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
     """:func:`liger_fused_add_rms_norm` with a weight to train.
 
     Args:
-        hidden_size: N.
+        hidden_size: the length of a row, N.
         eps: added to the mean of squares.
         offset: added to the weight.
         casting_mode: "llama" or "gemma".

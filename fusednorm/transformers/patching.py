@@ -158,9 +158,13 @@ def _bare(module: torch.nn.Module) -> bool:
 class Entry:
     """Modules of one class with which the same was done."""
 
+    #: The class.
     class_name: str
+    #: How many modules of it.
     count: int
+    #: Whether they were replaced.
     replaced: bool
+    #: By what; or why not.
     what: str
 
 
