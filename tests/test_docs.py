@@ -42,6 +42,13 @@ def test_example(example):
     example.evaluate()
 
 
+def test_links_of_the_readme():
+    """Those of docs/ are checked where the pages are built."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def test_every_public_name_is_in_the_reference():
     documented = re.findall(r"^\.\. .*:: fusednorm\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
     assert set(fusednorm.__all__) - {"__version__"} <= set(documented)
