@@ -1,7 +1,7 @@
 """Every Python example of README.md and docs/ runs as it stands, and prints what the page shows after it.
 
 Examples of a page run in its order and share their names. One that cannot run has a comment before it, which readers of
-the page do not see: ``<!-- skip: next "why" -->``.
+the page do not see: ``<!-- skip: next "why" -->``. A condition there may look at ``processor``: what torch calls it.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusednorm
 
@@ -33,8 +34,11 @@ def runs_and_prints(example):
     assert printed.getvalue() == re.sub("^    ", "", shown.rstrip() + "\n", flags=re.M).lstrip("\n")
 
 
-PAGES = sybil.Sybil([CodeBlockParser("python", runs_and_prints), SkipParser()])
-EXAMPLES = [e for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) for e in PAGES.parse(page).examples()]
+PARSER = sybil.Sybil([CodeBlockParser("python", runs_and_prints), SkipParser()])
+PAGES = [PARSER.parse(page) for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
+for page in PAGES:
+    page.namespace["processor"] = torch.backends.cpu.get_cpu_capability()
+EXAMPLES = [example for page in PAGES for example in page.examples()]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"{Path(example.path).name}:{example.line}")
