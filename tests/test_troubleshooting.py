@@ -34,13 +34,15 @@ def text(node):
 def spoken(node):
     """The messages in a piece of the source that a user may come to read."""
     match node:
-        case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])) if name not in REPORTED:
-            yield message
+        case ast.Raise(exc=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[message, *_])):
+            if name not in REPORTED:
+                yield message
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[message, *_]) if name in SPEAKING:
             if not isinstance(message, ast.Name):  # which was looked at where it was made
                 yield message
         case ast.Call(func=ast.Name(id="print"), args=[message], keywords=[_]):  # to stderr
-            yield message
+            if not isinstance(message, ast.Name):
+                yield message
         case ast.Call(func=ast.Name(id="BackendInfo"), args=[_, _, ast.List(elts=reasons), *_]):
             yield from reasons
         case ast.Assign(targets=[ast.Name(id="_missing")], value=ast.List(elts=reasons)):
@@ -61,7 +63,9 @@ def messages(*patterns):
     return found
 
 
-MESSAGES = messages("fusednorm/*.py", "fusednorm/compat/*.py", "fusednorm/transformers/*.py", "backends/*.py")
+MESSAGES = messages(
+    *("fusednorm/*.py", "fusednorm/bench/*.py", "fusednorm/compat/*.py", "fusednorm/transformers/*.py", "backends/*.py")
+)
 HEADINGS = re.findall("^### `+(.*?)`+$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
 
 
