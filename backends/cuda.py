@@ -61,7 +61,11 @@ _WARPS = 4
 #: Segments of the longest rows whose gradients and share of the weight's fit the registers together.
 _MOST_AT_ONCE = 8
 
+#: The oldest driver, by the version of CUDA that it is for: it launches clusters, and says where its functions are.
+_OLDEST_DRIVER = 12000
+
 _CURE = "CUDA builds of torch 2.11 and newer bring both; else `pip install cuda-bindings nvidia-cuda-nvrtc` does"
+_ANOTHER = "FUSEDNORM_CACHE_DIR names a folder for them, by its absolute path, which only you can write to"
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
 _INVALID_CONTEXT = 201
 
@@ -84,9 +88,18 @@ def unavailable() -> list[str]:
     if not torch.cuda.is_available():
         return ["torch finds no NVIDIA GPU; `nvidia-smi` shows what the driver finds"]
     try:
-        _compiler_version()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: NVRTC's library is not found
+        compiler = _compiler_version()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no such library, or it is damaged
         return [f"NVRTC cannot be used ({error}); {_CURE}"]
+    try:
+        driver = _driver_version()
+    except RuntimeError as error:  # likewise; or it lacks the function, or the function fails
+        return [f"NVIDIA's driver cannot be used ({error}); `nvidia-smi` shows whether others can use it"]
+    needed = max(_OLDEST_DRIVER, compiler[0] * 1000)  # a driver loads what is compiled for its major version of CUDA
+    if driver < needed:
+        code = f"code of NVRTC {compiler[0]}.{compiler[1]} needs one for {_cuda(needed)}"
+        cure = "update the driver, or install an older NVRTC and cuda-bindings"
+        return [f"the driver is for CUDA {_cuda(driver)}, and {code}; {cure}"]
     oldest = min(capability(device) for device in range(torch.cuda.device_count()))
     if oldest < OLDEST:
         return [f"a GPU here has compute capability {oldest / 10}; the kernels need {OLDEST / 10}"]
@@ -372,6 +385,17 @@ def _compiler_version() -> tuple[int, int]:
     return major, minor
 
 
+def _driver_version() -> int:
+    """The version of CUDA that the driver is for: 1000 times the major, 10 times the minor."""
+    driver, _ = bindings()
+    version: int = _checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
+    return version
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 @functools.cache
 def _sources() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cu", ".cuh")}
@@ -420,18 +444,37 @@ def compiled(variant: Variant, capability: int) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``FUSEDNORM_CACHE_DIR``, or the user's folder for caches."""
+    """Where compiled kernels are kept: ``FUSEDNORM_CACHE_DIR``, or the user's folder for caches.
+
+    Raises:
+        RuntimeError: the variable names no absolute path, or the user has no home.
+    """
     chosen = os.environ.get("FUSEDNORM_CACHE_DIR", "").strip()
     if chosen:
-        return Path(chosen) / "cuda"
-    from platformdirs import user_cache_path
+        folder = Path(chosen).expanduser()
+    else:
+        from platformdirs import user_cache_path
 
-    return user_cache_path("fusednorm", appauthor=False) / "cuda"
+        folder = user_cache_path("fusednorm", appauthor=False)
+    if not folder.is_absolute():  # it would be another one after a chdir
+        raise RuntimeError(f"{chosen or str(folder)!r} is no absolute path")
+    return folder / "cuda"
 
 
-def cached() -> int:
-    """How many compiled kernels are kept."""
-    return sum(1 for path in cache_directory().glob("*.bin"))
+def cache() -> dict[str, Any]:
+    """The folder of compiled kernels, how many it has, and why none are kept there; None where that does not apply."""
+    folder, kernels, problem = None, 0, None
+    try:
+        folder = cache_directory()
+        with contextlib.suppress(FileNotFoundError):  # the first kernel makes it
+            _check_folder(folder)
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(nearest, os.W_OK):
+            raise PermissionError(f"{str(nearest)!r} cannot be written")
+        kernels = sum(1 for path in folder.glob("*.bin"))
+    except (OSError, RuntimeError) as error:
+        problem = f"{error}; {_ANOTHER}"
+    return {"folder": folder and str(folder), "kernels": kernels, "problem": problem}
 
 
 def _key(variant: Variant, capability: int, driver_version: int) -> str:
@@ -443,43 +486,66 @@ def _key(variant: Variant, capability: int, driver_version: int) -> str:
     return digest.hexdigest()
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(found: os.stat_result) -> bool:
     """Whether only this user (or root) can have written a file or a folder."""
     if not hasattr(os, "geteuid"):
         return True
-    found = path.stat()
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises OSError where somebody else can write to the folder, or where it is none."""
+    found = folder.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{str(folder)!r} is no folder")
+    if not _is_ours(found):
+        who, mode = found.st_uid, stat.S_IMODE(found.st_mode)
+        raise PermissionError(
+            f"{str(folder)!r} belongs to user {who} with mode {mode:o}, so that others can write to it"
+        )
+
+
+def _checksum(path: Path, code: bytes) -> bytes:
+    """Also of the name: a file that was renamed is not what its name says."""
+    return hashlib.sha256(path.name.encode() + code).digest()
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Opens a file, not what a link points to, and without waiting for whoever writes to a pipe."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def _read(path: Path) -> bytes | None:
     """What :func:`_write` wrote; None if the file is missing, damaged, or may be somebody else's."""
     try:
-        if not (_is_ours(path.parent) and _is_ours(path)):
-            return None
-        content = path.read_bytes()
+        _check_folder(path.parent)
+        with open(path, "rb", opener=_open_file) as file:
+            found = os.fstat(file.fileno())  # of what was opened: the name may stand for another file by now
+            if not (_is_ours(found) and stat.S_ISREG(found.st_mode)):
+                return None
+            content = file.read()
     except OSError:
         return None
     checksum, code = content[:32], content[32:]
-    return code if code and hashlib.sha256(code).digest() == checksum else None
+    return code if code and _checksum(path, code) == checksum else None
 
 
 def _write(path: Path, code: bytes) -> None:
     """Keeps compiled code, all of it or nothing, for this user alone; does without where that cannot be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with open(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
+                file.write(_checksum(path, code) + code)
             os.replace(temporary, path)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
     except OSError as error:
-        _warn_once(
-            f"fusednorm cannot keep compiled kernels in {path.parent} ({error}); FUSEDNORM_CACHE_DIR names another"
-        )
+        _warn_once(f"fusednorm cannot keep compiled kernels in {str(path.parent)!r} ({error}); {_ANOTHER}")
 
 
 @functools.cache
@@ -489,9 +555,12 @@ def _warn_once(message: str) -> None:
 
 def kept(variant: Variant, capability: int) -> bytes:
     """The compiled variant, from the cache on disk if it is there, else compiled and put there."""
-    driver, _ = bindings()
-    driver_version = _checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
-    path = cache_directory() / f"{_key(variant, capability, driver_version)}.bin"
+    try:
+        folder = cache_directory()
+    except RuntimeError as error:
+        _warn_once(f"fusednorm keeps no compiled kernels ({error}); {_ANOTHER}")
+        return compiled(variant, capability)
+    path = folder / f"{_key(variant, capability, _driver_version())}.bin"
     code = _read(path)
     if code is None:
         code = compiled(variant, capability)
@@ -513,7 +582,10 @@ class Launch:
         self._arguments = variant.arguments
         if not int(_checked(self._driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
             self._make_current(self._device)
-        self._module = _checked(self._driver.cuModuleLoadData(kept(variant, found)), "cuModuleLoadData")
+        self._module = _checked(
+            self._driver.cuModuleLoadData(kept(variant, found)),
+            f"loading the kernel {variant.kernel} (a driver as new as NVRTC, which compiled it, can)",
+        )
         self._function = _checked(
             self._driver.cuModuleGetFunction(self._module, variant.kernel.encode()), "cuModuleGetFunction"
         )

@@ -345,7 +345,7 @@ MUTANTS = (
         SAME,
         "the quick way forgets to round the normalised row",
         "cpu/quick.c",
-        "(round_norm ? FN_ROUND_NORM : 0)",
+        "(arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0)",
         "0",
     ),
     Mutant(
@@ -611,14 +611,13 @@ MUTANTS = (
         "cuda",
     ),
     Mutant(SAME, "CUDA: fused multiply-add", "backends/cuda.py", "--fmad=false", "--fmad=true"),
-    Mutant(
-        ROW, "CUDA: damaged code is loaded", "backends/cuda.py", "hashlib.sha256(code).digest() == checksum", "True"
-    ),
+    Mutant(ROW, "CUDA: damaged code is loaded", "backends/cuda.py", "_checksum(path, code) == checksum", "True"),
+    Mutant(ROW, "CUDA: another kernel's code is loaded", "backends/cuda.py", "path.name.encode() + code", "code"),
     Mutant(
         ROW,
         "CUDA: others' code is loaded",
         "backends/cuda.py",
-        "not (_is_ours(path.parent) and _is_ours(path))",
+        "not (_is_ours(found) and stat.S_ISREG(found.st_mode))",
         "False",
     ),
     Mutant(

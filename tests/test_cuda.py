@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import doctor, quick
+from fusednorm import doctor, quick, registry
 from fusednorm.backends import cuda
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 
@@ -195,8 +196,7 @@ def test_what_was_compiled_is_kept(cache):
     (file,) = cache.folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert cache.folder.stat().st_mode & 0o777 == 0o700
-    assert cuda.cached() == 1
-    assert doctor.report()["cache"] == {"folder": str(cache.folder), "kernels": 1}
+    assert doctor.report()["cache"] == {"folder": str(cache.folder), "kernels": 1, "problem": None}
 
 
 def test_another_source_driver_or_gpu_is_compiled_again(cache):
@@ -231,20 +231,160 @@ def test_a_damaged_file_is_compiled_again(cache, spoil):
     assert cuda.kept(VARIANT, 90) == b"machine code 2"
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's files have no owners")
-def test_a_file_that_others_can_write_is_not_loaded(cache, monkeypatch):
+def test_a_file_that_was_renamed_is_compiled_again(cache):
+    """Its checksum is right, and it was written by this user: but for another kernel."""
     cuda.kept(VARIANT, 90)
     (file,) = cache.folder.iterdir()
-    file.chmod(0o666)
+    cuda.kept(VARIANT, 80)
+    (other,) = set(cache.folder.iterdir()) - {file}
+    os.replace(other, file)
+    assert cuda.kept(VARIANT, 90) == b"machine code 3"
+    assert cuda.kept(VARIANT, 90) == b"machine code 3"
+
+
+owned = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's files have no owners")
+
+
+@owned
+def test_a_file_that_others_can_write_is_compiled_again(cache):
+    cuda.kept(VARIANT, 90)
+    (file,) = cache.folder.iterdir()
+    for count, mode in enumerate((0o666, 0o620), 2):
+        file.chmod(mode)
+        assert cuda.kept(VARIANT, 90) == b"machine code %d" % count
+        assert cuda.kept(VARIANT, 90) == b"machine code %d" % count
+
+
+def given_away(path, monkeypatch):
+    """Makes a file or a folder somebody else's: really, where this user may."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+@owned
+def test_a_file_of_somebody_else_is_not_loaded(cache, monkeypatch):
+    cuda.kept(VARIANT, 90)
+    (file,) = cache.folder.iterdir()
+    given_away(file, monkeypatch)
     assert cuda.kept(VARIANT, 90) == b"machine code 2"
-    cache.folder.chmod(0o777)
+
+
+@owned
+@pytest.mark.parametrize("spoil", ["mode", "owner"])
+def test_a_folder_that_others_can_write_is_not_used(cache, caplog, monkeypatch, spoil):
+    """Nothing is read there, nothing written; one warning says why, and so does the doctor."""
+    cuda.kept(VARIANT, 90)
+    if spoil == "mode":
+        cache.folder.chmod(0o777)
+    else:
+        given_away(cache.folder, monkeypatch)
+    for count in (2, 3):
+        assert cuda.kept(VARIANT, 90) == b"machine code %d" % count
+    cuda.kept(VARIANT, 80)
+    assert len(list(cache.folder.iterdir())) == 1
+    (warning,) = (record.getMessage() for record in caplog.records)
+    found = cuda.cache()
+    for text in (warning, found["problem"]):
+        assert "others can write to it" in text
+        assert str(cache.folder) in text
+        assert "FUSEDNORM_CACHE_DIR names a folder" in text
+    assert found["kernels"] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="takes a POSIX system")
+def test_what_is_no_file_is_not_loaded(cache, tmp_path):
+    """A link, a pipe that nobody writes to, a folder: in place of a compiled kernel."""
+    cuda.kept(VARIANT, 90)
+    (file,) = cache.folder.iterdir()
+    os.replace(file, tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert cuda.kept(VARIANT, 90) == b"machine code 2"
+    assert not file.is_symlink()
+    file.unlink()
+    os.mkfifo(file)
     assert cuda.kept(VARIANT, 90) == b"machine code 3"
-    cache.folder.chmod(0o700)
+    file.unlink()
+    file.mkdir()
+    assert cuda.kept(VARIANT, 90) == b"machine code 4"
+    assert [path.name for path in cache.folder.iterdir()] == [file.name]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="links take a privilege on Windows")
+def test_a_folder_behind_a_link(cache, tmp_path, caplog):
+    """Used if what it leads to is this user's alone; where it leads nowhere, nothing is kept."""
+    cache.folder.parent.mkdir()
+    cache.folder.symlink_to(tmp_path / "nowhere")
+    assert cuda.kept(VARIANT, 90) == b"machine code 1"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    (tmp_path / "nowhere").mkdir(mode=0o700)
+    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 2"
+    (tmp_path / "nowhere").chmod(0o777)
     assert cuda.kept(VARIANT, 90) == b"machine code 3"
-    user = os.geteuid()
-    os.chown(file, user, -1)
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert user == 0 or cuda.kept(VARIANT, 90) == b"machine code 4"
+
+
+def test_on_a_full_disk_nothing_is_left_behind(cache, caplog):
+    """A file may be 16 bytes long, and no longer."""
+    resource = pytest.importorskip("resource", reason="takes a POSIX system")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        assert [cuda.kept(VARIANT, 90), cuda.kept(VARIANT, 90)] == [b"machine code 1", b"machine code 2"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(cache.folder.iterdir()) == []
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "File too large" in warning
+    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 3"
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"FUSEDNORM_CACHE_DIR": "kernels"}, "'kernels' is no absolute path"),
+        ({"FUSEDNORM_CACHE_DIR": "~no-such-user/kernels"}, "home"),
+        ({"FUSEDNORM_CACHE_DIR": "/" + 300 * "x"}, "File name too long"),
+        ({"FUSEDNORM_CACHE_DIR": "/dev/null/kernels"}, "Not a directory"),
+        ({}, "home|no absolute path"),
+        ({"HOME": "here"}, "home|no absolute path"),
+        ({"HOME": "/dev/null"}, "Not a directory"),
+        ({"XDG_CACHE_HOME": "/dev/null/\udcff"}, "Not a directory"),
+    ],
+    ids=["relative", "of nobody", "too long", "below a file", "no home", "home relative", "home a file", "no UTF-8"],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="these are Linux's variables and words")
+def test_rubbish_for_a_cache_folder(cache, caplog, monkeypatch, tmp_path, variables, problem):
+    """Calls go on, and nothing is written to the working directory; a warning and the doctor say why."""
+    import pwd
+
+    def no_entry(user):
+        raise KeyError(user)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    for name in ("FUSEDNORM_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert [cuda.kept(VARIANT, 90), cuda.kept(VARIANT, 90)] == [b"machine code 1", b"machine code 2"]
+    assert list(tmp_path.iterdir()) == []
+    (warning,) = (record.getMessage() for record in caplog.records)
+    for text in (warning, doctor.report()["cache"]["problem"]):
+        assert re.search(problem, text)
+        assert "FUSEDNORM_CACHE_DIR names a folder" in text
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_variable_names_no_cache_folder(cache, monkeypatch, tmp_path, value):
+    monkeypatch.setenv("FUSEDNORM_CACHE_DIR", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "été 中 (1)"))
+    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 1"
+    assert cuda.cache() == {
+        "folder": str(tmp_path / "été 中 (1)" / "fusednorm" / "cuda"),
+        "kernels": 1,
+        "problem": None,
+    }
 
 
 def test_without_a_place_to_write_calls_go_on(cache, caplog):
@@ -254,7 +394,14 @@ def test_without_a_place_to_write_calls_go_on(cache, caplog):
         assert cuda.kept(VARIANT, 90) == b"machine code 1"
         assert cuda.kept(VARIANT, 90) == b"machine code 2"
     assert len([r for r in caplog.records if "FUSEDNORM_CACHE_DIR" in r.getMessage()]) == 1
-    assert cuda.cached() == 0
+    assert "is no folder" in cuda.cache()["problem"]
+
+
+def test_the_doctor_knows_a_folder_that_cannot_be_made(cache, monkeypatch):
+    """As the system's answer to whether it may be written, because root may write everywhere."""
+    assert cuda.cache() == {"folder": str(cache.folder), "kernels": 0, "problem": None}
+    monkeypatch.setattr(os, "access", lambda path, mode: path != cache.folder.parents[1])
+    assert f"{str(cache.folder.parents[1])!r} cannot be written" in cuda.cache()["problem"]
 
 
 def test_many_processes_at_once(tmp_path):
@@ -275,12 +422,47 @@ def test_many_processes_at_once(tmp_path):
     assert [file.name for file in (tmp_path / "cuda").iterdir()] == ["kernel.bin"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="takes a POSIX system")
+def test_eight_processes_find_an_empty_cache(tmp_path):
+    """All of them compile, all keep what they compiled, each gets its kernel; one file is left."""
+    code = """
+    import os, sys
+    from pathlib import Path
+    from types import SimpleNamespace
+    from fusednorm.backends import cuda
+    code = bytes(range(256)) * 4096
+    cuda.bindings = lambda: (
+        SimpleNamespace(cuDriverGetVersion=lambda: (0, 13000)),
+        SimpleNamespace(nvrtcGetSupportedArchs=lambda: (0, [90]), nvrtcVersion=lambda: (0, 13, 0)),
+    )
+    cuda.compiled = lambda variant, capability: code
+    variants = [cuda.Variant("forward", (("NUMBER", number),), "@Q", (), 32) for number in range(20)]
+    begin, start = os.pipe()
+    children = []
+    for _ in range(8):
+        children.append(os.fork())
+        if not children[-1]:
+            os.close(start)
+            os.read(begin, 1)  # until all are there
+            os._exit(not all(cuda.kept(variant, 90) == code for variant in variants for _ in range(2)))
+    os.close(start)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
+    names = sorted(path.name for path in cuda.cache_directory().iterdir())
+    assert names == sorted(cuda._key(variant, 90, 13000) + ".bin" for variant in variants), names
+    """
+    environment = {**os.environ, "FUSEDNORM_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 class Status(enum.IntEnum):
     """What a call of the driver returns first."""
 
     SUCCESS = 0
     INVALID_CONTEXT = 201
     OUT_OF_MEMORY = 2
+    INVALID_IMAGE = 200
 
 
 @pytest.fixture
@@ -390,6 +572,16 @@ def test_a_thread_without_a_context_gets_one(driver):
     assert driver.context == "context 3"
 
 
+def test_a_kernel_that_the_driver_does_not_load_raises(driver, monkeypatch):
+    api, _ = cuda.bindings()
+    monkeypatch.setattr(api, "cuModuleLoadData", lambda code: (Status.INVALID_IMAGE, None))
+    with pytest.raises(
+        fusednorm.BackendError, match=r"loading the kernel forward \(a driver as new as NVRTC.*INVALID_IMAGE"
+    ):
+        run(driver, 1, 4096)
+    assert driver.launches == []
+
+
 def test_a_failed_launch_raises(driver):
     driver.statuses = [Status.OUT_OF_MEMORY]
     with pytest.raises(fusednorm.BackendError, match="OUT_OF_MEMORY"):
@@ -404,6 +596,109 @@ def test_an_operand_between_two_elements_is_refused(driver):
     with pytest.raises(ValueError, match=r"^residual begins at an address that is no multiple of 2"):
         cuda.forward(x, between, weight, x, residual, None, 1, 64, *strides, 1e-6, 0.0, True, False)
     assert driver.launches == []
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a GPU, to torch; its driver and NVRTC are what a test makes of them."""
+    found = SimpleNamespace(
+        driver=SimpleNamespace(cuDriverGetVersion=lambda: (Status.SUCCESS, 13000)),
+        nvrtc=SimpleNamespace(nvrtcVersion=lambda: (Status.SUCCESS, 13, 0)),
+    )
+    monkeypatch.setattr(cuda, "bindings", lambda: (found.driver, found.nvrtc))
+    monkeypatch.setattr(cuda, "_compiler_version", cuda._compiler_version.__wrapped__)
+    monkeypatch.setattr(cuda, "capability", lambda device: 90)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return found
+
+
+def raising(error):
+    def function(*_):
+        raise error
+
+    return function
+
+
+real_unavailable = pytest.mark.skipif(EMULATED, reason="the emulation has its own answer to what is unavailable")
+
+
+@real_unavailable
+@pytest.mark.parametrize(
+    ("part", "function", "reason"),
+    [
+        ("driver", lambda: (Status.SUCCESS, 12080), "the driver is for CUDA 12.8, and code of NVRTC 13.0 needs"),
+        ("driver", lambda: (Status.INVALID_CONTEXT, 0), "driver cannot be used .*INVALID_CONTEXT.*`nvidia-smi`"),
+        ("driver", raising(RuntimeError("Failed to dlopen")), "driver cannot be used .*Failed to dlopen"),
+        ("nvrtc", raising(RuntimeError("No such file")), "NVRTC cannot be used .*No such file.*pip install"),
+        ("nvrtc", raising(ModuleNotFoundError("No module named 'cuda'")), "NVRTC cannot be used .*'cuda'"),
+        ("nvrtc", lambda: (Status.OUT_OF_MEMORY, 0, 0), "NVRTC cannot be used .*OUT_OF_MEMORY"),
+    ],
+    ids=["older driver", "driver fails", "no driver", "no NVRTC", "no bindings", "NVRTC fails"],
+)
+def test_a_driver_or_compiler_that_cannot_be_used(machine, monkeypatch, part, function, reason):
+    """Passed over with a reason where nothing was ordered; an error with that reason where it was."""
+    assert cuda.unavailable() == []
+    name = {"driver": "cuDriverGetVersion", "nvrtc": "nvrtcVersion"}[part]
+    monkeypatch.setattr(getattr(machine, part), name, function)
+    (found,) = cuda.unavailable()
+    assert re.search(reason, found)
+    bf16 = registry.Signature(torch.device("cuda"), BF16, BF16, BF16, BF16, 4096, True, False)
+    token = registry._order.set("")
+    try:
+        assert registry._choose(bf16).passed_over["cuda"] == [found]
+    finally:
+        registry._order.reset(token)
+    with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=re.escape(found)):
+        registry._choose(bf16)
+
+
+STUBS = {
+    "no function": "int nothing;",
+    "an error": "int cuDriverGetVersion(int *version) { return 999; }",
+    "older": "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }",
+    "good": "int cuDriverGetVersion(int *version) { *version = 13000; return 0; }",
+}
+
+
+@compiles
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="takes Linux and a C compiler")
+def test_libraries_that_are_no_driver(tmp_path):
+    """NVIDIA's own bindings, with libraries of a driver's name."""
+    for name, source in STUBS.items():
+        where = """
+        #include <string.h>
+        int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long long flags, int *status) {
+            *found = strcmp(name, "cuDriverGetVersion") == 0 ? (void *)cuDriverGetVersion : 0;
+            return *found ? 0 : 500;
+        }
+        """
+        file = tmp_path / f"{name}.c"
+        file.write_text(source + where * (name != "no function"))
+        command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", file, "-o", tmp_path / name]
+        subprocess.run(command, check=True)
+    code = """
+    import ctypes, os, sys, torch
+    from fusednorm.backends import cuda
+    torch.version.cuda, torch.cuda.is_available, torch.cuda.device_count = "13.0", lambda: True, lambda: 1
+    cuda.capability = lambda device: 90
+    for stub in sys.argv[1:]:
+        if not (child := os.fork()):
+            ctypes.CDLL(stub, ctypes.RTLD_GLOBAL)
+            print(os.path.basename(stub), *cuda.unavailable(), sep=": ", flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code), *(tmp_path / name for name in STUBS)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == len(STUBS)
+    assert lines[0].startswith('no function: NVIDIA\'s driver cannot be used (Function "cuDriverGetVersion" not found)')
+    assert lines[1].startswith(
+        "an error: NVIDIA's driver cannot be used (cuDriverGetVersion failed: CUDA_ERROR_UNKNOWN"
+    )
+    assert lines[2].startswith("older: the driver is for CUDA 12.4, and code of NVRTC 13.0 needs one for 13.0")
+    assert lines[3] == "good"
 
 
 def test_why_not():
