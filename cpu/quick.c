@@ -98,6 +98,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     }
     if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type)
         return long_way();
+    if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return long_way();
     if (arguments[X] == Py_None) return long_way(); /* the others are compared with it */
     for (int i = 0; i < OPERANDS; i++) {
         given[i] = arguments[i] != Py_None;
@@ -123,11 +124,11 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     if (c.hidden == 1 || (given[WEIGHT] && (c.t[WEIGHT].ndim != 1 || c.t[WEIGHT].shape[0] != c.hidden)))
         return long_way();
 
-    int records = records_gradient(arguments, OPERANDS), round_sum = PyObject_IsTrue(arguments[ROUND_SUM]);
-    int round_norm = PyObject_IsTrue(arguments[ROUND_NORM]);
-    if (records < 0 || round_sum < 0 || round_norm < 0) return NULL;
+    int records = records_gradient(arguments, OPERANDS);
+    if (records < 0) return NULL;
     if (records) return long_way();
-    c.flags = (round_sum ? FN_ROUND_SUM : 0) | (round_norm ? FN_ROUND_NORM : 0);
+    c.flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
+              (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
     c.eps = PyFloat_AsDouble(arguments[EPS]);
     c.weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
 

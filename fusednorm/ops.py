@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.layout import overlaps_itself, row_stride, share_memory
 from fusednorm.registry import Backend, Signature, order, quick, select
 
+_NAMES = ("x", "residual", "weight", "out", "residual_out")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -205,14 +206,24 @@ def rms_norm_(
     return run(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
 
 
+def _refuse_nested(name: str) -> NoReturn:
+    raise TypeError(f"{name} must be a dense tensor, got a nested one; pass its rows, {name}.values()")
+
+
 def _intercepted(*operands: Tensor | None) -> bool:
-    """Whether somebody waits for the call in torch's dispatcher: a subclass (fake tensors are), vmap, torch.func."""
+    """Whether somebody waits for the call in torch's dispatcher: a subclass (fake tensors are), vmap, torch.func.
+
+    The operands are some of x, residual, weight, out and residual_out, in this order.
+    """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return any(
-        isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-        for tensor in operands
-    )
+    found = False
+    for name, tensor in zip(_NAMES, operands, strict=False):
+        if isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            if tensor.is_nested:  # it would intercept the call, and not know the operation
+                _refuse_nested(name)
+            found = True
+    return found
 
 
 def _dispatched(
@@ -281,10 +292,11 @@ def run(
     ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. Returns the two outputs (the
     second None without a residual) and the backend that wrote them.
     """
-    _check_operands(x, residual, weight, out, residual_out)
-    for name, number in (("eps", eps), ("weight_offset", weight_offset)):
-        if type(number) is not float and not isinstance(number, Real):
-            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
+    check_operands(x, residual, weight, out, residual_out)
+    eps, weight_offset = _number("eps", eps), _number("weight_offset", weight_offset)
+    for name, flag in (("round_sum", round_sum), ("round_norm", round_norm)):
+        if type(flag) is not bool:
+            raise TypeError(f"{name} must be True or False, got {flag!r}; bool(...) makes one of them")
     hidden_size = x.shape[-1]
     rows = x.numel() // hidden_size
 
@@ -358,11 +370,11 @@ def run(
     return out, residual_out, backend
 
 
-def _check_operands(
+def check_operands(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, residual_out: Tensor | None
 ) -> None:
     """Types, dtypes, devices and shapes."""
-    operands = {"x": x, "residual": residual, "weight": weight, "out": out, "residual_out": residual_out}
+    operands = dict(zip(_NAMES, (x, residual, weight, out, residual_out), strict=True))
     for name, tensor in operands.items():
         if tensor is None and name != "x":
             continue
@@ -378,6 +390,8 @@ def _check_operands(
                 f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: "
                 f"convert x with x.double(), or {name} with {name}.float()"
             )
+        if tensor.is_nested:
+            _refuse_nested(name)
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {name}.to_dense() makes one")
         if tensor.device != x.device:
@@ -406,6 +420,17 @@ def _check_operands(
         raise TypeError(
             f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got {str(residual_out.dtype)[6:]}"
         )
+
+
+def _number(name: str, number: object) -> float:
+    if type(number) is float:
+        return number
+    if not isinstance(number, Real):
+        raise TypeError(f"{name} must be a number, got {type(number).__name__}; float(...) makes one")
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float64 holds, got one beyond 1.8e308") from None
 
 
 def refuse_type(name: str, operand: object) -> NoReturn:

@@ -43,6 +43,8 @@ def prewarm(
         BackendError: the backends ordered cannot take such calls.
         TypeError, ValueError: see :func:`fusednorm.fused_add_rms_norm`.
     """
+    if not isinstance(hidden_size, int) or hidden_size < 1:
+        raise ValueError(f"hidden_size must be an int of at least 1, got {hidden_size!r}")
     for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
         leaves = [
             torch.zeros(hidden_size + offset, dtype=kind or dtype, device=device)[offset:].requires_grad_(gradients)

@@ -1,13 +1,16 @@
 """What the public functions accept, refuse, and say."""
 
+import math
 import re
+from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 from torch import tensor
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, quick, rms_norm, rms_norm_
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, quick, registry, rms_norm, rms_norm_
 
 X = torch.arange(24.0).reshape(3, 8)
 BIG = torch.zeros(3, 16)
@@ -17,6 +20,27 @@ def says(*parts):
     return re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
 
 
+def freed():
+    """A tensor whose memory was given back, as that of sharded parameters is between layers."""
+    found = torch.ones(3, 8)
+    found.untyped_storage().resize_(0)
+    return found
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
+
+
+def quantised():
+    return torch.quantize_per_tensor(X, 0.1, 0, torch.quint8)
+
+
+@pytest.mark.filterwarnings(  # torch's, of its tensors
+    "ignore:torch.quantize_per_tensor",
+    "ignore:ComplexHalf",
+    "ignore:Sparse CSR",
+    "ignore:The PyTorch API of nested tensors",
+)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -57,14 +81,60 @@ def says(*parts):
         (lambda: rms_norm(X, eps=None), TypeError, says("eps must be a number, got NoneType")),
         (lambda: rms_norm(X, eps="1e-6"), TypeError, says("eps must be a number, got str")),
         (lambda: rms_norm(X, weight_offset=None), TypeError, says("weight_offset must be a number, got NoneType")),
+        (lambda: rms_norm(X, eps=1j), TypeError, says("eps must be a number, got complex")),
+        (lambda: rms_norm(X, eps=tensor(1.0)), TypeError, says("eps must be a number, got Tensor", "float(")),
+        (lambda: rms_norm(X, eps=10**400), ValueError, says("eps must be a number that a float64 holds")),
+        (lambda: rms_norm_(X, round_norm=2), TypeError, says("round_norm must be True or False, got 2", "bool(")),
+        (lambda: fused_add_rms_norm(X, X, round_sum=2), TypeError, says("round_sum must be True or False, got 2")),
+        (lambda: fused_add_rms_norm(X, X, round_sum="no"), TypeError, says("round_sum must be True or False")),
+        (lambda: fused_add_rms_norm_(X, BIG[:, :8], round_sum=None), TypeError, says("round_sum", "got None")),
+        (lambda: rms_norm(X, round_norm=tensor(True)), TypeError, says("round_norm must be", "got tensor(True)")),
+        (lambda: rms_norm(X.bool()), TypeError, says("x must be float16", "got bool")),
+        (lambda: rms_norm(X.to(torch.float8_e4m3fn)), TypeError, says("x must be float16", "got float8_e4m3fn")),
+        (lambda: rms_norm(X.to(torch.complex32)), TypeError, says("x must be float16", "got complex32")),
+        (lambda: rms_norm(quantised()), TypeError, says("x must be float16", "got quint8")),
+        (lambda: rms_norm(X, X[0].to_mkldnn()), TypeError, says("weight must be a dense tensor", "to_dense()")),
+        (lambda: rms_norm(X.to_sparse_csr()), TypeError, says("x must be a dense tensor", "sparse_csr")),
+        (lambda: rms_norm(nested(torch.jagged)), TypeError, says("x must be a dense tensor, got a nested", "values()")),
+        (lambda: rms_norm(nested(torch.strided)), TypeError, says("x must be a dense tensor, got a nested one")),
+        (lambda: fused_add_rms_norm(X, nested(torch.strided)), TypeError, says("residual must be a dense tensor")),
+        (lambda: rms_norm(nested(torch.jagged), out=X), TypeError, says("x must be a dense tensor, got a nested")),
+        (lambda: rms_norm_(nested(torch.jagged)), TypeError, says("x must be a dense tensor, got a nested")),
+        (lambda: rms_norm(freed()), TypeError, says("x is a Tensor without memory of its own")),
+        (lambda: rms_norm(X, out=freed()), TypeError, says("out is a Tensor without memory of its own")),
+        (lambda: rms_norm_(freed()), TypeError, says("x is a Tensor without memory of its own")),
+        (lambda: rms_norm(tensor(1.0).expand(2**40), out=None), RuntimeError, says("memory")),
+        (lambda: rms_norm(tensor([1.0]).expand(2**40, 1)), RuntimeError, says("memory")),
+        (lambda: fusednorm.explain([1.0]), TypeError, says("x must be a torch.Tensor, got list")),
+        (lambda: fusednorm.explain(tensor(1.0)), ValueError, says("x must be [..., N]", "got shape []")),
+        (lambda: fusednorm.explain(X, X[:, :7]), ValueError, says("residual must have x's shape")),
+        (lambda: fusednorm.prewarm(0), ValueError, says("hidden_size must be an int of at least 1, got 0")),
+        (lambda: fusednorm.prewarm("8"), ValueError, says("hidden_size must be an int of at least 1, got '8'")),
+        (lambda: fusednorm.prewarm(8, torch.int8), TypeError, says("x must be float16", "got int8")),
     ],
 )
-def test_bad_input(call, error, message):
+@pytest.mark.parametrize("opened", [False, True], ids=["long way", "quick way"])
+def test_bad_input(monkeypatch, call, error, message, opened):
+    """On the quick way too, which takes calls like those that the long way has taken before."""
+    fused_add_rms_norm(X, X, X[0])
+    if not opened:
+        for order in list(registry.quick):
+            monkeypatch.delitem(registry.quick, order)
     before = X.clone(), BIG.clone()
     with pytest.raises(error, match=message):
         call()
     assert torch.equal(X, before[0])  # nothing is half-written
     assert torch.equal(BIG, before[1])
+
+
+@pytest.mark.parametrize("eps", [float("nan"), -1.0, float("inf"), 0, True, Fraction(1, 3), numpy.float32(0.5)])
+def test_any_real_eps(eps):
+    """The bits of the specification's formula, also where it gives NaN; of a number of any type."""
+    x = X / 64
+    with fusednorm.use_backend("reference"):
+        wanted = rms_norm(x, X[1], float(eps))
+    assert torch.equal(rms_norm(x, X[1], eps).nan_to_num(7), wanted.nan_to_num(7))
+    assert wanted.isnan().any() == (eps == -1 or math.isnan(eps))
 
 
 def memory(*shape):
