@@ -159,6 +159,12 @@ def _register(name: str, backend: Backend) -> None:
     missing = [attribute for attribute in _REQUIRED if not hasattr(backend, attribute)]
     if missing:
         raise TypeError(f"backend {name!r} lacks {', '.join(missing)}; fusednorm.registry.Backend says what each does")
+    devices = backend.DEVICES
+    if not isinstance(devices, tuple) or not all(isinstance(device, str) for device in devices):
+        raise TypeError(f"backend {name!r} has DEVICES {devices!r}; it must be a tuple of names such as ('cpu',)")
+    uncallable = [attribute for attribute in _REQUIRED[1:] if not callable(getattr(backend, attribute))]
+    if uncallable:
+        raise TypeError(f"backend {name!r} has {', '.join(uncallable)}, which must be functions, as something else")
     _registered[name] = backend
     _chosen.clear()
     quick.clear()
@@ -181,12 +187,26 @@ def load(name: str) -> Backend:
     if name in NAMES:
         return cast(Backend, importlib.import_module(f"fusednorm.backends.{MODULES.get(name, name)}"))
     if name not in _registered:
-        _register(name, _plug_ins()[name].load())
+        try:
+            _register(name, _plug_ins()[name].load())
+        except (Exception, SystemExit) as error:  # somebody else's package, whose import may do anything
+            raise BackendError(
+                f"its entry point fails ({type(error).__name__}: {error}); repair or uninstall the package that has it"
+            ) from error
     return _registered[name]
+
+
+def _reasons(name: str, found: object) -> list[str]:
+    """What ``unavailable`` or ``unsuitable`` returned, if that is a list of reasons."""
+    if not isinstance(found, list) or not all(isinstance(reason, str) for reason in found):
+        raise TypeError(f"backend {name!r} gives its reasons as {found!r}; they must be a list of str, or an empty one")
+    return found
 
 
 def _names(order: str) -> list[str]:
     """The names in an order of preference, checked."""
+    if not isinstance(order, str):
+        raise TypeError(f"names must be a str such as 'cpu' or 'triton,reference', got {order!r}")
     names = [name.strip() for name in order.split(",") if name.strip()]
     unknown = [name for name in names if name not in (*NAMES, *_registered)]
     if unknown:  # only now: looking for plug-ins reads the metadata of every installed package
@@ -211,13 +231,23 @@ def _candidates(order: str) -> Iterator[str]:
     yield "reference"
 
 
+def _devices(name: str) -> tuple[str, ...]:
+    """The types of devices that a backend runs on; none if it cannot be loaded."""
+    return load(name).DEVICES if name in (*NAMES, *_registered) else ()
+
+
 def _refusal(name: str, signature: Signature) -> list[str]:
     """Why a backend cannot take a call; empty if it can."""
-    backend = load(name)
+    try:
+        backend = load(name)
+    except BackendError as error:
+        if name in NAMES:  # a variable with an unusable value
+            raise
+        return list(map(str, error.args))
     device = signature.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
         return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
-    return backend.unavailable() or backend.unsuitable(signature)
+    return _reasons(name, backend.unavailable()) or _reasons(name, backend.unsuitable(signature))
 
 
 def _choose(signature: Signature) -> Explanation:
@@ -302,16 +332,14 @@ class Explanation:
     def depends_on_signature(self) -> bool:
         """Whether another call on this device might have gone to a backend that refused this one."""
         device = self.signature.device.type
-        return any(
-            {device, "any"} & set(load(name).DEVICES) and not load(name).unavailable() for name in self.passed_over
-        )
+        return any({device, "any"} & set(_devices(name)) and not load(name).unavailable() for name in self.passed_over)
 
     def warn(self) -> None:
         """Warns where the choice fell to the reference although a backend for this device exists."""
         device = self.signature.device.type
         if self.order or self.backend != "reference":
             return
-        meant = [name for name in self.passed_over if device in load(name).DEVICES]
+        meant = [name for name in self.passed_over if device in _devices(name)]
         if meant:
             warnings.warn(
                 f"fusednorm runs on {device} through its reference, which is slow, because the backend {meant[0]!r} "
@@ -347,8 +375,11 @@ def explain(
         out: as in the call: only its dtype matters.
 
     Raises:
-        BackendError: the call would raise it.
+        TypeError, ValueError, BackendError: the call would raise them.
     """
+    from fusednorm.ops import check_operands  # now: it imports this module
+
+    check_operands(x, residual, weight, out, None)
     return _choose(
         Signature(
             x.device,
@@ -386,12 +417,10 @@ def backends() -> list[BackendInfo]:
     infos = []
     for name in known():
         try:
-            backend = load(name)
-        except (ImportError, TypeError) as error:  # somebody else's package: its fault is a line in the list
+            reasons = _reasons(name, load(name).unavailable())
+        except Exception as error:  # somebody else's code: its fault is a line in the list
             if name in NAMES:
                 raise
-            infos.append(BackendInfo(name, False, [f"its entry point fails: {error}"], ()))
-            continue
-        reasons = backend.unavailable()
-        infos.append(BackendInfo(name, not reasons, reasons, backend.DEVICES))
+            reasons = [str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"]
+        infos.append(BackendInfo(name, not reasons, reasons, _devices(name)))
     return infos

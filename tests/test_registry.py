@@ -89,6 +89,12 @@ def test_an_order_is_obeyed():
     assert fusednorm.explain(X).order == ""
 
 
+@pytest.mark.parametrize("names", [None, 5, ["cpu"]])
+def test_names_of_another_type(names):
+    with pytest.raises(TypeError, match="names must be a str such as 'cpu' or 'triton,reference', got"):
+        fusednorm.use_backend(names)
+
+
 @pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", "CPU"])
 def test_unknown_names_raise_and_list_the_valid_ones(names):
     with pytest.raises(BackendError, match="cpu, cuda, triton, triton_cpu, reference"):
@@ -174,16 +180,60 @@ def test_plug_ins_are_listed_and_loaded_by_name(monkeypatch):
     assert "theirs" in [info.name for info in fusednorm.backends()]
 
 
-def test_a_plug_in_that_does_not_load_is_a_line_in_the_list(monkeypatch):
-    def load():
-        raise ImportError("no module named theirs")
+def raising(error):
+    def function():
+        raise error
 
+    return function
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (raising(ImportError("no module named theirs")), "ImportError: no module named theirs"),
+        (raising(ZeroDivisionError("theirs")), "ZeroDivisionError: theirs"),
+        (raising(SystemExit("theirs wants to leave")), "SystemExit: theirs wants to leave"),
+        (lambda: None, "TypeError: backend 'theirs' lacks DEVICES, unavailable, unsuitable, plan, forward, backward"),
+        (lambda: backend(DEVICES="cpu"), "TypeError: backend 'theirs' has DEVICES 'cpu'; it must be a tuple of names"),
+        (lambda: backend(forward=None), "TypeError: backend 'theirs' has forward, which must be functions"),
+    ],
+    ids=["missing", "fails", "exits", "nothing", "devices", "no function"],
+)
+def test_a_plug_in_that_does_not_load(monkeypatch, load, reason):
+    """A line in the list; passed over where nothing was ordered; an error, with the reason, where it was."""
     plug_in(monkeypatch, "theirs", load)
     (info,) = (info for info in fusednorm.backends() if info.name == "theirs")
     assert not info.available
-    assert "no module named theirs" in info.reasons[0]
-    with fusednorm.use_backend("theirs"), pytest.raises(ImportError, match="no module named theirs"):
+    assert reason in info.reasons[0]
+    elsewhere = X.to("meta")
+    assert fusednorm.explain(elsewhere).backend == "reference"
+    assert reason in fusednorm.explain(elsewhere).passed_over["theirs"][0]
+    fusednorm.rms_norm(elsewhere)
+    with fusednorm.use_backend("theirs"), pytest.raises(BackendError) as raised:
         fusednorm.rms_norm(X)
+    assert reason in str(raised.value)
+    assert "uninstall the package" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("unavailable", "reason"),
+    [
+        (lambda: None, "TypeError: backend 'theirs' gives its reasons as None; they must be a list of str"),
+        (lambda: "no GPU", "TypeError: backend 'theirs' gives its reasons as 'no GPU'"),
+        (raising(ZeroDivisionError("theirs")), "ZeroDivisionError: theirs"),
+    ],
+    ids=["nothing", "text", "fails"],
+)
+def test_a_backend_that_answers_nonsense(monkeypatch, unavailable, reason):
+    """A line in the list; where a call asks it, that call raises."""
+    plug_in(monkeypatch, "theirs", lambda: backend(unavailable=unavailable))
+    (info,) = (info for info in fusednorm.backends() if info.name == "theirs")
+    assert not info.available
+    assert info.reasons == [reason] or info.reasons[0].startswith(reason)
+    error, _, words = reason.partition(": ")
+    with fusednorm.use_backend("theirs"), pytest.raises((TypeError, ZeroDivisionError), match=words) as raised:
+        fusednorm.rms_norm(X)
+    assert type(raised.value).__name__ == error
 
 
 def test_a_plug_in_cannot_take_a_name_of_ours(monkeypatch):
@@ -199,6 +249,8 @@ def test_registering():
         fusednorm.register_backend("triton", backend())
     with pytest.raises(ValueError, match="letters, digits and underscores"):
         fusednorm.register_backend("a,b", backend())
+    with pytest.raises(TypeError, match=r"has DEVICES 'cpu'; it must be a tuple of names such as \('cpu',\)"):
+        fusednorm.register_backend("mine", backend(DEVICES="cpu"))
     with pytest.raises(TypeError, match="lacks unavailable, unsuitable, plan, forward, backward"):
         fusednorm.register_backend("half", SimpleNamespace(DEVICES=("cpu",)))
     fusednorm.register_backend("mine", backend())
