@@ -16,6 +16,7 @@ import torch
 from fusednorm.backends import reference, triton_host
 from fusednorm.backends.gpu_host import Host, ceiling
 from fusednorm.backends.triton_host import INTERPRETED, Variant, Way
+from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
     from fusednorm.registry import Signature
@@ -29,7 +30,10 @@ TILE = reference.SEGMENT // 8
 #: Rows up to 65,536 elements share one kernel.
 _FEWEST_SEGMENTS = 64
 
-_PREWARM = os.environ.get("FUSEDNORM_PREWARM", "1").strip() != "0"
+_asked = os.environ.get("FUSEDNORM_PREWARM", "").strip() or "1"
+if _asked not in ("0", "1"):
+    raise BackendError(f"FUSEDNORM_PREWARM is {_asked!r}; it must be 1, to compile the commonest kernels first, or 0")
+_PREWARM = _asked == "1"
 
 _prewarmed = False
 
@@ -39,9 +43,9 @@ def unavailable() -> list[str]:
     reasons = triton_host.missing()
     if reasons or INTERPRETED:
         return reasons
-    target = triton_host.active_target()
+    target, why = triton_host.active_target()
     if target is None or target.backend != "cpu":
-        found = "no driver" if target is None else f"a driver for {target.backend}"
+        found = f"no driver ({why})" if target is None else f"a driver for {target.backend}"
         cure = "build github.com/triton-lang/triton-cpu from source, as no wheel of it is published"
         return [f"Triton has {found} active here, not one for CPUs: {cure}; TRITON_CPU_BACKEND=1 prefers it to a GPU's"]
     return []

@@ -38,9 +38,9 @@ def unavailable() -> list[str]:
     reasons = triton_host.missing()
     if reasons or INTERPRETED:
         return reasons
-    target = triton_host.active_target()
+    target, why = triton_host.active_target()
     if target is None:
-        return ["Triton finds no GPU driver; `python -m torch.utils.collect_env` shows what torch finds"]
+        return [f"Triton finds no GPU driver ({why}); `python -m torch.utils.collect_env` shows what torch finds"]
     if target.backend == "cpu":
         return ["Triton's active driver is one for CPUs, which the backend triton_cpu is for"]
     return []
@@ -62,7 +62,7 @@ def plan(signature: Signature) -> str:
 
 def warp_size() -> int:
     """Threads in a warp of this machine's GPU."""
-    target = None if INTERPRETED else triton_host.active_target()
+    target = None if INTERPRETED else triton_host.active_target()[0]
     return target.warp_size if target is not None and target.warp_size else 32
 
 

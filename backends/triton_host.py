@@ -19,7 +19,7 @@ from torch import Tensor
 OLDEST = (3, 4)
 
 #: Whether Triton's interpreter runs the kernels, on the CPU and without compiling. Triton reads it when it is imported.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").strip().lower() in ("1", "true", "on", "yes", "y")
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 #: The longest rows: the sums of their segments have to fit a tensor of Triton's.
 LONGEST = 2**30
@@ -34,9 +34,13 @@ def missing() -> list[str]:
     """Why Triton cannot be used, each reason with its cure; empty if it can."""
     try:
         import triton
-    except ImportError as error:
-        return [f"Triton cannot be imported ({error}); `pip install triton` installs it where there is a wheel"]
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
+        import triton.runtime.driver
+
+        version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    except Exception as error:  # a broken package, or a folder of that name, may raise anything
+        cure = "`pip install triton`, with --force-reinstall if it is damaged, installs it where there is a wheel"
+        return [f"Triton cannot be imported ({type(error).__name__}: {error}); {cure}"]
+    if version < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         return [
             f"Triton {triton.__version__} is too old; `pip install 'triton>={wanted}'` (torch 2.8 and newer have it)"
@@ -44,14 +48,14 @@ def missing() -> list[str]:
     return []
 
 
-def active_target() -> Any | None:
-    """Triton's target on this machine (``backend``, ``arch`` and ``warp_size``); None where it has no driver."""
+def active_target() -> tuple[Any | None, str]:
+    """Triton's target on this machine (``backend``, ``arch`` and ``warp_size``); or None, and why there is none."""
     from triton.runtime.driver import driver
 
     try:
-        return driver.active.get_current_target()
-    except RuntimeError:  # "0 active drivers"
-        return None
+        return driver.active.get_current_target(), ""
+    except Exception as error:  # "0 active drivers"; others come from drivers, which are plug-ins, and run compilers
+        return None, f"{type(error).__name__}: {error}"
 
 
 def too_long(hidden_size: int) -> list[str]:

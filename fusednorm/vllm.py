@@ -39,7 +39,7 @@ def register() -> None:
     Nothing is raised, because vLLM does not catch what a plug-in raises: where the variable says something else, or
     vLLM is not what this function knows, it logs a warning and leaves vLLM as it was.
     """
-    mode = os.environ.get("FUSEDNORM_VLLM", "vllm")
+    mode = os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm"
     if mode == "off":
         _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
         return
