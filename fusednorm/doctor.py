@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import platform
@@ -26,6 +27,9 @@ from fusednorm import registry
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
 ROWS = (1, 16, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: What people set.
+VARIABLES = ("FUSEDNORM_BACKEND", "FUSEDNORM_CACHE_DIR", "FUSEDNORM_CPU_ISA", "FUSEDNORM_PREWARM", "FUSEDNORM_VLLM")
 
 #: A case is repeated for about so many seconds, and the median call is reported.
 SECONDS_PER_CASE = 0.02
@@ -96,7 +100,7 @@ def report() -> dict[str, Any]:
         findings["devices"] = [_choice(device) for device in _devices()]
         from fusednorm.backends import cpu, cuda
 
-        findings["cache"] = {"folder": str(cuda.cache_directory()), "kernels": cuda.cached()}
+        findings["cache"] = cuda.cache()
         if not cpu.unavailable():
             findings["instruction_sets"] = list(cpu.variants())
             findings["instruction_set"] = cpu.variant()
@@ -118,11 +122,10 @@ def show(console: Console) -> int:
         facts.add_row("instruction sets", ", ".join(sets))
         facts.add_row("OpenMP", found["openmp"] or "none found: calls run on one thread")
     if "cache" in found:
-        facts.add_row(
-            "CUDA kernels", escape(f"{found['cache']['kernels']} compiled ones in {found['cache']['folder']}")
-        )
+        kernels = "{problem}" if found["cache"]["problem"] else "{kernels} compiled ones in {folder}"
+        facts.add_row("CUDA kernels", escape(kernels.format(**found["cache"])))
     for name, value in found["environment"].items():
-        facts.add_row(name, escape(value))
+        facts.add_row(name, escape(value) + ("" if name in VARIABLES else " [yellow](nothing reads this variable)[/]"))
     console.print(facts, highlight=False)
 
     if "backends" in found:
@@ -293,5 +296,10 @@ def progress(console: Console) -> Progress:
 
 
 def console() -> Console:
-    """Where the doctor prints: as wide as its tables where the output is no terminal that wraps."""
+    """Where the doctor prints: as wide as its tables where the output is no terminal that wraps.
+
+    What the output's encoding lacks is printed by its number.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     return Console() if sys.stdout.isatty() else Console(width=150)
