@@ -44,8 +44,8 @@ class Guarded:
 
     def __init__(self, size):
         size = -(-size // PAGE) * PAGE
-        self._map = mmap.mmap(-1, size + 2 * PAGE)
-        self._bytes = (ctypes.c_char * len(self._map)).from_buffer(self._map)
+        self.map = mmap.mmap(-1, size + 2 * PAGE)
+        self._bytes = (ctypes.c_char * len(self.map)).from_buffer(self.map)
         self.begin = ctypes.addressof(self._bytes) + PAGE
         self.end = self.begin + size
         for guard in (self.begin - PAGE, self.end):

@@ -1,4 +1,4 @@
-"""No kernel reads or writes one byte beyond an operand: there it would meet a page without rights, and the process end."""
+"""No kernel reads or writes a byte beyond an operand: there are pages without rights, which would end the process."""
 
 import signal
 import subprocess
