@@ -7,8 +7,8 @@ its beginning. A kernel that reads or writes one byte too many kills the process
 it is made, so that the last line is the one that did it. Neither torch nor fusednorm is imported: the library is loaded
 by itself, and runs on one thread. ``tests/test_guard_pages.py`` runs this for every instruction set.
 
-``--heap`` takes memory from malloc instead, for valgrind, which watches its borders as well and finds values that are
-used before they are written; of the calls it then makes one in so many as ``--every`` says.
+``--heap`` takes memory from calloc instead, for valgrind, which watches its borders as well, and finds scratch that is
+used before it is written. Of all calls ``--every 100`` makes one in a hundred.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from random import Random
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
-LIBC.malloc.restype, LIBC.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+LIBC.calloc.restype, LIBC.calloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t, ctypes.c_size_t)
 LIBC.free.argtypes = (ctypes.c_void_p,)
 
 BYTES = {"none": 0, "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}  # in the order of enum fn_kind
@@ -61,14 +61,14 @@ class Guarded:
 
 
 class Heap:
-    """The same of malloc's memory, which valgrind guards: each operand has exactly what it needs."""
+    """The same of calloc's memory, which valgrind guards: each operand has exactly what it needs, zeros."""
 
     def __init__(self, size):
         self._addresses = []
 
     def place(self, size, at_end):
-        """The address of so many bytes. Inputs are zeros and outputs unwritten, as valgrind sees them."""
-        self._addresses.append(LIBC.malloc(size))
+        """The address of so many bytes."""
+        self._addresses.append(LIBC.calloc(1, size))
         return self._addresses[-1]
 
     def clear(self):
@@ -195,7 +195,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--isa", help="one instruction set; default: all that this processor runs")
     parser.add_argument("--every", type=int, default=1, help="make one call in so many")
-    parser.add_argument("--heap", action="store_true", help="memory from malloc, for valgrind")
+    parser.add_argument("--heap", action="store_true", help="memory from calloc, for valgrind")
     parser.add_argument("--verbose", action="store_true", help="print each call before it is made")
     arguments = parser.parse_args()
     extension = load()

@@ -22,8 +22,8 @@ GCC = [
 
 
 def main():
-    # Without intermediate file; cffi writes _cpu.c, which is not here.
-    flags = ["-std=c11", f"-I{CPU}", f"-I{sysconfig.get_paths()['include']}", "-ffp-contract=off"]
+    include = sysconfig.get_paths()["include"]
+    flags = ["-std=c11", f"-I{CPU}", "-isystem", include, "-DPy_LIMITED_API=0x030b0000", "-ffp-contract=off"]
     failed = []
     for file in sorted(CPU.glob("*.c")):
         for command in (
