@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm import quick as quick_way
+from fusednorm import registry
 from fusednorm.backends import reference
 from fusednorm.layout import rows_of
 from fusednorm.registry import BackendError
@@ -57,6 +58,8 @@ else:
         )
         quick = "cpu"
     _openmp: str = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
+    if registry.forked:  # before it was loaded
+        _lib.fn_after_fork()
 
 
 def variants() -> tuple[str, ...]:

@@ -117,6 +117,12 @@ def square_root(value: Tensor) -> Tensor:
     return value.to(torch.float64).sqrt().to(value.dtype)
 
 
+def constant(number: float, like: Tensor) -> Tensor:
+    """A number rounded to the dtype of ``like``, in its shape; to infinity where the dtype ends before."""
+    wide = torch.float32 if like.device.type == "mps" else torch.float64
+    return torch.full_like(like, number, dtype=wide).to(like.dtype)
+
+
 def divided(value: Tensor, divisor: float) -> Tensor:
     """``value / divisor``. By a tensor: CUDA multiplies by the reciprocal of a scalar, which rounds twice."""
     return value / torch.full_like(value, divisor)
@@ -125,7 +131,7 @@ def divided(value: Tensor, divisor: float) -> Tensor:
 def reciprocal_root(h: Tensor, eps: float) -> Tensor:
     """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h."""
     mean = divided(treesum(h * h), h.shape[-1])
-    r = square_root(mean + torch.full_like(mean, eps))
+    r = square_root(mean + constant(eps, mean))
     return torch.ones_like(r) / r
 
 
@@ -134,7 +140,7 @@ def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Ten
     if weight is None:
         return None
     g = weight.to(dtype)
-    return g + torch.full_like(g, weight_offset) if weight_offset != 0 else g
+    return g + constant(weight_offset, g) if weight_offset != 0 else g
 
 
 def forward(

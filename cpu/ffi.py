@@ -10,6 +10,7 @@ ffibuilder.cdef("""
     int fn_isa(void);
     void fn_use_isa(int isa);
     const char *fn_openmp_path(void);
+    void fn_after_fork(void);
     int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
                    uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
                    uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,

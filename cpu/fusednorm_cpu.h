@@ -102,6 +102,7 @@ static inline int64_t fn_first_row(int64_t rows, int thread, int threads) {
 typedef void fn_task(void *argument, int thread, int threads);
 void fn_parallel(fn_task *task, void *argument, int threads);
 const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
+void fn_after_fork(void); /* this process is a forked child: from now on everything runs on the calling thread */
 
 /* dispatch.c: the instruction sets compiled in. The best that is usable is the last. */
 int fn_isa_count(void);

@@ -222,8 +222,8 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
         };
         const struct row row = {
             .x = job->x + k * job->x_stride,
-            .residual = job->residual + k * job->residual_stride,
-            .residual_out = job->residual_out + k * job->residual_out_stride,
+            .residual = residual == NONE ? NULL : job->residual + k * job->residual_stride,
+            .residual_out = residual == NONE ? NULL : job->residual_out + k * job->residual_out_stride,
             .aside = aside.h || aside.streamed ? &aside : NULL,
             .sums = batch->sums,
         };
@@ -396,9 +396,11 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     for (int64_t m = begin; m < end; m += rows) {
         struct fn_forward_job part = *job;
         part.x += m * job->x_stride;
-        part.residual += m * job->residual_stride;
-        part.residual_out += m * job->residual_out_stride;
         part.out += m * job->out_stride;
+        if (residual) {
+            part.residual += m * job->residual_stride;
+            part.residual_out += m * job->residual_out_stride;
+        }
         if (batch.stream && residual) {
             batch.streamed = part.residual_out;
             batch.streamed_stride = job->residual_out_stride;

@@ -99,8 +99,10 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type)
         return long_way();
     if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return long_way();
-    if (arguments[X] == Py_None) return long_way(); /* the others are compared with it */
-    for (int i = 0; i < OPERANDS; i++) {
+    given[X] = 1;
+    if (!read_tensor(arguments[X], &c.t[X], &c.kind[X])) return long_way();
+    if (c.t[X].device.type > DL_CUDA || !(PyLong_AsLong(devices) >> c.t[X].device.type & 1)) return long_way();
+    for (int i = RESIDUAL; i < OPERANDS; i++) {
         given[i] = arguments[i] != Py_None;
         c.kind[i] = FN_NONE;
         if (!given[i]) continue;
@@ -108,12 +110,9 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
         else if (i == RESIDUAL_OUT && arguments[i] == arguments[RESIDUAL])
             c.t[i] = c.t[RESIDUAL], c.kind[i] = c.kind[RESIDUAL];
         else if (!read_tensor(arguments[i], &c.t[i], &c.kind[i])) return long_way();
-        if (i != X && (c.t[i].device.type != c.t[X].device.type || c.t[i].device.id != c.t[X].device.id))
-            return long_way();
-        if (i != WEIGHT && i != X && !same_shape(&c.t[i], &c.t[X])) return long_way();
+        if (c.t[i].device.type != c.t[X].device.type || c.t[i].device.id != c.t[X].device.id) return long_way();
+        if (i != WEIGHT && !same_shape(&c.t[i], &c.t[X])) return long_way();
         if (c.kind[i] == FN_F64 && c.kind[X] != FN_F64) return long_way();
-        if (i == X && (c.t[X].device.type > DL_CUDA || !(PyLong_AsLong(devices) >> c.t[X].device.type & 1)))
-            return long_way();
     }
     if (c.t[X].ndim < 1 || (given[RESIDUAL_OUT] && c.kind[RESIDUAL_OUT] != c.kind[RESIDUAL]))
         return long_way();

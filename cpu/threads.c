@@ -21,6 +21,8 @@ void fn_parallel(fn_task *task, void *argument, int threads) {
 
 const char *fn_openmp_path(void) { return ""; }
 
+void fn_after_fork(void) {}
+
 #else
 
 /* The entry points that GCC's own `#pragma omp parallel` calls; LLVM's runtime has them too. */
@@ -31,10 +33,10 @@ static int (*omp_threads)(void);
 /* A child has the parent's memory but not its threads: a parallel region would wait for them for ever. */
 static int forked;
 
-static void after_fork(void) { forked = 1; }
+void fn_after_fork(void) { forked = 1; }
 
 static void find_runtime(void) {
-    pthread_atfork(NULL, NULL, after_fork);
+    pthread_atfork(NULL, NULL, fn_after_fork);
     /* Through void **, because C has no cast from an object pointer to a function pointer. */
     *(void **)&omp_thread = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
     *(void **)&omp_threads = dlsym(RTLD_DEFAULT, "omp_get_num_threads");

@@ -346,6 +346,9 @@ def run(
             round_norm,
         )
     )
+    # Before, because an interrupt may come between what follows: what is written must be counted.
+    for tensor in written:
+        increment_version(tensor)
     if rows:
         backend.forward(
             x,
@@ -365,8 +368,6 @@ def run(
             round_sum,
             round_norm,
         )
-    for tensor in written:
-        increment_version(tensor)
     return out, residual_out, backend
 
 

@@ -132,6 +132,18 @@ _quick_devices: dict[str, set[str]] = {}
 #: The order in force.
 order = _order.get
 
+#: Whether this process was forked after it had imported fusednorm. It then has none of its parent's threads.
+forked = False
+
+
+def _after_fork() -> None:
+    global forked
+    forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 def register_backend(name: str, backend: Backend) -> None:
     """Adds a backend for this process.

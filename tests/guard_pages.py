@@ -1,0 +1,216 @@
+"""Calls the C kernels on operands that begin and end exactly where memory begins and ends that nobody may touch.
+
+    python tests/guard_pages.py [--isa avx2] [--verbose]
+
+Every operand and every result, forward and backward, lies against a page without any rights: at its end, and again at
+its beginning. A kernel that reads or writes one byte too many kills the process. ``--verbose`` prints each call before
+it is made, so that the last line is the one that did it. Neither torch nor fusednorm is imported: the library is loaded
+by itself, and runs on one thread. ``tests/test_guard_pages.py`` runs this for every instruction set.
+
+``--heap`` takes memory from calloc instead, for valgrind, which watches its borders as well, and finds scratch that is
+used before it is written. Of all calls ``--every 100`` makes one in a hundred.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import itertools
+import mmap
+from pathlib import Path
+from random import Random
+
+PAGE = mmap.PAGESIZE
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.calloc.restype, LIBC.calloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t, ctypes.c_size_t)
+LIBC.free.argtypes = (ctypes.c_void_p,)
+
+BYTES = {"none": 0, "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}  # in the order of enum fn_kind
+NAMES = list(BYTES)
+NARROW = ("float32", "float16", "bfloat16")
+
+#: Every tail of a unit (up to 32 elements) and of the shortest segments, the borders of segments, and rows so long
+#: that their scratch does not fit the stack.
+SIZES = (
+    *range(1, 68),
+    *(95, 96, 97, 127, 128, 129, 130, 255, 256, 257, 258, 511, 512, 513, 1023, 1024, 1025, 1055, 1056, 1057),
+    *(1100, 2047, 2048, 2049, 3072, 5125, 12289),
+)
+#: Rows: of a batch, of a batch and one more; and elements between them.
+ROWS, GAPS = (1, 3, 9), (0, 1, 5)
+
+
+class Guarded:
+    """As many bytes as an operand can have, between two pages that nobody may touch."""
+
+    def __init__(self, size):
+        size = -(-size // PAGE) * PAGE
+        self.map = mmap.mmap(-1, size + 2 * PAGE)
+        self._bytes = (ctypes.c_char * len(self.map)).from_buffer(self.map)
+        self.begin = ctypes.addressof(self._bytes) + PAGE
+        self.end = self.begin + size
+        for guard in (self.begin - PAGE, self.end):
+            if LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(PAGE), 0):  # PROT_NONE
+                raise OSError(ctypes.get_errno(), "mprotect")
+
+    def place(self, size, at_end):
+        """The address of so many bytes, against one of the two pages."""
+        return self.end - size if at_end else self.begin
+
+    def clear(self):
+        """Nothing to give back."""
+
+
+class Heap:
+    """The same of calloc's memory, which valgrind guards: each operand has exactly what it needs, zeros."""
+
+    def __init__(self, size):
+        self._addresses = []
+
+    def place(self, size, at_end):
+        """The address of so many bytes."""
+        self._addresses.append(LIBC.calloc(1, size))
+        return self._addresses[-1]
+
+    def clear(self):
+        """Frees them."""
+        for address in self._addresses:
+            LIBC.free(address)
+        self._addresses.clear()
+
+
+def load():
+    """The extension, without the package around it."""
+    (folder,) = importlib.util.find_spec("fusednorm").submodule_search_locations
+    (file,) = [f for f in Path(folder).glob("_cpu.*") if f.suffix in (".so", ".pyd")]
+    spec = importlib.util.spec_from_file_location("fusednorm._cpu", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def isas(lib, text):
+    """The names of the instruction sets that this processor runs, with their numbers."""
+    return {text(lib.fn_isa_name(isa)).decode(): isa for isa in range(lib.fn_isa_count()) if lib.fn_isa_usable(isa)}
+
+
+class Calls:
+    """Makes calls whose operands lie in such memory. ``forward`` and ``backward`` say in words what they did."""
+
+    def __init__(self, lib, memory, largest):
+        self._lib = lib
+        self.memory = {name: memory(largest) for name in FORWARD + BACKWARD}
+        self._say = lambda call: None
+        self.made = 0
+
+    def verbose(self):
+        self._say = lambda call: print(call, flush=True)
+
+    def _place(self, operands, rows, hidden, gap, at_end):
+        """Addresses of operands of these dtypes; 0 for those that are absent."""
+        found = []
+        for name, dtype in operands.items():
+            count = {"weight": hidden, "dweight": hidden, "rstd": rows}.get(name, (rows - 1) * (hidden + gap) + hidden)
+            found.append(self.memory[name].place(count * BYTES[dtype], at_end) if BYTES[dtype] else 0)
+        return found
+
+    def _done(self):
+        self.made += 1
+        for memory in self.memory.values():
+            memory.clear()
+
+    def forward(self, dtypes, rows, hidden, gap, flags, offset, in_place, at_end, threads=1):
+        """fn_forward; ``dtypes``: of x, residual, weight and out."""
+        x, residual, weight, out = dtypes
+        accumulator = "float64" if x == "float64" else "float32"
+        operands = dict(zip(FORWARD, (x, residual, weight, out, residual, accumulator), strict=True))
+        self._say(f"forward {operands} {rows=} {hidden=} {gap=} {flags=} {offset=} {in_place=} {at_end=}")
+        found = self._place(operands, rows, hidden, gap, at_end)
+        if in_place:
+            found[3] = found[0] if out == x else found[3]
+            found[4] = found[1]
+        kinds = map(NAMES.index, dtypes)
+        if self._lib.fn_forward(*kinds, flags, *found, rows, hidden, *[hidden + gap] * 4, 1e-6, offset, threads):
+            raise MemoryError
+        self._done()
+
+    def backward(self, dtypes, wants_weight, rows, hidden, gap, offset, at_end, threads=1):
+        """fn_backward; ``dtypes``: of dy, d_total, h, weight, dx and dresidual. Of the results, rows have no gaps."""
+        dy, d_total, h, weight, dx, dresidual = dtypes
+        wide = "float64" in dtypes
+        dweight = weight if wants_weight else "none"
+        given = {"dy": dy, "d_total": d_total, "h": h}
+        made = {"rstd": "float64" if wide else "float32", "weight": weight}
+        made |= {"dx": dx, "dresidual": dresidual, "dweight": dweight}
+        self._say(f"backward {given | made} {rows=} {hidden=} {gap=} {offset=} {at_end=}")
+        found = self._place(given, rows, hidden, gap, at_end) + self._place(made, rows, hidden, 0, at_end)
+        kinds = map(NAMES.index, dtypes)
+        if self._lib.fn_backward(wide, *kinds, *found, rows, hidden, *[hidden + gap] * 3, offset, threads):
+            raise MemoryError
+        self._done()
+
+
+FORWARD = ("x", "residual", "weight", "out", "residual_out", "rstd")
+BACKWARD = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "dweight")
+
+
+def every_call(calls, every):
+    """All of them for one instruction set."""
+    random = Random(0)
+    turn = itertools.count()
+    forward = list(itertools.product(NARROW, ("none", *NARROW), ("none", *NARROW), NARROW))
+    forward += [("float64", *rest) for rest in itertools.product(NAMES, NAMES, NAMES[1:])]
+    given = (NARROW, ("none", *NARROW), NARROW, ("none", *NARROW), ("none", *NARROW), ("none", *NARROW))
+    backward = list(itertools.product(*given))
+    backward_f64 = list(itertools.product(*(["float64" if "none" not in g else "none", *NARROW] for g in given)))
+    # Rows of one dtype take other code than mixed ones: each with every size.
+    alike = [(t, total, t, weight, t, "none") for t in NAMES[1:] for total in ("none", t) for weight in ("none", t)]
+    for hidden in SIZES:
+        for dtypes in forward:
+            for at_end in (True, False):
+                shape = random.choice(ROWS), hidden, random.choice(GAPS)
+                flags, offset, in_place = random.randrange(4), random.choice((0.0, 1.0)), random.random() < 0.3
+                if next(turn) % every == 0:
+                    calls.forward(dtypes, *shape, flags, offset, in_place, at_end)
+        mixed = random.sample(backward, 60) + random.sample(backward_f64, 20)
+        for dtypes in alike + mixed:
+            for at_end in (True, False):
+                shape = random.choice(ROWS), hidden, random.choice(GAPS)
+                wants_weight, offset = random.random() < 0.5, random.choice((0.0, 1.0))
+                if next(turn) % every == 0:
+                    calls.backward(dtypes, wants_weight, *shape, offset, at_end)
+
+
+def large_calls(calls):
+    """Results of 8 MiB and more, which go past the caches where their rows are whole cache lines."""
+    for dtype in NARROW:
+        hidden = 1040  # tails of half a unit and less
+        rows = (8 << 20) // (hidden * BYTES[dtype]) + 3
+        for at_end in (True, False):
+            for residual in ("none", dtype):
+                calls.forward((dtype, residual, dtype, dtype), rows, hidden, 0, 1, 0.0, False, at_end)
+            calls.backward((dtype, dtype, dtype, dtype, dtype, "none"), True, rows, hidden, 0, 0.0, at_end)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--isa", help="one instruction set; default: all that this processor runs")
+    parser.add_argument("--every", type=int, default=1, help="make one call in so many")
+    parser.add_argument("--heap", action="store_true", help="memory from calloc, for valgrind")
+    parser.add_argument("--verbose", action="store_true", help="print each call before it is made")
+    arguments = parser.parse_args()
+    extension = load()
+    usable = isas(extension.lib, extension.ffi.string)
+    largest = 9 * 1024 * 1024 + PAGE
+    calls = Calls(extension.lib, Heap if arguments.heap else Guarded, largest)
+    if arguments.verbose:
+        calls.verbose()
+    for name in [arguments.isa] if arguments.isa else usable:
+        extension.lib.fn_use_isa(usable[name])
+        every_call(calls, arguments.every)
+        if not arguments.heap:
+            large_calls(calls)
+    print(f"{calls.made} calls")
+
+
+if __name__ == "__main__":
+    main()
