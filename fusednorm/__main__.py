@@ -15,8 +15,8 @@ from fusednorm import compare, doctor
 from fusednorm.peers import PEERS
 
 
-def main() -> int:
-    """Reads the command line; returns the exit status."""
+def command_line() -> argparse.ArgumentParser:
+    """The commands and their options."""
     parser = argparse.ArgumentParser(prog="python -m fusednorm", description="What fusednorm finds on this machine.")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     commands = parser.add_subparsers(dest="command", title="commands")
@@ -52,6 +52,12 @@ def main() -> int:
     beside.add_argument("--device", default="cpu", help="where to compute, as torch names it (default cpu)")
     beside.add_argument("--json", dest="json_file", metavar="FILE", help="write everything that was found")
     beside.add_argument("--plot", metavar="FILE", help="draw it, to FILE.png or FILE.svg; needs fusednorm[plot]")
+    return parser
+
+
+def main() -> int:
+    """Reads the command line; returns the exit status."""
+    parser = command_line()
     arguments, others = parser.parse_known_args()
     if arguments.command == "conformance":
         return conformance(arguments.backend, others)

@@ -1,7 +1,7 @@
 """The wheels: built for every system that clang compiles for here, looked at, and run where the system can be had.
 
-``tox -e wheel`` installs what this takes: zig's clang, which brings the C libraries of other systems, cibuildwheel and the
-tools that look at wheels. Nothing here needs a container.
+``tox -e wheel`` installs what this takes: zig's clang, which brings the C libraries of other systems, cibuildwheel and
+the tools that look at wheels. Nothing here needs a container.
 """
 
 import os
@@ -126,9 +126,7 @@ def repaired(target, sdist, tmp_path_factory):
     ],
 )
 def test_cibuildwheel_builds_for_every_system(platform, processors, systems):
-    found = module(
-        "cibuildwheel", "--print-build-identifiers", "--platform", platform, "--archs", processors, cwd=ROOT
-    )
+    found = module("cibuildwheel", "--print-build-identifiers", "--platform", platform, "--archs", processors, cwd=ROOT)
     assert set(found.split()) == {f"{python}-{s}" for python in ("cp311", "cp314", "cp314t") for s in systems}
 
 
@@ -137,7 +135,9 @@ def test_the_sdist_builds_the_wheel_that_the_checkout_builds(sdist, tmp_path):
     wheels = []
     for name, tree in (("from_sdist", source), ("from_checkout", ROOT)):
         folder = tmp_path / name
-        module("build", "-q", "--no-isolation", "--wheel", tree, "-o", folder, f"-Cbuild-dir={tmp_path / 'build' / name}")
+        module(
+            "build", "-q", "--no-isolation", "--wheel", tree, "-o", folder, f"-Cbuild-dir={tmp_path / 'build' / name}"
+        )
         wheels += folder.iterdir()
     a, b = map(contents, wheels)
     assert [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)] == []
