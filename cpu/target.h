@@ -4,6 +4,13 @@
 
 #define FN_PRAGMA(text) _Pragma(#text)
 
+/* A fused multiply-add would change bits. CMakeLists.txt has the flag for GCC; clang-cl and MSVC do not take it. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(_MSC_VER)
+#pragma fp_contract(off)
+#endif
+
 #if defined(__clang__)
 #define FN_TARGET(isa) FN_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
 #define FN_TARGET_END _Pragma("clang attribute pop")

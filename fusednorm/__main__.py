@@ -22,8 +22,8 @@ from fusednorm.bench.cells import WrongBitsError
 from fusednorm.peers import PEERS
 
 
-def main() -> int:
-    """Reads the command line; returns the exit status."""
+def command_line() -> argparse.ArgumentParser:
+    """The commands and their options."""
     parser = argparse.ArgumentParser(prog="python -m fusednorm", description="What fusednorm finds on this machine.")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     commands = parser.add_subparsers(dest="command", title="commands")
@@ -64,6 +64,12 @@ def main() -> int:
     )
     speed.add_argument("--train", action="store_true", help="train a small mixture of experts with each norm instead")
     speed.add_argument("--size", choices=train.SIZES, help="of that model, in parameters (default 60M, on a CPU 4M)")
+    return parser
+
+
+def main() -> int:
+    """Reads the command line; returns the exit status."""
+    parser = command_line()
     arguments, others = parser.parse_known_args()
     if arguments.command == "conformance":
         return conformance(arguments.backend, others)

@@ -1,0 +1,43 @@
+"""A program of a user, which mypy checks against the installed package; nobody runs it."""
+
+from typing import assert_type
+
+import torch
+from torch import Tensor
+
+import fusednorm
+from fusednorm.compat import vllm
+from fusednorm.distributed import SequenceParallel
+from fusednorm.registry import BackendInfo, Explanation
+from fusednorm.transformers import Report, patch
+
+
+class Block(torch.nn.Module):
+    """A layer that carries a residual."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.norm = fusednorm.AddRMSNorm(hidden_size, eps=1e-6, dtype=torch.bfloat16)
+        self.last = fusednorm.RMSNorm(hidden_size)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y, residual = self.norm.forward(x, residual)
+        assert_type(residual, Tensor)
+        return assert_type(self.last.forward(y), Tensor)
+
+
+x, weight = torch.randn(2, 8), torch.ones(8)
+assert_type(fusednorm.fused_add_rms_norm(x, x, weight, 1e-6, round_sum=False), tuple[Tensor, Tensor])
+assert_type(fusednorm.fused_add_rms_norm_(x, x.clone(), weight), tuple[Tensor, Tensor])
+assert_type(fusednorm.rms_norm(x, out=torch.empty_like(x)), Tensor)
+assert_type(fusednorm.rms_norm_(x, weight), Tensor)
+assert_type(fusednorm.explain(x, x), Explanation)
+assert_type(fusednorm.backends(), list[BackendInfo])
+assert_type(fusednorm.SPEC_VERSION, int)
+assert_type(patch(Block(8)), Report)
+vllm.rms_norm(torch.empty_like(x), x, weight, 1e-6)
+SequenceParallel(sequence_dim=1)
+with fusednorm.use_backend("reference"):
+    fusednorm.prewarm(8, torch.float32, "cpu")
+fusednorm.rms_norm(x, eps="1e-6")  # type: ignore[arg-type]
+fusednorm.fused_add_rms_norm(x)  # type: ignore[call-arg]
