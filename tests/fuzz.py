@@ -32,7 +32,7 @@ from fusednorm.backends import cpu
 from fusednorm.conformance.cases import differing
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
-from guard_pages import Guarded
+from guard_pages import PAGE, Guarded
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROOM = 96 * 1024  # bytes that an operand may reach over
@@ -48,12 +48,12 @@ class Memory:
     guarded: Guarded = field(default_factory=lambda: Guarded(ROOM))
 
     def __post_init__(self):
-        self.bytes = torch.frombuffer(self.guarded.map, dtype=torch.uint8, offset=4096, count=ROOM)
+        self.bytes = torch.frombuffer(self.guarded.map, dtype=torch.uint8, offset=PAGE, count=ROOM)
 
     def tensor(self, dtype, shape, strides, offset):
         """A tensor in it, from that byte on; its strides in elements."""
         count = reach(shape, strides)
-        whole = torch.frombuffer(self.guarded.map, dtype=dtype, offset=4096 + offset, count=count)
+        whole = torch.frombuffer(self.guarded.map, dtype=dtype, offset=PAGE + offset, count=count)
         return whole.as_strided(shape, strides)
 
 
