@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
+FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
 class Mutant(NamedTuple):
