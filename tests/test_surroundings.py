@@ -99,15 +99,25 @@ def no_order():
     registry._order.reset(token)
 
 
-def package(folder, monkeypatch, files):
-    """Puts a package named triton before any other."""
-    for name, text in files.items():
-        path = folder / "triton" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(folder)
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A function that puts a package named triton, of these files, before any other."""
+
+    def imported():
+        return [name for name in sys.modules if name.partition(".")[0] == "triton"]
+
+    def put(files):
+        for name, text in files.items():
+            path = tmp_path / "triton" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        for name in imported():
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield put
+    for name in imported():  # where there is no real one, monkeypatch has none to put back
+        del sys.modules[name]
 
 
 DRIVER = {"__init__.py": "__version__ = '3.9.0'", "runtime/__init__.py": ""}
@@ -127,9 +137,9 @@ DRIVER = {"__init__.py": "__version__ = '3.9.0'", "runtime/__init__.py": ""}
     ids=["missing library", "damaged", "fails", "empty", "no version", "odd version", "old"],
 )
 @pytest.mark.usefixtures("no_order")
-def test_a_triton_that_cannot_be_used(monkeypatch, tmp_path, files, reason):
+def test_a_triton_that_cannot_be_used(package, files, reason):
     """Both backends say why, with a cure; the list has it, and without an order nobody is disturbed."""
-    package(tmp_path, monkeypatch, files)
+    package(files)
     for backend in (triton_gpu, triton_cpu):
         (found,) = backend.unavailable()
         assert reason in found
@@ -145,14 +155,14 @@ def test_a_triton_that_cannot_be_used(monkeypatch, tmp_path, files, reason):
 @pytest.mark.parametrize(
     "error", ["RuntimeError('0 active drivers')", "OSError('libcuda.so')", "AssertionError('gcc')"]
 )
-def test_a_triton_whose_driver_fails(monkeypatch, tmp_path, error):
+def test_a_triton_whose_driver_fails(package, error):
     text = f"""
     class driver:
         class active:
             def get_current_target():
                 raise {error}
     """
-    package(tmp_path, monkeypatch, {**DRIVER, "runtime/driver.py": textwrap.dedent(text)})
+    package({**DRIVER, "runtime/driver.py": textwrap.dedent(text)})
     (found,) = triton_gpu.unavailable()
     assert "finds no GPU driver" in found
     assert re.search(error[:-2].replace("('", ": "), found)
