@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusednorm import doctor
 from fusednorm.backends.reference import rounded
-from fusednorm.peers import PEERS, Implementation, MissingError, in_a_line
+from fusednorm.peers import PEERS, Implementation, MissingError, implementations, in_a_line
 
 DTYPES = ("bfloat16", "float16", "float32")
 EPS = 1e-6
@@ -186,20 +186,17 @@ def report(
     # One is imported after the other has been measured: importing vLLM, for one, sets options of torch.compile.
     for name in names:
         try:
-            implementations = PEERS[name](where)
+            here = implementations(name, where)
         except MissingError as reason:
             missing[name] = str(reason)
             continue
-        except Exception as error:  # importing somebody's code can raise anything, and must not end the comparison
-            missing[name] = in_a_line(error)
-            continue
-        for implementation, dtype in itertools.product(implementations, given):
+        for implementation, dtype in itertools.product(here, given):
             starting(f"{implementation.name}, {dtype}")
             findings[dtype].append(measure(implementation, *given[dtype]))
     machine = doctor.report()
     return {
         **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
-        "device": "cpu" if where.type == "cpu" else torch.get_device_module(where).get_device_name(where),
+        "device": doctor.device_name(where),
         "rows": ROWS,
         "hidden_size": hidden_size,
         "eps": EPS,
@@ -217,10 +214,10 @@ def _sameness(differing: int, of: int) -> str:
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Prints the findings for a person."""
-    device = found["processor"] if found["device"] == "cpu" else found["device"]
     counts = found["threads"] or []
     console.print(
-        f"[bold]{found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, on {device}",
+        f"[bold]{found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, "
+        f"on {doctor.measured_on(found)}",
         highlight=False,
     )
     words = Table.grid(padding=(0, 2))
@@ -324,9 +321,8 @@ def plot(found: dict[str, Any], path: str) -> None:
     panels[0, 0].invert_yaxis()
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, [f"{label} ulp" for label in labels], loc="outside lower center", ncols=len(CLASSES))
-    device = found["processor"] if found["device"] == "cpu" else found["device"]
     figure.suptitle(
-        f"{found['rows']} rows of {found['hidden_size']} elements on {device}; "
+        f"{found['rows']} rows of {found['hidden_size']} elements on {doctor.measured_on(found)}; "
         "in parentheses what is rounded on the way, besides y",
         size="medium",
     )

@@ -63,6 +63,23 @@ def _devices() -> list[torch.device]:
     return devices
 
 
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or "cpu"."""
+    name: str = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    return name
+
+
+def measured_on(found: dict[str, Any]) -> str:
+    """The GPU, or the processor, that figures are of: findings that have "processor" and "device"."""
+    name: str = found["processor"] if found["device"] == "cpu" else found["device"]
+    return name
+
+
+def of_threads(count: int | None) -> str:
+    """What follows a name: ", 2 threads"; nothing where there are none."""
+    return "" if count is None else f", {count} thread{'s' * (count > 1)}"
+
+
 def _choice(device: torch.device) -> dict[str, Any]:
     """What a bfloat16 call on the device takes."""
     operand = torch.empty(1, 4096, dtype=torch.bfloat16, device=device)

@@ -60,6 +60,18 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
+def implementations(name: str, device: torch.device) -> list[Implementation]:
+    """What :data:`PEERS` has under a name; MissingError also where its import raises something else."""
+    try:
+        return PEERS[name](device)
+    except MissingError:
+        raise
+    except (
+        Exception
+    ) as error:  # importing somebody's code can raise anything, and must not end what others are measured by
+        raise MissingError(in_a_line(error)) from error
+
+
 def _imported(module: str, package: str) -> Any:
     """The module, which the package on PyPI brings."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:

@@ -34,7 +34,7 @@ def peer(monkeypatch, call, **flags):
     made_up = peers.Implementation(
         "made up", "1.0", "sum", lambda weight, eps: lambda x, r: call(x, r, weight, eps), **flags
     )
-    monkeypatch.setitem(cells.PEERS, "made up", lambda device: [made_up])
+    monkeypatch.setitem(peers.PEERS, "made up", lambda device: [made_up])
     return cells.Bench(CPU, None, ["made up"])
 
 

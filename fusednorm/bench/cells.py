@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.config as functorch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +23,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import doctor
-from fusednorm.peers import PEERS, Implementation, MissingError, in_a_line
+from fusednorm.peers import Implementation, MissingError, implementations, in_a_line
 
 #: What is timed, and how many times it reads or writes each element, at the least. Forward: x and the residual in, y
 #: and the sum out; x in, y out. Backward: the gradients of y and of the sum and the sum in, one gradient out.
@@ -103,8 +102,7 @@ class Cell:
     threads: int | None
 
     def __str__(self) -> str:
-        threads = "" if self.threads is None else f", {self.threads} thread{'s' * (self.threads > 1)}"
-        return f"{self.op} {self.dtype} {self.rows}x{self.hidden_size}{threads}"
+        return f"{self.op} {self.dtype} {self.rows}x{self.hidden_size}{doctor.of_threads(self.threads)}"
 
     @property
     def nbytes(self) -> int:
@@ -263,11 +261,11 @@ class Bench:
         self.missing: dict[str, str] = {}
         for name in peers:
             try:
-                self.peers += PEERS[name](device)
+                self.peers += implementations(name, device)
             except MissingError as reason:
                 self.missing[name] = str(reason)
-            except Exception as error:  # importing somebody's code can raise anything, and must not end the measurement
-                self.missing[name] = in_a_line(error)
+        import torch._functorch.config as functorch  # here: no other command needs it
+
         # A benchmark differentiates a graph more than once, and compiles for every shape.
         functorch.donated_buffer = False
 
@@ -275,7 +273,7 @@ class Bench:
         """What figures of another run must have in common with these."""
         found = doctor.report()
         names = ("fusednorm", "spec", "python", "torch", "triton", "system", "processor", "instruction_set")
-        where = "cpu" if self.device.type == "cpu" else torch.get_device_module(self.device).get_device_name()
+        where = doctor.device_name(self.device)
         peers = {peer.name: peer.version for peer in self.peers}
         return {**{n: found.get(n) for n in names}, "device": where, "backends": list(self.backends), "peers": peers}
 
@@ -465,18 +463,16 @@ def share(cell: dict[str, Any], name: str) -> float | None:
 def show(found: dict[str, Any], console: Console) -> None:
     """Prints the figures as Markdown tables, one for each operation, dtype and number of threads."""
     machine = found["machine"]
-    device = machine["processor"] if machine["device"] == "cpu" else machine["device"]
     bandwidth = f"; a large copy moves {found['copy_bandwidth'] / 1e9:.1f} GB/s" if found["copy_bandwidth"] else ""
     on_gpu = machine["device"] != "cpu"
     unit = "a call / within a CUDA graph" if on_gpu else "a call"
-    console.print(f"{device}, torch {machine['torch']}{bandwidth}", highlight=False)
+    console.print(f"{doctor.measured_on(machine)}, torch {machine['torch']}{bandwidth}", highlight=False)
     console.print(f"microseconds of {unit} (share of the speed of a copy of as many bytes)", highlight=False)
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in found["cells"]:
         groups.setdefault((cell["op"], cell["dtype"], cell["threads"]), []).append(cell)
     for (op, dtype, threads), cells in groups.items():
-        count = "" if threads is None else f", {threads} thread{'s' * (threads > 1)}"
-        console.print(f"\n[bold]{op}, {dtype}{count}[/]\n", highlight=False)
+        console.print(f"\n[bold]{op}, {dtype}{doctor.of_threads(threads)}[/]\n", highlight=False)
         names = list(dict.fromkeys(name for cell in cells for name in cell["contenders"]))
         table = Table(box=box.MARKDOWN)
         table.add_column("rows x N", no_wrap=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusednorm import doctor
+
 #: What is drawn in strong colours; peers take the others.
 OURS = "fusednorm"
 
@@ -46,9 +48,8 @@ def plot(found: dict[str, Any], path: str) -> None:
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
     machine = found["machine"]
-    device = machine["processor"] if machine["device"] == "cpu" else machine["device"]
-    count = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
-    figure.suptitle(f"{device}{count}, torch {machine['torch']}; higher is better on the left, shorter on the right")
+    name = f"{doctor.measured_on(machine)}{doctor.of_threads(threads or None)}"
+    figure.suptitle(f"{name}, torch {machine['torch']}; higher is better on the left, shorter on the right")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

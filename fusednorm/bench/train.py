@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import fusednorm
 from fusednorm import doctor, peers
-from fusednorm.bench.cells import WrongBitsError
+from fusednorm.bench.cells import Clock, WrongBitsError
 
 #: Steps before any is timed; two runs with fusednorm must have the same losses in them, bit for bit.
 WARM_UP = 5
@@ -157,7 +157,7 @@ class Trainer:
     """A model with its optimiser, which trains a step at a time."""
 
     def __init__(self, size: Size, norm: Callable[[int], nn.Module], device: torch.device) -> None:
-        self.size, self.device = size, device
+        self.size, self.device, self.clock = size, device, Clock(device)
         self.model = Model(size, norm).to(device)
         with torch.no_grad():  # the same weights, whatever the norm's module draws or orders
             for name, weight in sorted(self.model.named_parameters()):
@@ -177,7 +177,7 @@ class Trainer:
         tokens = torch.randint(self.size.vocabulary, shape, generator=self.generator)
         tokens[:, 1::2] = (tokens[:, :-1:2] + 1)[:, : tokens[:, 1::2].shape[1]] % self.size.vocabulary
         tokens = tokens.to(self.device)
-        self._synchronise()
+        self.clock.synchronise()
         begin = time.perf_counter()
         with torch.autocast(self.device.type, self.dtype):
             logits = self.model(tokens[:, :-1])
@@ -186,13 +186,9 @@ class Trainer:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimiser)
         self.scaler.update()
-        self._synchronise()
+        self.clock.synchronise()
         self.losses.append(loss.item())
         return time.perf_counter() - begin
-
-    def _synchronise(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
 
 def train(size: Size, device: torch.device, minutes: float, *, trained: Callable[[float], object]) -> dict[str, Any]:
@@ -232,7 +228,7 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
     machine = doctor.report()
     return {
         **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
-        "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(),
+        "device": doctor.device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "parameters": parameters,
         "tokens_per_step": tokens,
@@ -251,10 +247,8 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Prints what :func:`train` returned."""
-    device = found["processor"] if found["device"] == "cpu" else found["device"]
-    threads = found["threads"]
-    count = "" if threads is None else f", {threads} thread{'s' * (threads > 1)}"
-    console.print(f"{device}{count}, torch {found['torch']}", highlight=False)
+    name = f"{doctor.measured_on(found)}{doctor.of_threads(found['threads'])}"
+    console.print(f"{name}, torch {found['torch']}", highlight=False)
     console.print(
         f"a mixture of experts with {found['parameters'] / 1e6:.2f} million parameters, "
         f"{found['tokens_per_step']} tokens a step",
