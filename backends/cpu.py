@@ -13,7 +13,7 @@ import torch
 from fusednorm import quick as quick_way
 from fusednorm import registry
 from fusednorm.backends import reference
-from fusednorm.layout import rows_of
+from fusednorm.layout import new_gradients, rows_of
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ else:
         )
     _lib.fn_use_isa(_usable[_cap])
     if quick_way.OPEN:
-        quick_way.open_cpu(
-            int(_extension.ffi.cast("uintptr_t", _extension.ffi.addressof(_lib, "fn_forward_contiguous")))
-        )
+        _addresses = (_extension.ffi.addressof(_lib, name) for name in ("fn_forward", "fn_backward"))
+        quick_way.open_cpu(*(int(_extension.ffi.cast("uintptr_t", address)) for address in _addresses))
         quick = "cpu"
     _openmp: str = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
     if registry.forked:  # before it was loaded
@@ -179,21 +178,17 @@ def backward(
     """
     hidden_size = h.shape[-1]
     rows = h.numel() // hidden_size
-    need_x, need_residual, need_weight = needs
-    need_residual, need_weight = need_residual and residual_dtype is not None, need_weight and weight is not None
-    if rows == 0 or not (need_x or need_residual or need_weight):
+    if rows == 0 or not any(needs):
         return reference.backward(dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs)
+    (dx, dresidual, dweight), gradients = new_gradients(h, weight, x_dtype, residual_dtype, needs)
+    written = (dx, dresidual, None, dweight)
+    if quick_way.backward(quick_way.CPU, dy, d_residual_out, h, rstd, weight, *written, 0, weight_offset):
+        return gradients
     dy, dy_stride = rows_of(dy)
     h, h_stride = rows_of(h)
     d_total, d_total_stride = (None, 0) if d_residual_out is None else rows_of(d_residual_out)
     if weight is not None:
         weight = weight.contiguous()
-    # Of one dtype they are one tensor.
-    first = x_dtype if need_x else residual_dtype
-    dx = torch.empty(h.shape, dtype=first) if need_x or need_residual else None
-    apart = need_x and need_residual and residual_dtype != x_dtype
-    dresidual = torch.empty(h.shape, dtype=residual_dtype) if apart else None
-    dweight = torch.empty_like(weight) if need_weight and weight is not None else None
     rstd = rstd.contiguous()
     failed = _lib.fn_backward(
         rstd.dtype == torch.float64,
@@ -209,4 +204,4 @@ def backward(
     )
     if failed:
         raise MemoryError(f"fusednorm found no memory for gradients of {hidden_size} elements")
-    return dx if need_x else None, (dresidual if apart else dx) if need_residual else None, dweight
+    return gradients

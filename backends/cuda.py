@@ -568,6 +568,40 @@ def kept(variant: Variant, capability: int) -> bytes:
     return code
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute (docs.nvidia.com/cuda/cuda-driver-api), as far as it is used here."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig, likewise."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_LaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+
+
+@functools.cache
+def _launch_kernel_ex() -> int:
+    """The address of the driver's function."""
+    driver, _ = bindings()
+    return int(_checked(driver.cuGetProcAddress(b"cuLaunchKernelEx", _OLDEST_DRIVER, 0), "cuGetProcAddress"))
+
+
+def _stream(device: int) -> int:
+    """The address of torch's current stream of a device."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 class Launch:
     """A variant, compiled and loaded on the current device; calling it launches it."""
 
@@ -579,6 +613,7 @@ class Launch:
         self._cluster = variant.cluster
         self._threads = variant.threads
         self._pack = struct.Struct(variant.packing).pack
+        self._narrow = "f" in variant.packing
         self._arguments = variant.arguments
         if not int(_checked(self._driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
             self._make_current(self._device)
@@ -586,34 +621,33 @@ class Launch:
             self._driver.cuModuleLoadData(kept(variant, found)),
             f"loading the kernel {variant.kernel} (a driver as new as NVRTC, which compiled it, can)",
         )
-        self._function = _checked(
+        function = _checked(
             self._driver.cuModuleGetFunction(self._module, variant.kernel.encode()), "cuModuleGetFunction"
         )
+        self._function = int(function)
         self._shared = variant.shared
         if self._shared > _SHARED_UNASKED:
             limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(self._driver.cuFuncSetAttribute(self._function, limit, self._shared), "cuFuncSetAttribute")
+            _checked(self._driver.cuFuncSetAttribute(function, limit, self._shared), "cuFuncSetAttribute")
         self._early = found >= 90
-        self._attributes = self._launch_attributes()
+        self._launch = _LaunchKernelEx(_launch_kernel_ex())
+        self._attributes = self._launch_attributes()  # the structure below has only their address
+        self._config = _Config(
+            *(0, 1, 1, self._threads, 1, 1, self._shared, None, self._attributes, len(self._attributes))
+        )
 
-    def _launch_attributes(self) -> list[Any]:
+    def _launch_attributes(self) -> ctypes.Array[_Attribute]:
         """Blocks per cluster; and that the kernel, which waits by itself, may begin before the one before has ended."""
-        driver, attributes = self._driver, []
+        attributes = []
         if self._cluster > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
-            attributes.append(cluster)
+            attributes.append(_Attribute(_CLUSTER_DIMENSION, value=(self._cluster, 1, 1)))
         if self._early:
-            early = driver.CUlaunchAttribute()
-            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            early.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(early)
-        return attributes
+            attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,)))
+        return (_Attribute * len(attributes))(*attributes)
 
-    def quick(self) -> tuple[int, tuple[int, int, int, int, bool]]:
-        """The function, and how :func:`fusednorm.quick.hold` wants its launch described."""
-        return int(self._function), (self._threads, self.per_program, self._shared, self._cluster, self._early)
+    def quick(self) -> tuple[int, int, int, int, int, bool]:
+        """The function and its launch, as :func:`fusednorm.quick.hold` wants them."""
+        return self._function, self._threads, self.per_program, self._shared, self._cluster, self._early
 
     def _make_current(self, device: int) -> None:
         """Has this thread use the context of a device that torch uses."""
@@ -622,22 +656,30 @@ class Launch:
 
     def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
         """Launches on torch's current stream of the device, which must be the current one. Pointers are integers."""
-        driver = self._driver
-        packed = self._pack(*[values[name] or 0 for name in self._arguments])
-        argument = ctypes.create_string_buffer(packed, len(packed))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = programs * self._cluster, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
-        config.sharedMemBytes = self._shared
-        config.hStream = torch.cuda.current_stream(device).cuda_stream
-        config.attrs, config.numAttrs = self._attributes, len(self._attributes)
-        (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0)
+        given = [values[name] or 0 for name in self._arguments]
+        if self._narrow:  # beyond float32's range is infinity, as in C
+            given = [ctypes.c_float(value).value if type(value) is float else value for value in given]
+        packed = self._pack(*given)
+        arguments = ctypes.byref(ctypes.c_char_p(packed))  # an array of one address
+        config = _Config.from_buffer_copy(self._config)
+        config.grid_x = programs * self._cluster
+        config.stream = _stream(device)
+        status = self._launch(ctypes.byref(config), self._function, arguments, None)
         if status == _INVALID_CONTEXT:  # a thread that has not used this device yet
             self._make_current(device)
-            (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0)
+            status = self._launch(ctypes.byref(config), self._function, arguments, None)
         if status:
-            raise BackendError(f"the launch of {programs} programs failed: {status.name}")
+            name = self._driver.CUresult(status).name
+            raise BackendError(f"the launch of {programs} programs failed: {name}")
+
+
+_SHARES = {
+    "forward": quick_way.OF_ROWS,
+    "rows": quick_way.OF_ROWS,
+    "both": quick_way.OF_BLOCKS,
+    "shares": quick_way.OF_COLUMNS_OF_BLOCKS,
+    "weight": quick_way.OF_COLUMNS,
+}
 
 
 class _Host(Host):
@@ -645,22 +687,27 @@ class _Host(Host):
 
     def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Any]) -> dict[str, Any]:
         launches: dict[str, Any] = super()._hold(key, variants)
-        if quick is not None and "forward" in launches:
-            device, *dtypes, rstd, hidden_size, offset, round_sum, round_norm, alignment = key
-            if not rstd:
-                _open_quick_way()
-                how = launches["forward"].quick()
-                kind = (device or 0, tuple(dtypes), round_sum, round_norm, hidden_size, offset, alignment)
-                quick_way.hold(*kind, *how)
+        if quick is not None:
+            if "forward" in launches:
+                device, *dtypes, rstd, hidden_size, offset, round_sum, round_norm, alignment = key
+                options = round_sum * quick_way.ROUND_SUM + round_norm * quick_way.ROUND_NORM + rstd * quick_way.ROOTS
+            else:
+                device, *dtypes, accumulator, hidden_size, offset, alignment = key
+                options = quick_way.BACKWARD + (accumulator == torch.float64) * quick_way.WIDE
+            options += offset * quick_way.OFFSET
+            kernels = tuple((*launch.quick(), _SHARES[name]) for name, launch in launches.items())
+            _open_quick_way()
+            quick_way.hold(device or 0, tuple(dtypes), options, hidden_size, alignment, kernels)
         return launches
 
 
 @functools.cache
 def _open_quick_way() -> None:
-    driver, _ = bindings()
-    quick_way.open_cuda(_checked(driver.cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0), "cuGetProcAddress"))
+    quick_way.open_cuda(_launch_kernel_ex())
 
 
-_host = _Host(forward_variant, backward_variants, Launch, address)
+_host = _Host(
+    forward_variant, backward_variants, Launch, address, quick=functools.partial(quick_way.backward, quick_way.CUDA)
+)
 forward = _host.forward
 backward = _host.backward

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.layout import rows_of
+from fusednorm.layout import new_gradients, rows_of
 
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32
@@ -97,6 +97,8 @@ class Host:
     pointer: Callable[[str, Tensor | None], Any]
     #: Run before the first kernel is compiled.
     before: Callable[[], None] = lambda: None
+    #: Writes gradients with the kernels of a kind of pass that it knows; returns whether it did.
+    quick: Callable[..., bool] = lambda *_: False
     #: The kernels of each kind of call on each device, by what they do.
     held: dict[tuple[Any, ...], dict[str, Launch]] = field(default_factory=dict)
     #: All kernels: several kinds of calls may share one.
@@ -191,29 +193,24 @@ class Host:
         """Runs the kernels; see :func:`fusednorm.backends.reference.backward`."""
         hidden_size = h.shape[-1]
         rows = h.numel() // hidden_size
-        need_x, need_residual, need_weight = needs
-        need_residual, need_weight = need_residual and residual_dtype is not None, need_weight and weight is not None
-        if rows == 0 or not (need_x or need_residual or need_weight):
+        if rows == 0 or not any(needs):
             return reference.backward(
                 dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs
             )
+        block = -(-rows // min(rows, reference.ROW_BLOCKS))
+        blocks = -(-rows // block)
+        (dx, dresidual, dweight), gradients = new_gradients(h, weight, x_dtype, residual_dtype, needs)
+        partial = None
+        if dweight is not None:
+            partial = torch.empty((blocks, hidden_size), dtype=rstd.dtype, device=h.device)
+        if self.quick(dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, block, weight_offset):
+            return gradients
         dy, dy_stride = rows_of(dy)
         h, h_stride = rows_of(h)
         d_total, d_total_stride = (None, 0) if d_residual_out is None else rows_of(d_residual_out)
         weight = None if weight is None else weight.contiguous()
         rstd = rstd.contiguous()
         device = h.device
-        # Of one dtype they are one tensor.
-        first = x_dtype if need_x else residual_dtype
-        dx = torch.empty(h.shape, dtype=first, device=device) if need_x or need_residual else None
-        apart = need_x and need_residual and residual_dtype != x_dtype
-        dresidual = torch.empty(h.shape, dtype=residual_dtype, device=device) if apart else None
-        block = -(-rows // min(rows, reference.ROW_BLOCKS))
-        blocks = -(-rows // block)
-        dweight = partial = None
-        if need_weight and weight is not None:
-            dweight = torch.empty_like(weight)
-            partial = torch.empty((blocks, hidden_size), dtype=rstd.dtype, device=device)
         with_strides = ((dy, dy_stride), (h, h_stride), (d_total, d_total_stride))
         kind = (
             dy.dtype,
@@ -255,4 +252,4 @@ class Host:
             for name, launch in launches.items():
                 shares = -(-(rows if name == "rows" else hidden_size) // launch.per_program)
                 launch({"both": blocks, "shares": blocks * shares}.get(name, shares), device.index, values)
-        return dx if need_x else None, (dresidual if apart else dx) if need_residual else None, dweight
+        return gradients

@@ -144,38 +144,3 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
     free(allocated);
     return 0;
 }
-
-/* An operand's memory: absent, or `bytes` bytes from `begin`. */
-struct extent {
-    uintptr_t begin;
-    size_t bytes;
-    int kind;
-};
-
-static int apart(struct extent a, struct extent b) {
-    return a.begin + a.bytes <= b.begin || b.begin + b.bytes <= a.begin;
-}
-
-static int apart_or_same(struct extent output, struct extent input) {
-    return apart(output, input) || (output.begin == input.begin && output.kind == input.kind);
-}
-
-int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
-                          uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
-                          double weight_offset, int threads) {
-    int x_kind = code & 15, residual_kind = code >> 4 & 15, weight_kind = code >> 8 & 15;
-    int out_kind = code >> 12 & 15, flags = code >> 16;
-    size_t elements = (size_t)(rows * hidden);
-    if (rows && (!x || !out || !residual != !residual_kind || !residual_out != !residual_kind || !weight != !weight_kind))
-        return 2;
-    struct extent e_x = {x, elements * (size_t)fn_element_size(x_kind), x_kind};
-    struct extent e_residual = {residual, elements * (size_t)fn_element_size(residual_kind), residual_kind};
-    struct extent e_weight = {weight, (size_t)(hidden * fn_element_size(weight_kind)), weight_kind};
-    struct extent e_out = {out, elements * (size_t)fn_element_size(out_kind), out_kind};
-    struct extent e_sum = {residual_out, e_residual.bytes, residual_kind};
-    if (!apart_or_same(e_out, e_x) || !apart_or_same(e_out, e_residual) || !apart(e_out, e_weight)) return 2;
-    if (!apart_or_same(e_sum, e_x) || !apart_or_same(e_sum, e_residual) || !apart(e_sum, e_weight)) return 2;
-    if (!apart(e_out, e_sum)) return 2;
-    return fn_forward(x_kind, residual_kind, weight_kind, out_kind, flags, x, residual, weight, out, residual_out,
-                      0, rows, hidden, hidden, hidden, hidden, hidden, eps, weight_offset, threads);
-}

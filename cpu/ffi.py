@@ -21,9 +21,6 @@ ffibuilder.cdef("""
                     uintptr_t weight, uintptr_t dx, uintptr_t dresidual, uintptr_t dweight, int64_t rows,
                     int64_t hidden, int64_t dy_stride, int64_t d_total_stride, int64_t h_stride,
                     double weight_offset, int threads);
-    int fn_forward_contiguous(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
-                              uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
-                              double weight_offset, int threads);
     #define FN_PARALLEL_ELEMENTS ...
     enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
     enum fn_flag { FN_ROUND_SUM, FN_ROUND_NORM, ... };

@@ -121,33 +121,22 @@ void fn_use_isa(int isa);
  * the very memory of an input of the same element size and stride; every other overlap is
  * undefined. At most `threads` threads are used. Returns 0, or 1 if there was no memory for the rows' buffers (nothing is written).
  */
-int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
-               uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
-               uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
-               int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
-               int threads);
+typedef int fn_forward_fn(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags, uintptr_t x,
+                          uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out, uintptr_t rstd,
+                          int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride, int64_t out_stride,
+                          int64_t residual_out_stride, double eps, double weight_offset, int threads);
+fn_forward_fn fn_forward;
 
 /*
  * The gradients of that call, as docs/spec.md says, from rstd and from h, the row that was normalised.
  * Addresses of 0 stand for what is absent or not wanted (see struct fn_backward_job). Rows of dx and
  * dresidual follow each other without gaps. At least one row. Returns 0, or 1 if there was no memory.
  */
-int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind, int dresidual_kind,
-                uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd, uintptr_t weight, uintptr_t dx,
-                uintptr_t dresidual, uintptr_t dweight, int64_t rows, int64_t hidden, int64_t dy_stride,
-                int64_t d_total_stride, int64_t h_stride, double weight_offset, int threads);
-
-/*
- * The same for operands whose rows follow each other without gaps, checked here for overlap and for
- * memory that is not there. The kinds are packed into `code` with FN_CODE. Returns 2, before anything
- * is written, if an operand has no address, or if an output shares memory with another operand without
- * being exactly that operand: then the caller, who knows names, has to look closer.
- */
-#define FN_CODE(x_kind, residual_kind, weight_kind, out_kind, flags) \
-    ((x_kind) | (residual_kind) << 4 | (weight_kind) << 8 | (out_kind) << 12 | (flags) << 16)
-typedef int fn_forward_contiguous_fn(int code, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out,
-                                     uintptr_t residual_out, int64_t rows, int64_t hidden, double eps,
-                                     double weight_offset, int threads);
-fn_forward_contiguous_fn fn_forward_contiguous;
+typedef int fn_backward_fn(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind,
+                           int dresidual_kind, uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd,
+                           uintptr_t weight, uintptr_t dx, uintptr_t dresidual, uintptr_t dweight, int64_t rows,
+                           int64_t hidden, int64_t dy_stride, int64_t d_total_stride, int64_t h_stride,
+                           double weight_offset, int threads);
+fn_backward_fn fn_backward;
 
 #endif

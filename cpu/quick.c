@@ -2,18 +2,16 @@
  * The quick way from Python into the C library, and to a CUDA kernel: at decode sizes a call lasts as
  * long as its checks, and a Python attribute costs 50 ns. Here tensors are read through DLPack's C
  * exchange API, which torch publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). Only what
- * is usual is done: plain tensors without gaps, no gradient to record, on a GPU a kernel that the long
- * way has loaded before. Anything else returns None, and the caller goes the long way, which finds out
+ * is usual is done: plain tensors whose rows are one stride apart, no gradient to record, on a GPU a
+ * kernel that the long way has loaded before. Anything else returns None, and the caller goes the long way, which finds out
  * what it is.
  */
 #include "quick.h"
 
-#include "fusednorm_cpu.h"
-
-static const exchange_api *api;
+const exchange_api *fn_exchange_api;
 static PyObject *plain_types, *is_grad_enabled, *get_num_threads, *empty_like, *increment_version, *requires_grad;
 static PyTypeObject *tensor_type, *parameter_type;
-static fn_forward_contiguous_fn *forward_contiguous;
+static fn_forward_fn *forward_on_cpu;
 
 static int kind_of(const tensor *t) {
     if (t->dtype.code == DL_BFLOAT) return t->dtype.bits == 16 ? FN_BF16 : FN_NONE;
@@ -21,27 +19,63 @@ static int kind_of(const tensor *t) {
     return t->dtype.bits == 16 ? FN_F16 : t->dtype.bits == 32 ? FN_F32 : t->dtype.bits == 64 ? FN_F64 : FN_NONE;
 }
 
-/* Whether the object is a plain tensor without gaps, and not empty. */
-static int read_tensor(PyObject *object, tensor *t, int *kind) {
+/* The stride that leads from each row to the next, as in fusednorm/layout.py; -1 if there is none. */
+static int64_t row_stride(const tensor *t) {
+    int last = t->ndim - 1;
+    if (last < 0) return 1;
+    if (t->strides[last] != 1 && t->shape[last] != 1) return -1;
+    int64_t stride = -1, following = 0;
+    for (int i = last - 1; i >= 0; i--) {
+        if (t->shape[i] == 1) continue;
+        if (stride < 0) stride = t->strides[i];
+        else if (t->strides[i] != following) return -1;
+        following = t->strides[i] * t->shape[i];
+    }
+    return stride < 0 ? t->shape[last] : stride;
+}
+
+/* Also that it is not empty, and has memory. */
+int fn_read(PyObject *object, operand *o) {
     if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return 0;
-    if (api->tensor_from(object, t)) {
+    if (fn_exchange_api->tensor_from(object, &o->t)) {
         PyErr_Clear(); /* sparse, meta, of a type that DLPack lacks: the long way has words for it */
         return 0;
     }
-    *kind = kind_of(t);
-    int64_t elements = 1;
-    for (int i = t->ndim - 1; i >= 0; i--) {
-        if (t->shape[i] != 1 && t->strides[i] != elements) return 0;
-        elements *= t->shape[i];
-    }
-    return *kind && elements > 0;
+    o->kind = kind_of(&o->t);
+    o->stride = row_stride(&o->t);
+    for (int i = 0; i < o->t.ndim; i++)
+        if (o->t.shape[i] == 0) return 0;
+    return o->stride >= 0 && fn_address(o);
 }
 
-static int same_shape(const tensor *a, const tensor *b) {
-    if (a->ndim != b->ndim) return 0;
-    for (int i = 0; i < a->ndim; i++)
-        if (a->shape[i] != b->shape[i]) return 0;
+int64_t fn_elements(const operand *o) {
+    int64_t elements = 1;
+    for (int i = o->t.ndim - 1; i >= 0; i--) {
+        if (o->t.shape[i] != 1 && o->t.strides[i] != elements) return -1;
+        elements *= o->t.shape[i];
+    }
+    return elements;
+}
+
+int fn_same_shape(const operand *a, const operand *b) {
+    if (a->t.ndim != b->t.ndim) return 0;
+    for (int i = 0; i < a->t.ndim; i++)
+        if (a->t.shape[i] != b->t.shape[i]) return 0;
     return 1;
+}
+
+int fn_same_device(const operand *a, const operand *b) {
+    return a->t.device.type == b->t.device.type && a->t.device.id == b->t.device.id;
+}
+
+/* As many as torch has, where it pays. */
+int fn_threads(int64_t elements) {
+    if (elements < FN_PARALLEL_ELEMENTS) return 1;
+    PyObject *number = PyObject_CallNoArgs(get_num_threads);
+    if (!number) return -1;
+    int threads = (int)PyLong_AsLong(number);
+    Py_DECREF(number);
+    return threads;
 }
 
 /* 1 or 0, or -1 with a Python error set. */
@@ -66,24 +100,59 @@ static int records_gradient(PyObject *const *operands, int count) {
 
 static PyObject *long_way(void) { Py_RETURN_NONE; }
 
-enum { EPS = OPERANDS, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ARGUMENTS };
+/* Python's arguments: the operands that users may give, then these. */
+enum { EPS = RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ROOTS, ARGUMENTS };
 
-/* Runs a kernel of the C library, on as many threads as torch has; nonzero if it refuses, or -1 with a Python error. */
-static int run(const call *c) {
-    int threads = 1;
-    if (c->rows > 1 && c->rows * c->hidden >= FN_PARALLEL_ELEMENTS) {
-        PyObject *number = PyObject_CallNoArgs(get_num_threads);
-        if (!number) return -1;
-        threads = (int)PyLong_AsLong(number);
-        Py_DECREF(number);
+/* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
+typedef struct {
+    uintptr_t begin;
+    int64_t rows, step, bytes;
+} extent;
+
+static extent extent_of(const call *c, int i) {
+    const operand *o = &c->o[i];
+    int64_t item = fn_item_bytes(o);
+    return (extent){fn_address(o), i == WEIGHT ? 1 : c->rows, o->stride * item, c->hidden * item};
+}
+
+/* Whether two operands share no memory, as far as that is quickly told: apart, or columns of one matrix. */
+static int apart(extent a, extent b) {
+    if (a.begin + (a.rows - 1) * a.step + a.bytes <= b.begin) return 1;
+    if (b.begin + (b.rows - 1) * b.step + b.bytes <= a.begin) return 1;
+    if (a.step != b.step || a.step == 0) return 0;
+    int64_t between = (int64_t)(b.begin - a.begin) % a.step;
+    if (between < 0) between += a.step;
+    return a.bytes <= between && between + b.bytes <= a.step;
+}
+
+/* Whether the outputs' rows share memory with each other, or with an operand other than exactly x or the residual. */
+static int overlap(const call *c) {
+    for (int out = OUT; out <= RESIDUAL_OUT; out++) {
+        if (!c->o[out].kind) continue;
+        extent a = extent_of(c, out);
+        if (a.rows > 1 && a.step < a.bytes) return 1;
+        for (int i = X; i < out; i++) {
+            if (!c->o[i].kind) continue;
+            extent b = extent_of(c, i);
+            int same = a.begin == b.begin && a.step == b.step && c->o[out].kind == c->o[i].kind;
+            if (!(same && i < WEIGHT) && !apart(a, b)) return 1;
+        }
     }
-    uintptr_t a[OPERANDS];
-    for (int i = 0; i < OPERANDS; i++) a[i] = c->kind[i] ? address(&c->t[i]) : 0;
-    int code = FN_CODE(c->kind[X], c->kind[RESIDUAL], c->kind[WEIGHT], c->kind[OUT], c->flags);
+    return 0;
+}
+
+/* Runs a kernel of the C library; nonzero if it refuses, or -1 with a Python error. */
+static int run(const call *c) {
+    int threads = c->rows > 1 ? fn_threads(c->rows * c->hidden) : 1;
+    if (threads < 0) return -1;
+    const operand *o = c->o;
     /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
     PyThreadState *state = c->rows * c->hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
-    int failed = forward_contiguous(code, a[X], a[RESIDUAL], a[WEIGHT], a[OUT], a[RESIDUAL_OUT], c->rows, c->hidden,
-                                    c->eps, c->weight_offset, threads);
+    int failed = forward_on_cpu(o[X].kind, o[RESIDUAL].kind, o[WEIGHT].kind, o[OUT].kind, c->flags, fn_address(&o[X]),
+                                fn_address(&o[RESIDUAL]), fn_address(&o[WEIGHT]), fn_address(&o[OUT]),
+                                fn_address(&o[RESIDUAL_OUT]), fn_address(&o[RSTD]), c->rows, c->hidden, o[X].stride,
+                                o[RESIDUAL].stride, o[OUT].stride, o[RESIDUAL_OUT].stride, c->eps, c->weight_offset,
+                                threads);
     if (state) PyEval_RestoreThread(state);
     return failed;
 }
@@ -91,7 +160,7 @@ static int run(const call *c) {
 /* `devices` is a number with a bit for each type of device (as DLPack numbers them) whose tensors are taken. */
 static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
     call c;
-    int given[OPERANDS];
+    operand *o = c.o;
     if (count != ARGUMENTS) {
         PyErr_Format(PyExc_TypeError, "forward takes %d arguments, got %zd", ARGUMENTS, count);
         return NULL;
@@ -99,31 +168,32 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type)
         return long_way();
     if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return long_way();
-    given[X] = 1;
-    if (!read_tensor(arguments[X], &c.t[X], &c.kind[X])) return long_way();
-    if (c.t[X].device.type > DL_CUDA || !(PyLong_AsLong(devices) >> c.t[X].device.type & 1)) return long_way();
+    if (!fn_read(arguments[X], &o[X]) || o[X].t.ndim == 0) return long_way();
+    if (o[X].t.device.type > DL_CUDA || !(PyLong_AsLong(devices) >> o[X].t.device.type & 1)) return long_way();
     for (int i = RESIDUAL; i < OPERANDS; i++) {
-        given[i] = arguments[i] != Py_None;
-        c.kind[i] = FN_NONE;
-        if (!given[i]) continue;
-        if (i == OUT && arguments[OUT] == arguments[X]) c.t[OUT] = c.t[X], c.kind[OUT] = c.kind[X];
-        else if (i == RESIDUAL_OUT && arguments[i] == arguments[RESIDUAL])
-            c.t[i] = c.t[RESIDUAL], c.kind[i] = c.kind[RESIDUAL];
-        else if (!read_tensor(arguments[i], &c.t[i], &c.kind[i])) return long_way();
-        if (c.t[i].device.type != c.t[X].device.type || c.t[i].device.id != c.t[X].device.id) return long_way();
-        if (i != WEIGHT && !same_shape(&c.t[i], &c.t[X])) return long_way();
-        if (c.kind[i] == FN_F64 && c.kind[X] != FN_F64) return long_way();
+        PyObject *given = arguments[i == RSTD ? ROOTS : i];
+        o[i].kind = FN_NONE;
+        o[i].stride = 0;
+        if (given == Py_None) continue;
+        int same = i == OUT ? X : RESIDUAL; /* in place */
+        if ((i == OUT || i == RESIDUAL_OUT) && given == arguments[same]) o[i] = o[same];
+        else if (!fn_read(given, &o[i])) return long_way();
+        if (!fn_same_device(&o[i], &o[X])) return long_way();
+        if (i != WEIGHT && i != RSTD && !fn_same_shape(&o[i], &o[X])) return long_way();
+        if (o[i].kind == FN_F64 && o[X].kind != FN_F64) return long_way();
     }
-    if (c.t[X].ndim < 1 || (given[RESIDUAL_OUT] && c.kind[RESIDUAL_OUT] != c.kind[RESIDUAL]))
-        return long_way();
-    c.hidden = c.t[X].shape[c.t[X].ndim - 1];
+    if (o[RESIDUAL_OUT].kind && o[RESIDUAL_OUT].kind != o[RESIDUAL].kind) return long_way();
+    c.hidden = o[X].t.shape[o[X].t.ndim - 1];
     c.rows = 1;
-    for (int i = 0; i < c.t[X].ndim - 1; i++) c.rows *= c.t[X].shape[i];
+    for (int i = 0; i < o[X].t.ndim - 1; i++) c.rows *= o[X].t.shape[i];
     /* Of one element a tensor may be a lazy negative and yet contiguous. */
-    if (c.hidden == 1 || (given[WEIGHT] && (c.t[WEIGHT].ndim != 1 || c.t[WEIGHT].shape[0] != c.hidden)))
+    if (c.hidden == 1 || (o[WEIGHT].kind && (o[WEIGHT].t.ndim != 1 || o[WEIGHT].t.shape[0] != c.hidden)))
+        return long_way();
+    if (o[RSTD].kind &&
+        (o[RSTD].kind != (o[X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&o[RSTD]) != c.rows))
         return long_way();
 
-    int records = records_gradient(arguments, OPERANDS);
+    int records = records_gradient(arguments, EPS);
     if (records < 0) return NULL;
     if (records) return long_way();
     c.flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
@@ -132,28 +202,30 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     c.weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
+    int written[2] = {o[OUT].kind, o[RESIDUAL_OUT].kind};
     int failed = 0;
     for (int i = OUT; i <= RESIDUAL_OUT; i++) {
         PyObject **output = &outputs[i - OUT];
-        if (given[i] || (i == RESIDUAL_OUT && !given[RESIDUAL])) {
+        if (written[i - OUT] || (i == RESIDUAL_OUT && !o[RESIDUAL].kind)) {
             *output = Py_NewRef(arguments[i]);
         } else {
             *output = PyObject_CallFunctionObjArgs(empty_like, arguments[i - OUT], NULL);
             if (!*output) goto end;
-            failed |= !read_tensor(*output, &c.t[i], &c.kind[i]);
+            failed |= !fn_read(*output, &o[i]);
         }
     }
-    if (!failed) failed = c.t[X].device.type == DL_CUDA ? fn_launch(api, &c) : run(&c);
+    failed = failed || overlap(&c);
+    if (!failed) failed = o[X].t.device.type == DL_CUDA ? fn_launch(&c) : run(&c);
     if (failed < 0) goto end;
     if (failed) {
         result = long_way();
         goto end;
     }
-    if (given[OUT] || given[RESIDUAL_OUT]) { /* as every operation of torch's does that writes to a tensor */
-        PyObject *written = given[OUT] && given[RESIDUAL_OUT] ? PyTuple_Pack(2, outputs[0], outputs[1])
-                                                              : PyTuple_Pack(1, outputs[given[OUT] ? 0 : 1]);
-        PyObject *none = written ? PyObject_CallFunctionObjArgs(increment_version, written, NULL) : NULL;
-        Py_XDECREF(written);
+    if (written[0] || written[1]) { /* as every operation of torch's does that writes to a tensor */
+        PyObject *both = written[0] && written[1] ? PyTuple_Pack(2, outputs[0], outputs[1])
+                                                  : PyTuple_Pack(1, outputs[written[0] ? 0 : 1]);
+        PyObject *none = both ? PyObject_CallFunctionObjArgs(increment_version, both, NULL) : NULL;
+        Py_XDECREF(both);
         if (!none) goto end;
         Py_DECREF(none);
     }
@@ -183,28 +255,29 @@ static PyObject *open_way(PyObject *module, PyObject *arguments) {
     get_num_threads = Py_NewRef(callables[1]);
     empty_like = Py_NewRef(callables[2]);
     increment_version = Py_NewRef(callables[3]);
-    api = found;
+    fn_exchange_api = found;
     Py_RETURN_TRUE;
 }
 
 static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
     (void)module;
-    unsigned long long function;
-    if (!PyArg_ParseTuple(arguments, "K", &function)) return NULL;
-    forward_contiguous = (fn_forward_contiguous_fn *)(uintptr_t)function;
+    unsigned long long forward_address, backward_address;
+    if (!PyArg_ParseTuple(arguments, "KK", &forward_address, &backward_address)) return NULL;
+    forward_on_cpu = (fn_forward_fn *)(uintptr_t)forward_address;
+    fn_backward_on_cpu = (fn_backward_fn *)(uintptr_t)backward_address;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef forward_method = {
     "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
-    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)\n--\n\n"
-    "The outputs (a residual or an output may be None), or None if nothing was done and the call must go the long way."};
+    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd)\n--\n\n"
+    "The outputs (any operand but x may be None), or None if nothing was done and the call must go the long way."};
 
 static PyObject *way(PyObject *module, PyObject *arguments) {
     (void)module;
     int cpu, cuda;
     if (!PyArg_ParseTuple(arguments, "pp", &cpu, &cuda)) return NULL;
-    if (!api || (cpu && !forward_contiguous)) {
+    if (!fn_exchange_api || (cpu && !forward_on_cpu)) {
         PyErr_SetString(PyExc_RuntimeError, "the quick way is not open");
         return NULL;
     }
@@ -219,13 +292,15 @@ static PyMethodDef methods[] = {
     {"open", open_way, METH_VARARGS,
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, increment_version)\n--\n\n"
      "Whether this version of the exchange API is understood."},
-    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_forward_contiguous)\n--\n\nLets CPU tensors through."},
+    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_forward and fn_backward)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
      "open_cuda(address of cuLaunchKernelEx)\n--\n\nLets tensors on NVIDIA GPUs through; forgets the kernels held."},
     {"hold", fn_hold, METH_VARARGS,
-     "hold(device, (kinds of x, residual, weight, out), flags, hidden size, whether there is an offset, alignment, "
-     "function, threads, rows and bytes of shared memory of a block, blocks of a cluster, whether to begin early)\n--\n\n"
-     "Has calls of this kind launch the function; False if there is no place for it."},
+     "hold(device, kinds of the operands, options, hidden size, alignment, kernels)\n--\n\n"
+     "Has calls of this kind launch these; False if there is no place for them. See quick_cuda.c for the numbers."},
+    {"backward", (PyCFunction)(void (*)(void))fn_backward_quickly, METH_FASTCALL,
+     "backward(type of device, dy, d_total, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
+     "weight_offset)\n--\n\nWhether the gradients were written; if not, the call must go the long way."},
     {"way", way, METH_VARARGS, "way(cpu, cuda)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},
 };

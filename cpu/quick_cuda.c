@@ -1,8 +1,7 @@
 /* Launches CUDA kernels that backends/cuda.py has compiled and loaded. Nothing of CUDA's is needed to build this. */
-#include <string.h>
-
-#include "fusednorm_cpu.h"
 #include "quick.h"
+
+#include <string.h>
 
 /* CUDA's driver API, as far as it is used here (docs.nvidia.com/cuda/cuda-driver-api). */
 typedef struct {
@@ -28,30 +27,44 @@ typedef int launch_kernel_ex(const config *, void *function, void **arguments, v
 
 static launch_kernel_ex *launch_kernel;
 
-/* What decides which kernel a call takes: the same as the key in backends/gpu_host.py. Without gaps, to be compared. */
+/*
+ * What decides which kernels a call takes: the same as the keys in backends/gpu_host.py. The kinds of the operands
+ * of which it depends follow each other in `kinds`, four bits each: x, residual, weight, out; of a backward pass dy,
+ * d_total, h, weight, dx, dresidual, dweight. Without gaps, to be compared.
+ */
 typedef struct {
     int64_t hidden;
-    int32_t device, code, offset, alignment;
-} kind;
+    int32_t device, kinds, options, alignment;
+} key;
 
+/* Options, above the flags of fusednorm_cpu.h: the weight's offset, sums in double, rstd is wanted. */
+enum { OFFSET = 4, WIDE = 8, ROOTS = 16, BACKWARD = 32 };
+
+/* A kernel, and what a program of it takes: so many rows, or columns of all rows, or columns of each block of rows. */
 typedef struct {
-    kind kind;
-    void *function; /* NULL: a free place */
-    unsigned threads, rows, shared, cluster, early;
+    void *function;
+    unsigned threads, per_program, shared, cluster, early;
+    enum { OF_ROWS, OF_COLUMNS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS } share;
 } kernel;
 
-enum { PLACES = 1024, NEAR = 8 };
+enum { KERNELS = 3, PLACES = 1024, NEAR = 8 };
 
-static kernel kernels[PLACES + NEAR];
+typedef struct {
+    key key;
+    int count; /* 0: free */
+    kernel kernels[KERNELS];
+} held;
 
-/* Where the kernel is, or may be put; NULL if all places near its hash are taken. */
-static kernel *place_of(const kind *wanted) {
+static held places[PLACES + NEAR];
+
+/* Where the kernels of a call are, or may be put; NULL if all places near its hash are taken. */
+static held *place_of(const key *wanted) {
     uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a */
     const unsigned char *bytes = (const unsigned char *)wanted;
     for (size_t i = 0; i < sizeof *wanted; i++) hash = (hash ^ bytes[i]) * 0x100000001b3u;
-    kernel *first = &kernels[hash % PLACES];
-    for (kernel *place = first; place < first + NEAR; place++) {
-        if (!place->function || memcmp(&place->kind, wanted, sizeof *wanted) == 0) return place;
+    held *first = &places[hash % PLACES];
+    for (held *place = first; place < first + NEAR; place++) {
+        if (!place->count || memcmp(&place->key, wanted, sizeof *wanted) == 0) return place;
     }
     return NULL;
 }
@@ -61,113 +74,152 @@ PyObject *fn_open_cuda(PyObject *module, PyObject *arguments) {
     unsigned long long function;
     if (!PyArg_ParseTuple(arguments, "K", &function)) return NULL;
     launch_kernel = (launch_kernel_ex *)(uintptr_t)function;
-    memset(kernels, 0, sizeof kernels);
+    memset(places, 0, sizeof places);
     Py_RETURN_NONE;
 }
 
 PyObject *fn_hold(PyObject *module, PyObject *arguments) {
     (void)module;
-    kernel given;
-    int kinds[4], flags;
+    held given;
+    PyObject *kinds, *kernels;
     long long hidden;
-    unsigned long long function;
     memset(&given, 0, sizeof given);
-    if (!PyArg_ParseTuple(arguments, "i(iiii)iLiiKIIIII", &given.kind.device, &kinds[0], &kinds[1], &kinds[2], &kinds[3],
-                          &flags, &hidden, &given.kind.offset, &given.kind.alignment, &function, &given.threads,
-                          &given.rows, &given.shared, &given.cluster, &given.early))
+    if (!PyArg_ParseTuple(arguments, "iO!iLiO!", &given.key.device, &PyTuple_Type, &kinds, &given.key.options, &hidden,
+                          &given.key.alignment, &PyTuple_Type, &kernels))
         return NULL;
-    given.kind.hidden = hidden;
-    given.kind.code = FN_CODE(kinds[0], kinds[1], kinds[2], kinds[3], flags);
-    given.function = (void *)(uintptr_t)function;
-    kernel *place = place_of(&given.kind);
+    given.key.hidden = hidden;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(kinds); i++)
+        given.key.kinds |= (int32_t)PyLong_AsLong(PyTuple_GetItem(kinds, i)) << 4 * i;
+    for (; given.count < PyTuple_Size(kernels) && given.count < KERNELS; given.count++) {
+        kernel *k = &given.kernels[given.count];
+        unsigned long long function;
+        int share;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(kernels, given.count), "KIIIIIi", &function, &k->threads, &k->per_program,
+                              &k->shared, &k->cluster, &k->early, &share))
+            return NULL;
+        k->function = (void *)(uintptr_t)function;
+        k->share = share;
+    }
+    if (PyErr_Occurred()) return NULL;
+    held *place = place_of(&given.key);
     if (place) *place = given;
     return PyBool_FromLong(place != NULL);
 }
 
-static uintptr_t item_bytes(const tensor *t) { return t->dtype.bits / 8; }
-
-/* Whether an output shares memory with another operand, other than exactly x or exactly the residual. */
-static int overlap(const call *c) {
-    for (int out = OUT; out <= RESIDUAL_OUT; out++) {
-        for (int i = X; i < out && c->kind[out]; i++) {
-            if (!c->kind[i]) continue;
-            uintptr_t a = address(&c->t[out]), b = address(&c->t[i]);
-            uintptr_t b_bytes = (i == WEIGHT ? 1 : c->rows) * c->hidden * item_bytes(&c->t[i]);
-            if (i < WEIGHT && a == b && c->kind[out] == c->kind[i]) continue;
-            if (a < b + b_bytes && b < a + c->rows * c->hidden * item_bytes(&c->t[out])) return 1;
-        }
+/* The bits that are set in no operand's address, nor in the bytes from row to row of those that have `strides`. */
+static int alignment_of(const operand *o, int count, unsigned strides, int32_t *alignment) {
+    uintptr_t low = 32;
+    for (int i = 0; i < count; i++) {
+        if (!o[i].kind) continue;
+        if (fn_address(&o[i]) % (uintptr_t)fn_item_bytes(&o[i]) != 0) return 0;
+        low |= fn_address(&o[i]);
+        if (strides >> i & 1) low |= (uintptr_t)(o[i].stride * fn_item_bytes(&o[i]));
     }
-    return 0;
+    *alignment = (int32_t)(low & -low);
+    return 1;
 }
 
-int fn_launch(const exchange_api *api, const call *c) {
-    if (!launch_kernel || !api->current_stream) return 1;
-    uintptr_t low = 32; /* all rows begin at multiples of its lowest bit */
-    for (int i = 0; i < OPERANDS; i++) {
-        if (!c->kind[i]) continue;
-        if (address(&c->t[i]) % item_bytes(&c->t[i]) != 0) return 1;
-        low |= address(&c->t[i]) | (i == WEIGHT ? 0 : c->hidden * item_bytes(&c->t[i]));
-    }
-    kind wanted;
-    memset(&wanted, 0, sizeof wanted);
-    wanted.hidden = c->hidden;
-    wanted.device = c->t[X].device.id;
-    wanted.code = FN_CODE(c->kind[X], c->kind[RESIDUAL], c->kind[WEIGHT], c->kind[OUT], c->flags);
-    wanted.offset = c->weight_offset != 0;
-    wanted.alignment = (int32_t)(low & -low);
-    const kernel *found = place_of(&wanted);
-    if (!found || !found->function || overlap(c)) return 1;
-
-    /* csrc/forward.cuh has the same structure. */
-    struct {
-        uintptr_t operands[OPERANDS], rstd;
-        int64_t strides[4], rows;
-        union {
-            struct {
-                int32_t hidden;
-                float eps, weight_offset;
-            } in_f32;
-            struct {
-                int32_t hidden;
-                double eps, weight_offset;
-            } in_f64;
-        };
-    } given;
-    memset(&given, 0, sizeof given);
-    for (int i = 0; i < OPERANDS; i++) given.operands[i] = c->kind[i] ? address(&c->t[i]) : 0;
-    for (int i = 0; i < 4; i++) given.strides[i] = c->hidden;
-    given.rows = c->rows;
-    given.in_f32.hidden = (int32_t)c->hidden;
-    if (c->kind[X] == FN_F64) {
-        given.in_f64.eps = c->eps;
-        given.in_f64.weight_offset = c->weight_offset;
-    } else {
-        given.in_f32.eps = (float)c->eps;
-        given.in_f32.weight_offset = (float)c->weight_offset;
-    }
-
-    attribute attributes[2];
+/* Launches the kernels that are held for a call, one after the other, with the same arguments. */
+static int launch(const key *wanted, int64_t rows, int64_t blocks, void *arguments) {
+    const held *found = place_of(wanted);
+    config hows[KERNELS];
+    attribute attributes[KERNELS][2];
+    void *stream;
+    if (!found || !found->count || fn_exchange_api->current_stream(DL_CUDA, wanted->device, &stream)) return 1;
     memset(attributes, 0, sizeof attributes);
-    config how = {.grid = {0, 1, 1}, .block = {found->threads, 1, 1}, .attributes = attributes};
-    how.shared_bytes = found->shared;
-    int64_t blocks = (c->rows + found->rows - 1) / found->rows * found->cluster;
-    if (blocks > INT32_MAX || api->current_stream(DL_CUDA, wanted.device, &how.stream)) return 1;
-    how.grid[0] = (unsigned)blocks;
-    if (found->cluster > 1) {
-        attribute *cluster = &attributes[how.attribute_count++];
-        cluster->id = CLUSTER_DIMENSION;
-        cluster->value.cluster[0] = found->cluster;
-        cluster->value.cluster[1] = cluster->value.cluster[2] = 1;
+    for (int i = 0; i < found->count; i++) {
+        const kernel *k = &found->kernels[i];
+        int64_t shares = ((k->share == OF_ROWS ? rows : wanted->hidden) + k->per_program - 1) / k->per_program;
+        int64_t grid = k->cluster * (k->share == OF_BLOCKS              ? blocks
+                                     : k->share == OF_COLUMNS_OF_BLOCKS ? blocks * shares
+                                                                        : shares);
+        if (grid > INT32_MAX) return 1;
+        hows[i] = (config){.grid = {(unsigned)grid, 1, 1}, .block = {k->threads, 1, 1}, .attributes = attributes[i],
+                           .shared_bytes = k->shared, .stream = stream};
+        if (k->cluster > 1) {
+            attribute *cluster = &attributes[i][hows[i].attribute_count++];
+            cluster->id = CLUSTER_DIMENSION;
+            cluster->value.cluster[0] = k->cluster;
+            cluster->value.cluster[1] = cluster->value.cluster[2] = 1;
+        }
+        if (k->early) {
+            attribute *early = &attributes[i][hows[i].attribute_count++];
+            early->id = PROGRAMMATIC_STREAM_SERIALIZATION;
+            early->value.early = 1;
+        }
     }
-    if (found->early) {
-        attribute *early = &attributes[how.attribute_count++];
-        early->id = PROGRAMMATIC_STREAM_SERIALIZATION;
-        early->value.early = 1;
-    }
-    void *arguments[] = {&given};
+    int failed = 0;
     /* A full queue makes the driver wait, perhaps for something that waits for the interpreter. */
     PyThreadState *state = PyEval_SaveThread();
-    int failed = launch_kernel(&how, found->function, arguments, NULL);
+    for (int i = 0; i < found->count && !failed; i++)
+        failed = launch_kernel(&hows[i], found->kernels[i].function, &arguments, NULL);
     PyEval_RestoreThread(state);
     return failed;
+}
+
+/* What both structures of arguments end with. */
+typedef union {
+    struct {
+        int32_t hidden;
+        float numbers[2];
+    } narrow;
+    struct {
+        int32_t hidden;
+        double numbers[2];
+    } wide;
+} last;
+
+static last last_of(int wide, int64_t hidden, double first, double second) {
+    last l;
+    memset(&l, 0, sizeof l);
+    if (wide) l.wide.numbers[0] = first, l.wide.numbers[1] = second;
+    else l.narrow.numbers[0] = (float)first, l.narrow.numbers[1] = (float)second;
+    l.narrow.hidden = (int32_t)hidden;
+    return l;
+}
+
+int fn_launch(const call *c) {
+    const operand *o = c->o;
+    key wanted;
+    memset(&wanted, 0, sizeof wanted);
+    if (!launch_kernel || !fn_exchange_api->current_stream) return 1;
+    if (!alignment_of(o, OPERANDS, 1 << X | 1 << RESIDUAL | 1 << OUT | 1 << RESIDUAL_OUT, &wanted.alignment)) return 1;
+    wanted.hidden = c->hidden;
+    wanted.device = o[X].t.device.id;
+    wanted.kinds = o[X].kind | o[RESIDUAL].kind << 4 | o[WEIGHT].kind << 8 | o[OUT].kind << 12;
+    wanted.options = c->flags | (c->weight_offset != 0 ? OFFSET : 0) | (o[RSTD].kind ? ROOTS : 0);
+    struct { /* as in csrc/forward.cuh */
+        uintptr_t operands[OPERANDS];
+        int64_t strides[4], rows;
+        last last;
+    } given;
+    for (int i = 0; i < OPERANDS; i++) given.operands[i] = fn_address(&o[i]);
+    given.strides[0] = o[X].stride, given.strides[1] = o[RESIDUAL].stride;
+    given.strides[2] = o[OUT].stride, given.strides[3] = o[RESIDUAL_OUT].stride;
+    given.rows = c->rows;
+    given.last = last_of(o[X].kind == FN_F64, c->hidden, c->eps, c->weight_offset);
+    return launch(&wanted, c->rows, 0, &given);
+}
+
+int fn_launch_backward(const gradient_call *c) {
+    const operand *o = c->o;
+    key wanted;
+    memset(&wanted, 0, sizeof wanted);
+    if (!launch_kernel || !fn_exchange_api->current_stream) return 1;
+    if (!alignment_of(o, GRADIENT_OPERANDS, 1 << DY | 1 << D_TOTAL | 1 << H, &wanted.alignment)) return 1;
+    const int decide[] = {DY, D_TOTAL, H, GAIN, DX, DRESIDUAL, DWEIGHT};
+    for (int i = 0; i < 7; i++) wanted.kinds |= o[decide[i]].kind << 4 * i;
+    wanted.hidden = c->hidden;
+    wanted.device = o[H].t.device.id;
+    wanted.options = BACKWARD | (c->weight_offset != 0 ? OFFSET : 0) | (o[ROOT].kind == FN_F64 ? WIDE : 0);
+    struct { /* as in csrc/backward.cuh */
+        uintptr_t operands[GRADIENT_OPERANDS];
+        int64_t strides[3], rows, block, blocks;
+        last last;
+    } given;
+    for (int i = 0; i < GRADIENT_OPERANDS; i++) given.operands[i] = fn_address(&o[i]);
+    given.strides[0] = o[DY].stride, given.strides[1] = o[D_TOTAL].stride, given.strides[2] = o[H].stride;
+    given.rows = c->rows, given.block = c->block, given.blocks = c->blocks;
+    given.last = last_of(o[ROOT].kind == FN_F64, c->hidden, c->weight_offset, 0);
+    return launch(&wanted, c->rows, c->blocks, &given);
 }

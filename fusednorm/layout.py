@@ -37,6 +37,30 @@ def rows_of(tensor: Tensor) -> tuple[Tensor, int]:
     return (tensor.resolve_neg().contiguous(), tensor.shape[-1]) if stride is None else (tensor, stride)
 
 
+def new_gradients(
+    h: Tensor,
+    weight: Tensor | None,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Memory for the gradients of x, the residual and the weight, as far as they are needed and there is such operand.
+
+    Returns what a kernel writes (dx, dresidual, dweight; no dresidual where x and the residual share a dtype, and so a
+    gradient), and the three gradients.
+    """
+    need_x, need_residual, need_weight = needs
+    need_residual = need_residual and residual_dtype is not None
+    first = x_dtype if need_x else residual_dtype
+    dx = torch.empty(h.shape, dtype=first, device=h.device) if need_x or need_residual else None
+    dresidual = None
+    if need_x and need_residual and residual_dtype != x_dtype:
+        dresidual = torch.empty(h.shape, dtype=residual_dtype, device=h.device)
+    dweight = torch.empty_like(weight) if need_weight and weight is not None else None
+    of_residual = (dx if dresidual is None else dresidual) if need_residual else None
+    return (dx, dresidual, dweight), (dx if need_x else None, of_residual, dweight)
+
+
 def share_memory(
     a: Tensor, a_stride: int, a_rows: int, b: Tensor, b_stride: int, b_rows: int, hidden_size: int
 ) -> bool:

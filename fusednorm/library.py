@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.autograd import gradients, keep, new_rstd
+from fusednorm.autograd import gradients, keep, new_rstd, normalise
 from fusednorm.ops import run
 from fusednorm.registry import Signature, order, quick, select
 
@@ -39,16 +39,14 @@ def _fused_add_rms_norm(
     round_sum: bool,
     round_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = new_rstd(x)
-    y, total, _ = run(x, residual, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)
-    return y, total, rstd
+    return normalise(x, residual, weight, eps, weight_offset, round_sum, round_norm)
 
 
 def _rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_sum: bool, round_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    rstd = new_rstd(x)
-    return run(x, None, weight, eps, weight_offset, round_sum, round_norm, None, None, rstd)[0], rstd
+    y, _, rstd = normalise(x, None, weight, eps, weight_offset, round_sum, round_norm)
+    return y, rstd
 
 
 def _into(
@@ -63,8 +61,9 @@ def _into(
     round_norm: bool,
 ) -> None:
     way = quick.get(order())
-    if way is None or way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm) is None:
-        run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
+    flags = (eps, weight_offset, round_sum, round_norm)
+    if way is None or way(x, residual, weight, out, residual_out, *flags, None) is None:
+        run(x, residual, weight, *flags, out, residual_out)
 
 
 def _fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:

@@ -63,7 +63,7 @@ def fused_add_rms_norm(
         return _dispatched(x, residual, weight, eps, weight_offset, round_sum, round_norm)
     way = None if compiling else quick.get(order())
     if way is not None:
-        result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)
+        result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, None)
         if result is not None:
             return result
     if new:
@@ -111,7 +111,7 @@ def fused_add_rms_norm_(
     compiling = is_dynamo_compiling()
     way = None if compiling else quick.get(order())
     if way is not None:
-        result = way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm)
+        result = way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None)
         if result is not None:
             return result
     if is_grad_enabled() and _requires_grad(x, residual, weight):
@@ -153,7 +153,7 @@ def rms_norm(
         return _dispatched(x, None, weight, eps, weight_offset, True, round_norm)[0]
     way = None if compiling else quick.get(order())
     if way is not None:
-        result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm)
+        result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm, None)
         if result is not None:
             return result[0]
     if out is None:
@@ -195,7 +195,7 @@ def rms_norm_(
     compiling = is_dynamo_compiling()
     way = None if compiling else quick.get(order())
     if way is not None:
-        result = way(x, None, weight, x, None, eps, weight_offset, True, round_norm)
+        result = way(x, None, weight, x, None, eps, weight_offset, True, round_norm, None)
         if result is not None:
             return result[0]
     if is_grad_enabled() and _requires_grad(x, None, weight):
@@ -238,7 +238,9 @@ def _dispatched(
     """Both outputs, by way of torch's dispatcher, for whoever intercepts calls there."""
     flags = (eps, weight_offset, round_sum, round_norm)
     if not is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        return _differentiable(x, residual, weight, *flags)
+        from fusednorm.autograd import Transformed
+
+        return Transformed.apply(x, residual, weight, *flags)[:2]  # type: ignore[no-untyped-call, no-any-return]
     if residual is None:
         return _operations().rms_norm(x, weight, *flags)[0], None
     return cast(tuple[Tensor, Tensor], _operations().fused_add_rms_norm(x, residual, weight, *flags)[:2])

@@ -5,6 +5,7 @@ It needs torch's part of DLPack's C exchange API (torch 2.10 and newer). Without
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,14 +41,33 @@ _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 OPEN = _quick is not None and _api is not None and _open(_api)
 
 
+def _refuse(*_: object) -> bool:
+    return False
+
+
+#: Writes the gradients of a pass, if it is a usual one; else returns False. Its arguments are CPU or CUDA, dy, the
+#: gradient of residual_out, h, rstd, the weight, dx, dresidual, the blocks' shares of the weight's gradient, dweight,
+#: the rows of a block, and the weight's offset.
+backward: Callable[..., bool] = _quick.backward if OPEN else _refuse
+
+#: Types of devices, as DLPack numbers them.
+CPU, CUDA = 1, 2
+
+#: Options of a kind of call that are held, as in ``cpu/quick_cuda.c``.
+ROUND_SUM, ROUND_NORM, OFFSET, WIDE, ROOTS, BACKWARD = 1, 2, 4, 8, 16, 32
+
+#: What a program of a kernel takes, likewise.
+OF_ROWS, OF_COLUMNS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS = range(4)
+
+
 def way(devices: set[str]) -> Quick:
     """The quick way for tensors on devices of these types, of those for which it was opened."""
     return cast("Quick", _quick.way("cpu" in devices, "cuda" in devices))
 
 
-def open_cpu(forward_contiguous: int) -> None:
-    """Lets CPU tensors through, to the C function at this address."""
-    _quick.open_cpu(forward_contiguous)
+def open_cpu(forward: int, backward: int) -> None:
+    """Lets CPU tensors through, to the C functions ``fn_forward`` and ``fn_backward`` at these addresses."""
+    _quick.open_cpu(forward, backward)
 
 
 def open_cuda(launch_kernel: int) -> None:
@@ -58,19 +78,17 @@ def open_cuda(launch_kernel: int) -> None:
 def hold(
     device: int,
     dtypes: tuple[torch.dtype | None, ...],
-    round_sum: bool,
-    round_norm: bool,
+    options: int,
     hidden_size: int,
-    offset: bool,
     alignment: int,
-    function: int,
-    launch: tuple[int, int, int, int, bool],
+    kernels: tuple[tuple[int, int, int, int, int, bool, int], ...],
 ) -> None:
-    """Has calls of a kind launch a CUDA function from now on.
+    """Has calls of a kind launch CUDA functions from now on.
 
-    ``dtypes``: of x, residual, weight and out; ``offset``: whether the weight has one; ``alignment``: bytes of which
-    every row of every operand begins at a multiple; ``launch``: threads, rows and bytes of shared memory of a
-    block, blocks of a cluster, and whether to begin before the kernel before has ended.
+    ``dtypes``: of x, residual, weight and out; of a backward pass of dy, the gradient of residual_out, h, weight, dx,
+    dresidual and dweight. ``alignment``: bytes of which every row of every operand begins at a multiple. ``kernels``:
+    the function, threads of a block, rows or columns of a program, bytes of shared memory of a block, blocks of a
+    cluster, whether to begin before the kernel before has ended, and what a program takes.
     """
     kinds: dict[torch.dtype | None, int] = {
         None: _lib.FN_NONE,
@@ -79,6 +97,4 @@ def hold(
         torch.bfloat16: _lib.FN_BF16,
         torch.float64: _lib.FN_F64,
     }
-    flags = round_sum * _lib.FN_ROUND_SUM + round_norm * _lib.FN_ROUND_NORM
-    given = tuple(kinds[dtype] for dtype in dtypes)
-    _quick.hold(device, given, flags, hidden_size, offset, alignment, function, *launch)
+    _quick.hold(device, tuple(kinds[dtype] for dtype in dtypes), options, hidden_size, alignment, kernels)

@@ -19,7 +19,7 @@ import torch
 
 import fusednorm
 from fusednorm import doctor, quick, registry
-from fusednorm.backends import cuda
+from fusednorm.backends import cuda, reference
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 
 EMULATED = "FUSEDNORM_EMULATED_SM" in os.environ
@@ -409,7 +409,7 @@ def test_many_processes_at_once(tmp_path):
     code = """
     import sys
     from pathlib import Path
-    from fusednorm.backends import cuda
+    from fusednorm.backends import cuda, reference
     path, code = Path(sys.argv[1]) / "kernel.bin", bytes(range(256)) * 4096
     for _ in range(50):
         assert cuda._read(path) in (None, code)
@@ -429,7 +429,7 @@ def test_eight_processes_find_an_empty_cache(tmp_path):
     import os, sys
     from pathlib import Path
     from types import SimpleNamespace
-    from fusednorm.backends import cuda
+    from fusednorm.backends import cuda, reference
     code = bytes(range(256)) * 4096
     cuda.bindings = lambda: (
         SimpleNamespace(cuDriverGetVersion=lambda: (0, 13000)),
@@ -465,16 +465,24 @@ class Status(enum.IntEnum):
     INVALID_IMAGE = 200
 
 
+#: CUlaunchAttributeID, as docs.nvidia.com/cuda/cuda-driver-api has it.
+CLUSTER, EARLY = 4, 6
+
+
 @pytest.fixture
 def driver(monkeypatch):
     """A driver that only writes down what it is given."""
     found = SimpleNamespace(launches=[], loaded=0, statuses=[], capability=90, context="torch's")
-    attribute = lambda: SimpleNamespace(id=None, value=SimpleNamespace(clusterDim=SimpleNamespace()))  # noqa: E731
 
+    @cuda._LaunchKernelEx
     def launch(config, function, arguments, extra):
-        found.launches.append(config)
-        config.arguments = ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], found.size)
-        return (found.statuses.pop(0) if found.statuses else Status.SUCCESS,)
+        given = cuda._Config.from_address(config)
+        attributes = {given.attributes[i].id: given.attributes[i].value[0] for i in range(given.attribute_count)}
+        arguments = ctypes.string_at(ctypes.c_void_p.from_address(arguments).value, found.size)
+        names = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes", "stream")
+        numbers = {name: getattr(given, name) for name in names}
+        found.launches.append(SimpleNamespace(function=function, attributes=attributes, arguments=arguments, **numbers))
+        return found.statuses.pop(0) if found.statuses else Status.SUCCESS
 
     def load(code):
         found.loaded += 1
@@ -489,16 +497,12 @@ def driver(monkeypatch):
         return (Status.SUCCESS,)
 
     api = SimpleNamespace(
-        CUlaunchConfig=SimpleNamespace,
-        CUlaunchAttribute=attribute,
-        CUlaunchAttributeID=SimpleNamespace(
-            CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="pdl"
-        ),
+        CUresult=Status,
         CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared"),
         cuFuncSetAttribute=set_attribute,
         cuModuleLoadData=load,
-        cuModuleGetFunction=lambda module, name: (Status.SUCCESS, name),
-        cuLaunchKernelEx=launch,
+        cuModuleGetFunction=lambda module, name: (Status.SUCCESS, 1234),
+        cuGetProcAddress=lambda *_: (Status.SUCCESS, ctypes.cast(launch, ctypes.c_void_p).value, None),
         cuCtxGetCurrent=lambda: (Status.SUCCESS, 1 if found.context else 0),
         cuDevicePrimaryCtxRetain=lambda device: (Status.SUCCESS, f"context {device}"),
         cuCtxSetCurrent=set_context,
@@ -510,7 +514,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(cuda._host, "ways", {})
     monkeypatch.setattr(cuda, "quick", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(cuda, "_launch_kernel_ex", cuda._launch_kernel_ex.__wrapped__)
+    monkeypatch.setattr(cuda, "_stream", lambda device: 77)
     return found
 
 
@@ -526,29 +531,32 @@ def run(found, rows, size, dtype=BF16, offset=0):
 
 def test_a_launch(driver):
     launch, pointers = run(driver, 5, 4096)
-    assert (launch.gridDimX, launch.gridDimY, launch.gridDimZ) == (5, 1, 1)
-    assert (launch.blockDimX, launch.hStream) == (128, 77)
-    assert [a.id for a in launch.attrs] == ["pdl"]
+    assert (launch.grid_x, launch.grid_y, launch.grid_z) == (5, 1, 1)
+    assert (launch.block_x, launch.block_y, launch.block_z) == (128, 1, 1)
+    assert (launch.function, launch.stream, launch.attributes) == (1234, 77, {EARLY: 1})
     given = struct.unpack("@6Q5qi2f0q", launch.arguments)
     assert list(given[:6]) == [*pointers, 0]
     assert given[6:12] == (4096, 4096, 4096, 4096, 5, 4096)
     assert given[12:] == (struct.unpack("f", struct.pack("f", 1e-6))[0], 0.5)
+    cuda.forward(
+        *(torch.zeros(1, 64),) * 2, None, *(torch.zeros(1, 64),) * 2, None, 1, *[64] * 5, 1e300, 0.0, True, False
+    )
+    assert struct.unpack("@6Q5qi2f0q", driver.launches[-1].arguments)[12] == float("inf")
     launch, _ = run(driver, 33, 128)  # 8 rows per warp, 4 warps per block
-    assert (launch.gridDimX, launch.blockDimX) == (2, 128)
+    assert (launch.grid_x, launch.block_x) == (2, 128)
 
 
 def test_rows_too_wide_for_a_block_go_to_a_cluster_where_there_are_any(driver):
     launch, _ = run(driver, 3, 65536)
-    assert (launch.gridDimX, launch.blockDimX, launch.numAttrs) == (12, 512, 2)
-    assert launch.attrs[0].value.clusterDim.x == 4
+    assert (launch.grid_x, launch.block_x, launch.attributes) == (12, 512, {CLUSTER: 4, EARLY: 1})
     driver.capability = 80
     cuda._host.held.clear()
     cuda._host.ways.clear()
     launch, _ = run(driver, 3, 65536)
-    assert (launch.gridDimX, launch.blockDimX, launch.numAttrs) == (3, 512, 0)
-    assert launch.sharedMemBytes == driver.shared == 131_072
+    assert (launch.grid_x, launch.block_x, launch.attributes) == (3, 512, {})
+    assert launch.shared_bytes == driver.shared == 131_072
     launch, _ = run(driver, 3, 100_000)
-    assert launch.sharedMemBytes == 0  # a block cannot have as much
+    assert launch.shared_bytes == 0  # a block cannot have as much
 
 
 def test_rows_eps_and_strides_never_load_another_kernel(driver):
@@ -680,7 +688,7 @@ def test_libraries_that_are_no_driver(tmp_path):
         subprocess.run(command, check=True)
     code = """
     import ctypes, os, sys, torch
-    from fusednorm.backends import cuda
+    from fusednorm.backends import cuda, reference
     torch.version.cuda, torch.cuda.is_available, torch.cuda.device_count = "13.0", lambda: True, lambda: 1
     cuda.capability = lambda device: 90
     for stub in sys.argv[1:]:
@@ -716,7 +724,7 @@ def test_the_quick_way_launches_what_the_long_way_has_loaded():
 
     def way(case, x, residual, weight, out=None, residual_out=None):
         numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-        return take(x, residual, weight, out, residual_out, *numbers)
+        return take(x, residual, weight, out, residual_out, *numbers, None)
 
     for case in (
         Case(rows=5, hidden=968).of(BF16),
@@ -753,4 +761,43 @@ def test_the_quick_way_launches_what_the_long_way_has_loaded():
         assert torch.equal(memory, before)
     unaligned = torch.zeros(5 * 968 + 1, dtype=BF16)[1:].view(5, 968)
     assert way(case, unaligned, residual, weight) is None
-    assert quick.way({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False) is None
+    assert quick.way({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None) is None
+
+
+@pytest.mark.skipif(not (EMULATED and quick.OPEN), reason="takes a GPU, or tests/emulation/cuda")
+@pytest.mark.parametrize("needs", [(True, True, True), (True, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=5, hidden=968).of(BF16),
+        Case(rows=300, hidden=72).of(F16, residual=F32, weight_offset=1.0),
+        Case(rows=3, hidden=1528).of(F64, residual=None, weight_offset=0.5),
+        Case(rows=2, hidden=20_008).of(BF16, round_sum=False),
+    ],
+    ids=str,
+)
+def test_the_quick_way_back_launches_what_the_long_way_has_loaded(case, needs, monkeypatch):
+    """Nothing before; afterwards the same bits, with gaps between the rows too."""
+    x, residual, weight = operands(case)
+    h, rstd = x.float() if x.dtype != F64 else x, torch.rand(case.rows, dtype=x.dtype if x.dtype == F64 else F32)
+    dy = torch.cat([x, x], dim=1)[:, : case.hidden]
+    given = (
+        dy,
+        None,
+        h,
+        rstd,
+        weight,
+        case.weight_offset,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        needs,
+    )
+    taken = []
+    monkeypatch.setattr(cuda._host, "held", {})
+    monkeypatch.setattr(cuda._host, "quick", lambda *a: taken.append(quick.backward(quick.CUDA, *a)) or taken[-1])
+    expected = cuda.backward(*given)
+    got = cuda.backward(*given)
+    assert taken == [False, True]
+    for one, other, wanted in zip(got, expected, reference.backward(*given), strict=True):
+        assert (one is None) == (wanted is None)
+        assert one is None or not (differing(one, other) | differing(one, wanted)).any()

@@ -302,8 +302,10 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
     take = quick.way({"cpu"})
     x, grad = torch.ones(3, 8), torch.ones(3, 8, requires_grad=True)
 
-    def way(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0):
-        return take(x, residual, weight, out, residual_out, eps, offset, True, False)
+    def way(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0, rstd=None):
+        return take(x, residual, weight, out, residual_out, eps, offset, True, False, rstd)
+
+    matrix = torch.ones(4, 24)
 
     usual = {
         "norm": way(x),
@@ -312,6 +314,10 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         "in place": way(x.clone(), x, x[0], x.clone(), x.clone()),
         "float64": way(x.double(), x, x[0].bfloat16()),
         "detached": way(grad.detach()),
+        "gaps": way(matrix[:, :8], matrix[:, 8:16], None, matrix[:, 16:]),
+        "gaps in place": way(matrix[:, :8], matrix[:, 8:16], None, matrix[:, :8], matrix[:, 8:16]),
+        "expanded": way(x[:1].expand(3, 8), x),
+        "rstd": way(x, x, rstd=torch.empty(3)),
     }
     with torch.no_grad():
         usual["no_grad"] = way(grad, x)
@@ -321,7 +327,8 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
     unusual = {
         "no tensor": lambda out: way([1.0], out=out),
         "nothing": lambda out: way(None, x, out=out),
-        "gaps": lambda out: way(torch.ones(3, 16)[:, :8], out=out),
+        "rows that are not one stride apart": lambda out: way(torch.ones(2, 3, 8)[:, :2]),
+        "every other element": lambda out: way(torch.ones(3, 16)[:, ::2], out=out),
         "transposed": lambda out: way(torch.ones(8, 3).t(), out=out),
         "residual of another shape": lambda out: way(x, torch.ones(8, 3), out=out),
         "weight of another size": lambda out: way(x, None, torch.ones(7), out=out),
@@ -339,6 +346,13 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         "eps of another type": lambda out: way(x, eps=1, out=out),
         "offset of another type": lambda out: way(x, offset=torch.ones(()), out=out),
         "overlap": lambda out: way(out[:2], out=out[1:]),
+        "overlap of columns": lambda out: way(out[:, :5], out=out[:, 4:]),
+        "overlap of an output with itself": lambda out: way(x, out=out[:1].expand(3, 8)),
+        "overlap of the outputs": lambda out: way(x, x, None, out, out),
+        "overlap with the weight": lambda out: way(x, None, out[1], out),
+        "rstd of another type": lambda out: way(x, rstd=torch.empty(3).double(), out=out),
+        "rstd of another size": lambda out: way(x, rstd=torch.empty(2), out=out),
+        "rstd with gaps": lambda out: way(x, rstd=torch.empty(3, 2)[:, 0], out=out),
         "residual_out of another type": lambda out: way(x, x.half(), None, out, x.clone()),
         "residual_out without residual": lambda out: way(x, None, None, out, out),
     }
@@ -347,12 +361,53 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         assert call(out) is None, name
         assert out.eq(7).all(), name
         assert out._version == 0, name
-    with pytest.raises(TypeError, match="takes 9 arguments, got 1"):
+    with pytest.raises(TypeError, match="takes 10 arguments, got 1"):
         take(x)
     for stranger in (None, 12345, x):  # what an add-on to another version of torch may have set instead
         assert quick._open(stranger) is False
     assert way(x) is not None
-    assert quick.way({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False) is None
+    assert quick.way({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None) is None
+
+
+@pytest.mark.skipif(not quick.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
+def test_the_quick_way_back_takes_what_is_usual_and_nothing_else():
+    """What it does not take, it leaves untouched. Its bits are compared by the tests of gradients."""
+    h, dy, rstd, weight = torch.rand(3, 8), torch.rand(3, 8), torch.rand(3), torch.rand(8)
+
+    def way(device=quick.CPU, dy=dy, total=None, h=h, rstd=rstd, weight=weight, dx=None, dweight=None, offset=0.0):
+        return quick.backward(device, dy, total, h, rstd, weight, dx, None, None, dweight, 1, offset)
+
+    wide = torch.cat([dy, h], dim=1)
+    assert way(dx=torch.empty(3, 8)) is True
+    expected, got = torch.empty(2, 3, 8)
+    assert way(dx=expected, dweight=torch.empty(8)) is True
+    assert way(dx=got, dy=wide[:, :8], h=wide[:, 8:]) is True
+    assert torch.equal(got, expected)
+    assert way(dx=got, dy=dy[:1].expand(3, 8), total=wide[:, :8], weight=torch.nn.Parameter(weight)) is True
+    for name, given in {
+        "another device": {"device": quick.CUDA},
+        "no gradient": {"dy": None},
+        "no tensor": {"dy": [1.0]},
+        "transposed": {"dy": torch.rand(8, 3).t()},
+        "another shape": {"dy": torch.rand(3, 1, 8)},
+        "rstd of another size": {"rstd": torch.rand(2)},
+        "rstd with gaps": {"rstd": torch.rand(3, 2)[:, 0]},
+        "weight of another size": {"weight": torch.rand(7)},
+        "weight with gaps": {"weight": torch.rand(8, 2)[:, 0]},
+        "gradient of the weight of another size": {"dweight": torch.empty(7)},
+        "meta": {"h": h.to("meta")},
+        "integers": {"h": h.int()},
+        "no rows": {"h": h[:0], "dy": dy[:0], "rstd": rstd[:0]},
+        "scalar": {"h": h[0, 0], "dy": dy[0, 0]},
+        "single elements": {"h": h[:, :1], "dy": dy[:, :1], "weight": weight[:1]},
+    }.items():
+        dx = torch.full((3, 8), 7.0)
+        assert way(dx=dx, **given) is False, name
+        assert dx.eq(7).all(), name
+    with pytest.raises(TypeError, match="takes 12 arguments, got 1"):
+        quick.backward(h)
+    with pytest.raises(TypeError, match="real number"):
+        way(offset="1")
 
 
 @pytest.mark.parametrize("columns", [8, 16])

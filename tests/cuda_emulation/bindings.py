@@ -33,25 +33,6 @@ OK = Status.SUCCESS
 FOLDER = tempfile.TemporaryDirectory(prefix="fusednorm-emulation-")
 
 
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("cluster", ctypes.c_uint * 16))
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
-
-
 class Program:
     """A program of NVRTC's."""
 
@@ -143,32 +124,8 @@ class Driver:
         assert name == b"cuLaunchKernelEx"
         return OK, ctypes.cast(self.library.launch_kernel_ex, ctypes.c_void_p).value, None
 
-    def cuLaunchKernelEx(self, config, function, arguments, extra):  # noqa: N802
-        attributes = (Attribute * config.numAttrs)()
-        for attribute, given in zip(attributes, config.attrs, strict=True):
-            attribute.id = given.id
-            if given.id == Driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
-                dimension = given.value.clusterDim
-                attribute.cluster[:3] = dimension.x, dimension.y, dimension.z
-        how = Config()
-        how.grid[:] = config.gridDimX, config.gridDimY, config.gridDimZ
-        how.block[:] = config.blockDimX, config.blockDimY, config.blockDimZ
-        how.shared_bytes = config.sharedMemBytes
-        how.attributes, how.attribute_count = attributes, config.numAttrs
-        status = self.library.launch_kernel_ex(
-            ctypes.byref(how), ctypes.c_void_p(function), ctypes.c_void_p(arguments), None
-        )
-        return (Status(status),)
-
-    CUlaunchConfig = SimpleNamespace
+    CUresult = Status
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
-    CUlaunchAttributeID = SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
-    )
-
-    @staticmethod
-    def CUlaunchAttribute():  # noqa: N802
-        return SimpleNamespace(id=None, value=SimpleNamespace(clusterDim=SimpleNamespace()))
 
     def exchange_api(self, capsule):
         """DLPack's exchange API, as torch has it, but of tensors on a GPU."""
@@ -193,4 +150,4 @@ def install(cuda, quick, torch, capability):
     cuda.unavailable = list
     cuda.capability = lambda device: capability
     torch.cuda.current_device = lambda: 0
-    torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0)
+    cuda._stream = lambda device: 0
