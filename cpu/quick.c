@@ -307,4 +307,11 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_quick", .m_size = -1, .m_methods = methods};
 
-PyMODINIT_FUNC PyInit__quick(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__quick(void) {
+    PyObject *module = PyModule_Create(&definition);
+#ifdef Py_GIL_DISABLED
+    /* What is static is written while the module that opens the way is imported; quick_cuda.c locks its kernels. */
+    if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED) < 0) Py_CLEAR(module);
+#endif
+    return module;
+}

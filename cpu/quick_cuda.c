@@ -57,6 +57,16 @@ typedef struct {
 
 static held places[PLACES + NEAR];
 
+/* Around `places` and `launch_kernel`, where the interpreter has no lock of its own. */
+#ifdef Py_GIL_DISABLED
+static PyMutex mutex;
+static void lock(void) { PyMutex_Lock(&mutex); }
+static void unlock(void) { PyMutex_Unlock(&mutex); }
+#else
+static void lock(void) {}
+static void unlock(void) {}
+#endif
+
 /* Where the kernels of a call are, or may be put; NULL if all places near its hash are taken. */
 static held *place_of(const key *wanted) {
     uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a */
@@ -73,8 +83,10 @@ PyObject *fn_open_cuda(PyObject *module, PyObject *arguments) {
     (void)module;
     unsigned long long function;
     if (!PyArg_ParseTuple(arguments, "K", &function)) return NULL;
+    lock();
     launch_kernel = (launch_kernel_ex *)(uintptr_t)function;
     memset(places, 0, sizeof places);
+    unlock();
     Py_RETURN_NONE;
 }
 
@@ -101,8 +113,10 @@ PyObject *fn_hold(PyObject *module, PyObject *arguments) {
         k->share = share;
     }
     if (PyErr_Occurred()) return NULL;
+    lock();
     held *place = place_of(&given.key);
     if (place) *place = given;
+    unlock();
     return PyBool_FromLong(place != NULL);
 }
 
@@ -121,14 +135,20 @@ static int alignment_of(const operand *o, int count, unsigned strides, int32_t *
 
 /* Launches the kernels that are held for a call, one after the other, with the same arguments. */
 static int launch(const key *wanted, int64_t rows, int64_t blocks, void *arguments) {
-    const held *found = place_of(wanted);
     config hows[KERNELS];
     attribute attributes[KERNELS][2];
     void *stream;
-    if (!found || !found->count || fn_exchange_api->current_stream(DL_CUDA, wanted->device, &stream)) return 1;
+    lock();
+    launch_kernel_ex *const start = launch_kernel;
+    const held *place = place_of(wanted);
+    const held found = place ? *place : (held){.count = 0};
+    unlock();
+    if (!start || !found.count || !fn_exchange_api->current_stream ||
+        fn_exchange_api->current_stream(DL_CUDA, wanted->device, &stream))
+        return 1;
     memset(attributes, 0, sizeof attributes);
-    for (int i = 0; i < found->count; i++) {
-        const kernel *k = &found->kernels[i];
+    for (int i = 0; i < found.count; i++) {
+        const kernel *k = &found.kernels[i];
         int64_t shares = ((k->share == OF_ROWS ? rows : wanted->hidden) + k->per_program - 1) / k->per_program;
         int64_t grid = k->cluster * (k->share == OF_BLOCKS              ? blocks
                                      : k->share == OF_COLUMNS_OF_BLOCKS ? blocks * shares
@@ -151,8 +171,8 @@ static int launch(const key *wanted, int64_t rows, int64_t blocks, void *argumen
     int failed = 0;
     /* A full queue makes the driver wait, perhaps for something that waits for the interpreter. */
     PyThreadState *state = PyEval_SaveThread();
-    for (int i = 0; i < found->count && !failed; i++)
-        failed = launch_kernel(&hows[i], found->kernels[i].function, &arguments, NULL);
+    for (int i = 0; i < found.count && !failed; i++)
+        failed = start(&hows[i], found.kernels[i].function, &arguments, NULL);
     PyEval_RestoreThread(state);
     return failed;
 }
@@ -182,7 +202,6 @@ int fn_launch(const call *c) {
     const operand *o = c->o;
     key wanted;
     memset(&wanted, 0, sizeof wanted);
-    if (!launch_kernel || !fn_exchange_api->current_stream) return 1;
     if (!alignment_of(o, OPERANDS, 1 << X | 1 << RESIDUAL | 1 << OUT | 1 << RESIDUAL_OUT, &wanted.alignment)) return 1;
     wanted.hidden = c->hidden;
     wanted.device = o[X].t.device.id;
@@ -205,7 +224,6 @@ int fn_launch_backward(const gradient_call *c) {
     const operand *o = c->o;
     key wanted;
     memset(&wanted, 0, sizeof wanted);
-    if (!launch_kernel || !fn_exchange_api->current_stream) return 1;
     if (!alignment_of(o, GRADIENT_OPERANDS, 1 << DY | 1 << D_TOTAL | 1 << H, &wanted.alignment)) return 1;
     const int decide[] = {DY, D_TOTAL, H, GAIN, DX, DRESIDUAL, DWEIGHT};
     for (int i = 0; i < 7; i++) wanted.kinds |= o[decide[i]].kind << 4 * i;

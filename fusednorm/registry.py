@@ -11,7 +11,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, Protocol, cast
@@ -121,6 +121,8 @@ _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backwar
 
 _registered: dict[str, Backend] = {}
 _order: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
+#: The orders to which the blocks that a thread or task is in will return, the outermost first.
+_before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before", default=())
 _chosen: dict[tuple[str, Signature], Backend] = {}
 
 #: By the order in force: the quick way to backends that take every call on a type of device. Opened by the long way.
@@ -198,9 +200,10 @@ def load(name: str) -> Backend:
     """The backend of that name, imported now if it was not before."""
     if name in NAMES:
         return cast(Backend, importlib.import_module(f"fusednorm.backends.{MODULES.get(name, name)}"))
-    if name not in _registered:
+    plug_in = None if name in _registered else _plug_ins().get(name)
+    if plug_in is not None:  # else another thread has registered it meanwhile
         try:
-            _register(name, _plug_ins()[name].load())
+            _register(name, plug_in.load())
         except (Exception, SystemExit) as error:  # somebody else's package, whose import may do anything
             raise BackendError(
                 f"its entry point fails ({type(error).__name__}: {error}); repair or uninstall the package that has it"
@@ -238,7 +241,7 @@ def _candidates(order: str) -> Iterator[str]:
         yield from _names(order)
         return
     yield from (name for name in NAMES if name != "reference")
-    yield from _registered
+    yield from tuple(_registered)  # another thread may add to it between two names
     yield from _plug_ins()
     yield "reference"
 
@@ -304,7 +307,8 @@ def select(signature: Signature) -> Backend:
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`
     """Orders a backend, or several, for a block of code: ``with use_backend("cpu"):``.
 
-    Holds in this thread or asynchronous task only, and beats ``FUSEDNORM_BACKEND``. Like that variable it never falls
+    Holds in this thread or asynchronous task only (also in threads that it starts, where Python passes them its context,
+    as free-threaded Python does from 3.14 on), and beats ``FUSEDNORM_BACKEND``. Like that variable it never falls
     back: a call that none of the named backends can take raises :class:`BackendError`.
 
     Args:
@@ -317,13 +321,16 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"
     def __init__(self, names: str) -> None:
         _names(names)
         self._names = names
-        self._tokens: list[Token[str]] = []  # one instance may be entered again within itself
 
+    # An instance holds nothing of a block: it may be entered again within itself, and by several threads at once.
     def __enter__(self) -> None:
-        self._tokens.append(_order.set(self._names))
+        _before.set((*_before.get(), order()))
+        _order.set(self._names)
 
     def __exit__(self, *_: object) -> None:
-        _order.reset(self._tokens.pop())
+        *outer, before = _before.get()
+        _order.set(before)
+        _before.set(tuple(outer))
 
 
 @dataclass(frozen=True)
