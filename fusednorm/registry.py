@@ -307,9 +307,9 @@ def select(signature: Signature) -> Backend:
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`
     """Orders a backend, or several, for a block of code: ``with use_backend("cpu"):``.
 
-    Holds in this thread or asynchronous task only (also in threads that it starts, where Python passes them its context,
-    as free-threaded Python does from 3.14 on), and beats ``FUSEDNORM_BACKEND``. Like that variable it never falls
-    back: a call that none of the named backends can take raises :class:`BackendError`.
+    Holds in this thread or asynchronous task only (also in threads that it starts, where Python passes on its context,
+    as free-threaded Python does from 3.14 on), and beats ``FUSEDNORM_BACKEND``. Like that variable it never falls back:
+    a call that none of the named backends can take raises :class:`BackendError`.
 
     Args:
         names: one backend's name, or several with commas between, the preferred first.
