@@ -3,6 +3,7 @@
 
 #include "fusednorm_cpu.h"
 #include "ieee.h"
+#include "pages.h"
 
 /* The spec's rowsum: at most this many blocks of rows, which are then halved. */
 enum { ROW_BLOCKS = 256 };
@@ -98,6 +99,8 @@ int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_
     if (!allocated) return 1;
     call.sums = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
     call.scratch = call.sums + sums_bytes;
+    fn_expect_writes(dx, rows * call.job.dx_stride); /* gradients are always new */
+    fn_expect_writes(dresidual, rows * call.job.dresidual_stride);
     fn_parallel(run_thread, &call, threads);
     if (dweight) {
         fn_fp_state state = fn_enter_ieee();

@@ -1,10 +1,13 @@
 /*
  * Gradients, over the operations that kernel_body.h lists; included by it. Rows are taken one by one,
- * in two passes: the sum that every element's gradient needs, and the gradients.
+ * in two passes: the sum that every element's gradient needs, and the gradients. The second goes
+ * backwards, which is not where the processor expects a long row to go on: what comes next, d_total in
+ * the first pass and the next row in the second, is fetched ahead.
  */
 
 struct gradient_row {
     const void *dy, *h, *d_total; /* d_total, the gradient of residual_out, may be NULL */
+    const char *next_dy, *next_h; /* of the next row; of this one if it is the last */
     const float *g; /* weight + offset in whole units, or NULL */
     float *partial; /* NULL, or whole units to which this row's share of the weight's gradient is added */
     int fresh; /* whether it is the first share, and nothing is there yet */
@@ -30,13 +33,17 @@ FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i
 }
 
 /* First pass: treesum(wdy * xhat). */
-FN_INLINE float multiply_row(int kind, const struct gradient_row *row, int64_t hidden) {
+FN_INLINE float multiply_row(int kind, int ahead, const struct gradient_row *row, int64_t hidden) {
+    const char *later = row->d_total ? row->d_total : row->dy;
     _Alignas(64) float products[FN_SEGMENT];
     int64_t segments = 0;
     for (int64_t begin = 0; begin < hidden; begin += FN_SEGMENT) {
         int64_t n = hidden - begin < FN_SEGMENT ? hidden - begin : FN_SEGMENT, done = 0, width = UNIT;
         while (width < n) width *= 2;
-        for (; done + UNIT <= n; done += UNIT) multiply_unit(kind, row, begin + done, UNIT, products + done);
+        for (; done + UNIT <= n; done += UNIT) {
+            if (ahead) FN_PREFETCH(later + (begin + done) * (kind == F32 ? 4 : 2));
+            multiply_unit(kind, row, begin + done, UNIT, products + done);
+        }
         if (done < n) {
             multiply_unit(kind, row, begin + done, (int)(n - done), products + done);
             /* Padding is +0, also where 0 * rstd is not. */
@@ -60,23 +67,32 @@ FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, float c, 
     else u_store(kind, row->d, i, n, d);
 }
 
-/* Second pass, backwards as in scale_rows. */
-FN_INLINE void gradient_of_row(int kind, const struct gradient_row *row, int64_t hidden) {
+/* Second pass, backwards as in scale_rows. `ahead`: whether rows are so long that fetching is worth its instructions. */
+FN_INLINE void gradient_of_row(int kind, int ahead, const struct gradient_row *row, int64_t hidden) {
     const struct gradient_row copy = *row; /* the caller's could change with every store, for all a compiler knows */
-    float c = multiply_row(kind, &copy, hidden) / (float)hidden;
+    float c = multiply_row(kind, ahead, &copy, hidden) / (float)hidden;
     if (!copy.d) return;
     int64_t i = hidden / UNIT * UNIT;
     if (i < hidden) gradient_unit(kind, &copy, c, i, (int)(hidden - i));
-    while ((i -= UNIT) >= 0) gradient_unit(kind, &copy, c, i, UNIT);
+    for (int64_t done = 0; (i -= UNIT) >= 0; done += UNIT) {
+        if (ahead) {
+            FN_PREFETCH(copy.next_dy + done * (kind == F32 ? 4 : 2));
+            FN_PREFETCH(copy.next_h + done * (kind == F32 ? 4 : 2));
+        }
+        gradient_unit(kind, &copy, c, i, UNIT);
+    }
 }
 
+#define GRADIENT(kind) \
+    hidden < FN_SEGMENT ? gradient_of_row(kind, 0, row, hidden) : gradient_of_row(kind, 1, row, hidden)
+
 typedef void gradient_fn(const struct gradient_row *, int64_t);
-static void gradient_F32(const struct gradient_row *row, int64_t hidden) { gradient_of_row(F32, row, hidden); }
-static void gradient_F16(const struct gradient_row *row, int64_t hidden) { gradient_of_row(F16, row, hidden); }
+static void gradient_F32(const struct gradient_row *row, int64_t hidden) { GRADIENT(F32); }
+static void gradient_F16(const struct gradient_row *row, int64_t hidden) { GRADIENT(F16); }
 #if defined(BF16_BY_PARITY)
-static void gradient_BF16P(const struct gradient_row *row, int64_t hidden) { gradient_of_row(BF16P, row, hidden); }
+static void gradient_BF16P(const struct gradient_row *row, int64_t hidden) { GRADIENT(BF16P); }
 #endif
-static void gradient_BF16(const struct gradient_row *row, int64_t hidden) { gradient_of_row(BF16, row, hidden); }
+static void gradient_BF16(const struct gradient_row *row, int64_t hidden) { GRADIENT(BF16); }
 
 /* `from` as float, or as it is: whole units are written, of which n elements count. */
 FN_INLINE void convert(int from_kind, int to_kind, const void *from, void *to, int64_t n) {
@@ -139,6 +155,8 @@ static void backward_rows(const struct fn_backward_job *job, int64_t begin, int6
         row.dy = kind ? dy_row : as_float(job->dy_kind, dy_row, dy, n);
         row.h = kind ? h_row : as_float(job->h_kind, h_row, h, n);
         row.d_total = kind ? total_row : as_float(job->d_total_kind, total_row, d_total, n);
+        row.next_dy = kind && m + 1 < end ? dy_row + job->dy_stride : row.dy;
+        row.next_h = kind && m + 1 < end ? h_row + job->h_stride : row.h;
         row.rstd = ((const float *)job->rstd)[m];
         char *dx = job->dx ? job->dx + m * job->dx_stride : NULL;
         char *dresidual = job->dresidual ? job->dresidual + m * job->dresidual_stride : NULL;

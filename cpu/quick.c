@@ -6,6 +6,7 @@
  * kernel that the long way has loaded before. Anything else returns None, and the caller goes the long way, which finds out
  * what it is.
  */
+#include "pages.h"
 #include "quick.h"
 
 const exchange_api *fn_exchange_api;
@@ -212,6 +213,8 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
             *output = PyObject_CallFunctionObjArgs(empty_like, arguments[i - OUT], NULL);
             if (!*output) goto end;
             failed |= !fn_read(*output, &o[i]);
+            if (!failed && o[i].t.device.type == DL_CPU)
+                fn_expect_writes(fn_address(&o[i]), c.rows * c.hidden * fn_item_bytes(&o[i]));
         }
     }
     failed = failed || overlap(&c);

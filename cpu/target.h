@@ -28,6 +28,13 @@
 #define FN_INLINE static inline __attribute__((always_inline))
 #endif
 
+/* Brings memory that is read soon as near as the second cache. The address need not be one. */
+#if defined(_MSC_VER) && !defined(__clang__)
+#define FN_PREFETCH(address) ((void)(address))
+#else
+#define FN_PREFETCH(address) __builtin_prefetch(address, 0, 2)
+#endif
+
 #if defined(__x86_64__) || defined(_M_X64)
 #define FN_X86_64 1
 #elif defined(__aarch64__) || defined(_M_ARM64)

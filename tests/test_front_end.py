@@ -1,8 +1,10 @@
 """What the public functions accept, refuse, and say."""
 
 import math
+import mmap
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy
 import pytest
@@ -408,6 +410,37 @@ def test_the_quick_way_back_takes_what_is_usual_and_nothing_else():
         quick.backward(h)
     with pytest.raises(TypeError, match="real number"):
         way(offset="1")
+
+
+def _flags(tensor):
+    """What Linux knows of the memory that the middle of a tensor lies in."""
+    middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        begin, dash, end = line.split()[0].partition("-")
+        if dash:
+            inside = int(begin, 16) <= middle < int(end, 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("not mapped")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="takes Linux with huge pages")
+@pytest.mark.skipif(not quick.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
+def test_large_new_outputs_ask_for_huge_pages():
+    """Not what the caller passes: how its memory is managed is the caller's business."""
+    shape = (2048, 1024)
+    x, residual = torch.ones(shape), torch.ones(shape)
+    with fusednorm.use_backend("cpu"):
+        fused_add_rms_norm(x[:2], residual[:2])
+        for output in fused_add_rms_norm(x, residual):
+            assert "hg" in _flags(output)
+        gradient, *_ = torch.autograd.grad(rms_norm(x.requires_grad_()), x, residual)
+        assert "hg" in _flags(gradient)
+        memory = mmap.mmap(-1, x.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        out = torch.frombuffer(memory, dtype=torch.float32).view(shape)
+        rms_norm(x.detach(), out=out)
+        assert torch.equal(out, rms_norm(x.detach()))
+        assert "hg" not in _flags(out)
 
 
 @pytest.mark.parametrize("columns", [8, 16])
