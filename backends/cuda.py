@@ -307,7 +307,7 @@ def backward_variants(
         "DWEIGHT_TYPE": dweight,
     }
 
-    def variant(kernel: str, used: set[str], warps: int, per_program: int, **more: int) -> Variant:
+    def variant(kernel: str, used: set[str], warps: int, per_program: int, shared: int = 0, **more: int) -> Variant:
         # Kernels of which a type does not matter are compiled once for all of them.
         names = {name: _NAMES[dtype if name in used else None] for name, dtype in types.items()}
         defines = {**names, "OFFSET": int(offset), **layout.defines(), "WARPS": warps, **more}
@@ -323,6 +323,7 @@ def backward_variants(
             warps * 32,
             more.get("CLUSTER", layout.cluster),
             per_program,
+            shared,
         )
 
     shares = {"ACCUMULATOR", "DY_TYPE", "H_TYPE"}
@@ -335,8 +336,13 @@ def backward_variants(
     else:
         if gradients:
             kernel = "backward_wide" if layout.wide else "backward_rows"
-            more = {"SEGMENTS": _padded_segments(hidden_size)} if layout.wide else {}
-            variants["rows"] = variant(kernel, rows, layout.warps, layout.rows, **more)
+            more, kept = {}, 0
+            if layout.wide:  # the second time finds dy and h in shared memory, if they fit
+                more["SEGMENTS"] = sums = _padded_segments(hidden_size)
+                kept = hidden_size * (dy.itemsize + h.itemsize)
+                kept *= kept + sums * accumulator.itemsize <= _SHARED.get(capability, 0)
+                more["KEPT"] = int(kept > 0)
+            variants["rows"] = variant(kernel, rows, layout.warps, layout.rows, kept, **more)
         if dweight:
             columns = _WARPS * 32 * layout.vector
             variants["shares"] = variant(

@@ -1,8 +1,13 @@
-// The gradients of rows that registers do not hold: a block per row goes through it twice, segment by segment.
+// The gradients of rows that registers do not hold: a block per row goes through it twice, segment by segment. If KEPT,
+// the second time finds dy and h in shared memory.
 #include "backward.cuh"
+
+static_assert(!KEPT || ALIGNED < 32, "words of 32 bytes are of global memory");
 
 extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
     SHARED(A, sums, SEGMENTS);
+    Dy* const kept_dy = static_cast<Dy*>(shared_of_launch());
+    H* const kept_h = reinterpret_cast<H*>(kept_dy + a.hidden_size);
     wait_for_kernels_before();
     const long long row = blockIdx.x;
     const Dy* const dy_row = a.dy + row * a.dy_stride;
@@ -22,6 +27,10 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
             load_if(inside, dy, dy_row + column);
             load_if(inside, h, h_row + column);
             load_if(inside, weight, a.weight + column);
+            if (KEPT && inside) {
+                store(kept_dy + column, dy);
+                store(kept_h + column, h);
+            }
             A wdy[VECTOR], xhat[VECTOR];
             weighted(wdy, xhat, products[k], dy, h, rstd, weight, a.weight_offset, inside);
         }
@@ -31,6 +40,7 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
     const A c = sum_of_all_segments(sums, segments) / (A)a.hidden_size;
     let_next_kernel_begin();
 
+    // Every thread finds what it left itself.
     for (int segment = warp(); segment < segments; segment += WARPS) {
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
@@ -41,8 +51,8 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
             H h[VECTOR];
             Weight weight[VECTOR];
             DTotal d_total[VECTOR];
-            load_if(inside, dy, dy_row + column);
-            load_if(inside, h, h_row + column);
+            load_if(inside, dy, (KEPT ? kept_dy : dy_row) + column);
+            load_if(inside, h, (KEPT ? kept_h : h_row) + column);
             load_if(inside, weight, a.weight + column);
             load_if(inside, d_total, a.d_total + row * a.d_total_stride + column);
             A wdy[VECTOR], xhat[VECTOR], products[VECTOR];

@@ -775,6 +775,8 @@ def first_failure(folder, mutant):
     if mutant.backend:  # interpreted: the quickest first
         first = [kit + name for name in ("golden", "gradients", "forward", "one_rule")]
         others = []
+        if mutant.backend == "cuda":
+            first = [folder / "tests/test_cuda_quick.py", *first]
     elif mutant.what.startswith(("Triton", "CUDA", "Distributed")):
         first, others = list(folder.glob(f"tests/**/test_{mutant.what.partition(':')[0].lower()}.py")), []
     files = dict.fromkeys(map(str, [*first, *others]))

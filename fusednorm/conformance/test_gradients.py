@@ -78,6 +78,13 @@ def test_data(mode, agree, dtype, data):
             check(Case(hidden=hidden, data=data, eps=eps).of(dtype), agree)
 
 
+@pytest.mark.parametrize("hidden", [18_432, 40_999])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+def test_wide_rows(mode, agree, dtype, hidden):
+    """Too wide for the registers of a block of threads."""
+    check(Case(rows=2, hidden=hidden, weight_offset=0.5).of(dtype), agree)
+
+
 @pytest.mark.parametrize("rows", [1, 255, 256, 257, 1000, 4097])
 @pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
 def test_row_counts(mode, agree, dtype, rows):
