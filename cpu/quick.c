@@ -3,8 +3,8 @@
  * long as its checks, and a Python attribute costs 50 ns. Here tensors are read through DLPack's C
  * exchange API, which torch publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). Only what
  * is usual is done: plain tensors whose rows are one stride apart, no gradient to record, on a GPU a
- * kernel that the long way has loaded before. Anything else returns None, and the caller goes the long way, which finds out
- * what it is.
+ * kernel that the long way has loaded before. Anything else returns None, and the caller goes the long
+ * way, which finds out what it is.
  */
 #include "pages.h"
 #include "quick.h"
