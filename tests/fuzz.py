@@ -408,7 +408,7 @@ def fuzz(seed, first, count, seconds, progress):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1 / 3, help="how long; default: 20 seconds")
+    parser.add_argument("--minutes", type=float, default=1, help="how long")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--first", type=int, default=0, help="the number of the first input")
     parser.add_argument("--count", type=int, help="no more inputs than this")
