@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.ops import run
-from fusednorm.registry import Signature, order, quick, select
+from fusednorm.ops import run_quickly
+from fusednorm.registry import Signature, select
 
 
 class Rstd(torch.autograd.Function):
@@ -39,21 +39,11 @@ def new_rstd(x: Tensor) -> Tensor:
 
 
 def normalise(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: *tuple[float, float, bool, bool]
 ) -> tuple[Tensor, Any, Tensor]:
     """New rows, their sum (None without a residual), and rstd for the backward pass."""
     rstd = new_rstd(x)
-    flags = (eps, weight_offset, round_sum, round_norm)
-    way = quick.get(order())
-    found = None if way is None else way(x, residual, weight, None, None, *flags, rstd)
-    y, total = found or run(x, residual, weight, *flags, None, None, rstd)[:2]
-    return y, total, rstd
+    return *run_quickly(x, residual, weight, None, None, rstd, flags), rstd
 
 
 def keep(

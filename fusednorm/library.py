@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.ops import run
-from fusednorm.registry import Signature, order, quick, select
+from fusednorm.ops import run_quickly
+from fusednorm.registry import Signature, select
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
 
@@ -55,15 +55,9 @@ def _into(
     weight: Tensor | None,
     out: Tensor,
     residual_out: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
+    *flags: *tuple[float, float, bool, bool],
 ) -> None:
-    way = quick.get(order())
-    flags = (eps, weight_offset, round_sum, round_norm)
-    if way is None or way(x, residual, weight, out, residual_out, *flags, None) is None:
-        run(x, residual, weight, *flags, out, residual_out)
+    run_quickly(x, residual, weight, out, residual_out, None, flags)
 
 
 def _fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.layout import overlaps_itself, row_stride, share_memory
-from fusednorm.registry import Backend, Signature, order, quick, select
+from fusednorm.registry import Signature, order, quick, select
 
 _NAMES = ("x", "residual", "weight", "out", "residual_out")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,7 +75,7 @@ def fused_add_rms_norm(
         _refuse_grad("fused_add_rms_norm")
     elif compiling or _intercepted(x, residual, weight, out, residual_out):
         return _dispatched_into(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)
-    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)[:2]
+    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
 
 
 def fused_add_rms_norm_(
@@ -119,7 +119,7 @@ def fused_add_rms_norm_(
     if compiling or _intercepted(x, residual, weight):
         _operations().fused_add_rms_norm_(x, residual, weight, eps, weight_offset, round_sum, round_norm)
         return x, residual
-    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)[:2]
+    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
 
 
 def rms_norm(
@@ -277,6 +277,21 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, Any]:
     return y, total
 
 
+def run_quickly(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    rstd: Tensor | None,
+    flags: tuple[float, float, bool, bool],
+) -> tuple[Tensor, Any]:
+    """As :func:`run`, by the quick way if that takes the call; ``flags`` are eps and the three that follow it there."""
+    way = quick.get(order())
+    found = None if way is None else way(x, residual, weight, out, residual_out, *flags, rstd)
+    return found or run(x, residual, weight, *flags, out, residual_out, rstd)
+
+
 def run(
     x: Tensor,
     residual: Tensor | None,
@@ -288,11 +303,11 @@ def run(
     out: Tensor | None,
     residual_out: Tensor | None,
     rstd: Tensor | None = None,
-) -> tuple[Tensor, Any, Backend]:
+) -> tuple[Tensor, Any]:
     """Checks the operands, allocates the outputs that are not given, and has a backend write them.
 
     ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. Returns the two outputs (the
-    second None without a residual) and the backend that wrote them.
+    second None without a residual).
     """
     check_operands(x, residual, weight, out, residual_out)
     eps, weight_offset = _number("eps", eps), _number("weight_offset", weight_offset)
@@ -370,7 +385,7 @@ def run(
             round_sum,
             round_norm,
         )
-    return out, residual_out, backend
+    return out, residual_out
 
 
 def check_operands(
