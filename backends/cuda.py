@@ -619,7 +619,6 @@ class Launch:
         self._cluster = variant.cluster
         self._threads = variant.threads
         self._pack = struct.Struct(variant.packing).pack
-        self._narrow = "f" in variant.packing
         self._arguments = variant.arguments
         if not int(_checked(self._driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
             self._make_current(self._device)
@@ -662,10 +661,7 @@ class Launch:
 
     def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
         """Launches on torch's current stream of the device, which must be the current one. Pointers are integers."""
-        given = [values[name] or 0 for name in self._arguments]
-        if self._narrow:  # beyond float32's range is infinity, as in C
-            given = [ctypes.c_float(value).value if type(value) is float else value for value in given]
-        packed = self._pack(*given)
+        packed = self._pack(*[values[name] or 0 for name in self._arguments])
         arguments = ctypes.byref(ctypes.c_char_p(packed))  # an array of one address
         config = _Config.from_buffer_copy(self._config)
         config.grid_x = programs * self._cluster
