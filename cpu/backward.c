@@ -80,7 +80,7 @@ int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_
         .width = 1,
         .kernels = fn_kernels(),
     };
-    call.job.stream = rows * call.job.dx_stride >= FN_STREAM_BYTES &&
+    call.job.stream = rows * call.job.dx_stride >= FN_FAR_BYTES &&
                       (dx | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;

@@ -41,7 +41,7 @@ FN_INLINE float multiply_row(int kind, int ahead, const struct gradient_row *row
         int64_t n = hidden - begin < FN_SEGMENT ? hidden - begin : FN_SEGMENT, done = 0, width = UNIT;
         while (width < n) width *= 2;
         for (; done + UNIT <= n; done += UNIT) {
-            if (ahead) FN_PREFETCH(later + (begin + done) * (kind == F32 ? 4 : 2));
+            if (ahead) FN_PREFETCH_2(later + (begin + done) * (kind == F32 ? 4 : 2));
             multiply_unit(kind, row, begin + done, UNIT, products + done);
         }
         if (done < n) {
@@ -76,8 +76,8 @@ FN_INLINE void gradient_of_row(int kind, int ahead, const struct gradient_row *r
     if (i < hidden) gradient_unit(kind, &copy, c, i, (int)(hidden - i));
     for (int64_t done = 0; (i -= UNIT) >= 0; done += UNIT) {
         if (ahead) {
-            FN_PREFETCH(copy.next_dy + done * (kind == F32 ? 4 : 2));
-            FN_PREFETCH(copy.next_h + done * (kind == F32 ? 4 : 2));
+            FN_PREFETCH_2(copy.next_dy + done * (kind == F32 ? 4 : 2));
+            FN_PREFETCH_2(copy.next_h + done * (kind == F32 ? 4 : 2));
         }
         gradient_unit(kind, &copy, c, i, UNIT);
     }

@@ -55,6 +55,12 @@ int fn_has_avx512(void) {
     return fn_has_avx2() && (leaf7[EBX] & f_dq_bw_vl) == f_dq_bw_vl && (saved_registers() & zmm_state) == zmm_state;
 }
 
+int fn_has_avx512_fp16(void) {
+    unsigned leaf7[4];
+    cpuid(7, leaf7);
+    return fn_has_avx512() && (leaf7[EDX] & 1u << 23);
+}
+
 /* AMD's family 0x19 is Zen 3, which has no AVX-512, and Zen 4. */
 int fn_is_zen4(void) {
     unsigned leaf0[4], leaf1[4];

@@ -22,6 +22,9 @@ static const struct {
 #if defined(FN_X86_64)
     {"avx2", fn_has_avx2, &fn_kernels_avx2},
     {"avx512", fn_has_avx512, &fn_kernels_avx512},
+#if defined(FN_AVX512_FP16)
+    {"avx512_fp16", fn_has_avx512_fp16, &fn_kernels_avx512_fp16},
+#endif
     {"zen4", fn_is_zen4, &fn_kernels_zen4},
 #elif defined(FN_AARCH64)
     {"neon", always, &fn_kernels_neon},
@@ -76,7 +79,7 @@ static int on_border(const char *row, int64_t stride, int64_t bytes) {
 static int streams(const struct fn_forward_job *job, int64_t rows) {
     int64_t out_row = job->hidden * fn_element_size(job->out_kind);
     int64_t residual_row = job->hidden * fn_element_size(job->residual_kind);
-    if (job->x_kind == FN_F64 || rows * (out_row + residual_row) < FN_STREAM_BYTES) return 0;
+    if (job->x_kind == FN_F64 || rows * (out_row + residual_row) < FN_FAR_BYTES) return 0;
     /* Short rows of 16-bit values are bound by arithmetic: the detour by scratch would cost more than it saves. */
     if (job->hidden < 256 && fn_element_size(job->out_kind) == 2) return 0;
     if (job->out == job->x || job->out == job->residual || !on_border(job->out, job->out_stride, out_row)) return 0;
@@ -129,6 +132,7 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
     if (rows == 0) return 0;
     if (threads > rows) threads = (int)rows;
     if (threads < 1 || rows * hidden < FN_PARALLEL_ELEMENTS) threads = 1;
+    call.job.far = rows * hidden * (fn_element_size(x_kind) + fn_element_size(residual_kind)) >= FN_FAR_BYTES;
     call.scratch_bytes = fn_scratch_bytes(&call.job);
     if (streams(&call.job, rows)) {
         call.job.stream = call.scratch_bytes;

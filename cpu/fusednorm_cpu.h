@@ -26,8 +26,11 @@ enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
 /* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
 #define FN_PARALLEL_ELEMENTS (16 * 1024)
 
-/* New outputs of as many bytes bypass the caches, which would not hold them until somebody reads them. */
-#define FN_STREAM_BYTES (8 * 1024 * 1024)
+/*
+ * What is as large lies in no cache, for all we know: rows are fetched ahead, and new outputs bypass the caches,
+ * which would not hold them until somebody reads them.
+ */
+#define FN_FAR_BYTES (8 * 1024 * 1024)
 
 /* One call, as the kernels see it. Strides are in bytes, from one row to the next. */
 struct fn_forward_job {
@@ -39,6 +42,7 @@ struct fn_forward_job {
     int64_t hidden;
     int64_t x_stride, residual_stride, out_stride, residual_out_stride;
     double eps, weight_offset;
+    int far; /* whether x and residual come from memory */
     size_t stream; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
 
@@ -80,14 +84,16 @@ struct fn_kernels {
     fn_backward_rows *backward_rows;
     fn_backward_end *backward_end;
 };
-extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512, fn_kernels_zen4;
+extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16;
+extern const struct fn_kernels fn_kernels_zen4, fn_kernels_zen4_wide;
 extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
 const struct fn_kernels *fn_kernels(void); /* those in use */
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
 int fn_has_avx512(void); /* F, BW, DQ and VL, likewise */
-int fn_is_zen4(void); /* with all of that */
+int fn_has_avx512_fp16(void); /* with all of that */
+int fn_is_zen4(void); /* with all but FP16 */
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */
 int fn_has_sve_bf16(void);

@@ -13,9 +13,13 @@
  *                              results of u_add and u_mul are ever rounded (here and by u_round)
  *   u_halve                    v[:n/2] + v[n/2:] until one value is left
  *
- * and, where memory wants to be read otherwise than the caches, READS and
+ * and, where memory wants to be read otherwise than the caches, READS or READS_AHEAD and
  *
  *   u_read                     u_load, for what no cache holds yet
+ *
+ * and, where float16 can be added without widening, with the same bits, ADDS_F16 and
+ *
+ *   u_add_f16                  rounds x + y to float16, stores it, and returns what was stored
  *
  * and, where u_load and u_store know the kind BF16P, BF16_BY_PARITY; and, where an ordinary store would
  * first read the line that it overwrites, STREAMS and
@@ -44,8 +48,17 @@
 #pragma fp_contract(off)
 #endif
 
-#if !defined(READS)
+#if !defined(READS) && !defined(READS_AHEAD)
 #define u_read u_load
+#endif
+
+#if !defined(READS_AHEAD)
+#define READS_AHEAD 0
+#endif
+
+#if !defined(ADDS_F16)
+#define ADDS_F16 0
+#define u_add_f16(x, y, sum, i, n) u_set1(0)
 #endif
 
 #if !defined(STREAMS)
@@ -118,13 +131,20 @@ struct row {
     float *sums; /* one per segment */
 };
 
-FN_INLINE U add_residual(int x, int residual, int round_sum, const struct row *row, int64_t i, int n) {
-    U h = u_read(x, row->x, i, n);
-    if (residual != NONE) {
-        h = u_add(h, u_read(residual, row->residual, i, n));
-        U rounded = u_store(residual, row->residual_out, i, n, h);
-        if (STREAMS && row->aside && row->aside->streamed) u_stream(residual, row->aside->streamed, i, n, h);
-        if (round_sum) h = rounded;
+/* `near`: whether caches hold the operands. */
+FN_INLINE U add_residual(int x, int residual, int round_sum, int near, const struct row *row, int64_t i, int n) {
+    U h;
+    if (ADDS_F16 && x == F16 && residual == F16 && round_sum) {
+        h = u_add_f16(row->x, row->residual, row->residual_out, i, n);
+        if (STREAMS && row->aside && row->aside->streamed) u_stream(F16, row->aside->streamed, i, n, h);
+    } else {
+        h = near ? u_load(x, row->x, i, n) : u_read(x, row->x, i, n);
+        if (residual != NONE) {
+            h = u_add(h, near ? u_load(residual, row->residual, i, n) : u_read(residual, row->residual, i, n));
+            U rounded = u_store(residual, row->residual_out, i, n, h);
+            if (STREAMS && row->aside && row->aside->streamed) u_stream(residual, row->aside->streamed, i, n, h);
+            if (round_sum) h = rounded;
+        }
     }
     if ((residual == NONE ? x : residual) != F32 && row->aside && row->aside->h) u_store(F32, row->aside->h, i, UNIT, h);
     return h;
@@ -155,8 +175,26 @@ FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct r
     FN_ROLLED
     for (int c = 0; c < 128; c += UNIT) {
         if (add)
-            for (int k = 0; k < 8; k++) add_residual(x, residual, round_sum, row, u_index(i + 8 * c + k * UNIT), UNIT);
+            for (int k = 0; k < 8; k++) add_residual(x, residual, round_sum, 0, row, u_index(i + 8 * c + k * UNIT), UNIT);
         if (square) u_store(F32, columns, c, UNIT, column(x, residual, round_sum, row, i - FN_SEGMENT + c));
+    }
+}
+
+/*
+ * The sums of the squares of `segments` whole segments of float that caches hold: each unit is squared when it is
+ * added, in the order of the tree, which eight streams of reads follow. 16-bit values gain nothing: they are widened
+ * once more either way.
+ */
+FN_INLINE void sum_near_segments(int x, int residual, int round_sum, const struct row *row, int64_t segments) {
+    _Alignas(64) float columns[128];
+    for (int64_t s = 0; s < segments; s++) {
+        FN_ROLLED
+        for (int c = 0; c < 128; c += UNIT) {
+#define SQUARE(k) u_square(add_residual(x, residual, round_sum, 1, row, u_index(s * FN_SEGMENT + c + (k)), UNIT))
+            u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
+#undef SQUARE
+        }
+        row->sums[s] = sum_units(x == BF16P, columns, 128);
     }
 }
 
@@ -176,7 +214,7 @@ FN_INLINE void sum_segments(int x, int residual, int round_sum, const struct row
 /* The squares of the last n elements of a row, which may be fewer than a unit, or none. */
 FN_INLINE U square_of_last(int x, int residual, int round_sum, const struct row *row, int64_t i, int64_t n) {
     if (n <= 0) return u_set1(0);
-    return u_square(add_residual(x, residual, round_sum, row, i, n < UNIT ? (int)n : UNIT));
+    return u_square(add_residual(x, residual, round_sum, 0, row, i, n < UNIT ? (int)n : UNIT));
 }
 
 /*
@@ -228,8 +266,10 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
             .sums = batch->sums,
         };
         int64_t sums = segments;
+        if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && !job->far)
+            sum_near_segments(x, residual, round_sum, &row, segments);
         /* GCC does not take the test of every unit out of the loops by itself, unless they are small. */
-        if (!STREAMS && (residual == NONE ? x : residual) != F32 && row.aside)
+        else if (!STREAMS && (residual == NONE ? x : residual) != F32 && row.aside)
             sum_segments(x, residual, round_sum, &row, segments);
         else
             sum_segments(x, residual, round_sum, &row, segments);
@@ -242,6 +282,7 @@ struct scale {
     float rstd, offset;
     const void *h, *weight;
     void *out;
+    const char *next_x, *next_residual; /* what to fetch meanwhile; h if nothing */
 };
 
 FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t i, int n,
@@ -258,13 +299,29 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, cons
     else u_store(out, s->out, i, n, y);
 }
 
+/* A row from its end to its beginning, because the end is what the nearest cache still holds. */
+FN_INLINE void scale_row(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t hidden,
+                         int stream) {
+    int64_t i = hidden / UNIT * UNIT;
+    if (i < hidden) scale_unit(h, norm, weight, offset, out, s, i, (int)(hidden - i), 0);
+    for (int64_t done = 0; (i = u_index(i - UNIT)) >= 0; done += 2 * UNIT) {
+        if (READS_AHEAD && out != F32) {
+            FN_PREFETCH_2(s->next_x + done);
+            FN_PREFETCH_2(s->next_residual + done);
+        }
+        scale_unit(h, norm, weight, offset, out, s, i, UNIT, stream);
+    }
+}
+
 /*
- * Second pass over the rows: out. `norm` is the type that h * rstd is rounded to, or NONE. From the
- * end to the beginning, because the end is what the nearest cache still holds.
+ * Second pass over the rows: out. `norm` is the type that h * rstd is rounded to, or NONE. Backwards is not where the
+ * processor expects a row to go on: the next one is fetched meanwhile, if it comes from memory, is long enough for that
+ * to matter, and short enough to stay in the second cache.
  */
 FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, const struct fn_forward_job *job,
                           const struct batch *batch) {
     int64_t hidden = job->hidden;
+    int ahead = job->far && hidden >= FN_SEGMENT && hidden <= 8 * FN_SEGMENT;
     for (int64_t k = 0; k < batch->rows; k++) {
         const struct scale s = {
             .rstd = batch->rstd[k],
@@ -272,13 +329,11 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, cons
             .h = batch->h + k * batch->h_stride,
             .weight = job->weight,
             .out = job->out + k * job->out_stride,
+            .next_x = ahead ? job->x + (k + 1) * job->x_stride : batch->h,
+            .next_residual = ahead && job->residual ? job->residual + (k + 1) * job->residual_stride : batch->h,
         };
-        int64_t i = hidden / UNIT * UNIT;
-        if (i < hidden) scale_unit(h, norm, weight, offset, out, &s, i, (int)(hidden - i), 0);
-        if (STREAMS && batch->stream)
-            while ((i = u_index(i - UNIT)) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 1);
-        else
-            while ((i = u_index(i - UNIT)) >= 0) scale_unit(h, norm, weight, offset, out, &s, i, UNIT, 0);
+        if (STREAMS && batch->stream) scale_row(h, norm, weight, offset, out, &s, hidden, 1);
+        else scale_row(h, norm, weight, offset, out, &s, hidden, 0);
     }
 }
 

@@ -28,17 +28,24 @@
 #define FN_INLINE static inline __attribute__((always_inline))
 #endif
 
-/* Brings memory that is read soon as near as the second cache. The address need not be one. */
+/* Bring memory that is read soon into the first cache, or as near as the second. The address need not be one. */
 #if defined(_MSC_VER) && !defined(__clang__)
 #define FN_PREFETCH(address) ((void)(address))
+#define FN_PREFETCH_2(address) ((void)(address))
 #else
-#define FN_PREFETCH(address) __builtin_prefetch(address, 0, 2)
+#define FN_PREFETCH(address) __builtin_prefetch(address, 0, 3)
+#define FN_PREFETCH_2(address) __builtin_prefetch(address, 0, 2)
 #endif
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define FN_X86_64 1
 #elif defined(__aarch64__) || defined(_M_ARM64)
 #define FN_AARCH64 1
+#endif
+
+/* Of extensions that compilers have learnt lately: those that this compiler knows. */
+#if defined(FN_X86_64) && ((defined(__clang__) && __clang_major__ >= 14 && !defined(_MSC_VER)) || (!defined(__clang__) && __GNUC__ >= 12))
+#define FN_AVX512_FP16 1
 #endif
 
 /* Of AArch64's extensions: what can be detected on this system, and has a name that this compiler knows. */

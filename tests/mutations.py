@@ -60,6 +60,13 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "units that follow each other added first, where caches hold the row",
+        "cpu/kernel_body.h",
+        "u_index(s * FN_SEGMENT + c + (k))",
+        "u_index(s * FN_SEGMENT + 8 * c + (k) / 128 * UNIT)",
+    ),
+    Mutant(
+        SAME,
         "the even and odd halves added too early",
         "cpu/pairs.h",
         "if (by_parity) return v_halve(u.a) + v_halve(u.b);",
@@ -68,7 +75,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "neighbours added first within a register (AVX-512)",
-        "cpu/kernel_avx512.c",
+        "cpu/avx512.h",
         "z = _mm_add_ps(z, _mm_movehl_ps(z, z));",
         "z = _mm_hadd_ps(z, z);",
     ),
@@ -90,16 +97,23 @@ MUTANTS = (
     Mutant(
         SAME,
         "bfloat16 rounded toward zero (AVX-512)",
-        "cpu/kernel_avx512.c",
+        "cpu/avx512.h",
         "_mm512_set1_epi32(0x7fff)), odd",
         "_mm512_setzero_si512()), _mm512_setzero_si512()",
     ),
     Mutant(
         SAME,
         "bfloat16 ties rounded toward zero (AVX-512, by parity)",
-        "cpu/kernel_avx512.c",
+        "cpu/avx512.h",
         "_mm512_set1_epi16(1), 0xf8)",
         "_mm512_set1_epi16(1), 0xf0)",
+    ),
+    Mutant(
+        SAME,
+        "bfloat16 rounded by the wrong words (AVX-512, by parity)",
+        "cpu/avx512.h",
+        "return from_upper(_mm512_slli_epi32(o, 16), e);",
+        "return from_upper(o, e);",
     ),
     Mutant(
         SAME,
@@ -132,7 +146,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "a NaN rounds to something else (AVX-512)",
-        "cpu/kernel_avx512.c",
+        "cpu/avx512.h",
         "_mm512_mask_blend_epi32(nan, rounded_bf16(x), _mm512_set1_epi32(0x7fc00000))",
         "rounded_bf16(x)",
     ),
@@ -140,7 +154,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "the last element of a masked tail forgotten (AVX-512)",
-        "cpu/kernel_avx512.c",
+        "cpu/avx512.h",
         "(__mmask32)((1ull << n) - 1)",
         "(__mmask32)((1ull << (n - 1)) - 1)",
     ),

@@ -92,7 +92,7 @@ def test_rows(mode, agree, rows, hidden):
 @pytest.mark.parametrize("x", [BF16, F16, F32], ids=dtype_name)
 def test_rows_beyond_the_cache(mode, agree, x, residual):
     """More than the cpu backend expects a cache to hold: it then goes through memory in another order."""
-    check(Case(1, 530_000, x, residual, x), mode, agree)
+    check(Case(1, 1_060_000, x, residual, x), mode, agree)
 
 
 @pytest.mark.parametrize("residual", [None, *DTYPES], ids=dtype_name)
@@ -120,6 +120,19 @@ def test_data(mode, agree, dtype, data):
         check(case.of(dtype), mode, agree)
         check(case.of(dtype, residual=F32 if dtype != F64 else F64), mode, agree)
         check(case.of(dtype, residual=None, weight=None), mode, agree)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_name)
+def test_every_value(mode, agree, dtype):
+    """Every 16-bit value plus four others each, in rows of 1024: some processors add float16 as it is."""
+    bits = torch.arange(1 << 16)
+    x = bits.to(torch.int16).view(dtype).view(64, 1024)
+    for step, begin in ((1, 0), (-1, 7), (4099, 1), (28657, 40_000)):  # odd steps: every value once
+        residual = ((bits * step + begin) % (1 << 16)).to(torch.int16).view(dtype).view(64, 1024)
+        sums = (x.float() + residual.float()).to(dtype)
+        y, total = fusednorm.fused_add_rms_norm(x, residual)
+        agree(total, sums, f"step {step}: the sum")
+        agree(y, fusednorm.rms_norm(sums), f"step {step}: y")
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-5, 1e-1])
