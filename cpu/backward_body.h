@@ -170,23 +170,13 @@ static void backward_rows(const struct fn_backward_job *job, int64_t begin, int6
 
 /* What a thread does once: g, as its rows will read it. */
 static void backward_begin(const struct fn_backward_job *job, void *scratch) {
-    float *g = scratch, offset = (float)job->weight_offset;
     int kind = gradients_by_parity(job) ? (int)BF16P : job->weight_kind;
     if (!job->weight) return;
     if (job->wide) {
         begin_f64(job, scratch);
         return;
     }
-    for (int64_t i = 0; i < job->hidden; i += UNIT) {
-        int n = job->hidden - i < UNIT ? (int)(job->hidden - i) : UNIT;
-        U u;
-        if (kind == F32) u = u_load(F32, job->weight, i, n);
-        else if (kind == F16) u = u_load(F16, job->weight, i, n);
-        else if (kind == BF16) u = u_load(BF16, job->weight, i, n);
-        else u = u_load(BF16P, job->weight, i, n);
-        if (offset != 0) u = u_add(u, u_set1(offset));
-        u_store(F32, g, i, UNIT, u);
-    }
+    widen_weight(kind, job->weight, (float)job->weight_offset, job->hidden, scratch);
 }
 
 /* The weight's gradient, rounded to its type. */

@@ -17,6 +17,8 @@
  *
  *   u_read                     u_load, for what no cache holds yet
  *
+ * and, where a float16 weight is better widened once for so many rows and more, WIDENS_WEIGHT
+ *
  * and, where float16 can be added without widening, with the same bits, ADDS_F16 and
  *
  *   u_add_f16                  rounds x + y to float16, stores it, and returns what was stored
@@ -54,6 +56,10 @@
 
 #if !defined(READS_AHEAD)
 #define READS_AHEAD 0
+#endif
+
+#if !defined(WIDENS_WEIGHT)
+#define WIDENS_WEIGHT 0
 #endif
 
 #if !defined(ADDS_F16)
@@ -422,6 +428,20 @@ static scale_fn *parity_scale(int norm, int weight, int offset, int direct) {
 
 #include "kernel_f64.h"
 
+/* weight + offset as float, in whole units. */
+static void widen_weight(int kind, const void *weight, float offset, int64_t hidden, float *g) {
+    for (int64_t i = 0; i < hidden; i += UNIT) {
+        int n = hidden - i < UNIT ? (int)(hidden - i) : UNIT;
+        U u;
+        if (kind == F32) u = u_load(F32, weight, i, n);
+        else if (kind == F16) u = u_load(F16, weight, i, n);
+        else if (kind == BF16) u = u_load(BF16, weight, i, n);
+        else u = u_load(BF16P, weight, i, n);
+        if (offset != 0) u = u_add(u, u_set1(offset));
+        u_store(F32, g, i, UNIT, u);
+    }
+}
+
 static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
     if (job->x_kind == FN_F64) {
         forward_rows_f64(job, begin, end, scratch);
@@ -442,6 +462,12 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         scale = parity_scale(norm, job->weight_kind, offset, direct);
     }
 #endif
+    const void *weight = job->weight;
+    if (WIDENS_WEIGHT && job->weight_kind == FN_F16 && direct && !job->far && end - begin >= WIDENS_WEIGHT) {
+        widen_weight(F16, weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */
+        weight = scratch;
+        scale = scales[norm][FN_F32][0][job->out_kind][direct];
+    }
     int64_t hidden = job->hidden, room = (hidden + 127) / 128 * 128, rows = FN_SEGMENT / room;
     int64_t padded = (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
     struct batch batch = {
@@ -450,6 +476,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     if (rows < 1) rows = 1;
     for (int64_t m = begin; m < end; m += rows) {
         struct fn_forward_job part = *job;
+        part.weight = weight;
         part.x += m * job->x_stride;
         part.out += m * job->out_stride;
         if (residual) {

@@ -84,7 +84,7 @@ def test_sizes(mode, agree, hidden):
 @pytest.mark.parametrize("rows", [1, 2, 7, 19, 64, 83, 128, 255, 257, 513])
 @pytest.mark.parametrize("hidden", [64, 128, 896])
 def test_rows(mode, agree, rows, hidden):
-    for dtype in (BF16, F32):
+    for dtype in (BF16, F16, F32):
         check(Case(rows=rows, hidden=hidden).of(dtype), mode, agree)
 
 
@@ -145,6 +145,7 @@ def test_eps(mode, agree, eps):
 def test_weight_offset(mode, agree, offset):
     for dtype in DTYPES:
         check(Case(hidden=1100, weight_offset=offset).of(dtype), mode, agree)
+        check(Case(rows=40, hidden=100, weight_offset=offset).of(dtype), mode, agree)  # so many may share a wide weight
 
 
 def test_a_nan_or_infinity_stays_in_its_row(mode):
