@@ -24,7 +24,7 @@ enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
 #define FN_SEGMENT 1024
 
 /* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
-#define FN_PARALLEL_ELEMENTS (16 * 1024)
+#define FN_PARALLEL_ELEMENTS (32 * 1024)
 
 /*
  * What is as large lies in no cache, for all we know: rows are fetched ahead, and new outputs bypass the caches,
