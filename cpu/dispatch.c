@@ -55,13 +55,13 @@ enum { STACK_SCRATCH = 48 * 1024 };
 
 static int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/* A row padded to whole segments, its segments' sums padded to a power of two, and a second row for float64 or streaming. */
+/* Rows that are kept, one row's segments' sums padded to a power of two, and as many rows again for streaming. */
 size_t fn_scratch_bytes(const struct fn_forward_job *job) {
-    int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
+    int64_t padded = round_up(job->hidden, FN_SEGMENT), kept = fn_kept(job->hidden), sums = 1;
+    if (job->x_kind == FN_F64) return (size_t)(2 * 8 * padded);
     while (sums * FN_SEGMENT < padded) sums *= 2;
-    int64_t bytes = job->x_kind == FN_F64 ? 8 * (padded + sums + padded) : 4 * (padded + sums);
-    bytes = round_up(bytes, FN_ALIGNMENT);
-    return (size_t)(job->stream ? bytes + 4 * padded : bytes);
+    int64_t bytes = round_up(4 * (kept + sums), FN_ALIGNMENT);
+    return (size_t)(job->stream ? bytes + 4 * kept : bytes);
 }
 
 /* The weight, one row of each operand, the sums of segments; each padded to whole segments. */

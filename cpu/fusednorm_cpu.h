@@ -51,6 +51,12 @@ typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, in
 
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
 
+/* As many elements may be kept as float between the passes: of several short rows, or one row in whole segments. */
+enum { FN_KEPT = 4 * FN_SEGMENT };
+static inline int64_t fn_kept(int64_t hidden) {
+    return hidden <= FN_KEPT ? FN_KEPT : (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+}
+
 /*
  * One backward pass. dx, dresidual and dweight are NULL where they are not wanted, d_total where
  * residual_out had no gradient, weight where there was none. dweight has the weight's type.

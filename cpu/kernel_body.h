@@ -243,8 +243,12 @@ FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const stru
     return sum_units(x == BF16P, squares, width);
 }
 
-/* Some rows that follow each other, few enough for the nearest cache if they are short. */
-enum { BATCH = 8 };
+/*
+ * Some rows that follow each other, few enough for the nearest cache if they are short: what one row waits for between
+ * the passes (the last levels of its sum, a root, a division) overlaps with work on the others. Twice as many bytes
+ * were slower from memory.
+ */
+enum { BATCH = 8, BATCH_BYTES = 16 * 1024 };
 struct batch {
     int64_t rows;
     float *kept, *sums; /* scratch: rows of h, or NULL if they are not kept; sums of segments */
@@ -335,8 +339,8 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, cons
             .h = batch->h + k * batch->h_stride,
             .weight = job->weight,
             .out = job->out + k * job->out_stride,
-            .next_x = ahead ? job->x + (k + 1) * job->x_stride : batch->h,
-            .next_residual = ahead && job->residual ? job->residual + (k + 1) * job->residual_stride : batch->h,
+            .next_x = ahead ? job->x + (k + batch->rows) * job->x_stride : batch->h,
+            .next_residual = ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
         };
         if (STREAMS && batch->stream) scale_row(h, norm, weight, offset, out, &s, hidden, 1);
         else scale_row(h, norm, weight, offset, out, &s, hidden, 0);
@@ -468,11 +472,13 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         weight = scratch;
         scale = scales[norm][FN_F32][0][job->out_kind][direct];
     }
-    int64_t hidden = job->hidden, room = (hidden + 127) / 128 * 128, rows = FN_SEGMENT / room;
-    int64_t padded = (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+    int64_t hidden = job->hidden, room = (hidden + 127) / 128 * 128;
+    int64_t rows = BATCH_BYTES / (fn_element_size(job->x_kind) + fn_element_size(residual)) / room;
     struct batch batch = {
-        .kept = keep ? scratch : NULL, .sums = (float *)scratch + padded, .stream = STREAMS && job->stream,
+        .kept = keep ? scratch : NULL, .sums = (float *)scratch + fn_kept(hidden), .stream = STREAMS && job->stream,
     };
+    if (rows > FN_KEPT / room) rows = FN_KEPT / room;
+    if (rows > BATCH) rows = BATCH;
     if (rows < 1) rows = 1;
     for (int64_t m = begin; m < end; m += rows) {
         struct fn_forward_job part = *job;

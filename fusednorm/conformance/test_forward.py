@@ -88,11 +88,28 @@ def test_rows(mode, agree, rows, hidden):
         check(Case(rows=rows, hidden=hidden).of(dtype), mode, agree)
 
 
-@pytest.mark.parametrize("residual", [None, BF16, F16, F32], ids=dtype_name)
-@pytest.mark.parametrize("x", [BF16, F16, F32], ids=dtype_name)
-def test_rows_beyond_the_cache(mode, agree, x, residual):
+def test_rows_of_another_type(mode, agree):
+    """The cpu backend keeps several short rows as float until it has all of their sums."""
+    for hidden in (64, 896, 1024, 2000):
+        check(Case(19, hidden, BF16, None, BF16, F32), mode, agree)
+        check(Case(19, hidden, F16, BF16, F32, F32, round_sum=False), mode, agree)
+
+
+BEYOND = (
+    Case(130, 8192).of(F32),
+    Case(2060, 1024).of(F32, residual=None),
+    Case(2060, 1024).of(BF16),
+    Case(2060, 1030).of(F16),
+    Case(1400, 1024).of(BF16, residual=F32),
+    Case(1400, 1050).of(F32, residual=F16),
+)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("case", BEYOND, ids=str)
+def test_rows_beyond_the_cache(mode, agree, case):
     """More than the cpu backend expects a cache to hold: it then goes through memory in another order."""
-    check(Case(1, 1_060_000, x, residual, x), mode, agree)
+    check(case, mode, agree)
 
 
 @pytest.mark.parametrize("residual", [None, *DTYPES], ids=dtype_name)
