@@ -298,6 +298,13 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
+        "more short rows kept than there is room for",
+        "cpu/kernel_body.h",
+        "if (rows > FN_KEPT / room) rows = FN_KEPT / room;",
+        "",
+    ),
+    Mutant(
+        ROW,
         "a tail is not streamed",
         "cpu/pairs.h",
         "if (n != UNIT) return u_store(kind, row, i, n, value);",
