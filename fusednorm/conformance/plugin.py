@@ -231,13 +231,12 @@ MOST = (
 )
 LEFT_OUT = {
     "cuda": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64",
-    "triton": MOST
-    + r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|test_rows_beyond|"
-    r"depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
+    "triton": MOST + r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
+    r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
     "triton_cpu": MOST
     + r"test_one_rule|test_rows|-\d{4,}\]|test_gradients\[|test_a_hundred|test_layouts|test_row_counts|"
-    r"test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|test_large_gradients|formula|test_any_call|"
-    r"test_dtypes\[\w+-float64",
+    r"test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|test_large_gradients|formula|"
+    r"test_any_call|test_dtypes\[\w+-float64",
 }
 
 
