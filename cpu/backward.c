@@ -6,7 +6,7 @@
 #include "pages.h"
 
 /* The spec's rowsum: at most this many blocks of rows, which are then halved. */
-enum { ROW_BLOCKS = 256 };
+enum { LEVELS = 8, ROW_BLOCKS = 1 << LEVELS };
 
 struct call {
     struct fn_backward_job job;
@@ -18,6 +18,7 @@ struct call {
      * s + 2S ... are independent of each other, and threads share them out. S changes no bit.
      */
     int64_t subtrees;
+    int levels; /* of halving within one of them */
     size_t row_bytes, thread_bytes; /* of a row of sums; of a thread's scratch with its rows of sums */
     char *sums; /* a row for each subtree */
     char *scratch;
@@ -31,34 +32,37 @@ static void add(const struct call *call, void *to, const void *from) {
         for (int64_t i = 0; i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
 }
 
-/* The sum of `count` blocks `step` apart from block `first` on, into `sum`; `free_rows` are for its use. */
-static void sum_blocks(const struct call *call, int64_t first, int64_t step, int64_t count, char *sum, char *free_rows,
-                       void *scratch) {
+/* `count` blocks `step` apart from block `first` on; their sum goes where fn_backward_rows says. */
+static void sum_blocks(const struct call *call, int64_t first, int64_t step, int64_t count, void *const *sum, int depth,
+                       struct fn_backward_part *part) {
     if (count == 1) {
         int64_t begin = first * call->block, end = begin + call->block;
-        call->kernels->backward_rows(&call->job, begin, end < call->rows ? end : call->rows, sum, scratch);
+        call->kernels->backward_rows(&call->job, begin, end < call->rows ? end : call->rows, sum, depth, part);
         return;
     }
-    sum_blocks(call, first, 2 * step, count / 2, sum, free_rows, scratch);
-    if (first + step >= call->blocks) return; /* padding: +0 */
-    sum_blocks(call, first + step, 2 * step, count / 2, free_rows, free_rows + call->row_bytes, scratch);
-    add(call, sum, free_rows);
+    int both = first + step < call->blocks; /* else the second half is padding: +0 */
+    sum_blocks(call, first, 2 * step, count / 2, sum, both ? 0 : depth, part);
+    if (both) sum_blocks(call, first + step, 2 * step, count / 2, sum + 1, depth + 1, part);
 }
 
 static void run_thread(void *argument, int thread, int threads) {
     const struct call *call = argument;
-    char *scratch = call->scratch + (size_t)thread * call->thread_bytes;
-    char *free_rows = scratch + fn_backward_scratch_bytes(&call->job);
+    struct fn_backward_part part = {.scratch = call->scratch + (size_t)thread * call->thread_bytes};
+    char *free_row = (char *)part.scratch + fn_backward_scratch_bytes(&call->job);
+    void *sums[1 + LEVELS];
+    for (int k = 0; k < call->levels; k++) sums[1 + k] = free_row + (size_t)k * call->row_bytes;
     fn_fp_state state = fn_enter_ieee();
-    call->kernels->backward_begin(&call->job, scratch);
+    call->kernels->backward_begin(&call->job, part.scratch);
     if (call->job.dweight) {
-        for (int64_t s = thread; s < call->subtrees && s < call->blocks; s += threads)
-            sum_blocks(call, s, call->subtrees, call->width / call->subtrees, call->sums + (size_t)s * call->row_bytes,
-                       free_rows, scratch);
+        for (int64_t s = thread; s < call->subtrees && s < call->blocks; s += threads) {
+            sums[0] = call->sums + (size_t)s * call->row_bytes;
+            sum_blocks(call, s, call->subtrees, call->width / call->subtrees, sums, 0, &part);
+        }
     } else {
         int64_t begin = fn_first_row(call->rows, thread, threads), end = fn_first_row(call->rows, thread + 1, threads);
-        call->kernels->backward_rows(&call->job, begin, end, NULL, scratch);
+        call->kernels->backward_rows(&call->job, begin, end, NULL, 0, &part);
     }
+    call->kernels->backward_last(&call->job, &part);
     fn_leave_ieee(state);
 }
 
@@ -80,8 +84,8 @@ int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_
         .width = 1,
         .kernels = fn_kernels(),
     };
-    call.job.stream = rows * call.job.dx_stride >= FN_FAR_BYTES &&
-                      (dx | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
+    call.job.far = rows * call.job.dx_stride >= FN_FAR_BYTES;
+    call.job.stream = call.job.far && (dx | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;
     while (call.width < call.blocks) call.width *= 2;
@@ -89,11 +93,10 @@ int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_
     if (threads > call.blocks) threads = (int)call.blocks;
     int64_t shares = threads > 1 ? 4 * (int64_t)threads : 1; /* several each, so that none waits long for another */
     for (call.subtrees = 1; call.subtrees < shares && call.subtrees < call.width;) call.subtrees *= 2;
-    int levels = 0;
-    while (call.subtrees << levels < call.width) levels++;
+    while (call.subtrees << call.levels < call.width) call.levels++;
 
     call.row_bytes = (size_t)((hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT) * (wide ? sizeof(double) : sizeof(float));
-    call.thread_bytes = fn_backward_scratch_bytes(&call.job) + (dweight ? (size_t)levels * call.row_bytes : 0);
+    call.thread_bytes = fn_backward_scratch_bytes(&call.job) + (dweight ? (size_t)call.levels * call.row_bytes : 0);
     size_t sums_bytes = dweight ? (size_t)call.subtrees * call.row_bytes : 0;
     char *allocated = malloc(sums_bytes + call.thread_bytes * (size_t)threads + FN_ALIGNMENT);
     if (!allocated) return 1;

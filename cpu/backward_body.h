@@ -1,98 +1,79 @@
 /*
- * Gradients, over the operations that kernel_body.h lists; included by it. Rows are taken one by one,
- * in two passes: the sum that every element's gradient needs, and the gradients. The second goes
- * backwards, which is not where the processor expects a long row to go on: what comes next, d_total in
- * the first pass and the next row in the second, is fetched ahead.
+ * Gradients, over the operations that kernel_body.h lists; included by it. A row takes two passes: the sum that every
+ * element's gradient needs, and the gradients. The second is made together with the first of the row that comes next:
+ * memory is read in order, one new row at a time, while the row before lies in the caches; and what a row waits for
+ * between its passes overlaps with work on the other.
  */
 
 struct gradient_row {
     const void *dy, *h, *d_total; /* d_total, the gradient of residual_out, may be NULL */
-    const char *next_dy, *next_h; /* of the next row; of this one if it is the last */
     const float *g; /* weight + offset in whole units, or NULL */
-    float *partial; /* NULL, or whole units to which this row's share of the weight's gradient is added */
-    int fresh; /* whether it is the first share, and nothing is there yet */
+    /* NULL, or sums of the weight's gradient, in whole units: this row's share, plus sum[added - 1], ... plus sum[0] go to sum[0]. */
+    void *const *sum;
+    int added;
     void *d; /* NULL, or where the gradient of x goes */
-    int stream; /* whether it goes past the caches */
+    int far; /* whether operands come from memory */
+    int stream; /* whether the gradient goes past the caches */
     float rstd;
-    float *sums; /* one per segment */
+    float c; /* of the second pass: mean(wdy * xhat) */
 };
+
+FN_INLINE U gradient_operand(int kind, const struct gradient_row *row, const void *operand, int64_t i, int n) {
+    return row->far ? u_read(kind, operand, i, n) : u_load(kind, operand, i, n);
+}
 
 FN_INLINE U weighted(U dy, const struct gradient_row *row, int64_t i) {
     return row->g ? u_mul(dy, u_load(F32, row->g, i, UNIT)) : dy;
 }
 
-/* The share of the weight's gradient, and the products whose sum is wanted. */
+/* First pass: the share of the weight's gradient, and the products whose sum is wanted. */
 FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i, int n, float *products) {
-    U dy = u_load(kind, row->dy, i, n), xhat = u_mul(u_load(kind, row->h, i, n), u_set1(row->rstd));
-    if (row->partial) {
+    U dy = gradient_operand(kind, row, row->dy, i, n);
+    U xhat = u_mul(gradient_operand(kind, row, row->h, i, n), u_set1(row->rstd));
+    if (row->sum) {
         U share = u_mul(dy, xhat);
-        if (!row->fresh) share = u_add(u_load(F32, row->partial, i, UNIT), share);
-        u_store(F32, row->partial, i, UNIT, share);
+        for (int k = row->added; k-- > 0;) share = u_add(u_load(F32, row->sum[k], i, UNIT), share);
+        u_store(F32, *row->sum, i, UNIT, share);
     }
     if (row->d) u_store(F32, products, 0, UNIT, u_mul(weighted(dy, row, i), xhat));
 }
 
-/* First pass: treesum(wdy * xhat). */
-FN_INLINE float multiply_row(int kind, int ahead, const struct gradient_row *row, int64_t hidden) {
-    const char *later = row->d_total ? row->d_total : row->dy;
+/* Second pass. */
+FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, int64_t i, int n) {
+    U xhat = u_mul(u_load(kind, row->h, i, n), u_set1(row->rstd));
+    U wdy = weighted(u_load(kind, row->dy, i, n), row, i);
+    U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-row->c))), u_set1(row->rstd)); /* rounding is symmetric: -(xhat * c) */
+    if (row->d_total) d = u_add(d, gradient_operand(kind, row, row->d_total, i, n));
+    if (STREAMS && row->stream) u_stream(kind, row->d, i, n, d);
+    else u_store(kind, row->d, i, n, d);
+}
+
+/* The first pass of `row`, which gives treesum(wdy * xhat), with the second of `before`; either may be NULL. */
+FN_INLINE float pass_over(int kind, const struct gradient_row *before, const struct gradient_row *row, int64_t hidden,
+                          float *sums) {
     _Alignas(64) float products[FN_SEGMENT];
     int64_t segments = 0;
     for (int64_t begin = 0; begin < hidden; begin += FN_SEGMENT) {
         int64_t n = hidden - begin < FN_SEGMENT ? hidden - begin : FN_SEGMENT, done = 0, width = UNIT;
         while (width < n) width *= 2;
         for (; done + UNIT <= n; done += UNIT) {
-            if (ahead) FN_PREFETCH_2(later + (begin + done) * (kind == F32 ? 4 : 2));
-            multiply_unit(kind, row, begin + done, UNIT, products + done);
+            if (row) multiply_unit(kind, row, begin + done, UNIT, products + done);
+            if (before) gradient_unit(kind, before, begin + done, UNIT);
         }
         if (done < n) {
-            multiply_unit(kind, row, begin + done, (int)(n - done), products + done);
+            if (row) multiply_unit(kind, row, begin + done, (int)(n - done), products + done);
+            if (before) gradient_unit(kind, before, begin + done, (int)(n - done));
             /* Padding is +0, also where 0 * rstd is not. */
             for (int64_t k = n - done; k < UNIT; k++)
                 products[done + (kind == BF16P ? k % 2 * (UNIT / 2) + k / 2 : k)] = 0;
             done += UNIT;
         }
-        if (!row->d) continue;
+        if (!row || !row->d) continue;
         for (; done < width; done += UNIT) u_store(F32, products, done, UNIT, u_set1(0));
-        row->sums[segments++] = sum_units(kind == BF16P, products, width);
+        sums[segments++] = sum_units(kind == BF16P, products, width);
     }
-    return row->d ? halve_sums(row->sums, segments) : 0;
+    return segments ? halve_sums(sums, segments) : 0;
 }
-
-FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, float c, int64_t i, int n) {
-    U xhat = u_mul(u_load(kind, row->h, i, n), u_set1(row->rstd));
-    U wdy = weighted(u_load(kind, row->dy, i, n), row, i);
-    U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-c))), u_set1(row->rstd)); /* rounding is symmetric: -(xhat * c) */
-    if (row->d_total) d = u_add(d, u_load(kind, row->d_total, i, n));
-    if (STREAMS && row->stream) u_stream(kind, row->d, i, n, d);
-    else u_store(kind, row->d, i, n, d);
-}
-
-/* Second pass, backwards as in scale_rows. `ahead`: whether rows are so long that fetching is worth its instructions. */
-FN_INLINE void gradient_of_row(int kind, int ahead, const struct gradient_row *row, int64_t hidden) {
-    const struct gradient_row copy = *row; /* the caller's could change with every store, for all a compiler knows */
-    float c = multiply_row(kind, ahead, &copy, hidden) / (float)hidden;
-    if (!copy.d) return;
-    int64_t i = hidden / UNIT * UNIT;
-    if (i < hidden) gradient_unit(kind, &copy, c, i, (int)(hidden - i));
-    for (int64_t done = 0; (i -= UNIT) >= 0; done += UNIT) {
-        if (ahead) {
-            FN_PREFETCH_2(copy.next_dy + done * (kind == F32 ? 4 : 2));
-            FN_PREFETCH_2(copy.next_h + done * (kind == F32 ? 4 : 2));
-        }
-        gradient_unit(kind, &copy, c, i, UNIT);
-    }
-}
-
-#define GRADIENT(kind) \
-    hidden < FN_SEGMENT ? gradient_of_row(kind, 0, row, hidden) : gradient_of_row(kind, 1, row, hidden)
-
-typedef void gradient_fn(const struct gradient_row *, int64_t);
-static void gradient_F32(const struct gradient_row *row, int64_t hidden) { GRADIENT(F32); }
-static void gradient_F16(const struct gradient_row *row, int64_t hidden) { GRADIENT(F16); }
-#if defined(BF16_BY_PARITY)
-static void gradient_BF16P(const struct gradient_row *row, int64_t hidden) { GRADIENT(BF16P); }
-#endif
-static void gradient_BF16(const struct gradient_row *row, int64_t hidden) { GRADIENT(BF16); }
 
 /* `from` as float, or as it is: whole units are written, of which n elements count. */
 FN_INLINE void convert(int from_kind, int to_kind, const void *from, void *to, int64_t n) {
@@ -134,38 +115,108 @@ static int gradients_by_parity(const struct fn_backward_job *job) {
 #endif
 }
 
-static void backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *partial, void *scratch) {
-    if (job->wide) {
-        backward_rows_f64(job, begin, end, partial, scratch);
-        return;
-    }
-    int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
-    float *g = scratch, *dy = g + padded, *h = dy + padded, *d_total = h + padded, *d = d_total + padded;
-    int kind = one_kind(job);
-    gradient_fn *gradient = kind == FN_F16 ? gradient_F16 : kind == FN_BF16 ? gradient_BF16 : gradient_F32;
-#if defined(BF16_BY_PARITY)
-    if (gradients_by_parity(job)) gradient = gradient_BF16P;
-#endif
-    struct gradient_row row = {
-        .g = job->weight ? g : NULL, .partial = partial, .fresh = 1, .stream = kind && job->stream, .sums = d + padded,
+/* In a thread's scratch: g, room for one row of each operand as float, and the sums of a row's segments. */
+struct backward_scratch {
+    float *g, *dy, *h, *d_total, *d, *sums;
+};
+
+FN_INLINE struct backward_scratch backward_scratch(const struct fn_backward_job *job, void *scratch) {
+    int64_t padded = (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+    float *g = scratch;
+    return (struct backward_scratch){g, g + padded, g + 2 * padded, g + 3 * padded, g + 4 * padded, g + 5 * padded};
+}
+
+FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int64_t m, const float *g) {
+    return (struct gradient_row){
+        .dy = job->dy + m * job->dy_stride,
+        .h = job->h + m * job->h_stride,
+        .d_total = job->d_total ? job->d_total + m * job->d_total_stride : NULL,
+        .g = job->weight ? g : NULL,
+        .d = job->dx ? job->dx + m * job->dx_stride : NULL,
+        .far = job->far,
+        .stream = job->stream,
+        .rstd = ((const float *)job->rstd)[m],
     };
-    for (int64_t m = begin; m < end; m++, row.fresh = 0) {
-        const char *dy_row = job->dy + m * job->dy_stride, *h_row = job->h + m * job->h_stride;
-        const char *total_row = job->d_total ? job->d_total + m * job->d_total_stride : NULL;
-        row.dy = kind ? dy_row : as_float(job->dy_kind, dy_row, dy, n);
-        row.h = kind ? h_row : as_float(job->h_kind, h_row, h, n);
-        row.d_total = kind ? total_row : as_float(job->d_total_kind, total_row, d_total, n);
-        row.next_dy = kind && m + 1 < end ? dy_row + job->dy_stride : row.dy;
-        row.next_h = kind && m + 1 < end ? h_row + job->h_stride : row.h;
-        row.rstd = ((const float *)job->rstd)[m];
+}
+
+/* Rows of one kind, as fn_backward_rows says; if there are none, what the last one waits for. */
+FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum,
+                             int depth, struct fn_backward_part *part) {
+    const struct backward_scratch room = backward_scratch(job, part->scratch);
+    struct gradient_row before = {0};
+    if (part->waits) {
+        before = operands_of(job, part->row, room.g);
+        before.c = part->c;
+        if (begin == end) pass_over(kind, &before, NULL, job->hidden, room.sums);
+    }
+    for (int64_t m = begin; m < end; m++) {
+        struct gradient_row row = operands_of(job, m, room.g);
+        int levels = m + 1 < end ? 0 : depth;
+        row.sum = sum ? sum - levels : NULL;
+        row.added = levels + (m > begin);
+        float total = before.d ? pass_over(kind, &before, &row, job->hidden, room.sums)
+                               : pass_over(kind, NULL, &row, job->hidden, room.sums);
+        row.c = total / (float)job->hidden;
+        before = row;
+    }
+    part->waits = begin < end && before.d;
+    part->row = end - 1;
+    part->c = before.c;
+}
+
+#define GRADIENTS(kind)                                                                                           \
+    static void gradients_##kind(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, \
+                                 int depth, struct fn_backward_part *part) {                                      \
+        gradient_rows(kind, job, begin, end, sum, depth, part);                                                   \
+    }
+GRADIENTS(F32) GRADIENTS(F16) GRADIENTS(BF16)
+#if defined(BF16_BY_PARITY)
+GRADIENTS(BF16P)
+#endif
+
+/* Rows of several kinds: each is a job of its own, with its operands as float. */
+static void gradients_mixed(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
+                            struct fn_backward_part *part) {
+    const struct backward_scratch room = backward_scratch(job, part->scratch);
+    int64_t n = job->hidden;
+    for (int64_t m = begin; m < end; m++) {
         char *dx = job->dx ? job->dx + m * job->dx_stride : NULL;
         char *dresidual = job->dresidual ? job->dresidual + m * job->dresidual_stride : NULL;
-        row.d = kind ? dx : dx || dresidual ? (void *)d : NULL;
-        gradient(&row, n);
-        if (!kind && dx) from_float(job->dx_kind, d, dx, n);
-        if (!kind && dresidual) from_float(job->dresidual_kind, d, dresidual, n);
+        const char *d_total = job->d_total ? job->d_total + m * job->d_total_stride : NULL;
+        const struct fn_backward_job one = {
+            .dy = as_float(job->dy_kind, job->dy + m * job->dy_stride, room.dy, n),
+            .h = as_float(job->h_kind, job->h + m * job->h_stride, room.h, n),
+            .d_total = as_float(job->d_total_kind, d_total, room.d_total, n),
+            .rstd = (const float *)job->rstd + m,
+            .weight = job->weight,
+            .dx = dx || dresidual ? (char *)room.d : NULL,
+            .hidden = n,
+        };
+        int more = m > begin; /* what *sum holds already is then one sum more to add to */
+        gradients_F32(&one, 0, 1, sum && more ? sum + 1 : sum, more + (m + 1 < end ? 0 : depth), part);
+        gradients_F32(&one, 0, 0, NULL, 0, part);
+        if (dx) from_float(job->dx_kind, room.d, dx, n);
+        if (dresidual) from_float(job->dresidual_kind, room.d, dresidual, n);
     }
-    if (row.stream) u_stream_end();
+}
+
+static fn_backward_rows *gradients(const struct fn_backward_job *job) {
+    if (job->wide) return gradients_f64;
+#if defined(BF16_BY_PARITY)
+    if (gradients_by_parity(job)) return gradients_BF16P;
+#endif
+    int kind = one_kind(job);
+    return kind == FN_F32 ? gradients_F32 : kind == FN_F16 ? gradients_F16 : kind == FN_BF16 ? gradients_BF16 : gradients_mixed;
+}
+
+static void backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
+                          struct fn_backward_part *part) {
+    gradients(job)(job, begin, end, sum, depth, part);
+}
+
+static void backward_last(const struct fn_backward_job *job, struct fn_backward_part *part) {
+    gradients(job)(job, 0, 0, NULL, 0, part);
+    if (STREAMS && job->stream) u_stream_end();
 }
 
 /* What a thread does once: g, as its rows will read it. */

@@ -63,6 +63,7 @@ static inline int64_t fn_kept(int64_t hidden) {
  */
 struct fn_backward_job {
     int wide; /* whether rstd is double and sums are taken in it */
+    int far; /* whether operands come from memory */
     int stream; /* whether dx is large, and made of whole cache lines */
     int dy_kind, d_total_kind, h_kind, weight_kind, dx_kind, dresidual_kind;
     const char *dy, *d_total, *h;
@@ -74,10 +75,24 @@ struct fn_backward_job {
     double weight_offset;
 };
 
-/* `scratch` holds fn_backward_scratch_bytes(job) bytes on a 64-byte border, and is prepared by `begin`. */
+/* A thread's part of it. */
+struct fn_backward_part {
+    void *scratch; /* fn_backward_scratch_bytes(job) bytes on a 64-byte border, prepared by `begin` */
+    int waits; /* whether a row waits for its second pass, which is made with the first of the next one */
+    int64_t row; /* that row */
+    float c; /* and what it needs */
+};
+
 typedef void fn_backward_begin(const struct fn_backward_job *job, void *scratch);
-/* Rows [begin, end): dx, dresidual, and the sum over these rows of the weight's gradient unless `partial` is NULL. */
-typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *partial, void *scratch);
+/*
+ * Rows [begin, end), at least one: dx, dresidual, and, unless `sum` is NULL, the sum over these rows of the weight's
+ * gradient, which is added to sum[-1], the result to sum[-2], and so on to sum[-depth], which then has it. *sum and what
+ * follows is free for use; with a depth of 0 it takes the sum itself.
+ */
+typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
+                              struct fn_backward_part *part);
+/* What the last row waits for. */
+typedef void fn_backward_last(const struct fn_backward_job *job, struct fn_backward_part *part);
 /* Rounds the sum over all rows into dweight. A sum's elements are in an order that only the kernels know. */
 typedef void fn_backward_end(const struct fn_backward_job *job, const void *sum);
 
@@ -88,6 +103,7 @@ struct fn_kernels {
     fn_forward_rows *forward_rows;
     fn_backward_begin *backward_begin;
     fn_backward_rows *backward_rows;
+    fn_backward_last *backward_last;
     fn_backward_end *backward_end;
 };
 extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16;

@@ -91,9 +91,10 @@ static void begin_f64(const struct fn_backward_job *job, double *g) {
         for (int64_t i = 0; i < job->hidden; i++) g[i] += job->weight_offset;
 }
 
-static void backward_rows_f64(const struct fn_backward_job *job, int64_t begin, int64_t end, double *partial, void *scratch) {
+static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
+                          struct fn_backward_part *part) {
     int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
-    double *g = scratch, *dy = g + padded, *xhat = dy + padded, *other = xhat + padded;
+    double *g = part->scratch, *dy = g + padded, *xhat = dy + padded, *other = xhat + padded, *partial = sum ? *sum : NULL;
     for (int64_t m = begin; m < end; m++) {
         double rstd = ((const double *)job->rstd)[m];
         widen_to_f64(job->dy_kind, job->dy + m * job->dy_stride, dy, n);
@@ -116,5 +117,9 @@ static void backward_rows_f64(const struct fn_backward_job *job, int64_t begin, 
         }
         if (job->dx) narrow_from_f64(job->dx_kind, dy, job->dx + m * job->dx_stride, n);
         if (job->dresidual) narrow_from_f64(job->dresidual_kind, dy, job->dresidual + m * job->dresidual_stride, n);
+    }
+    for (int k = 0; k < depth; k++) {
+        double *into = sum[-k - 1], *from = sum[-k];
+        for (int64_t i = 0; i < n; i++) into[i] += from[i];
     }
 }

@@ -208,14 +208,42 @@ MUTANTS = (
         SAME,
         "blocks of rows halved as neighbours",
         "cpu/backward.c",
-        "sum_blocks(call, first, 2 * step, count / 2, sum, free_rows, scratch);\n"
-        "    if (first + step >= call->blocks) return; /* padding: +0 */\n"
-        "    sum_blocks(call, first + step, 2 * step, count / 2,",
-        "sum_blocks(call, first, step, count / 2, sum, free_rows, scratch);\n"
-        "    if (first + step * (count / 2) >= call->blocks) return;\n"
-        "    sum_blocks(call, first + step * (count / 2), step, count / 2,",
+        "int both = first + step < call->blocks; /* else the second half is padding: +0 */\n"
+        "    sum_blocks(call, first, 2 * step, count / 2, sum, both ? 0 : depth, part);\n"
+        "    if (both) sum_blocks(call, first + step, 2 * step, count / 2,",
+        "int both = first + step * (count / 2) < call->blocks;\n"
+        "    sum_blocks(call, first, step, count / 2, sum, both ? 0 : depth, part);\n"
+        "    if (both) sum_blocks(call, first + step * (count / 2), step, count / 2,",
     ),
-    Mutant(SAME, "another number of blocks of rows", "cpu/backward.c", "ROW_BLOCKS = 256", "ROW_BLOCKS = 128"),
+    Mutant(
+        SAME,
+        "half a tree of rows is forgotten where the other half is padding",
+        "cpu/backward.c",
+        "sum, both ? 0 : depth, part);",
+        "sum, 0, part);",
+    ),
+    Mutant(
+        SAME,
+        "a block's last row is added to the block before it alone",
+        "cpu/backward_body.h",
+        "        int levels = m + 1 < end ? 0 : depth;",
+        "        int levels = m + 1 < end ? 0 : depth > 1 ? 1 : depth;",
+    ),
+    Mutant(
+        SAME,
+        "rows of several types start a sum anew",
+        "cpu/backward_body.h",
+        "more + (m + 1 < end ? 0 : depth), part);",
+        "m + 1 < end ? 0 : depth, part);",
+    ),
+    Mutant(
+        SAME,
+        "the gradients of a block's last row with another row's mean",
+        "cpu/backward_body.h",
+        "        before.c = part->c;\n",
+        "        before.c = 0;\n",
+    ),
+    Mutant(SAME, "another number of blocks of rows", "cpu/backward.c", "ROW_BLOCKS = 1 << LEVELS", "ROW_BLOCKS = 128"),
     Mutant(
         SAME,
         "the padding of the products is 0 * rstd",
@@ -227,8 +255,8 @@ MUTANTS = (
         SAME,
         "the sum's gradient added before the scaling",
         "cpu/backward_body.h",
-        "U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-c))), u_set1(row->rstd));",
-        "U d = u_add(u_mul(wdy, u_set1(row->rstd)), u_mul(u_mul(xhat, u_set1(-c)), u_set1(row->rstd)));",
+        "U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-row->c))), u_set1(row->rstd));",
+        "U d = u_add(u_mul(wdy, u_set1(row->rstd)), u_mul(u_mul(xhat, u_set1(-row->c)), u_set1(row->rstd)));",
     ),
     Mutant(
         SAME,
