@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HIDDEN = 4096
 SEGMENT = 1024  # FN_SEGMENT
-ROWS = (2, 6)  # the difference of two runs is what rows cost
+ROWS = (4, 8)  # as many as go together with each other, OVERLAP_ROWS; the difference of two runs is what rows cost
 KINDS = {"bfloat16": 3, "float16": 2, "float32": 1}  # enum fn_kind
 
 #: For each instruction set an emulated processor, and the processors whose models know it.
@@ -38,9 +38,9 @@ ISAS = {
 MODELS = ISAS["neon"][1]
 VECTOR_BITS = {"neoverse-v1": 256}  # of SVE; else 128
 
-#: How names of functions with a hot loop begin, and for how many elements of a row it runs. That of the sums adds one
-#: segment and squares the one before it; to add the first and to square the last there are other loops.
-LOOPS = {"sum_": HIDDEN - SEGMENT, "scale_": HIDDEN}
+#: How names of functions with a hot loop begin, and for how many elements of a row it runs. It adds one segment, squares
+#: the one before it, and scales one of the row before; to add the first and to square the last there are other loops.
+LOOPS = {"overlap_": HIDDEN - SEGMENT}
 
 DRIVER = r"""
 #include <stdlib.h>

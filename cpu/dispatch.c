@@ -61,7 +61,7 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     if (job->x_kind == FN_F64) return (size_t)(2 * 8 * padded);
     while (sums * FN_SEGMENT < padded) sums *= 2;
     int64_t bytes = round_up(4 * (kept + sums), FN_ALIGNMENT);
-    return (size_t)(job->stream ? bytes + 4 * kept : bytes);
+    return (size_t)(job->stream ? bytes + 8 * kept : bytes);
 }
 
 /* The weight, one row of each operand, the sums of segments; each padded to whole segments. */

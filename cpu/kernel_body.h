@@ -17,6 +17,8 @@
  *
  *   u_read                     u_load, for what no cache holds yet
  *
+ * and, where the second pass of a row is better not made together with the first of the next, ROW_BY_ROW;
+ *
  * and, where a float16 weight is better widened once for so many rows and more, WIDENS_WEIGHT
  *
  * and, where float16 can be added without widening, with the same bits, ADDS_F16 and
@@ -56,6 +58,10 @@
 
 #if !defined(READS_AHEAD)
 #define READS_AHEAD 0
+#endif
+
+#if !defined(ROW_BY_ROW)
+#define ROW_BY_ROW 0
 #endif
 
 #if !defined(WIDENS_WEIGHT)
@@ -163,6 +169,34 @@ FN_INLINE U h_at(int x, int residual, int round_sum, const struct row *row, int6
     return u_load(F32, row->aside->h, i, UNIT);
 }
 
+/* What the second pass of one row needs. */
+struct scale {
+    float rstd, offset;
+    const void *h, *weight;
+    void *out;
+    int stream; /* whether it goes past the caches */
+    const char *next_x, *next_residual; /* what to fetch meanwhile; h if nothing */
+};
+
+FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t i, int n,
+                          int stream) {
+    /* Floats that were stored by parity have n elements in both halves of a unit, and room for all of it. */
+    U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
+    if (norm != NONE) y = u_round(norm, y);
+    if (weight != NONE) {
+        U g = u_load(weight, s->weight, i, weight == F32 && out == BF16P ? UNIT : n);
+        if (offset) g = u_add(g, u_set1(s->offset));
+        y = u_mul(y, g);
+    }
+    if (STREAMS && stream) u_stream(out, s->out, i, n, y);
+    else u_store(out, s->out, i, n, y);
+}
+
+/* Part of the second pass of the row before, of the same kind; its weight is float. */
+FN_INLINE void scale_eight(int kind, int norm, const struct scale *before, int64_t i) {
+    for (int k = 0; k < 8; k++) scale_unit(kind, norm, F32, 0, kind, before, u_index(i + k * UNIT), UNIT, before->stream);
+}
+
 FN_INLINE U u_square(U u) { return u_mul(u, u); }
 
 /* The sum of eight squares that are 128 elements apart: the first three levels of a segment's tree. */
@@ -174,15 +208,17 @@ FN_INLINE U column(int x, int residual, int round_sum, const struct row *row, in
 
 /*
  * Adds the segment at `i` and squares the one before it, by turns: memory is read in order, which is
- * what its prefetchers want, and waiting for it overlaps with work on what the cache holds already.
+ * what its prefetchers want, and waiting for it overlaps with work on what the cache holds already: with the second pass
+ * of the row before, too, unless `before` is NULL.
  */
 FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct row *row, int64_t i, int add, int square,
-                              float *columns) {
+                              float *columns, int norm, const struct scale *before) {
     FN_ROLLED
     for (int c = 0; c < 128; c += UNIT) {
         if (add)
             for (int k = 0; k < 8; k++) add_residual(x, residual, round_sum, 0, row, u_index(i + 8 * c + k * UNIT), UNIT);
         if (square) u_store(F32, columns, c, UNIT, column(x, residual, round_sum, row, i - FN_SEGMENT + c));
+        if (add && before) scale_eight(x, norm, before, i + 8 * c);
     }
 }
 
@@ -191,7 +227,8 @@ FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct r
  * added, in the order of the tree, which eight streams of reads follow. 16-bit values gain nothing: they are widened
  * once more either way.
  */
-FN_INLINE void sum_near_segments(int x, int residual, int round_sum, const struct row *row, int64_t segments) {
+FN_INLINE void sum_near_segments(int x, int residual, int round_sum, const struct row *row, int64_t segments, int norm,
+                                 const struct scale *before) {
     _Alignas(64) float columns[128];
     for (int64_t s = 0; s < segments; s++) {
         FN_ROLLED
@@ -199,21 +236,23 @@ FN_INLINE void sum_near_segments(int x, int residual, int round_sum, const struc
 #define SQUARE(k) u_square(add_residual(x, residual, round_sum, 1, row, u_index(s * FN_SEGMENT + c + (k)), UNIT))
             u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
 #undef SQUARE
+            if (before) scale_eight(x, norm, before, s * FN_SEGMENT + 8 * c);
         }
         row->sums[s] = sum_units(x == BF16P, columns, 128);
     }
 }
 
 /* The sums of the squares of `segments` whole segments. */
-FN_INLINE void sum_segments(int x, int residual, int round_sum, const struct row *row, int64_t segments) {
+FN_INLINE void sum_segments(int x, int residual, int round_sum, const struct row *row, int64_t segments, int norm,
+                            const struct scale *before) {
     _Alignas(64) float columns[128];
     if (segments == 0) return;
-    add_and_square(x, residual, round_sum, row, 0, 1, 0, columns);
+    add_and_square(x, residual, round_sum, row, 0, 1, 0, columns, norm, before);
     for (int64_t s = 1; s < segments; s++) {
-        add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, 1, 1, columns);
+        add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, 1, 1, columns, norm, before);
         row->sums[s - 1] = sum_units(x == BF16P, columns, 128);
     }
-    add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, 0, 1, columns);
+    add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, 0, 1, columns, norm, NULL);
     row->sums[segments - 1] = sum_units(x == BF16P, columns, 128);
 }
 
@@ -244,6 +283,28 @@ FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const stru
 }
 
 /*
+ * First pass over a row: residual_out, h if it is kept, and the sum of the squares of h. With the second pass of the row
+ * `before`, of the same kind, unless that is NULL.
+ */
+FN_INLINE float sum_row(int x, int residual, int round_sum, int far, const struct row *row, int64_t hidden, int norm,
+                        const struct scale *before) {
+    int64_t segments = hidden / FN_SEGMENT, sums = segments, i = segments * FN_SEGMENT;
+    if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && !far)
+        sum_near_segments(x, residual, round_sum, row, segments, norm, before);
+    /* GCC does not take the test of every unit out of the loops by itself, unless they are small. */
+    else if (!STREAMS && (residual == NONE ? x : residual) != F32 && row->aside)
+        sum_segments(x, residual, round_sum, row, segments, norm, before);
+    else
+        sum_segments(x, residual, round_sum, row, segments, norm, before);
+    if (i < hidden) row->sums[sums++] = sum_short_segment(x, residual, round_sum, row, i, hidden - i);
+    if (before) {
+        for (; i + UNIT <= hidden; i += UNIT) scale_unit(x, norm, F32, 0, x, before, i, UNIT, before->stream);
+        if (i < hidden) scale_unit(x, norm, F32, 0, x, before, i, (int)(hidden - i), 0);
+    }
+    return halve_sums(row->sums, sums);
+}
+
+/*
  * Some rows that follow each other, few enough for the nearest cache if they are short: what one row waits for between
  * the passes (the last levels of its sum, a root, a division) overlaps with work on the others. Twice as many bytes
  * were slower from memory.
@@ -260,9 +321,10 @@ struct batch {
     float rstd[BATCH]; /* the sums of squares until the first pass is over */
 };
 
-/* First pass over the rows: residual_out, h if it is kept, and the sums of the squares of h. */
+/* First pass over the rows. */
 FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forward_job *job, struct batch *batch) {
-    int64_t hidden = job->hidden, segments = hidden / FN_SEGMENT, whole = segments * FN_SEGMENT;
+    int far = job->far;
+    int64_t hidden = job->hidden;
     for (int64_t k = 0; k < batch->rows; k++) {
         const struct aside aside = {
             .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
@@ -275,38 +337,8 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
             .aside = aside.h || aside.streamed ? &aside : NULL,
             .sums = batch->sums,
         };
-        int64_t sums = segments;
-        if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && !job->far)
-            sum_near_segments(x, residual, round_sum, &row, segments);
-        /* GCC does not take the test of every unit out of the loops by itself, unless they are small. */
-        else if (!STREAMS && (residual == NONE ? x : residual) != F32 && row.aside)
-            sum_segments(x, residual, round_sum, &row, segments);
-        else
-            sum_segments(x, residual, round_sum, &row, segments);
-        if (whole < hidden) row.sums[sums++] = sum_short_segment(x, residual, round_sum, &row, whole, hidden - whole);
-        batch->rstd[k] = halve_sums(row.sums, sums);
+        batch->rstd[k] = sum_row(x, residual, round_sum, far, &row, hidden, NONE, NULL);
     }
-}
-
-struct scale {
-    float rstd, offset;
-    const void *h, *weight;
-    void *out;
-    const char *next_x, *next_residual; /* what to fetch meanwhile; h if nothing */
-};
-
-FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t i, int n,
-                          int stream) {
-    /* Rows of h that were kept by parity hold n elements in both halves of a unit; they have room for all of it. */
-    U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
-    if (norm != NONE) y = u_round(norm, y);
-    if (weight != NONE) {
-        U g = u_load(weight, s->weight, i, n);
-        if (offset) g = u_add(g, u_set1(s->offset));
-        y = u_mul(y, g);
-    }
-    if (stream) u_stream(out, s->out, i, n, y);
-    else u_store(out, s->out, i, n, y);
 }
 
 /* A row from its end to its beginning, because the end is what the nearest cache still holds. */
@@ -407,12 +439,6 @@ SUM(BF16P, NONE, 0) SUM(BF16P, BF16P, 0) SUM(BF16P, BF16P, 1)
 SCALES_PARITY(NONE, NONE, 0) SCALES_PARITY(NONE, BF16P, 0) SCALES_PARITY(NONE, BF16P, 1)
 SCALES_PARITY(BF16P, NONE, 0) SCALES_PARITY(BF16P, BF16P, 0) SCALES_PARITY(BF16P, BF16P, 1)
 
-static int all_bf16(const struct fn_forward_job *job) {
-    return job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
-           (job->residual_kind == FN_NONE || job->residual_kind == FN_BF16) &&
-           (job->weight_kind == FN_NONE || job->weight_kind == FN_BF16);
-}
-
 static sum_fn *parity_sum(int residual, int round_sum) {
     if (!residual) return sum_BF16P_NONE_0;
     return round_sum ? sum_BF16P_BF16P_1 : sum_BF16P_BF16P_0;
@@ -432,18 +458,89 @@ static scale_fn *parity_scale(int norm, int weight, int offset, int direct) {
 
 #include "kernel_f64.h"
 
-/* weight + offset as float, in whole units. */
+/* weight + offset as float, in whole units; ones if there is no weight. */
 static void widen_weight(int kind, const void *weight, float offset, int64_t hidden, float *g) {
     for (int64_t i = 0; i < hidden; i += UNIT) {
         int n = hidden - i < UNIT ? (int)(hidden - i) : UNIT;
         U u;
-        if (kind == F32) u = u_load(F32, weight, i, n);
+        if (kind == NONE) u = u_set1(1);
+        else if (kind == F32) u = u_load(F32, weight, i, n);
         else if (kind == F16) u = u_load(F16, weight, i, n);
         else if (kind == BF16) u = u_load(BF16, weight, i, n);
         else u = u_load(BF16P, weight, i, n);
-        if (offset != 0) u = u_add(u, u_set1(offset));
+        if (offset != 0 && kind != NONE) u = u_add(u, u_set1(offset));
         u_store(F32, g, i, UNIT, u);
     }
+}
+
+/* Whether rows are taken by parity. */
+static int by_parity(const struct fn_forward_job *job) {
+#if defined(BF16_BY_PARITY)
+    return job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
+           (job->residual_kind == FN_NONE || job->residual_kind == FN_BF16) &&
+           (job->weight_kind == FN_NONE || job->weight_kind == FN_BF16);
+#else
+    return (void)job, 0;
+#endif
+}
+
+/*
+ * Rows [begin, end) of one kind: the first pass of each together with the second of the row before it. Memory is read
+ * while there is arithmetic to do, and what a row waits for between its passes overlaps with work on the other. `before`
+ * is the first of them at first, and then the last, whose second pass is left.
+ */
+FN_INLINE void overlap_rows(int kind, int residual, int norm, const struct fn_forward_job *job, int64_t begin, int64_t end,
+                            struct scale *before, char *scratch) {
+    int far = job->far;
+    int64_t hidden = job->hidden, kept = (int64_t)sizeof(float) * fn_kept(hidden);
+    struct scale copy = *before; /* the caller's could change with every store, for all a compiler knows */
+    for (int64_t m = begin; m < end; m++) {
+        char *residual_out = residual == NONE ? NULL : job->residual_out + m * job->residual_out_stride;
+        const struct aside aside = {.streamed = copy.stream ? residual_out : NULL};
+        const struct row row = {
+            .x = job->x + m * job->x_stride,
+            .residual = residual == NONE ? NULL : job->residual + m * job->residual_stride,
+            .residual_out = aside.streamed ? scratch + job->stream + (m - begin) % 2 * kept : residual_out,
+            .aside = aside.streamed ? &aside : NULL,
+            .sums = (float *)(scratch + kept),
+        };
+        float sum = sum_row(kind, residual, 1, far, &row, hidden, norm, &copy);
+        copy.rstd = 1.0f / sqrtf(sum / (float)hidden + (float)job->eps);
+        copy.h = residual == NONE ? row.x : row.residual_out;
+        copy.out = job->out + m * job->out_stride;
+        if (job->rstd) ((float *)job->rstd)[m] = copy.rstd;
+    }
+    *before = copy;
+}
+
+typedef void overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct scale *, char *);
+#define OVERLAP(kind, residual, norm)                                                                              \
+    static void overlap_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, int64_t end, \
+                                                     struct scale *before, char *scratch) {                        \
+        overlap_rows(kind, residual, norm, job, begin, end, before, scratch);                                      \
+    }
+#define OVERLAPS(kind) OVERLAP(kind, NONE, NONE) OVERLAP(kind, NONE, kind) OVERLAP(kind, kind, NONE) OVERLAP(kind, kind, kind)
+OVERLAP(F32, NONE, NONE) OVERLAP(F32, F32, NONE) OVERLAPS(F16)
+#define OVERLAPS_OF(kind) \
+    {{overlap_##kind##_NONE_NONE, overlap_##kind##_NONE_##kind}, {overlap_##kind##_##kind##_NONE, overlap_##kind##_##kind##_##kind}}
+#if defined(BF16_BY_PARITY)
+OVERLAPS(BF16P)
+#define OVERLAPS_OF_BF16 OVERLAPS_OF(BF16P)
+#else
+OVERLAPS(BF16)
+#define OVERLAPS_OF_BF16 OVERLAPS_OF(BF16)
+#endif
+static overlap_fn *const overlaps[4][2][2] = {
+    [F32] = {{overlap_F32_NONE_NONE}, {overlap_F32_F32_NONE}}, [F16] = OVERLAPS_OF(F16), [BF16] = OVERLAPS_OF_BF16};
+
+/* Few rows are not worth widening the weight for; of shorter ones more than two belong in the nearest cache together. */
+enum { OVERLAP_ROWS = 4, OVERLAP_HIDDEN = FN_SEGMENT };
+static overlap_fn *overlap_for(const struct fn_forward_job *job, int64_t rows, int norm, int direct) {
+#if defined(BF16_BY_PARITY)
+    if (job->x_kind == FN_BF16 && !by_parity(job)) return NULL;
+#endif
+    if (ROW_BY_ROW || !direct || job->x_kind != job->out_kind || rows < OVERLAP_ROWS || job->hidden < OVERLAP_HIDDEN) return NULL;
+    return overlaps[job->x_kind][job->residual_kind != FN_NONE][norm != FN_NONE];
 }
 
 static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
@@ -461,13 +558,19 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     sum_fn *sum = sums[job->x_kind][residual][round_sum];
     scale_fn *scale = scales[norm][job->weight_kind][offset][job->out_kind][direct];
 #if defined(BF16_BY_PARITY)
-    if (all_bf16(job)) {
+    if (by_parity(job)) {
         sum = parity_sum(residual, round_sum);
         scale = parity_scale(norm, job->weight_kind, offset, direct);
     }
 #endif
     const void *weight = job->weight;
-    if (WIDENS_WEIGHT && job->weight_kind == FN_F16 && direct && !job->far && end - begin >= WIDENS_WEIGHT) {
+    overlap_fn *overlap = overlap_for(job, end - begin, norm, direct);
+    struct scale before = {.weight = weight, .stream = STREAMS && job->stream};
+    if (overlap && (job->weight_kind != FN_F32 || offset)) {
+        int kind = weight && by_parity(job) ? (int)BF16P : job->weight_kind;
+        widen_weight(kind, weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */
+        before.weight = scratch;
+    } else if (WIDENS_WEIGHT && job->weight_kind == FN_F16 && direct && !job->far && end - begin >= WIDENS_WEIGHT) {
         widen_weight(F16, weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */
         weight = scratch;
         scale = scales[norm][FN_F32][0][job->out_kind][direct];
@@ -479,7 +582,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     };
     if (rows > FN_KEPT / room) rows = FN_KEPT / room;
     if (rows > BATCH) rows = BATCH;
-    if (rows < 1) rows = 1;
+    if (rows < 1 || overlap) rows = 1;
     for (int64_t m = begin; m < end; m += rows) {
         struct fn_forward_job part = *job;
         part.weight = weight;
@@ -492,7 +595,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         if (batch.stream && residual) {
             batch.streamed = part.residual_out;
             batch.streamed_stride = job->residual_out_stride;
-            part.residual_out = (char *)scratch + job->stream; /* where the second pass finds h */
+            part.residual_out = (char *)scratch + job->stream + (overlap ? 4 * room : 0); /* where the second pass finds h */
             part.residual_out_stride = 4 * room;
         }
         batch.rows = end - m < rows ? end - m : rows;
@@ -502,6 +605,16 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
             batch.rstd[k] = 1.0f / sqrtf(batch.rstd[k] / (float)hidden + (float)job->eps);
         if (job->rstd) memcpy((float *)job->rstd + m, batch.rstd, (size_t)batch.rows * sizeof(float));
         batch.h = keep ? scratch : residual ? part.residual_out : part.x;
+        if (overlap) {
+            before.rstd = batch.rstd[0];
+            before.h = batch.h;
+            before.out = part.out;
+            overlap(job, m + 1, end, &before, scratch);
+            batch.rstd[0] = before.rstd;
+            batch.h = before.h;
+            part.out = before.out;
+            m = end;
+        }
         scale(&part, &batch);
     }
     if (batch.stream) u_stream_end();
