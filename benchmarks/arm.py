@@ -38,8 +38,8 @@ ISAS = {
 MODELS = ISAS["neon"][1]
 VECTOR_BITS = {"neoverse-v1": 256}  # of SVE; else 128
 
-#: How names of functions with a hot loop begin, and for how many elements of a row it runs. It adds one segment, squares
-#: the one before it, and scales one of the row before; to add the first and to square the last there are other loops.
+#: How names of functions with a hot loop begin, and for how many elements of a row it runs. It adds one segment,
+#: squares the one before it, and scales one of the row before; to add the first and square the last there are others.
 LOOPS = {"overlap_": HIDDEN - SEGMENT}
 
 DRIVER = r"""

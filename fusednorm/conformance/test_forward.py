@@ -75,7 +75,7 @@ def check(case, mode, agree):
 
 @pytest.mark.parametrize("hidden", SIZES)
 def test_sizes(mode, agree, hidden):
-    rows = 3 if hidden <= 16384 else 1
+    rows = 1 if hidden > 16384 else 3 if hidden < 1024 else 5  # so many may overlap
     for dtype in DTYPES:
         check(Case(rows=rows, hidden=hidden).of(dtype), mode, agree)
         check(Case(rows=rows, hidden=hidden).of(dtype, residual=None), mode, agree)
@@ -93,6 +93,14 @@ def test_rows_of_another_type(mode, agree):
     for hidden in (64, 896, 1024, 2000):
         check(Case(19, hidden, BF16, None, BF16, F32), mode, agree)
         check(Case(19, hidden, F16, BF16, F32, F32, round_sum=False), mode, agree)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_rows_of_one_type(mode, agree, dtype):
+    """The cpu backend makes the second pass of such a row together with the first of the next one."""
+    for hidden, residual in ((1024, dtype), (2077, dtype), (2077, None)):
+        for weight, offset, norm in ((None, 0.0, True), (dtype, 0.0, True), (dtype, 1.0, False), (F32, 1.0, True)):
+            check(Case(5, hidden, dtype, residual, weight, None, 1e-6, offset, round_norm=norm), mode, agree)
 
 
 BEYOND = (
