@@ -501,7 +501,7 @@ FN_INLINE void overlap_rows(int kind, int residual, int norm, const struct fn_fo
             .x = job->x + m * job->x_stride,
             .residual = residual == NONE ? NULL : job->residual + m * job->residual_stride,
             .residual_out = aside.streamed ? scratch + job->stream + (m - begin) % 2 * kept : residual_out,
-            .aside = aside.streamed ? &aside : NULL,
+            .aside = &aside,
             .sums = (float *)(scratch + kept),
         };
         float sum = sum_row(kind, residual, 1, far, &row, hidden, norm, &copy);
