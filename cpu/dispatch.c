@@ -10,8 +10,8 @@ static int always(void) { return 1; }
 
 /*
  * A later entry that is usable is the better one. On AArch64 llvm-mca says so, in cycles per bfloat16
- * element on Neoverse V1 (256 bits), V2 and N2 (128): sve 1.27, 1.46, 2.83; neon_bf16 0.86, 0.97, 1.85;
- * sve_bf16 0.71, 0.92, 1.78. For float, SVE at 128 bits equals NEON. A64FX has sve, but no bfloat16.
+ * element on Neoverse V1 (256 bits), V2 and N2 (128): sve 1.33, 1.38, 2.84; neon_bf16 0.79, 0.91, 1.61;
+ * sve_bf16 0.75, 0.83, 1.69. For float, SVE at 128 bits equals NEON. A64FX has sve, but no bfloat16.
  */
 static const struct {
     const char *name;
