@@ -8,7 +8,7 @@
 struct gradient_row {
     const void *dy, *h, *d_total; /* d_total, the gradient of residual_out, may be NULL */
     const float *g; /* weight + offset in whole units, or NULL */
-    /* NULL, or sums of the weight's gradient, in whole units: this row's share, plus sum[added - 1], ... plus sum[0] go to sum[0]. */
+    /* NULL, or sums of the weight's gradient, in whole units: this row's share + sum[added - 1] + ... + sum[0] goes to sum[0]. */
     void *const *sum;
     int added;
     void *d; /* NULL, or where the gradient of x goes */
@@ -205,8 +205,12 @@ static fn_backward_rows *gradients(const struct fn_backward_job *job) {
 #if defined(BF16_BY_PARITY)
     if (gradients_by_parity(job)) return gradients_BF16P;
 #endif
-    int kind = one_kind(job);
-    return kind == FN_F32 ? gradients_F32 : kind == FN_F16 ? gradients_F16 : kind == FN_BF16 ? gradients_BF16 : gradients_mixed;
+    switch (one_kind(job)) {
+    case FN_F32: return gradients_F32;
+    case FN_F16: return gradients_F16;
+    case FN_BF16: return gradients_BF16;
+    default: return gradients_mixed;
+    }
 }
 
 static void backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,

@@ -519,10 +519,13 @@ typedef void overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct 
                                                      struct scale *before, char *scratch) {                        \
         overlap_rows(kind, residual, norm, job, begin, end, before, scratch);                                      \
     }
-#define OVERLAPS(kind) OVERLAP(kind, NONE, NONE) OVERLAP(kind, NONE, kind) OVERLAP(kind, kind, NONE) OVERLAP(kind, kind, kind)
+#define OVERLAPS(kind)                                     \
+    OVERLAP(kind, NONE, NONE) OVERLAP(kind, NONE, kind)    \
+    OVERLAP(kind, kind, NONE) OVERLAP(kind, kind, kind)
 OVERLAP(F32, NONE, NONE) OVERLAP(F32, F32, NONE) OVERLAPS(F16)
-#define OVERLAPS_OF(kind) \
-    {{overlap_##kind##_NONE_NONE, overlap_##kind##_NONE_##kind}, {overlap_##kind##_##kind##_NONE, overlap_##kind##_##kind##_##kind}}
+#define OVERLAPS_OF(kind)                                        \
+    {{overlap_##kind##_NONE_NONE, overlap_##kind##_NONE_##kind}, \
+     {overlap_##kind##_##kind##_NONE, overlap_##kind##_##kind##_##kind}}
 #if defined(BF16_BY_PARITY)
 OVERLAPS(BF16P)
 #define OVERLAPS_OF_BF16 OVERLAPS_OF(BF16P)
@@ -539,7 +542,8 @@ static overlap_fn *overlap_for(const struct fn_forward_job *job, int64_t rows, i
 #if defined(BF16_BY_PARITY)
     if (job->x_kind == FN_BF16 && !by_parity(job)) return NULL;
 #endif
-    if (ROW_BY_ROW || !direct || job->x_kind != job->out_kind || rows < OVERLAP_ROWS || job->hidden < OVERLAP_HIDDEN) return NULL;
+    if (ROW_BY_ROW || rows < OVERLAP_ROWS || job->hidden < OVERLAP_HIDDEN) return NULL;
+    if (!direct || job->x_kind != job->out_kind) return NULL;
     return overlaps[job->x_kind][job->residual_kind != FN_NONE][norm != FN_NONE];
 }
 
