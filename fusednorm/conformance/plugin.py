@@ -227,7 +227,7 @@ MOST = (
     r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
     r"test_mixed_dtypes\[\w+-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
     r"test_sizes\[\w+-(?!(1|8|33|64|128|768|1024|1025|1029|2048|4097|5120|7168|18432|40999|262144)\])|"
-    r"number_of_threads|"
+    r"number_of_threads|rows_of_one_type|"
 )
 LEFT_OUT = {
     "cuda": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64",
