@@ -169,6 +169,9 @@ FN_INLINE U h_at(int x, int residual, int round_sum, const struct row *row, int6
     return u_load(F32, row->aside->h, i, UNIT);
 }
 
+/* From the sum of a row's squares. */
+FN_INLINE float rstd_of(float sum, int64_t hidden, double eps) { return 1.0f / sqrtf(sum / (float)hidden + (float)eps); }
+
 /* What the second pass of one row needs. */
 struct scale {
     float rstd, offset;
@@ -505,7 +508,7 @@ FN_INLINE void overlap_rows(int kind, int residual, int norm, const struct fn_fo
             .sums = (float *)(scratch + kept),
         };
         float sum = sum_row(kind, residual, 1, far, &row, hidden, norm, &copy);
-        copy.rstd = 1.0f / sqrtf(sum / (float)hidden + (float)job->eps);
+        copy.rstd = rstd_of(sum, hidden, job->eps);
         copy.h = residual == NONE ? row.x : row.residual_out;
         copy.out = job->out + m * job->out_stride;
         if (job->rstd) ((float *)job->rstd)[m] = copy.rstd;
@@ -606,7 +609,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         batch.h_stride = keep ? 4 * room : residual ? part.residual_out_stride : job->x_stride;
         sum(&part, &batch);
         for (int64_t k = 0; k < batch.rows; k++)
-            batch.rstd[k] = 1.0f / sqrtf(batch.rstd[k] / (float)hidden + (float)job->eps);
+            batch.rstd[k] = rstd_of(batch.rstd[k], hidden, job->eps);
         if (job->rstd) memcpy((float *)job->rstd + m, batch.rstd, (size_t)batch.rows * sizeof(float));
         batch.h = keep ? scratch : residual ? part.residual_out : part.x;
         if (overlap) {
@@ -626,5 +629,5 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
 
 #include "backward_body.h"
 
-const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {forward_rows,  backward_begin, backward_rows,
-                                                         backward_last, backward_end};
+const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
+    forward_rows, backward_begin, backward_rows, backward_last, backward_end};

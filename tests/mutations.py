@@ -84,8 +84,8 @@ MUTANTS = (
         SAME,
         "one rounding instead of two in 1 / sqrt",
         "cpu/kernel_body.h",
-        "1.0f / sqrtf(batch.rstd[k] / (float)hidden + (float)job->eps)",
-        "(float)(1.0 / sqrt(batch.rstd[k] / (float)hidden + (float)job->eps))",
+        "1.0f / sqrtf(sum / (float)hidden + (float)eps)",
+        "(float)(1.0 / sqrt(sum / (float)hidden + (float)eps))",
     ),
     Mutant(
         SAME,
