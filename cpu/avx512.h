@@ -1,6 +1,6 @@
 /*
  * The operations of pairs.h for AVX-512 (F, BW, DQ, VL). Tails are masked. Included by the files
- * kernel_<isa>.c; kernel_zen4.c defines FOR_ZEN4, for what was measured to be otherwise there.
+ * kernel_<isa>.c, which may define FOR_ZEN4, for what was measured to be otherwise there, or HAS_VBMI2.
  */
 #include <immintrin.h>
 #include <stdint.h>
@@ -21,6 +21,37 @@ FN_INLINE float v_halve(V x) {
     __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
     z = _mm_add_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+}
+
+/*
+ * Eight rows at once: where a vector is halved, the halves of two vectors are put together, and half as many vectors are
+ * left. Returns two floats of each row, of rows L and L + 4 in 128-bit lane L.
+ */
+FN_INLINE V halve_eight(V r0, V r1, V r2, V r3, V r4, V r5, V r6, V r7) {
+#define BY_8(p, q) v_add(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xee))
+#define BY_4(p, q) v_add(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd))
+    V p = BY_8(r0, r1), q = BY_8(r2, r3), r = BY_8(r4, r5), s = BY_8(r6, r7);
+    __m512d u = _mm512_castps_pd(BY_4(p, q)), w = _mm512_castps_pd(BY_4(r, s));
+#undef BY_8
+#undef BY_4
+    return v_add(_mm512_castpd_ps(_mm512_unpacklo_pd(u, w)), _mm512_castpd_ps(_mm512_unpackhi_pd(u, w)));
+}
+
+#define HALVES_ROWS 1
+FN_INLINE void halve_rows(int by_parity, const float *units, float *sums) {
+#define A(k) _mm512_load_ps(units + 2 * LANES * (k))
+#define B(k) _mm512_load_ps(units + 2 * LANES * (k) + LANES)
+#define EIGHT(of) halve_eight(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7))
+#define A_AND_B(k) v_add(A(k), B(k))
+    V a = by_parity ? EIGHT(A) : EIGHT(A_AND_B), b = by_parity ? EIGHT(B) : a;
+    V sum = v_add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+    if (by_parity) sum = v_add(sum, _mm512_permute_ps(sum, 0x4e));
+    const __m256i rows = _mm256_set_epi32(13, 9, 5, 1, 12, 8, 4, 0); /* where they are */
+    _mm256_store_ps(sums, _mm512_castps512_ps256(_mm512_permutexvar_ps(_mm512_castsi256_si512(rows), sum)));
+#undef A
+#undef B
+#undef EIGHT
+#undef A_AND_B
 }
 
 FN_INLINE __mmask16 first16(int n) { return (__mmask16)((1u << n) - 1); }
@@ -77,12 +108,18 @@ FN_INLINE H2 upper_words(H2 e, H2 o) { return _mm512_permutex2var_epi16(e, UPPER
 FN_INLINE H2 lower_words(H2 e, H2 o) {
     return _mm512_permutex2var_epi16(e, _mm512_sub_epi16(UPPER_WORDS, _mm512_set1_epi16(1)), o);
 }
-#else /* Intel splits that permutation into three operations, and a shift and a selection are two */
+#else /* Intel splits that permutation into three operations. The operand that ends here comes first: it is overwritten. */
 FN_INLINE H2 from_upper(H2 upper, H2 lower) {
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), upper, lower, 0xca);
+    return _mm512_ternarylogic_epi32(upper, _mm512_set1_epi32((int)0xffff0000), lower, 0xe2);
 }
+#if defined(HAS_VBMI2)
+FN_INLINE H2 crossed(H2 e, H2 o) { return _mm512_shrdi_epi32(e, o, 16); } /* e's upper words below o's lower ones */
+FN_INLINE H2 upper_words(H2 e, H2 o) { return from_upper(o, crossed(e, o)); }
+FN_INLINE H2 lower_words(H2 e, H2 o) { return from_upper(crossed(e, o), e); }
+#else
 FN_INLINE H2 upper_words(H2 e, H2 o) { return from_upper(o, _mm512_srli_epi32(e, 16)); }
 FN_INLINE H2 lower_words(H2 e, H2 o) { return from_upper(_mm512_slli_epi32(o, 16), e); }
+#endif
 #endif
 
 /*
@@ -109,7 +146,6 @@ FN_INLINE V v_read(const void *p) {
 }
 #else
 #define READS_AHEAD 1
-#define WIDENS_WEIGHT 16 /* one port widens float16: a tenth of the time of short rows. For bfloat16 it gains nothing there */
 #endif
 
 #define STREAMS 1

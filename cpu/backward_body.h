@@ -70,7 +70,7 @@ FN_INLINE float pass_over(int kind, const struct gradient_row *before, const str
         }
         if (!row || !row->d) continue;
         for (; done < width; done += UNIT) u_store(F32, products, done, UNIT, u_set1(0));
-        sums[segments++] = sum_units(kind == BF16P, products, width);
+        sums[segments++] = u_halve(kind == BF16P, sum_units(products, width));
     }
     return segments ? halve_sums(sums, segments) : 0;
 }

@@ -58,7 +58,7 @@ int fn_has_avx512(void) {
 int fn_has_avx512_fp16(void) {
     unsigned leaf7[4];
     cpuid(7, leaf7);
-    return fn_has_avx512() && (leaf7[EDX] & 1u << 23);
+    return fn_has_avx512() && (leaf7[ECX] & 1u << 6) && (leaf7[EDX] & 1u << 23); /* VBMI2, FP16 */
 }
 
 /* AMD's family 0x19 is Zen 3, which has no AVX-512, and Zen 4. */

@@ -114,7 +114,7 @@ const struct fn_kernels *fn_kernels(void); /* those in use */
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
 int fn_has_avx512(void); /* F, BW, DQ and VL, likewise */
-int fn_has_avx512_fp16(void); /* with all of that */
+int fn_has_avx512_fp16(void); /* and VBMI2, with all of that */
 int fn_is_zen4(void); /* with all but FP16 */
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */

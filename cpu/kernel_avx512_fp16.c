@@ -1,5 +1,5 @@
 /*
- * The kernels for AVX-512 with FP16 (Sapphire Rapids and later), which adds float16 without widening it. The sum is the
+ * The kernels for AVX-512 with VBMI2 and FP16 (Sapphire Rapids and later). The latter adds float16 without widening it. The sum is the
  * spec's, which is rounded to float first: rounding twice is harmless from 2 * 11 + 2 bits on (Figueroa, When is double
  * rounding innocuous?, SIGNUM Newsletter 1995), and float has 24. All 2^32 pairs were compared.
  */
@@ -8,8 +8,9 @@
 #if defined(FN_AVX512_FP16)
 #include <immintrin.h>
 
-FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512fp16")
+FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx512fp16")
 
+#define HAS_VBMI2 1
 #include "avx512.h"
 
 #define ISA avx512_fp16

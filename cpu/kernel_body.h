@@ -19,8 +19,6 @@
  *
  * and, where the second pass of a row is better not made together with the first of the next, ROW_BY_ROW;
  *
- * and, where a float16 weight is better widened once for so many rows and more, WIDENS_WEIGHT
- *
  * and, where float16 can be added without widening, with the same bits, ADDS_F16 and
  *
  *   u_add_f16                  rounds x + y to float16, stores it, and returns what was stored
@@ -30,6 +28,10 @@
  *
  *   u_stream                   like u_store, but past the caches where n is UNIT; on a border of 64 bytes
  *   u_stream_end               makes other threads see what u_stream has stored
+ *
+ * and, where it is cheaper to halve a whole batch of units at once, HALVES_ROWS and
+ *
+ *   halve_rows                 u_halve of each of BATCH units, which are stored as floats one after the other
  *
  * and, where UNIT is not known to the compiler, OPAQUE_INDEX and
  *
@@ -64,10 +66,6 @@
 #define ROW_BY_ROW 0
 #endif
 
-#if !defined(WIDENS_WEIGHT)
-#define WIDENS_WEIGHT 0
-#endif
-
 #if !defined(ADDS_F16)
 #define ADDS_F16 0
 #define u_add_f16(x, y, sum, i, n) u_set1(0)
@@ -82,6 +80,8 @@
 #if !defined(OPAQUE_INDEX)
 #define u_index(i) (i)
 #endif
+
+enum { BATCH = 8 }; /* rows that go through the passes together, at most */
 
 /* Keeps GCC from unrolling a loop so far that vectors no longer fit the registers. */
 #if defined(__GNUC__) && !defined(__clang__)
@@ -98,8 +98,8 @@
     u_add(u_add(u_add(unit(0 * (apart)), unit(4 * (apart))), u_add(unit(2 * (apart)), unit(6 * (apart)))), \
           u_add(u_add(unit(1 * (apart)), unit(5 * (apart))), u_add(unit(3 * (apart)), unit(7 * (apart)))))
 
-/* Halves `width` floats, whole units, until one value is left. Overwrites them. */
-FN_INLINE float sum_units(int by_parity, float *v, int64_t width) {
+/* Halves `width` floats, whole units, until one unit is left. Overwrites them. */
+FN_INLINE U sum_units(float *v, int64_t width) {
     for (; width >= 8 * UNIT; width /= 8) {
         FN_ROLLED
         for (int64_t i = 0; i < width / 8; i += UNIT) {
@@ -111,8 +111,14 @@ FN_INLINE float sum_units(int by_parity, float *v, int64_t width) {
     for (; width > UNIT; width /= 2)
         for (int64_t i = 0; i < width / 2; i += UNIT)
             u_store(F32, v, i, UNIT, u_add(u_load(F32, v, i, UNIT), u_load(F32, v, i + width / 2, UNIT)));
-    return u_halve(by_parity, u_load(F32, v, 0, UNIT));
+    return u_load(F32, v, 0, UNIT);
 }
+
+#if !defined(HALVES_ROWS)
+FN_INLINE void halve_rows(int by_parity, const float *units, float *sums) {
+    for (int k = 0; k < BATCH; k++) sums[k] = u_halve(by_parity, u_load(F32, units, k * UNIT, UNIT));
+}
+#endif
 
 /* Halves `count` values, padded with +0 to a power of two, until one is left. */
 static float halve_sums(float *sums, int64_t count) {
@@ -241,7 +247,7 @@ FN_INLINE void sum_near_segments(int x, int residual, int round_sum, const struc
 #undef SQUARE
             if (before) scale_eight(x, norm, before, s * FN_SEGMENT + 8 * c);
         }
-        row->sums[s] = sum_units(x == BF16P, columns, 128);
+        row->sums[s] = u_halve(x == BF16P, sum_units(columns, 128));
     }
 }
 
@@ -253,36 +259,29 @@ FN_INLINE void sum_segments(int x, int residual, int round_sum, const struct row
     add_and_square(x, residual, round_sum, row, 0, 1, 0, columns, norm, before);
     for (int64_t s = 1; s < segments; s++) {
         add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, 1, 1, columns, norm, before);
-        row->sums[s - 1] = sum_units(x == BF16P, columns, 128);
+        row->sums[s - 1] = u_halve(x == BF16P, sum_units(columns, 128));
     }
     add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, 0, 1, columns, norm, NULL);
-    row->sums[segments - 1] = sum_units(x == BF16P, columns, 128);
+    row->sums[segments - 1] = u_halve(x == BF16P, sum_units(columns, 128));
 }
 
-/* The squares of the last n elements of a row, which may be fewer than a unit, or none. */
-FN_INLINE U square_of_last(int x, int residual, int round_sum, const struct row *row, int64_t i, int64_t n) {
-    if (n <= 0) return u_set1(0);
-    return u_square(add_residual(x, residual, round_sum, 0, row, i, n < UNIT ? (int)n : UNIT));
+FN_INLINE U add_and_square_unit(int x, int residual, int round_sum, const struct row *row, int64_t i, int n) {
+    return u_square(add_residual(x, residual, round_sum, 0, row, u_index(i), n));
 }
 
-/*
- * The sum of the squares of the last n < FN_SEGMENT elements. Levels of the tree that would only add
- * padding are skipped. All lengths have one type, because GCC 12 crashes on a mixture where UNIT is SVE's.
- */
-FN_INLINE float sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int64_t n) {
-#define SQUARE(k) square_of_last(x, residual, round_sum, row, begin + UNIT * (k), n - UNIT * (k))
-    if (n <= UNIT) return u_halve(x == BF16P, SQUARE(0));
-    if (n <= 2 * UNIT) return u_halve(x == BF16P, u_add(SQUARE(0), SQUARE(1)));
-    if (n <= 4 * UNIT)
-        return u_halve(x == BF16P, u_add(u_add(SQUARE(0), SQUARE(2)), u_add(SQUARE(1), SQUARE(3))));
-    if (n <= 8 * UNIT) return u_halve(x == BF16P, SUM_OF_EIGHT(SQUARE, 1));
+/* The squares of the last n < FN_SEGMENT elements, added up to a unit. */
+FN_INLINE U sum_short_segment(int x, int residual, int round_sum, const struct row *row, int64_t begin, int64_t n) {
     _Alignas(64) float squares[FN_SEGMENT];
-    int64_t done = 0, width = UNIT;
+    int64_t i = 0, width = UNIT;
     while (width < n) width *= 2;
-    for (; done < n; done += UNIT) u_store(F32, squares, done, UNIT, SQUARE(done / UNIT));
-#undef SQUARE
-    for (; done < width; done += UNIT) u_store(F32, squares, done, UNIT, u_set1(0));
-    return sum_units(x == BF16P, squares, width);
+    for (; i + UNIT <= n; i += UNIT)
+        u_store(F32, squares, i, UNIT, add_and_square_unit(x, residual, round_sum, row, begin + i, UNIT));
+    if (i < n) {
+        u_store(F32, squares, i, UNIT, add_and_square_unit(x, residual, round_sum, row, begin + i, (int)(n - i)));
+        i += UNIT;
+    }
+    for (; i < width; i += UNIT) u_store(F32, squares, i, UNIT, u_set1(0));
+    return sum_units(squares, width);
 }
 
 /*
@@ -299,7 +298,7 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int far, const struc
         sum_segments(x, residual, round_sum, row, segments, norm, before);
     else
         sum_segments(x, residual, round_sum, row, segments, norm, before);
-    if (i < hidden) row->sums[sums++] = sum_short_segment(x, residual, round_sum, row, i, hidden - i);
+    if (i < hidden) row->sums[sums++] = u_halve(x == BF16P, sum_short_segment(x, residual, round_sum, row, i, hidden - i));
     if (before) {
         for (; i + UNIT <= hidden; i += UNIT) scale_unit(x, norm, F32, 0, x, before, i, UNIT, before->stream);
         if (i < hidden) scale_unit(x, norm, F32, 0, x, before, i, (int)(hidden - i), 0);
@@ -312,7 +311,7 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int far, const struc
  * the passes (the last levels of its sum, a root, a division) overlaps with work on the others. Twice as many bytes
  * were slower from memory.
  */
-enum { BATCH = 8, BATCH_BYTES = 16 * 1024 };
+enum { BATCH_BYTES = 16 * 1024 };
 struct batch {
     int64_t rows;
     float *kept, *sums; /* scratch: rows of h, or NULL if they are not kept; sums of segments */
@@ -323,6 +322,14 @@ struct batch {
     int64_t streamed_stride;
     float rstd[BATCH]; /* the sums of squares until the first pass is over */
 };
+
+static int64_t padded(int64_t hidden) { return (hidden + 127) / 128 * 128; }
+
+static int64_t batch_rows(const struct fn_forward_job *job) {
+    int64_t element = fn_element_size(job->x_kind) + fn_element_size(job->residual_kind), room = padded(job->hidden);
+    int64_t rows = BATCH_BYTES / element < FN_KEPT ? BATCH_BYTES / element / room : FN_KEPT / room;
+    return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
+}
 
 /* First pass over the rows. */
 FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forward_job *job, struct batch *batch) {
@@ -488,6 +495,34 @@ static int by_parity(const struct fn_forward_job *job) {
 }
 
 /*
+ * Where x, residual and out are of one kind, and the second pass reads h in one of them, the weight is widened once for
+ * all rows, and there are functions for long rows and for short ones: per kind, with a residual and without, with h * rstd
+ * rounded and not. Few rows are not worth it.
+ */
+enum { ALIKE_ROWS = 4 };
+#if defined(BF16_BY_PARITY)
+#define BF16_ALIKE BF16P
+#else
+#define BF16_ALIKE BF16
+#endif
+#define ALIKE_OF(fn, kind) fn(kind, NONE, NONE) fn(kind, NONE, kind) fn(kind, kind, NONE) fn(kind, kind, kind)
+#define ALIKE(fn) fn(F32, NONE, NONE) fn(F32, F32, NONE) ALIKE_OF(fn, F16) ALIKE_OF(fn, BF16_ALIKE)
+#define ALIKE_TABLE_OF(name, kind) ALIKE_TABLE_OF_(name, kind)
+#define ALIKE_TABLE_OF_(name, kind)                            \
+    {{name##_##kind##_NONE_NONE, name##_##kind##_NONE_##kind}, \
+     {name##_##kind##_##kind##_NONE, name##_##kind##_##kind##_##kind}}
+#define ALIKE_TABLE(name)                                                                                             \
+    {[F32] = {{name##_F32_NONE_NONE}, {name##_F32_F32_NONE}}, [F16] = ALIKE_TABLE_OF(name, F16),                      \
+     [BF16] = ALIKE_TABLE_OF(name, BF16_ALIKE)}
+
+static int alike(const struct fn_forward_job *job, int64_t rows, int direct) {
+#if defined(BF16_BY_PARITY)
+    if (job->x_kind == FN_BF16 && !by_parity(job)) return 0;
+#endif
+    return !ROW_BY_ROW && rows >= ALIKE_ROWS && direct && job->x_kind == job->out_kind;
+}
+
+/*
  * Rows [begin, end) of one kind: the first pass of each together with the second of the row before it. Memory is read
  * while there is arithmetic to do, and what a row waits for between its passes overlaps with work on the other. `before`
  * is the first of them at first, and then the last, whose second pass is left.
@@ -522,32 +557,77 @@ typedef void overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct 
                                                      struct scale *before, char *scratch) {                        \
         overlap_rows(kind, residual, norm, job, begin, end, before, scratch);                                      \
     }
-#define OVERLAPS(kind)                                     \
-    OVERLAP(kind, NONE, NONE) OVERLAP(kind, NONE, kind)    \
-    OVERLAP(kind, kind, NONE) OVERLAP(kind, kind, kind)
-OVERLAP(F32, NONE, NONE) OVERLAP(F32, F32, NONE) OVERLAPS(F16)
-#define OVERLAPS_OF(kind)                                        \
-    {{overlap_##kind##_NONE_NONE, overlap_##kind##_NONE_##kind}, \
-     {overlap_##kind##_##kind##_NONE, overlap_##kind##_##kind##_##kind}}
-#if defined(BF16_BY_PARITY)
-OVERLAPS(BF16P)
-#define OVERLAPS_OF_BF16 OVERLAPS_OF(BF16P)
-#else
-OVERLAPS(BF16)
-#define OVERLAPS_OF_BF16 OVERLAPS_OF(BF16)
-#endif
-static overlap_fn *const overlaps[4][2][2] = {
-    [F32] = {{overlap_F32_NONE_NONE}, {overlap_F32_F32_NONE}}, [F16] = OVERLAPS_OF(F16), [BF16] = OVERLAPS_OF_BF16};
+ALIKE(OVERLAP)
+static overlap_fn *const overlaps[4][2][2] = ALIKE_TABLE(overlap);
 
-/* Few rows are not worth widening the weight for; of shorter ones more than two belong in the nearest cache together. */
-enum { OVERLAP_ROWS = 4, OVERLAP_HIDDEN = FN_SEGMENT };
+/* The squares of a row, added up to a unit; in registers, where it is as long as heads often are. */
+FN_INLINE U sum_short_row(int kind, int residual, const struct row *row, int64_t hidden) {
+#define SQUARE(k) add_and_square_unit(kind, residual, 1, row, UNIT * (k), UNIT)
+    if (hidden == 2 * UNIT) return u_add(SQUARE(0), SQUARE(1));
+    if (hidden == 4 * UNIT) return u_add(u_add(SQUARE(0), SQUARE(2)), u_add(SQUARE(1), SQUARE(3)));
+    if (hidden == 8 * UNIT) return SUM_OF_EIGHT(SQUARE, 1);
+#undef SQUARE
+    return sum_short_segment(kind, residual, 1, row, 0, hidden);
+}
+
+/*
+ * Rows [begin, end) of one kind, shorter than a segment. The last levels of some rows' trees are halved together, and
+ * their roots are taken together.
+ */
+FN_INLINE void short_rows(int kind, int residual, int norm, int64_t hidden, const struct fn_forward_job *job, int64_t begin,
+                          int64_t end, const void *weight) {
+    _Alignas(64) float units[BATCH * 128], rstd[BATCH];
+    int64_t batch = batch_rows(job);
+    for (int64_t m = begin; m < end; m += batch) {
+        int64_t rows = end - m < batch ? end - m : batch;
+        for (int64_t k = 0; k < rows; k++) {
+            const struct row row = {
+                .x = job->x + (m + k) * job->x_stride,
+                .residual = residual == NONE ? NULL : job->residual + (m + k) * job->residual_stride,
+                .residual_out = residual == NONE ? NULL : job->residual_out + (m + k) * job->residual_out_stride,
+            };
+            u_store(F32, units, k * UNIT, UNIT, sum_short_row(kind, residual, &row, hidden));
+        }
+        for (int64_t k = rows; k < BATCH; k++) u_store(F32, units, k * UNIT, UNIT, u_set1(0)); /* no rows */
+        halve_rows(kind == BF16P, units, rstd);
+        for (int k = 0; k < BATCH; k++) rstd[k] = rstd_of(rstd[k], hidden, job->eps);
+        if (job->rstd) memcpy((float *)job->rstd + m, rstd, (size_t)rows * sizeof(float));
+        for (int64_t k = 0; k < rows; k++) {
+            const struct scale s = {
+                .rstd = rstd[k],
+                .h = residual == NONE ? job->x + (m + k) * job->x_stride : job->residual_out + (m + k) * job->residual_out_stride,
+                .weight = weight,
+                .out = job->out + (m + k) * job->out_stride,
+            };
+            int64_t i = 0;
+            for (; i + UNIT <= hidden; i += UNIT) scale_unit(kind, norm, F32, 0, kind, &s, u_index(i), UNIT, 0);
+            if (i < hidden) scale_unit(kind, norm, F32, 0, kind, &s, i, (int)(hidden - i), 0);
+        }
+    }
+}
+
+/* The lengths that heads have most often are known to the compiler. */
+typedef void short_fn(const struct fn_forward_job *, int64_t, int64_t, const void *);
+#define SHORT(kind, residual, norm)                                                                              \
+    static void short_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, int64_t end, \
+                                                   const void *weight) {                                         \
+        if (job->hidden == 64) short_rows(kind, residual, norm, 64, job, begin, end, weight);                    \
+        else if (job->hidden == 128) short_rows(kind, residual, norm, 128, job, begin, end, weight);             \
+        else if (job->hidden == 256) short_rows(kind, residual, norm, 256, job, begin, end, weight);             \
+        else short_rows(kind, residual, norm, job->hidden, job, begin, end, weight);                             \
+    }
+ALIKE(SHORT)
+static short_fn *const shorts[4][2][2] = ALIKE_TABLE(short);
+
 static overlap_fn *overlap_for(const struct fn_forward_job *job, int64_t rows, int norm, int direct) {
-#if defined(BF16_BY_PARITY)
-    if (job->x_kind == FN_BF16 && !by_parity(job)) return NULL;
-#endif
-    if (ROW_BY_ROW || rows < OVERLAP_ROWS || job->hidden < OVERLAP_HIDDEN) return NULL;
-    if (!direct || job->x_kind != job->out_kind) return NULL;
+    if (job->hidden < FN_SEGMENT || !alike(job, rows, direct)) return NULL;
     return overlaps[job->x_kind][job->residual_kind != FN_NONE][norm != FN_NONE];
+}
+
+/* For outputs that stay in the caches. */
+static short_fn *short_for(const struct fn_forward_job *job, int64_t rows, int norm, int direct) {
+    if (job->hidden >= FN_SEGMENT || job->stream || !alike(job, rows, direct)) return NULL;
+    return shorts[job->x_kind][job->residual_kind != FN_NONE][norm != FN_NONE];
 }
 
 static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
@@ -570,29 +650,24 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         scale = parity_scale(norm, job->weight_kind, offset, direct);
     }
 #endif
-    const void *weight = job->weight;
     overlap_fn *overlap = overlap_for(job, end - begin, norm, direct);
-    struct scale before = {.weight = weight, .stream = STREAMS && job->stream};
-    if (overlap && (job->weight_kind != FN_F32 || offset)) {
-        int kind = weight && by_parity(job) ? (int)BF16P : job->weight_kind;
-        widen_weight(kind, weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */
+    short_fn *brief = short_for(job, end - begin, norm, direct);
+    struct scale before = {.weight = job->weight, .stream = STREAMS && job->stream};
+    if ((overlap || brief) && (job->weight_kind != FN_F32 || offset)) {
+        int kind = job->weight && by_parity(job) ? (int)BF16P : job->weight_kind;
+        widen_weight(kind, job->weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */
         before.weight = scratch;
-    } else if (WIDENS_WEIGHT && job->weight_kind == FN_F16 && direct && !job->far && end - begin >= WIDENS_WEIGHT) {
-        widen_weight(F16, weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */
-        weight = scratch;
-        scale = scales[norm][FN_F32][0][job->out_kind][direct];
     }
-    int64_t hidden = job->hidden, room = (hidden + 127) / 128 * 128;
-    int64_t rows = BATCH_BYTES / (fn_element_size(job->x_kind) + fn_element_size(residual)) / room;
+    if (brief) {
+        brief(job, begin, end, before.weight);
+        return;
+    }
+    int64_t hidden = job->hidden, room = padded(hidden), rows = overlap ? 1 : batch_rows(job);
     struct batch batch = {
         .kept = keep ? scratch : NULL, .sums = (float *)scratch + fn_kept(hidden), .stream = STREAMS && job->stream,
     };
-    if (rows > FN_KEPT / room) rows = FN_KEPT / room;
-    if (rows > BATCH) rows = BATCH;
-    if (rows < 1 || overlap) rows = 1;
     for (int64_t m = begin; m < end; m += rows) {
         struct fn_forward_job part = *job;
-        part.weight = weight;
         part.x += m * job->x_stride;
         part.out += m * job->out_stride;
         if (residual) {

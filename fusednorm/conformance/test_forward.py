@@ -75,8 +75,8 @@ def check(case, mode, agree):
 
 @pytest.mark.parametrize("hidden", SIZES)
 def test_sizes(mode, agree, hidden):
-    rows = 1 if hidden > 16384 else 3 if hidden < 1024 else 5  # so many may overlap
-    for dtype in DTYPES:
+    # From four rows on the cpu backend takes them together.
+    for rows, dtype in itertools.product((1,) if hidden > 16384 else (3, 5) if hidden < 1024 else (5,), DTYPES):
         check(Case(rows=rows, hidden=hidden).of(dtype), mode, agree)
         check(Case(rows=rows, hidden=hidden).of(dtype, residual=None), mode, agree)
 
@@ -97,10 +97,16 @@ def test_rows_of_another_type(mode, agree):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_of_one_type(mode, agree, dtype):
-    """The cpu backend makes the second pass of such a row together with the first of the next one."""
-    for hidden, residual in ((1024, dtype), (2077, dtype), (2077, None)):
+    """
+    The cpu backend makes the second pass of such a row together with the first of the next one; of short ones it takes the
+    last levels of eight sums together.
+    """
+    for rows, hidden, residual in (
+        *((5, 1024, dtype), (5, 2077, dtype), (5, 2077, None)),
+        *((11, 64, None), (11, 128, dtype), (11, 256, dtype), (11, 300, None), (6, 1000, dtype)),
+    ):
         for weight, offset, norm in ((None, 0.0, True), (dtype, 0.0, True), (dtype, 1.0, False), (F32, 1.0, True)):
-            check(Case(5, hidden, dtype, residual, weight, None, 1e-6, offset, round_norm=norm), mode, agree)
+            check(Case(rows, hidden, dtype, residual, weight, None, 1e-6, offset, round_norm=norm), mode, agree)
 
 
 BEYOND = (
@@ -140,7 +146,7 @@ def test_dtypes(mode, agree, x, residual):
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_data(mode, agree, dtype, data):
-    for hidden, round_sum, round_norm in itertools.product((77, 1200), (True, False), (True, False)):
+    for hidden, round_sum, round_norm in itertools.product((77, 128, 1200), (True, False), (True, False)):
         case = Case(rows=7, hidden=hidden, data=data, round_sum=round_sum, round_norm=round_norm)
         check(case.of(dtype), mode, agree)
         check(case.of(dtype, residual=F32 if dtype != F64 else F64), mode, agree)
