@@ -184,6 +184,7 @@ struct scale {
     const void *h, *weight;
     void *out;
     int stream; /* whether it goes past the caches */
+    int64_t whole; /* elements in whole segments; where rows overlap */
     const char *next_x, *next_residual; /* what to fetch meanwhile; h if nothing */
 };
 
@@ -201,9 +202,13 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, cons
     else u_store(out, s->out, i, n, y);
 }
 
-/* Part of the second pass of the row before, of the same kind; its weight is float. */
+/*
+ * Part of the second pass of the row before, of the same kind; its weight is float. It goes backwards through the whole
+ * segments, because their end is what the nearest cache still holds.
+ */
 FN_INLINE void scale_eight(int kind, int norm, const struct scale *before, int64_t i) {
-    for (int k = 0; k < 8; k++) scale_unit(kind, norm, F32, 0, kind, before, u_index(i + k * UNIT), UNIT, before->stream);
+    for (int k = 1; k <= 8; k++)
+        scale_unit(kind, norm, F32, 0, kind, before, u_index(before->whole - i - k * UNIT), UNIT, before->stream);
 }
 
 FN_INLINE U u_square(U u) { return u_mul(u, u); }
@@ -652,7 +657,8 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
 #endif
     overlap_fn *overlap = overlap_for(job, end - begin, norm, direct);
     short_fn *brief = short_for(job, end - begin, norm, direct);
-    struct scale before = {.weight = job->weight, .stream = STREAMS && job->stream};
+    struct scale before = {.weight = job->weight, .stream = STREAMS && job->stream,
+                           .whole = job->hidden / FN_SEGMENT * FN_SEGMENT};
     if ((overlap || brief) && (job->weight_kind != FN_F32 || offset)) {
         int kind = job->weight && by_parity(job) ? (int)BF16P : job->weight_kind;
         widen_weight(kind, job->weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */

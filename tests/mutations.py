@@ -310,6 +310,13 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "one unit of eight is not scaled where rows overlap",
+        "cpu/kernel_body.h",
+        "for (int k = 1; k <= 8; k++)",
+        "for (int k = 2; k <= 8; k++)",
+    ),
+    Mutant(
+        SAME,
         "the end of a row is not scaled where rows overlap",
         "cpu/kernel_body.h",
         "        if (i < hidden) scale_unit(x, norm, F32, 0, x, before, i, (int)(hidden - i), 0);\n",
