@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HIDDEN = 4096
 SEGMENT = 1024  # FN_SEGMENT
-ROWS = (4, 8)  # as many as go together with each other, OVERLAP_ROWS; the difference of two runs is what rows cost
+ROWS = (4, 8)  # as many as are taken together, ALIKE_ROWS; the difference of two runs is what rows cost
 KINDS = {"bfloat16": 3, "float16": 2, "float32": 1}  # enum fn_kind
 
 #: For each instruction set an emulated processor, and the processors whose models know it.

@@ -600,7 +600,8 @@ FN_INLINE void short_rows(int kind, int residual, int norm, int64_t hidden, cons
         for (int64_t k = 0; k < rows; k++) {
             const struct scale s = {
                 .rstd = rstd[k],
-                .h = residual == NONE ? job->x + (m + k) * job->x_stride : job->residual_out + (m + k) * job->residual_out_stride,
+                .h = residual == NONE ? job->x + (m + k) * job->x_stride
+                                      : job->residual_out + (m + k) * job->residual_out_stride,
                 .weight = weight,
                 .out = job->out + (m + k) * job->out_stride,
             };
@@ -661,7 +662,8 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
                            .whole = job->hidden / FN_SEGMENT * FN_SEGMENT};
     if ((overlap || brief) && (job->weight_kind != FN_F32 || offset)) {
         int kind = job->weight && by_parity(job) ? (int)BF16P : job->weight_kind;
-        widen_weight(kind, job->weight, (float)job->weight_offset, job->hidden, scratch); /* where rows that are kept would be */
+        /* where rows that are kept would be */
+        widen_weight(kind, job->weight, (float)job->weight_offset, job->hidden, scratch);
         before.weight = scratch;
     }
     if (brief) {
