@@ -203,12 +203,12 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, cons
 }
 
 /*
- * Part of the second pass of the row before, of the same kind; its weight is float. It goes backwards through the whole
- * segments, because their end is what the nearest cache still holds.
+ * Part of the second pass of the row before, of the same kind; its weight is float. Eight by eight it goes backwards
+ * through the whole segments, because their end is what the nearest cache still holds.
  */
 FN_INLINE void scale_eight(int kind, int norm, const struct scale *before, int64_t i) {
-    for (int k = 1; k <= 8; k++)
-        scale_unit(kind, norm, F32, 0, kind, before, u_index(before->whole - i - k * UNIT), UNIT, before->stream);
+    i = before->whole - i - 8 * UNIT;
+    for (int k = 0; k < 8; k++) scale_unit(kind, norm, F32, 0, kind, before, u_index(i + k * UNIT), UNIT, before->stream);
 }
 
 FN_INLINE U u_square(U u) { return u_mul(u, u); }

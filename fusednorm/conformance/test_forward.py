@@ -97,10 +97,7 @@ def test_rows_of_another_type(mode, agree):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_of_one_type(mode, agree, dtype):
-    """
-    The cpu backend makes the second pass of such a row together with the first of the next one; of short ones it takes the
-    last levels of eight sums together.
-    """
+    """The cpu backend overlaps such rows' passes; of short rows it takes the last levels of eight sums together."""
     for rows, hidden, residual in (
         *((5, 1024, dtype), (5, 2077, dtype), (5, 2077, None)),
         *((11, 64, None), (11, 128, dtype), (11, 256, dtype), (11, 300, None), (6, 1000, dtype)),
