@@ -184,7 +184,6 @@ struct scale {
     const void *h, *weight;
     void *out;
     int stream; /* whether it goes past the caches */
-    int64_t whole; /* elements in whole segments; where rows overlap */
     const char *next_x, *next_residual; /* what to fetch meanwhile; h if nothing */
 };
 
@@ -202,12 +201,8 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, cons
     else u_store(out, s->out, i, n, y);
 }
 
-/*
- * Part of the second pass of the row before, of the same kind; its weight is float. Eight by eight it goes backwards
- * through the whole segments, because their end is what the nearest cache still holds.
- */
+/* Part of the second pass of the row before, of the same kind; its weight is float. */
 FN_INLINE void scale_eight(int kind, int norm, const struct scale *before, int64_t i) {
-    i = before->whole - i - 8 * UNIT;
     for (int k = 0; k < 8; k++) scale_unit(kind, norm, F32, 0, kind, before, u_index(i + k * UNIT), UNIT, before->stream);
 }
 
@@ -658,8 +653,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
 #endif
     overlap_fn *overlap = overlap_for(job, end - begin, norm, direct);
     short_fn *brief = short_for(job, end - begin, norm, direct);
-    struct scale before = {.weight = job->weight, .stream = STREAMS && job->stream,
-                           .whole = job->hidden / FN_SEGMENT * FN_SEGMENT};
+    struct scale before = {.weight = job->weight, .stream = STREAMS && job->stream};
     if ((overlap || brief) && (job->weight_kind != FN_F32 || offset)) {
         int kind = job->weight && by_parity(job) ? (int)BF16P : job->weight_kind;
         /* where rows that are kept would be */

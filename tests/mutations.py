@@ -312,8 +312,8 @@ MUTANTS = (
         SAME,
         "one unit of eight is not scaled where rows overlap",
         "cpu/kernel_body.h",
-        "    i = before->whole - i - 8 * UNIT;\n    for (int k = 0; k < 8; k++)",
-        "    i = before->whole - i - 8 * UNIT;\n    for (int k = 1; k < 8; k++)",
+        "    for (int k = 0; k < 8; k++) scale_unit(",
+        "    for (int k = 1; k < 8; k++) scale_unit(",
     ),
     Mutant(
         SAME,
