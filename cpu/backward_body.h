@@ -147,7 +147,7 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
     if (part->waits) {
         before = operands_of(job, part->row, room.g);
         before.c = part->c;
-        if (begin == end) pass_over(kind, &before, NULL, job->hidden, room.sums);
+        if (begin == end && before.d) pass_over(kind, &before, NULL, job->hidden, room.sums);
     }
     for (int64_t m = begin; m < end; m++) {
         struct gradient_row row = operands_of(job, m, room.g);

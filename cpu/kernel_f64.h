@@ -118,7 +118,7 @@ static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int6
         if (job->dx) narrow_from_f64(job->dx_kind, dy, job->dx + m * job->dx_stride, n);
         if (job->dresidual) narrow_from_f64(job->dresidual_kind, dy, job->dresidual + m * job->dresidual_stride, n);
     }
-    for (int k = 0; k < depth; k++) {
+    for (int k = 0; partial && k < depth; k++) {
         double *into = sum[-k - 1], *from = sum[-k];
         for (int64_t i = 0; i < n; i++) into[i] += from[i];
     }
