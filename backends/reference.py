@@ -7,7 +7,7 @@ Slow and obvious. It runs on any device that torch knows, and is exact wherever 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,19 +54,44 @@ def accumulator(x_dtype: torch.dtype) -> torch.dtype:
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` rounded to nearest even to ``dtype``, once.
+    """``value`` rounded to nearest even to ``dtype``, once. Derivatives are passed straight through.
 
     torch converts float64 to float16 and bfloat16 by way of float32, which rounds twice. Rounding to odd on the
     way (the last bit set where anything was lost) makes the second rounding come out as the only one.
     """
     if value.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
         return value.to(dtype)
-    nearest = value.to(torch.float32)
-    back = nearest.to(torch.float64)
-    bits = nearest.view(torch.int32)
-    bits = torch.where(back.abs() > value.abs(), bits - 1, bits)
-    bits = torch.where(back == value, bits, bits | 1)
-    return torch.where(value.isnan(), nearest, bits.view(torch.float32)).to(dtype)
+    return RoundedToOdd.apply(value).to(dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class RoundedToOdd(torch.autograd.Function):
+    """float64 as float32, the last bit set where anything was lost; derivatives are passed straight through."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        """``value`` is of float64 and any shape."""
+        nearest = value.to(torch.float32)
+        back = nearest.to(torch.float64)
+        bits = nearest.view(torch.int32)
+        bits = torch.where(back.abs() > value.abs(), bits - 1, bits)
+        bits = torch.where(back == value, bits, bits | 1)
+        return torch.where(value.isnan(), nearest, bits.view(torch.float32))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The gradient, in float64."""
+        return gradient.to(torch.float64)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        """The tangent, in float32."""
+        return tangent.to(torch.float32)
 
 
 def halved(value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@
 #include "quick.h"
 
 const exchange_api *fn_exchange_api;
-static PyObject *plain_types, *is_grad_enabled, *get_num_threads, *empty_like, *increment_version, *requires_grad;
+static PyObject *plain_types, *get_num_threads, *empty_like, *requires_grad;
 static PyTypeObject *tensor_type, *parameter_type;
 static fn_forward_fn *forward_on_cpu;
 
@@ -79,6 +79,26 @@ int fn_threads(int64_t elements) {
     return threads;
 }
 
+/* A function of torch's with one argument or none. Where it is C's own, C calls it: Python would take as long again. */
+typedef struct {
+    PyObject *object;
+    PyCFunction in_c; /* NULL where it is not */
+} function;
+
+static function function_of(PyObject *object, int flags) {
+    function f = {Py_NewRef(object), NULL};
+    if (PyCFunction_CheckExact(object) && PyCFunction_GetFlags(object) == flags) f.in_c = PyCFunction_GetFunction(object);
+    return f;
+}
+
+static PyObject *call_function(const function *f, PyObject *argument) {
+    if (f->in_c) return f->in_c(PyCFunction_GetSelf(f->object), argument);
+    return argument ? PyObject_CallFunctionObjArgs(f->object, argument, NULL) : PyObject_CallNoArgs(f->object);
+}
+
+static function is_grad_enabled, increment_version;
+static descrgetfunc get_requires_grad; /* of the descriptor `requires_grad`, which Python would look up each time */
+
 /* 1 or 0, or -1 with a Python error set. */
 static int truth(PyObject *new_reference) {
     if (!new_reference) return -1;
@@ -87,22 +107,79 @@ static int truth(PyObject *new_reference) {
     return value;
 }
 
-/* Whether autograd would have to know of the call. */
+static int answer(const function *question) { return truth(call_function(question, NULL)); }
+
+/* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */
 static int records_gradient(PyObject *const *operands, int count) {
-    int records = truth(PyObject_CallNoArgs(is_grad_enabled));
+    int records = answer(&is_grad_enabled);
     if (records <= 0) return records;
     for (int i = 0; i < count; i++) {
-        if (operands[i] == Py_None) continue;
-        records = truth(PyObject_GetAttr(operands[i], requires_grad));
+        if (operands[i] == Py_None || (i >= OUT && operands[i] == operands[i - OUT])) continue;
+        records = truth(get_requires_grad(requires_grad, operands[i], (PyObject *)tensor_type));
         if (records) return records;
     }
     return 0;
 }
 
+/* What fusednorm/listeners.py asks: functions, and dictionary, name and value of variables. */
+enum { MOST = 4 };
+static struct {
+    int questions, variables;
+    function question[MOST];
+    PyObject *variable[MOST][3];
+    function count_function_modes;
+    PyObject *function_mode_at, *default_device_mode;
+} listeners;
+
+/*
+ * Whether somebody listens who must see the operation, as fusednorm/listeners.py tells in detail; -1 with a
+ * Python error. torch's own function mode for a default device, which a program leaves on, does not listen.
+ */
+static int somebody_listens(void) {
+    for (int i = 0; i < listeners.questions; i++) {
+        int yes = answer(&listeners.question[i]);
+        if (yes) return yes;
+    }
+    for (int i = 0; i < listeners.variables; i++) {
+        PyObject *const *variable = listeners.variable[i];
+        /* The same object, which False and small integers are; anything else is answered in Python. */
+        if (PyDict_GetItemWithError(variable[0], variable[1]) != variable[2]) return PyErr_Occurred() ? -1 : 1;
+    }
+    PyObject *count = call_function(&listeners.count_function_modes, NULL);
+    if (!count) return -1;
+    long modes = PyLong_AsLong(count);
+    Py_DECREF(count);
+    if (modes != 1) return modes != 0;
+    PyObject *zero = PyLong_FromLong(0);
+    PyObject *mode = zero ? PyObject_CallFunctionObjArgs(listeners.function_mode_at, zero, NULL) : NULL;
+    Py_XDECREF(zero);
+    if (!mode) return -1;
+    int ours = (PyObject *)Py_TYPE(mode) == listeners.default_device_mode;
+    Py_DECREF(mode);
+    return !ours;
+}
+
+/* Keeps the tuples of fusednorm/listeners.py; whether they are of its form. */
+static int open_listeners(PyObject *questions, PyObject *variables, PyObject *function_modes) {
+    listeners.questions = (int)PyTuple_Size(questions), listeners.variables = (int)PyTuple_Size(variables);
+    if (listeners.questions > MOST || listeners.variables > MOST || PyTuple_Size(function_modes) != 3) return 0;
+    for (int i = 0; i < listeners.questions; i++) listeners.question[i] = function_of(PyTuple_GetItem(questions, i), METH_NOARGS);
+    for (int i = 0; i < listeners.variables; i++) {
+        PyObject **variable = listeners.variable[i];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(variables, i), "O!OO", &PyDict_Type, &variable[0], &variable[1], &variable[2]))
+            return 0;
+        for (int j = 0; j < 3; j++) Py_INCREF(variable[j]);
+    }
+    listeners.count_function_modes = function_of(PyTuple_GetItem(function_modes, 0), METH_NOARGS);
+    listeners.function_mode_at = Py_NewRef(PyTuple_GetItem(function_modes, 1));
+    listeners.default_device_mode = Py_NewRef(PyTuple_GetItem(function_modes, 2));
+    return 1;
+}
+
 static PyObject *long_way(void) { Py_RETURN_NONE; }
 
 /* Python's arguments: the operands that users may give, then these. */
-enum { EPS = RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ROOTS, ARGUMENTS };
+enum { EPS = RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ROOTS, ASK, ARGUMENTS };
 
 /* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
 typedef struct {
@@ -194,9 +271,10 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
         (o[RSTD].kind != (o[X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&o[RSTD]) != c.rows))
         return long_way();
 
-    int records = records_gradient(arguments, EPS);
-    if (records < 0) return NULL;
-    if (records) return long_way();
+    int others = arguments[ASK] == Py_True ? somebody_listens() : 0;
+    if (!others) others = records_gradient(arguments, EPS);
+    if (others < 0) return NULL;
+    if (others) return long_way();
     c.flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
               (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
     c.eps = PyFloat_AsDouble(arguments[EPS]);
@@ -227,7 +305,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     if (written[0] || written[1]) { /* as every operation of torch's does that writes to a tensor */
         PyObject *both = written[0] && written[1] ? PyTuple_Pack(2, outputs[0], outputs[1])
                                                   : PyTuple_Pack(1, outputs[written[0] ? 0 : 1]);
-        PyObject *none = both ? PyObject_CallFunctionObjArgs(increment_version, both, NULL) : NULL;
+        PyObject *none = both ? call_function(&increment_version, both) : NULL;
         Py_XDECREF(both);
         if (!none) goto end;
         Py_DECREF(none);
@@ -241,23 +319,29 @@ end:
 
 static PyObject *open_way(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *capsule, *types[2], *callables[4];
-    if (!PyArg_ParseTuple(arguments, "OOOOOOO", &capsule, &types[0], &types[1], &callables[0], &callables[1],
-                          &callables[2], &callables[3]))
+    PyObject *capsule, *types[2], *callables[4], *asked[3];
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOO!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+                          &callables[2], &callables[3], &PyTuple_Type, &asked[0], &PyTuple_Type, &asked[1],
+                          &PyTuple_Type, &asked[2]))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* add-ons to older torch set others */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!found) return NULL;
     if (found->version.major != DL_MAJOR || !found->tensor_from) Py_RETURN_FALSE;
-    requires_grad = PyUnicode_InternFromString("requires_grad");
+    requires_grad = PyObject_GetAttrString(types[0], "requires_grad");
+    if (requires_grad) get_requires_grad = (descrgetfunc)PyType_GetSlot(Py_TYPE(requires_grad), Py_tp_descr_get);
     plain_types = PyTuple_Pack(2, types[0], types[1]); /* keeps them alive, as this module is never unloaded */
-    if (!requires_grad || !plain_types) return NULL;
+    if (!requires_grad || !get_requires_grad || !plain_types) return NULL;
     tensor_type = (PyTypeObject *)types[0];
     parameter_type = (PyTypeObject *)types[1];
-    is_grad_enabled = Py_NewRef(callables[0]);
+    is_grad_enabled = function_of(callables[0], METH_NOARGS);
     get_num_threads = Py_NewRef(callables[1]);
     empty_like = Py_NewRef(callables[2]);
-    increment_version = Py_NewRef(callables[3]);
+    increment_version = function_of(callables[3], METH_O);
+    if (!open_listeners(asked[0], asked[1], asked[2])) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "questions, variables or function modes of another form");
+        return NULL;
+    }
     fn_exchange_api = found;
     Py_RETURN_TRUE;
 }
@@ -293,7 +377,8 @@ static PyObject *way(PyObject *module, PyObject *arguments) {
 
 static PyMethodDef methods[] = {
     {"open", open_way, METH_VARARGS,
-     "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, increment_version)\n--\n\n"
+     "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, increment_version, "
+     "questions, variables, function modes)\n--\n\n"
      "Whether this version of the exchange API is understood."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_forward and fn_backward)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from fusednorm import listeners
 from fusednorm.backends import reference
-from fusednorm.ops import run_quickly
-from fusednorm.registry import Signature, select
+from fusednorm.ops import dispatched, run_quickly
+from fusednorm.registry import Backend, Signature, select
+
+
+def _primals(ctx: Any) -> list[Tensor | None]:
+    """What a function kept for its ``jvp``, each without its tangent at this level, but with those at levels around it."""
+    return [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]  # type: ignore[no-untyped-call]
 
 
 class Rstd(torch.autograd.Function):
-    """(h, eps) -> 1 / sqrt(mean(h^2) + eps), with a derivative; only for derivatives of gradients."""
+    """(h, eps) -> 1 / sqrt(mean(h^2) + eps), with derivatives; only for derivatives of gradients."""
 
     @staticmethod
     def forward(h: Tensor, eps: float) -> Tensor:
@@ -25,12 +31,25 @@ class Rstd(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keeps both."""
         ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
 
     @staticmethod
     def backward(ctx: Any, d_rstd: Tensor) -> tuple[Tensor, None]:
         """``-rstd^3 * h / N``, out of operations that can be differentiated again."""
         h, rstd = ctx.saved_tensors
         return (d_rstd * -(rstd**3) / h.shape[-1]).unsqueeze(-1) * h, None
+
+    @staticmethod
+    def jvp(ctx: Any, h_tangent: Tensor, _: None) -> Tensor:
+        """``-rstd^3 * mean(h * h_tangent)``, with the tangents of levels around this one, which torch turns off."""
+        with forward_ad._set_fwd_grad_enabled(True):
+            h, rstd = _primals(ctx)
+            return -(rstd**3) * (h * h_tangent).mean(-1)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], h: Tensor, eps: float) -> tuple[Tensor, int]:
+        """A batch of rows is rows."""
+        return Rstd.apply(h.movedim(in_dims[0], 0), eps), 0  # type: ignore[no-untyped-call]
 
 
 def new_rstd(x: Tensor) -> Tensor:
@@ -67,13 +86,12 @@ def keep(
 
 
 def gradients(
-    ctx: Any,
-    dy: Tensor | None,
-    d_total: Tensor | None,
-    needs: tuple[bool, ...],
-    backward: Callable[..., tuple[Tensor | None, ...]],
+    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, ...], backend: Backend | None
 ) -> tuple[Tensor | None, ...]:
-    """The specification's formulas: by a backend's ``backward``, or by the reference under ``create_graph=True``."""
+    """The specification's formulas: by the backend, or by torch's dispatcher for whoever listens there.
+
+    Without a backend always by the dispatcher; by the reference where gradients are differentiated themselves.
+    """
     rstd, weight, *terms = ctx.saved_tensors
     h = terms[0]
     if len(terms) == 2:
@@ -82,9 +100,16 @@ def gradients(
         return None, None, None
     if dy is None:
         dy = torch.zeros_like(h, dtype=ctx.dtypes[0])
-    if torch.is_grad_enabled():  # create_graph=True
-        backward, rstd = reference.backward, Rstd.apply(h.to(rstd.dtype), ctx.eps)  # type: ignore[no-untyped-call]
-    return backward(dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, needs)
+    # create_graph=True, or a tangent may come along: rstd, which is kept without derivatives, is made again with them.
+    if torch.is_grad_enabled() or listeners.level_entered():
+        rstd = Rstd.apply(h.to(rstd.dtype), ctx.eps)  # type: ignore[no-untyped-call]
+        return reference.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, needs)
+    if backend is not None and not listeners.below(dy, d_total, h, rstd, weight):
+        return backend.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, needs)
+    found = torch.ops.fusednorm.backward(
+        dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, ctx.round_sum, ctx.round_norm, list(needs)
+    )
+    return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None, Tensor]) -> None:
@@ -117,21 +142,51 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """See :func:`gradients`."""
-        return (*gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend.backward), None, None, None, None)
+        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend), None, None, None, None
 
 
 class Transformed(Normalise):
-    """The same for ``torch.func``, which wants the context apart, as a plain call does not: it takes 15 us longer."""
+    """The same for ``torch.func`` and forward mode, which want the context apart: it takes 15 us longer."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """See :class:`Normalise`."""
+        x, residual, weight, *flags = inputs
+        if listeners.below(x, residual, weight):
+            return dispatched(x, residual, weight, flags)
         return normalise(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
         """See :func:`keep`."""
         _remember(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3])
+
+    @staticmethod
+    def jvp(
+        ctx: Any, x_tangent: Tensor | None, residual_tangent: Tensor | None, weight_tangent: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        """Tangents of both outputs, out of torch's operations, which can be differentiated again.
+
+        The specification does not promise their bits. Roundings are passed straight through.
+        """
+        with forward_ad._set_fwd_grad_enabled(True):  # torch turns off the levels around this one
+            x, residual, weight = _primals(ctx)
+            dtype = reference.accumulator(x.dtype)
+            h = x.to(dtype)
+            if residual is not None:
+                h = h + residual.to(dtype)
+                h = h.to(residual.dtype).to(dtype) if ctx.round_sum else h
+            rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + ctx.eps)
+            xhat = h * rstd
+            tangents = [t.to(dtype) for t in (x_tangent, residual_tangent) if t is not None]
+            h_tangent = sum(tangents) if tangents else torch.zeros_like(h)
+            y_tangent = rstd * (h_tangent - xhat * (xhat * h_tangent).mean(-1, keepdim=True))
+            if weight is not None:
+                y_tangent = y_tangent * (weight.to(dtype) + ctx.weight_offset)
+            if weight_tangent is not None:
+                y_tangent = y_tangent + xhat * weight_tangent.to(dtype)
+            return y_tangent.to(x.dtype), None if residual is None else h_tangent.to(residual.dtype), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
+from fusednorm.listeners import has_tangent
 from fusednorm.ops import run_quickly
 from fusednorm.registry import Signature, select
 
@@ -152,34 +154,54 @@ for _name, (_function, _fake) in _FUNCTIONS.items():
     torch.library.register_fake(f"fusednorm::{_name}", _fake)
 
 
-def _backward_op(ctx: Any) -> Callable[..., tuple[Tensor | None, ...]]:
-    def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-        *others, needs = arguments
-        found = torch.ops.fusednorm.backward(*others, ctx.round_sum, ctx.round_norm, list(needs))
-        return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
-
-    return backward
+def _gradients_of_fused(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], None), None, None, None, None
 
 
-def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, residual, weight, eps, weight_offset, round_sum, round_norm = inputs
-    keep(ctx, x, residual, weight, eps, weight_offset, round_sum, round_norm, output[1], output[2])
-
-
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, eps, weight_offset, round_sum, round_norm = inputs
-    keep(ctx, x, None, weight, eps, weight_offset, round_sum, round_norm, None, output[1])
-
-
-def _backward_of_fused(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], _backward_op(ctx)), None, None, None, None
-
-
-def _backward_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _gradients_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, _none, dweight = gradients(ctx, dy, None, (need_x, False, need_weight), _backward_op(ctx))
+    dx, _none, dweight = gradients(ctx, dy, None, (need_x, False, need_weight), None)
     return dx, dweight, None, None, None, None
 
 
-torch.library.register_autograd("fusednorm::fused_add_rms_norm", _backward_of_fused, setup_context=_keep_fused)
-torch.library.register_autograd("fusednorm::rms_norm", _backward_of_norm, setup_context=_keep_norm)
+def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    keep(ctx, *inputs, output[1], output[2])
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, *flags = inputs
+    keep(ctx, x, None, weight, *flags, None, output[1])
+
+
+#: Backward pass, and what is kept for it, of the operations that have one.
+_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "fused_add_rms_norm": (_gradients_of_fused, _keep_fused),
+    "rms_norm": (_gradients_of_norm, _keep_norm),
+}
+
+
+def _register_autograd(name: str) -> None:
+    """As ``torch.library.register_autograd``, which would lose what it does not know: tangents, and gradients of writes."""
+    operation = getattr(torch.ops.fusednorm, name).default
+    recorded = make_autograd_impl(operation, Info(*_GRADIENTS.get(name, (None, None))))
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        operands = [a for a in arguments if isinstance(a, Tensor)]
+        if has_tangent(*operands):
+            lost = "an operand has a tangent of forward-mode differentiation"
+        elif operation._schema.is_mutable and torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+            lost = "an operand requires grad"
+        else:
+            return recorded(keyset, *arguments)
+        raise NotImplementedError(
+            f"torch.ops.fusednorm.{name} cannot be differentiated so, and {lost}; call the function that fusednorm has "
+            "for it, with new outputs"
+        )
+
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+_LIBRARY = torch.library.Library("fusednorm", "FRAGMENT")
+
+for _name in SCHEMAS:
+    _register_autograd(_name)

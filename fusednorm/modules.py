@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Size, Tensor
@@ -26,15 +26,31 @@ def as_rows(x: Tensor, normalized_shape: tuple[int, ...], name: str = "x") -> Te
         TypeError: x is no tensor. The messages call x ``name``.
         ValueError: x does not end in these dimensions, or there are none.
     """
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor | torch.fx.Proxy):
         refuse_type(name, x)
     dimensions = len(normalized_shape)
-    if not dimensions or x.shape[-dimensions:] != normalized_shape:
+    if isinstance(x, Tensor) and (not dimensions or not _ends_in(x, normalized_shape)):
         raise ValueError(
             f"{name} must end in the dimensions {list(normalized_shape)}, the normalized_shape (of at least one "
             f"dimension); got shape {list(x.shape)}"
         )
-    return x if dimensions == 1 else x.reshape(*x.shape[:-dimensions], math.prod(normalized_shape))
+    return x if dimensions == 1 else x.flatten(-dimensions)
+
+
+def _ends_in(x: Tensor, dimensions: tuple[int, ...]) -> bool:
+    if not torch.jit.is_tracing():
+        return x.shape[-len(dimensions) :] == dimensions
+    with warnings.catch_warnings():  # that the trace is of these dimensions alone, as the module is
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return [int(n) for n in x.shape[-len(dimensions) :]] == list(dimensions)
+
+
+def _one_node(module: torch.nn.Module, *inputs: object) -> Any:
+    """The call as one node of the graph that ``torch.fx`` traces, as torch's own modules are; None if it traces none."""
+    for value in inputs:
+        if isinstance(value, torch.fx.Proxy) and value.tracer.root is not module:
+            return value.tracer.create_proxy("call_module", value.tracer.path_of_module(module), inputs, {})
+    return None
 
 
 def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
@@ -90,6 +106,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x, ``[..., *normalized_shape]``, into its own dtype."""
+        if not isinstance(x, Tensor) and (node := _one_node(self, x)) is not None:
+            return cast(Tensor, node)
         y = rms_norm(
             as_rows(x, self.normalized_shape),
             as_row(self.weight, self.normalized_shape),
@@ -97,7 +115,7 @@ class RMSNorm(torch.nn.RMSNorm):
             weight_offset=self.weight_offset,
             round_norm=self.round_norm,
         )
-        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+        return self._of_shape(y)
 
     def extra_repr(self) -> str:
         """What torch.nn.RMSNorm shows, and what differs from it."""
@@ -107,6 +125,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def _eps(self, x: Tensor) -> float:
         return machine_epsilon(x) if self.eps is None else self.eps
+
+    def _of_shape(self, rows: Tensor) -> Tensor:
+        """Rows with the dimensions that were normalised together."""
+        return rows if len(self.normalized_shape) == 1 else rows.unflatten(-1, self.normalized_shape)
 
 
 class AddRMSNorm(RMSNorm):
@@ -148,6 +170,8 @@ class AddRMSNorm(RMSNorm):
             x: ``[..., *normalized_shape]``.
             residual: x's shape, or None.
         """
+        if not isinstance(x, Tensor) and (node := _one_node(self, x, residual)) is not None:
+            return cast(tuple[Tensor, Tensor], node)
         if residual is None:
             return super().forward(x), x
         y, total = fused_add_rms_norm(
@@ -159,7 +183,7 @@ class AddRMSNorm(RMSNorm):
             round_sum=self.round_sum,
             round_norm=self.round_norm,
         )
-        return (y, total) if len(self.normalized_shape) == 1 else (y.view(x.shape), total.view(x.shape))
+        return self._of_shape(y), self._of_shape(total)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
         """torch's, but a hook that returns fewer inputs than it was given raises: the sum would silently be x alone.

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function
 
+from fusednorm import listeners
 from fusednorm.layout import overlaps_itself, row_stride, share_memory
 from fusednorm.registry import Signature, order, quick, select
 
 _NAMES = ("x", "residual", "weight", "out", "residual_out")
+
+#: eps, weight_offset, round_sum, round_norm.
+Flags = tuple[float, float, bool, bool]
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -57,25 +63,30 @@ def fused_add_rms_norm(
     """
     if residual is None:
         refuse_type("residual", residual)
-    new = out is None and residual_out is None
     compiling = is_dynamo_compiling()
-    if compiling and new:
-        return _dispatched(x, residual, weight, eps, weight_offset, round_sum, round_norm)
-    way = None if compiling else quick.get(order())
-    if way is not None:
-        result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, None)
-        if result is not None:
-            return result
-    if new:
-        if _intercepted(x, residual, weight):
-            return _dispatched(x, residual, weight, eps, weight_offset, round_sum, round_norm)
-        if is_grad_enabled() and _requires_grad(x, residual, weight):
-            return _differentiable(x, residual, weight, eps, weight_offset, round_sum, round_norm)
-    elif is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
-        _refuse_grad("fused_add_rms_norm")
-    elif compiling or _intercepted(x, residual, weight, out, residual_out):
-        return _dispatched_into(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm)
-    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, out, residual_out)
+    if not compiling:
+        way = quick.get(order())
+        if way is not None:
+            result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, None, True)
+            if result is not None:
+                return result
+        operands = (x, residual, weight, out, residual_out)
+        if listeners.override(*operands):
+            return handle_torch_function(  # type: ignore[no-any-return]
+                fused_add_rms_norm,
+                operands,
+                x,
+                residual,
+                weight,
+                eps,
+                weight_offset=weight_offset,
+                round_sum=round_sum,
+                round_norm=round_norm,
+                out=out,
+                residual_out=residual_out,
+            )
+    flags = (eps, weight_offset, round_sum, round_norm)
+    return beyond_fast_path("fused_add_rms_norm", compiling, x, residual, weight, out, residual_out, flags)
 
 
 def fused_add_rms_norm_(
@@ -109,17 +120,21 @@ def fused_add_rms_norm_(
     if residual is None:
         refuse_type("residual", residual)
     compiling = is_dynamo_compiling()
-    way = None if compiling else quick.get(order())
-    if way is not None:
-        result = way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None)
-        if result is not None:
-            return result
-    if is_grad_enabled() and _requires_grad(x, residual, weight):
-        _refuse_grad("fused_add_rms_norm_")
-    if compiling or _intercepted(x, residual, weight):
-        _operations().fused_add_rms_norm_(x, residual, weight, eps, weight_offset, round_sum, round_norm)
-        return x, residual
-    return run(x, residual, weight, eps, weight_offset, round_sum, round_norm, x, residual)
+    if not compiling:
+        way = quick.get(order())
+        if way is not None:
+            result = way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None, True)
+            if result is not None:
+                return result
+        operands = (x, residual, weight)
+        if listeners.override(*operands):
+            options = {"weight_offset": weight_offset, "round_sum": round_sum, "round_norm": round_norm}
+            return handle_torch_function(  # type: ignore[no-any-return]
+                fused_add_rms_norm_, operands, x, residual, weight, eps, **options
+            )
+    return beyond_fast_path(
+        "fused_add_rms_norm_", compiling, x, residual, weight, x, residual, (eps, weight_offset, round_sum, round_norm)
+    )
 
 
 def rms_norm(
@@ -149,23 +164,19 @@ def rms_norm(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     compiling = is_dynamo_compiling()
-    if compiling and out is None:
-        return _dispatched(x, None, weight, eps, weight_offset, True, round_norm)[0]
-    way = None if compiling else quick.get(order())
-    if way is not None:
-        result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm, None)
-        if result is not None:
-            return result[0]
-    if out is None:
-        if _intercepted(x, None, weight):
-            return _dispatched(x, None, weight, eps, weight_offset, True, round_norm)[0]
-        if is_grad_enabled() and _requires_grad(x, None, weight):
-            return _differentiable(x, None, weight, eps, weight_offset, True, round_norm)[0]
-    elif is_grad_enabled() and _requires_grad(x, None, weight, out):
-        _refuse_grad("rms_norm")
-    elif compiling or _intercepted(x, None, weight, out):
-        return _dispatched_into(x, None, weight, out, None, eps, weight_offset, True, round_norm)[0]
-    return run(x, None, weight, eps, weight_offset, True, round_norm, out, None)[0]
+    if not compiling:
+        way = quick.get(order())
+        if way is not None:
+            result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True)
+            if result is not None:
+                return result[0]
+        if listeners.override(x, weight, out):
+            options = {"weight_offset": weight_offset, "round_norm": round_norm, "out": out}
+            return handle_torch_function(  # type: ignore[no-any-return]
+                rms_norm, (x, weight, out), x, weight, eps, **options
+            )
+    flags = (eps, weight_offset, True, round_norm)
+    return beyond_fast_path("rms_norm", compiling, x, None, weight, out, None, flags)[0]
 
 
 def rms_norm_(
@@ -193,73 +204,114 @@ def rms_norm_(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     compiling = is_dynamo_compiling()
-    way = None if compiling else quick.get(order())
-    if way is not None:
-        result = way(x, None, weight, x, None, eps, weight_offset, True, round_norm, None)
-        if result is not None:
-            return result[0]
-    if is_grad_enabled() and _requires_grad(x, None, weight):
-        _refuse_grad("rms_norm_")
-    if compiling or _intercepted(x, None, weight):
-        _operations().rms_norm_(x, weight, eps, weight_offset, True, round_norm)
-        return x
-    return run(x, None, weight, eps, weight_offset, True, round_norm, x, None)[0]
+    if not compiling:
+        way = quick.get(order())
+        if way is not None:
+            result = way(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True)
+            if result is not None:
+                return result[0]
+        if listeners.override(x, weight):
+            options = {"weight_offset": weight_offset, "round_norm": round_norm}
+            return handle_torch_function(  # type: ignore[no-any-return]
+                rms_norm_, (x, weight), x, weight, eps, **options
+            )
+    flags = (eps, weight_offset, True, round_norm)
+    return beyond_fast_path("rms_norm_", compiling, x, None, weight, x, None, flags)[0]
+
+
+def beyond_fast_path(
+    name: str,
+    compiling: bool,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    flags: Flags,
+) -> tuple[Tensor, Any]:
+    """Both outputs of the public function of that name, by whichever of torch's ways this call must go.
+
+    ``compiling`` says whether ``torch.compile`` traces the call. The flags are eps, weight_offset, round_sum and
+    round_norm.
+    """
+    new = out is None and residual_out is None
+    if not new and is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
+        _refuse_grad(name)
+    if not compiling and listeners.transform(x, residual, weight, out, residual_out):
+        return _transformed(x, residual, weight, out, residual_out, flags)
+    if compiling or _heard_below(x, residual, weight, out, residual_out):
+        return _dispatched(name, x, residual, weight, out, residual_out, flags)
+    if new and is_grad_enabled() and _requires_grad(x, residual, weight):
+        return _differentiable(x, residual, weight, *flags)
+    return run(x, residual, weight, *flags, out, residual_out)
+
+
+def _heard_below(*operands: Tensor | None) -> bool:
+    """Whether the call must go through torch's dispatcher. The operands are those of :data:`_NAMES`."""
+    for name, tensor in zip(_NAMES, operands, strict=True):
+        if listeners.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
+            _refuse_nested(name)  # it would override our operation, and not know it
+    return listeners.below(*operands)
 
 
 def _refuse_nested(name: str) -> NoReturn:
     raise TypeError(f"{name} must be a dense tensor, got a nested one; pass its rows, {name}.values()")
 
 
-def _intercepted(*operands: Tensor | None) -> bool:
-    """Whether somebody waits for the call in torch's dispatcher: a subclass (fake tensors are), vmap, torch.func.
-
-    The operands are some of x, residual, weight, out and residual_out, in this order.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    found = False
-    for name, tensor in zip(_NAMES, operands, strict=False):
-        if isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            if tensor.is_nested:  # it would intercept the call, and not know the operation
-                _refuse_nested(name)
-            found = True
-    return found
-
-
-def _dispatched(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-) -> tuple[Tensor, Any]:
-    """Both outputs, by way of torch's dispatcher, for whoever intercepts calls there."""
-    flags = (eps, weight_offset, round_sum, round_norm)
-    if not is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        from fusednorm.autograd import Transformed
-
-        return Transformed.apply(x, residual, weight, *flags)[:2]  # type: ignore[no-untyped-call, no-any-return]
-    if residual is None:
-        return _operations().rms_norm(x, weight, *flags)[0], None
-    return cast(tuple[Tensor, Tensor], _operations().fused_add_rms_norm(x, residual, weight, *flags)[:2])
-
-
-def _dispatched_into(
+def _transformed(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     out: Tensor | None,
     residual_out: Tensor | None,
-    *flags: Any,
+    flags: Flags,
 ) -> tuple[Tensor, Any]:
-    """As :func:`_dispatched`, into tensors of which at least one is given."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    _operations().into(x, residual, weight, out, residual_out, *flags)
-    return out, residual_out
+    """Both outputs under ``torch.func`` or forward-mode differentiation; those that are given take a copy."""
+    from fusednorm.autograd import Transformed
+
+    y, total, _ = Transformed.apply(x, residual, weight, *flags)  # type: ignore[no-untyped-call]
+    for name, given, new in (("out", out, y), ("residual_out", residual_out, total)):
+        if given is not None and given.dtype != new.dtype:
+            raise NotImplementedError(
+                f"{name} must have the dtype {str(new.dtype)[6:]} under torch.func and forward-mode differentiation, got "
+                f"{str(given.dtype)[6:]}; call the function without {name} and convert what it returns"
+            )
+    return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)
+
+
+def _dispatched(
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    flags: Flags,
+) -> tuple[Tensor, Any]:
+    """Both outputs of the public function of that name, by way of torch's dispatcher."""
+    if out is None and residual_out is None:
+        return dispatched(x, residual, weight, flags)[:2]
+    operations = _operations()
+    if name == "rms_norm_":
+        operations.rms_norm_(x, weight, *flags)
+    elif name == "fused_add_rms_norm_":
+        operations.fused_add_rms_norm_(x, residual, weight, *flags)
+    else:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        if residual is not None and residual_out is None:
+            residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        operations.into(x, residual, weight, out, residual_out, *flags)
+    return cast(Tensor, out), residual_out
+
+
+def dispatched(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """New outputs and rstd, by way of torch's dispatcher."""
+    if residual is None:
+        y, rstd = _operations().rms_norm(x, weight, *flags)
+        return y, None, rstd
+    return _operations().fused_add_rms_norm(x, residual, weight, *flags)  # type: ignore[no-any-return]
 
 
 def _operations() -> Any:
@@ -284,11 +336,11 @@ def run_quickly(
     out: Tensor | None,
     residual_out: Tensor | None,
     rstd: Tensor | None,
-    flags: tuple[float, float, bool, bool],
+    flags: Flags,
 ) -> tuple[Tensor, Any]:
-    """As :func:`run`, by the quick way if that takes the call; ``flags`` are eps and the three that follow it there."""
+    """As :func:`run`, by the fast path if that takes the call; whoever listens has heard of it."""
     way = quick.get(order())
-    found = None if way is None else way(x, residual, weight, out, residual_out, *flags, rstd)
+    found = None if way is None else way(x, residual, weight, out, residual_out, *flags, rstd, False)
     return found or run(x, residual, weight, *flags, out, residual_out, rstd)
 
 

@@ -1,6 +1,7 @@
-"""The quick way past the front end for plain calls, which C code takes; see ``cpu/quick.c``.
+"""The fast path past the front end for plain calls that nobody listens to, in C; see ``cpu/quick.c``.
 
-It needs torch's part of DLPack's C exchange API (torch 2.10 and newer). Without it every call goes the long way.
+It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.listeners` asks.
+Without them it stays closed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+from fusednorm import listeners
 
 if TYPE_CHECKING:
     from fusednorm.registry import Quick
@@ -31,14 +34,17 @@ def _open(exchange_api: object) -> bool:
             torch.get_num_threads,
             torch.empty_like,
             torch._C._increment_version,
+            listeners.QUESTIONS,
+            tuple((vars(module), name, value) for module, name, value in listeners.VARIABLES),
+            listeners.FUNCTION_MODES,
         )
     )
 
 
 _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
-#: Whether there is a quick way.
-OPEN = _quick is not None and _api is not None and _open(_api)
+#: Whether there is a fast path.
+OPEN = _quick is not None and _api is not None and not listeners.MISSING and _open(_api)
 
 
 def _refuse(*_: object) -> bool:

@@ -22,7 +22,7 @@ def test_forward():
 
     def way(case, x, residual, weight, out=None, residual_out=None):
         numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-        return take(x, residual, weight, out, residual_out, *numbers, None)
+        return take(x, residual, weight, out, residual_out, *numbers, None, True)
 
     for case in (
         Case(rows=5, hidden=968).of(BF16),
@@ -59,7 +59,7 @@ def test_forward():
         assert torch.equal(memory, before)
     unaligned = torch.zeros(5 * 968 + 1, dtype=BF16)[1:].view(5, 968)
     assert way(case, unaligned, residual, weight) is None
-    assert quick.way({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None) is None
+    assert quick.way({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None, True) is None
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, True, False), (False, False, True)])

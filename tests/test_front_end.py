@@ -304,8 +304,8 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
     take = quick.way({"cpu"})
     x, grad = torch.ones(3, 8), torch.ones(3, 8, requires_grad=True)
 
-    def way(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0, rstd=None):
-        return take(x, residual, weight, out, residual_out, eps, offset, True, False, rstd)
+    def way(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0, rstd=None, ask=True):
+        return take(x, residual, weight, out, residual_out, eps, offset, True, False, rstd, ask)
 
     matrix = torch.ones(4, 24)
 
@@ -363,12 +363,17 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         assert call(out) is None, name
         assert out.eq(7).all(), name
         assert out._version == 0, name
-    with pytest.raises(TypeError, match="takes 10 arguments, got 1"):
+    with pytest.raises(TypeError, match="takes 11 arguments, got 1"):
         take(x)
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert way(x) is None
+        assert way(x, ask=False) is not None  # whoever listens has heard
+    with torch.device("cpu"):
+        assert way(x) is not None
     for stranger in (None, 12345, x):  # what an add-on to another version of torch may have set instead
         assert quick._open(stranger) is False
     assert way(x) is not None
-    assert quick.way({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None) is None
+    assert quick.way({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None, True) is None
 
 
 @pytest.mark.skipif(not quick.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")

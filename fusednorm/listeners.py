@@ -1,0 +1,96 @@
+"""Who listens to a call, and so must see the operation itself instead of what our kernels do to memory.
+
+torch lets others listen in two places. Above autograd: function modes, subclasses that override functions,
+``torch.func`` and forward-mode derivatives. Below it, in the dispatcher: dispatch modes (``make_fx``, fake tensors, flop
+counters, selective checkpointing), ``torch.jit.trace``, profilers, and subclasses that override operations.
+
+The fast path asks the same questions in C (``cpu/quick.c``), where each costs about ten nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+from torch.overrides import has_torch_function
+from torch.utils._device import DeviceContext
+
+#: Names that this torch lacks. Without one of them the fast path stays closed, and each call goes through the
+#: dispatcher, where nobody can be missed: slower, and right.
+MISSING: list[str] = []
+
+
+def _torchs(name: str) -> Callable[..., Any]:
+    """A function of torch that is not public; one that always answers yes where this torch lacks it."""
+    found = getattr(torch._C, name, None)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    MISSING.append(name)
+    return lambda *_: True
+
+
+#: Each answers whether somebody listens to this thread below autograd: dispatch modes, ``torch.jit.trace``.
+QUESTIONS = (_torchs("_len_torch_dispatch_stack"), _torchs("_is_tracing"))
+
+#: Variables of torch's modules, with the value that each has while nobody listens. They hold for all threads, as a
+#: process has one profiler, and one level of forward-mode differentiation.
+VARIABLES = ((profiler, "_is_profiler_enabled", False), (forward_ad, "_current_level", -1))
+
+#: How many function modes there are, and the one at a place. The lowest may be torch's own, for a default device.
+FUNCTION_MODES = (_torchs("_len_torch_function_stack"), _torchs("_get_function_stack_at"), DeviceContext)
+
+_transforms_active = _torchs("_are_functorch_transforms_active")
+_tangents_enabled = _torchs("_is_fwd_grad_enabled")
+
+MISSING += [name for module, name, _ in VARIABLES if not hasattr(module, name)]
+
+
+def override(*operands: Tensor | None) -> bool:
+    """Whether a function mode, or an operand that overrides functions (fx's proxies do), must see the public function."""
+    count, mode_at, default_device = FUNCTION_MODES
+    modes = int(count())
+    if modes > 1 or (modes == 1 and type(mode_at(0)) is not default_device):
+        return has_torch_function(operands)
+    others = [t for t in operands if t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter]
+    if any(isinstance(t, Tensor) and t.is_nested for t in others):
+        return False  # it would take our functions for torch's of these names; the checks refuse it
+    return bool(others) and has_torch_function(others)
+
+
+def transform(*operands: Tensor | None) -> bool:
+    """Whether ``torch.func`` is at work, or an operand has a tangent of forward-mode differentiation."""
+    return bool(_transforms_active()) or has_tangent(*operands)
+
+
+def level_entered() -> bool:
+    """Whether a level of forward-mode differentiation is entered, in any thread."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def has_tangent(*operands: Tensor | None) -> bool:
+    """Whether an operand has a tangent, of which an operator would know nothing."""
+    return (
+        level_entered()
+        and _tangents_enabled()
+        and any(
+            isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
+            for t in operands
+        )
+    )
+
+
+def below(*operands: Tensor | None) -> bool:
+    """Whether somebody listens in the dispatcher: a mode, a tracer, a profiler, an operand that overrides operations."""
+    return (
+        any(ask() for ask in QUESTIONS)
+        or getattr(profiler, "_is_profiler_enabled", True)
+        or any(overrides_operations(t) for t in operands)
+    )
+
+
+def overrides_operations(operand: object) -> bool:
+    """Whether an operand is a tensor of a kind that torch's operations ask first: fake, functional, distributed ones."""
+    return isinstance(operand, Tensor) and type(operand).__torch_dispatch__ is not Tensor.__torch_dispatch__
