@@ -47,8 +47,11 @@ PyObject *fn_backward_quickly(PyObject *module, PyObject *const *arguments, Py_s
     if (PyErr_Occurred()) return NULL;
     /* Of one element a tensor may be a lazy negative and yet contiguous. */
     if (c.hidden == 1) Py_RETURN_FALSE;
+    if (o[ROOT].kind != FN_F32 && o[ROOT].kind != FN_F64) Py_RETURN_FALSE;
+    if (o[DWEIGHT].kind && o[DWEIGHT].kind != o[GAIN].kind) Py_RETURN_FALSE;
     for (int i = 0; i < GRADIENT_OPERANDS; i++) {
         if (!o[i].kind) continue;
+        if (o[i].kind == FN_F64 && o[ROOT].kind != FN_F64) Py_RETURN_FALSE;
         if (!fn_same_device(&o[i], &o[H])) Py_RETURN_FALSE;
         if (i == DY || i == D_TOTAL) {
             if (!fn_same_shape(&o[i], &o[H])) Py_RETURN_FALSE;

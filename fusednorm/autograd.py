@@ -15,7 +15,7 @@ from fusednorm.registry import Backend, Signature, select
 
 
 def _primals(ctx: Any) -> list[Tensor | None]:
-    """What a function kept for its ``jvp``, each without its tangent at this level, but with those at levels around it."""
+    """What a function kept for its ``jvp``: without tangents of this level, with those of the levels around it."""
     return [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]  # type: ignore[no-untyped-call]
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
+from fusednorm.backends.reference import accumulator
 from fusednorm.listeners import has_tangent
-from fusednorm.ops import run_quickly
+from fusednorm.ops import FLOATS, Flags, check_operand, run_quickly
 from fusednorm.registry import Signature, select
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
@@ -57,8 +58,10 @@ def _into(
     weight: Tensor | None,
     out: Tensor,
     residual_out: Tensor | None,
-    *flags: *tuple[float, float, bool, bool],
+    *flags: *Flags,
 ) -> None:
+    if (residual is None) != (residual_out is None):
+        raise ValueError("residual and residual_out go together: pass both, or None for both")
     run_quickly(x, residual, weight, out, residual_out, None, flags)
 
 
@@ -83,6 +86,7 @@ def _backward(
     round_norm: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs)
     weight_dtype = None if weight is None else weight.dtype
     signature = Signature(h.device, x_dtype, residual_dtype, weight_dtype, x_dtype, h.shape[-1], round_sum, round_norm)
     dx_needed, dresidual_needed, dweight_needed = needs
@@ -100,6 +104,40 @@ def _backward(
     )
     dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found)
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
+
+
+def _check_gradients(
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> None:
+    """That the operands of a backward pass fit each other: kernels follow their shapes and dtypes without looking."""
+    for name, dtype in (("x_dtype", x_dtype), ("residual_dtype", residual_dtype)):
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}; pass the operand's dtype")
+    if len(needs) != 3:
+        raise ValueError(f"needs must have three elements, for x, the residual and the weight, got {needs}")
+    if h.dim() == 0 or h.shape[-1] == 0:
+        raise ValueError(f"h must be [..., N] with N of at least 1, got shape {list(h.shape)}")
+    shapes = {"h": h.shape, "dy": h.shape, "d_residual_out": h.shape, "rstd": h.shape[:-1], "weight": h.shape[-1:]}
+    operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        check_operand(name, operand, h.device)
+        if operand.dtype == torch.float64 and x_dtype != torch.float64:
+            raise TypeError(f"{name} is float64, which goes with a float64 x only, and x_dtype is {x_dtype}")
+        if operand.shape != shapes[name]:
+            raise ValueError(
+                f"{name} must have shape {list(shapes[name])}, as h has {list(h.shape)}, got {list(operand.shape)}"
+            )
+    if rstd.dtype != accumulator(x_dtype):
+        raise TypeError(f"rstd must be {accumulator(x_dtype)} for an x of {x_dtype}, got {rstd.dtype}; pass the forward's")
 
 
 def _like(x: Tensor) -> Tensor:
@@ -181,7 +219,7 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _register_autograd(name: str) -> None:
-    """As ``torch.library.register_autograd``, which would lose what it does not know: tangents, and gradients of writes."""
+    """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
     operation = getattr(torch.ops.fusednorm, name).default
     recorded = make_autograd_impl(operation, Info(*_GRADIENTS.get(name, (None, None))))
 

@@ -1,8 +1,8 @@
 """Who listens to a call, and so must see the operation itself instead of what our kernels do to memory.
 
 torch lets others listen in two places. Above autograd: function modes, subclasses that override functions,
-``torch.func`` and forward-mode derivatives. Below it, in the dispatcher: dispatch modes (``make_fx``, fake tensors, flop
-counters, selective checkpointing), ``torch.jit.trace``, profilers, and subclasses that override operations.
+``torch.func`` and forward-mode derivatives. Below it, in the dispatcher: dispatch modes (``make_fx``, fake tensors,
+flop counters, selective checkpointing), ``torch.jit.trace``, profilers, and subclasses that override operations.
 
 The fast path asks the same questions in C (``cpu/quick.c``), where each costs about ten nanoseconds.
 """
@@ -49,7 +49,7 @@ MISSING += [name for module, name, _ in VARIABLES if not hasattr(module, name)]
 
 
 def override(*operands: Tensor | None) -> bool:
-    """Whether a function mode, or an operand that overrides functions (fx's proxies do), must see the public function."""
+    """Whether a function mode, or an operand that overrides functions (as fx's proxies), must see the public function."""
     count, mode_at, default_device = FUNCTION_MODES
     modes = int(count())
     if modes > 1 or (modes == 1 and type(mode_at(0)) is not default_device):
@@ -83,7 +83,7 @@ def has_tangent(*operands: Tensor | None) -> bool:
 
 
 def below(*operands: Tensor | None) -> bool:
-    """Whether somebody listens in the dispatcher: a mode, a tracer, a profiler, an operand that overrides operations."""
+    """Whether somebody listens in the dispatcher: a mode, a tracer, a profiler, a tensor that overrides operations."""
     return (
         any(ask() for ask in QUESTIONS)
         or getattr(profiler, "_is_profiler_enabled", True)
@@ -92,5 +92,5 @@ def below(*operands: Tensor | None) -> bool:
 
 
 def overrides_operations(operand: object) -> bool:
-    """Whether an operand is a tensor of a kind that torch's operations ask first: fake, functional, distributed ones."""
+    """Whether an operand is a tensor that torch's operations ask first: a fake, functional or distributed one."""
     return isinstance(operand, Tensor) and type(operand).__torch_dispatch__ is not Tensor.__torch_dispatch__

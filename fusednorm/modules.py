@@ -46,7 +46,7 @@ def _ends_in(x: Tensor, dimensions: tuple[int, ...]) -> bool:
 
 
 def _one_node(module: torch.nn.Module, *inputs: object) -> Any:
-    """The call as one node of the graph that ``torch.fx`` traces, as torch's own modules are; None if it traces none."""
+    """The call as one node of the graph that ``torch.fx`` traces, as of torch's own modules; None without a graph."""
     for value in inputs:
         if isinstance(value, torch.fx.Proxy) and value.tracer.root is not module:
             return value.tracer.create_proxy("call_module", value.tracer.path_of_module(module), inputs, {})

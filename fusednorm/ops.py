@@ -269,12 +269,15 @@ def _transformed(
     """Both outputs under ``torch.func`` or forward-mode differentiation; those that are given take a copy."""
     from fusednorm.autograd import Transformed
 
-    y, total, _ = Transformed.apply(x, residual, weight, *flags)  # type: ignore[no-untyped-call]
+    apply: Any = Transformed.apply
+    if "torch._dynamo" in sys.modules:  # else it would try to compile what it finds below a call that it left alone
+        apply = torch.compiler.disable(apply)
+    y, total, _ = apply(x, residual, weight, *flags)
     for name, given, new in (("out", out, y), ("residual_out", residual_out, total)):
         if given is not None and given.dtype != new.dtype:
             raise NotImplementedError(
-                f"{name} must have the dtype {str(new.dtype)[6:]} under torch.func and forward-mode differentiation, got "
-                f"{str(given.dtype)[6:]}; call the function without {name} and convert what it returns"
+                f"{name} must have the dtype {str(new.dtype)[6:]} under torch.func and forward-mode differentiation, "
+                f"got {str(given.dtype)[6:]}; call the function without {name} and convert what it returns"
             )
     return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)
 

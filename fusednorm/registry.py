@@ -112,9 +112,9 @@ class Backend(Protocol):
         """Returns the gradients; see :func:`fusednorm.backends.reference.backward`."""
 
 
-#: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm and
-#: rstd, unchecked, and whether it must ask who listens. It returns both outputs (the second None without a residual), or None if it did nothing, and the
-#: call must go the long way. Those of our backends that it leads to name a type of device in ``quick``.
+#: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm
+#: and rstd, unchecked, and whether it must ask who listens. It returns both outputs (the second None without a
+#: residual), or None if it did nothing. Those of our backends that it leads to name a type of device in ``quick``.
 Quick = Callable[..., "tuple[Tensor, Any] | None"]
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")

@@ -52,6 +52,8 @@ def fused_into(x, residual, weight):
 
 
 class Block(torch.nn.Module):
+    """A norm, and one that adds."""
+
     def __init__(self):
         super().__init__()
         self.first, self.second = fusednorm.RMSNorm(16, 1e-6), fusednorm.AddRMSNorm(16, 1e-6)
