@@ -368,7 +368,7 @@ def run(
     eps, weight_offset = _number("eps", eps), _number("weight_offset", weight_offset)
     for name, flag in (("round_sum", round_sum), ("round_norm", round_norm)):
         if type(flag) is not bool:
-            raise TypeError(f"{name} must be True or False, got {flag!r}; bool(...) makes one of them")
+            raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
     hidden_size = x.shape[-1]
     rows = x.numel() // hidden_size
 
@@ -390,9 +390,10 @@ def run(
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
     out_stride = residual_out_stride = hidden_size
     if out is not None:
-        out_stride = _output_stride("out", out, rows, hidden_size)
+        out_stride = _output_stride(_as_called("out", out, x, residual), out, rows, hidden_size)
     if residual_out is not None:
-        residual_out_stride = _output_stride("residual_out", residual_out, rows, hidden_size)
+        name = _as_called("residual_out", residual_out, x, residual)
+        residual_out_stride = _output_stride(name, residual_out, rows, hidden_size)
     if rows and (out is not None or residual_out is not None):
         _check_overlap(
             {"out": (out, out_stride), "residual_out": (residual_out, residual_out_stride)},
@@ -453,22 +454,28 @@ def check_operands(
             continue
         if not isinstance(tensor, Tensor):
             refuse_type(name, tensor)
+        # A converted copy of an output would be written, and the caller would not see it.
+        new = {"out": "allocate it with torch.empty_like(x)", "residual_out": "allocate it with torch.empty_like(x)"}
         if tensor.dtype not in _FLOATS:
+            cure = new.get(name, f"convert it, for instance {name}.to(torch.float32)")
             raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; "
-                f"convert it, for instance {name}.to(torch.float32)"
+                f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; {cure}"
             )
         if tensor.dtype == torch.float64 and x.dtype != torch.float64:
+            cure = new.get(name, f"convert x with x.double(), or {name} with {name}.float()")
             raise TypeError(
-                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: "
-                f"convert x with x.double(), or {name} with {name}.float()"
+                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: {cure}"
             )
         if tensor.is_nested:
             _refuse_nested(name)
         if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {name}.to_dense() makes one")
+            cure = new.get(name, f"{name}.to_dense() makes one")
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {cure}")
         if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {name}.to({str(x.device)!r}) moves it")
+            cure = new.get(name, f"{name}.to({str(x.device)!r}) moves it")
+            if tensor.is_meta and name not in new:
+                cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
         if name == "x":
             if tensor.dim() == 0 or tensor.shape[-1] == 0:
                 raise ValueError(f"x must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
@@ -479,10 +486,10 @@ def check_operands(
                     f"got {list(tensor.shape)}"
                 )
         elif tensor.shape != x.shape:
-            raise ValueError(
-                f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; "
-                + ("expand it with residual.expand_as(x)" if name == "residual" else "allocate it like x")
-            )
+            cure = new.get(name, "pass a row of the residual for each row of x")
+            if name == "residual" and _expands(tensor, x):
+                cure = "expand it with residual.expand_as(x)"
+            raise ValueError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
     for name, tensor in operands.items():
         if tensor is not None and tensor.data_ptr() == 0 and tensor.numel() > 0 and tensor.device.type != "meta":
             raise TypeError(
@@ -491,15 +498,31 @@ def check_operands(
             )
     if residual_out is not None and residual is not None and residual_out.dtype != residual.dtype:
         raise TypeError(
-            f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got {str(residual_out.dtype)[6:]}"
+            f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got "
+            f"{str(residual_out.dtype)[6:]}; allocate it with torch.empty_like(residual)"
         )
+
+
+def _expands(tensor: Tensor, to: Tensor) -> bool:
+    """Whether ``tensor.expand_as(to)`` works."""
+    sizes = zip(reversed(tensor.shape), reversed(to.shape), strict=False)
+    return tensor.dim() <= to.dim() and all(size in (1, wanted) for size, wanted in sizes)
+
+
+#: What leaving out an argument means, and what stands for it in torch.
+_LEFT_OUT = {"eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps", "weight_offset": "0.0"}
 
 
 def _number(name: str, number: object) -> float:
     if type(number) is float:
         return number
     if not isinstance(number, Real):
-        raise TypeError(f"{name} must be a number, got {type(number).__name__}; float(...) makes one")
+        cure = "pass a float, such as 1e-06"
+        if number is None:
+            cure = f"leave it out for {_LEFT_OUT[name]}"
+        elif isinstance(number, Tensor):
+            cure = f"pass {name}.item()"
+        raise TypeError(f"{name} must be a number, got {type(number).__name__}; {cure}")
     try:
         return float(number)
     except OverflowError:
@@ -508,7 +531,22 @@ def _number(name: str, number: object) -> float:
 
 def refuse_type(name: str, operand: object) -> NoReturn:
     """The error for an operand that is no tensor."""
-    raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; torch.as_tensor makes one")
+    cure = "torch.as_tensor makes one"
+    if name == "residual" and operand is None:
+        cure = "without a residual, call rms_norm, or rms_norm_ in place"
+    elif name == "weight" and isinstance(operand, int | list | tuple):
+        cure = "with torch's arguments (x, normalized_shape, weight, eps) call fusednorm.compat.functional.rms_norm"
+    elif isinstance(operand, torch.fx.Proxy):
+        cure = "torch.fx cannot trace it: use torch.export, or make fusednorm's modules leaves of your fx.Tracer"
+    raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
+
+
+def _as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) -> str:
+    """What the caller calls an output: x or residual if it is that tensor, as it is in place."""
+    inputs = [("x", x), ("residual", residual)]
+    if name == "residual_out":
+        inputs.reverse()  # one tensor may be both
+    return next((called for called, tensor in inputs if tensor is output), name)
 
 
 def _output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int) -> int:
@@ -535,9 +573,11 @@ def _check_overlap(
     hidden_size: int,
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory."""
-    for name, (tensor, stride) in outputs.items():
+    x, residual = cast(Tensor, inputs["x"][0]), inputs["residual"][0]
+    for output, (tensor, stride) in outputs.items():
         if tensor is None:
             continue
+        name = _as_called(output, tensor, x, residual)
         for other_name, (other, other_stride) in inputs.items():
             if other is None or other is tensor:
                 continue
@@ -550,13 +590,16 @@ def _check_overlap(
     if out is not None and total is not None:
         out_stride, total_stride = outputs["out"][1], outputs["residual_out"][1]
         if share_memory(total, total_stride, rows, out, out_stride, rows, hidden_size):
-            _refuse_overlap("residual_out", "out")
+            name = _as_called("residual_out", total, x, residual)
+            cure = f"pass {name}.clone() and take the results that the call returns"
+            _refuse_overlap(name, _as_called("out", out, x, residual), cure)
 
 
-def _refuse_overlap(name: str, other: str) -> NoReturn:
+def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
+    cure = cure or f"pass {other}.clone()"
     raise ValueError(
         f"{name} shares memory with {other}, and writing the one would change the other; only exactly the same rows "
-        f"may serve as input and output (in place: out is x, residual_out is the residual); pass {other}.clone()"
+        f"may serve as input and output (in place: out is x, residual_out is the residual); {cure}"
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from fusednorm.devices import present
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 
 
@@ -41,10 +42,15 @@ def prewarm(
 
     Raises:
         BackendError: the backends ordered cannot take such calls.
-        TypeError, ValueError: see :func:`fusednorm.fused_add_rms_norm`.
+        TypeError, ValueError: an argument is of another type, or the device is not here; see also
+            :func:`fusednorm.fused_add_rms_norm`.
     """
     if not isinstance(hidden_size, int) or hidden_size < 1:
         raise ValueError(f"hidden_size must be an int of at least 1, got {hidden_size!r}")
+    for name, given in (("dtype", dtype), ("residual_dtype", residual_dtype), ("weight_dtype", weight_dtype)):
+        if not isinstance(given, torch.dtype) and (given is not None or name == "dtype"):
+            raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {given!r}")
+    device = present(device)
     for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
         leaves = [
             torch.zeros(hidden_size + offset, dtype=kind or dtype, device=device)[offset:].requires_grad_(gradients)
