@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from fusednorm import quick as quick_way
 from fusednorm import registry
 from fusednorm.backends import reference
 from fusednorm.layout import new_gradients, rows_of
-from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +24,20 @@ DEVICES = ("cpu",)
 
 #: The devices whose tensors the quick way takes to this backend.
 quick: str | None = None
+
+#: The instruction sets of each architecture, the best last, whether this library was compiled for them or not.
+LADDERS = (
+    ("scalar", "avx2", "avx512", "avx512_fp16", "zen4"),
+    ("scalar", "neon", "sve", "neon_bf16", "sve_bf16"),
+)
+
+
+def best(usable: Sequence[str], cap: str) -> str:
+    """The best of the usable instruction sets that is not above the cap; one of another architecture caps nothing."""
+    ladder = next(ladder for ladder in LADDERS if set(usable) <= set(ladder))
+    allowed = ladder[: ladder.index(cap) + 1] if cap in ladder else ladder
+    return [name for name in usable if name in allowed][-1]
+
 
 try:
     _extension: Any = import_module("fusednorm._cpu")
@@ -45,14 +58,12 @@ else:
 
     _names: list[str] = [_text(_lib.fn_isa_name(isa)).decode() for isa in range(_lib.fn_isa_count())]
     _usable = {name: isa for isa, name in enumerate(_names) if _lib.fn_isa_usable(isa)}
-    # The best instruction set, or what the variable caps it to.
-    _cap = os.environ.get("FUSEDNORM_CPU_ISA", "").strip() or list(_usable)[-1]
-    if _cap not in _usable:
-        raise BackendError(
-            f"FUSEDNORM_CPU_ISA is {_cap!r}, which this machine cannot run; it can run {', '.join(_usable)}"
-        )
-    _lib.fn_use_isa(_usable[_cap])
-    if quick_way.OPEN:
+    _cap = os.environ.get("FUSEDNORM_CPU_ISA", "").strip().lower()
+    _known = dict.fromkeys(name for ladder in LADDERS for name in ladder)
+    if _cap and _cap not in _known:
+        _missing = [f"FUSEDNORM_CPU_ISA is {_cap!r}, which is no instruction set; they are {', '.join(_known)}"]
+    _lib.fn_use_isa(_usable[best(list(_usable), _cap)])
+    if quick_way.OPEN and not _missing:
         _addresses = (_extension.ffi.addressof(_lib, name) for name in ("fn_forward", "fn_backward"))
         quick_way.open_cpu(*(int(_extension.ffi.cast("uintptr_t", address)) for address in _addresses))
         quick = "cpu"
@@ -107,7 +118,8 @@ def unsuitable(signature: Signature) -> list[str]:
 def plan(signature: Signature) -> str:
     """How a call will run, in words."""
     rows = -(-_lib.FN_PARALLEL_ELEMENTS // signature.hidden_size)
-    threads = f"up to {torch.get_num_threads()} threads from {max(rows, 2)} rows" if openmp() else "one thread"
+    count = torch.get_num_threads() if openmp() else 1
+    threads = f"up to {count} threads from {max(rows, 2)} rows" if count > 1 else "one thread"
     return f"C kernels for {variant()}, {threads}"
 
 

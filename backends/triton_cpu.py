@@ -16,7 +16,6 @@ import torch
 from fusednorm.backends import reference, triton_host
 from fusednorm.backends.gpu_host import Host, ceiling
 from fusednorm.backends.triton_host import INTERPRETED, Variant, Way
-from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
     from fusednorm.registry import Signature
@@ -31,8 +30,6 @@ TILE = reference.SEGMENT // 8
 _FEWEST_SEGMENTS = 64
 
 _asked = os.environ.get("FUSEDNORM_PREWARM", "").strip() or "1"
-if _asked not in ("0", "1"):
-    raise BackendError(f"FUSEDNORM_PREWARM is {_asked!r}; it must be 1, to compile the commonest kernels first, or 0")
 _PREWARM = _asked == "1"
 
 _prewarmed = False
@@ -40,6 +37,8 @@ _prewarmed = False
 
 def unavailable() -> list[str]:
     """Why this machine cannot use the backend."""
+    if _asked not in ("0", "1"):
+        return [f"FUSEDNORM_PREWARM is {_asked!r}; it must be 1, to compile the commonest kernels first, or 0"]
     reasons = triton_host.missing()
     if reasons or INTERPRETED:
         return reasons

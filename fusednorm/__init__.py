@@ -7,6 +7,7 @@
 ``python -m fusednorm`` shows what this machine has, ``python -m fusednorm check`` proves it.
 """
 
+import warnings
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -27,6 +28,11 @@ if find_spec(f"{__name__}.backends") is None:
         )
     __path__ = list(_installed.submodule_search_locations)
 
+with warnings.catch_warnings():  # torch without NumPy says so when it is imported; nothing here needs NumPy
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    import torch as _torch  # noqa: F401
+
+from fusednorm import environment as _environment
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.modules import AddRMSNorm, RMSNorm
@@ -39,6 +45,8 @@ if TYPE_CHECKING:
     from fusednorm.registry import backends
 else:
     from fusednorm import backends  # a module that can be called: see backends/__init__.py
+
+_environment.warn_of_unread()
 
 __all__ = [
     "SPEC_VERSION",

@@ -21,15 +21,12 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import registry
+from fusednorm import environment, registry
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
 ROWS = (1, 16, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-#: What people set.
-VARIABLES = ("FUSEDNORM_BACKEND", "FUSEDNORM_CACHE_DIR", "FUSEDNORM_CPU_ISA", "FUSEDNORM_PREWARM", "FUSEDNORM_VLLM")
 
 #: A case is repeated for about so many seconds, and the median call is reported.
 SECONDS_PER_CASE = 0.02
@@ -142,7 +139,9 @@ def show(console: Console) -> int:
         kernels = "{problem}" if found["cache"]["problem"] else "{kernels} compiled ones in {folder}"
         facts.add_row("CUDA kernels", escape(kernels.format(**found["cache"])))
     for name, value in found["environment"].items():
-        facts.add_row(name, escape(value) + ("" if name in VARIABLES else " [yellow](nothing reads this variable)[/]"))
+        facts.add_row(
+            name, escape(value) + ("" if name in environment.VARIABLES else " [yellow](nothing reads this variable)[/]")
+        )
     console.print(facts, highlight=False)
 
     if "backends" in found:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -218,27 +218,40 @@ def _reasons(name: str, found: object) -> list[str]:
     return found
 
 
-def _names(order: str) -> list[str]:
-    """The names in an order of preference, checked."""
-    if not isinstance(order, str):
-        raise TypeError(f"names must be a str such as 'cpu' or 'triton,reference', got {order!r}")
-    names = [name.strip() for name in order.split(",") if name.strip()]
-    unknown = [name for name in names if name not in (*NAMES, *_registered)]
-    if unknown:  # only now: looking for plug-ins reads the metadata of every installed package
-        unknown = [name for name in unknown if name not in _plug_ins()]
+def _known_as(name: str) -> str | None:
+    """The name of a backend, in whatever case it was written; None if there is none of that name."""
+    for find in (lambda: (*NAMES, *_registered), _plug_ins):  # the second reads every installed package's metadata
+        same = [known for known in find() if known.lower() == name.lower()]
+        if same:
+            return name if name in same else same[0]
+    return None
+
+
+def parse(request: str, source: str) -> list[str]:
+    """The names of backends in a request, the preferred one first.
+
+    Args:
+        request: one name, or several with commas between, in any case.
+        source: where the request comes from, for the error.
+
+    Raises:
+        BackendError: a name is unknown, or there is none.
+    """
+    names = [name.strip() for name in request.split(",") if name.strip()]
+    found = {name: _known_as(name) for name in names}
+    unknown = [name for name, known_as in found.items() if known_as is None]
     if unknown or not names:
-        source = "FUSEDNORM_BACKEND" if order == ENVIRONMENT else "use_backend"
         raise BackendError(
-            f"{source} names the backend {', '.join(map(repr, unknown)) or repr(order)}, which does not exist; "
+            f"{source} names the backend {', '.join(map(repr, unknown)) or repr(request)}, which does not exist; "
             f"the names are {', '.join(known())}, or several with commas between, the preferred first"
         )
-    return names
+    return [known_as for known_as in found.values() if known_as is not None]
 
 
 def _candidates(order: str) -> Iterator[str]:
     """The backends to try, in order. Plug-ins are looked up only once none of ours was chosen."""
     if order:
-        yield from _names(order)
+        yield from parse(order, "FUSEDNORM_BACKEND")  # what use_backend was given has been parsed
         return
     yield from (name for name in NAMES if name != "reference")
     yield from tuple(_registered)  # another thread may add to it between two names
@@ -256,8 +269,6 @@ def _refusal(name: str, signature: Signature) -> list[str]:
     try:
         backend = load(name)
     except BackendError as error:
-        if name in NAMES:  # a variable with an unusable value
-            raise
         return list(map(str, error.args))
     device = signature.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
@@ -312,15 +323,23 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"
     a call that none of the named backends can take raises :class:`BackendError`.
 
     Args:
-        names: one backend's name, or several with commas between, the preferred first.
+        names: a backend's name, or several with commas between or as a list, the preferred first. Case is ignored.
+        more: further names.
 
     Raises:
         BackendError: a name is unknown.
     """
 
-    def __init__(self, names: str) -> None:
-        _names(names)
-        self._names = names
+    def __init__(self, names: str | Sequence[str], *more: str) -> None:
+        given = [*(names if isinstance(names, list | tuple) else (names,)), *more]
+        for name in given:
+            if not isinstance(name, str):
+                raise TypeError(f"names must be str such as 'cpu' or 'triton,reference', got {name!r}")
+        self._names = ",".join(parse(",".join(given), "use_backend"))
+
+    def __repr__(self) -> str:
+        call = f"fusednorm.use_backend({self._names!r})"
+        return f"<{call}, which takes effect in a block: `with {call}:`>"
 
     # An instance holds nothing of a block: it may be entered again within itself, and by several threads at once.
     def __enter__(self) -> None:

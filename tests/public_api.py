@@ -16,6 +16,7 @@ import torch
 
 import fusednorm
 from fusednorm.__main__ import command_line
+from fusednorm.environment import VARIABLES
 from fusednorm.registry import ENTRY_POINTS
 
 RECORD = Path(__file__).with_suffix(".txt")
@@ -99,15 +100,6 @@ def of_commands(parser, prefix="python -m fusednorm"):
             yield f"{prefix} {'|'.join(action.option_strings)}{'' if action.nargs == 0 else ' ...'}"
 
 
-def variables():
-    """Environment variables that the installed package names, but for the emulation's own."""
-    folder = Path(fusednorm.ops.__file__).parent
-    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
-    return sorted(
-        {v for text in texts for v in re.findall(r"\bFUSEDNORM_[A-Z_]*[A-Z]\b", text)} - {"FUSEDNORM_EMULATED_SM"}
-    )
-
-
 def lines():
     """The whole record."""
     for name in MODULES:
@@ -115,7 +107,7 @@ def lines():
     for name in sorted(fusednorm.library.SCHEMAS):
         yield f"torch.ops.{getattr(torch.ops.fusednorm, name).default._schema}"
     yield from of_commands(command_line())
-    yield from variables()
+    yield from VARIABLES
     for point in sorted(distribution("fusednorm").entry_points):
         yield f"entry point {point.group}: {point.name} = {point.value}"
     yield f"entry-point group {ENTRY_POINTS}"

@@ -90,15 +90,39 @@ def test_an_order_is_obeyed():
     assert fusednorm.explain(X).order == ""
 
 
-@pytest.mark.parametrize("names", [None, 5, ["cpu"]])
+@pytest.mark.parametrize("names", [None, 5, ["cpu", None], {"cpu"}])
 def test_names_of_another_type(names):
-    with pytest.raises(TypeError, match="names must be a str such as 'cpu' or 'triton,reference', got"):
+    with pytest.raises(TypeError, match="names must be str such as 'cpu' or 'triton,reference', got"):
         fusednorm.use_backend(names)
 
 
-@pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", "CPU"])
+@pytest.mark.parametrize(
+    "names", [("reference, cpu",), ("reference", "cpu"), (["reference", "cpu"],), (("Reference", "CPU"),)]
+)
+def test_names_as_they_are_written(names):
+    """In one text, as several arguments, or as a list; in any case."""
+    request = fusednorm.use_backend(*names)
+    with request:
+        explanation = fusednorm.explain(X)
+    assert (explanation.backend, explanation.order) == ("reference", "reference,cpu")
+    assert repr(request) == (
+        "<fusednorm.use_backend('reference,cpu'), which takes effect in a block: "
+        "`with fusednorm.use_backend('reference,cpu'):`>"
+    )
+
+
+def test_case_tells_two_registered_backends_apart():
+    for name in ("Mine", "mine"):
+        fusednorm.register_backend(name, backend())
+        with fusednorm.use_backend(name):
+            assert fusednorm.explain(X).backend == name
+    with fusednorm.use_backend("MINE"):
+        assert fusednorm.explain(X).backend == "Mine"
+
+
+@pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", []])
 def test_unknown_names_raise_and_list_the_valid_ones(names):
-    with pytest.raises(BackendError, match="cpu, cuda, triton, triton_cpu, reference"):
+    with pytest.raises(BackendError, match="^use_backend names .* cpu, cuda, triton, triton_cpu, reference"):
         fusednorm.use_backend(names)
 
 
@@ -333,7 +357,7 @@ def python(code, **environment):
 def test_the_environment_orders():
     show = "print(fusednorm.explain(x).backend)"
     assert python(show, FUSEDNORM_BACKEND="reference").stdout == "reference\n"
-    assert python(show, FUSEDNORM_BACKEND=" reference , cpu ").stdout == "reference\n"
+    assert python(show, FUSEDNORM_BACKEND=" Reference , CPU ").stdout == "reference\n"
     assert python(show, FUSEDNORM_BACKEND="cpu,reference").stdout == "cpu\n"
     assert python(show, FUSEDNORM_BACKEND="cuda,reference").stdout == "reference\n"
     assert python(show, FUSEDNORM_BACKEND="").stdout == "cpu\n"
@@ -361,13 +385,42 @@ def test_the_instruction_set_can_be_capped():
     from fusednorm.backends import cpu
 
     for name in cpu.variants():
-        done = python("fusednorm.rms_norm(x); print(fusednorm.explain(x).plan)", FUSEDNORM_CPU_ISA=name)
+        done = python("fusednorm.rms_norm(x); print(fusednorm.explain(x).plan)", FUSEDNORM_CPU_ISA=name.upper())
         assert f"C kernels for {name}," in done.stdout
-    done = python("fusednorm.rms_norm(x)", FUSEDNORM_CPU_ISA="sse9")
-    assert (
-        f"FUSEDNORM_CPU_ISA is 'sse9', which this machine cannot run; it can run {', '.join(cpu.variants())}"
-        in done.stderr
-    )
+    (ladder,) = (ladder for ladder in cpu.LADDERS if set(cpu._names) <= set(ladder))
+    assert [name for name in ladder if name in cpu._names] == cpu._names  # the C library's order
+
+
+@pytest.mark.parametrize(
+    ("usable", "cap", "best"),
+    [
+        ("scalar avx2", "avx512", "avx2"),
+        ("scalar avx2 avx512 zen4", "avx512_fp16", "avx512"),
+        ("scalar avx2 avx512 avx512_fp16", "zen4", "avx512_fp16"),
+        ("scalar avx2 avx512", "avx2", "avx2"),
+        ("scalar avx2 avx512", "scalar", "scalar"),
+        ("scalar avx2", "neon", "avx2"),
+        ("scalar neon sve neon_bf16", "sve_bf16", "neon_bf16"),
+        ("scalar neon sve", "avx2", "sve"),
+        ("scalar neon", "scalar", "scalar"),
+        ("scalar", "sve", "scalar"),
+        ("scalar avx2", "", "avx2"),
+    ],
+)
+def test_a_cap_is_any_instruction_set(usable, cap, best):
+    """Also one that this processor lacks, which is then no limit; so is one of another architecture."""
+    from fusednorm.backends import cpu
+
+    assert cpu.best(usable.split(), cap) == best
+
+
+def test_an_unknown_instruction_set_is_a_reason():
+    show = "print(*fusednorm.backends(), sep='\\n'); fusednorm.rms_norm(x)"
+    done = python(show, FUSEDNORM_CPU_ISA="sse9")
+    reason = "FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set; they are scalar, avx2, avx512,"
+    assert f"cpu: no: {reason}" in done.stdout
+    assert f"the backend 'cpu' cannot be used: {reason}" in done.stderr
+    assert python(show, FUSEDNORM_CPU_ISA="sse9", FUSEDNORM_BACKEND="cpu").returncode == 1
 
 
 def test_without_the_compiled_extension():

@@ -19,12 +19,12 @@ import torch
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import compare, doctor, registry
+from fusednorm import compare, doctor, environment, registry
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = Path(fusednorm.ops.__file__).parent
-VARIABLES = ("OMP_NUM_THREADS", "TRITON_INTERPRET", *doctor.VARIABLES)
+VARIABLES = ("OMP_NUM_THREADS", "TRITON_INTERPRET", *environment.VARIABLES)
 RESULT = """
 import torch, fusednorm
 x = torch.linspace(-3, 5, 64 * 1000).reshape(64, 1000)
@@ -71,15 +71,55 @@ def test_every_variable_is_known_to_the_doctor():
     for path in [*INSTALLED.rglob("*.py"), *Path(fusednorm.backends.__path__[0]).glob("*.py")]:
         if "conformance" not in path.parts:
             read |= set(re.findall(r'environ\.get\("(FUSEDNORM_\w+)"', path.read_text(encoding="utf-8")))
-    assert read == set(doctor.VARIABLES)
+    assert read == set(environment.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("FUSEDNORM_BACKND", "did you mean FUSEDNORM_BACKEND?"),
+        ("FUSEDNORM_BACKENDS", "did you mean FUSEDNORM_BACKEND?"),
+        ("FUSEDNORM_cpu_isa", "did you mean FUSEDNORM_CPU_ISA?"),
+        ("FUSEDNORM_CACHE", "did you mean FUSEDNORM_CACHE_DIR?"),
+        ("FUSEDNORM_PRE_WARM", "did you mean FUSEDNORM_PREWARM?"),
+        ("FUSEDNORM_XYZZY", "those that it reads are FUSEDNORM_BACKEND, FUSEDNORM_CACHE_DIR,"),
+        ("FUSEDNORM_", "those that it reads are"),
+    ],
+)
+def test_a_variable_that_nothing_reads(monkeypatch, name, cure):
+    monkeypatch.setattr(os, "environ", {name: "cpu", "FUSEDNORM_BACKEND": "cpu", "FUSEDNORM_EMULATED_SM": "90"})
+    with pytest.warns(
+        RuntimeWarning, match=re.escape(f"fusednorm reads no environment variable {name}; {cure}")
+    ) as all:
+        environment.warn_of_unread()
+    assert len(all) == 1
+
+
+def test_it_is_warned_of_once_at_import():
+    code = """
+    import warnings
+    with warnings.catch_warnings(record=True) as seen:
+        import fusednorm, fusednorm.transformers, torch
+        fusednorm.rms_norm(torch.ones(2, 8))
+    print(*((warning.message, warning.filename) for warning in seen))
+    """
+    printed = python(code, FUSEDNORM_BACKND="cuda")
+    assert printed.count("FUSEDNORM_BACKND; did you mean FUSEDNORM_BACKEND?") == 1
+    assert python(code) == "\n"
+
+
+def test_torch_without_numpy_is_not_announced():
+    """By a program that imports fusednorm first, as the commands do."""
+    code = "import sys; sys.modules['numpy'] = None\nimport fusednorm, torch\nfusednorm.rms_norm(torch.ones(2, 8))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("value", ["no", "2", "é", "\udcff"])
 def test_rubbish_in_fusednorm_prewarm(monkeypatch, value):
     monkeypatch.setenv("FUSEDNORM_PREWARM", value)
-    with pytest.raises(fusednorm.BackendError) as raised:
-        runpy.run_path(triton_cpu.__file__)
-    assert str(raised.value).startswith(f"FUSEDNORM_PREWARM is {value!r}; it must be 1")
+    (reason,) = runpy.run_path(triton_cpu.__file__)["unavailable"]()
+    assert reason.startswith(f"FUSEDNORM_PREWARM is {value!r}; it must be 1")
     for good in ("0", " 1 ", ""):
         monkeypatch.setenv("FUSEDNORM_PREWARM", good)
         assert runpy.run_path(triton_cpu.__file__)["_PREWARM"] == (good != "0")
