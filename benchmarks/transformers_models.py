@@ -122,7 +122,7 @@ def answers(kind: str) -> dict[str, Any]:
             return logits, text, loss.item(), gradients
 
         before = run()
-        report = fusednorm.transformers.patch(model, quiet=True)
+        report = fusednorm.transformers.patch(model)
         after = run()
         exact = model.double()
         fusednorm.transformers.unpatch(exact)
@@ -153,7 +153,7 @@ def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
     with torch.no_grad():
         for turn in range(2 * rounds + 2):
             if turn % 2:
-                fusednorm.transformers.patch(model, quiet=True)
+                fusednorm.transformers.patch(model)
             else:
                 fusednorm.transformers.unpatch(model)
             cache = prefill()
@@ -217,7 +217,7 @@ def every_kind() -> None:
             continue
         finally:
             signal.alarm(0)
-        report = fusednorm.transformers.patch(model, quiet=True)
+        report = fusednorm.transformers.patch(model)
         with torch.no_grad():
             after = model(tokens(2, 9)).logits
         off = difference(before.nan_to_num(), after.nan_to_num())

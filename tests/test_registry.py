@@ -122,7 +122,7 @@ def test_case_tells_two_registered_backends_apart():
 
 @pytest.mark.parametrize("names", ["nonsense", "cpu,nonsense", "", ",", []])
 def test_unknown_names_raise_and_list_the_valid_ones(names):
-    with pytest.raises(BackendError, match="^use_backend names .* cpu, cuda, triton, triton_cpu, reference"):
+    with pytest.raises(BackendError, match=r"^use_backend names .* cpu, cuda, triton, triton_cpu, reference"):
         fusednorm.use_backend(names)
 
 

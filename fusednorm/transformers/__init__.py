@@ -1,7 +1,7 @@
 """RMS norms of Hugging Face models, and the additions before them, by fusednorm.
 
 >>> import fusednorm.transformers
->>> report = fusednorm.transformers.patch(model)  # prints what it did, and why it left anything alone
+>>> report = fusednorm.transformers.patch(model)  # what it did, and why it left anything alone
 >>> fusednorm.transformers.unpatch(model)
 
 A norm is replaced if tracing it shows that it computes an RMS norm, whatever it is called (``norms.py``); an addition
@@ -12,6 +12,6 @@ Each family keeps its own rounding. Weights, names and ``state_dict`` stay as th
 """
 
 from fusednorm.transformers.hub import register_kernels
-from fusednorm.transformers.patching import Report, patch, unpatch
+from fusednorm.transformers.patching import Counts, Report, patch, unpatch
 
-__all__ = ["Report", "patch", "register_kernels", "unpatch"]
+__all__ = ["Counts", "Report", "patch", "register_kernels", "unpatch"]

@@ -57,8 +57,10 @@ def register_kernels() -> None:
     Raises:
         ImportError: transformers is not installed, or not with a version of ``kernels`` that it can use.
     """
-    from transformers.integrations import hub_kernels
-
+    try:
+        from transformers.integrations import hub_kernels
+    except ModuleNotFoundError as error:
+        raise ImportError(f"register_kernels needs transformers ({error}): pip install transformers kernels") from error
     if not hub_kernels.is_kernels_available():
         raise ImportError(
             "transformers finds no version of the `kernels` package that it can use; "

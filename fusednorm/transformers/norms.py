@@ -6,6 +6,7 @@ an RMS norm as the specification writes it, for some flags, those flags are the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +90,8 @@ def _form(
         bare._parameters["weight"] = weight  # type: ignore[assignment]
         return type(bare).forward(bare, x)
 
-    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pairs of dtypes that the model need not have
         x = torch.empty(*leading, hidden_size, dtype=x_dtype)
         weight = None if weight_dtype is None else torch.empty(hidden_size, dtype=weight_dtype)
         try:

@@ -7,6 +7,7 @@ weight and hooks. What a module keeps for fusednorm is one attribute, ``_fusedno
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from types import MethodType
@@ -19,6 +20,8 @@ from torch.compiler import is_compiling
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.transformers.layers import NotRewrittenError, first_norm, rewritten, straight_on
 from fusednorm.transformers.norms import ATTACHED, Form, Forms, NotANormError, forms
+
+_logger = logging.getLogger("fusednorm.transformers")
 
 
 @dataclass(frozen=True)
@@ -169,20 +172,37 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What :func:`patch` did, and why it left the rest alone.
+class Counts:
+    """What of a model is patched.
+
+    Attributes:
+        norms: number of norms that fusednorm computes.
+        adds: number of additions that are fused with the norm after them, of which
+        across: go from one layer into the next.
+    """
+
+    norms: int
+    adds: int
+    across: int
+
+    def __str__(self) -> str:
+        return f"{self.norms} norms, {self.adds} additions"
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Counts):
+    """What :func:`patch` did, and why it left the rest alone; printing it gives a paragraph.
 
     Attributes:
         norms: number of norms that were replaced.
         adds: number of additions that were fused with the norm after them, of which
         across: go from one layer into the next.
         entries: by class.
+        before: what was patched already.
     """
 
-    norms: int
-    adds: int
-    across: int
     entries: tuple[Entry, ...]
+    before: Counts
 
     def __str__(self) -> str:
         width = max((len(entry.class_name) for entry in self.entries), default=0)
@@ -190,11 +210,39 @@ class Report:
             f"{entry.class_name:{width}} {entry.count:4}  {'' if entry.replaced else 'left alone: '}{entry.what}"
             for entry in self.entries
         ]
-        total = f"{self.norms} norms replaced, {self.adds} additions fused, {self.across} of them across layers"
-        return "\n".join([*lines, total])
+        if self.before.norms:
+            lines.append(f"already patched: {self.before}")
+        if self.norms or self.adds:
+            fused = f"{self.adds} additions fused, {self.across} of them across layers"
+            lines.append(f"{self.norms} norms replaced, {fused}; fusednorm.transformers.unpatch(model) undoes it")
+        elif not self.before.norms:
+            lines.append("no RMS norm in this model that fusednorm could replace: nothing was changed")
+        return "\n".join(lines)
+
+    __repr__ = __str__  # what an interpreter shows of a call's result
 
 
-def patch(model: torch.nn.Module, *, quiet: bool = False) -> Report:
+def _count(model: torch.nn.Module) -> Counts:
+    """What of a model is patched now."""
+    norms = adds = across = 0
+    for module in model.modules():
+        norms += isinstance(module, PatchedNorm)
+        if isinstance(module, PatchedLayer):
+            before, _, of_layer = module._made_of
+            handed = module._fusednorm.following is not None
+            adds, across = adds + _rewritten(before, of_layer)[1] + handed, across + handed
+    return Counts(norms, adds, across)
+
+
+def _check(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; "
+            "transformers.AutoModelForCausalLM.from_pretrained(...) makes one of a name"
+        )
+
+
+def patch(model: torch.nn.Module) -> Report:
     """Has fusednorm compute a model's RMS norms, and the additions right before them, with the model's own rounding.
 
     Nothing is guessed: a module that does not compute an RMS norm, or rounds where no flag does, is left alone, and so
@@ -203,11 +251,16 @@ def patch(model: torch.nn.Module, *, quiet: bool = False) -> Report:
 
     Args:
         model: any module, of Hugging Face's transformers or not.
-        quiet: do not print the report.
 
     Returns:
-        What was done.
+        What was done. The logger ``fusednorm.transformers`` is told it too: at level INFO, and at level WARNING where
+        the model has no RMS norm that could be replaced.
+
+    Raises:
+        TypeError: the model is no module.
     """
+    _check(model)
+    before = _count(model)
     outcomes: Counter[tuple[str, bool, str]] = Counter()
     known: dict[Any, Forms | str] = {}
     norms = 0
@@ -233,18 +286,24 @@ def patch(model: torch.nn.Module, *, quiet: bool = False) -> Report:
                     what = f"additions fused: {fused} within" + (", 1 with the norm after the layer" if handed else "")
                     outcomes[layer_name, reason is None, reason or what] += 1
     entries = tuple(Entry(name, count, done, what) for (name, done, what), count in outcomes.items())
-    report = Report(norms, adds, across, entries)
-    if not quiet:
-        print(report)
+    report = Report(norms, adds, across, entries, before)
+    _logger.log(logging.INFO if norms or before.norms else logging.WARNING, "%s", report)
     return report
 
 
-def unpatch(model: torch.nn.Module) -> None:
+def unpatch(model: torch.nn.Module) -> Counts:
     """Puts everything back that :func:`patch` replaced.
 
+    Returns:
+        What was put back: nothing where the model was not patched. The logger ``fusednorm.transformers`` is told it
+        too, at level INFO.
+
     Raises:
+        TypeError: the model is no module.
         RuntimeError: the class of a patched module was changed since (FSDP does that); nothing is put back then.
     """
+    _check(model)
+    undone = _count(model)
     patched = [module for module in model.modules() if "_fusednorm" in module.__dict__]
     for module in patched:
         if "_made_of" not in vars(type(module)):
@@ -255,6 +314,8 @@ def unpatch(model: torch.nn.Module) -> None:
     for module in patched:
         _change_class(module, vars(type(module))["_made_of"][0])
         del module.__dict__["_fusednorm"]
+    _logger.info("put back: %s", undone)
+    return undone
 
 
 def _may_be_norm(module: torch.nn.Module) -> bool:

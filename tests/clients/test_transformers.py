@@ -5,6 +5,7 @@ Every family runs as transformers builds it from its configuration; nothing is d
 
 import copy
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -81,7 +82,7 @@ def tokens(rows=2, length=17):
 
 
 def patched(model):
-    fusednorm.transformers.patch(model, quiet=True)
+    fusednorm.transformers.patch(model)
     return model
 
 
@@ -103,7 +104,7 @@ def test_families(name):
     with torch.no_grad():
         before = model(tokens(), output_hidden_states=True)
         generated = model.generate(tokens(), max_new_tokens=64, min_new_tokens=64, do_sample=False)
-        report = fusednorm.transformers.patch(model, quiet=True)
+        report = fusednorm.transformers.patch(model)
         after = model(tokens(), output_hidden_states=True)
         assert torch.equal(model.generate(tokens(), max_new_tokens=64, min_new_tokens=64, do_sample=False), generated)
     assert (report.norms, report.adds, report.across) == FAMILIES[name][2:]
@@ -162,7 +163,7 @@ def test_norms_are_as_accurate(name):
     that is off by one more.
     """
     model = build(name, torch.float32)
-    fusednorm.transformers.patch(model, quiet=True)
+    fusednorm.transformers.patch(model)
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(2)) * 3
     compared = 0
     for module in model.modules():
@@ -273,7 +274,7 @@ class Llamas(torch.nn.Module):
 @pytest.mark.parametrize("change", ["mean", "power", "rows", "eps", "half", "training", "plus"])
 def test_changed_norms_are_left_alone(change):
     model = torch.nn.Sequential(Llamas(change))
-    report = fusednorm.transformers.patch(model, quiet=True)
+    report = fusednorm.transformers.patch(model)
     if change == "half":  # differs in bfloat16 and float32 only
         assert set(model[0]._fusednorm.forms) == {(torch.float16, torch.float16)}
         x = torch.randn(4, 16).bfloat16()
@@ -285,16 +286,61 @@ def test_changed_norms_are_left_alone(change):
 
 def test_recognised_by_structure():
     model = torch.nn.Sequential(Llamas())
-    assert fusednorm.transformers.patch(model, quiet=True).norms == 1
+    assert fusednorm.transformers.patch(model).norms == 1
     assert norms.forms(Llamas())[torch.float32, torch.float32] == norms.Form(1e-5, 0.0, False)
 
 
-def test_report_is_printed(capsys):
-    fusednorm.transformers.patch(build("Llama"))
-    printed = capsys.readouterr().out
-    assert "LlamaRMSNorm" in printed
-    assert "7 norms replaced, 6 additions fused, 3 of them across layers" in printed
-    assert fusednorm.transformers.patch(patched(build("Llama")), quiet=True).norms == 0  # the second time
+def test_report_is_returned_and_logged(caplog, capfd):
+    """What was done and undone, the first time and again."""
+    caplog.set_level("INFO", "fusednorm.transformers")
+    model = build("Llama")
+    reports = [fusednorm.transformers.patch(model), fusednorm.transformers.patch(model)]
+    reports += [fusednorm.transformers.unpatch(model), fusednorm.transformers.unpatch(model)]
+    first, second, undone, nothing = reports
+    assert "LlamaRMSNorm" in str(first)
+    assert "7 norms replaced, 6 additions fused, 3 of them across layers" in str(first)
+    assert "fusednorm.transformers.unpatch(model)" in str(first)
+    assert repr(first) == str(first)
+    assert str(second) == "already patched: 7 norms, 6 additions"
+    assert (second.norms, second.adds, second.across, second.before) == (0, 0, 0, undone)
+    assert (undone.norms, undone.adds, undone.across) == (7, 6, 3)
+    assert (nothing.norms, nothing.adds, nothing.across) == (0, 0, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        str(first),
+        str(second),
+        "put back: 7 norms, 6 additions",
+        "put back: 0 norms, 0 additions",
+    ]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert capfd.readouterr().out == ""
+
+
+def test_a_model_without_an_rms_norm(caplog):
+    model = transformers.GPT2Model(transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY))
+    caplog.clear()
+    report = fusednorm.transformers.patch(model)
+    assert str(report).endswith("no RMS norm in this model that fusednorm could replace: nothing was changed")
+    assert "LayerNorm    5  left alone: it has more than a weight: weight, bias" in str(report)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("WARNING", str(report))
+
+
+@pytest.mark.parametrize("function", [fusednorm.transformers.patch, fusednorm.transformers.unpatch])
+def test_what_is_no_model(function):
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str; .*from_pretrained"):
+        function("llama")
+
+
+def test_torchs_norm_is_probed_without_warnings():
+    """Of a weight of another dtype than the input, for one."""
+    assert fusednorm.transformers.patch(torch.nn.Sequential(torch.nn.RMSNorm(16))).norms == 1
+
+
+def test_kernels_without_transformers(monkeypatch):
+    for name in ("transformers", "transformers.integrations"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="register_kernels needs transformers .*pip install transformers kernels"):
+        fusednorm.transformers.register_kernels()
 
 
 def test_save_and_load(tmp_path):
@@ -429,7 +475,7 @@ def test_device_map(patch_first):
 
     if not patch_first:
         dispatch()
-    report = fusednorm.transformers.patch(model, quiet=True)
+    report = fusednorm.transformers.patch(model)
     if patch_first:
         dispatch()
     assert report.norms == 7
@@ -451,7 +497,7 @@ def test_offloaded(tmp_path):
         offload_folder=tmp_path / "disk",
     ).eval()
     assert loaded.model.layers[1].input_layernorm.weight.is_meta
-    assert fusednorm.transformers.patch(loaded, quiet=True).norms == 7
+    assert fusednorm.transformers.patch(loaded).norms == 7
     assert torch.equal(logits(loaded), logits(model))
 
 
@@ -459,7 +505,7 @@ def test_replaced_forward_is_left_alone():
     model = build("Llama")
     model.model.norm.forward = lambda hidden_states: hidden_states
     expected = logits(model)
-    report = fusednorm.transformers.patch(model, quiet=True)
+    report = fusednorm.transformers.patch(model)
     assert report.norms == 6
     assert "something else has replaced its forward pass" in str(report)
     assert torch.equal(logits(model), expected)
@@ -475,7 +521,7 @@ def test_lora():
         torch.manual_seed(3)
         model = peft.get_peft_model(build("Llama"), config)
         if patch:
-            report = fusednorm.transformers.patch(model, quiet=True)
+            report = fusednorm.transformers.patch(model)
             assert (report.norms, report.adds) == (
                 10,
                 4,
