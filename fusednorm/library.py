@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.backends.reference import accumulator
+from fusednorm.checks import check_gradients, check_operands
 from fusednorm.listeners import has_tangent
-from fusednorm.ops import FLOATS, Flags, check_operand, run_quickly
+from fusednorm.ops import Flags, run_quickly
 from fusednorm.registry import Signature, select
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
@@ -86,7 +86,7 @@ def _backward(
     round_norm: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs)
+    check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs)
     weight_dtype = None if weight is None else weight.dtype
     signature = Signature(h.device, x_dtype, residual_dtype, weight_dtype, x_dtype, h.shape[-1], round_sum, round_norm)
     dx_needed, dresidual_needed, dweight_needed = needs
@@ -106,54 +106,37 @@ def _backward(
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 
 
-def _check_gradients(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    needs: list[bool],
-) -> None:
-    """That the operands of a backward pass fit each other: kernels follow their shapes and dtypes without looking."""
-    for name, dtype in (("x_dtype", x_dtype), ("residual_dtype", residual_dtype)):
-        if dtype is not None and dtype not in FLOATS:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}; pass the operand's dtype")
-    if len(needs) != 3:
-        raise ValueError(f"needs must have three elements, for x, the residual and the weight, got {needs}")
-    if h.dim() == 0 or h.shape[-1] == 0:
-        raise ValueError(f"h must be [..., N] with N of at least 1, got shape {list(h.shape)}")
-    shapes = {"h": h.shape, "dy": h.shape, "d_residual_out": h.shape, "rstd": h.shape[:-1], "weight": h.shape[-1:]}
-    operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
-    for name, operand in operands.items():
-        if operand is None:
-            continue
-        check_operand(name, operand, h.device)
-        if operand.dtype == torch.float64 and x_dtype != torch.float64:
-            raise TypeError(f"{name} is float64, which goes with a float64 x only, and x_dtype is {x_dtype}")
-        if operand.shape != shapes[name]:
-            raise ValueError(
-                f"{name} must have shape {list(shapes[name])}, as h has {list(h.shape)}, got {list(operand.shape)}"
-            )
-    if rstd.dtype != accumulator(x_dtype):
-        raise TypeError(f"rstd must be {accumulator(x_dtype)} for an x of {x_dtype}, got {rstd.dtype}; pass the forward's")
+# The fake ones check as the real ones do: torch calls them too where one operand of several is a meta tensor.
 
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake_fused_add_rms_norm(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_operands(x, residual, weight, None, None, in_memory=False)
     return _like(x), _like(residual), new_rstd(x)
 
 
-def _fake_rms_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_rms_norm(x: Tensor, weight: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    check_operands(x, None, weight, None, None, in_memory=False)
     return _like(x), new_rstd(x)
 
 
-def _fake_in_place(*_: Any) -> None:
-    return None
+def _fake_into(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *_: Any
+) -> None:
+    check_operands(x, residual, weight, out, residual_out, in_memory=False)
+
+
+def _fake_fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *_: Any) -> None:
+    _fake_into(x, residual, weight, x, residual)
+
+
+def _fake_rms_norm_(x: Tensor, weight: Tensor | None, *_: Any) -> None:
+    _fake_into(x, None, weight, x, None)
 
 
 def _fake_backward(
@@ -169,6 +152,7 @@ def _fake_backward(
     round_norm: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs, in_memory=False)
     need_x, need_residual, need_weight = needs
     return (
         h.new_empty(h.shape, dtype=x_dtype) if need_x else h.new_empty(0),
@@ -180,9 +164,9 @@ def _fake_backward(
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_add_rms_norm": (_fused_add_rms_norm, _fake_fused_add_rms_norm),
     "rms_norm": (_rms_norm, _fake_rms_norm),
-    "fused_add_rms_norm_": (_fused_add_rms_norm_, _fake_in_place),
-    "rms_norm_": (_rms_norm_, _fake_in_place),
-    "into": (_into, _fake_in_place),
+    "fused_add_rms_norm_": (_fused_add_rms_norm_, _fake_fused_add_rms_norm_),
+    "rms_norm_": (_rms_norm_, _fake_rms_norm_),
+    "into": (_into, _fake_into),
     "backward": (_backward, _fake_backward),
 }
 

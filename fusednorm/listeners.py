@@ -49,7 +49,7 @@ MISSING += [name for module, name, _ in VARIABLES if not hasattr(module, name)]
 
 
 def override(*operands: Tensor | None) -> bool:
-    """Whether a function mode, or an operand that overrides functions (as fx's proxies), must see the public function."""
+    """Whether a function mode, or an operand that overrides functions (fx's proxies), must see the function."""
     count, mode_at, default_device = FUNCTION_MODES
     modes = int(count())
     if modes > 1 or (modes == 1 and type(mode_at(0)) is not default_device):

@@ -11,7 +11,8 @@ import torch
 from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm.ops import fused_add_rms_norm, refuse_type, rms_norm
+from fusednorm.checks import refuse_type
+from fusednorm.ops import fused_add_rms_norm, rms_norm
 
 
 def machine_epsilon(x: Tensor) -> float:

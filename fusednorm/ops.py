@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from numbers import Real
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -13,15 +12,25 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import listeners
-from fusednorm.layout import overlaps_itself, row_stride, share_memory
+from fusednorm.checks import (
+    NAMES,
+    as_called,
+    check_flags,
+    check_operands,
+    check_overlap,
+    number,
+    output_stride,
+    refuse_grad,
+    refuse_layout,
+    refuse_nested,
+    refuse_type,
+    requires_grad,
+)
+from fusednorm.layout import row_stride
 from fusednorm.registry import Signature, order, quick, select
-
-_NAMES = ("x", "residual", "weight", "out", "residual_out")
 
 #: eps, weight_offset, round_sum, round_norm.
 Flags = tuple[float, float, bool, bool]
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def fused_add_rms_norm(
@@ -235,27 +244,23 @@ def beyond_fast_path(
     round_norm.
     """
     new = out is None and residual_out is None
-    if not new and is_grad_enabled() and _requires_grad(x, residual, weight, out, residual_out):
-        _refuse_grad(name)
+    if not new and is_grad_enabled() and requires_grad(x, residual, weight, out, residual_out):
+        refuse_grad(name)
     if not compiling and listeners.transform(x, residual, weight, out, residual_out):
         return _transformed(x, residual, weight, out, residual_out, flags)
     if compiling or _heard_below(x, residual, weight, out, residual_out):
         return _dispatched(name, x, residual, weight, out, residual_out, flags)
-    if new and is_grad_enabled() and _requires_grad(x, residual, weight):
+    if new and is_grad_enabled() and requires_grad(x, residual, weight):
         return _differentiable(x, residual, weight, *flags)
     return run(x, residual, weight, *flags, out, residual_out)
 
 
 def _heard_below(*operands: Tensor | None) -> bool:
-    """Whether the call must go through torch's dispatcher. The operands are those of :data:`_NAMES`."""
-    for name, tensor in zip(_NAMES, operands, strict=True):
+    """Whether the call must go through torch's dispatcher. The operands are those of :data:`NAMES`."""
+    for name, tensor in zip(NAMES, operands, strict=True):
         if listeners.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
-            _refuse_nested(name)  # it would override our operation, and not know it
+            refuse_nested(name)  # it would override our operation, and not know it
     return listeners.below(*operands)
-
-
-def _refuse_nested(name: str) -> NoReturn:
-    raise TypeError(f"{name} must be a dense tensor, got a nested one; pass its rows, {name}.values()")
 
 
 def _transformed(
@@ -365,24 +370,22 @@ def run(
     second None without a residual).
     """
     check_operands(x, residual, weight, out, residual_out)
-    eps, weight_offset = _number("eps", eps), _number("weight_offset", weight_offset)
-    for name, flag in (("round_sum", round_sum), ("round_norm", round_norm)):
-        if type(flag) is not bool:
-            raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
+    eps, weight_offset = number("eps", eps), number("weight_offset", weight_offset)
+    check_flags(round_sum=round_sum, round_norm=round_norm)
     hidden_size = x.shape[-1]
     rows = x.numel() // hidden_size
 
     x_stride = row_stride(x)
     if x_stride is None:
         if out is x or residual_out is x:
-            _refuse_layout("x", x)
+            refuse_layout("x", x)
         x, x_stride = x.resolve_neg().contiguous(), hidden_size
     residual_stride = None if residual is None else row_stride(residual)
     if residual_stride is None:
         residual_stride = hidden_size
         if residual is not None:
             if out is residual or residual_out is residual:
-                _refuse_layout("residual", residual)
+                refuse_layout("residual", residual)
             residual = residual.resolve_neg().contiguous()
     if weight is not None and row_stride(weight) is None:
         weight = weight.resolve_neg().contiguous()
@@ -390,12 +393,12 @@ def run(
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
     out_stride = residual_out_stride = hidden_size
     if out is not None:
-        out_stride = _output_stride(_as_called("out", out, x, residual), out, rows, hidden_size)
+        out_stride = output_stride(as_called("out", out, x, residual), out, rows, hidden_size)
     if residual_out is not None:
-        name = _as_called("residual_out", residual_out, x, residual)
-        residual_out_stride = _output_stride(name, residual_out, rows, hidden_size)
+        name = as_called("residual_out", residual_out, x, residual)
+        residual_out_stride = output_stride(name, residual_out, rows, hidden_size)
     if rows and (out is not None or residual_out is not None):
-        _check_overlap(
+        check_overlap(
             {"out": (out, out_stride), "residual_out": (residual_out, residual_out_stride)},
             {"x": (x, x_stride), "residual": (residual, residual_stride)},
             weight,
@@ -442,194 +445,3 @@ def run(
             round_norm,
         )
     return out, residual_out
-
-
-def check_operands(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, residual_out: Tensor | None
-) -> None:
-    """Types, dtypes, devices and shapes."""
-    operands = dict(zip(_NAMES, (x, residual, weight, out, residual_out), strict=True))
-    for name, tensor in operands.items():
-        if tensor is None and name != "x":
-            continue
-        if not isinstance(tensor, Tensor):
-            refuse_type(name, tensor)
-        # A converted copy of an output would be written, and the caller would not see it.
-        new = {"out": "allocate it with torch.empty_like(x)", "residual_out": "allocate it with torch.empty_like(x)"}
-        if tensor.dtype not in _FLOATS:
-            cure = new.get(name, f"convert it, for instance {name}.to(torch.float32)")
-            raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; {cure}"
-            )
-        if tensor.dtype == torch.float64 and x.dtype != torch.float64:
-            cure = new.get(name, f"convert x with x.double(), or {name} with {name}.float()")
-            raise TypeError(
-                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: {cure}"
-            )
-        if tensor.is_nested:
-            _refuse_nested(name)
-        if tensor.layout != torch.strided:
-            cure = new.get(name, f"{name}.to_dense() makes one")
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {cure}")
-        if tensor.device != x.device:
-            cure = new.get(name, f"{name}.to({str(x.device)!r}) moves it")
-            if tensor.is_meta and name not in new:
-                cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
-        if name == "x":
-            if tensor.dim() == 0 or tensor.shape[-1] == 0:
-                raise ValueError(f"x must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
-        elif name == "weight":
-            if tensor.shape != x.shape[-1:]:
-                raise ValueError(
-                    f"weight must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}, "
-                    f"got {list(tensor.shape)}"
-                )
-        elif tensor.shape != x.shape:
-            cure = new.get(name, "pass a row of the residual for each row of x")
-            if name == "residual" and _expands(tensor, x):
-                cure = "expand it with residual.expand_as(x)"
-            raise ValueError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
-    for name, tensor in operands.items():
-        if tensor is not None and tensor.data_ptr() == 0 and tensor.numel() > 0 and tensor.device.type != "meta":
-            raise TypeError(
-                f"{name} is a {type(tensor).__name__} without memory of its own; pass the tensor that it wraps "
-                "(of a DTensor, its to_local())"
-            )
-    if residual_out is not None and residual is not None and residual_out.dtype != residual.dtype:
-        raise TypeError(
-            f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got "
-            f"{str(residual_out.dtype)[6:]}; allocate it with torch.empty_like(residual)"
-        )
-
-
-def _expands(tensor: Tensor, to: Tensor) -> bool:
-    """Whether ``tensor.expand_as(to)`` works."""
-    sizes = zip(reversed(tensor.shape), reversed(to.shape), strict=False)
-    return tensor.dim() <= to.dim() and all(size in (1, wanted) for size, wanted in sizes)
-
-
-#: What leaving out an argument means, and what stands for it in torch.
-_LEFT_OUT = {"eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps", "weight_offset": "0.0"}
-
-
-def _number(name: str, number: object) -> float:
-    if type(number) is float:
-        return number
-    if not isinstance(number, Real):
-        cure = "pass a float, such as 1e-06"
-        if number is None:
-            cure = f"leave it out for {_LEFT_OUT[name]}"
-        elif isinstance(number, Tensor):
-            cure = f"pass {name}.item()"
-        raise TypeError(f"{name} must be a number, got {type(number).__name__}; {cure}")
-    try:
-        return float(number)
-    except OverflowError:
-        raise ValueError(f"{name} must be a number that a float64 holds, got one beyond 1.8e308") from None
-
-
-def refuse_type(name: str, operand: object) -> NoReturn:
-    """The error for an operand that is no tensor."""
-    cure = "torch.as_tensor makes one"
-    if name == "residual" and operand is None:
-        cure = "without a residual, call rms_norm, or rms_norm_ in place"
-    elif name == "weight" and isinstance(operand, int | list | tuple):
-        cure = "with torch's arguments (x, normalized_shape, weight, eps) call fusednorm.compat.functional.rms_norm"
-    elif isinstance(operand, torch.fx.Proxy):
-        cure = "torch.fx cannot trace it: use torch.export, or make fusednorm's modules leaves of your fx.Tracer"
-    raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
-
-
-def _as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) -> str:
-    """What the caller calls an output: x or residual if it is that tensor, as it is in place."""
-    inputs = [("x", x), ("residual", residual)]
-    if name == "residual_out":
-        inputs.reverse()  # one tensor may be both
-    return next((called for called, tensor in inputs if tensor is output), name)
-
-
-def _output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int) -> int:
-    """The row stride of an operand that will be written, which no copy can stand in for."""
-    stride = row_stride(tensor)
-    if stride is None or overlaps_itself(stride, rows, hidden_size):
-        _refuse_layout(name, tensor)
-    return stride
-
-
-def _refuse_layout(name: str, tensor: Tensor) -> NoReturn:
-    raise ValueError(
-        f"{name} is written in place, so its last dimension must be contiguous and its rows one stride apart without "
-        f"overlap; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass a contiguous tensor, or "
-        "call the function that returns new ones"
-    )
-
-
-def _check_overlap(
-    outputs: dict[str, tuple[Tensor | None, int]],
-    inputs: dict[str, tuple[Tensor | None, int]],
-    weight: Tensor | None,
-    rows: int,
-    hidden_size: int,
-) -> None:
-    """An output may be exactly x or the residual, and may share no other memory."""
-    x, residual = cast(Tensor, inputs["x"][0]), inputs["residual"][0]
-    for output, (tensor, stride) in outputs.items():
-        if tensor is None:
-            continue
-        name = _as_called(output, tensor, x, residual)
-        for other_name, (other, other_stride) in inputs.items():
-            if other is None or other is tensor:
-                continue
-            same = tensor.data_ptr() == other.data_ptr() and stride == other_stride and tensor.dtype == other.dtype
-            if not same and share_memory(tensor, stride, rows, other, other_stride, rows, hidden_size):
-                _refuse_overlap(name, other_name)
-        if weight is not None and share_memory(tensor, stride, rows, weight, hidden_size, 1, hidden_size):
-            _refuse_overlap(name, "weight")
-    out, total = outputs["out"][0], outputs["residual_out"][0]
-    if out is not None and total is not None:
-        out_stride, total_stride = outputs["out"][1], outputs["residual_out"][1]
-        if share_memory(total, total_stride, rows, out, out_stride, rows, hidden_size):
-            name = _as_called("residual_out", total, x, residual)
-            cure = f"pass {name}.clone() and take the results that the call returns"
-            _refuse_overlap(name, _as_called("out", out, x, residual), cure)
-
-
-def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
-    cure = cure or f"pass {other}.clone()"
-    raise ValueError(
-        f"{name} shares memory with {other}, and writing the one would change the other; only exactly the same rows "
-        f"may serve as input and output (in place: out is x, residual_out is the residual); {cure}"
-    )
-
-
-def _requires_grad(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> bool:
-    try:
-        return (
-            x.requires_grad
-            or (residual is not None and residual.requires_grad)
-            or (weight is not None and weight.requires_grad)
-            or (out is not None and out.requires_grad)
-            or (residual_out is not None and residual_out.requires_grad)
-        )
-    except AttributeError:  # not a tensor, which the checks to come report
-        return False
-
-
-def _refuse_grad(name: str) -> NoReturn:
-    """In PyTorch's words, because that is what people search for."""
-    if name.endswith("_"):
-        raise RuntimeError(
-            f"{name}(): one of the arguments requires grad, and an in-place operation would overwrite what its "
-            f"gradient needs; call {name.rstrip('_')}, or wrap the call in torch.no_grad()."
-        )
-    raise RuntimeError(
-        f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
-        "arguments requires grad."
-    )

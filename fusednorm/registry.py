@@ -415,7 +415,7 @@ def explain(
     Raises:
         TypeError, ValueError, BackendError: the call would raise them.
     """
-    from fusednorm.ops import check_operands  # now: it imports this module
+    from fusednorm.checks import check_operands  # now: it imports this module
 
     check_operands(x, residual, weight, out, None)
     return _choose(

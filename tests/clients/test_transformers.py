@@ -327,7 +327,7 @@ def test_a_model_without_an_rms_norm(caplog):
 
 @pytest.mark.parametrize("function", [fusednorm.transformers.patch, fusednorm.transformers.unpatch])
 def test_what_is_no_model(function):
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str; .*from_pretrained"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str; .*from_pretrained"):
         function("llama")
 
 
@@ -339,7 +339,7 @@ def test_torchs_norm_is_probed_without_warnings():
 def test_kernels_without_transformers(monkeypatch):
     for name in ("transformers", "transformers.integrations"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match="register_kernels needs transformers .*pip install transformers kernels"):
+    with pytest.raises(ImportError, match=r"register_kernels needs transformers .*pip install transformers kernels"):
         fusednorm.transformers.register_kernels()
 
 

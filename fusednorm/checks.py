@@ -1,0 +1,284 @@
+"""What an operand must be, and the errors that say so: the argument, what it was, what was expected, the cure."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends.reference import accumulator
+from fusednorm.layout import overlaps_itself, row_stride, share_memory
+
+NAMES = ("x", "residual", "weight", "out", "residual_out")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_operands(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    *,
+    in_memory: bool = True,
+) -> None:
+    """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
+    operands = dict(zip(NAMES, (x, residual, weight, out, residual_out), strict=True))
+    for name, tensor in operands.items():
+        if tensor is None and name != "x":
+            continue
+        if not isinstance(tensor, Tensor):
+            refuse_type(name, tensor)
+        # A converted copy of an output would be written, and the caller would not see it.
+        new = {"out": "allocate it with torch.empty_like(x)", "residual_out": "allocate it with torch.empty_like(x)"}
+        if tensor.dtype not in FLOATS:
+            cure = new.get(name, f"convert it, for instance {name}.to(torch.float32)")
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; {cure}"
+            )
+        if tensor.dtype == torch.float64 and x.dtype != torch.float64:
+            cure = new.get(name, f"convert x with x.double(), or {name} with {name}.float()")
+            raise TypeError(
+                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: {cure}"
+            )
+        check_dense(name, tensor, new.get(name, f"{name}.to_dense() makes one"))
+        if tensor.device != x.device:
+            cure = new.get(name, f"{name}.to({str(x.device)!r}) moves it")
+            if tensor.is_meta and name not in new:
+                cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
+        if name == "x":
+            if tensor.dim() == 0 or tensor.shape[-1] == 0:
+                raise ValueError(f"x must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
+        elif name == "weight":
+            if tensor.shape != x.shape[-1:]:
+                raise ValueError(
+                    f"weight must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}, "
+                    f"got {list(tensor.shape)}"
+                )
+        elif tensor.shape != x.shape:
+            cure = new.get(name, "pass a row of the residual for each row of x")
+            if name == "residual" and _expands(tensor, x):
+                cure = "expand it with residual.expand_as(x)"
+            raise ValueError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
+    for name, tensor in operands.items():
+        if tensor is not None and in_memory:
+            check_memory(name, tensor)
+    if residual_out is not None and residual is not None and residual_out.dtype != residual.dtype:
+        raise TypeError(
+            f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got "
+            f"{str(residual_out.dtype)[6:]}; allocate it with torch.empty_like(residual)"
+        )
+
+
+def check_dense(name: str, tensor: Tensor, cure: str) -> None:
+    """That it is neither nested nor sparse."""
+    if tensor.is_nested:
+        refuse_nested(name)
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {cure}")
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """That its elements are in memory."""
+    if tensor.data_ptr() == 0 and tensor.numel() > 0 and tensor.device.type != "meta":
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__} without memory of its own; pass the tensor that it wraps "
+            "(of a DTensor, its to_local())"
+        )
+
+
+def check_gradients(
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    needs: list[bool],
+    *,
+    in_memory: bool = True,
+) -> None:
+    """That the operands of a backward pass fit each other: kernels follow their shapes and dtypes without looking."""
+    for name, dtype in (("x_dtype", x_dtype), ("residual_dtype", residual_dtype)):
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {str(dtype)[6:]}")
+    if len(needs) != 3:
+        raise ValueError(f"needs must have three elements, for x, the residual and the weight, got {needs}")
+    if h.dim() == 0 or h.shape[-1] == 0:
+        raise ValueError(f"h must be [..., N] with N of at least 1, got shape {list(h.shape)}")
+    shapes = {"h": h.shape, "dy": h.shape, "d_residual_out": h.shape, "rstd": h.shape[:-1], "weight": h.shape[-1:]}
+    wide, root = x_dtype == torch.float64, accumulator(x_dtype)
+    operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        if operand.dtype not in FLOATS or (operand.dtype == torch.float64 and not wide):
+            kinds = "float16, bfloat16 or float32" + (", or float64" if wide else f" for an x of {str(x_dtype)[6:]}")
+            raise TypeError(f"{name} must be {kinds}, got {str(operand.dtype)[6:]}")
+        check_dense(name, operand, f"{name}.to_dense() makes one")
+        if operand.device != h.device:
+            raise ValueError(
+                f"{name} is on {operand.device} and h on {h.device}; {name}.to({str(h.device)!r}) moves it"
+            )
+        if operand.shape != shapes[name]:
+            raise ValueError(
+                f"{name} must have shape {list(shapes[name])} for an h of {list(h.shape)}, got {list(operand.shape)}"
+            )
+        if in_memory:
+            check_memory(name, operand)
+    if rstd.dtype != root:
+        raise TypeError(f"rstd must be {str(root)[6:]} for an x of {str(x_dtype)[6:]}, got {str(rstd.dtype)[6:]}")
+
+
+def _expands(tensor: Tensor, to: Tensor) -> bool:
+    """Whether ``tensor.expand_as(to)`` works."""
+    sizes = zip(reversed(tensor.shape), reversed(to.shape), strict=False)
+    return tensor.dim() <= to.dim() and all(size in (1, wanted) for size, wanted in sizes)
+
+
+#: What leaving out an argument means, and what stands for it in torch.
+_LEFT_OUT = {"eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps", "weight_offset": "0.0"}
+
+
+def number(name: str, value: object) -> float:
+    """The value as a float.
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: a float64 does not hold it.
+    """
+    if type(value) is float:
+        return value
+    if not isinstance(value, Real):
+        cure = "pass a float, such as 1e-06"
+        if value is None:
+            cure = f"leave it out for {_LEFT_OUT[name]}"
+        elif isinstance(value, Tensor):
+            cure = f"pass {name}.item()"
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}; {cure}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float64 holds, got one beyond 1.8e308") from None
+
+
+def check_flags(**flags: object) -> None:
+    """That each is True or False."""
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
+
+
+def refuse_type(name: str, operand: object) -> NoReturn:
+    """The error for an operand that is no tensor."""
+    cure = "torch.as_tensor makes one"
+    if name == "residual" and operand is None:
+        cure = "without a residual, call rms_norm, or rms_norm_ in place"
+    elif name == "weight" and isinstance(operand, int | list | tuple):
+        cure = "with torch's arguments (x, normalized_shape, weight, eps) call fusednorm.compat.functional.rms_norm"
+    raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
+
+
+def as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) -> str:
+    """What the caller calls an output: x or residual if it is that tensor, as it is in place."""
+    inputs = [("x", x), ("residual", residual)]
+    if name == "residual_out":
+        inputs.reverse()  # one tensor may be both
+    return next((called for called, tensor in inputs if tensor is output), name)
+
+
+def output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int) -> int:
+    """The row stride of an operand that will be written, which no copy can stand in for."""
+    stride = row_stride(tensor)
+    if stride is None or overlaps_itself(stride, rows, hidden_size):
+        refuse_layout(name, tensor)
+    return stride
+
+
+def refuse_nested(name: str) -> NoReturn:
+    """The error for a nested tensor."""
+    raise TypeError(f"{name} must be a dense tensor, got a nested one; pass its rows, {name}.values()")
+
+
+def refuse_layout(name: str, tensor: Tensor) -> NoReturn:
+    """The error for an operand that is written and whose rows are not one stride apart."""
+    raise ValueError(
+        f"{name} is written in place, so its last dimension must be contiguous and its rows one stride apart without "
+        f"overlap; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass a contiguous tensor, or "
+        "call the function that returns new ones"
+    )
+
+
+def check_overlap(
+    outputs: dict[str, tuple[Tensor | None, int]],
+    inputs: dict[str, tuple[Tensor | None, int]],
+    weight: Tensor | None,
+    rows: int,
+    hidden_size: int,
+) -> None:
+    """An output may be exactly x or the residual, and may share no other memory."""
+    x, residual = cast(Tensor, inputs["x"][0]), inputs["residual"][0]
+    for output, (tensor, stride) in outputs.items():
+        if tensor is None:
+            continue
+        name = as_called(output, tensor, x, residual)
+        for other_name, (other, other_stride) in inputs.items():
+            if other is None or other is tensor:
+                continue
+            same = tensor.data_ptr() == other.data_ptr() and stride == other_stride and tensor.dtype == other.dtype
+            if not same and share_memory(tensor, stride, rows, other, other_stride, rows, hidden_size):
+                _refuse_overlap(name, other_name)
+        if weight is not None and share_memory(tensor, stride, rows, weight, hidden_size, 1, hidden_size):
+            _refuse_overlap(name, "weight")
+    out, total = outputs["out"][0], outputs["residual_out"][0]
+    if out is not None and total is not None:
+        out_stride, total_stride = outputs["out"][1], outputs["residual_out"][1]
+        if share_memory(total, total_stride, rows, out, out_stride, rows, hidden_size):
+            name = as_called("residual_out", total, x, residual)
+            cure = f"pass {name}.clone() and take the results that the call returns"
+            _refuse_overlap(name, as_called("out", out, x, residual), cure)
+
+
+def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
+    cure = cure or f"pass {other}.clone()"
+    raise ValueError(
+        f"{name} shares memory with {other}, and writing the one would change the other; only exactly the same rows "
+        f"may serve as input and output (in place: out is x, residual_out is the residual); {cure}"
+    )
+
+
+def requires_grad(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> bool:
+    """Whether an operand requires grad."""
+    try:
+        return (
+            x.requires_grad
+            or (residual is not None and residual.requires_grad)
+            or (weight is not None and weight.requires_grad)
+            or (out is not None and out.requires_grad)
+            or (residual_out is not None and residual_out.requires_grad)
+        )
+    except AttributeError:  # not a tensor, which the checks to come report
+        return False
+
+
+def refuse_grad(name: str) -> NoReturn:
+    """In PyTorch's words, because that is what people search for."""
+    if name.endswith("_"):
+        raise RuntimeError(
+            f"{name}(): one of the arguments requires grad, and an in-place operation would overwrite what its "
+            f"gradient needs; call {name.rstrip('_')}, or wrap the call in torch.no_grad()."
+        )
+    raise RuntimeError(
+        f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+        "arguments requires grad."
+    )

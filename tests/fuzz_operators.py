@@ -1,0 +1,194 @@
+"""Calls the operators of ``torch.ops.fusednorm`` with operands that fit and that do not, and looks at what comes back.
+
+    python tests/fuzz_operators.py [--calls 100000] [--seed 1] [--first 0]
+
+Each call takes an operand of a wrong shape, dtype, device, layout or stride, an empty one or none, now and then; flags
+and numbers of every kind too. Asserted is: the operator returns, or writes, the bits of the reference; or it raises, and
+then the reference raises as well. A crash ends the process, and the last line names the call. A call follows from the seed
+and its number alone.
+"""
+
+import argparse
+import itertools
+import sys
+from random import Random
+
+import torch
+
+import fusednorm
+from fusednorm.backends import cpu
+from fusednorm.conformance.cases import differing
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+STRANGE = (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
+NUMBERS = (0.0, 1e-6, 1e-5, 1.0, -1.0, 3e38, 1e300, float("inf"), float("nan"))
+OPS = torch.ops.fusednorm
+
+
+def laid_out(random, tensor):
+    """The same values in some layout."""
+    kind = random.random()
+    if kind < 0.6 or tensor.dim() == 0:
+        return tensor
+    if kind < 0.7:  # gaps between rows, and a begin that is not aligned
+        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
+        wide[..., 1:-2] = tensor
+        return wide[..., 1:-2]
+    if kind < 0.78:
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if kind < 0.84:
+        return torch.stack([tensor, tensor], -1)[..., 0]
+    if kind < 0.9 and tensor.shape[0] > 0:
+        return tensor[:1].expand(tensor.shape)
+    if kind < 0.94 and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+        return torch._neg_view(tensor)
+    if kind < 0.96:
+        return tensor.to("meta")
+    if kind < 0.98 and tensor.dtype.itemsize > 1:
+        return tensor.to_sparse()
+    return tensor.as_subclass(torch.nn.Parameter) if random.random() < 0.5 else tensor.unsqueeze(0)
+
+
+class Call:
+    """A call that follows from the seed and a number."""
+
+    def __init__(self, seed, number):
+        self.random = random = Random(f"{seed}/{number}")
+        self.name = random.choice(("rms_norm", "fused_add_rms_norm", "rms_norm_", "fused_add_rms_norm_", "into", "backward"))
+        rows = tuple(random.choice((0, 1, 2, 3, 5, 33)) for _ in range(random.choice((0, 1, 1, 1, 2))))
+        hidden = random.choice((0, 1, 2, 7, 8, 64, 65, 128, 1000, 1024, 1025)) if random.random() < 0.9 else 3000
+        self.shape = (*rows, hidden)
+        self.dtype = random.choice(DTYPES)
+        self.wrong = random.random() < 0.5  # else nearly all fits
+        self.generator = torch.Generator().manual_seed(number)
+        self.arguments = getattr(self, f"of_{self.name.strip('_')}")()
+
+    def operand(self, shape=None, dtype=None, absent=0.0):
+        """A tensor of that shape and dtype, or not quite; None where it may be absent."""
+        random = self.random
+        shape = self.shape if shape is None else shape
+        if random.random() < absent:
+            return None
+        if dtype is None:
+            allowed = DTYPES if self.dtype == torch.float64 else DTYPES[:3]
+            dtype = self.dtype if random.random() < 0.5 else random.choice(allowed)
+        if not self.wrong:
+            return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype)
+        if random.random() < 0.1:
+            dtype = random.choice((*DTYPES, *STRANGE))
+        if random.random() < 0.15:
+            n = shape[-1] if shape else 3
+            shape = random.choice(
+                ((), (n,), (*shape, 1), shape[1:], (*shape[:-1], n + 1), (*shape[:-1], max(n - 1, 0)), (0,), (2, *shape))
+            )
+        return laid_out(random, torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype))
+
+    def flags(self):
+        random = self.random
+        return random.choice(NUMBERS), random.choice(NUMBERS), random.random() < 0.5, random.random() < 0.5
+
+    def of_rms_norm(self):
+        return self.operand(dtype=self.dtype), self.operand(self.shape[-1:], absent=0.2), *self.flags()
+
+    def of_fused_add_rms_norm(self):
+        return (
+            self.operand(dtype=self.dtype),
+            self.operand(),
+            self.operand(self.shape[-1:], absent=0.2),
+            *self.flags(),
+        )
+
+    def of_into(self):
+        random = self.random
+        x, residual = self.operand(dtype=self.dtype), self.operand(absent=0.3)
+        out = x if random.random() < 0.2 else self.operand()
+        total = None if residual is None else self.operand(dtype=residual.dtype)
+        if random.random() < 0.2:
+            total = random.choice((x, residual, out, None))
+        return x, residual, self.operand(self.shape[-1:], absent=0.2), out, total, *self.flags()
+
+    def of_backward(self):
+        random = self.random
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        residual = None if random.random() < 0.3 else self.operand().dtype
+        some = (*DTYPES, *STRANGE) if self.wrong and random.random() < 0.1 else (self.dtype,)
+        return (
+            self.operand(),
+            self.operand(absent=0.4),
+            self.operand(),
+            self.operand(self.shape[:-1], dtype=wide),
+            self.operand(self.shape[-1:], absent=0.2),
+            random.choice(NUMBERS),
+            random.choice(some),
+            residual,
+            random.random() < 0.5,
+            random.random() < 0.5,
+            [random.random() < 0.7 for _ in range(3 if random.random() < 0.98 else random.choice((0, 2, 4)))],
+        )
+
+
+def copied(arguments):
+    """The arguments with tensors of their own, of the same layout, shared where they were."""
+    copies = {}
+
+    def copy(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            base = value._base if value._base is not None and not value.is_neg() else None
+            if base is not None and base.device.type == "cpu" and base.layout == torch.strided:
+                copies[id(value)] = base.clone().as_strided(value.shape, value.stride(), value.storage_offset())
+            else:
+                copies[id(value)] = value.clone()
+        return copies[id(value)]
+
+    return tuple(map(copy, arguments))
+
+
+def outcome(call, backend):
+    """What the call returns and writes on a backend, or the type of what it raises."""
+    arguments = copied(call.arguments)
+    try:
+        with fusednorm.use_backend(backend), torch.no_grad():
+            returned = getattr(OPS, call.name)(*arguments)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        return type(error), str(error)
+    tensors = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
+    written = [a for a in arguments if isinstance(a, torch.Tensor)] if call.name[-1] == "_" or call.name == "into" else []
+    return [t.resolve_neg() for t in (*tensors, *written) if t.device.type == "cpu" and t.layout == torch.strided]
+
+
+def compare(call, describe):
+    """Ends the process where the cpu backend's outcome is not the reference's."""
+    got, expected = outcome(call, "cpu"), outcome(call, "reference")
+    if isinstance(got, tuple) or isinstance(expected, tuple):
+        same = got == expected
+    else:
+        same = len(got) == len(expected) and all(
+            a.dtype == b.dtype and a.shape == b.shape and not (a.numel() and bool(differing(a, b).any()))
+            for a, b in zip(got, expected, strict=True)
+        )
+    if not same:
+        sys.exit(f"{describe}\n  {call.name}{call.arguments}\n  cpu: {got}\n  reference: {expected}")
+    return isinstance(got, tuple)
+
+
+def main():
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    variants, refused = itertools.cycle(cpu.variants()), 0
+    for number in range(options.first, options.first + options.calls):
+        if number % 100 == 0:
+            print(f"python tests/fuzz_operators.py --seed {options.seed} --first {number} --calls 100", file=sys.stderr)
+        with cpu.use_variant(next(variants)):
+            refused += compare(Call(options.seed, number), f"seed {options.seed}, call {number}")
+    print(f"{options.calls} calls: {refused} raised, {options.calls - refused} returned the reference's bits")
+
+
+if __name__ == "__main__":
+    main()
