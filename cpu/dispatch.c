@@ -125,7 +125,7 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
                 .x_stride = x_stride * fn_element_size(x_kind), .residual_stride = residual_stride * fn_element_size(residual_kind),
                 .out_stride = out_stride * fn_element_size(out_kind),
                 .residual_out_stride = residual_out_stride * fn_element_size(residual_kind),
-                .eps = eps, .weight_offset = weight_offset},
+                .eps = fn_without_payload(eps), .weight_offset = fn_without_payload(weight_offset)},
         .forward_rows = fn_kernels()->forward_rows,
         .rows = rows,
     };

@@ -7,6 +7,7 @@ subclasses) go this way; a plain call does not, because torch's dispatcher would
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fusednorm.autograd import gradients, keep, new_rstd, normalise
 from fusednorm.checks import check_gradients, check_operands
 from fusednorm.listeners import has_tangent
 from fusednorm.ops import Flags, run_quickly
-from fusednorm.registry import Signature, select
+from fusednorm.registry import Signature, order, request_of_backward, select, use_backend
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
 
@@ -91,17 +92,10 @@ def _backward(
     signature = Signature(h.device, x_dtype, residual_dtype, weight_dtype, x_dtype, h.shape[-1], round_sum, round_norm)
     dx_needed, dresidual_needed, dweight_needed = needs
     wanted = (dx_needed, dresidual_needed, dweight_needed)
-    found = select(signature).backward(
-        dy,
-        d_residual_out,
-        h,
-        rstd,
-        weight,
-        weight_offset,
-        x_dtype,
-        residual_dtype,
-        wanted,
-    )
+    request = request_of_backward()
+    with nullcontext() if request == order() else use_backend(request):
+        backend = select(signature)
+    found = backend.backward(dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, wanted)
     dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found)
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 

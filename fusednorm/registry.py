@@ -11,7 +11,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, Protocol, cast
@@ -313,6 +313,19 @@ def select(signature: Signature) -> Backend:
             devices.add(device)
             quick[order()] = way(devices)
     return backend
+
+
+def request_of_backward() -> str:
+    """The request in force where the backward pass was started.
+
+    For a GPU autograd runs the pass in a thread of its own, where no ``use_backend`` is in force; torch leaves the
+    context of the thread that started it there.
+    """
+    here = copy_context()
+    if _order in here:
+        return here[_order]
+    context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else here
+    return cast(str, context.get(_order, ENVIRONMENT))
 
 
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`

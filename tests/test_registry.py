@@ -444,3 +444,32 @@ def test_without_the_compiled_extension():
     done = python(hide + "fusednorm.rms_norm(x)", FUSEDNORM_BACKEND="cpu")
     assert done.returncode == 1
     assert "cpu: its compiled extension cannot be imported" in done.stderr
+
+
+class Nested(torch.autograd.Function):
+    """Its backward pass starts another one, so many deep. Autograd takes the 62nd to a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth, innermost):
+        ctx.depth, ctx.innermost = depth, innermost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            leaf = torch.ones(2, 4, requires_grad=True)
+            y = Nested.apply(leaf, ctx.depth - 1, ctx.innermost) if ctx.depth else ctx.innermost(leaf)
+            y.sum().backward()
+        return gradient, None, None
+
+
+def test_a_backward_pass_in_another_thread_follows_the_request(monkeypatch):
+    """As a GPU's does: `use_backend` around an operator's call, which compiled code makes, and its backward pass."""
+    threads, plain = [], reference.backward
+    monkeypatch.setattr(reference, "backward", lambda *a: threads.append(threading.current_thread()) or plain(*a))
+    with fusednorm.use_backend("reference"):
+        x = torch.ones(2, 4, requires_grad=True)
+        operator = torch.ops.fusednorm.rms_norm
+        Nested.apply(x, 60, lambda leaf: operator(leaf, None, 1e-6, 0.0, True, False)[0]).sum().backward()
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()

@@ -1,6 +1,7 @@
 """Operands and calls for the tests: every dtype, layout and kind of data, in guarded memory."""
 
 import functools
+import struct
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,9 @@ DTYPES = (BF16, F16, F32, F64)
 
 #: By bytes: what the bits of a number are read as.
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: A NaN with all bits of its payload set, also once it is rounded to float32: rounding must not carry them up.
+PAYLOAD = struct.unpack("d", struct.pack("Q", 0x7FFFFFFFFFFFFFFF))[0]
 
 #: Whether a tensor may begin between two elements. On a GPU torch has none that do.
 BETWEEN_ELEMENTS = True

@@ -16,6 +16,7 @@ from fusednorm.conformance.cases import (
     F16,
     F32,
     F64,
+    PAYLOAD,
     Case,
     Guarded,
     call,
@@ -168,13 +169,13 @@ def test_every_value(mode, agree, dtype):
         agree(y, fusednorm.rms_norm(sums), f"step {step}: y")
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-5, 1e-1])
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-5, 1e-1, PAYLOAD])
 def test_eps(mode, agree, eps):
     for dtype, data in itertools.product(DTYPES, ("normal", "zeros", "subnormal")):
         check(Case(hidden=130, eps=eps, data=data).of(dtype), mode, agree)
 
 
-@pytest.mark.parametrize("offset", [1.0, -0.3, 1e-3])
+@pytest.mark.parametrize("offset", [1.0, -0.3, 1e-3, PAYLOAD])
 def test_weight_offset(mode, agree, offset):
     for dtype in DTYPES:
         check(Case(hidden=1100, weight_offset=offset).of(dtype), mode, agree)

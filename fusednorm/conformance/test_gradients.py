@@ -15,6 +15,7 @@ from fusednorm.conformance.cases import (
     F16,
     F32,
     F64,
+    PAYLOAD,
     Case,
     call,
     dtype_name,
@@ -76,6 +77,7 @@ def test_data(mode, agree, dtype, data):
     for hidden in (5, 100, 1100):
         for eps in (1e-6, 0.0):
             check(Case(hidden=hidden, data=data, eps=eps).of(dtype), agree)
+    check(Case(hidden=100, data=data, weight_offset=PAYLOAD).of(dtype), agree)
 
 
 @pytest.mark.parametrize("hidden", [18_432, 40_999])
