@@ -5,6 +5,8 @@ A kind of call is everything but the number of rows, the strides, and numbers su
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -73,6 +75,25 @@ def _alignment(rows: tuple[tuple[Tensor | None, int], ...], others: tuple[Tensor
         if tensor is not None:
             low |= tensor.data_ptr()
     return low & -low
+
+
+def lacking(package: object, used: Mapping[str, tuple[str, ...]]) -> str:
+    """Which of these attributes a package does not have, in words; empty if it has them all.
+
+    ``used``: the attributes' names, with dots, and the names of the arguments that they must take. Whoever calls a name
+    that its package does not document asks for it here before the first call: a new version without it is then a
+    reason against the backend, and no error in the middle of a user's program.
+    """
+
+    def there(name: str, arguments: tuple[str, ...]) -> bool:
+        try:
+            found = operator.attrgetter(name)(package)
+            return not arguments or set(arguments) <= set(inspect.signature(found).parameters)
+        except (AttributeError, TypeError, ValueError):  # missing; not callable; callable, but does not say with what
+            return False
+
+    missing = {name: arguments for name, arguments in used.items() if not there(name, arguments)}
+    return ", ".join(name + (f"({', '.join(given)})" if given else "") for name, given in missing.items())
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

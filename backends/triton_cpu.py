@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
 
+#: Triton runs a kernel on the caller and on OpenMP's threads, and sets the arithmetic of none of them. A thread inherits
+#: the state of the thread that made it, so it is not enough to set the caller's for the time of a call.
+FLUSHES_WITH_CALLER = True
+
 #: Elements in a tile. Eight of them are a segment.
 TILE = reference.SEGMENT // 8
 
@@ -47,7 +51,7 @@ def unavailable() -> list[str]:
         found = f"no driver ({why})" if target is None else f"a driver for {target.backend}"
         cure = "build github.com/triton-lang/triton-cpu from source, as no wheel of it is published"
         return [f"Triton has {found} active here, not one for CPUs: {cure}; TRITON_CPU_BACKEND=1 prefers it to a GPU's"]
-    return []
+    return triton_host.changed()
 
 
 def unsuitable(signature: Signature) -> list[str]:

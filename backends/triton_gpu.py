@@ -43,7 +43,7 @@ def unavailable() -> list[str]:
         return [f"Triton finds no GPU driver ({why}); `python -m torch.utils.collect_env` shows what torch finds"]
     if target.backend == "cpu":
         return ["Triton's active driver is one for CPUs, which the backend triton_cpu is for"]
-    return []
+    return triton_host.changed()
 
 
 def unsuitable(signature: Signature) -> list[str]:

@@ -15,8 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Oldest Triton whose compiler takes what :func:`compiled` gives it.
-OLDEST = (3, 4)
+from fusednorm.backends.gpu_host import lacking
+
+#: Oldest Triton whose compiler takes what :func:`compiled` gives it, and the newest that was tried.
+OLDEST, NEWEST = (3, 4), (3, 9)
+
+#: What is called here of Triton's insides: names that its documentation does not have, with arguments given by name.
+_USED = {
+    "compile": ("src", "target", "options"),
+    "compiler.ASTSource": ("fn", "signature", "constexprs", "attrs"),
+    "compiler.CompiledKernel.__getitem__": ("grid",),
+}
 
 #: Whether Triton's interpreter runs the kernels, on the CPU and without compiling. Triton reads it when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -48,14 +57,29 @@ def missing() -> list[str]:
     return []
 
 
+def changed() -> list[str]:
+    """Why this version of Triton, which can be imported and has a driver, cannot be called; empty if it can."""
+    import triton
+
+    from fusednorm.backends import triton_kernels
+
+    lacked = lacking(triton, _USED) or lacking(triton_kernels.forward_tile, {"arg_names": ()})
+    if lacked:
+        cure = "update fusednorm, or `pip install 'triton=={}.{}.*'`".format(*NEWEST)
+        return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {cure}"]
+    return []
+
+
 def active_target() -> tuple[Any | None, str]:
     """Triton's target on this machine (``backend``, ``arch`` and ``warp_size``); or None, and why there is none."""
     from triton.runtime.driver import driver
 
     try:
-        return driver.active.get_current_target(), ""
+        target = driver.active.get_current_target()
     except Exception as error:  # "0 active drivers"; others come from drivers, which are plug-ins, and run compilers
         return None, f"{type(error).__name__}: {error}"
+    lacked = lacking(target, {"backend": (), "warp_size": ()})
+    return (None, f"its target lacks {lacked}") if lacked else (target, "")
 
 
 def too_long(hidden_size: int) -> list[str]:
@@ -134,7 +158,8 @@ def compiled(variant: Variant, target: Any) -> Any:
         options["enable_fast_math"] = False
     else:
         options["num_warps"] = variant.warps
-    return triton.compile(ASTSource(variant.function, signature, known, attributes), target=target, options=options)
+    source = ASTSource(fn=variant.function, signature=signature, constexprs=known, attrs=attributes)
+    return triton.compile(src=source, target=target, options=options)
 
 
 class Launch:
@@ -143,24 +168,17 @@ class Launch:
     def __init__(self, variant: Variant) -> None:
         from triton.runtime.driver import driver
 
-        kernel = compiled(variant, driver.active.get_current_target())
+        self._kernel = compiled(variant, driver.active.get_current_target())
+        self._kernel[1, 1, 1]  # loads it
         self.per_program = variant.per_program
         self._arguments = itemgetter(*variant.arguments())
         self._constants = tuple(
             variant.all_constants()[name] for name in variant.function.arg_names[-len(variant.all_constants()) :]
         )
-        self._run = kernel.run  # loads it
-        self._function = kernel.function
-        self._metadata = kernel.packed_metadata
-        self._stream = driver.active.get_current_stream
 
     def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
         """Launches on torch's current stream of the device, which must be the current one. Pointers are integers."""
-        arguments = self._arguments(values)
-        stream = self._stream(device)
-        self._run(
-            programs, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments, *self._constants
-        )
+        self._kernel[programs, 1, 1](*self._arguments(values), *self._constants)
 
     @staticmethod
     def pointer(name: str, tensor: Tensor | None) -> int | None:

@@ -3,7 +3,7 @@
     python -P benchmarks/triton_host.py
 
 Three ways to the same launch of the same kernel, in turns, in microseconds per call: the public function, the backend
-alone (which looks the kernel up and lays out its arguments), and Triton's own way, ``kernel[grid](...)``, given the
+alone (which looks the kernel up and lays out its arguments), and Triton's binder, ``function[grid](...)``, given the
 same arguments. The launcher's own time, about a microsecond on a real machine, comes on top of each.
 """
 

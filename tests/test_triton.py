@@ -21,8 +21,11 @@ if triton_host.INTERPRETED:
     pytest.skip("the interpreter compiles nothing; the tests that compile run without it", allow_module_level=True)
 
 import triton
+import triton.compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+
+from fusednorm.backends import triton_kernels
 
 NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (75, 80, 90, 100, 120)]
 AMD = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx1100", 32)]
@@ -127,6 +130,16 @@ def test_rows_that_begin_anywhere_are_loaded_element_by_element():
     assert set(accesses(kernel.asm["ptx"], "ld")) == {2}
 
 
+class Kernel:
+    """A compiled kernel, which is launched as Triton's documentation has it: ``kernel[grid](...)``."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.found.calls.append((grid, *arguments))
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """A driver that only writes down what it is given; the kernels "compiled" for it."""
@@ -136,16 +149,11 @@ def launches(monkeypatch):
         if found.fails:
             raise RuntimeError("this compiler is broken")
         found.compiled.append(variant)
-        return SimpleNamespace(run=lambda *arguments: found.calls.append(arguments), function=11, packed_metadata=12)
+        return Kernel(found)
 
     monkeypatch.setattr(triton_host, "compiled", compiled)
     target = lambda: GPUTarget(found.backend, 90, 32)  # noqa: E731
-    monkeypatch.setattr(
-        type(driver),
-        "active",
-        SimpleNamespace(get_current_target=target, get_current_stream=lambda device: 10),
-        raising=True,
-    )
+    monkeypatch.setattr(type(driver), "active", SimpleNamespace(get_current_target=target))
     for backend in (triton_gpu, triton_cpu):
         monkeypatch.setattr(backend._host, "held", {})
         monkeypatch.setattr(backend._host, "ways", {})
@@ -166,11 +174,12 @@ def test_a_launch(launches):
     out, total = run(triton_gpu, x, residual, weight)
     (call,) = launches.calls
     pointers = [tensor.data_ptr() for tensor in (x, residual, weight, out, total)]
-    assert call[:9] == (2, 1, 1, 10, 11, 12, None, None, None)  # four rows per program
-    assert list(call[9:14]) == pointers
-    assert call[14:22] == (None, 1024, 1024, 1024, 1024, 5, 1e-6, 0.0)
-    assert call[22] == 1024
-    assert len(call) - 9 == len(launches.compiled[0].function.arg_names)
+    grid, *arguments = call
+    assert grid == (2, 1, 1)  # four rows per program
+    assert arguments[:5] == pointers
+    assert arguments[5:13] == [None, 1024, 1024, 1024, 1024, 5, 1e-6, 0.0]
+    assert arguments[13] == 1024
+    assert len(arguments) == len(launches.compiled[0].function.arg_names)
 
 
 def test_rows_eps_and_strides_never_compile_again(launches):
@@ -199,7 +208,7 @@ def test_triton_cpu_has_one_kernel_for_many_sizes(launches):
         run(triton_cpu, *operands(Case(hidden=hidden).of(BF16)))
     assert len(launches.calls) == 4
     assert [variant.dtypes["x"] for variant in launches.compiled] == [BF16, BF16, F16, F16, F32, F32]  # prewarmed
-    assert launches.calls[0][0] == 3
+    assert launches.calls[0][0] == (3, 1, 1)
     assert "*u16" in dict(launches.compiled[0].arguments().values())
 
 
@@ -281,3 +290,91 @@ def test_too_long_rows_are_refused():
 def test_old_versions_are_refused(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.3.1")
     assert "pip install 'triton>=3.4'" in triton_gpu.unavailable()[0]
+
+
+class Nothing:
+    """A launcher that notes what Triton gives it."""
+
+    given = ()
+
+    def __init__(self, source, metadata):
+        pass
+
+    def __call__(self, *arguments):
+        Nothing.given = arguments
+
+
+def test_tritons_own_code_calls_its_launcher(monkeypatch):
+    """A kernel that Triton compiled: its launcher is given what Triton's own binder gives it, whatever that is."""
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (1, 2, 32, 0, 1024),
+        unload_module=lambda *_: None,
+        get_device_properties=lambda _: {"max_shared_mem": 232448},
+    )
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 3,
+        get_current_stream=lambda device: 100 + device,
+        launcher_cls=Nothing,
+        utils=utils,
+    )
+    monkeypatch.setattr(type(driver), "active", stand_in)
+    monkeypatch.setattr(triton_gpu._host, "held", {})
+    monkeypatch.setattr(triton_gpu._host, "ways", {})
+    x, residual, weight = operands(Case(rows=5, hidden=1024).of(BF16))
+    run(triton_gpu, x, residual, weight)
+    ours, names = Nothing.given, triton_kernels.forward_tile.arg_names
+    variant = triton_gpu.forward_variant(*[BF16] * 4, False, 1024, False, True, False, 16, 32)
+    numbers = (*[1024] * 4, 5, 1e-6, 0.0)
+    total, out = torch.empty_like(residual), torch.empty_like(x)
+    options = {"num_warps": variant.warps, "enable_fp_fusion": False}
+    variant.function[(2,)](x, residual, weight, out, total, None, *numbers, **variant.all_constants(), **options)
+    theirs = Nothing.given
+    assert len(ours) == len(theirs)
+    before = len(ours) - len(names)
+    assert ours[:4] == theirs[:4] == (2, 1, 1, 103)
+    assert ours[before + 5 :] == theirs[before + 5 :]
+
+
+def gone(owner, name):
+    return lambda monkeypatch: monkeypatch.delattr(owner, name)
+
+
+def changed(owner, name):
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, lambda kernel, /, *arguments: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (gone(triton, "compile"), "compile(src, target, options)"),
+        (changed(triton, "compile"), "compile(src, target, options)"),
+        (gone(triton.compiler, "ASTSource"), "compiler.ASTSource(fn, signature, constexprs, attrs)"),
+        (changed(triton.compiler, "ASTSource"), "compiler.ASTSource(fn, signature, constexprs, attrs)"),
+        (gone(triton.compiler.CompiledKernel, "__getitem__"), "compiler.CompiledKernel.__getitem__(grid)"),
+        (changed(triton.compiler.CompiledKernel, "__getitem__"), "compiler.CompiledKernel.__getitem__(grid)"),
+        (gone(triton_kernels.forward_tile, "arg_names"), "arg_names"),
+    ],
+)
+def test_another_triton_is_a_reason(launches, monkeypatch, change, named):
+    """Names that are not documented and gone, or that take other arguments: refused before anything is compiled."""
+    assert triton_gpu.unavailable() == []
+    change(monkeypatch)
+    expected = f"Triton {triton.__version__} lacks {named}, which fusednorm calls; update fusednorm, or `pip install"
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    (reason,) = triton_gpu.unavailable()
+    assert reason.startswith(expected)
+    launches.backend = "cpu"
+    assert triton_cpu.unavailable() == [reason]
+    launches.backend = "cuda"
+    with fusednorm.use_backend("triton"), pytest.raises(fusednorm.BackendError, match=re.escape(expected)):
+        fusednorm.rms_norm(torch.ones(2, 8))
+
+
+def test_another_triton_driver_is_a_reason(monkeypatch):
+    """Other packages may bring drivers: one that has no target, and one whose target has no parts."""
+    nameless = SimpleNamespace(get_current_target=lambda: SimpleNamespace(name="H100"))
+    for stand_in, reason in ((SimpleNamespace(), "AttributeError"), (nameless, "its target lacks backend, warp_size")):
+        monkeypatch.setattr(type(driver), "active", stand_in)
+        assert reason in triton_gpu.unavailable()[0]
+        assert reason in triton_cpu.unavailable()[0]
