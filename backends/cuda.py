@@ -19,6 +19,7 @@ import struct
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ import torch
 
 from fusednorm import quick as quick_way
 from fusednorm.backends import reference
-from fusednorm.backends.gpu_host import Host, address, ceiling
+from fusednorm.backends.gpu_host import Host, address, ceiling, lacking
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
@@ -64,10 +65,29 @@ _MOST_AT_ONCE = 8
 #: The oldest driver, by the version of CUDA that it is for: it launches clusters, and says where its functions are.
 _OLDEST_DRIVER = 12000
 
+#: What is called of NVIDIA's Python bindings of the driver, and of those of NVRTC.
+DRIVER: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        *("cuDriverGetVersion", "cuGetProcAddress", "CUresult"),
+        *("cuCtxGetCurrent", "cuCtxSetCurrent", "cuDevicePrimaryCtxRetain"),
+        *("cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"),
+        "CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",
+    ),
+    (),
+)
+COMPILER: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        *("nvrtcVersion", "nvrtcGetSupportedArchs"),
+        *("nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcDestroyProgram"),
+        *("nvrtcGetProgramLogSize", "nvrtcGetProgramLog"),
+        *("nvrtcGetCUBINSize", "nvrtcGetCUBIN", "nvrtcGetPTXSize", "nvrtcGetPTX"),
+    ),
+    (),
+)
+
 _CURE = "CUDA builds of torch 2.11 and newer bring both; else `pip install cuda-bindings nvidia-cuda-nvrtc` does"
 _ANOTHER = "FUSEDNORM_CACHE_DIR names a folder for them, by its absolute path, which only you can write to"
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
-_INVALID_CONTEXT = 201
 
 #: Bytes of shared memory that a launch may ask for of a function that was not prepared for more: 48 KiB in all.
 _SHARED_UNASKED = 16384
@@ -88,21 +108,28 @@ def unavailable() -> list[str]:
     if not torch.cuda.is_available():
         return ["torch finds no NVIDIA GPU; `nvidia-smi` shows what the driver finds"]
     try:
+        driver, nvrtc = bindings()
+        lacked = ", ".join(filter(None, (lacking(driver, DRIVER), lacking(nvrtc, COMPILER))))
+        if lacked:
+            cure = "update fusednorm, or `pip install 'cuda-bindings>=12.6,<14'`"
+            return [f"cuda-bindings {version('cuda-bindings')} lack {lacked}, which fusednorm calls; {cure}"]
         compiler = _compiler_version()
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no such library, or it is damaged
         return [f"NVRTC cannot be used ({error}); {_CURE}"]
     try:
-        driver = _driver_version()
+        driver_version = _driver_version()
     except RuntimeError as error:  # likewise; or it lacks the function, or the function fails
         return [f"NVIDIA's driver cannot be used ({error}); `nvidia-smi` shows whether others can use it"]
     needed = max(_OLDEST_DRIVER, compiler[0] * 1000)  # a driver loads what is compiled for its major version of CUDA
-    if driver < needed:
+    if driver_version < needed:
         code = f"code of NVRTC {compiler[0]}.{compiler[1]} needs one for {_cuda(needed)}"
         cure = "update the driver, or install an older NVRTC and cuda-bindings"
-        return [f"the driver is for CUDA {_cuda(driver)}, and {code}; {cure}"]
-    oldest = min(capability(device) for device in range(torch.cuda.device_count()))
-    if oldest < OLDEST:
-        return [f"a GPU here has compute capability {oldest / 10}; the kernels need {OLDEST / 10}"]
+        return [f"the driver is for CUDA {_cuda(driver_version)}, and {code}; {cure}"]
+    newest = max(capability(device) for device in range(torch.cuda.device_count()))
+    if newest < OLDEST:
+        return [
+            f"no GPU here has compute capability {OLDEST / 10}, which the kernels need; the newest has {newest / 10}"
+        ]
     return []
 
 
@@ -110,6 +137,9 @@ def unsuitable(signature: Signature) -> list[str]:
     """Why the backend cannot take a call."""
     if signature.hidden_size > LONGEST:
         return [f"rows of {signature.hidden_size} elements are longer than {LONGEST}"]
+    found = capability(signature.device.index)
+    if found < OLDEST:
+        return [f"{signature.device} has compute capability {found / 10}; the kernels need {OLDEST / 10}"]
     return []
 
 
@@ -597,15 +627,29 @@ _LaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 
 @functools.cache
-def _launch_kernel_ex() -> int:
-    """The address of the driver's function."""
+def _driver_function(name: str) -> int:
+    """The address of a function of the driver."""
     driver, _ = bindings()
-    return int(_checked(driver.cuGetProcAddress(b"cuLaunchKernelEx", _OLDEST_DRIVER, 0), "cuGetProcAddress"))
+    return int(_checked(driver.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0), "cuGetProcAddress"))
+
+
+@functools.cache
+def _primary_context(device: int) -> Any:
+    """The context of a device that torch uses; kept for as long as there are kernels, which is for ever."""
+    driver, _ = bindings()
+    return _checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+
+
+def _have_context(device: int) -> None:
+    """Has a thread that has used no GPU yet use this one, as torch does."""
+    driver, _ = bindings()
+    if not int(_checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+        _checked(driver.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
 
 
 def _stream(device: int) -> int:
     """The address of torch's current stream of a device."""
-    return torch._C._cuda_getCurrentRawStream(device)
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 class Launch:
@@ -620,8 +664,7 @@ class Launch:
         self._threads = variant.threads
         self._pack = struct.Struct(variant.packing).pack
         self._arguments = variant.arguments
-        if not int(_checked(self._driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
-            self._make_current(self._device)
+        _have_context(self._device)
         self._module = _checked(
             self._driver.cuModuleLoadData(kept(variant, found)),
             f"loading the kernel {variant.kernel} (a driver as new as NVRTC, which compiled it, can)",
@@ -635,7 +678,7 @@ class Launch:
             limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(self._driver.cuFuncSetAttribute(function, limit, self._shared), "cuFuncSetAttribute")
         self._early = found >= 90
-        self._launch = _LaunchKernelEx(_launch_kernel_ex())
+        self._launch = _LaunchKernelEx(_driver_function("cuLaunchKernelEx"))
         self._attributes = self._launch_attributes()  # the structure below has only their address
         self._config = _Config(
             *(0, 1, 1, self._threads, 1, 1, self._shared, None, self._attributes, len(self._attributes))
@@ -654,11 +697,6 @@ class Launch:
         """The function and its launch, as :func:`fusednorm.quick.hold` wants them."""
         return self._function, self._threads, self.per_program, self._shared, self._cluster, self._early
 
-    def _make_current(self, device: int) -> None:
-        """Has this thread use the context of a device that torch uses."""
-        context = _checked(self._driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
-        _checked(self._driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-
     def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
         """Launches on torch's current stream of the device, which must be the current one. Pointers are integers."""
         packed = self._pack(*[values[name] or 0 for name in self._arguments])
@@ -666,10 +704,8 @@ class Launch:
         config = _Config.from_buffer_copy(self._config)
         config.grid_x = programs * self._cluster
         config.stream = _stream(device)
+        _have_context(device)
         status = self._launch(ctypes.byref(config), self._function, arguments, None)
-        if status == _INVALID_CONTEXT:  # a thread that has not used this device yet
-            self._make_current(device)
-            status = self._launch(ctypes.byref(config), self._function, arguments, None)
         if status:
             name = self._driver.CUresult(status).name
             raise BackendError(f"the launch of {programs} programs failed: {name}")
@@ -699,13 +735,15 @@ class _Host(Host):
             options += offset * quick_way.OFFSET
             kernels = tuple((*launch.quick(), _SHARES[name]) for name, launch in launches.items())
             _open_quick_way()
-            quick_way.hold(device or 0, tuple(dtypes), options, hidden_size, alignment, kernels)
+            context = int(_primary_context(device or 0))
+            quick_way.hold(device or 0, context, tuple(dtypes), options, hidden_size, alignment, kernels)
         return launches
 
 
 @functools.cache
 def _open_quick_way() -> None:
-    quick_way.open_cuda(_launch_kernel_ex())
+    names = ("cuLaunchKernelEx", "cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
+    quick_way.open_cuda(*map(_driver_function, names))
 
 
 _host = _Host(

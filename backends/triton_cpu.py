@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
 
-#: Triton runs a kernel on the caller and on OpenMP's threads, and sets the arithmetic of none of them. A thread inherits
-#: the state of the thread that made it, so it is not enough to set the caller's for the time of a call.
+#: Triton runs a kernel on the caller and on OpenMP's threads, and sets the arithmetic of none of them. A thread has the
+#: state of the thread that made it, so it is not enough to set the caller's for the time of a call.
 FLUSHES_WITH_CALLER = True
 
 #: Elements in a tile. Eight of them are a segment.

@@ -50,6 +50,7 @@ void *exchange_api_of_gpu(const void *api) {
     of_gpu.stream = stream;
     return &of_gpu;
 }
+int current_device(int *device) { *device = 0; return 0; }
 long launches;
 int launch_kernel_ex(const void *config, void *function, void **arguments, void **extra) { launches++; return 0; }
 """
@@ -57,11 +58,15 @@ int launch_kernel_ex(const void *config, void *function, void **arguments, void 
 
 def driver(library: Any) -> SimpleNamespace:
     """The driver API as the backend uses it, which does nothing."""
+    functions = {b"cuLaunchKernelEx": library.launch_kernel_ex, b"cuCtxGetDevice": library.current_device}
+    # All calls are on the current device: no context is pushed, and none popped.
+    address_of = lambda name, *_: (0, ctypes.cast(functions.get(name), ctypes.c_void_p).value or 0)  # noqa: E731
     return SimpleNamespace(
         cuCtxGetCurrent=lambda: (0, 1),
+        cuDevicePrimaryCtxRetain=lambda device: (0, 1),
         cuModuleLoadData=lambda code: (0, 1),
         cuModuleGetFunction=lambda module, name: (0, 1),
-        cuGetProcAddress=lambda *_: (0, ctypes.cast(library.launch_kernel_ex, ctypes.c_void_p).value),
+        cuGetProcAddress=address_of,
     )
 
 

@@ -1,6 +1,7 @@
 /* Launches CUDA kernels that backends/cuda.py has compiled and loaded. Nothing of CUDA's is needed to build this. */
 #include "quick.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* CUDA's driver API, as far as it is used here (docs.nvidia.com/cuda/cuda-driver-api). */
@@ -23,9 +24,13 @@ typedef struct {
 
 enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
-typedef int launch_kernel_ex(const config *, void *function, void **arguments, void **extra);
-
-static launch_kernel_ex *launch_kernel;
+/* The driver's functions cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent; NULL until it is open. */
+static struct {
+    int (*launch)(const config *, void *function, void **arguments, void **extra);
+    int (*current_device)(int *device);
+    int (*push)(void *context);
+    int (*pop)(void **context);
+} driver;
 
 /*
  * What decides which kernels a call takes: the same as the keys in backends/gpu_host.py. The kinds of the operands
@@ -47,17 +52,20 @@ typedef struct {
     enum { OF_ROWS, OF_COLUMNS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS } share;
 } kernel;
 
-enum { KERNELS = 3, PLACES = 1024, NEAR = 8 };
+enum { KERNELS = 3, FEWEST = 1024 };
 
 typedef struct {
     key key;
     int count; /* 0: free */
+    void *context;
     kernel kernels[KERNELS];
 } held;
 
-static held places[PLACES + NEAR];
+/* A hash table: a power of two of places, of which at most half are taken. */
+static held *places;
+static size_t size, taken;
 
-/* Around `places` and `launch_kernel`, where the interpreter has no lock of its own. */
+/* Around the table and `driver`, where the interpreter has no lock of its own. */
 #ifdef Py_GIL_DISABLED
 static PyMutex mutex;
 static void lock(void) { PyMutex_Lock(&mutex); }
@@ -67,25 +75,44 @@ static void lock(void) {}
 static void unlock(void) {}
 #endif
 
-/* Where the kernels of a call are, or may be put; NULL if all places near its hash are taken. */
+/* Where the kernels of a call are, or may be put: there is a free place. */
 static held *place_of(const key *wanted) {
     uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a */
     const unsigned char *bytes = (const unsigned char *)wanted;
     for (size_t i = 0; i < sizeof *wanted; i++) hash = (hash ^ bytes[i]) * 0x100000001b3u;
-    held *first = &places[hash % PLACES];
-    for (held *place = first; place < first + NEAR; place++) {
+    for (;; hash++) {
+        held *place = &places[hash & (size - 1)];
         if (!place->count || memcmp(&place->key, wanted, sizeof *wanted) == 0) return place;
     }
-    return NULL;
+}
+
+/* Makes room for one more; nonzero if there is no memory. */
+static int grow(void) {
+    if (2 * (taken + 1) <= size) return 0;
+    held *const before = places;
+    const size_t count = size;
+    held *more = calloc(count ? 2 * count : FEWEST, sizeof *more);
+    if (!more) return 1;
+    places = more;
+    size = count ? 2 * count : FEWEST;
+    for (size_t i = 0; i < count; i++)
+        if (before[i].count) *place_of(&before[i].key) = before[i];
+    free(before);
+    return 0;
 }
 
 PyObject *fn_open_cuda(PyObject *module, PyObject *arguments) {
     (void)module;
-    unsigned long long function;
-    if (!PyArg_ParseTuple(arguments, "K", &function)) return NULL;
+    unsigned long long launch, current_device, push, pop;
+    if (!PyArg_ParseTuple(arguments, "KKKK", &launch, &current_device, &push, &pop)) return NULL;
     lock();
-    launch_kernel = (launch_kernel_ex *)(uintptr_t)function;
-    memset(places, 0, sizeof places);
+    driver.launch = (int (*)(const config *, void *, void **, void **))(uintptr_t)launch;
+    driver.current_device = (int (*)(int *))(uintptr_t)current_device;
+    driver.push = (int (*)(void *))(uintptr_t)push;
+    driver.pop = (int (*)(void **))(uintptr_t)pop;
+    free(places);
+    places = NULL;
+    size = taken = 0;
     unlock();
     Py_RETURN_NONE;
 }
@@ -95,11 +122,13 @@ PyObject *fn_hold(PyObject *module, PyObject *arguments) {
     held given;
     PyObject *kinds, *kernels;
     long long hidden;
+    unsigned long long context;
     memset(&given, 0, sizeof given);
-    if (!PyArg_ParseTuple(arguments, "iO!iLiO!", &given.key.device, &PyTuple_Type, &kinds, &given.key.options, &hidden,
-                          &given.key.alignment, &PyTuple_Type, &kernels))
+    if (!PyArg_ParseTuple(arguments, "iKO!iLiO!", &given.key.device, &context, &PyTuple_Type, &kinds,
+                          &given.key.options, &hidden, &given.key.alignment, &PyTuple_Type, &kernels))
         return NULL;
     given.key.hidden = hidden;
+    given.context = (void *)(uintptr_t)context;
     for (Py_ssize_t i = 0; i < PyTuple_Size(kinds); i++)
         given.key.kinds |= (int32_t)PyLong_AsLong(PyTuple_GetItem(kinds, i)) << 4 * i;
     for (; given.count < PyTuple_Size(kernels) && given.count < KERNELS; given.count++) {
@@ -114,10 +143,15 @@ PyObject *fn_hold(PyObject *module, PyObject *arguments) {
     }
     if (PyErr_Occurred()) return NULL;
     lock();
-    held *place = place_of(&given.key);
-    if (place) *place = given;
+    const int full = grow();
+    if (!full) {
+        held *place = place_of(&given.key);
+        taken += !place->count;
+        *place = given;
+    }
     unlock();
-    return PyBool_FromLong(place != NULL);
+    if (full) return PyErr_NoMemory();
+    Py_RETURN_NONE;
 }
 
 /* The bits that are set in no operand's address, nor in the bytes from row to row of those that have `strides`. */
@@ -133,17 +167,18 @@ static int alignment_of(const operand *o, int count, unsigned strides, int32_t *
     return 1;
 }
 
-/* Launches the kernels that are held for a call, one after the other, with the same arguments. */
+/*
+ * Launches the kernels that are held for a call, one after the other, with the same arguments: in the current context
+ * if that is one of the tensors' GPU, to which torch's current stream then belongs, else in the GPU's primary context.
+ */
 static int launch(const key *wanted, int64_t rows, int64_t blocks, void *arguments) {
     config hows[KERNELS];
     attribute attributes[KERNELS][2];
-    void *stream;
+    void *stream, *popped;
     lock();
-    launch_kernel_ex *const start = launch_kernel;
-    const held *place = place_of(wanted);
-    const held found = place ? *place : (held){.count = 0};
+    const held found = size ? *place_of(wanted) : (held){.count = 0};
     unlock();
-    if (!start || !found.count || !fn_exchange_api->current_stream ||
+    if (!driver.launch || !found.count || !fn_exchange_api->current_stream ||
         fn_exchange_api->current_stream(DL_CUDA, wanted->device, &stream))
         return 1;
     memset(attributes, 0, sizeof attributes);
@@ -168,11 +203,16 @@ static int launch(const key *wanted, int64_t rows, int64_t blocks, void *argumen
             early->value.early = 1;
         }
     }
-    int failed = 0;
+    int failed = 0, device, pushed = 0;
     /* A full queue makes the driver wait, perhaps for something that waits for the interpreter. */
     PyThreadState *state = PyEval_SaveThread();
+    if (driver.current_device(&device) || device != wanted->device) { /* or a thread that has used no GPU yet */
+        failed = driver.push(found.context);
+        pushed = !failed;
+    }
     for (int i = 0; i < found.count && !failed; i++)
-        failed = start(&hows[i], found.kernels[i].function, &arguments, NULL);
+        failed = driver.launch(&hows[i], found.kernels[i].function, &arguments, NULL);
+    if (pushed) driver.pop(&popped);
     PyEval_RestoreThread(state);
     return failed;
 }

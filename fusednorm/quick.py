@@ -76,13 +76,18 @@ def open_cpu(forward: int, backward: int) -> None:
     _quick.open_cpu(forward, backward)
 
 
-def open_cuda(launch_kernel: int) -> None:
-    """Lets tensors on NVIDIA GPUs through, to the driver's ``cuLaunchKernelEx``; forgets the kernels held before."""
-    _quick.open_cuda(launch_kernel)
+def open_cuda(launch_kernel: int, current_device: int, push_context: int, pop_context: int) -> None:
+    """Lets tensors on NVIDIA GPUs through, and forgets the kernels held before.
+
+    Takes the addresses of the driver's ``cuLaunchKernelEx``, ``cuCtxGetDevice``, ``cuCtxPushCurrent`` and
+    ``cuCtxPopCurrent``.
+    """
+    _quick.open_cuda(launch_kernel, current_device, push_context, pop_context)
 
 
 def hold(
     device: int,
+    context: int,
     dtypes: tuple[torch.dtype | None, ...],
     options: int,
     hidden_size: int,
@@ -91,10 +96,11 @@ def hold(
 ) -> None:
     """Has calls of a kind launch CUDA functions from now on.
 
-    ``dtypes``: of x, residual, weight and out; of a backward pass of dy, the gradient of residual_out, h, weight, dx,
-    dresidual and dweight. ``alignment``: bytes of which every row of every operand begins at a multiple. ``kernels``:
-    the function, threads of a block, rows or columns of a program, bytes of shared memory of a block, blocks of a
-    cluster, whether to begin before the kernel before has ended, and what a program takes.
+    ``context``: the address of the device's primary context, in which kernels are launched where another device is
+    the current one. ``dtypes``: of x, residual, weight and out; of a backward pass of dy, the gradient of residual_out,
+    h, weight, dx, dresidual and dweight. ``alignment``: bytes of which every row of every operand begins at a multiple.
+    ``kernels``: the function, threads of a block, rows or columns of a program, bytes of shared memory of a block,
+    blocks of a cluster, whether to begin before the kernel before has ended, and what a program takes.
     """
     kinds: dict[torch.dtype | None, int] = {
         None: _lib.FN_NONE,
@@ -103,4 +109,4 @@ def hold(
         torch.bfloat16: _lib.FN_BF16,
         torch.float64: _lib.FN_F64,
     }
-    _quick.hold(device, tuple(kinds[dtype] for dtype in dtypes), options, hidden_size, alignment, kernels)
+    _quick.hold(device, context, tuple(kinds[dtype] for dtype in dtypes), options, hidden_size, alignment, kernels)

@@ -20,6 +20,7 @@ import torch
 import fusednorm
 from fusednorm import doctor, registry
 from fusednorm.backends import cuda
+from fusednorm.backends.gpu_host import lacking
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
 compiles = pytest.mark.skipif(
@@ -472,6 +473,8 @@ CLUSTER, EARLY = 4, 6
 def driver(monkeypatch):
     """A driver that only writes down what it is given."""
     found = SimpleNamespace(launches=[], loaded=0, statuses=[], capability=90, context="torch's")
+    for cached in (cuda._driver_function, cuda._primary_context):
+        cached.cache_clear()
 
     @cuda._LaunchKernelEx
     def launch(config, function, arguments, extra):
@@ -513,9 +516,10 @@ def driver(monkeypatch):
     monkeypatch.setattr(cuda._host, "ways", {})
     monkeypatch.setattr(cuda, "quick", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(cuda, "_launch_kernel_ex", cuda._launch_kernel_ex.__wrapped__)
     monkeypatch.setattr(cuda, "_stream", lambda device: 77)
-    return found
+    yield found
+    for cached in (cuda._driver_function, cuda._primary_context):
+        cached.cache_clear()
 
 
 def run(found, rows, size, dtype=BF16, offset=0):
@@ -569,14 +573,14 @@ def test_rows_eps_and_strides_never_load_another_kernel(driver):
 
 
 def test_a_thread_without_a_context_gets_one(driver):
-    driver.statuses = [Status.SUCCESS, Status.INVALID_CONTEXT]
-    run(driver, 1, 4096)
-    run(driver, 1, 4096)
-    assert len(driver.launches) == 3
-    assert driver.context == "context None"  # of the tensors' device, which is the CPU here
+    """Before the launch: one that the driver refuses may end a capture."""
     driver.context = None
-    run(driver, 1, 1024)
+    run(driver, 1, 4096)  # loads the kernel on the current device
     assert driver.context == "context 3"
+    driver.context = None
+    run(driver, 1, 4096)
+    assert driver.context == "context None"  # of the tensors' device, which is the CPU here
+    assert len(driver.launches) == 2
 
 
 def test_a_kernel_that_the_driver_does_not_load_raises(driver, monkeypatch):
@@ -608,17 +612,70 @@ def test_an_operand_between_two_elements_is_refused(driver):
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with a GPU, to torch; its driver and NVRTC are what a test makes of them."""
-    found = SimpleNamespace(
-        driver=SimpleNamespace(cuDriverGetVersion=lambda: (Status.SUCCESS, 13000)),
-        nvrtc=SimpleNamespace(nvrtcVersion=lambda: (Status.SUCCESS, 13, 0)),
-    )
+    found = SimpleNamespace(driver=SimpleNamespace(), nvrtc=SimpleNamespace(), capabilities=[90])
+    for part, names in ((found.driver, cuda.DRIVER), (found.nvrtc, cuda.COMPILER)):
+        for outer, _, inner in (name.partition(".") for name in names):
+            setattr(part, outer, SimpleNamespace(**{inner: None}))
+    found.driver.cuDriverGetVersion = lambda: (Status.SUCCESS, 13000)
+    found.nvrtc.nvrtcVersion = lambda: (Status.SUCCESS, 13, 0)
     monkeypatch.setattr(cuda, "bindings", lambda: (found.driver, found.nvrtc))
     monkeypatch.setattr(cuda, "_compiler_version", cuda._compiler_version.__wrapped__)
-    monkeypatch.setattr(cuda, "capability", lambda device: 90)
+    monkeypatch.setattr(cuda, "capability", lambda device: found.capabilities[device or 0])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.capabilities))
     return found
+
+
+def signature(device):
+    return registry.Signature(torch.device(device), BF16, BF16, BF16, BF16, 4096, True, False)
+
+
+def test_one_old_gpu_does_not_disable_the_others(machine):
+    """Calls on it are refused, with a reason; those on the others are taken."""
+    machine.capabilities = [90, 70, 100]
+    assert cuda.unavailable() == []
+    reason = "cuda:1 has compute capability 7.0; the kernels need 7.5"
+    refused = {device: cuda.unsuitable(signature(device)) for device in ("cuda:0", "cuda:1", "cuda:2", "cuda")}
+    assert refused == {"cuda:0": [], "cuda:1": [reason], "cuda:2": [], "cuda": []}
+    with fusednorm.use_backend("cuda,reference"):
+        assert registry._choose(signature("cuda:0")).backend == "cuda"
+        assert registry._choose(signature("cuda:1")).passed_over["cuda"] == [reason]
+    with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=reason):
+        registry._choose(signature("cuda:1"))
+
+
+def test_only_old_gpus(machine):
+    machine.capabilities = [61, 70]
+    (reason,) = cuda.unavailable()
+    assert reason == "no GPU here has compute capability 7.5, which the kernels need; the newest has 7.0"
+
+
+@pytest.mark.parametrize("name", [*cuda.DRIVER, *cuda.COMPILER])
+def test_bindings_without_a_name_are_a_reason(machine, monkeypatch, name):
+    """No AttributeError in somebody's forward pass."""
+    assert cuda.unavailable() == []
+    monkeypatch.setattr(cuda, "version", lambda package: "99.0")
+    part, (*outer, last) = machine.driver if name in cuda.DRIVER else machine.nvrtc, name.split(".")
+    monkeypatch.delattr(getattr(part, *outer) if outer else part, last)
+    (reason,) = cuda.unavailable()
+    assert re.match(rf"cuda-bindings 99\.0 lack {name}, which fusednorm calls; .*pip install", reason)
+    with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=re.escape(reason)):
+        registry._choose(signature("cuda:0"))
+
+
+def test_every_name_of_the_bindings_that_is_used_is_asked_for():
+    """Also those that are put together: of machine code and of PTX."""
+    source = Path(cuda.__file__).read_text()
+    found = set(re.findall(r"\b_?(?:driver|nvrtc)\.(cu\w+|CU\w+(?:\.CU_\w+)?|nvrtc\w+)", source))
+    found |= {f"nvrtcGet{kind}{size}" for kind in ("CUBIN", "PTX") for size in ("", "Size")}
+    assert found == {*cuda.DRIVER, *cuda.COMPILER}
+
+
+@compiles
+def test_the_bindings_have_every_name_that_is_used():
+    driver, nvrtc = cuda.bindings()
+    assert lacking(driver, cuda.DRIVER) == lacking(nvrtc, cuda.COMPILER) == ""
 
 
 def raising(error):
@@ -647,7 +704,7 @@ def test_a_driver_or_compiler_that_cannot_be_used(machine, monkeypatch, part, fu
     monkeypatch.setattr(getattr(machine, part), name, function)
     (found,) = cuda.unavailable()
     assert re.search(reason, found)
-    bf16 = registry.Signature(torch.device("cuda"), BF16, BF16, BF16, BF16, 4096, True, False)
+    bf16 = signature("cuda")
     token = registry._order.set("")
     try:
         assert registry._choose(bf16).passed_over["cuda"] == [found]
@@ -704,9 +761,10 @@ def test_libraries_that_are_no_driver(tmp_path):
     assert lines[3] == "good"
 
 
-def test_why_not():
+def test_why_not(monkeypatch):
     if torch.version.cuda is None:
         assert "built without CUDA" in cuda.unavailable()[0]
+    monkeypatch.setattr(cuda, "capability", lambda device: 90)
     signature = fusednorm.explain(torch.ones(1, 8)).signature._replace(hidden_size=cuda.LONGEST + 1)
     assert "longer than" in cuda.unsuitable(signature)[0]
     assert cuda.unsuitable(signature._replace(hidden_size=cuda.LONGEST)) == []

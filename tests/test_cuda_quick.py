@@ -1,6 +1,9 @@
 """The quick way to CUDA's kernels launches what the long way has loaded; on the emulation, tests/emulation/cuda."""
 
+import ctypes
+import itertools
 import os
+import threading
 
 import pytest
 import torch
@@ -98,3 +101,142 @@ def test_backward(case, needs, monkeypatch):
     for one, other, wanted in zip(got, expected, reference.backward(*given), strict=True):
         assert (one is None) == (wanted is None)
         assert one is None or not (differing(one, other) | differing(one, wanted)).any()
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """The stand-in's two GPUs; the first is the current one before and after a test, and has the tensors."""
+    driver, _ = cuda.bindings()
+    contexts = [driver.cuDevicePrimaryCtxRetain(device)[1] for device in range(2)]
+    numbers = {name: ctypes.c_int.in_dll(driver.library, name) for name in ("refused", "pushed", "tensors_on")}
+    for number in numbers.values():
+        number.value = 0
+    assert driver.cuCtxGetCurrent() == (0, contexts[0])
+
+    class Gpus:
+        current = staticmethod(driver.cuCtxSetCurrent)
+
+        def another_context(self, device):
+            driver.library.another_context.restype = ctypes.c_void_p
+            return driver.library.another_context(device)
+
+        def context(self):
+            return driver.cuCtxGetCurrent()[1]
+
+        def __getattr__(self, name):
+            return numbers[name].value
+
+        def put_tensors_on(self, device):
+            numbers["tensors_on"].value = device
+
+    found = Gpus()
+    found.contexts = contexts
+    monkeypatch.setattr(cuda._host, "held", {})
+    yield found
+    found.put_tensors_on(0)
+    driver.cuCtxSetCurrent(contexts[0])
+
+
+def load_on_both(gpus, call):
+    """Runs a call by the long way, and has what it loads on the first GPU also loaded and held on the second."""
+    call()
+    (key,) = cuda._host.held
+    variants = {"forward": cuda.forward_variant(*key[1:])} if "forward" in cuda._host.held[key] else None
+    gpus.current(gpus.contexts[1])
+    cuda._host._hold((1, *key[1:]), variants or cuda.backward_variants(*key[1:]))
+    gpus.current(gpus.contexts[0])
+
+
+def both_passes(hidden):
+    """A forward and a backward pass by the long way, the same by the quick way, and what both should return."""
+    case = Case(rows=5, hidden=hidden).of(BF16)
+    x, residual, weight = operands(case)
+    rstd = torch.rand(case.rows)
+    numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
+    take = quick.way({"cuda"})
+
+    def long_forward():
+        outputs = torch.empty_like(x), torch.empty_like(x)
+        cuda.forward(x, residual, weight, *outputs, None, case.rows, hidden, *[hidden] * 4, *numbers)
+        return outputs
+
+    gradient_operands = (x, None, residual, rstd, weight, 0.0, BF16, BF16, (True, True, True))
+    yield long_forward, lambda: take(x, residual, weight, None, None, *numbers, None), expected(case, "cuda")
+    partial = torch.empty(case.rows, hidden)
+
+    def quick_backward():
+        gradients = torch.empty_like(x), torch.empty_like(weight)
+        given = (x, None, residual, rstd, weight, gradients[0], None, partial, gradients[1], 1, 0.0)
+        return gradients if quick.backward(quick.CUDA, *given) else None
+
+    wanted = reference.backward(*gradient_operands)
+    yield lambda: cuda.backward(*gradient_operands), quick_backward, (wanted[0], wanted[2])
+
+
+@pytest.mark.parametrize("passes", [0, 1], ids=["forward", "backward"])
+def test_a_gpu_that_is_not_the_current_one(gpus, passes, monkeypatch):
+    """Each launch is in a context of the tensors' GPU, none is refused, and the caller's context is as it was."""
+    long_way, quick_way, wanted = list(both_passes(1032))[passes]
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda._host, "quick", lambda *_: False)
+        load_on_both(gpus, long_way)
+    assert (gpus.refused, gpus.pushed) == (0, 0)
+
+    def check(gpu, context, pushed):
+        before = gpus.pushed
+        gpus.put_tensors_on(gpu)
+        gpus.current(context)
+        got = quick_way()
+        assert got is not None
+        assert not any(differing(one, other).any() for one, other in zip(got, wanted, strict=True))
+        assert gpus.context() == (context or 0)
+        assert gpus.pushed - before == pushed
+        assert gpus.refused == 0
+
+    first, second = gpus.contexts
+    for gpu, context, pushed in ((0, first, 0), (1, first, 1), (1, second, 0), (0, second, 1), (1, first, 1)):
+        check(gpu, context, pushed)
+    check(1, gpus.another_context(1), 0)  # as of a part of its processors, which torch makes current with its stream
+    check(0, None, 1)  # a thread that has used no GPU yet
+    gpus.current(first)
+
+
+def test_a_thread_that_has_used_no_gpu(gpus):
+    """By the long way a launch makes the tensors' GPU current, as any of torch's does, and so do later ones."""
+    long_way, _, wanted = next(both_passes(1040))
+    long_way()
+    found = []
+
+    def work():
+        found.append(gpus.context())
+        found.append(long_way())
+        found.append(gpus.context())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[::2] == [0, gpus.contexts[0]]
+    assert not any(differing(one, other).any() for one, other in zip(found[1], wanted, strict=True))
+
+
+def test_a_gpu_for_which_nothing_is_held(gpus):
+    """Nothing is launched, nowhere."""
+    long_way, quick_way, _ = next(both_passes(1048))
+    long_way()
+    gpus.put_tensors_on(1)
+    assert quick_way() is None
+    assert (gpus.refused, gpus.pushed) == (0, 0)
+
+
+def test_any_number_of_kinds_of_calls_is_held(gpus):
+    """Thousands: the first and the last are launched, and none of them instead of another."""
+    first, last = (next(both_passes(hidden)) for hidden in (1056, 1064))
+    first[0]()
+    kernel = (0, 32, 1, 0, 1, False, quick.OF_ROWS)  # is never launched
+    for hidden, options in itertools.product(range(10**6, 10**6 + 3000), range(2)):
+        quick.hold(0, 0, (F32, None, None, F32), options, hidden, 16, (kernel,))
+    last[0]()
+    for _, quick_way, wanted in (first, last):
+        got = quick_way()
+        assert got is not None
+        assert not any(differing(one, other).any() for one, other in zip(got, wanted, strict=True))

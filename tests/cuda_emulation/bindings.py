@@ -27,6 +27,8 @@ class Status(enum.IntEnum):
     SUCCESS = 0
     ERROR_INVALID_VALUE = 1
     ERROR_COMPILATION = 6
+    ERROR_INVALID_CONTEXT = 201
+    ERROR_INVALID_HANDLE = 400
 
 
 OK = Status.SUCCESS
@@ -94,7 +96,7 @@ def nvrtc():
 
 
 class Driver:
-    """The driver API: a module is a shared library, and a launch a call."""
+    """The driver API of two GPUs: a module is a shared library, and a launch a call."""
 
     def __init__(self):
         path = Path(FOLDER.name) / "emulation.so"
@@ -110,7 +112,22 @@ class Driver:
         return (OK,)
 
     def cuCtxGetCurrent(self):  # noqa: N802
-        return OK, 1
+        return self.written("ctx_get_current", ctypes.c_void_p)
+
+    def cuCtxGetDevice(self):  # noqa: N802
+        return self.written("ctx_get_device", ctypes.c_int)
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        return (Status(self.library.ctx_set_current(ctypes.c_void_p(context))),)
+
+    def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
+        return self.written("device_primary_ctx_retain", ctypes.c_void_p, device or 0)  # the CPU has no number
+
+    def written(self, name, kind, *arguments):
+        """What a function of the emulation returns, and writes at an address."""
+        place = kind()
+        status = Status(getattr(self.library, name)(ctypes.byref(place), *arguments))
+        return status, place.value or 0
 
     def cuModuleLoadData(self, code):  # noqa: N802
         path = Path(FOLDER.name) / f"module{next(self.numbers)}.so"
@@ -118,11 +135,18 @@ class Driver:
         return OK, ctypes.CDLL(str(path))
 
     def cuModuleGetFunction(self, module, name):  # noqa: N802
-        return OK, ctypes.cast(module.call, ctypes.c_void_p).value
+        function = ctypes.cast(module.call, ctypes.c_void_p)
+        self.library.module_loaded(function)
+        return OK, function.value
 
     def cuGetProcAddress(self, name, version, flags):  # noqa: N802
-        assert name == b"cuLaunchKernelEx"
-        return OK, ctypes.cast(self.library.launch_kernel_ex, ctypes.c_void_p).value, None
+        ours = {
+            b"cuLaunchKernelEx": self.library.launch_kernel_ex,
+            b"cuCtxGetDevice": self.library.ctx_get_device,
+            b"cuCtxPushCurrent": self.library.ctx_push_current,
+            b"cuCtxPopCurrent": self.library.ctx_pop_current,
+        }
+        return OK, ctypes.cast(ours[name], ctypes.c_void_p).value, None
 
     CUresult = Status
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
@@ -149,5 +173,6 @@ def install(cuda, quick, torch, capability):
     cuda.DEVICES = ("cuda", "cpu")
     cuda.unavailable = list
     cuda.capability = lambda device: capability
-    torch.cuda.current_device = lambda: 0
+    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])  # as torch does
+    torch.cuda.current_device = lambda: driver.cuCtxGetDevice()[1]
     cuda._stream = lambda device: 0

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -253,21 +254,81 @@ struct ExchangeApi {
 
 ExchangeApi of_torch, of_gpu;
 
+// A context of one of two GPUs. Each thread has a stack of them, whose last is the current one.
+struct Context {
+    int device;
+};
+Context primary[2] = {{0}, {1}};
+thread_local std::vector<Context*> contexts;
+std::map<const void*, int> device_of_function;
+std::mutex one_at_a_time;
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
+
 }  // namespace
+
+// For the tests: launches that were refused, contexts that were pushed, and the GPU that tensors are on.
+extern "C" int refused = 0, pushed = 0, tensors_on = 0;
+
+extern "C" int ctx_get_current(Context** context) {
+    *context = contexts.empty() ? nullptr : contexts.back();
+    return SUCCESS;
+}
+
+extern "C" int ctx_set_current(Context* context) {
+    if (!contexts.empty()) contexts.pop_back();
+    if (context != nullptr) contexts.push_back(context);
+    return SUCCESS;
+}
+
+extern "C" int ctx_get_device(int* device) {
+    if (contexts.empty()) return INVALID_CONTEXT;
+    *device = contexts.back()->device;
+    return SUCCESS;
+}
+
+extern "C" int ctx_push_current(Context* context) {
+    pushed++;
+    contexts.push_back(context);
+    return SUCCESS;
+}
+
+extern "C" int ctx_pop_current(Context** context) {
+    if (contexts.empty()) return INVALID_CONTEXT;
+    *context = contexts.back();
+    contexts.pop_back();
+    return SUCCESS;
+}
+
+extern "C" int device_primary_ctx_retain(Context** context, int device) {
+    *context = &primary[device];
+    return SUCCESS;
+}
+
+// Another context of a GPU than its primary one, as that of a part of its processors is.
+extern "C" Context* another_context(int device) { return new Context{device}; }
+
+extern "C" void module_loaded(const void* function) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    device_of_function[function] = contexts.back()->device;
+}
 
 extern "C" int launch_kernel_ex(const Config* config, Kernel kernel, void** arguments, void**) {
     static int launches = 0;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    if (contexts.empty() || device_of_function.at((const void*)kernel) != contexts.back()->device) {
+        refused++;
+        return contexts.empty() ? INVALID_CONTEXT : INVALID_HANDLE;
+    }
     int cluster = 1;
     for (unsigned i = 0; i < config->attribute_count; i++) {
         if (config->attributes[i].id == 4) cluster = (int)config->attributes[i].cluster[0];
     }
-    if (config->grid[0] == 0 || config->grid[1] != 1 || config->grid[2] != 1) return 1;  // CUDA_ERROR_INVALID_VALUE
-    if (config->block[1] != 1 || config->block[2] != 1) return 1;
-    static std::mutex one_at_a_time;
-    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    if (config->grid[0] == 0 || config->grid[1] != 1 || config->grid[2] != 1) return INVALID_VALUE;
+    if (config->block[1] != 1 || config->block[2] != 1) return INVALID_VALUE;
     emulate(kernel, arguments[0], (int)config->grid[0], (int)config->block[0], cluster, config->shared_bytes,
             launches++ % 2);
-    return 0;
+    return SUCCESS;
 }
 
 // The exchange API that says of the CPU's tensors that they are on a GPU.
@@ -276,7 +337,8 @@ extern "C" void* exchange_api_of_gpu(const void* api) {
     of_gpu = of_torch;
     of_gpu.tensor_from = [](void* object, void* tensor) {
         const int failed = of_torch.tensor_from(object, tensor);
-        if (!failed && static_cast<int*>(tensor)[2] == 1) static_cast<int*>(tensor)[2] = 2;  // DLDevice.device_type
+        int* device = static_cast<int*>(tensor) + 2;  // DLDevice: its type, and its number
+        if (!failed && device[0] == 1) device[0] = 2, device[1] = tensors_on;
         return failed;
     };
     of_gpu.current_stream = [](int, int, void** stream) {
