@@ -27,7 +27,7 @@ import torch
 
 from fusednorm import quick as quick_way
 from fusednorm.backends import reference
-from fusednorm.backends.gpu_host import Host, address, ceiling, lacking
+from fusednorm.backends.gpu_host import UNTRIED, Host, address, ceiling, lacking
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def unavailable() -> list[str]:
     newest = max(capability(device) for device in range(torch.cuda.device_count()))
     if newest < OLDEST:
         return [
-            f"no GPU here has compute capability {OLDEST / 10}, which the kernels need; the newest has {newest / 10}"
+            f"no GPU here has compute capability {OLDEST / 10} or newer, which the kernels need; the newest has "
+            f"{newest / 10}"
         ]
     return []
 
@@ -154,7 +155,7 @@ def plan(signature: Signature) -> str:
         way += f" of {layout.warps} warps"
     else:
         way = f"{reference.SEGMENT // layout.row} rows per warp"
-    return f"CUDA C++ kernels: {way}, {layout.aligned} bytes at a time where rows are aligned"
+    return f"CUDA C++ kernels: {way}, {layout.aligned} bytes at a time where rows are aligned; {UNTRIED}"
 
 
 def capability(device: int | None) -> int:

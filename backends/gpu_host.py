@@ -21,6 +21,9 @@ from fusednorm.layout import new_gradients, rows_of
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32
 
+#: What plans of kernels for GPUs say until our tests have run on one.
+UNTRIED = "our tests have not run on a GPU yet"
+
 
 class Variant(Protocol):
     """One compilation of one kernel."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference, triton_host
-from fusednorm.backends.gpu_host import Host, address, ceiling
+from fusednorm.backends.gpu_host import UNTRIED, Host, address, ceiling
 from fusednorm.backends.triton_host import INTERPRETED, Variant, Way
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def plan(signature: Signature) -> str:
     rows, segments, depth, width, warps, tiles = tiling(signature.hidden_size, dtypes, warp_size())
     where = "interpreted" if INTERPRETED else "compiled"
     way = f"{rows} rows per program" if tiles == 1 else f"a row per program, in {tiles} parts"
-    return f"Triton kernels, {where}: {way}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
+    tiled = f"{way}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
+    return f"Triton kernels, {where}: {tiled}" + ("" if INTERPRETED else f"; {UNTRIED}")
 
 
 def warp_size() -> int:
