@@ -127,10 +127,8 @@ def unavailable() -> list[str]:
         return [f"the driver is for CUDA {_cuda(driver_version)}, and {code}; {cure}"]
     newest = max(capability(device) for device in range(torch.cuda.device_count()))
     if newest < OLDEST:
-        return [
-            f"no GPU here has compute capability {OLDEST / 10} or newer, which the kernels need; the newest has "
-            f"{newest / 10}"
-        ]
+        best = f"the newest has {newest / 10}"
+        return [f"no GPU here has compute capability {OLDEST / 10} or newer, which the kernels need; {best}"]
     return []
 
 
