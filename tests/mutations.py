@@ -869,7 +869,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "CUDA: the quick way launches on whichever GPU is the current one",
+        "CUDA: the fast path launches on whichever GPU is the current one",
         "cpu/quick_cuda.c",
         "if (driver.current_device(&device) || device != wanted->device) {",
         "if (driver.current_device(&device)) {",
@@ -877,7 +877,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "CUDA: the quick way launches where no GPU is the current one",
+        "CUDA: the fast path launches where no GPU is the current one",
         "cpu/quick_cuda.c",
         "driver.current_device(&device) || device",
         "!driver.current_device(&device) && device",
@@ -885,7 +885,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "CUDA: the quick way leaves the context in which the caller launches",
+        "CUDA: the fast path leaves the context in which the caller launches",
         "cpu/quick_cuda.c",
         "driver.current_device(&device) || device != wanted->device",
         "driver.current_device(&device) || 1",
@@ -893,7 +893,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "CUDA: the quick way does not put the caller's context back",
+        "CUDA: the fast path does not put the caller's context back",
         "cpu/quick_cuda.c",
         "    if (pushed) driver.pop(&popped);\n",
         "    (void)popped, (void)pushed;\n",

@@ -138,7 +138,7 @@ def gpus(monkeypatch):
 
 
 def load_on_both(gpus, call):
-    """Runs a call by the long way, and has what it loads on the first GPU also loaded and held on the second."""
+    """Runs a call through Python, and has what it loads on the first GPU also loaded and held on the second."""
     call()
     (key,) = cuda._host.held
     variants = {"forward": cuda.forward_variant(*key[1:])} if "forward" in cuda._host.held[key] else None
@@ -148,45 +148,45 @@ def load_on_both(gpus, call):
 
 
 def both_passes(hidden):
-    """A forward and a backward pass by the long way, the same by the quick way, and what both should return."""
+    """A forward and a backward pass through Python, the same by the fast path, and what both should return."""
     case = Case(rows=5, hidden=hidden).of(BF16)
     x, residual, weight = operands(case)
     rstd = torch.rand(case.rows)
     numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
     take = quick.way({"cuda"})
 
-    def long_forward():
+    def python_forward():
         outputs = torch.empty_like(x), torch.empty_like(x)
         cuda.forward(x, residual, weight, *outputs, None, case.rows, hidden, *[hidden] * 4, *numbers)
         return outputs
 
     gradient_operands = (x, None, residual, rstd, weight, 0.0, BF16, BF16, (True, True, True))
-    yield long_forward, lambda: take(x, residual, weight, None, None, *numbers, None), expected(case, "cuda")
+    yield python_forward, lambda: take(x, residual, weight, None, None, *numbers, None), expected(case, "cuda")
     partial = torch.empty(case.rows, hidden)
 
-    def quick_backward():
+    def fast_backward():
         gradients = torch.empty_like(x), torch.empty_like(weight)
         given = (x, None, residual, rstd, weight, gradients[0], None, partial, gradients[1], 1, 0.0)
         return gradients if quick.backward(quick.CUDA, *given) else None
 
     wanted = reference.backward(*gradient_operands)
-    yield lambda: cuda.backward(*gradient_operands), quick_backward, (wanted[0], wanted[2])
+    yield lambda: cuda.backward(*gradient_operands), fast_backward, (wanted[0], wanted[2])
 
 
 @pytest.mark.parametrize("passes", [0, 1], ids=["forward", "backward"])
 def test_a_gpu_that_is_not_the_current_one(gpus, passes, monkeypatch):
     """Each launch is in a context of the tensors' GPU, none is refused, and the caller's context is as it was."""
-    long_way, quick_way, wanted = list(both_passes(1032))[passes]
+    python_path, fast_path, wanted = list(both_passes(1032))[passes]
     with monkeypatch.context() as patched:
         patched.setattr(cuda._host, "quick", lambda *_: False)
-        load_on_both(gpus, long_way)
+        load_on_both(gpus, python_path)
     assert (gpus.refused, gpus.pushed) == (0, 0)
 
     def check(gpu, context, pushed):
         before = gpus.pushed
         gpus.put_tensors_on(gpu)
         gpus.current(context)
-        got = quick_way()
+        got = fast_path()
         assert got is not None
         assert not any(differing(one, other).any() for one, other in zip(got, wanted, strict=True))
         assert gpus.context() == (context or 0)
@@ -202,29 +202,30 @@ def test_a_gpu_that_is_not_the_current_one(gpus, passes, monkeypatch):
 
 
 def test_a_thread_that_has_used_no_gpu(gpus):
-    """By the long way a launch makes the tensors' GPU current, as any of torch's does, and so do later ones."""
-    long_way, _, wanted = next(both_passes(1040))
-    long_way()
+    """Through Python a launch makes the tensors' GPU the thread's current one, as torch does, and is not refused."""
+    python_path, _, wanted = next(both_passes(1040))
+    python_path()
     found = []
 
     def work():
         found.append(gpus.context())
-        found.append(long_way())
+        found.append(python_path())
         found.append(gpus.context())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert found[::2] == [0, gpus.contexts[0]]
+    assert gpus.refused == 0
     assert not any(differing(one, other).any() for one, other in zip(found[1], wanted, strict=True))
 
 
 def test_a_gpu_for_which_nothing_is_held(gpus):
     """Nothing is launched, nowhere."""
-    long_way, quick_way, _ = next(both_passes(1048))
-    long_way()
+    python_path, fast_path, _ = next(both_passes(1048))
+    python_path()
     gpus.put_tensors_on(1)
-    assert quick_way() is None
+    assert fast_path() is None
     assert (gpus.refused, gpus.pushed) == (0, 0)
 
 
@@ -236,7 +237,7 @@ def test_any_number_of_kinds_of_calls_is_held(gpus):
     for hidden, options in itertools.product(range(10**6, 10**6 + 3000), range(2)):
         quick.hold(0, 0, (F32, None, None, F32), options, hidden, 16, (kernel,))
     last[0]()
-    for _, quick_way, wanted in (first, last):
-        got = quick_way()
+    for _, fast_path, wanted in (first, last):
+        got = fast_path()
         assert got is not None
         assert not any(differing(one, other).any() for one, other in zip(got, wanted, strict=True))
