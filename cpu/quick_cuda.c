@@ -24,7 +24,7 @@ typedef struct {
 
 enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
-/* The driver's functions cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent; NULL until it is open. */
+/* The driver's cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent; NULL until they are given. */
 static struct {
     int (*launch)(const config *, void *function, void **arguments, void **extra);
     int (*current_device)(int *device);
@@ -176,9 +176,9 @@ static int launch(const key *wanted, int64_t rows, int64_t blocks, void *argumen
     attribute attributes[KERNELS][2];
     void *stream, *popped;
     lock();
-    const held found = size ? *place_of(wanted) : (held){.count = 0};
+    const held found = driver.launch && size ? *place_of(wanted) : (held){.count = 0};
     unlock();
-    if (!driver.launch || !found.count || !fn_exchange_api->current_stream ||
+    if (!found.count || !fn_exchange_api->current_stream ||
         fn_exchange_api->current_stream(DL_CUDA, wanted->device, &stream))
         return 1;
     memset(attributes, 0, sizeof attributes);
