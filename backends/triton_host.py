@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.gpu_host import lacking
+from fusednorm.registry import BackendError
 
 #: Oldest Triton whose compiler takes what :func:`compiled` gives it, and the newest that was tried.
 OLDEST, NEWEST = (3, 4), (3, 9)
+
+_CURE = "update fusednorm, or `pip install 'triton=={}.{}.*'`".format(*NEWEST)
 
 #: What is called here of Triton's insides: names that its documentation does not have, with arguments given by name.
 _USED = {
@@ -65,8 +68,7 @@ def changed() -> list[str]:
 
     lacked = lacking(triton, _USED) or lacking(triton_kernels.forward_tile, {"arg_names": ()})
     if lacked:
-        cure = "update fusednorm, or `pip install 'triton=={}.{}.*'`".format(*NEWEST)
-        return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {cure}"]
+        return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {_CURE}"]
     return []
 
 
@@ -143,7 +145,11 @@ class Variant:
 
 
 def compiled(variant: Variant, target: Any) -> Any:
-    """The variant compiled for a target, from Triton's cache on disk if it is there."""
+    """The variant compiled for a target, from Triton's cache on disk if it is there.
+
+    Raises:
+        BackendError: this version of Triton ignores an option on which bits depend.
+    """
     import triton
     from triton.compiler import ASTSource
 
@@ -153,13 +159,17 @@ def compiled(variant: Variant, target: Any) -> Any:
     known = {(i,): constants.get(name) for i, name in enumerate(names) if signature[name] == "constexpr"}
     divisors = {(i,): arguments[name][1] for i, name in enumerate(names) if signature[name] != "constexpr"}
     attributes = {at: [["tt.divisibility", divisor]] for at, divisor in divisors.items() if divisor > 1}
-    options: dict[str, Any] = {"enable_fp_fusion": False}
+    exact = {"enable_fp_fusion": False}
     if target.backend == "cpu":
-        options["enable_fast_math"] = False
-    else:
-        options["num_warps"] = variant.warps
+        exact["enable_fast_math"] = False
+    options = exact if target.backend == "cpu" else {**exact, "num_warps": variant.warps}
     source = ASTSource(fn=variant.function, signature=signature, constexprs=known, attrs=attributes)
-    return triton.compile(src=source, target=target, options=options)
+    kernel = triton.compile(src=source, target=target, options=options)
+    for name, value in exact.items():
+        if getattr(kernel.metadata, name, None) != value:  # which has what became of all options
+            what = f"the option {name}={value}, without which bits may differ"
+            raise BackendError(f"Triton {triton.__version__} ignores {what}; {_CURE}")
+    return kernel
 
 
 class Launch:

@@ -665,6 +665,13 @@ MUTANTS = (
         'lacked = ""',
     ),
     Mutant(
+        SAME,
+        "Triton: options that it ignores do not matter",
+        "backends/triton_host.py",
+        "getattr(kernel.metadata, name, None) != value",
+        "False",
+    ),
+    Mutant(
         ROW,
         "Triton: its launcher is called by position",
         "backends/triton_host.py",

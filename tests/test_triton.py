@@ -371,6 +371,14 @@ def test_another_triton_is_a_reason(launches, monkeypatch, change, named):
         fusednorm.rms_norm(torch.ones(2, 8))
 
 
+@pytest.mark.parametrize("metadata", [{}, {"enable_fp_fusion": True}])
+def test_options_that_triton_ignores_raise(monkeypatch, metadata):
+    """It drops those that it does not know; without this one, multiplications and additions would be fused."""
+    monkeypatch.setattr(triton, "compile", lambda **_: SimpleNamespace(metadata=SimpleNamespace(**metadata)))
+    with pytest.raises(fusednorm.BackendError, match="ignores the option enable_fp_fusion=False, without which bits"):
+        triton_host.compiled(forward(BF16, BF16, BF16, 4096, 32), NVIDIA[0])
+
+
 def test_another_triton_driver_is_a_reason(monkeypatch):
     """Other packages may bring drivers: one that has no target, and one whose target has no parts."""
     nameless = SimpleNamespace(get_current_target=lambda: SimpleNamespace(name="H100"))
