@@ -83,7 +83,8 @@ def gpu(folder: str) -> Any:
     changed = ctypes.c_void_p(library.exchange_api_of_gpu(ctypes.c_void_p(given)))
     if not quick._open(python.PyCapsule_New(changed, b"dlpack_exchange_api", None)):
         raise SystemExit("torch's exchange API is not understood")
-    cuda.bindings = lambda: (driver(library), None)
+    bindings = driver(library), None
+    cuda.bindings = lambda: bindings
     cuda.kept = lambda variant, capability: b""
     cuda.unavailable = list
     cuda.capability = lambda device: 90
