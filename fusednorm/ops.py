@@ -26,6 +26,7 @@ from fusednorm.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.contract import FirstCalls
 from fusednorm.layout import row_stride
 from fusednorm.registry import Signature, order, quick, select
 
@@ -426,7 +427,8 @@ def run(
     for tensor in written:
         increment_version(tensor)
     if rows:
-        backend.forward(
+        forward = backend.forward_into(written) if isinstance(backend, FirstCalls) else backend.forward
+        forward(
             x,
             residual,
             weight,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import MODULES, NAMES
+from fusednorm.contract import FirstCalls, raised_by
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"
@@ -123,7 +124,7 @@ _registered: dict[str, Backend] = {}
 _order: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
 #: The orders to which the blocks that a thread or task is in will return, the outermost first.
 _before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before", default=())
-_chosen: dict[tuple[str, Signature], Backend] = {}
+_chosen: dict[tuple[str, Signature], Backend | FirstCalls] = {}
 
 #: By the order in force: the quick way to backends that take every call on a type of device. Opened by the long way.
 quick: dict[str, Quick] = {}
@@ -176,9 +177,9 @@ def _register(name: str, backend: Backend) -> None:
     devices = backend.DEVICES
     if not isinstance(devices, tuple) or not all(isinstance(device, str) for device in devices):
         raise TypeError(f"backend {name!r} has DEVICES {devices!r}; it must be a tuple of names such as ('cpu',)")
-    uncallable = [attribute for attribute in _REQUIRED[1:] if not callable(getattr(backend, attribute))]
-    if uncallable:
-        raise TypeError(f"backend {name!r} has {', '.join(uncallable)}, which must be functions, as something else")
+    for attribute in _REQUIRED[1:]:
+        if not callable(function := getattr(backend, attribute)):
+            raise TypeError(f"backend {name!r}: {attribute} must be a function, got {type(function).__name__}")
     _registered[name] = backend
     _chosen.clear()
     quick.clear()
@@ -211,8 +212,11 @@ def load(name: str) -> Backend:
     return _registered[name]
 
 
-def _reasons(name: str, found: object) -> list[str]:
-    """What ``unavailable`` or ``unsuitable`` returned, if that is a list of reasons."""
+def _reasons(name: str, function: str, *arguments: Signature) -> list[str]:
+    """What ``unavailable`` or ``unsuitable`` returns, if that is a list of reasons."""
+    ask = getattr(load(name), function)
+    with raised_by(name, function):
+        found: object = ask(*arguments)
     if not isinstance(found, list) or not all(isinstance(reason, str) for reason in found):
         raise TypeError(f"backend {name!r} gives its reasons as {found!r}; they must be a list of str, or an empty one")
     return found
@@ -273,7 +277,7 @@ def _refusal(name: str, signature: Signature) -> list[str]:
     device = signature.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
         return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
-    return _reasons(name, backend.unavailable()) or _reasons(name, backend.unsuitable(signature))
+    return _reasons(name, "unavailable") or _reasons(name, "unsuitable", signature)
 
 
 def _choose(signature: Signature) -> Explanation:
@@ -282,7 +286,10 @@ def _choose(signature: Signature) -> Explanation:
     for name in _candidates(ordered):
         reasons = _refusal(name, signature)
         if not reasons:
-            return Explanation(name, load(name).plan(signature), signature, ordered, passed_over)
+            backend = load(name)
+            with raised_by(name, "plan"):
+                plan = backend.plan(signature)
+            return Explanation(name, plan, signature, ordered, passed_over)
         passed_over[name] = reasons
     lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
     source = "FUSEDNORM_BACKEND" if ordered == ENVIRONMENT else "use_backend"
@@ -294,7 +301,7 @@ def _choose(signature: Signature) -> Explanation:
     )
 
 
-def select(signature: Signature) -> Backend:
+def select(signature: Signature) -> Backend | FirstCalls:
     """The backend for a call: after the first with a signature, one look-up.
 
     Raises:
@@ -304,8 +311,10 @@ def select(signature: Signature) -> Backend:
     if backend is None:
         explanation = _choose(signature)
         explanation.warn()
-        backend = _chosen[order(), signature] = load(explanation.backend)
-        device = getattr(backend, "quick", None) if explanation.backend in NAMES else None
+        name = explanation.backend
+        backend = load(name) if name in NAMES else FirstCalls(name, load(name))
+        _chosen[order(), signature] = backend
+        device = getattr(backend, "quick", None)
         if device is not None and not explanation.depends_on_signature():
             from fusednorm.quick import way  # now: it imports compiled extensions
 
@@ -468,7 +477,7 @@ def backends() -> list[BackendInfo]:
     infos = []
     for name in known():
         try:
-            reasons = _reasons(name, load(name).unavailable())
+            reasons = _reasons(name, "unavailable")
         except Exception as error:  # somebody else's code: its fault is a line in the list
             if name in NAMES:
                 raise

@@ -1,9 +1,11 @@
 """Who takes a call: availability, suitability, and the user's order."""
 
+import re
 import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -160,6 +162,176 @@ def test_an_error_in_a_backend_is_not_a_reason_to_pass_it_over():
         fusednorm.rms_norm(X)
 
 
+def copied(*arguments):
+    """What the first mistake of an author looks like: a new tensor instead of `out`."""
+    x, residual, weight, out, *others = arguments
+    reference.forward(x, residual, weight, y := torch.empty_like(out), *others)
+    return y
+
+
+def half(*arguments):
+    """Writes all but the last element of the sum."""
+    kept = arguments[4].flatten()[-1].clone()
+    reference.forward(*arguments)
+    arguments[4].flatten()[-1] = kept
+
+
+def not_at_all(x, residual, weight, out, residual_out, rstd, *_):
+    residual_out.copy_(x)
+
+
+def without_rstd(*arguments):
+    reference.forward(*arguments[:5], None, *arguments[6:])
+
+
+@pytest.mark.parametrize(
+    ("forward", "error", "words"),
+    [
+        (copied, TypeError, "[3, 8] on cpu from forward; it must write out, residual_out and rstd"),
+        (lambda x: None, TypeError, "takes 1 positional argument but 16 were given"),
+        (lambda *_: None, RuntimeError, "backend 'mine' did not write 24 of the 24 elements of out in forward"),
+        (not_at_all, RuntimeError, "backend 'mine' did not write 24 of the 24 elements of out in forward"),
+        (half, RuntimeError, "backend 'mine' did not write 1 of the 24 elements of residual_out in forward"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_forward_that_breaks_the_contract(forward, error, words, dtype):
+    """The error says so at the first call, and at the next, and which backend it was."""
+    fusednorm.register_backend("mine", backend(forward=forward))
+    x = X.to(dtype)
+    with fusednorm.use_backend("mine"):
+        for _ in range(2):
+            with pytest.raises(error, match=re.escape(words)) as raised:
+                fusednorm.fused_add_rms_norm(x, x)
+            assert "'mine'" in "".join(traceback.format_exception_only(raised.value))
+
+
+def test_a_forward_that_leaves_rstd_unwritten():
+    fusednorm.register_backend("mine", backend(forward=without_rstd))
+    with fusednorm.use_backend("mine"), pytest.raises(RuntimeError, match="3 of the 3 elements of rstd in forward"):
+        fusednorm.rms_norm(X.clone().requires_grad_())
+
+
+def test_only_new_outputs_are_marked():
+    """Memory of the caller is left alone: x in place, and `out`, where forward writes nothing."""
+    seen = []
+
+    def forward(x, residual, weight, out, residual_out, *_):
+        seen.append([tensor.clone() for tensor in (out, residual_out)])
+        residual_out.zero_()
+
+    fusednorm.register_backend("mine", backend(forward=forward))
+    with fusednorm.use_backend("mine"):
+        fusednorm.fused_add_rms_norm(X, X, out=(out := torch.full_like(X, 5)))
+        fusednorm.register_backend("another", backend())  # forgets what was tried
+        fusednorm.fused_add_rms_norm_(out, torch.ones_like(out))
+    assert [total.isnan().all().item() for _, total in seen] == [True, False]
+    assert all((each[0] == 5).all() for each in seen)
+
+
+def test_a_nan_is_a_result():
+    """Whatever its payload: of x, of the residual, or made on the way."""
+    fusednorm.register_backend("mine", backend())
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        bits = torch.int16 if dtype.itemsize == 2 else torch.int32 if dtype.itemsize == 4 else torch.int64
+        every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(1, -1).to(bits)
+        x = every.view(dtype) if dtype.itemsize == 2 else (every << (8 * dtype.itemsize - 16)).view(dtype)
+        with fusednorm.use_backend("mine"):
+            found = fusednorm.fused_add_rms_norm(x, x.flip(-1))
+        with fusednorm.use_backend("reference"):
+            wanted = fusednorm.fused_add_rms_norm(x, x.flip(-1))
+        assert all(torch.equal(a.view(bits), b.view(bits)) for a, b in zip(found, wanted, strict=True))
+
+
+def gradients(change):
+    """A backward whose three gradients are changed."""
+    return lambda *arguments: change(*reference.backward(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("backward", "error", "words"),
+    [
+        (lambda *_: None, TypeError, "backend 'mine' returned None from backward; it must return three gradients"),
+        (
+            gradients(lambda dx, dr, dw: (dx, dr)),
+            TypeError,
+            "returned a tuple of 2 from backward; it must return three",
+        ),
+        (
+            gradients(lambda dx, dr, dw: dx),
+            TypeError,
+            "returned float32 [3, 8] on cpu from backward; it must return three",
+        ),
+        (
+            gradients(lambda dx, dr, dw: (None, dr, dw)),
+            TypeError,
+            "returned None for the gradient of x; it must return float32 [3, 8] on cpu",
+        ),
+        (
+            gradients(lambda dx, dr, dw: (dx, dr.half(), dw)),
+            TypeError,
+            "returned float16 [3, 8] on cpu for the gradient of the residual",
+        ),
+        (
+            gradients(lambda dx, dr, dw: (dx, dr, dw[None])),
+            TypeError,
+            "float32 [1, 8] on cpu for the gradient of the weight",
+        ),
+        (gradients(lambda dx, dr, dw: (dx, dr, 1.0)), TypeError, "returned a float for the gradient of the weight"),
+        (lambda: None, TypeError, "takes 0 positional arguments but 9 were given"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "operator"])
+def test_a_backward_that_breaks_the_contract(backward, error, words, compiled):
+    fusednorm.register_backend("mine", backend(backward=backward))
+    leaves = [X.clone().requires_grad_(), X.clone().requires_grad_(), X[0].clone().requires_grad_()]
+    with fusednorm.use_backend("mine"):
+        if compiled:
+            y = torch.ops.fusednorm.fused_add_rms_norm(*leaves, 1e-6, 0.0, True, False)[0]
+        else:
+            y = fusednorm.fused_add_rms_norm(*leaves)[0]
+        for _ in range(2):
+            with pytest.raises(error, match=re.escape(words)) as raised:
+                y.backward(y, retain_graph=True)
+            assert "'mine'" in "".join(traceback.format_exception_only(raised.value))
+
+
+def test_a_gradient_that_nobody_asked_for():
+    """The operator's fake promises an empty one, so a backend that keeps to no `needs` would break compiled calls."""
+
+    def everything(*arguments):
+        return reference.backward(*arguments[:-1], (True, True, True))
+
+    fusednorm.register_backend("mine", backend(backward=everything))
+    x = X.clone().requires_grad_()
+    with (
+        fusednorm.use_backend("mine"),
+        pytest.raises(TypeError, match="for the gradient of the residual; it must return None"),
+    ):
+        fusednorm.fused_add_rms_norm(x, X, X[0])[0].sum().backward()
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_kind_is_looked_at_once(pass_):
+    """The first call of a kind finds what is wrong; later ones reach the backend itself, and cost nothing more."""
+    fusednorm.register_backend("mine", b := backend())
+    x = X.clone().requires_grad_()
+    with fusednorm.use_backend("mine"):
+        fusednorm.rms_norm(x).sum().backward()
+        chosen = registry.select(registry.Signature(X.device, X.dtype, None, None, X.dtype, 8, True, False))
+        assert (chosen.forward_into([]) if pass_ == "forward" else chosen.backward) is getattr(b, pass_)
+
+
+@pytest.mark.parametrize("function", ["unavailable", "unsuitable", "plan", "forward", "backward"])
+def test_what_a_backend_raises_names_it(function):
+    """Its own error, with a line more."""
+    fusednorm.register_backend("mine", backend(**{function: lambda *_: {}["nothing"]}))
+    with fusednorm.use_backend("mine"), pytest.raises(KeyError, match="nothing") as raised:
+        fusednorm.rms_norm(X.clone().requires_grad_()).sum().backward()
+    assert f"in {function} of the backend 'mine'" in raised.value.__notes__[0]
+    assert len(raised.value.__notes__) == 1
+
+
 def test_a_signature_is_decided_once():
     asked = []
     fusednorm.register_backend("mine", b := backend(unsuitable=lambda signature: asked.append(signature) or []))
@@ -244,7 +416,7 @@ def raising(error):
         (raising(SystemExit("theirs wants to leave")), "SystemExit: theirs wants to leave"),
         (lambda: None, "TypeError: backend 'theirs' lacks DEVICES, unavailable, unsuitable, plan, forward, backward"),
         (lambda: backend(DEVICES="cpu"), "TypeError: backend 'theirs' has DEVICES 'cpu'; it must be a tuple of names"),
-        (lambda: backend(forward=None), "TypeError: backend 'theirs' has forward, which must be functions"),
+        (lambda: backend(forward=None), "TypeError: backend 'theirs': forward must be a function, got NoneType"),
     ],
     ids=["missing", "fails", "exits", "nothing", "devices", "no function"],
 )
@@ -300,6 +472,8 @@ def test_registering():
         fusednorm.register_backend("a,b", backend())
     with pytest.raises(TypeError, match=r"has DEVICES 'cpu'; it must be a tuple of names such as \('cpu',\)"):
         fusednorm.register_backend("mine", backend(DEVICES="cpu"))
+    with pytest.raises(TypeError, match="backend 'mine': backward must be a function, got str"):
+        fusednorm.register_backend("mine", backend(backward="later"))
     with pytest.raises(TypeError, match="lacks unavailable, unsuitable, plan, forward, backward"):
         fusednorm.register_backend("half", SimpleNamespace(DEVICES=("cpu",)))
     fusednorm.register_backend("mine", backend())
