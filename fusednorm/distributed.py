@@ -1,7 +1,7 @@
 """How DTensor shards the operations of ``torch.ops.fusednorm``, and a style for ``parallelize_module``.
 
 Importing this module registers the rules. It takes about two seconds where nothing else has imported
-``torch.distributed.tensor``, so ``import fusednorm`` does not: the first call that may meet a DTensor does.
+``torch.distributed.tensor``, so ``import fusednorm`` does not: the first call with a DTensor does.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _op_schema, distribute_module
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor.parallel import ParallelStyle
+
+try:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    _register_rule = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
+except (ImportError, AttributeError) as error:  # some of these names are private: versions of torch differ in them
+    raise ImportError(
+        f"fusednorm's rules for DTensor need what torch {torch.__version__} does not have ({error}); install torch "
+        "2.13, or call fusednorm on the local tensors, as inside torch.distributed.tensor.experimental.local_map"
+    ) from error
 
 __all__ = ["SequenceParallel"]
-
-_OpSpec: Any = getattr(_op_schema, "OpSpec", None)  # older versions of torch have something else: see _unknown
 
 
 class SequenceParallel(ParallelStyle):
@@ -90,7 +97,7 @@ def _rows(*operands: DTensorSpec) -> DTensorSpec:
 def _strategy(outputs: tuple[DTensorSpec, ...] | None, operands: dict[str, DTensorSpec], rows: DTensorSpec) -> Any:
     """The one way to run: operands of rows as ``rows``, the weight whole on every rank."""
     inputs = [_replicated(rows) if name == "weight" else rows for name in operands]
-    return OpStrategy([_OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
+    return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
 
 def _replicated(spec: DTensorSpec) -> DTensorSpec:
@@ -142,18 +149,8 @@ def _backward(schema: OpSchema) -> Any:
     return _strategy(outputs, operands, rows)
 
 
-def _unknown(schema: OpSchema) -> NoReturn:
-    raise RuntimeError(
-        "fusednorm's rules for DTensor need torch.distributed.tensor._op_schema.OpSpec, which torch "
-        f"{torch.__version__} does not have and torch 2.13 has; upgrade torch, or call fusednorm on the local tensors, "
-        "as inside torch.distributed.tensor.experimental.local_map"
-    )
-
-
 def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSchemaInfo | None = None) -> None:
-    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-        getattr(torch.ops.fusednorm, name).default, _unknown if _OpSpec is None else rule, schema_info
-    )
+    _register_rule(getattr(torch.ops.fusednorm, name).default, rule, schema_info)
 
 
 _register("fused_add_rms_norm", _forward)

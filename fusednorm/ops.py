@@ -300,7 +300,7 @@ def _dispatched(
     """Both outputs of the public function of that name, by way of torch's dispatcher."""
     if out is None and residual_out is None:
         return dispatched(x, residual, weight, flags)[:2]
-    operations = _operations()
+    operations = _operations(x, residual, weight, out, residual_out)
     if name == "rms_norm_":
         operations.rms_norm_(x, weight, *flags)
     elif name == "fused_add_rms_norm_":
@@ -317,15 +317,17 @@ def dispatched(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """New outputs and rstd, by way of torch's dispatcher."""
+    operations = _operations(x, residual, weight)
     if residual is None:
-        y, rstd = _operations().rms_norm(x, weight, *flags)
+        y, rstd = operations.rms_norm(x, weight, *flags)
         return y, None, rstd
-    return _operations().fused_add_rms_norm(x, residual, weight, *flags)  # type: ignore[no-any-return]
+    return operations.fused_add_rms_norm(x, residual, weight, *flags)  # type: ignore[no-any-return]
 
 
-def _operations() -> Any:
-    """``torch.ops.fusednorm``; DTensor, if it is loaded, knows by then how to shard them."""
-    if "torch.distributed.tensor" in sys.modules:
+def _operations(*operands: Tensor | None) -> Any:
+    """``torch.ops.fusednorm``. If an operand is a DTensor, torch knows by then how to shard the operations."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None and any(isinstance(operand, tensor.DTensor) for operand in operands):
         import fusednorm.distributed  # noqa: F401 - registers the rules
     return torch.ops.fusednorm
 

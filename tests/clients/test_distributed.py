@@ -748,19 +748,49 @@ for name, call in calls.items():
     assert in_a_new_process(code) == "".join(f"{name} (Shard(dim=1),) [2, 6, 8] True\n" for name in names)
 
 
-def test_a_torch_without_what_the_rules_need_is_named():
-    code = """
-import torch.distributed.tensor._op_schema as schema
-del schema.OpSpec
-fusednorm.rms_norm(x.to_local())
-for call in (lambda: fusednorm.rms_norm(x), lambda: fusednorm.rms_norm_(x)):
+@pytest.mark.parametrize(
+    ("removal", "what"),
+    [
+        ("import torch.distributed.tensor._op_schema as schema; del schema.OpSpec", "OpSpec"),
+        ("del type(DTensor._op_dispatcher.sharding_propagator).register_op_strategy", "register_op_strategy"),
+    ],
+)
+def test_a_torch_without_what_the_rules_need_is_named(removal, what):
+    """Where an operand is a DTensor; other calls go on, also compiled ones."""
+    code = f"""
+{removal}
+plain = x.to_local()
+wanted = fusednorm.rms_norm(plain)
+for backend in ("eager", "aot_eager"):
+    compiled = torch.compile(lambda x: fusednorm.rms_norm(x), fullgraph=True, backend=backend)
+    assert torch.equal(compiled(plain), wanted)
+compiled = torch.compile(lambda x: fusednorm.rms_norm(x), backend="eager")
+for call in (lambda: fusednorm.rms_norm(x), lambda: fusednorm.rms_norm_(x), lambda: compiled(x)):
     try:
         call()
-    except RuntimeError as error:
+    except ImportError as error:
         print(str(error).splitlines()[0])
 """
-    for line in in_a_new_process(code).splitlines():
-        assert re.match(r"fusednorm's rules for DTensor need .*OpSpec, which torch \S+ does not have .*; upgrade", line)
+    lines = in_a_new_process(code).splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert re.match(
+            rf"fusednorm's rules for DTensor need what torch \S+ does not have \(.*{what}.*\); install torch 2.13, or",
+            line,
+        )
+
+
+def test_plain_calls_do_not_load_the_rules():
+    """Not even where torch's DTensor is loaded, as a model's library may do."""
+    code = """
+compiled = torch.compile(lambda x, y: fusednorm.fused_add_rms_norm(x, y, out=y), fullgraph=True, backend="aot_eager")
+plain = x.to_local()
+compiled(plain, torch.empty_like(plain))
+with torch._subclasses.FakeTensorMode():
+    fusednorm.rms_norm_(torch.empty(2, 8))
+print("fusednorm.distributed" in sys.modules)
+"""
+    assert in_a_new_process(code) == "False\n"
 
 
 class Local(TorchDispatchMode):
