@@ -118,8 +118,11 @@ def unsuitable(signature: Signature) -> list[str]:
 def plan(signature: Signature) -> str:
     """How a call will run, in words."""
     rows = -(-_lib.FN_PARALLEL_ELEMENTS // signature.hidden_size)
-    count = torch.get_num_threads() if openmp() else 1
-    threads = f"up to {count} threads from {max(rows, 2)} rows" if count > 1 else "one thread"
+    threads = "one thread"
+    if registry.forked:
+        threads += ", because this process was forked after fusednorm was imported"
+    elif openmp() and torch.get_num_threads() > 1:
+        threads = f"up to {torch.get_num_threads()} threads from {max(rows, 2)} rows"
     return f"C kernels for {variant()}, {threads}"
 
 

@@ -1,5 +1,6 @@
 """Who takes a call: availability, suitability, and the user's order."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 import fusednorm
 from fusednorm import BackendError, registry
-from fusednorm.backends import reference
+from fusednorm.backends import cpu, reference
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -519,8 +520,6 @@ def test_one_order_in_two_threads_at_once():
 
 def python(code, **environment):
     """Runs a program in a process of its own, with these FUSEDNORM_ variables and no others."""
-    import os
-
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
     program = "import torch, fusednorm\nx = torch.ones(2, 8)\n" + textwrap.dedent(code)
     return subprocess.run(
@@ -556,8 +555,6 @@ def test_the_environment_never_falls_back(value, message):
 
 
 def test_the_instruction_set_can_be_capped():
-    from fusednorm.backends import cpu
-
     for name in cpu.variants():
         done = python("fusednorm.rms_norm(x); print(fusednorm.explain(x).plan)", FUSEDNORM_CPU_ISA=name.upper())
         assert f"C kernels for {name}," in done.stdout
@@ -595,6 +592,23 @@ def test_an_unknown_instruction_set_is_a_reason():
     assert f"cpu: no: {reason}" in done.stdout
     assert f"the backend 'cpu' cannot be used: {reason}" in done.stderr
     assert python(show, FUSEDNORM_CPU_ISA="sse9", FUSEDNORM_BACKEND="cpu").returncode == 1
+
+
+def test_the_plan_says_how_many_threads():
+    """Also after a fork, which leaves one, whatever torch says."""
+    show = "print(fusednorm.explain(x).plan.partition(', ')[2], flush=True)"
+    assert python(f"torch.set_num_threads(1); {show}").stdout == "one thread\n"
+    if cpu.openmp():
+        assert python(f"torch.set_num_threads(3); {show}").stdout == "up to 3 threads from 4096 rows\n"
+    if hasattr(os, "fork"):  # not on Windows
+        forked = "one thread, because this process was forked after fusednorm was imported"
+        for before in ("", "fusednorm.rms_norm(x)"):
+            child = f"import os\ntorch.set_num_threads(3); {before}\nif os.fork(): os.wait()\nelse: {show}; os._exit(0)"
+            assert python(child).stdout == forked + "\n"
+        child = (
+            "import os\nfrom fusednorm.doctor import report\nif os.fork(): os.wait()\nelse: print(report()['devices'])"
+        )
+        assert forked in python(child).stdout
 
 
 def test_without_the_compiled_extension():
