@@ -1048,6 +1048,13 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "Registry: what marks an output is a NaN that arithmetic returns",
+        "fusednorm/contract.py",
+        "0x7FA5A5A5",
+        "0x7FE5A5A5",
+    ),
+    Mutant(
+        SAME,
         "Registry: an error does not name the backend",
         "fusednorm/contract.py",
         "        error.add_note(",
@@ -1085,7 +1092,7 @@ def first_failure(folder, mutant):
         others = []
         if mutant.backend == "cuda":
             first = [folder / "tests/test_cuda_quick.py", *first]
-    elif mutant.what.startswith(("Triton", "CUDA", "Distributed")):
+    elif mutant.what.startswith(("Triton", "CUDA", "Distributed", "Registry")):
         first, others = list(folder.glob(f"tests/**/test_{mutant.what.partition(':')[0].lower()}.py")), []
     files = dict.fromkeys(map(str, [*first, *others]))
     command = (sys.executable, "-P", "-m", *tests, *files)
