@@ -20,7 +20,7 @@ from fusednorm.version import __version__
 # A child of vLLM's own logger, which shows what this one is told.
 _logger = logging.getLogger("vllm.fusednorm")
 
-#: What FUSEDNORM_VLLM may say, and the provider that vLLM then prefers.
+#: What FUSEDNORM_VLLM may say, and the provider that vLLM then prefers. The word ``gpu`` may stand beside it.
 MODES = {"vllm": "fusednorm", "default": "fusednorm_default", "off": None}
 
 _PARAMETERS = {
@@ -34,17 +34,27 @@ def register() -> None:
 
     ``fusednorm`` rounds where vLLM's native implementation does, ``fusednorm_default`` where this library does by
     default. The environment variable FUSEDNORM_VLLM says which: ``vllm`` (also if it is not set), ``default``, or
-    ``off`` for neither. What the user orders with ``--ir-op-priority`` comes before it.
+    ``off`` for neither. What the user requests with ``--ir-op-priority`` comes before it.
+
+    On other platforms than CPUs vLLM prefers neither unless the variable also says ``gpu``, as in ``vllm,gpu``: the
+    kernels for GPUs have not been run on one. This is decided here, by vLLM's order of preference, and not in
+    :func:`takes_norm`, because vLLM keeps what it compiles by that order.
 
     Nothing is raised, because vLLM does not catch what a plug-in raises: where the variable says something else, or
     vLLM is not what this function knows, it logs a warning and leaves vLLM as it was.
     """
-    mode = os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm"
+    setting = os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm"
+    words = {word.strip() for word in setting.split(",")}
+    modes = words - {"gpu"} or {"vllm"}
+    if len(modes) > 1 or not modes <= MODES.keys():
+        _decline(
+            f"FUSEDNORM_VLLM is {setting!r}, it must be one of {', '.join(MODES)}; "
+            "with ',gpu' after the first two it holds for GPUs too"
+        )
+        return
+    (mode,) = modes
     if mode == "off":
         _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
-        return
-    if mode not in MODES:
-        _decline(f"FUSEDNORM_VLLM is {mode!r}, it must be one of {', '.join(MODES)}")
         return
     try:
         from vllm.config.kernel import IrOpPriorityConfig
@@ -64,8 +74,17 @@ def register() -> None:
         rms_norm, fused_add_rms_norm = implementations(as_vllm)
         vllms.rms_norm.register_impl(provider, supports_args=takes_norm)(rms_norm)
         vllms.fused_add_rms_norm.register_impl(provider, supports_args=takes_fused, inplace=True)(fused_add_rms_norm)
+    if platform.device_type != "cpu" and "gpu" not in words:
+        _logger.info(
+            "fusednorm %s: vLLM keeps its own RMSNorm on %s, because fusednorm's kernels have not been run on a GPU "
+            "yet; FUSEDNORM_VLLM=%s,gpu has vLLM prefer fusednorm there too",
+            __version__,
+            platform.device_type,
+            mode,
+        )
+        return
     _prefer(mode, platform)
-    _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, MODES[mode], mode)
+    _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, MODES[mode], setting)
 
 
 def implementations(as_vllm: bool) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
@@ -135,8 +154,9 @@ def _unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
     fields = {field.name for field in dataclasses.fields(priorities)} if dataclasses.is_dataclass(priorities) else set()
     if not fields.issuperset(_PARAMETERS):
         return f"expected IrOpPriorityConfig to be a dataclass with the fields {', '.join(_PARAMETERS)}"
-    if not hasattr(platform, "get_default_ir_op_priority"):
-        return f"expected {platform.__name__} to have get_default_ir_op_priority"
+    for attribute in ("get_default_ir_op_priority", "device_type"):
+        if not hasattr(platform, attribute):
+            return f"expected {platform.__name__} to have {attribute}"
     for name, expected in _PARAMETERS.items():
         op: Any = getattr(vllms, name, None)
         if not hasattr(op, "register_impl") or "native" not in getattr(op, "impls", {}):

@@ -125,10 +125,11 @@ def test_same_tokens(engine, without):
     ]
     found, said = engine(EAGER + own)
     assert "rms_norm=['fusednorm', 'native'], fused_add_rms_norm=['fusednorm', 'native']" in said
-    assert "fusednorm" not in without[1]
+    assert f"fusednorm {fusednorm.__version__}: " not in without[1]
     for result, expected in zip(found, [*without[0], without[0][0]], strict=True):
         assert result["tokens"] == expected["tokens"]
         assert expected["counts"] == {}
+        assert expected["priorities"] == {name: ["native"] for name in ("rms_norm", "fused_add_rms_norm")}
     for result, (model, *_) in zip(found[:-1], EAGER, strict=True):
         assert result["priorities"] == {name: ["fusednorm", "native"] for name in ("rms_norm", "fused_add_rms_norm")}
         # Two layers: the first norm has no residual, the four others have. Qwen3 norms q and k of both layers.
@@ -168,7 +169,7 @@ def test_default_rounding(engine, without):
     [
         (True, "vllm", "to take x, weight, epsilon, variance_size, found x, weight, eps, variance_size"),
         (False, "off", ""),
-        (False, "vlm", "FUSEDNORM_VLLM is 'vlm', it must be one of vllm, default, off"),
+        (False, "vlm", "FUSEDNORM_VLLM is 'vlm', it must be one of vllm, default, off; "),
     ],
 )
 def test_vllm_as_it_was(engine, without, changed, setting, words):
@@ -279,6 +280,47 @@ def test_register(vllms, said, monkeypatch, setting):
     assert providers(vllms)[0][1].count(first) == 1
 
 
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_gpus_are_for_who_asks(vllms, said, monkeypatch, device):
+    """What does not run on a CPU stays as it is, and one line of the log says how to ask; `--ir-op-priority` may."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "device_type", device)
+    before = providers(vllms)
+    plugin.register()
+    assert providers(vllms) == [([*impls, "fusednorm", "fusednorm_default"], order) for impls, order in before]
+    (line,) = said.messages
+    assert f"vLLM keeps its own RMSNorm on {device}" in line
+    assert "FUSEDNORM_VLLM=vllm,gpu" in line
+    plugin.register()
+    assert said.messages == [line]
+
+
+@pytest.mark.parametrize(
+    ("setting", "first"),
+    [("gpu", "fusednorm"), ("vllm,gpu", "fusednorm"), (" gpu , default ", "fusednorm_default")],
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_asked_for_gpus(vllms, said, monkeypatch, device, setting, first):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "device_type", device)
+    monkeypatch.setenv("FUSEDNORM_VLLM", setting)
+    before = providers(vllms)
+    plugin.register()
+    assert [order for _, order in providers(vllms)] == [[first, *order] for _, order in before]
+    assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={setting.strip()})" in said.text
+
+
+@pytest.mark.parametrize("setting", ["vlm", "vllm,cuda", "vllm,default", "off,default", "VLLM"])
+def test_words_that_mean_nothing(vllms, said, monkeypatch, setting):
+    monkeypatch.setenv("FUSEDNORM_VLLM", setting)
+    before = providers(vllms)
+    plugin.register()
+    assert providers(vllms) == before
+    assert f"FUSEDNORM_VLLM is '{setting}', it must be one of vllm, default, off; " in said.text
+
+
 def test_what_a_platform_prefers_to_the_native_implementation_stays_before_it(vllms, monkeypatch):
     from vllm.config.kernel import IrOpPriorityConfig
     from vllm.platforms import current_platform
@@ -310,6 +352,14 @@ def _without_order(ops, monkeypatch):
     for cls in type(current_platform).__mro__[:-1]:
         if "get_default_ir_op_priority" in vars(cls):
             monkeypatch.delattr(cls, "get_default_ir_op_priority")
+
+
+def _without_device(ops, monkeypatch):
+    from vllm.platforms import current_platform
+
+    for cls in type(current_platform).__mro__[:-1]:
+        if "device_type" in vars(cls):
+            monkeypatch.delattr(cls, "device_type")
 
 
 def _another_order(ops, monkeypatch):
@@ -344,6 +394,7 @@ def _another_rounding_of_the_norm(ops, monkeypatch):
         (_without_operation, "expected vllm.ir.ops.fused_add_rms_norm to have register_impl"),
         (_without_module, "expected vllm.ir.ops and"),
         (_without_order, "expected CpuPlatform to have get_default_ir_op_priority"),
+        (_without_device, "expected CpuPlatform to have device_type"),
         (_another_order, "expected IrOpPriorityConfig to be a dataclass"),
         (_another_parameter, "expected vllm.ir.ops.rms_norm to take x, weight, epsilon, variance_size, found"),
         (_another_rounding_of_the_sum, "its native RMSNorm does not round where it did"),
