@@ -40,7 +40,7 @@ def test_the_install_is_used_from_within_the_checkout():
     show = "import fusednorm; print(fusednorm.ops.__file__, fusednorm.backends.__file__, sep='\\n')"
     done = python("-c", show, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(INSTALLED / "ops.py"), fusednorm.backends.__file__]
+    assert done.stdout.splitlines() == [str(INSTALLED / "ops.py"), fusednorm.backends.__file__]
     done = python("-m", "fusednorm", "--json", cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
