@@ -279,6 +279,7 @@ def plot(found: dict[str, Any], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: small files that can be searched
     from matplotlib import pyplot
 
     by_dtype = {

@@ -6,8 +6,11 @@ the page do not see: ``<!-- skip: next "why" -->``. A condition there may look a
 
 import contextlib
 import doctest
+import inspect
 import io
+import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,22 @@ def test_every_public_name_is_in_the_reference():
 
 def test_docstring_of_the_package():
     assert doctest.testmod(fusednorm) == (0, 3)
+
+
+def test_pictures_show_what_the_tables_say():
+    draw = runpy.run_path(str(ROOT / "docs" / "images" / "draw.py"))
+    pictures = {path.name: path.read_text() for path in (ROOT / "docs" / "images").glob("*.svg")}
+    assert pictures == {name: picture() for name, picture in draw["PICTURES"].items()}, "python docs/images/draw.py"
+    assert "\n".join(draw["figures"]()) in (ROOT / "docs" / "index.md").read_text()
+
+
+def test_signatures_in_the_reference():
+    """The tables of docs/api.md, whose signatures have no types."""
+    shown = re.findall(
+        r"^\| `((?:fusednorm\.)?[\w.]+)(\(.*?\))` \|", (ROOT / "docs" / "api.md").read_text(), flags=re.M
+    )
+    assert len(shown) > 15
+    for name, written in shown:
+        signature = inspect.signature(pkgutil.resolve_name(f"fusednorm.{name}"))
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        assert str(inspect.Signature(bare)) == written, name

@@ -1,6 +1,6 @@
 """Reinforcement learning: the trainer's norms and the inference engine's return the same bits for the same rows.
 
-    python -P docs/examples/rl_promise.py [--steps 8] [--plot docs/images/rl_promise.svg]
+    python -P docs/examples/rl_promise.py [--steps 8]
 
 A small decoder is trained with REINFORCE. vLLM samples with the same weights, one token at a time, from a KV cache; the
 trainer computes whole sequences, with gradients. Both sides record what goes into each norm and what comes out. This is
@@ -330,49 +330,29 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def plot(results: dict[str, list[dict[str, Any]]], path: str) -> None:
-    """Elements that differ in each norm, and log-probabilities that differ in each step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for (name, steps), marker in zip(results.items(), "os", strict=True):
-        differing = [
-            100 * sum(norm["elements_differ"] for norm in norms) / sum(norm["rows"] for norm in norms) / WIDTH
-            for norms in zip(*(step["norms"] for step in steps), strict=True)
-        ]
-        left.plot(range(1, len(differing) + 1), differing, marker=marker, label=name)
-        right.plot(
-            range(1, len(steps) + 1), [step["logprobs_mean_difference"] for step in steps], marker=marker, label=name
-        )
-    left.set(
-        title="The server's rows through the trainer's norms",
-        xlabel="norm, from the first layer's to the last",
-        ylabel="elements that differ, %",
-    )
-    right.set(
-        title="Log-probabilities of the sampled tokens",
-        xlabel="step of training",
-        ylabel="mean difference, trainer and server",
-        ylim=(0, None),
-    )
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(path)
+def series(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Two tables: elements that differ in each norm, and differences of log-probabilities in each step."""
+    norms, logprobs = {}, {}
+    for name, steps in results.items():
+        by_norm = zip(*(step["norms"] for step in steps), strict=True)
+        shares = [sum(n["elements_differ"] for n in norm) / sum(n["rows"] for n in norm) / WIDTH for norm in by_norm]
+        norms[name] = [f"{share:.1%}" for share in shares]
+        logprobs[name] = [f"{step['logprobs_mean_difference']:.1e}" for step in steps]
+    lines = []
+    for words, rows in (("elements that differ in norm", norms), ("mean difference in step", logprobs)):
+        counts = [str(count + 1) for count in range(len(next(iter(rows.values()))))]
+        table = [[words, *counts], ["---"] * (len(counts) + 1), *([name, *row] for name, row in rows.items())]
+        lines += ["", *(f"| {' | '.join(line)} |" for line in table)]
+    return "\n".join(lines)
 
 
 KINDS = {"fusednorm": "fusednorm on both sides", "torch": "torch's norms and vLLM's own"}
 
 
 def main() -> None:
-    """Trains with both kinds of norms, prints the table, draws the plot."""
+    """Trains with both kinds of norms, prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--plot", help="draw to this file (.svg or .png)")
     parser.add_argument("--json", help="write what every step found to this file")
     parser.add_argument("--norms", choices=list(KINDS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -382,8 +362,7 @@ def main() -> None:
     else:
         results = {words: run(norms, options.steps) for norms, words in KINDS.items()}
         print(table(results))
-        if options.plot:
-            plot(results, options.plot)
+        print(series(results))
     if options.json:
         Path(options.json).write_text(json.dumps(results))
 

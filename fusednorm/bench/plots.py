@@ -21,6 +21,7 @@ def plot(found: dict[str, Any], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: small files that can be searched
     from matplotlib import pyplot
 
     threads = max((cell["threads"] or 0 for cell in found["cells"]), default=0)

@@ -1,0 +1,330 @@
+"""Draws the pictures of README.md and docs/ from the tables in docs/, and prints README's figures.
+
+``python docs/images/draw.py`` writes the files anew. A test compares the files with the tables.
+
+Each picture is 420 units wide, so that its text can be read on a phone, and two fit side by side on GitHub.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+from statistics import median
+
+DOCS = Path(__file__).parents[1]
+WIDTH = 420
+RED, ORANGE, BLUE, GREEN, PURPLE, BROWN, GREY = (
+    "#c0392b",
+    "#f39c12",
+    "#1f77b4",
+    "#2a9d4a",
+    "#7e57c2",
+    "#8d6e63",
+    "#8a8f98",
+)
+
+#: Of one table: the name of a row, then the number in each column.
+Table = dict[str, dict[str, float]]
+
+
+def tables(page: str, heading: str) -> dict[str, Table]:
+    """The tables of numbers under a heading of a page in docs/, by the bold line above each."""
+    text = (DOCS / page).read_text()
+    part = text.split(f"### {heading}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    found = {}
+    for title, head, body in re.findall(r"\*\*(.+)\*\* \(microseconds\)\n\n\|(.+)\|\n\|.+\n((?:\|.+\n)+)", part):
+        columns = [cell.strip() for cell in head.split("|")][1:]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()]
+        found[title] = {row[0]: dict(zip(columns, (float(c.split()[0]) for c in row[1:]), strict=True)) for row in rows}
+    return found
+
+
+#: The machines of docs/performance.md: what README calls them, the heading there, the column with vLLM's operator.
+MACHINES = {
+    "AMD Zen 4": ("AMD, Zen 4", "vLLM in place"),
+    "Intel Sapphire Rapids": ("Intel, Sapphire Rapids", "vLLM"),
+}
+
+
+def ratios(machine: str, dtypes: Iterable[str]) -> dict[str, list[float]]:
+    """How many times as long others take for the same call: one number for each shape, dtype and number of threads."""
+    heading, vllm = MACHINES[machine]
+    pairs = {
+        "torch eager": ("new", "eager"),
+        "torch.compile": ("new", "compiled"),
+        "vLLM's operator, in place": ("in place", vllm),
+    }
+    cells = [
+        row
+        for title, table in tables("performance.md", heading).items()
+        if title.split(",")[0] in dtypes
+        for row in table.values()
+    ]
+    return {name: [cell[theirs] / cell[ours] for cell in cells] for name, (ours, theirs) in pairs.items()}
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def figures() -> list[str]:
+    """The table of README.md and docs/index.md: median, least and most."""
+    kinds = {"16 bits": ("bfloat16", "float16"), "float32": ("float32",)}
+    columns = [(machine, words, ratios(machine, dtypes)) for words, dtypes in kinds.items() for machine in MACHINES]
+    lines = ["| | " + " | ".join(f"{machine}, {words}" for machine, words, _ in columns) + " |", "|---" * 5 + "|"]
+    for name in columns[0][2]:
+        cells = [f"{_short(median(r[name]))} ({_short(min(r[name]))} to {_short(max(r[name]))})" for *_, r in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def lines(page: str, first: str) -> dict[str, list[str]]:
+    """The table of a page in docs/ whose head begins with ``first``: its lines by their first cell, the head too."""
+    part = (DOCS / page).read_text().split(f"\n| {first} |", 1)[1].split("\n\n")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in f"{first} |{part}".splitlines()]
+    return {line[0]: line[1:] for line in cells if not line[0].startswith("-")}
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: int = 13,
+    anchor: str = "start",
+    colour: str = "#24292f",
+    bold: bool = False,
+) -> str:
+    """A line of text; y is its base."""
+    style = f'font-size="{size}" text-anchor="{anchor}" fill="{colour}"' + ' font-weight="600"' * bold
+    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(words, quote=False)}</text>'
+
+
+def bar(x: float, y: float, width: float, height: float, colour: str) -> str:
+    """A rectangle."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" fill="{colour}"/>'
+
+
+def svg(height: float, label: str, *parts: str) -> str:
+    """The whole picture, on white, for dark pages too."""
+    size = f'width="{WIDTH}" height="{height:g}"'
+    font = 'font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height:g}" role="img" {font}>'
+    return "\n".join(
+        (head, f"<title>{escape(label)}</title>", f'<rect {size} rx="6" fill="#fff"/>', *parts, "</svg>\n")
+    )
+
+
+def speed() -> str:
+    """README's bars: how many times as long others take."""
+    found = {machine: ratios(machine, ("bfloat16", "float16")) for machine in MACHINES}
+    colours = dict(zip(MACHINES, (BLUE, ORANGE), strict=True))
+    left, unit = 14, 46.0
+    parts = [
+        text(left, 26, "Time of one call, beside fusednorm's", size=16, bold=True),
+        text(left, 45, "bfloat16 and float16 on a CPU, median of all shapes", colour="#57606a"),
+    ]
+    at = 58.0
+    for machine, colour in colours.items():
+        parts += [bar(left if machine == "AMD Zen 4" else 130, at, 11, 11, colour)]
+        parts += [text(30 if machine == "AMD Zen 4" else 146, at + 10, machine, size=12)]
+    at = 96.0
+    for name in found["AMD Zen 4"]:
+        parts.append(text(left, at, name))
+        for machine, colour in colours.items():
+            value = median(found[machine][name])
+            parts += [bar(left, at + 6, value * unit, 15, colour)]
+            parts += [text(left + value * unit + 6, at + 18, f"{value:.1f}x", bold=True)]
+            at += 17
+        at += 28
+    parts.append(text(left, at, "fusednorm"))
+    parts += [bar(left, at + 6, unit, 15, RED), text(left + unit + 6, at + 18, "1x", bold=True)]
+    return svg(at + 34, "Bars: how many times as long as fusednorm others take for one call", *parts)
+
+
+def promise() -> str:
+    """README's bars: how many elements differ between a server's norms and a trainer's."""
+    left, unit = 14, 8.6
+    parts = [
+        text(left, 26, "The same rows, the same bits?", size=16, bold=True),
+        text(left, 45, "An inference server normalised 142,848 rows.", colour="#57606a"),
+        text(left, 62, "The trainer's norms computed them again, in bfloat16.", colour="#57606a"),
+        text(left, 92, "Elements that differ, and rows with such elements:"),
+    ]
+    at = 122.0
+    found = lines("rl.md", "")
+    shares, rows = found["elements that differ"], found["the same rows through the trainer's norms: rows that differ"]
+    for name, share, differing, colour in zip(found[""], shares, rows, (RED, GREY), strict=True):
+        percent = float(share.rstrip("%"))
+        parts.append(text(left, at, f"{name}: {differing} rows"))
+        parts += [bar(left, at + 8, max(percent * unit, 2), 34, colour)]
+        parts += [text(left + percent * unit + 10, at + 33, f"{percent:.0f}%", size=22, bold=True, colour=colour)]
+        at += 88
+    return svg(298, "Bars: the share of elements that differ, 0% with fusednorm on both sides", *parts)
+
+
+def rl_promise() -> str:
+    """What differs in each norm, and in each step of training."""
+    panels = (
+        (
+            "The server's rows through the trainer's norms",
+            "elements that differ in norm",
+            "elements that differ, %, by norm",
+        ),
+        (
+            "Log-probabilities of the sampled tokens",
+            "mean difference in step",
+            "mean difference, in thousandths, by step",
+        ),
+    )
+    parts = []
+    top, height = 92.0, 150.0
+    for (title, first, words), most, each in zip(panels, (40, 15), (10, 5), strict=True):
+        numbers, *series = lines("rl.md", first).items()
+        across = {int(number): 52 + (WIDTH - 80) * at / (len(numbers[1]) - 1) for at, number in enumerate(numbers[1])}
+        parts += [text(14, top - 66, title, size=16, bold=True), text(14, top - 48, words, colour="#57606a")]
+        for value in range(0, most + 1, each):
+            y = top + height * (1 - value / most)
+            parts += [
+                f'<path d="M46 {y:.1f}H{WIDTH - 14}" stroke="#d0d7de"/>',
+                text(40, y + 4, str(value), size=12, anchor="end"),
+            ]
+        parts += [text(x, top + height + 18, str(number), size=12, anchor="middle") for number, x in across.items()]
+        for at, ((name, cells), colour) in enumerate(zip(series, (RED, GREY), strict=True)):
+            values = [float(cell.rstrip("%")) * (1 if "%" in cell else 1000) for cell in cells]
+            line = "L".join(
+                f"{x:.1f} {top + height * (1 - v / most):.1f}" for x, v in zip(across.values(), values, strict=True)
+            )
+            parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="3"/>')
+            x = (14, 200)[at]
+            parts += [
+                f'<path d="M{x} {top - 28}h18" stroke="{colour}" stroke-width="3"/>',
+                text(x + 24, top - 24, name, size=12),
+            ]
+        top += height + 130
+    return svg(top - 100, "Lines: elements that differ in each norm, and differences of log-probabilities", *parts)
+
+
+def _log_axis(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
+    """A function from values to positions."""
+    return lambda value: begin + (end - begin) * math.log(value / low) / math.log(high / low)
+
+
+def performance() -> str:
+    """Gigabytes per second by bytes of a call, of Sapphire Rapids with two threads."""
+    styles = {
+        "in place": ("fusednorm, in place", RED, 3),
+        "new": ("fusednorm, new outputs", ORANGE, 3),
+        "vLLM": ("vLLM, in place", PURPLE, 1.5),
+        "SGLang": ("SGLang, in place", BROWN, 1.5),
+        "compiled": ("torch.compile", GREEN, 1.5),
+        "eager": ("torch eager", BLUE, 1.5),
+        "copy": ("a copy of as many bytes", GREY, 1.5),
+    }
+    parts = [text(14, 26, "Gigabytes per second, by bytes of a call", size=16, bold=True)]
+    parts.append(text(14, 45, "Intel Sapphire Rapids, 2 threads; both scales are logarithmic", colour="#57606a"))
+    for index, (name, colour, width) in enumerate(styles.values()):
+        x, y = (14, 216)[index % 2], 66 + 18 * (index // 2)
+        dash = ' stroke-dasharray="4 3"' if colour == GREY else ""
+        parts.append(f'<path d="M{x} {y - 4}h18" stroke="{colour}" stroke-width="{width}"{dash}/>')
+        parts.append(text(x + 24, y, name, size=12))
+    top, height = 168.0, 170.0
+    for title, table in tables("performance.md", "Intel, Sapphire Rapids").items():
+        dtype, threads = title.split(", ")
+        if threads != "2 threads":
+            continue
+        size = 4 if dtype == "float32" else 2
+        points = sorted((4 * size * math.prod(map(int, shape.split(" x "))), row) for shape, row in table.items())
+        across = _log_axis(6e3, 8e8, 52, WIDTH - 14)
+        up = _log_axis(0.1, 300, top + height, top)
+        parts.append(text(14, top - 10, dtype, bold=True))
+        for value in (0.1, 1, 10, 100):
+            parts.append(f'<path d="M52 {up(value):.1f}H{WIDTH - 14}" stroke="#d0d7de"/>')
+            parts.append(text(46, up(value) + 4, f"{value:g}", size=12, anchor="end"))
+        for value, words in ((1e4, "10 kB"), (1e6, "1 MB"), (1e8, "100 MB")):
+            parts.append(f'<path d="M{across(value):.1f} {top}v{height}" stroke="#d0d7de"/>')
+            parts.append(text(across(value), top + height + 17, words, size=12, anchor="middle"))
+        for column, (_, colour, width) in reversed(styles.items()):
+            line = [f"{across(n):.1f} {up(n / row[column] / 1e3):.1f}" for n, row in points if column in row]
+            dash = ' stroke-dasharray="4 3"' if colour == GREY else ""
+            if line:
+                parts.append(
+                    f'<path d="M{"L".join(line)}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
+                )
+        top += height + 62
+    return svg(top - 30, "Lines: gigabytes per second of fusednorm and others, for three dtypes", *parts)
+
+
+#: The classes of errors in the tables of docs/compare.md, in ulp, and how each is drawn.
+CLASSES = dict(
+    zip(
+        ("0", "1", "2", "3-4", "5-8", "over 8"),
+        ("#fde725", "#7ad151", "#22a884", "#2a788e", "#414487", "#440154"),
+        strict=True,
+    )
+)
+
+
+#: What each entry of the tables' column "rounds" means, in the order in which the picture shows it.
+ROUNDS = {
+    "sum": "rounds the sum",
+    "as compiled": "rounds as compiled",
+    "sum, for y": "rounds the sum in y only",
+    "sum, norm": "rounds the sum and the norm",
+    "norm": "rounds the norm",
+    "nothing": "rounds nothing",
+}
+
+
+def compare() -> str:
+    """Shares of elements by their error, and whose bits change with the batch."""
+    page = (DOCS / "compare.md").read_text()
+    parts = [text(14, 26, "Errors in ulp, share of elements", size=16, bold=True)]
+    parts.append(text(14, 45, "1025 rows of 4096 elements on an AMD Zen 4", colour="#57606a"))
+    for index, (name, colour) in enumerate(CLASSES.items()):
+        parts += [bar(14 + 66 * index, 57, 11, 11, colour), text(29 + 66 * index, 67, name, size=12)]
+    at = 96.0
+    for dtype in ("bfloat16", "float32"):
+        rows = re.findall(r"│(.+)│", page.split(f"    {dtype}\n")[1].split("└")[0])
+        parts.append(text(14, at, dtype, bold=True))
+        at += 22
+        drawn = set()
+        for name, rounds, *figures in sorted(map(_cells, rows), key=lambda cells: list(ROUNDS).index(cells[1])):
+            counts, batches = tuple(map(int, figures[2:8])), figures[9]
+            if (name, counts) in drawn:  # in float32 the flags change nothing
+                continue
+            drawn.add((name, counts))
+            parts.append(text(14, at, f"{name}, {ROUNDS[rounds]}" if dtype == "bfloat16" else name, size=12))
+            if batches != "same":
+                words = f"bits change in {batches} batches"
+                parts.append(text(WIDTH - 14, at, words, size=12, anchor="end", colour=RED))
+            x = 14.0
+            for count, colour in zip(counts, CLASSES.values(), strict=True):
+                width = (WIDTH - 28) * count / sum(counts)
+                if width > 0.05:
+                    parts.append(bar(round(x, 1), at + 5, width, 10, colour))
+                x += width
+            at += 34
+        at += 10
+    return svg(at - 18, "Stacked bars: the share of elements with each error, of fusednorm and others", *parts)
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.split("│")]
+
+
+PICTURES = {
+    "speed.svg": speed,
+    "promise.svg": promise,
+    "rl_promise.svg": rl_promise,
+    "performance.svg": performance,
+    "compare.svg": compare,
+}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        Path(__file__).with_name(name).write_text(draw())
+    print(*figures(), sep="\n")
