@@ -69,7 +69,11 @@ def test_pictures_show_what_the_tables_say():
     draw = runpy.run_path(str(ROOT / "docs" / "images" / "draw.py"))
     pictures = {path.name: path.read_text() for path in (ROOT / "docs" / "images").glob("*.svg")}
     assert pictures == {name: picture() for name, picture in draw["PICTURES"].items()}, "python docs/images/draw.py"
-    assert "\n".join(draw["figures"]()) in (ROOT / "docs" / "index.md").read_text()
+    readme, index, bench = ((ROOT / page).read_text() for page in ("README.md", "docs/index.md", "docs/bench.md"))
+    assert "\n".join(draw["figures"]()) in index
+    for medians in draw["medians"]():
+        assert readme.count(medians) == 2
+        assert f"{medians.split()[-1]} times" in bench
 
 
 def test_signatures_in_the_reference():

@@ -16,6 +16,8 @@ from statistics import median
 
 DOCS = Path(__file__).parents[1]
 WIDTH = 420
+#: Of README's pictures, which stand side by side.
+HEIGHT = 315
 RED, ORANGE, BLUE, GREEN, PURPLE, BROWN, GREY = (
     "#c0392b",
     "#f39c12",
@@ -70,8 +72,14 @@ def _short(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
 
 
+def medians() -> list[str]:
+    """The numbers of README's first picture, as README says them: one machine's and the other's."""
+    found = [ratios(machine, ("bfloat16", "float16")) for machine in MACHINES]
+    return [" and ".join(_short(median(machine[name])) for machine in found) for name in found[0]]
+
+
 def figures() -> list[str]:
-    """The table of README.md and docs/index.md: median, least and most."""
+    """The table of docs/index.md: median, least and most."""
     kinds = {"16 bits": ("bfloat16", "float16"), "float32": ("float32",)}
     columns = [(machine, words, ratios(machine, dtypes)) for words, dtypes in kinds.items() for machine in MACHINES]
     lines = ["| | " + " | ".join(f"{machine}, {words}" for machine, words, _ in columns) + " |", "|---" * 5 + "|"]
@@ -142,7 +150,7 @@ def speed() -> str:
         at += 28
     parts.append(text(left, at, "fusednorm"))
     parts += [bar(left, at + 6, unit, 15, RED), text(left + unit + 6, at + 18, "1x", bold=True)]
-    return svg(at + 34, "Bars: how many times as long as fusednorm others take for one call", *parts)
+    return svg(HEIGHT, "Bars: how many times as long as fusednorm others take for one call", *parts)
 
 
 def promise() -> str:
@@ -163,7 +171,7 @@ def promise() -> str:
         parts += [bar(left, at + 8, max(percent * unit, 2), 34, colour)]
         parts += [text(left + percent * unit + 10, at + 33, f"{percent:.0f}%", size=22, bold=True, colour=colour)]
         at += 88
-    return svg(298, "Bars: the share of elements that differ, 0% with fusednorm on both sides", *parts)
+    return svg(HEIGHT, "Bars: the share of elements that differ, 0% with fusednorm on both sides", *parts)
 
 
 def rl_promise() -> str:
