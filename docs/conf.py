@@ -1,6 +1,7 @@
 """How Sphinx builds these pages: ``tox -e docs``."""
 
 from importlib import metadata
+from typing import Any
 
 project = "fusednorm"
 release = metadata.version("fusednorm")
@@ -25,3 +26,23 @@ html_title = f"fusednorm {release}"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+
+#: The menu. It is added to the index here, because GitHub would show it as three blocks of code.
+MENU = {
+    "Start": "install backends rounding training troubleshooting faults api",
+    "In what you have": "transformers vllm rl distributed compat",
+    "How it works": "spec design performance bench compare cuda triton writing_a_backend hardening stability releasing",
+}
+
+
+def add_menu(_: Any, page: str, source: list[str]) -> None:
+    """Appends the menu to the index's source."""
+    if page == "index":
+        for caption, pages in MENU.items():
+            names = "\n".join(pages.split())
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", add_menu)
