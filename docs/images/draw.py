@@ -193,7 +193,7 @@ def rl_promise() -> str:
     for (title, first, words), most, each in zip(panels, (40, 15), (10, 5), strict=True):
         numbers, *series = lines("rl.md", first).items()
         across = {int(number): 52 + (WIDTH - 80) * at / (len(numbers[1]) - 1) for at, number in enumerate(numbers[1])}
-        parts += [text(14, top - 66, title, size=16, bold=True), text(14, top - 48, words, colour="#57606a")]
+        parts += [text(14, top - 66, title, size=14, bold=True), text(14, top - 48, words, colour="#57606a")]
         for value in range(0, most + 1, each):
             y = top + height * (1 - value / most)
             parts += [
