@@ -1,69 +1,120 @@
-"""``python -m fusednorm``: the doctor. ``check``: the proof. ``conformance``: the proof of one backend, at length.
+"""The commands: ``fusednorm``, or ``python -m fusednorm``.
 
+``doctor``: what this machine has. ``check``: the proof. ``conformance``: the proof of one backend, at length.
 ``compare``: other implementations beside it. ``bench``: how fast they all are.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
-from fusednorm import compare, doctor
+import fusednorm
+from fusednorm import check as proof
+from fusednorm import compare, devices, doctor, registry
 from fusednorm.bench import cells, plots, train
 from fusednorm.bench.cells import WrongBitsError
 from fusednorm.peers import PEERS
 
+#: What a command returns: the user interrupted it; its arguments cannot be used, or nothing was measured.
+INTERRUPTED, UNUSABLE = 130, 2
+
+#: What `bench --quick` measures.
+QUICK = {"dtypes": ("bfloat16",), "ops": ("add_norm",), "shapes": ("1x4096", "32x4096", "2048x4096")}
+
+
+class UnusableError(Exception):
+    """What the user asked for cannot be done here; the message is for them."""
+
 
 def command_line() -> argparse.ArgumentParser:
     """The commands and their options."""
-    parser = argparse.ArgumentParser(prog="python -m fusednorm", description="What fusednorm finds on this machine.")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    commands = parser.add_subparsers(dest="command", title="commands")
-    commands.add_parser("check", help="compare every backend with the reference, bit for bit, at LLM shapes")
-    kit = commands.add_parser(
+    parser = argparse.ArgumentParser(
+        # Not "__main__.py".
+        prog="fusednorm" if Path(sys.argv[0]).stem == "fusednorm" else "python -m fusednorm",
+        description="What fusednorm finds on this machine. Without a command: doctor.",
+    )
+    version = f"fusednorm {fusednorm.__version__}, specification {fusednorm.SPEC_VERSION}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--json", action="store_true", help="doctor: print the findings as JSON")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+
+    def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=more)
+
+    findings = command("doctor", "show what this machine has, and which backend calls take")
+    findings.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the findings as JSON")
+    proved = command(
+        "check",
+        "compare every backend with the reference, bit for bit, at LLM shapes",
+        "It takes under a minute. The exit status is 1 if any bit differs.",
+    )
+    proved.add_argument(
+        "--backend", type=_backends, metavar="NAME", help="check only this backend, or several with commas between"
+    )
+    proved.add_argument("--all", action="store_true", help="print a line for each shape, with its time")
+    kit = command(
         "conformance",
-        help="hold one backend, of fusednorm or of others, against the specification, and print a certificate",
-        epilog="Everything else goes to pytest: -n 2, -k gradients, --certificate FILE, --everything.",
+        "hold one backend, of fusednorm or of others, against the specification, and print a certificate",
+        "Everything else goes to pytest: -n 2, -k gradients, --certificate FILE, --everything.",
     )
-    kit.add_argument("--backend", required=True, help="its name, as in FUSEDNORM_BACKEND")
-    beside = commands.add_parser(
+    kit.add_argument("--backend", required=True, metavar="NAME", help="the backend's name, as in FUSEDNORM_BACKEND")
+    beside = command(
         "compare",
-        help="measure the errors of every implementation on this machine in ulp, and whether its bits stay the same",
-        epilog="The exit status is 1 if fusednorm itself fails or returns other bits; peers do not count.",
+        "measure the errors of every implementation on this machine in ulp, and whether its bits stay the same",
+        "The exit status is 1 if fusednorm itself fails or returns other bits; peers do not count.",
     )
-    _which(beside, PEERS, PEERS, compare.DTYPES)
-    beside.add_argument("--hidden-size", type=int, default=4096, metavar="N", help="elements of a row (default 4096)")
-    speed = commands.add_parser(
+    _common(beside, PEERS, PEERS, compare.DTYPES)
+    beside.add_argument(
+        "--hidden-size", type=_count, default=4096, metavar="N", help="elements of a row (default 4096)"
+    )
+    speed = command(
         "bench",
-        help="time fusednorm beside a copy and every implementation on this machine, after its bits were compared",
-        epilog="With --json a run that was interrupted goes on where it stopped: give the same command again.",
+        "time fusednorm beside a copy and every implementation on this machine, after its bits were compared",
+        "With --json a run that was interrupted goes on where it stopped: give the same command again.",
     )
     others_timed = [name for name in PEERS if name != "fusednorm"]
-    _which(speed, others_timed, [name for name in others_timed if name not in cells.SLOW_PEERS], cells.DTYPES)
-    speed.add_argument("--backends", nargs="+", metavar="NAME", help="of fusednorm; by default what a call takes")
+    _common(speed, others_timed, [name for name in others_timed if name not in cells.SLOW_PEERS], cells.DTYPES)
+    speed.add_argument("--quick", action="store_true", help="three shapes in bfloat16, forward only: about a minute")
+    speed.add_argument(
+        "--backends",
+        nargs="+",
+        type=_backends,
+        metavar="NAME",
+        help="time these backends of fusednorm (default: the one that a call takes)",
+    )
     speed.add_argument(
         "--ops",
         nargs="+",
         choices=cells.OPS,
-        default=("add_norm", "backward"),
         metavar="OP",
-        help=f"of {', '.join(cells.OPS)}",
+        help=f"time these operations, of {', '.join(cells.OPS)} (default: add_norm and backward)",
     )
     speed.add_argument("--shapes", nargs="+", type=_shape, metavar="MxN", help="rows x hidden size, such as 1x4096")
-    speed.add_argument("--threads", type=int, metavar="N", help="of torch, on a CPU; by default as many as it takes")
     speed.add_argument(
-        "--minutes", type=float, help="begin no further shape after so many; how long --train times steps (default 1)"
+        "--threads", type=_count, metavar="N", help="threads of torch, on a CPU (default: as many as torch takes)"
+    )
+    speed.add_argument(
+        "--minutes",
+        type=_minutes,
+        metavar="M",
+        help="begin no further shape after so many minutes; with --train: time steps for so long (default 1)",
     )
     speed.add_argument("--train", action="store_true", help="train a small mixture of experts with each norm instead")
-    speed.add_argument("--size", choices=train.SIZES, help="of that model, in parameters (default 60M, on a CPU 4M)")
+    speed.add_argument(
+        "--size", choices=train.SIZES, help="parameters of the model that --train trains (default 60M, on a CPU 4M)"
+    )
     return parser
 
 
@@ -71,26 +122,42 @@ def main() -> int:
     """Reads the command line; returns the exit status."""
     parser = command_line()
     arguments, others = parser.parse_known_args()
+    if others and arguments.command != "conformance":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if arguments.json and arguments.command not in (None, "doctor"):
+        parser.error(f"--json goes after the command: {arguments.command} --json FILE")
+    try:
+        status = _run(arguments, others)
+        sys.stdout.flush()
+    except (UnusableError, registry.BackendError) as error:
+        print(f"{parser.prog} {arguments.command or 'doctor'}: {error}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:  # where a command has nothing to show yet
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # as with `| head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _run(arguments: argparse.Namespace, others: list[str]) -> int:
     if arguments.command == "conformance":
         return conformance(arguments.backend, others)
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
     if arguments.command == "compare":
-        if arguments.hidden_size < 1:
-            parser.error(f"--hidden-size is {arguments.hidden_size}, it must be at least 1")
         return comparison(arguments)
     if arguments.command == "bench":
         return training(arguments) if arguments.train else bench(arguments)
     if arguments.command == "check":
-        return doctor.check(doctor.console())
+        return proof.check(doctor.console(), arguments.backend, arguments.all)
     if arguments.json:
         findings = doctor.report()
         print(json.dumps(findings, indent=2))
-        return int("error" in findings or any("error" in choice for choice in findings.get("devices", ())))
+        return doctor.status(findings)
     return doctor.show(doctor.console())
 
 
-def _which(
+def _common(
     parser: argparse.ArgumentParser, peers: Iterable[str], by_default: Iterable[str], dtypes: Sequence[str]
 ) -> None:
     """The options that compare and bench have in common."""
@@ -100,21 +167,24 @@ def _which(
         choices=list(peers),
         default=list(by_default),
         metavar="NAME",
-        help=f"of {', '.join(peers)}; by default {'all' if by_default is peers else ', '.join(by_default)}",
+        help="measure these implementations beside it, or none, of "
+        f"{', '.join(peers)} (default: {'all' if by_default is peers else ', '.join(by_default)})",
     )
     parser.add_argument(
         "--dtypes",
         nargs="+",
         choices=dtypes,
-        default=dtypes,
         metavar="DTYPE",
-        help=f"only these; by default all: {', '.join(dtypes)}",
+        help=f"measure only these dtypes, of {', '.join(dtypes)} (default: all)",
     )
     parser.add_argument(
-        "--device", type=torch.device, default="cpu", help="where to compute, as torch names it (default cpu)"
+        "--device", type=_device, default="cpu", help="where to compute, as torch names it (default: cpu)"
     )
-    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write everything that was found")
-    parser.add_argument("--plot", metavar="FILE", help="draw it, to FILE.png or FILE.svg; needs fusednorm[plot]")
+    parser.add_argument("--wide", action="store_true", help="print every figure, in tables of up to 150 columns")
+    parser.add_argument(
+        "--json", dest="json_file", type=_file, metavar="FILE", help="write everything that was found to FILE"
+    )
+    parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw it, to FILE.png, FILE.svg or FILE.pdf")
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -125,106 +195,199 @@ def _shape(text: str) -> tuple[int, int]:
     return int(rows), int(hidden_size)
 
 
-def _can_plot(path: str | None) -> bool:
-    """Whether there is nothing to draw, or something to draw it with; else says so."""
-    if path and importlib.util.find_spec("matplotlib") is None:
-        print("--plot needs matplotlib: pip install 'fusednorm[plot]'", file=sys.stderr)
-        return False
-    return True
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes, such as 5 or 0.5")
+    return minutes
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return devices.present(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _backends(text: str) -> list[str]:
+    """The names of backends that this machine can use."""
+    try:
+        names = registry.parse(text, "the option")
+    except registry.BackendError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    infos = {info.name: info for info in fusednorm.backends()}
+    for name in names:
+        if not infos[name].available:
+            reasons = "; ".join(infos[name].reasons)
+            raise argparse.ArgumentTypeError(f"backend {name} cannot be used here: {reasons}")
+    return names
+
+
+def _file(text: str) -> str:
+    """A file that can be written. What is in it stays, as it does if it is not written after all."""
+    path = Path(text)
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    return text
+
+
+def _picture(text: str) -> str:
+    """A file for a picture, if it can be drawn."""
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib, or '.[plot]' in the checkout")
+    return _file(text)
 
 
 def comparison(arguments: argparse.Namespace) -> int:
     """Compares, prints, writes; 1 if fusednorm itself failed, or if its bits changed."""
-    if not _can_plot(arguments.plot):
-        return 2
     console = doctor.console()
     with console.status("") as status:
         found = compare.report(
-            arguments.peers, arguments.dtypes, arguments.hidden_size, arguments.device, starting=status.update
+            arguments.peers,
+            arguments.dtypes or compare.DTYPES,
+            arguments.hidden_size,
+            arguments.device,
+            starting=status.update,
         )
-    compare.show(found, console)
+    if not found["findings"] and not found["interrupted"]:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found["missing"].items())
+        raise UnusableError(f"nothing was measured: none of the peers that --peers names is here: {reasons}")
+    compare.show(found, console, arguments.wide)
     if arguments.json_file:
         with open(arguments.json_file, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1, default=dataclasses.asdict)
-    if not found["findings"]:
-        print("nothing was measured: none of the peers that --peers names is here", file=sys.stderr)
-        return 2
-    if arguments.plot:
+    if arguments.plot and found["findings"]:
         compare.plot(found, arguments.plot)
-    return int(any(finding.name == "fusednorm" and not finding.constant for finding in found["findings"]))
+    if any(finding.name == "fusednorm" and not finding.constant for finding in found["findings"]):
+        return 1
+    if found["interrupted"]:
+        console.print("interrupted: `compare --peers NAME` measures fewer implementations", highlight=False)
+        return INTERRUPTED
+    return 0
+
+
+def _set_threads(arguments: argparse.Namespace) -> None:
+    if arguments.threads is not None:
+        if arguments.device.type != "cpu":
+            raise UnusableError(f"--threads is for CPUs: leave it out with --device {arguments.device}")
+        torch.set_num_threads(arguments.threads)
+
+
+def _runs_on(names: Iterable[str], device: torch.device) -> None:
+    """Raises where a backend does not take tensors on the device."""
+    for name in names:
+        runs_on = registry.load(name).DEVICES
+        if not {device.type, "any"} & set(runs_on):
+            raise UnusableError(f"backend {name} runs on {' and '.join(runs_on)}, not on --device {device}")
 
 
 def bench(arguments: argparse.Namespace) -> int:
     """Times, prints, writes; 1 if fusednorm's bits were not the reference's: then nothing is timed any more."""
     on_cpu = arguments.device.type == "cpu"
-    if not _can_plot(arguments.plot):
-        return 2
-    if arguments.threads and on_cpu:
-        torch.set_num_threads(arguments.threads)
+    backends = None if arguments.backends is None else list(itertools.chain(*arguments.backends))
+    _set_threads(arguments)
+    _runs_on(backends or (), arguments.device)
+    by_default = {
+        "dtypes": cells.DTYPES,
+        "ops": ("add_norm", "backward"),
+        "shapes": cells.CPU_SHAPES if on_cpu else cells.GPU_SHAPES,
+    }
+    by_default |= QUICK if arguments.quick else {}
+    shapes = arguments.shapes or map(_shape, by_default["shapes"])
     console = doctor.console()
-    measurement = cells.Bench(arguments.device, arguments.backends, arguments.peers)
+    measurement = cells.Bench(arguments.device, backends, arguments.peers)
     try:
         results = cells.Results(measurement.machine(), arguments.json_file)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise UnusableError(str(error)) from None
     threads = torch.get_num_threads() if on_cpu else None
-    shapes = arguments.shapes or [_shape(text) for text in (cells.CPU_SHAPES if on_cpu else cells.GPU_SHAPES)]
     wanted = [
         cells.Cell(op, dtype, rows, hidden_size, threads)
-        for op, dtype, (rows, hidden_size) in itertools.product(arguments.ops, arguments.dtypes, shapes)
+        for op, dtype, (rows, hidden_size) in itertools.product(
+            arguments.ops or by_default["ops"], arguments.dtypes or by_default["dtypes"], shapes
+        )
     ]
     todo = [cell for cell in wanted if cell not in results]
+    say = functools.partial(console.print, highlight=False, markup=False)
     if len(todo) < len(wanted):
-        console.print(f"{len(wanted) - len(todo)} of {len(wanted)} were measured before", highlight=False)
+        say(f"{len(wanted) - len(todo)} of {len(wanted)} were measured before")
+    if todo:
+        at_most = f", at most {arguments.minutes:g}" if arguments.minutes else ""
+        minutes = max(1, round(measurement.minutes(len(todo))))
+        say(f"{len(todo)} to measure: about {minutes} minute{'s' * (minutes > 1)}{at_most}")
     stop = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
-    left_out = 0
+    measured = 0
+    interrupted = False
     with doctor.progress(console) as progress:
         task = progress.add_task("a large copy", total=len(todo))
-        results.found["copy_bandwidth"] = results.found["copy_bandwidth"] or measurement.copy_bandwidth()
-        for cell in todo:
-            if time.monotonic() > stop:
-                left_out += 1
-                continue
-            progress.update(task, description=str(cell))
-            try:
-                results.add(cell, measurement.measure(cell))
-            except WrongBitsError as error:
-                print(error, file=sys.stderr)
-                return 1
-            except torch.OutOfMemoryError:
-                progress.console.print(f"{cell}: does not fit the memory", highlight=False)
-            progress.advance(task)
-    if not results.found["cells"]:
-        print("nothing was measured", file=sys.stderr)
-        return 2
-    cells.show(results.found, console)
+        try:
+            results.found["copy_bandwidth"] = results.found["copy_bandwidth"] or measurement.copy_bandwidth()
+            for cell in todo:
+                if time.monotonic() > stop:
+                    break
+                try:
+                    results.add(
+                        cell,
+                        measurement.measure(
+                            cell, lambda doing, cell=cell: progress.update(task, description=f"{cell}: {doing}")
+                        ),
+                    )
+                except WrongBitsError as error:
+                    print(error, file=sys.stderr)
+                    return 1
+                except torch.OutOfMemoryError:
+                    progress.console.print(f"{cell}: does not fit the memory", highlight=False)
+                measured += 1
+                progress.advance(task)
+        except KeyboardInterrupt:
+            interrupted = True
+    if results.found["cells"]:
+        cells.show(results.found, console, arguments.wide)
+    elif not interrupted:
+        raise UnusableError("nothing was measured: no shape fitted the memory or the minutes")
     for name, reason in measurement.missing.items():
-        console.print(f"{name}: not measured: {reason}", highlight=False, markup=False)
-    if left_out:
+        say(f"{name}: not measured: {reason}")
+    if measured < len(todo):
+        why = "interrupted" if interrupted else "the minutes are over"
         again = "the same command goes on" if arguments.json_file else "with --json FILE the next run would go on"
-        console.print(f"{left_out} of {len(wanted)} were left out: the minutes are over; {again}", highlight=False)
-    if arguments.plot:
+        say(f"{why}: {len(todo) - measured} of {len(wanted)} were left out; {again}")
+    if arguments.plot and results.found["cells"]:
         plots.plot(results.found, arguments.plot)
-    return 0
+    return INTERRUPTED if interrupted else 0
 
 
 def training(arguments: argparse.Namespace) -> int:
     """Trains, prints, writes; 1 if two runs with fusednorm had other losses."""
     if arguments.plot:
-        print("--train draws nothing: leave out --plot", file=sys.stderr)
-        return 2
+        raise UnusableError("--train draws nothing: leave out --plot")
+    _set_threads(arguments)
     on_cpu = arguments.device.type == "cpu"
-    if arguments.threads and on_cpu:
-        torch.set_num_threads(arguments.threads)
+    minutes = arguments.minutes or 1.0
     console = doctor.console()
+    console.print(f"steps are timed for {minutes:g} minutes, after some that are not", highlight=False)
     with doctor.progress(console) as progress:
         task = progress.add_task("training", total=1.0)
         try:
             found = train.train(
                 train.SIZES[arguments.size or ("4M" if on_cpu else "60M")],
                 arguments.device,
-                arguments.minutes or 1.0,
+                minutes,
                 trained=lambda over: progress.update(task, completed=over),
             )
         except WrongBitsError as error:
@@ -240,11 +403,20 @@ def training(arguments: argparse.Namespace) -> int:
 def conformance(backend: str, others: list[str]) -> int:
     """Runs the kit in a process of its own: Triton's interpreter must be chosen before anything imports Triton."""
     if missing := [name for name in ("hypothesis", "numpy", "pytest") if importlib.util.find_spec(name) is None]:
-        print(f"the kit needs {', '.join(missing)}: pip install 'fusednorm[conformance]'", file=sys.stderr)
-        return 2
+        raise UnusableError(
+            f"the kit needs {', '.join(missing)}: pip install {' '.join(missing)}, or '.[conformance]' in the checkout"
+        )
     options = ["-p", "fusednorm.conformance.plugin", "-p", "no:cacheprovider", "-c", os.devnull, "-q", "-rs"]
     kit = ["--pyargs", "fusednorm.conformance", "--backend", backend]
-    return subprocess.call([sys.executable, "-P", "-m", "pytest", *options, *kit, *others])
+    interrupted = False
+    with subprocess.Popen([sys.executable, "-P", "-m", "pytest", *options, *kit, *others]) as running:
+        while True:
+            try:
+                status = running.wait()
+            except KeyboardInterrupt:  # pytest was interrupted too: it prints its summary and ends
+                interrupted = True
+            else:
+                return INTERRUPTED if interrupted else status
 
 
 if __name__ == "__main__":

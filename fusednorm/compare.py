@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -163,11 +164,13 @@ def report(
     names: Iterable[str] = tuple(PEERS),
     dtypes: Iterable[str] = DTYPES,
     hidden_size: int = 4096,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     *,
     starting: Callable[[str], object] = str,
 ) -> dict[str, Any]:
     """Measures the implementations, and returns what was found: plain data, but for a list of :class:`Finding`.
+
+    ``KeyboardInterrupt`` ends it early: "interrupted" is then true, and what was measured before is there.
 
     Args:
         names: keys of :data:`fusednorm.peers.PEERS`.
@@ -183,16 +186,20 @@ def report(
         given[dtype] = [tensor.to(where) for tensor in (*on_cpu, exact(*on_cpu, EPS))]
     findings: dict[str, list[Finding]] = {dtype: [] for dtype in given}
     missing = {}
+    interrupted = False
     # One is imported after the other has been measured: importing vLLM, for one, sets options of torch.compile.
-    for name in names:
-        try:
-            here = implementations(name, where)
-        except MissingError as reason:
-            missing[name] = str(reason)
-            continue
-        for implementation, dtype in itertools.product(here, given):
-            starting(f"{implementation.name}, {dtype}")
-            findings[dtype].append(measure(implementation, *given[dtype]))
+    try:
+        for name in names:
+            try:
+                here = implementations(name, where)
+            except MissingError as reason:
+                missing[name] = str(reason)
+                continue
+            for implementation, dtype in itertools.product(here, given):
+                starting(f"{implementation.name}, {dtype}")
+                findings[dtype].append(measure(implementation, *given[dtype]))
+    except KeyboardInterrupt:
+        interrupted = True
     machine = doctor.report()
     return {
         **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
@@ -204,6 +211,7 @@ def report(
         "batches": BATCHES,
         "threads": threads() if where.type == "cpu" else None,
         "missing": missing,
+        "interrupted": interrupted,
         "findings": list(itertools.chain(*findings.values())),
     }
 
@@ -212,8 +220,16 @@ def _sameness(differing: int, of: int) -> str:
     return f"[red]{differing} of {of}[/]" if differing else "[green]same[/]"
 
 
-def show(found: dict[str, Any], console: Console) -> None:
-    """Prints the findings for a person."""
+def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
+    """Prints the findings for a person.
+
+    Args:
+        found: what :func:`report` returned.
+        console: where to; 80 columns are enough for it.
+        wide: how many elements have which error, too: takes 140 columns.
+    """
+    if wide:
+        console.width = max(console.width, 140)
     counts = found["threads"] or []
     console.print(
         f"[bold]{found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, "
@@ -222,24 +238,25 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
     words = Table.grid(padding=(0, 2))
     words.add_row("rounds", "what is rounded on the way, besides y")
-    words.add_row(
-        "max, mean", "error in ulp of y's dtype, against the formula in float64 that is rounded once, at the end"
-    )
-    words.add_row(", ".join(CLASSES), "how many elements have such an error; 0 is the nearest number there is")
+    words.add_row("max, mean", "error in ulp of y's dtype, against float64 that is rounded once")
+    if wide:
+        words.add_row(", ".join(CLASSES), "how many elements have such an error; 0 is the nearest number there is")
+    else:
+        words.add_row("nearest", "elements without an error: y is the nearest number there is")
     words.add_row("runs", f"of {found['runs']} equal calls: how many return other bits than the first")
     words.add_row(
         "batches",
-        f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: in how many some row has other bits than alone",
+        f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: where some row has other bits than alone",
     )
     if counts:
         words.add_row("threads", f"of {', '.join(map(str, counts))}: how many change bits, against one")
     console.print(words, highlight=False)
     for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype):
-        table = Table(title=dtype, title_justify="left")
+        table = Table(title=dtype, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
         for title in ("implementation", "rounds"):
-            table.add_column(title, no_wrap=True)
-        for title in ("max", "mean", *CLASSES):
-            table.add_column(title, justify="right", overflow="fold")
+            table.add_column(title, overflow="fold")
+        for title in ("max", "mean", *(CLASSES if wide else ("nearest",))):
+            table.add_column(title, justify="right", no_wrap=True)
         for title in ("runs", "batches", "threads"):
             table.add_column(title, no_wrap=True)
         for finding in group:
@@ -247,12 +264,14 @@ def show(found: dict[str, Any], console: Console) -> None:
                 table.add_row(finding.name, finding.rounds, "[red]failed[/]")
                 continue
             changes = finding.differing_threads
+            elements = found["rows"] * found["hidden_size"]
+            nearest = [f"{100 * finding.histogram[CLASSES[0]] / elements:.2f}%"]
             table.add_row(
                 finding.name,
                 finding.rounds,
                 str(finding.max_ulp),
                 f"{finding.mean_ulp:.5f}",
-                *map(str, finding.histogram.values()),
+                *(map(str, finding.histogram.values()) if wide else nearest),
                 _sameness(finding.differing_runs, found["runs"] - 1),
                 _sameness(len(finding.differing_batches), len(found["batches"])),
                 "-" if changes is None else _sameness(len(changes), len(counts) - 1),

@@ -21,6 +21,10 @@ import fusednorm
 Call = Callable[[Tensor, Tensor], Any]
 
 
+#: The peer that compiles for every shape, which takes seconds.
+COMPILED = "torch.compile"
+
+
 class Implementation(NamedTuple):
     """One that is here, and how to call it."""
 
@@ -128,7 +132,7 @@ def compiled(device: torch.device) -> list[Implementation]:
         return torch.compile(_norm(weight, eps))
 
     version = torch.__version__
-    return [Implementation("torch.compile", version, "as compiled", build, gradients=True, build_norm=build_norm)]
+    return [Implementation(COMPILED, version, "as compiled", build, gradients=True, build_norm=build_norm)]
 
 
 def transformers(device: torch.device) -> list[Implementation]:

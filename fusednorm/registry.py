@@ -222,7 +222,7 @@ def _reasons(name: str, function: str, *arguments: Signature) -> list[str]:
     return found
 
 
-def _known_as(name: str) -> str | None:
+def known_as(name: str) -> str | None:
     """The name of a backend, in whatever case it was written; None if there is none of that name."""
     for find in (lambda: (*NAMES, *_registered), _plug_ins):  # the second reads every installed package's metadata
         same = [known for known in find() if known.lower() == name.lower()]
@@ -242,14 +242,14 @@ def parse(request: str, source: str) -> list[str]:
         BackendError: a name is unknown, or there is none.
     """
     names = [name.strip() for name in request.split(",") if name.strip()]
-    found = {name: _known_as(name) for name in names}
-    unknown = [name for name, known_as in found.items() if known_as is None]
+    found = {name: known_as(name) for name in names}
+    unknown = [name for name, its in found.items() if its is None]
     if unknown or not names:
         raise BackendError(
             f"{source} names the backend {', '.join(map(repr, unknown)) or repr(request)}, which does not exist; "
             f"the names are {', '.join(known())}, or several with commas between, the preferred first"
         )
-    return [known_as for known_as in found.values() if known_as is not None]
+    return [its for its in found.values() if its is not None]
 
 
 def _candidates(order: str) -> Iterator[str]:

@@ -259,7 +259,8 @@ def called(monkeypatch, *arguments):
         (["--shapes", "4096"], "'4096' is no shape: rows x hidden size, such as 1x4096"),
         (["--shapes", "0x64"], "'0x64' is no shape"),
         (["--peers", "nobody"], "invalid choice: 'nobody'"),
-        (["--minutes", "1e-9", "--shapes", "1x64"], "nothing was measured"),
+        (["--minutes", "1e-9", "--shapes", "1x64"], "bench: nothing was measured: no shape fitted"),
+        (["--train", "--plot", "found.svg"], "--train draws nothing: leave out --plot"),
     ],
 )
 def test_command_refuses(monkeypatch, capsys, arguments, message):
@@ -288,12 +289,95 @@ def test_plot(monkeypatch, tmp_path):
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("train_too", [[], ["--train"]])
-def test_plot_names_what_it_needs(monkeypatch, capsys, train_too):
+def test_plot_names_what_it_needs(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert called(monkeypatch, "--plot", "found.svg", *train_too) == 2
-    expected = "--train draws nothing" if train_too else "--plot needs matplotlib: pip install 'fusednorm[plot]'"
-    assert expected in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        called(monkeypatch, "--plot", "found.svg")
+    assert "argument --plot: it needs matplotlib: pip install matplotlib, or" in capsys.readouterr().err
+
+
+def contenders(monkeypatch, *arguments):
+    """What is printed of contenders whose calls take these microseconds, or fail."""
+    times = {
+        "fusednorm in place": 2.0,
+        "fusednorm out=": 3.0,
+        "fusednorm": 4.0,
+        "torch eager": 24.0,
+        "torch.compile": 8.0,
+        "vLLM operator in place": 5.0,
+        "ONNX Runtime skip-norm": None,
+        "copy": 3.5,
+    }
+
+    def measure(self, cell, starting):
+        starting("in a test")
+        return {
+            name: {"error": "no"} if us is None else {"differing": 0.0, "eager": us * cell.rows, "graph": None}
+            for name, us in times.items()
+        }
+
+    monkeypatch.setattr(cells.Bench, "measure", measure)
+    return called(monkeypatch, "--peers", *arguments)
+
+
+def test_ratios(monkeypatch, capsys):
+    """In place beside in place, new outputs beside new outputs; the median over shapes; within 80 columns."""
+    assert contenders(monkeypatch, "--quick") == 0
+    text = capsys.readouterr().out
+    assert "3 to measure: about 1 minute\n" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["1x4096", "2.0", "3.0", "4.0", "3.5", "6.0x", "2.0x", "2.5x", "-"] in lines
+    assert ["32x4096", "64.0", "96.0", "128", "112", "6.0x", "2.0x", "2.5x", "-"] in lines
+    assert ["median", "6.0x", "2.0x", "2.5x", "-"] in lines
+    assert "how many times as long as fusednorm they take" in text
+    tables = [line for line in text.splitlines() if "x4096" in line or "─" in line]
+    assert max(map(len, tables)) <= 80
+    assert "vLLM" in text
+    assert "float16," not in text
+    assert "backward" not in text
+
+
+def test_wide_tables_have_all_figures(monkeypatch, capsys):
+    assert contenders(monkeypatch, "--wide", "--shapes", "2x4096", "--dtypes", "float32", "--ops", "norm") == 0
+    text = capsys.readouterr().out
+    (line,) = (line for line in text.splitlines() if "2 x 4096" in line)
+    figures = ["4.0 (175%)", "6.0 (117%)", "8.0 (88%)", "48.0 (15%)", "16.0 (44%)", "10.0 (70%)", "failed", "7.0"]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == ["2 x 4096", *figures]
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("| rows x N"))
+    assert (lines[at - 1], lines[at + 1][:2]) == ("", "|-")
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_an_interrupted_run_shows_what_there_is(monkeypatch, capsys, tmp_path, file):
+    cell_times = {name: {"differing": 0.0, "eager": 1.0, "graph": None} for name in ("fusednorm", "copy")}
+    left = [cell_times]
+
+    def measure(self, cell, starting):
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop()
+
+    monkeypatch.setattr(cells.Bench, "measure", measure)
+    options = ["--json", str(tmp_path / "found.json")] if file else []
+    assert called(monkeypatch, "--peers", "--quick", *options) == 130
+    text = capsys.readouterr().out
+    assert "1x4096" in text
+    again = "the same command goes on" if file else "with --json FILE the next run would go on"
+    assert text.endswith(f"interrupted: 2 of 3 were left out; {again}\n")
+
+
+def test_what_takes_long_is_said(monkeypatch):
+    """Who is prepared, and that torch.compile compiles."""
+    bench = peer(monkeypatch, formula)
+    bench.peers = [bench.peers[0]._replace(name=peers.COMPILED)]
+    said = []
+    bench.measure(cell("norm"), said.append)
+    bench.measure(cell("add_norm"), said.append)
+    assert "torch.compile compiles" in said
+    assert "fusednorm out= is compared" in said
+    assert said[-1] == "all are timed"
+    assert bench.minutes(12) > cells.Bench(CPU, None, []).minutes(12) > 0
 
 
 # Training

@@ -249,9 +249,8 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hidden-size", "0"], "--hidden-size is 0, it must be at least 1"),
         (["--peers", "nobody"], "invalid choice: 'nobody'"),
-        (["--peers", "liger"], "nothing was measured"),
+        (["--peers", "liger"], "nothing was measured: none of the peers that --peers names is here: liger: its Triton"),
     ],
 )
 def test_command_refuses(arguments, message):
@@ -277,8 +276,48 @@ def test_plot_names_what_it_needs(monkeypatch, capsys):
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["fusednorm", "compare", "--peers", "eager", "--plot", "found.svg"])
-    assert main() == 2
-    assert capsys.readouterr().err == "--plot needs matplotlib: pip install 'fusednorm[plot]'\n"
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    cure = "pip install matplotlib, or '.[plot]' in the checkout"
+    assert f"argument --plot: it needs matplotlib: {cure}" in capsys.readouterr().err
+
+
+def test_an_interrupted_comparison_shows_what_there_is(monkeypatch, capsys):
+    from fusednorm.__main__ import main
+
+    def interrupted(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(compare.PEERS, "second", interrupted)
+    options = ["--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers", "eager", "second"]
+    monkeypatch.setattr(sys, "argv", ["fusednorm", "compare", *options])
+    assert main() == 130
+    text = capsys.readouterr().out
+    assert "torch eager" in text
+    assert text.endswith("interrupted: `compare --peers NAME` measures fewer implementations\n")
+
+
+@pytest.mark.parametrize(("wide", "width"), [(False, 80), (True, 140)])
+def test_tables_fit(monkeypatch, wide, width):
+    """All figures, whole, where every peer is here and nothing goes well."""
+    finding = compare.Finding("ONNX Runtime skip-norm", "1.31.1", "as compiled", "bfloat16", "", 1234, 14.96268)
+    finding.histogram = dict.fromkeys(compare.CLASSES, 1234567) | {compare.CLASSES[0]: compare.ROWS * HIDDEN}
+    finding.differing_runs, finding.differing_batches, finding.differing_threads = 4, list(compare.BATCHES), [2, 64]
+    found = {**measured(monkeypatch), "findings": [finding], "threads": [1, 2, 64]}
+    text = io.StringIO()
+    compare.show(found, Console(file=text, width=80), wide)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    (line,) = (line for line in lines if "14.96268" in line)
+    batches = len(compare.BATCHES)
+    expected = [str(compare.ROWS * HIDDEN), *["1234567"] * (len(compare.CLASSES) - 1)] if wide else ["100.00%"]
+    assert line.split()[4:] == [
+        "compiled",
+        "1234",
+        "14.96268",
+        *expected,
+        *f"4 of 4 {batches} of {batches} 2 of 2".split(),
+    ]
+    assert max(map(len, lines)) <= width
 
 
 def test_plot(monkeypatch, tmp_path):

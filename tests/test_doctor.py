@@ -3,16 +3,21 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
 from rich.console import Console
 
 import fusednorm
-from fusednorm import doctor, registry
+from fusednorm import __main__ as command
+from fusednorm import check, compare, registry
+from fusednorm.__main__ import main
 from fusednorm.backends import reference
+from fusednorm.bench import cells
 
 
 def run(*arguments, **environment):
@@ -30,14 +35,16 @@ def printed(command, **console):
 @pytest.fixture
 def one_shape(monkeypatch):
     """The check at a single shape and dtype, and without waiting for good times."""
-    monkeypatch.setattr(doctor, "HIDDEN_SIZES", (896,))
-    monkeypatch.setattr(doctor, "ROWS", (16,))
-    monkeypatch.setattr(doctor, "DTYPES", (torch.bfloat16,))
-    monkeypatch.setattr(doctor, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(check, "HIDDEN_SIZES", (896,))
+    monkeypatch.setattr(check, "ROWS", (16,))
+    monkeypatch.setattr(check, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
+    monkeypatch.setattr(check, "TIMED", (16, 896))
+    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
 
 
-def test_report_as_json():
-    done = run("--json", FUSEDNORM_BACKEND="reference")
+@pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
+def test_report_as_json(arguments):
+    done = run(*arguments, FUSEDNORM_BACKEND="reference")
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert found["fusednorm"] == fusednorm.__version__
@@ -46,12 +53,14 @@ def test_report_as_json():
     assert [b["name"] for b in found["backends"]] == [info.name for info in fusednorm.backends()]
     assert found["devices"][0]["backend"] == "reference"
     assert found["instruction_set"] == found["instruction_sets"][-1]
+    assert found["remarks"] == {}
 
 
-def test_report_for_a_person():
-    done = run()
+@pytest.mark.parametrize("arguments", [[], ["doctor"]])
+def test_report_for_a_person(arguments):
+    done = run(*arguments)
     assert done.returncode == 0
-    for part in ("specification 1", torch.__version__, "available", "cuda", "cpu takes cpu: C kernels for"):
+    for part in ("specification 1", torch.__version__, "available", "CPU tensors go to backend cpu: C kernels for"):
         assert part in done.stdout
     assert "\x1b" not in done.stdout  # no colours in a pipe
 
@@ -61,38 +70,100 @@ def test_report_for_a_person():
     [
         ("FUSEDNORM_BACKEND", "nonsense", "'nonsense', which does not exist"),
         ("FUSEDNORM_BACKEND", "cuda", "it runs on cuda tensors, and these are on cpu"),
-        ("FUSEDNORM_CPU_ISA", "sse9", "FUSEDNORM_CPU_ISA is 'sse9'"),
+        ("FUSEDNORM_CPU_ISA", "sse9", "FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set"),
         ("FUSEDNORM_CPU_ISA", "[red]", "FUSEDNORM_CPU_ISA is '[red]'"),
+        ("FUSEDNORM_PREWARM", "yes", "FUSEDNORM_PREWARM is 'yes'; it must be 1"),
+        ("FUSEDNORM_VLLM", "foo", "it must be one of vllm, default, off; vLLM is left as it was"),
     ],
 )
 def test_unusable_settings_are_findings(variable, value, message):
-    for arguments in ((), ("--json",)):
-        done = run(*arguments, **{variable: value})
-        assert done.returncode == 1
-        assert message in done.stdout
-        assert value in done.stdout
-        assert done.stderr == ""
+    """Beside all the others: no variable costs the list of backends."""
+    done = run(**{variable: value})
+    assert done.returncode == 1
+    assert message in " ".join(re.sub("[│┃]", " ", done.stdout).split())
+    assert value in done.stdout
+    assert all(info.name in done.stdout for info in fusednorm.backends())
+    assert done.stderr == ""
+
+
+def test_a_variable_that_nothing_reads_is_a_finding():
+    done = run("--json", FUSEDNORM_BACKND="cuda", FUSEDNORM_CPU_ISA="sse9")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert "FUSEDNORM_CPU_ISA is 'sse9'" in found["backends"][0]["reasons"][0]
+    assert found["remarks"] == {"FUSEDNORM_BACKND": "nothing reads this variable; did you mean FUSEDNORM_BACKEND?"}
+    done = run(FUSEDNORM_BACKND="cuda")
+    assert "cuda (nothing reads this variable; did you mean FUSEDNORM_BACKEND?)" in done.stdout
+    assert done.returncode == 0
 
 
 def test_check(one_shape):
-    status, text = printed(doctor.check)
+    """A line for each backend and dtype, the preferred one last; or for each case."""
+    status, text = printed(check.check)
     assert status == 0
-    subjects = doctor.subjects()
-    assert [s.backend for s in subjects] == ["cpu"] * (len(subjects) - 1) + ["reference"]
-    assert text.count("exact") == len(subjects) + 1
+    subjects = check.subjects()
+    assert [s.backend for s in subjects] == ["reference"] + ["cpu"] * (len(subjects) - 1)
+    assert [s.variant for s in subjects][1:] == list(registry.load("cpu").variants())
+    assert text.count("1 exact") == len(check.PROMISES) * len(subjects)
     assert f"all {len(subjects)} cases are exact" in text
+    assert max(map(len, text.splitlines())) <= 80
+    status, text = printed(lambda console: check.check(console, ["reference"], every_case=True))
+    assert status == 0
+    assert text.count("exact") == len(check.PROMISES) + 1
     assert "GB/s" in text
+    assert "cpu" not in text
+
+
+def test_check_has_a_line_for_each_backend_and_dtype(monkeypatch):
+    """Mixed dtypes too; gradients of the smaller shapes only."""
+    monkeypatch.setattr(check, "HIDDEN_SIZES", (64, 96))
+    monkeypatch.setattr(check, "ROWS", (1, 7))
+    monkeypatch.setattr(check, "MOST_WITH_GRADIENTS", 7 * 64)
+    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    status, text = printed(check.check)
+    assert status == 0
+    lines = [line for line in text.splitlines() if "4 exact" in line]
+    assert len(lines) == len(check.DTYPES) * len(check.subjects())
+    assert sum("mixed" in line for line in lines) == len(check.subjects())
+    assert all((line.count("4 exact"), line.count("3 exact")) == (3, 1) for line in lines)
 
 
 def test_check_shows_progress_on_a_terminal_only(one_shape):
-    assert "━━" in printed(doctor.check, force_terminal=True)[1].replace("┏", "").split("backend")[0]
-    assert "━━" not in printed(doctor.check)[1].splitlines()[0].strip("┏┓━┳")
+    assert "%" in printed(check.check, force_terminal=True)[1]
+    assert "%" not in printed(check.check)[1]
 
 
-def test_check_finds_one_wrong_bit(one_shape, monkeypatch):
+def test_an_interrupted_check_prints_what_there_is(one_shape, monkeypatch):
+    measure, seen = check._result, []
+
+    def interrupted(subject, *rest):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(subject)
+        return measure(subject, *rest)
+
+    monkeypatch.setattr(check, "_result", interrupted)
+    status, text = printed(check.check)
+    assert status == 130
+    assert text.count("1 exact") == len(check.PROMISES)
+    assert f"interrupted after 1 of {len(check.subjects())} cases; `check --backend NAME` takes less time" in text
+    assert "all" not in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("promise", "is_wrong"),
+    [
+        ("forward", lambda residual, rows: True),
+        ("fused", lambda residual, rows: residual is not None),
+        ("row", lambda residual, rows: rows > 1),
+        ("gradients", lambda residual, rows: False),
+    ],
+)
+def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
+    """Each promise in a column of its own."""
+
     class OffByOneBit:
         DEVICES = ("cpu",)
-        backward = staticmethod(reference.backward)
 
         def unavailable(self):
             return []
@@ -103,14 +174,145 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch):
         def plan(self, signature):
             return "wrong"
 
-        def forward(self, x, residual, weight, out, *rest):
-            reference.forward(x, residual, weight, out, *rest)
-            out.view(torch.int16)[-1, -1] ^= 1
+        def forward(self, x, residual, weight, out, residual_out, rstd, rows, *rest):
+            reference.forward(x, residual, weight, out, residual_out, rstd, rows, *rest)
+            out.view(torch.int16)[-1, -1] ^= is_wrong(residual, rows)
+
+        def backward(self, *given):
+            dx, *others = reference.backward(*given)
+            if promise == "gradients":
+                dx = dx.clone()
+                dx.view(torch.int16)[-1, -1] ^= 1
+            return dx, *others
 
     monkeypatch.setattr(registry, "_registered", {"off_by_one_bit": OffByOneBit()})
     monkeypatch.setattr(registry, "_chosen", {})
-    status, text = printed(doctor.check)
+    status, text = printed(check.check)
     assert status == 1
     (line,) = (line for line in text.splitlines() if "off_by_one_bit" in line)
-    assert "1 differ" in line
-    assert f"1 of {len(doctor.subjects())} cases differ" in text
+    verdicts = dict(zip(check.PROMISES, re.findall(r"1 exact|1 of 1 differ", line), strict=True))
+    assert verdicts[promise] == "1 of 1 differ"
+    assert (verdicts["gradients"] == "1 exact") == (verdicts["forward"] != "1 exact")
+    assert f"1 of {len(check.subjects())} cases have other bits" in text
+
+
+def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
+    class Picky(type(reference)):
+        def unsuitable(signature):
+            return ["it computes in float32 only"]
+
+    picky = Picky("picky")
+    vars(picky).update({**vars(reference), "unsuitable": Picky.unsuitable})
+    monkeypatch.setattr(registry, "_registered", {"picky": picky})
+    monkeypatch.setattr(registry, "_chosen", {})
+    status, text = printed(check.check)
+    assert status == 0
+    (line,) = (line for line in text.splitlines() if "picky" in line)
+    assert re.sub("[│┃]", " ", line).split() == ["picky", "bfloat16", *["-"] * len(check.PROMISES)]
+
+
+# The commands' own manners
+
+
+def called(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fusednorm", *arguments])
+    try:
+        return main()
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_version(monkeypatch, capsys):
+    assert called(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"fusednorm {fusednorm.__version__}, specification {fusednorm.SPEC_VERSION}\n"
+
+
+def test_the_console_script_is_the_same_command():
+    (script,) = metadata.entry_points(group="console_scripts", name="fusednorm")
+    assert script.load() is main
+
+
+NOWHERE = "cannot be written: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doktor"], "invalid choice: 'doktor'"),
+        (["--json", "check"], "--json goes after the command: check --json FILE"),
+        (["check", "--backend", "foo"], "the option names the backend 'foo', which does not exist; the names are cpu,"),
+        (["check", "--backend", "cpu,foo"], "names the backend 'foo', which does not exist"),
+        (["bench", "--backends", "foo"], "names the backend 'foo', which does not exist"),
+        (["bench", "--device", "npu:0"], "device npu:0 is not here: torch"),
+        (["compare", "--device", "npu"], "device npu is not here: torch"),
+        (["compare", "--device", "cpu:1"], "device cpu:1 is not here: torch"),
+        (["bench", "--device", "gpu"], "device gpu is not here: torch"),
+        (["bench", "--threads", "-3"], "'-3' is no whole number of at least 1"),
+        (["bench", "--threads", "0"], "'0' is no whole number of at least 1"),
+        (["bench", "--minutes", "0"], "'0' is no number of minutes, such as 5 or 0.5"),
+        (["bench", "--minutes", "nan"], "'nan' is no number of minutes"),
+        (["bench", "--minutes", "long"], "'long' is no number of minutes"),
+        (["compare", "--hidden-size", "0"], "'0' is no whole number of at least 1"),
+        (["compare", "--json", "/nonexistent/x.json"], f"'/nonexistent/x.json' {NOWHERE}"),
+        (["bench", "--json", "/"], "'/' cannot be written: Is a directory"),
+        (["compare", "--plot", "x.xyz"], "'x.xyz' must end in .png, .svg or .pdf"),
+        (["bench", "--train", "--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_commands_refuse_in_a_sentence(monkeypatch, capsys, arguments, message):
+    """Before anything is measured."""
+    monkeypatch.setattr(cells, "Bench", None)
+    monkeypatch.setattr(compare, "report", None)
+    assert called(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--device", "cuda"], "device cuda is not here: torch"),
+        (["compare", "--device", "cuda"], "device cuda is not here: torch"),
+        (["bench", "--backends", "cuda"], "backend cuda cannot be used here: torch"),
+        (["check", "--backend", "cuda"], "backend cuda cannot be used here: torch"),
+    ],
+)
+def test_commands_refuse_a_gpu_that_is_not_here(monkeypatch, capsys, arguments, message):
+    assert called(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
+    file = tmp_path / "found.json"
+    assert command._file(str(file)) == str(file)
+    assert not file.exists()
+    file.write_text("mine")
+    command._file(str(file))
+    assert file.read_text() == "mine"
+
+
+def test_an_order_that_cannot_be_kept_is_a_sentence():
+    done = run("bench", "--peers", "--shapes", "1x64", FUSEDNORM_BACKEND="nonsense")
+    assert done.returncode == 2
+    assert done.stderr.startswith("python -m fusednorm bench: FUSEDNORM_BACKEND names the backend 'nonsense'")
+
+
+def test_an_interrupt_ends_with_130(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.doctor, "report", interrupted)
+    assert called(monkeypatch, "doctor", "--json") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="takes pipes of POSIX")
+@pytest.mark.parametrize("arguments", [["--json"], ["doctor"]])
+def test_a_reader_that_leaves_is_no_fault(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-P", "-m", "fusednorm", *arguments]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 1

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import doctor
-from fusednorm.peers import Implementation, MissingError, implementations, in_a_line
+from fusednorm.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
 
 #: What is timed, and how many times it reads or writes each element, at the least. Forward: x and the residual in, y
 #: and the sum out; x in, y out. Backward: the gradients of y and of the sum and the sum in, one gradient out.
@@ -42,6 +42,9 @@ GPU_SHAPES = tuple(
 SLOW_PEERS = ("transformers", "vllm-ir")
 EPS = 1e-6
 
+#: How the names of contenders end that work in place.
+IN_PLACE = " in place"
+
 #: All contenders take turns this often; a figure is the median. A turn is many calls, about so many seconds of them.
 ROUNDS = 9
 TURN_SECONDS = 0.002
@@ -54,6 +57,8 @@ TIMES_GPU_CACHE, MOST_SETS = 4, 256
 LEAST_IN_GRAPH = 8
 #: Sets of a backward pass at most: each holds a graph of autograd.
 MOST_GRAPHS = 16
+#: Roughly the seconds that a cell takes for each contender, and that torch.compile takes to compile for it.
+SECONDS, COMPILING = 0.5, 5.0
 #: Bits are compared on so many rows at either end, and gradients with those of so many rows.
 EDGE_ROWS, GRADIENT_ROWS = 32, 512
 
@@ -175,12 +180,12 @@ def ours(op: str, weight: Tensor, backends: Sequence[str]) -> Iterator[Way]:
     for backend in backends:
         name = "fusednorm" if len(backends) == 1 else f"fusednorm {backend}"
         if op == "norm":
-            yield Way(f"{name} in place", lambda x: norm_(x, weight, EPS), 1, in_place=True, backend=backend)
+            yield Way(name + IN_PLACE, lambda x: norm_(x, weight, EPS), 1, in_place=True, backend=backend)
             yield Way(f"{name} out=", lambda x, y: norm(x, weight, EPS, out=y), 2, backend=backend)
             yield Way(name, lambda x: norm(x, weight, EPS), 1, backend=backend)
             continue
         if op == "add_norm":
-            yield Way(f"{name} in place", lambda x, r: add_(x, r, weight, EPS), 2, in_place=True, backend=backend)
+            yield Way(name + IN_PLACE, lambda x, r: add_(x, r, weight, EPS), 2, in_place=True, backend=backend)
             yield Way(
                 f"{name} out=",
                 lambda x, r, y, s: add(x, r, weight, EPS, out=y, residual_out=s),
@@ -197,7 +202,7 @@ def theirs(op: str, weight: Tensor, implementations: Iterable[Implementation]) -
             if peer.build_norm is not None:
                 yield Way(peer.name, peer.build_norm(weight, EPS), 1)
         elif op == "add_norm" or peer.gradients:
-            name = f"{peer.name} in place" if peer.in_place else peer.name
+            name = peer.name + IN_PLACE if peer.in_place else peer.name
             yield Way(name, peer.build(weight, EPS), 2, peer.in_place, peer.gradients)
 
 
@@ -277,6 +282,12 @@ class Bench:
         peers = {peer.name: peer.version for peer in self.peers}
         return {**{n: found.get(n) for n in names}, "device": where, "backends": list(self.backends), "peers": peers}
 
+    def minutes(self, count: int) -> float:
+        """Roughly how long that many cells take."""
+        contenders = 4 + len(self.peers)
+        compiled = any(peer.name == COMPILED for peer in self.peers)
+        return count * (SECONDS * contenders + COMPILING * compiled) / 60
+
     def copy_bandwidth(self) -> float:
         """Bytes per second that a copy of a gibibyte (on a CPU: of a quarter) reads and writes."""
         source = torch.zeros((1 << 28) >> (2 if self.device.type == "cpu" else 0), device=self.device)
@@ -310,11 +321,11 @@ class Bench:
             way = Way("reference", lambda x, r: fusednorm.fused_add_rms_norm(x, r, leaf, EPS), 2)
             return list(_gradients(*_differentiated(way, _first_rows(on_cpu), leaf)))
 
-    def measure(self, cell: Cell) -> dict[str, dict[str, Any]]:
+    def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
 
         And "differing": the share of elements with other bits than the reference's. What does not run has an "error"
-        instead.
+        instead. ``starting`` is told what is done next.
 
         Raises:
             WrongBitsError: fusednorm's bits are not the reference's.
@@ -328,6 +339,7 @@ class Bench:
         runs: list[Run] = []
         with torch.set_grad_enabled(backward):
             for way in (*ours(cell.op, weight, self.backends), *theirs(cell.op, weight, self.peers)):
+                starting(f"{way.name} {'compiles' if way.name == COMPILED else 'is compared'}")
                 try:
                     if backward:
                         got: Iterable[Tensor] = _gradients(*_differentiated(way, _first_rows(sets[0]), weight))
@@ -347,6 +359,7 @@ class Bench:
                 runs.append(run)
             plain = copy_rows if cell.op == "norm" else copy
             runs.append(Run(Way("copy", plain, len(sets[0])), plain, list(sets)))
+            starting("all are timed")
             for run, (eager, graph) in zip(runs, self._timed(runs), strict=True):
                 found.setdefault(run.way.name, {}).update(eager=eager, graph=graph)
         return found
@@ -437,11 +450,6 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def line(cell: dict[str, Any]) -> str:
-    """The figures of one cell, in microseconds."""
-    return ", ".join(f"{name} {figure(times)}" for name, times in cell["contenders"].items())
-
-
 def figure(times: dict[str, Any]) -> str:
     """Microseconds of a call and, on a GPU, within a graph; three digits or so."""
     if "error" in times:
@@ -460,28 +468,91 @@ def share(cell: dict[str, Any], name: str) -> float | None:
     return ratio
 
 
-def show(found: dict[str, Any], console: Console) -> None:
-    """Prints the figures as Markdown tables, one for each operation, dtype and number of threads."""
+def base(cell: dict[str, Any], name: str) -> str:
+    """The contender of fusednorm that a peer is compared with: of the first backend, in place if the peer is."""
+    first = next(contender for contender in cell["contenders"] if contender.startswith("fusednorm"))
+    plain = first.removesuffix(IN_PLACE)
+    return plain + IN_PLACE if name.endswith(IN_PLACE) else plain
+
+
+def ratio(cell: dict[str, Any], name: str) -> float | None:
+    """How many times as long as fusednorm a peer takes; on a GPU within a graph. None if it failed."""
+    times, ours = cell["contenders"][name], cell["contenders"][base(cell, name)]
+    if "error" in times:
+        return None
+    clock = "eager" if times["graph"] is None else "graph"
+    quotient: float = times[clock] / ours[clock]
+    return quotient
+
+
+def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
+    """Prints the figures, in a table for each operation, dtype and number of threads.
+
+    Args:
+        found: :attr:`Results.found`.
+        console: where to; 80 columns are enough for six contenders.
+        wide: print microseconds of every contender and their share of a copy's speed, as Markdown.
+    """
+    if wide:
+        console.width = max(console.width, 150)
     machine = found["machine"]
     bandwidth = f"; a large copy moves {found['copy_bandwidth'] / 1e9:.1f} GB/s" if found["copy_bandwidth"] else ""
     on_gpu = machine["device"] != "cpu"
     unit = "a call / within a CUDA graph" if on_gpu else "a call"
     console.print(f"{doctor.measured_on(machine)}, torch {machine['torch']}{bandwidth}", highlight=False)
-    console.print(f"microseconds of {unit} (share of the speed of a copy of as many bytes)", highlight=False)
+    if wide:
+        console.print(f"microseconds of {unit} (share of the speed of a copy of as many bytes)", highlight=False)
+    else:
+        console.print(f"fusednorm, copy (of as many bytes): microseconds of {unit}", highlight=False)
+        console.print("others: how many times as long as fusednorm they take", highlight=False)
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in found["cells"]:
         groups.setdefault((cell["op"], cell["dtype"], cell["threads"]), []).append(cell)
     for (op, dtype, threads), cells in groups.items():
-        console.print(f"\n[bold]{op}, {dtype}{doctor.of_threads(threads)}[/]\n", highlight=False)
+        console.print(f"\n[bold]{op}, {dtype}{doctor.of_threads(threads)}[/]", highlight=False)
         names = list(dict.fromkeys(name for cell in cells for name in cell["contenders"]))
-        table = Table(box=box.MARKDOWN)
-        table.add_column("rows x N", no_wrap=True)
-        for name in names:
-            table.add_column(escape(name), justify="right")
-        for cell in cells:
-            table.add_row(f"{cell['rows']} x {cell['hidden_size']}", *(_entry(cell, name) for name in names))
-        console.print(table, highlight=False)
+        if wide:
+            console.print()
+            doctor.print_markdown(_wide(cells, names), console)
+        else:
+            console.print(_ratios(cells, names), highlight=False)
     _show_facts(found, console)
+
+
+def _ratios(cells: list[dict[str, Any]], names: list[str]) -> Table:
+    """Times of fusednorm and of a copy, ratios of the others, and these in the median."""
+    mine = [name for name in names if name.startswith("fusednorm") or name == "copy"]
+    peers = [name for name in names if name not in mine]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("rows x N", justify="right", no_wrap=True)
+    for name in (*mine, *peers):
+        words = name.replace(".", ". ").split()  # of torch.compile
+        table.add_column(escape("\n".join(words)), justify="right")
+    for cell in cells:
+        ratios = [ratio(cell, name) if name in cell["contenders"] else None for name in peers]
+        times = [figure(cell["contenders"][name]) if name in cell["contenders"] else "-" for name in mine]
+        table.add_row(f"{cell['rows']}x{cell['hidden_size']}", *times, *map(_times_as_long, ratios))
+    if len(cells) > 1 and peers:
+        found = {n: [r for cell in cells if n in cell["contenders"] and (r := ratio(cell, n))] for n in peers}
+        medians = [statistics.median(found[name]) if found[name] else None for name in peers]
+        table.add_section()
+        table.add_row("median", *[""] * len(mine), *map(_times_as_long, medians))
+    return table
+
+
+def _times_as_long(quotient: float | None) -> str:
+    return "-" if quotient is None else f"{quotient:.1f}x"
+
+
+def _wide(cells: list[dict[str, Any]], names: list[str]) -> Table:
+    """Microseconds of all."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column("rows x N", no_wrap=True)
+    for name in names:
+        table.add_column(escape(name), justify="right")
+    for cell in cells:
+        table.add_row(f"{cell['rows']} x {cell['hidden_size']}", *(_entry(cell, name) for name in names))
+    return table
 
 
 def _entry(cell: dict[str, Any], name: str) -> str:
@@ -504,8 +575,6 @@ def _show_facts(found: dict[str, Any], console: Console) -> None:
         facts.add_row(name, escape(version))
     for name, part in most.items():
         if part:
-            facts.add_row(
-                name, f"other bits than the specification's in up to {part:.2%} of the elements of a table's row"
-            )
+            facts.add_row(name, f"has other bits than fusednorm in up to {part:.2%} of the elements of a shape")
     console.print()
     console.print(facts, highlight=False)

@@ -268,6 +268,6 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{figures['first_loss']:.4f}",
             f"{figures['last_loss']:.4f}",
         )
-    console.print(table, highlight=False)
+    doctor.print_markdown(table, console)
     for name, reason in found["missing"].items():
         console.print(f"{name}: [yellow]not measured[/]: {escape(reason)}", highlight=False)

@@ -55,7 +55,8 @@ def pytest_configure(config):
 def wanted(config):
     """The backends that were asked for; none where all are to be tested."""
     asked = config.getoption("--backend", None) or os.environ.get("FUSEDNORM_BACKEND", "")
-    return [name.strip() for name in asked.split(",") if name.strip()]
+    names = [name.strip() for name in asked.split(",") if name.strip()]
+    return [registry.known_as(name) or name for name in names]
 
 
 def interpret_where_there_is_no_driver(names):
@@ -156,7 +157,7 @@ def modes(config):
         if name not in available:
             raise pytest.UsageError(f"there is no backend {name!r}; there are {', '.join(available)}")
         if not available[name].available:  # a test run that skips what it was started for would be green for nothing
-            raise pytest.UsageError(f"asked for {available[name]}")
+            raise pytest.UsageError(f"backend {name} cannot be used here: {'; '.join(available[name].reasons)}")
     found = []
     for name in asked or [name for name, info in available.items() if info.available]:
         variants = getattr(registry.load(name), "variants", lambda: (None,))()
@@ -317,15 +318,18 @@ class Certificate:
         how = ", in Triton's interpreter" if found["interpreted"] else ", emulated" if EMULATED else ""
         terminal.section(f"fusednorm: specification {found['spec_version']}, {', '.join(found['backends'])}{how}")
         columns = [dtype_name(dtype) for dtype in DTYPES]
-        terminal.write_line(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + f"{'comparisons':>13}")
+        terminal.write_line(f"{'':20}" + "".join(f"{column:>9}" for column in columns) + f"{'comparisons':>12}")
         for promise, row in found["promises"].items():
-            verdicts = "".join(f"{row[column]:>10}" for column in columns)
-            failed = f"   failed tests: {row['failed_tests']}" if row["failed_tests"] else ""
-            terminal.write_line(f"{promise:22}{verdicts}{row['comparisons']:>13}{failed}")
+            verdicts = "".join(f"{row[column]:>9}" for column in columns)
+            failed = f" {row['failed_tests']} failed" if row["failed_tests"] else ""
+            terminal.write_line(f"{promise:20}{verdicts}{row['comparisons']:>12}{failed}")
         for mode, count in sorted(self.by_mode.items()):
             terminal.write_line(f"{mode}: {count} comparisons, bit for bit")
+        tested = [promise for promise, row in found["promises"].items() if row["comparisons"]]
+        if len(tested) < len(PROMISES):
+            terminal.write_line(f"partial: {len(tested)} of {len(PROMISES)} promises tested: {', '.join(tested)}")
         if self.skipped:
-            terminal.write_line(f"{self.skipped} tests were skipped: their reasons are above")
+            terminal.write_line(f"{self.skipped} tests were skipped: their reasons are below")
         if self.first:
             terminal.write_line("")
             terminal.write_line(f"The first difference: {self.first['message']}")

@@ -1,0 +1,271 @@
+"""Whether every backend of this machine keeps the promises, bit for bit: ``python -m fusednorm check``."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+import fusednorm
+from fusednorm import doctor, registry
+from fusednorm.devices import devices
+
+#: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
+HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
+ROWS = (1, 16, 512)
+#: The dtypes of x, and of the residual and the weight, by what the table calls them.
+DTYPES = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float16": (torch.float16, torch.float16),
+    "float32": (torch.float32, torch.float32),
+    "mixed": (torch.bfloat16, torch.float32),
+}
+#: So many rows of a batch are computed alone too.
+ALONE = 5
+#: Gradients are compared of batches of at most so many elements: the reference takes long for them.
+MOST_WITH_GRADIENTS = 1 << 19
+
+#: The rows and the hidden size whose time stands in the table of one line for each backend and dtype.
+TIMED = (1, 4096)
+#: A timed case is repeated for about so many seconds, and the median call is reported.
+SECONDS_PER_CASE = 0.02
+
+#: What is compared, as the table calls it, and in a sentence.
+PROMISES = {
+    "forward": "both outputs have the reference's bits",
+    "fused": "they have the bits of an addition and then an rms_norm",
+    "row": "a row has the bits that it has alone",
+    "gradients": "those of the smaller shapes have the reference's bits",
+}
+
+
+class Subject(NamedTuple):
+    """A backend on a device, and one of its variants if it has any."""
+
+    backend: str
+    variant: str | None
+    device: torch.device
+
+    def __str__(self) -> str:
+        name = self.backend if self.variant is None else f"{self.backend} {self.variant}"
+        return name if self.device.type == "cpu" else f"{name} on {self.device}"
+
+
+class Result(NamedTuple):
+    """One subject at one shape, in one dtype."""
+
+    subject: Subject
+    dtype: str
+    rows: int
+    hidden_size: int
+    #: How many elements have other bits, for those of :data:`PROMISES` that were compared: none of them if the backend
+    #: refuses such calls.
+    differing: dict[str, int]
+    #: Of a call that writes to tensors it is given; None if it was not timed.
+    seconds: float | None
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """x and the residual read, the sum and the result written, the weight read once."""
+        x, residual = (dtype.itemsize for dtype in DTYPES[self.dtype])
+        elements = self.rows * self.hidden_size
+        return (2 * elements * (x + residual) + self.hidden_size * residual) / (self.seconds or 1) / 1e9
+
+
+def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
+    """Everything that the check compares on this machine: each backend, on each device it takes, in each variant.
+
+    The backends that calls prefer come last, where a terminal shows them.
+    """
+    found = []
+    infos = [info for info in fusednorm.backends() if info.available and (backends is None or info.name in backends)]
+    for device in devices():
+        for info in reversed(infos):
+            if device.type in info.devices or "any" in info.devices:
+                for variant in getattr(registry.load(info.name), "variants", lambda: (None,))():
+                    found.append(Subject(info.name, variant, device))
+    return found
+
+
+def _forward(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
+    """Both outputs by the reference on the CPU, five rows at a time.
+
+    In small batches, because the reference is checked too: its own answer must not depend on them.
+    """
+    batches = [slice(begin, begin + 5) for begin in range(0, len(x), 5)]
+    parts = [fusednorm.fused_add_rms_norm(x[batch], residual[batch], weight) for batch in batches]
+    return [torch.cat(outputs) for outputs in zip(*parts, strict=True)]
+
+
+def _gradients(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Of x, the residual and the weight, where those of the outputs are x reversed and the residual."""
+    leaves = [t.detach().requires_grad_() for t in (x, residual, weight)]
+    outputs = fusednorm.fused_add_rms_norm(*leaves)
+    return torch.autograd.grad(outputs, leaves, (x.flip(0), residual))
+
+
+def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
+    return sum(doctor.count_differing(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True))
+
+
+def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, warmed up by the one that was checked."""
+    times: list[float] = []
+    stop = time.perf_counter() + SECONDS_PER_CASE
+    while len(times) < 3 or (time.perf_counter() < stop and len(times) < 1000):
+        begin = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2]
+
+
+def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[str, Any], timed: bool) -> Result:
+    """Runs one case on one subject; the operands, and what the reference makes of them, are on the CPU."""
+    x, residual, weight = (t.to(subject.device) for t in operands)
+    y, total = torch.empty_like(x), torch.empty_like(residual)
+
+    def call() -> object:
+        return fusednorm.fused_add_rms_norm(x, residual, weight, out=y, residual_out=total)
+
+    seconds = None
+    with ExitStack() as stack:
+        stack.enter_context(fusednorm.use_backend(subject.backend))
+        if subject.variant is not None:
+            backend: Any = registry.load(subject.backend)
+            stack.enter_context(backend.use_variant(subject.variant))
+        try:
+            call()
+        except fusednorm.BackendError:  # somebody else's backend need not take every dtype
+            return Result(subject, dtype, *x.shape, {}, None)
+        sums = x + residual
+        unfused = fusednorm.rms_norm(sums, weight, out=torch.empty_like(x))
+        differing = {
+            "forward": _differing((y, total), wanted["forward"]),
+            "fused": _differing((y, total), (unfused, sums)),
+            "row": 0,
+        }
+        if wanted["gradients"] is not None:
+            differing["gradients"] = _differing(_gradients(x, residual, weight), wanted["gradients"])
+        for row in {part * (len(x) - 1) // (ALONE - 1) for part in range(ALONE)}:
+            one = slice(row, row + 1)
+            alone = fusednorm.fused_add_rms_norm(x[one], residual[one], weight)
+            differing["row"] += _differing(alone, (y[one], total[one]))
+        if timed:
+            seconds = _median_seconds(call, subject.device)
+    return Result(subject, dtype, *x.shape, differing, seconds)
+
+
+def results(which: list[Subject], time_all: bool) -> Iterator[Result]:
+    """Runs the check, case by case."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype, hidden_size, rows in itertools.product(DTYPES, HIDDEN_SIZES, ROWS):
+        of_x, of_others = DTYPES[dtype]
+        kinds = (((rows, hidden_size), of_x), ((rows, hidden_size), of_others), ((hidden_size,), of_others))
+        operands = [torch.randn(shape, generator=generator).to(kind) for shape, kind in kinds]
+        with fusednorm.use_backend("reference"):
+            small = rows * hidden_size <= MOST_WITH_GRADIENTS
+            wanted = {"forward": _forward(*operands), "gradients": _gradients(*operands) if small else None}
+        for subject in which:
+            yield _result(subject, dtype, operands, wanted, time_all or (rows, hidden_size) == TIMED)
+
+
+def check(console: Console, backends: Iterable[str] | None = None, every_case: bool = False) -> int:
+    """Compares every backend with the reference and prints a table.
+
+    Args:
+        console: where to.
+        backends: only these, by their names.
+        every_case: a line for each shape, not one for each backend and dtype.
+
+    Returns:
+        The exit status: 1 on any difference, 130 where the user interrupted it and what was compared was the same.
+    """
+    which = subjects(backends)
+    total = len(which) * len(DTYPES) * len(HIDDEN_SIZES) * len(ROWS)
+    done: list[Result] = []
+    interrupted = False
+    with doctor.progress(console) as bar:
+        task = bar.add_task("checking", total=total)
+        try:
+            for result in results(which, every_case):
+                bar.update(task, advance=1, description=str(result.subject))
+                done.append(result)
+        except KeyboardInterrupt:
+            interrupted = True
+    done.sort(key=lambda result: which.index(result.subject))
+    console.print(
+        f"{len(HIDDEN_SIZES) * len(ROWS)} shapes: {_listed(ROWS)} rows of {_listed(HIDDEN_SIZES)}\n"
+        "elements. mixed: x is bfloat16, the residual and the weight are float32.",
+        highlight=False,
+    )
+    for title, meaning in PROMISES.items():
+        console.print(f"  {title:9}  {meaning}", highlight=False)
+    console.print(_cases(done) if every_case else _summary(done), highlight=False)
+    taken = [result for result in done if result.differing]
+    failures = sum(any(result.differing.values()) for result in taken)
+    if failures:
+        console.print(f"[red]{failures} of {len(taken)} cases have other bits[/]", highlight=False)
+    elif not interrupted:
+        console.print(f"[green]all {len(taken)} cases are exact[/]", highlight=False)
+    if interrupted:
+        console.print(
+            f"interrupted after {len(done)} of {total} cases; `check --backend NAME` takes less time", highlight=False
+        )
+    return 1 if failures else 130 if interrupted else 0
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _verdict(good: int, of: int) -> str:
+    return "-" if not of else f"[green]{good} exact[/]" if good == of else f"[red]{of - good} of {of} differ[/]"
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.1f} us"
+
+
+def _summary(done: list[Result]) -> Table:
+    """A line for each backend and dtype."""
+    table = Table("backend", "dtype", *PROMISES, f"{TIMED[0]} x {TIMED[1]}", padding=(0, 1, 0, 0))
+    table.columns[-1].justify = "right"
+    for (subject, dtype), group in itertools.groupby(done, key=lambda result: result[:2]):
+        cases = list(group)
+        taken = [result.differing for result in cases if result.differing]
+        counts = [[d[promise] for d in taken if promise in d] for promise in PROMISES]
+        verdicts = [_verdict(count.count(0), len(count)) for count in counts]
+        seconds = next((r.seconds for r in cases if (r.rows, r.hidden_size) == TIMED), None)
+        table.add_row(escape(str(subject)), dtype, *verdicts, _microseconds(seconds))
+    return table
+
+
+def _cases(done: list[Result]) -> Table:
+    """A line for each case."""
+    table = Table("backend", "dtype", "rows", "size", *PROMISES, "time", "GB/s", padding=(0, 1, 0, 0))
+    for column in (2, 3, 8, 9):
+        table.columns[column].justify = "right"
+    for result in done:
+        counts = [result.differing.get(promise) for promise in PROMISES]
+        verdicts = ["-" if n is None else f"[red]{n} differ[/]" if n else "[green]exact[/]" for n in counts]
+        table.add_row(
+            escape(str(result.subject)),
+            result.dtype,
+            str(result.rows),
+            str(result.hidden_size),
+            *verdicts,
+            _microseconds(result.seconds),
+            "" if result.seconds is None else f"{result.gigabytes_per_second:.2f}",
+        )
+    return table
