@@ -130,7 +130,8 @@ def main() -> int:
         status = _run(arguments, others)
         sys.stdout.flush()
     except (UnusableError, registry.BackendError) as error:
-        print(f"{parser.prog} {arguments.command or 'doctor'}: {error}", file=sys.stderr)
+        message = f"{parser.prog} {arguments.command or 'doctor'}: {error}"
+        print(message, file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:  # where a command has nothing to show yet
         print("interrupted", file=sys.stderr)

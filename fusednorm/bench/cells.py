@@ -524,24 +524,26 @@ def _ratios(cells: list[dict[str, Any]], names: list[str]) -> Table:
     mine = [name for name in names if name.startswith("fusednorm") or name == "copy"]
     peers = [name for name in names if name not in mine]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    table.add_column("rows x N", justify="right", no_wrap=True)
+    table.add_column("rows x N", justify="right", vertical="bottom", no_wrap=True)
     for name in (*mine, *peers):
         words = name.replace(".", ". ").split()  # of torch.compile
-        table.add_column(escape("\n".join(words)), justify="right")
+        table.add_column(escape("\n".join(words)), justify="right", vertical="bottom")
     for cell in cells:
-        ratios = [ratio(cell, name) if name in cell["contenders"] else None for name in peers]
+        ratios = [_compared(cell, name) for name in peers]
         times = [figure(cell["contenders"][name]) if name in cell["contenders"] else "-" for name in mine]
-        table.add_row(f"{cell['rows']}x{cell['hidden_size']}", *times, *map(_times_as_long, ratios))
+        table.add_row(f"{cell['rows']}x{cell['hidden_size']}", *times, *ratios)
     if len(cells) > 1 and peers:
         found = {n: [r for cell in cells if n in cell["contenders"] and (r := ratio(cell, n))] for n in peers}
-        medians = [statistics.median(found[name]) if found[name] else None for name in peers]
+        medians = [f"{statistics.median(found[name]):.1f}x" if found[name] else "-" for name in peers]
         table.add_section()
-        table.add_row("median", *[""] * len(mine), *map(_times_as_long, medians))
+        table.add_row("median", *[""] * len(mine), *medians)
     return table
 
 
-def _times_as_long(quotient: float | None) -> str:
-    return "-" if quotient is None else f"{quotient:.1f}x"
+def _compared(cell: dict[str, Any], name: str) -> str:
+    quotient = ratio(cell, name) if name in cell["contenders"] else None
+    missing = "failed" if name in cell["contenders"] else "-"
+    return missing if quotient is None else f"{quotient:.1f}x"
 
 
 def _wide(cells: list[dict[str, Any]], names: list[str]) -> Table:
