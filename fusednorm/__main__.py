@@ -134,7 +134,7 @@ def main() -> int:
         print(message, file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:  # where a command has nothing to show yet
-        print("interrupted", file=sys.stderr)
+        print("interrupted: there is nothing to show yet", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # as with `| head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -342,13 +342,12 @@ def bench(arguments: argparse.Namespace) -> int:
             for cell in todo:
                 if time.monotonic() > stop:
                     break
+
+                def starting(doing: str, cell: cells.Cell = cell) -> None:
+                    progress.update(task, description=f"{cell}: {doing}")
+
                 try:
-                    results.add(
-                        cell,
-                        measurement.measure(
-                            cell, lambda doing, cell=cell: progress.update(task, description=f"{cell}: {doing}")
-                        ),
-                    )
+                    results.add(cell, measurement.measure(cell, starting))
                 except WrongBitsError as error:
                     print(error, file=sys.stderr)
                     return 1

@@ -107,9 +107,9 @@ def _forward(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
 
 def _gradients(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Of x, the residual and the weight, where those of the outputs are x reversed and the residual."""
-    leaves = [t.detach().requires_grad_() for t in (x, residual, weight)]
-    outputs = fusednorm.fused_add_rms_norm(*leaves)
-    return torch.autograd.grad(outputs, leaves, (x.flip(0), residual))
+    leaves = x, residual, weight = tuple(t.detach().requires_grad_() for t in (x, residual, weight))
+    outputs = fusednorm.fused_add_rms_norm(x, residual, weight)
+    return torch.autograd.grad(outputs, leaves, (x.detach().flip(0), residual.detach()))
 
 
 def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
@@ -133,6 +133,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
     """Runs one case on one subject; the operands, and what the reference makes of them, are on the CPU."""
     x, residual, weight = (t.to(subject.device) for t in operands)
     y, total = torch.empty_like(x), torch.empty_like(residual)
+    rows, hidden_size = x.shape
 
     def call() -> object:
         return fusednorm.fused_add_rms_norm(x, residual, weight, out=y, residual_out=total)
@@ -146,7 +147,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
         try:
             call()
         except fusednorm.BackendError:  # somebody else's backend need not take every dtype
-            return Result(subject, dtype, *x.shape, {}, None)
+            return Result(subject, dtype, rows, hidden_size, {}, None)
         sums = x + residual
         unfused = fusednorm.rms_norm(sums, weight, out=torch.empty_like(x))
         differing = {
@@ -162,7 +163,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
             differing["row"] += _differing(alone, (y[one], total[one]))
         if timed:
             seconds = _median_seconds(call, subject.device)
-    return Result(subject, dtype, *x.shape, differing, seconds)
+    return Result(subject, dtype, rows, hidden_size, differing, seconds)
 
 
 def results(which: list[Subject], time_all: bool) -> Iterator[Result]:

@@ -47,9 +47,9 @@ def prewarm(
     """
     if not isinstance(hidden_size, int) or hidden_size < 1:
         raise ValueError(f"hidden_size must be an int of at least 1, got {hidden_size!r}")
-    for name, given in (("dtype", dtype), ("residual_dtype", residual_dtype), ("weight_dtype", weight_dtype)):
-        if not isinstance(given, torch.dtype) and (given is not None or name == "dtype"):
-            raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {given!r}")
+    for name, kind in (("dtype", dtype), ("residual_dtype", residual_dtype), ("weight_dtype", weight_dtype)):
+        if not isinstance(kind, torch.dtype) and (kind is not None or name == "dtype"):
+            raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {kind!r}")
     device = present(device)
     for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
         leaves = [

@@ -303,7 +303,7 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys):
 
     monkeypatch.setattr(command.doctor, "report", interrupted)
     assert called(monkeypatch, "doctor", "--json") == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == "interrupted: there is nothing to show yet\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="takes pipes of POSIX")

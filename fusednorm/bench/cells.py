@@ -470,7 +470,7 @@ def share(cell: dict[str, Any], name: str) -> float | None:
 
 def base(cell: dict[str, Any], name: str) -> str:
     """The contender of fusednorm that a peer is compared with: of the first backend, in place if the peer is."""
-    first = next(contender for contender in cell["contenders"] if contender.startswith("fusednorm"))
+    first: str = next(contender for contender in cell["contenders"] if contender.startswith("fusednorm"))
     plain = first.removesuffix(IN_PLACE)
     return plain + IN_PLACE if name.endswith(IN_PLACE) else plain
 
