@@ -42,7 +42,7 @@ def best(usable: Sequence[str], cap: str) -> str:
 try:
     _extension: Any = import_module("fusednorm._cpu")
 except ImportError as error:
-    _cure = "`pip install --force-reinstall --no-binary fusednorm fusednorm` builds it, which takes a C compiler"
+    _cure = "`pip install --force-reinstall --no-deps .` in the checkout builds it, which takes a C compiler"
     _missing = [f"its compiled extension cannot be imported ({error}); {_cure}"]
 else:
     _missing = []

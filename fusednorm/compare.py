@@ -265,13 +265,13 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
                 continue
             changes = finding.differing_threads
             elements = found["rows"] * found["hidden_size"]
-            nearest = [f"{100 * finding.histogram[CLASSES[0]] / elements:.2f}%"]
+            hundredths = 10_000 * finding.histogram[CLASSES[0]] // elements  # of a percent; 100% means all
             table.add_row(
                 finding.name,
                 finding.rounds,
                 str(finding.max_ulp),
                 f"{finding.mean_ulp:.5f}",
-                *(map(str, finding.histogram.values()) if wide else nearest),
+                *(map(str, finding.histogram.values()) if wide else [f"{hundredths / 100:.2f}%"]),
                 _sameness(finding.differing_runs, found["runs"] - 1),
                 _sameness(len(finding.differing_batches), len(found["batches"])),
                 "-" if changes is None else _sameness(len(changes), len(counts) - 1),

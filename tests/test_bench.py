@@ -280,7 +280,7 @@ def test_status_is_1_where_bits_are_wrong(monkeypatch, capsys):
 
 
 def test_plot(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install 'fusednorm[plot]'")
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
     bench = peer(monkeypatch, formula)
     results = cells.Results(bench.machine(), None)
     for op in cells.OPS:

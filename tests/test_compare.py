@@ -321,7 +321,7 @@ def test_tables_fit(monkeypatch, wide, width):
 
 
 def test_plot(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install 'fusednorm[plot]'")
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
     found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=compare.DTYPES)
     compare.plot(found, str(tmp_path / "found.png"))
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
