@@ -535,7 +535,6 @@ def _ratios(cells: list[dict[str, Any]], names: list[str]) -> Table:
     if len(cells) > 1 and peers:
         found = {n: [r for cell in cells if n in cell["contenders"] and (r := ratio(cell, n))] for n in peers}
         medians = [f"{statistics.median(found[name]):.1f}x" if found[name] else "-" for name in peers]
-        table.add_section()
         table.add_row("median", *[""] * len(mine), *medians)
     return table
 
