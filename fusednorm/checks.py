@@ -15,6 +15,10 @@ NAMES = ("x", "residual", "weight", "out", "residual_out")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+#: The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
+_ANEW = {"out": "allocate it with torch.empty_like(x)", "residual_out": "allocate it with torch.empty_like(residual)"}
+
+
 def check_operands(
     x: Tensor,
     residual: Tensor | None,
@@ -31,22 +35,20 @@ def check_operands(
             continue
         if not isinstance(tensor, Tensor):
             refuse_type(name, tensor)
-        # A converted copy of an output would be written, and the caller would not see it.
-        new = {"out": "allocate it with torch.empty_like(x)", "residual_out": "allocate it with torch.empty_like(x)"}
         if tensor.dtype not in FLOATS:
-            cure = new.get(name, f"convert it, for instance {name}.to(torch.float32)")
+            cure = _ANEW.get(name, f"convert it, for instance {name}.to(torch.float32)")
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; {cure}"
             )
         if tensor.dtype == torch.float64 and x.dtype != torch.float64:
-            cure = new.get(name, f"convert x with x.double(), or {name} with {name}.float()")
+            cure = _ANEW.get(name, f"convert x with x.double(), or {name} with {name}.float()")
             raise TypeError(
                 f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: {cure}"
             )
-        check_dense(name, tensor, new.get(name, f"{name}.to_dense() makes one"))
+        check_dense(name, tensor, _ANEW.get(name, f"{name}.to_dense() makes one"))
         if tensor.device != x.device:
-            cure = new.get(name, f"{name}.to({str(x.device)!r}) moves it")
-            if tensor.is_meta and name not in new:
+            cure = _ANEW.get(name, f"{name}.to({str(x.device)!r}) moves it")
+            if tensor.is_meta and name not in _ANEW:
                 cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
         if name == "x":
@@ -59,7 +61,7 @@ def check_operands(
                     f"got {list(tensor.shape)}"
                 )
         elif tensor.shape != x.shape:
-            cure = new.get(name, "pass a row of the residual for each row of x")
+            cure = _ANEW.get(name, "pass a row of the residual for each row of x")
             if name == "residual" and _expands(tensor, x):
                 cure = "expand it with residual.expand_as(x)"
             raise ValueError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
@@ -69,7 +71,7 @@ def check_operands(
     if residual_out is not None and residual is not None and residual_out.dtype != residual.dtype:
         raise TypeError(
             f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got "
-            f"{str(residual_out.dtype)[6:]}; allocate it with torch.empty_like(residual)"
+            f"{str(residual_out.dtype)[6:]}; {_ANEW['residual_out']}"
         )
 
 
@@ -185,7 +187,7 @@ def refuse_type(name: str, operand: object) -> NoReturn:
     raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
 
 
-def as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) -> str:
+def _as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) -> str:
     """What the caller calls an output: x or residual if it is that tensor, as it is in place."""
     inputs = [("x", x), ("residual", residual)]
     if name == "residual_out":
@@ -193,11 +195,11 @@ def as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) -> 
     return next((called for called, tensor in inputs if tensor is output), name)
 
 
-def output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int) -> int:
+def output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int, x: Tensor, residual: Tensor | None) -> int:
     """The row stride of an operand that will be written, which no copy can stand in for."""
     stride = row_stride(tensor)
     if stride is None or overlaps_itself(stride, rows, hidden_size):
-        refuse_layout(name, tensor)
+        refuse_layout(_as_called(name, tensor, x, residual), tensor)
     return stride
 
 
@@ -224,25 +226,24 @@ def check_overlap(
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory."""
     x, residual = cast(Tensor, inputs["x"][0]), inputs["residual"][0]
-    for output, (tensor, stride) in outputs.items():
+    for name, (tensor, stride) in outputs.items():
         if tensor is None:
             continue
-        name = as_called(output, tensor, x, residual)
         for other_name, (other, other_stride) in inputs.items():
             if other is None or other is tensor:
                 continue
             same = tensor.data_ptr() == other.data_ptr() and stride == other_stride and tensor.dtype == other.dtype
             if not same and share_memory(tensor, stride, rows, other, other_stride, rows, hidden_size):
-                _refuse_overlap(name, other_name)
+                _refuse_overlap(_as_called(name, tensor, x, residual), other_name)
         if weight is not None and share_memory(tensor, stride, rows, weight, hidden_size, 1, hidden_size):
-            _refuse_overlap(name, "weight")
+            _refuse_overlap(_as_called(name, tensor, x, residual), "weight")
     out, total = outputs["out"][0], outputs["residual_out"][0]
     if out is not None and total is not None:
         out_stride, total_stride = outputs["out"][1], outputs["residual_out"][1]
         if share_memory(total, total_stride, rows, out, out_stride, rows, hidden_size):
-            name = as_called("residual_out", total, x, residual)
+            name = _as_called("residual_out", total, x, residual)
             cure = f"pass {name}.clone() and take the results that the call returns"
-            _refuse_overlap(name, as_called("out", out, x, residual), cure)
+            _refuse_overlap(name, _as_called("out", out, x, residual), cure)
 
 
 def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:

@@ -14,7 +14,6 @@ from torch.overrides import handle_torch_function
 from fusednorm import listeners
 from fusednorm.checks import (
     NAMES,
-    as_called,
     check_flags,
     check_operands,
     check_overlap,
@@ -396,10 +395,9 @@ def run(
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
     out_stride = residual_out_stride = hidden_size
     if out is not None:
-        out_stride = output_stride(as_called("out", out, x, residual), out, rows, hidden_size)
+        out_stride = output_stride("out", out, rows, hidden_size, x, residual)
     if residual_out is not None:
-        name = as_called("residual_out", residual_out, x, residual)
-        residual_out_stride = output_stride(name, residual_out, rows, hidden_size)
+        residual_out_stride = output_stride("residual_out", residual_out, rows, hidden_size, x, residual)
     if rows and (out is not None or residual_out is not None):
         check_overlap(
             {"out": (out, out_stride), "residual_out": (residual_out, residual_out_stride)},
