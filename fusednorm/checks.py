@@ -109,7 +109,7 @@ def check_gradients(
         if dtype is not None and dtype not in FLOATS:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {str(dtype)[6:]}")
     if residual_dtype == torch.float64 != x_dtype:
-        raise TypeError(f"residual_dtype is float64, which goes with a float64 x only, and x_dtype is {str(x_dtype)[6:]}")
+        raise TypeError(f"residual_dtype is float64, which goes with a float64 x only; x_dtype is {str(x_dtype)[6:]}")
     if len(needs) != 3:
         raise ValueError(f"needs must have three elements, for x, the residual and the weight, got {needs}")
     if h.dim() == 0 or h.shape[-1] == 0:

@@ -104,6 +104,23 @@ def test_share_is_beside_the_copy():
     assert cells.share({"rows": 2, "contenders": times}, "ours") == 0.5
 
 
+def test_ratio_is_beside_the_same_way_of_calling():
+    """On a GPU within a graph; of several backends beside the first."""
+    times = {
+        "fusednorm cuda in place": {"eager": 1.0, "graph": 2.0},
+        "fusednorm cuda": {"eager": 5.0, "graph": 4.0},
+        "fusednorm triton": {"eager": 50.0, "graph": 40.0},
+        "theirs in place": {"eager": 9.0, "graph": 3.0},
+        "theirs": {"eager": 9.0, "graph": 10.0},
+        "broken": {"error": "no"},
+    }
+    row = {"contenders": times}
+    assert [cells.ratio(row, name) for name in ("theirs in place", "theirs", "broken")] == [1.5, 2.5, None]
+    for figures in times.values():
+        figures["graph"] = None
+    assert [cells.ratio(row, name) for name in ("theirs in place", "theirs")] == [9.0, 1.8]
+
+
 # Bits
 
 
