@@ -382,10 +382,11 @@ static PyMethodDef methods[] = {
      "Whether this version of the exchange API is understood."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_forward and fn_backward)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
-     "open_cuda(address of cuLaunchKernelEx)\n--\n\nLets tensors on NVIDIA GPUs through; forgets the kernels held."},
+     "open_cuda(addresses of cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent)\n--\n\n"
+     "Lets tensors on NVIDIA GPUs through; forgets the kernels held."},
     {"hold", fn_hold, METH_VARARGS,
-     "hold(device, kinds of the operands, options, hidden size, alignment, kernels)\n--\n\n"
-     "Has calls of this kind launch these; False if there is no place for them. See quick_cuda.c for the numbers."},
+     "hold(device, its primary context, kinds of the operands, options, hidden size, alignment, kernels)\n--\n\n"
+     "Has calls of this kind launch these. See quick_cuda.c for the numbers."},
     {"backward", (PyCFunction)(void (*)(void))fn_backward_quickly, METH_FASTCALL,
      "backward(type of device, dy, d_total, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
      "weight_offset)\n--\n\nWhether the gradients were written; if not, the call must go the long way."},

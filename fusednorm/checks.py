@@ -105,24 +105,26 @@ def check_gradients(
     in_memory: bool = True,
 ) -> None:
     """That the operands of a backward pass fit each other: kernels follow their shapes and dtypes without looking."""
-    for name, dtype in (("x_dtype", x_dtype), ("residual_dtype", residual_dtype)):
-        if dtype is not None and dtype not in FLOATS:
+    operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
+    dtypes = {name: operand.dtype for name, operand in operands.items() if operand is not None}
+    for name, dtype in {"x_dtype": x_dtype, "residual_dtype": residual_dtype or x_dtype, **dtypes}.items():
+        if dtype not in FLOATS:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {str(dtype)[6:]}")
-    if residual_dtype == torch.float64 != x_dtype:
-        raise TypeError(f"residual_dtype is float64, which goes with a float64 x only; x_dtype is {str(x_dtype)[6:]}")
+        if dtype == torch.float64 and x_dtype != torch.float64:
+            raise TypeError(
+                f"{name} is float64 while x is {str(x_dtype)[6:]}; float64 is computed in only for a float64 x: pass "
+                "the forward pass's operands and their dtypes"
+            )
+    if rstd.dtype != accumulator(x_dtype):
+        raise TypeError(f"rstd must be {str(accumulator(x_dtype))[6:]}, the forward pass's, got {str(rstd.dtype)[6:]}")
     if len(needs) != 3:
         raise ValueError(f"needs must have three elements, for x, the residual and the weight, got {needs}")
     if h.dim() == 0 or h.shape[-1] == 0:
         raise ValueError(f"h must be [..., N] with N of at least 1, got shape {list(h.shape)}")
     shapes = {"h": h.shape, "dy": h.shape, "d_residual_out": h.shape, "rstd": h.shape[:-1], "weight": h.shape[-1:]}
-    wide, root = x_dtype == torch.float64, accumulator(x_dtype)
-    operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
     for name, operand in operands.items():
         if operand is None:
             continue
-        if operand.dtype not in FLOATS or (operand.dtype == torch.float64 and not wide):
-            kinds = "float16, bfloat16 or float32" + (", or float64" if wide else f" for an x of {str(x_dtype)[6:]}")
-            raise TypeError(f"{name} must be {kinds}, got {str(operand.dtype)[6:]}")
         check_dense(name, operand, f"{name}.to_dense() makes one")
         if operand.device != h.device:
             raise ValueError(
@@ -130,12 +132,11 @@ def check_gradients(
             )
         if operand.shape != shapes[name]:
             raise ValueError(
-                f"{name} must have shape {list(shapes[name])} for an h of {list(h.shape)}, got {list(operand.shape)}"
+                f"{name} must have shape {list(shapes[name])}, which fits h of shape {list(h.shape)}, got "
+                f"{list(operand.shape)}; pass the forward pass's operands"
             )
         if in_memory:
             check_memory(name, operand)
-    if rstd.dtype != root:
-        raise TypeError(f"rstd must be {str(root)[6:]} for an x of {str(x_dtype)[6:]}, got {str(rstd.dtype)[6:]}")
 
 
 def _expands(tensor: Tensor, to: Tensor) -> bool:

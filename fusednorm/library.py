@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
 from fusednorm.checks import check_gradients, check_operands
 from fusednorm.listeners import has_tangent
 from fusednorm.ops import Flags, run_quickly
 from fusednorm.registry import Signature, order, request_of_backward, select, use_backend
+
+try:
+    from torch._library.autograd import Info, make_autograd_impl
+except ImportError:  # not public: without it the operators have gradients, but refuse neither tangents nor writes
+    make_autograd_impl = None
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
 
@@ -199,7 +203,12 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def _register_autograd(name: str) -> None:
     """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
     operation = getattr(torch.ops.fusednorm, name).default
-    recorded = make_autograd_impl(operation, Info(*_GRADIENTS.get(name, (None, None))))
+    gradients, setup_context = _GRADIENTS.get(name, (None, None))
+    if make_autograd_impl is None:
+        if gradients is not None:
+            torch.library.register_autograd(f"fusednorm::{name}", gradients, setup_context=setup_context)
+        return
+    recorded = make_autograd_impl(operation, Info(gradients, setup_context))
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         operands = [a for a in arguments if isinstance(a, Tensor)]
