@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch.autograd import forward_ad
 
 from fusednorm import listeners
 from fusednorm.backends import reference
-from fusednorm.ops import dispatched, run_quickly
+from fusednorm.ops import Flags, dispatched, run_quickly
 from fusednorm.registry import Backend, Signature, select
 
 
-def _primals(ctx: Any) -> list[Tensor | None]:
+def _primals(ctx: Any) -> list[Any]:
     """What a function kept for its ``jvp``: without tangents of this level, with those of the levels around it."""
     return [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]  # type: ignore[no-untyped-call]
 
@@ -44,7 +44,7 @@ class Rstd(torch.autograd.Function):
         """``-rstd^3 * mean(h * h_tangent)``, with the tangents of levels around this one, which torch turns off."""
         with forward_ad._set_fwd_grad_enabled(True):
             h, rstd = _primals(ctx)
-            return -(rstd**3) * (h * h_tangent).mean(-1)
+            return -(rstd**3) * (h * h_tangent).mean(-1)  # type: ignore[no-any-return]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], h: Tensor, eps: float) -> tuple[Tensor, int]:
@@ -86,26 +86,27 @@ def keep(
 
 
 def gradients(
-    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, ...], backend: Backend | None
+    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, bool, bool], backend: Backend | None
 ) -> tuple[Tensor | None, ...]:
     """The specification's formulas: by the backend, or by torch's dispatcher for whoever listens there.
 
     Without a backend always by the dispatcher; by the reference where gradients are differentiated themselves.
     """
     rstd, weight, *terms = ctx.saved_tensors
+    x_dtype, residual_dtype = ctx.dtypes
     h = terms[0]
     if len(terms) == 2:
         h = h.to(rstd.dtype) + terms[1].to(rstd.dtype)
     if dy is None and d_total is None:
         return None, None, None
     if dy is None:
-        dy = torch.zeros_like(h, dtype=ctx.dtypes[0])
+        dy = torch.zeros_like(h, dtype=x_dtype)
     # create_graph=True, or a tangent may come along: rstd, which is kept without derivatives, is made again with them.
     if torch.is_grad_enabled() or listeners.level_entered():
         rstd = Rstd.apply(h.to(rstd.dtype), ctx.eps)  # type: ignore[no-untyped-call]
-        return reference.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, needs)
+        return reference.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, x_dtype, residual_dtype, needs)
     if backend is not None and not listeners.below(dy, d_total, h, rstd, weight):
-        return backend.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, needs)
+        return backend.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, x_dtype, residual_dtype, needs)
     found = torch.ops.fusednorm.backward(
         dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, ctx.round_sum, ctx.round_norm, list(needs)
     )
@@ -151,9 +152,9 @@ class Transformed(Normalise):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """See :class:`Normalise`."""
-        x, residual, weight, *flags = inputs
-        if listeners.below(x, residual, weight):
-            return dispatched(x, residual, weight, flags)
+        if listeners.below(*inputs[:3]):
+            x, residual, weight, *flags = inputs
+            return dispatched(x, residual, weight, cast(Flags, flags))
         return normalise(*inputs)
 
     @staticmethod
@@ -180,7 +181,7 @@ class Transformed(Normalise):
             rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + ctx.eps)
             xhat = h * rstd
             tangents = [t.to(dtype) for t in (x_tangent, residual_tangent) if t is not None]
-            h_tangent = sum(tangents) if tangents else torch.zeros_like(h)
+            h_tangent = sum(tangents, start=torch.zeros_like(h))
             y_tangent = rstd * (h_tangent - xhat * (xhat * h_tangent).mean(-1, keepdim=True))
             if weight is not None:
                 y_tangent = y_tangent * (weight.to(dtype) + ctx.weight_offset)

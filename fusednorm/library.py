@@ -22,7 +22,7 @@ from fusednorm.registry import Signature, order, request_of_backward, select, us
 try:
     from torch._library.autograd import Info, make_autograd_impl
 except ImportError:  # not public: without it the operators have gradients, but refuse neither tangents nor writes
-    make_autograd_impl = None
+    make_autograd_impl = None  # type: ignore[assignment]
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
 
@@ -185,12 +185,13 @@ def _gradients_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | N
 
 
 def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    keep(ctx, *inputs, output[1], output[2])
+    x, residual, weight, eps, weight_offset, round_sum, round_norm = inputs
+    keep(ctx, x, residual, weight, eps, weight_offset, round_sum, round_norm, output[1], output[2])
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, *flags = inputs
-    keep(ctx, x, None, weight, *flags, None, output[1])
+    x, weight, eps, weight_offset, round_sum, round_norm = inputs
+    keep(ctx, x, None, weight, eps, weight_offset, round_sum, round_norm, None, output[1])
 
 
 #: Backward pass, and what is kept for it, of the operations that have one.
@@ -223,10 +224,10 @@ def _register_autograd(name: str) -> None:
             "for it, with new outputs"
         )
 
-    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-_LIBRARY = torch.library.Library("fusednorm", "FRAGMENT")
+_LIBRARY = torch.library.Library("fusednorm", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 for _name in SCHEMAS:
     _register_autograd(_name)

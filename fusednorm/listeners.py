@@ -52,7 +52,7 @@ def override(*operands: Tensor | None) -> bool:
     """Whether a function mode, or an operand that overrides functions (fx's proxies), must see the function."""
     count, mode_at, default_device = FUNCTION_MODES
     modes = int(count())
-    if modes > 1 or (modes == 1 and type(mode_at(0)) is not default_device):
+    if MISSING or modes > 1 or (modes == 1 and type(mode_at(0)) is not default_device):
         return has_torch_function(operands)
     others = [t for t in operands if t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter]
     if any(isinstance(t, Tensor) and t.is_nested for t in others):

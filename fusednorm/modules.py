@@ -39,18 +39,20 @@ def as_rows(x: Tensor, normalized_shape: tuple[int, ...], name: str = "x") -> Te
 
 
 def _ends_in(x: Tensor, dimensions: tuple[int, ...]) -> bool:
-    if not torch.jit.is_tracing():
+    if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return x.shape[-len(dimensions) :] == dimensions
     with warnings.catch_warnings():  # that the trace is of these dimensions alone, as the module is
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         return [int(n) for n in x.shape[-len(dimensions) :]] == list(dimensions)
 
 
 def _one_node(module: torch.nn.Module, *inputs: object) -> Any:
     """The call as one node of the graph that ``torch.fx`` traces, as of torch's own modules; None without a graph."""
     for value in inputs:
-        if isinstance(value, torch.fx.Proxy) and value.tracer.root is not module:
-            return value.tracer.create_proxy("call_module", value.tracer.path_of_module(module), inputs, {})
+        if isinstance(value, torch.fx.Proxy):
+            tracer: Any = value.tracer
+            if tracer.root is not module:
+                return tracer.create_proxy("call_module", tracer.path_of_module(module), inputs, {})
     return None
 
 
@@ -129,7 +131,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def _of_shape(self, rows: Tensor) -> Tensor:
         """Rows with the dimensions that were normalised together."""
-        return rows if len(self.normalized_shape) == 1 else rows.unflatten(-1, self.normalized_shape)
+        return rows if len(self.normalized_shape) == 1 else torch.unflatten(rows, -1, self.normalized_shape)
 
 
 class AddRMSNorm(RMSNorm):

@@ -81,7 +81,7 @@ def fused_add_rms_norm(
                 return result
         operands = (x, residual, weight, out, residual_out)
         if listeners.override(*operands):
-            return handle_torch_function(  # type: ignore[no-any-return]
+            return handle_torch_function(
                 fused_add_rms_norm,
                 operands,
                 x,
@@ -137,9 +137,16 @@ def fused_add_rms_norm_(
                 return result
         operands = (x, residual, weight)
         if listeners.override(*operands):
-            options = {"weight_offset": weight_offset, "round_sum": round_sum, "round_norm": round_norm}
-            return handle_torch_function(  # type: ignore[no-any-return]
-                fused_add_rms_norm_, operands, x, residual, weight, eps, **options
+            return handle_torch_function(
+                fused_add_rms_norm_,
+                operands,
+                x,
+                residual,
+                weight,
+                eps,
+                weight_offset=weight_offset,
+                round_sum=round_sum,
+                round_norm=round_norm,
             )
     return beyond_fast_path(
         "fused_add_rms_norm_", compiling, x, residual, weight, x, residual, (eps, weight_offset, round_sum, round_norm)
@@ -180,9 +187,8 @@ def rms_norm(
             if result is not None:
                 return result[0]
         if listeners.override(x, weight, out):
-            options = {"weight_offset": weight_offset, "round_norm": round_norm, "out": out}
-            return handle_torch_function(  # type: ignore[no-any-return]
-                rms_norm, (x, weight, out), x, weight, eps, **options
+            return handle_torch_function(
+                rms_norm, (x, weight, out), x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out=out
             )
     flags = (eps, weight_offset, True, round_norm)
     return beyond_fast_path("rms_norm", compiling, x, None, weight, out, None, flags)[0]
@@ -220,9 +226,8 @@ def rms_norm_(
             if result is not None:
                 return result[0]
         if listeners.override(x, weight):
-            options = {"weight_offset": weight_offset, "round_norm": round_norm}
-            return handle_torch_function(  # type: ignore[no-any-return]
-                rms_norm_, (x, weight), x, weight, eps, **options
+            return handle_torch_function(
+                rms_norm_, (x, weight), x, weight, eps, weight_offset=weight_offset, round_norm=round_norm
             )
     flags = (eps, weight_offset, True, round_norm)
     return beyond_fast_path("rms_norm_", compiling, x, None, weight, x, None, flags)[0]
@@ -276,7 +281,7 @@ def _transformed(
 
     apply: Any = Transformed.apply
     if "torch._dynamo" in sys.modules:  # else it would try to compile what it finds below a call that it left alone
-        apply = torch.compiler.disable(apply)
+        apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
     y, total, _ = apply(x, residual, weight, *flags)
     for name, given, new in (("out", out, y), ("residual_out", residual_out, total)):
         if given is not None and given.dtype != new.dtype:

@@ -1071,8 +1071,8 @@ MUTANTS = (
         SAME,
         "Listeners: function modes above a default device are not asked for",
         "fusednorm/listeners.py",
-        "if modes > 1 or (modes == 1",
-        "if (modes == 1",
+        "or modes > 1 or (modes == 1",
+        "or (modes == 1",
     ),
     Mutant(
         SAME,

@@ -375,8 +375,14 @@ def test_a_name_that_torch_no_longer_has(name):
     code = f"""
 import sys, torch
 import torch.utils._device  # torch's own code takes the name from here on
+class Gone:
+    def find_spec(name, *_):
+        if name == "torch._library.autograd":
+            raise ImportError(name)
 if "{name}" == "_library.autograd":
-    sys.modules["torch._library.autograd"] = None
+    import torch._library.autograd
+    del sys.modules["torch._library.autograd"]
+    sys.meta_path.insert(0, Gone)
 else:
     del torch.{name}
 import fusednorm
