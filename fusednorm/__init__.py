@@ -28,9 +28,9 @@ if find_spec(f"{__name__}.backends") is None:
         )
     __path__ = list(_installed.submodule_search_locations)
 
-with warnings.catch_warnings():  # torch without NumPy says so when it is imported; nothing here needs NumPy
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-    import torch as _torch  # noqa: F401
+# torch without NumPy says so when it is imported. Nothing here needs NumPy. (The filter stays: `catch_warnings` would
+# also undo those that torch and NumPy set when they are imported.)
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 from fusednorm import environment as _environment
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm

@@ -309,6 +309,26 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted: there is nothing to show yet\n"
 
 
+def test_an_interrupted_kit_ends_by_itself(monkeypatch):
+    """pytest gets the interrupt too, prints its summary, and is waited for."""
+    waits = [KeyboardInterrupt, KeyboardInterrupt, 2]
+
+    class Running:
+        def __init__(self, command):
+            assert command[-2:] == ["-k", "golden"]
+
+        __enter__, __exit__ = (lambda self: self), (lambda self, *_: None)
+
+        def wait(self):
+            if isinstance(now := waits.pop(0), int):
+                return now
+            raise now
+
+    monkeypatch.setattr(command.subprocess, "Popen", Running)
+    assert called(monkeypatch, "conformance", "--backend", "cpu", "-k", "golden") == 130
+    assert waits == []
+
+
 @pytest.mark.skipif(os.name == "nt", reason="takes pipes of POSIX")
 @pytest.mark.parametrize("arguments", [["--json"], ["doctor"]])
 def test_a_reader_that_leaves_is_no_fault(arguments):

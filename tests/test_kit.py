@@ -6,6 +6,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+from fusednorm.conformance import plugin
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "example_backend"
 SOME = "golden or equals_unfused or any_call or (sizes and (-33 or -1025)) or (test_data and float16)"
@@ -71,6 +74,11 @@ def test_one_wrong_bit_is_caught_and_named(tmp_path):
     ).stdout
     got, _, _, wanted = [word for word in shown.split() if word.startswith("0x") or word in ("instead", "of")]
     assert int(got, 16) ^ int(wanted, 16) == 1
+
+
+def test_names_of_backends_in_any_case():
+    config = SimpleNamespace(getoption=lambda *_: "CPU, Nonsense")
+    assert plugin.wanted(config) == ["cpu", "Nonsense"]
 
 
 def test_a_backend_that_is_not_there(tmp_path):
