@@ -7,7 +7,6 @@
 ``python -m fusednorm`` shows what this machine has, ``python -m fusednorm check`` proves it.
 """
 
-import warnings
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -28,11 +27,7 @@ if find_spec(f"{__name__}.backends") is None:
         )
     __path__ = list(_installed.submodule_search_locations)
 
-# torch without NumPy says so when it is imported. Nothing here needs NumPy. (The filter stays: `catch_warnings` would
-# also undo those that torch and NumPy set when they are imported.)
-warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-
-from fusednorm import environment as _environment
+from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.modules import AddRMSNorm, RMSNorm

@@ -1,9 +1,15 @@
-"""The environment variables that fusednorm reads, and those that only look like one."""
+"""The environment variables that fusednorm reads, and those that only look like one.
+
+Imported before torch, which announces when it is imported that NumPy is not installed: nothing here needs NumPy.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
+
+# It stays: `catch_warnings` would also undo the filters that torch and NumPy set when they are imported.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 PREFIX = "FUSEDNORM_"
 

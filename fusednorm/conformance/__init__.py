@@ -5,6 +5,6 @@
     FUSEDNORM_BACKEND=NAME pytest --pyargs fusednorm.conformance
 
 It ends in a certificate: which promises of the specification hold for which dtypes, how many comparisons of bits say
-so, and, where one fails, a script that shows the first difference. ``pip install '.[conformance]'`` in the checkout installs
-what it needs.
+so, and, where one fails, a script that shows the first difference. ``pip install '.[conformance]'`` in the checkout
+installs what it needs.
 """
