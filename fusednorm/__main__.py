@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm import check as proof
-from fusednorm import compare, devices, doctor, registry
+from fusednorm import compare, devices, doctor, proof, registry
 from fusednorm.bench import cells, plots, train
 from fusednorm.bench.cells import WrongBitsError
 from fusednorm.peers import PEERS

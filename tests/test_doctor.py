@@ -14,7 +14,7 @@ from rich.console import Console
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import check, compare, registry
+from fusednorm import compare, proof, registry
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.bench import cells
@@ -35,11 +35,11 @@ def printed(command, **console):
 @pytest.fixture
 def one_shape(monkeypatch):
     """The check at a single shape and dtype, and without waiting for good times."""
-    monkeypatch.setattr(check, "HIDDEN_SIZES", (896,))
-    monkeypatch.setattr(check, "ROWS", (16,))
-    monkeypatch.setattr(check, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
-    monkeypatch.setattr(check, "TIMED", (16, 896))
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(proof, "HIDDEN_SIZES", (896,))
+    monkeypatch.setattr(proof, "ROWS", (16,))
+    monkeypatch.setattr(proof, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
+    monkeypatch.setattr(proof, "TIMED", (16, 896))
+    monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
@@ -99,15 +99,15 @@ def test_a_variable_that_nothing_reads_is_a_finding():
 
 def test_check(one_shape):
     """A line for each backend and dtype, the preferred one last; or for each case."""
-    status, text = printed(check.check)
+    status, text = printed(proof.check)
     assert status == 0
-    subjects = check.subjects()
+    subjects = proof.subjects()
     assert [s.backend for s in subjects] == ["reference"] + ["cpu"] * (len(subjects) - 1)
     assert [s.variant for s in subjects][1:] == list(registry.load("cpu").variants())
-    assert text.count("1 exact") == len(check.PROMISES) * len(subjects)
+    assert text.count("1 exact") == len(proof.PROMISES) * len(subjects)
     assert f"all {len(subjects)} cases are exact" in text
     assert max(map(len, text.splitlines())) <= 80
-    status, text = printed(lambda console: check.check(console, ["reference"], every_case=True))
+    status, text = printed(lambda console: proof.check(console, ["reference"], every_case=True))
     assert status == 0
     assert text.count("exact") == 2
     assert "GB/s" in text
@@ -116,25 +116,25 @@ def test_check(one_shape):
 
 def test_check_has_a_line_for_each_backend_and_dtype(monkeypatch):
     """Mixed dtypes too; gradients of the smaller shapes only."""
-    monkeypatch.setattr(check, "HIDDEN_SIZES", (64, 96))
-    monkeypatch.setattr(check, "ROWS", (1, 7))
-    monkeypatch.setattr(check, "MOST_WITH_GRADIENTS", 7 * 64)
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
-    status, text = printed(check.check)
+    monkeypatch.setattr(proof, "HIDDEN_SIZES", (64, 96))
+    monkeypatch.setattr(proof, "ROWS", (1, 7))
+    monkeypatch.setattr(proof, "MOST_WITH_GRADIENTS", 7 * 64)
+    monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
+    status, text = printed(proof.check)
     assert status == 0
     lines = [line for line in text.splitlines() if "4 exact" in line]
-    assert len(lines) == len(check.DTYPES) * len(check.subjects())
-    assert sum("mixed" in line for line in lines) == len(check.subjects())
+    assert len(lines) == len(proof.DTYPES) * len(proof.subjects())
+    assert sum("mixed" in line for line in lines) == len(proof.subjects())
     assert all((line.count("4 exact"), line.count("3 exact")) == (3, 1) for line in lines)
 
 
 def test_check_shows_progress_on_a_terminal_only(one_shape):
-    assert "%" in printed(check.check, force_terminal=True)[1]
-    assert "%" not in printed(check.check)[1]
+    assert "%" in printed(proof.check, force_terminal=True)[1]
+    assert "%" not in printed(proof.check)[1]
 
 
 def test_an_interrupted_check_prints_what_there_is(one_shape, monkeypatch):
-    measure, seen = check._result, []
+    measure, seen = proof._result, []
 
     def interrupted(subject, *rest):
         if seen:
@@ -142,11 +142,11 @@ def test_an_interrupted_check_prints_what_there_is(one_shape, monkeypatch):
         seen.append(subject)
         return measure(subject, *rest)
 
-    monkeypatch.setattr(check, "_result", interrupted)
-    status, text = printed(check.check)
+    monkeypatch.setattr(proof, "_result", interrupted)
+    status, text = printed(proof.check)
     assert status == 130
-    assert text.count("1 exact") == len(check.PROMISES)
-    assert f"interrupted after 1 of {len(check.subjects())} cases; `check --backend NAME` takes less time" in text
+    assert text.count("1 exact") == len(proof.PROMISES)
+    assert f"interrupted after 1 of {len(proof.subjects())} cases; `check --backend NAME` takes less time" in text
     assert "all" not in text.splitlines()[-1]
 
 
@@ -187,14 +187,14 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
 
     monkeypatch.setattr(registry, "_registered", {"off_by_one_bit": OffByOneBit()})
     monkeypatch.setattr(registry, "_chosen", {})
-    status, text = printed(check.check)
+    status, text = printed(proof.check)
     assert status == 1
     (line,) = (line for line in text.splitlines() if "off_by_one_bit" in line)
-    verdicts = dict(zip(check.PROMISES, re.findall(r"1 exact|1 of 1 differ", line), strict=True))
+    verdicts = dict(zip(proof.PROMISES, re.findall(r"1 exact|1 of 1 differ", line), strict=True))
     assert verdicts[promise] == "1 of 1 differ"
     assert (verdicts["gradients"] == "1 exact") == (verdicts["forward"] != "1 exact")
-    assert f"1 of {len(check.subjects())} cases have other bits" in text
-    status, text = printed(lambda console: check.check(console, ["off_by_one_bit"], every_case=True))
+    assert f"1 of {len(proof.subjects())} cases have other bits" in text
+    status, text = printed(lambda console: proof.check(console, ["off_by_one_bit"], every_case=True))
     assert status == 1
     assert re.search(rf"\b{promise}: \d+ differ", text)
 
@@ -208,10 +208,10 @@ def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
     vars(picky).update({**vars(reference), "unsuitable": Picky.unsuitable})
     monkeypatch.setattr(registry, "_registered", {"picky": picky})
     monkeypatch.setattr(registry, "_chosen", {})
-    status, text = printed(check.check)
+    status, text = printed(proof.check)
     assert status == 0
     (line,) = (line for line in text.splitlines() if "picky" in line)
-    assert re.sub("[│┃]", " ", line).split() == ["picky", "bfloat16", *["-"] * len(check.PROMISES)]
+    assert re.sub("[│┃]", " ", line).split() == ["picky", "bfloat16", *["-"] * len(proof.PROMISES)]
 
 
 # The commands' own manners

@@ -19,7 +19,7 @@ import torch
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import check, compare, environment, registry
+from fusednorm import compare, environment, proof, registry
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 
 ROOT = Path(__file__).parents[1]
@@ -233,9 +233,9 @@ def test_the_doctor_on_an_output_without_unicode(monkeypatch, tmp_path):
 
 
 def test_the_check_on_an_output_without_unicode(monkeypatch):
-    monkeypatch.setattr(check, "HIDDEN_SIZES", (64,))
-    monkeypatch.setattr(check, "ROWS", (2,))
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(proof, "HIDDEN_SIZES", (64,))
+    monkeypatch.setattr(proof, "ROWS", (2,))
+    monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
     text = on_ascii(monkeypatch, "check")
     assert "cases are exact" in text
     assert "\\u" not in text
