@@ -127,7 +127,11 @@ class RMSNorm(torch.nn.RMSNorm):
         return ", ".join([super().extra_repr(), *added])
 
     def _eps(self, x: Tensor) -> float:
-        return machine_epsilon(x) if self.eps is None else self.eps
+        if self.eps is not None:
+            return self.eps
+        if isinstance(x, torch.fx.Proxy):  # of which the graph knows the dtype only when it runs
+            return cast(float, x.tracer.create_proxy("call_function", machine_epsilon, (x,), {}))
+        return machine_epsilon(x)
 
     def _of_shape(self, rows: Tensor) -> Tensor:
         """Rows with the dimensions that were normalised together."""

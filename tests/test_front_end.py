@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, quick, registry, rms_norm, rms_norm_
@@ -448,7 +449,7 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         assert out._version == 0, name
     with pytest.raises(TypeError, match="takes 11 arguments, got 1"):
         take(x)
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         assert way(x) is None
         assert way(x, ask=False) is not None  # whoever listens has heard
     with torch.device("cpu"):

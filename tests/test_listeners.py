@@ -317,8 +317,10 @@ def test_fx_keeps_modules_as_leaves_and_functions_as_calls():
     targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert [t for t in targets if t in (fused_add_rms_norm, rms_norm)] == [fused_add_rms_norm, rms_norm]
     assert same(traced(X, RESIDUAL, WEIGHT), calls(X, RESIDUAL, WEIGHT))
-    norm = fusednorm.AddRMSNorm(16, 1e-6)
-    assert same(torch.fx.symbolic_trace(norm)(X, RESIDUAL), norm(X, RESIDUAL))  # the root itself is traced into
+    for eps in (1e-6, None):  # the root itself is traced into
+        norm = fusednorm.AddRMSNorm(16, eps, dtype=torch.float64)
+        x, residual = X.double(), RESIDUAL.double()
+        assert same(torch.fx.symbolic_trace(norm)(x, residual), norm(x, residual))
 
 
 def test_listeners_of_one_thread_alone():
