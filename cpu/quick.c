@@ -35,11 +35,14 @@ static int64_t row_stride(const tensor *t) {
     return stride < 0 ? t->shape[last] : stride;
 }
 
-/* Also that it is not empty, and has memory. */
+/* Also that it is not empty, and has memory. If not, there may be a Python error. */
 int fn_read(PyObject *object, operand *o) {
     if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return 0;
     if (fn_exchange_api->tensor_from(object, &o->t)) {
-        PyErr_Clear(); /* sparse, meta, of a type that DLPack lacks: the long way has words for it */
+        /* Sparse, meta, of a type that DLPack lacks: Python reports the error. No memory, an interrupt: raised as it is. */
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError) ||
+            PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_BufferError))
+            PyErr_Clear();
         return 0;
     }
     o->kind = kind_of(&o->t);
@@ -176,7 +179,8 @@ static int open_listeners(PyObject *questions, PyObject *variables, PyObject *fu
     return 1;
 }
 
-static PyObject *long_way(void) { Py_RETURN_NONE; }
+/* None: the caller must go beyond the fast path. */
+static PyObject *long_way(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
 
 /* Python's arguments: the operands that users may give, then these. */
 enum { EPS = RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ROOTS, ASK, ARGUMENTS };
@@ -291,6 +295,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
             *output = PyObject_CallFunctionObjArgs(empty_like, arguments[i - OUT], NULL);
             if (!*output) goto end;
             failed |= !fn_read(*output, &o[i]);
+            if (PyErr_Occurred()) goto end;
             if (!failed && o[i].t.device.type == DL_CPU)
                 fn_expect_writes(fn_address(&o[i]), c.rows * c.hidden * fn_item_bytes(&o[i]));
         }

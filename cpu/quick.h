@@ -69,7 +69,7 @@ typedef struct {
 
 /* quick.c */
 extern const exchange_api *fn_exchange_api; /* NULL until it is open */
-int fn_read(PyObject *object, operand *o); /* whether it is a plain tensor whose rows are one stride apart */
+int fn_read(PyObject *object, operand *o); /* whether it is a plain tensor whose rows are one stride apart; else perhaps a Python error */
 int fn_same_shape(const operand *a, const operand *b);
 int fn_same_device(const operand *a, const operand *b);
 int64_t fn_elements(const operand *o); /* -1 if there are gaps between them */

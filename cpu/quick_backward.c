@@ -34,7 +34,8 @@ PyObject *fn_backward_quickly(PyObject *module, PyObject *const *arguments, Py_s
     for (int i = 0; i < GRADIENT_OPERANDS; i++) {
         o[i].kind = FN_NONE;
         o[i].stride = 0;
-        if (arguments[FIRST + i] != Py_None && !fn_read(arguments[FIRST + i], &o[i])) Py_RETURN_FALSE;
+        if (arguments[FIRST + i] == Py_None || fn_read(arguments[FIRST + i], &o[i])) continue;
+        return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
     }
     if (!o[DY].kind || !o[H].kind || !o[H].t.ndim || !o[ROOT].kind || o[H].t.device.type != PyLong_AsLong(arguments[DEVICE]))
         Py_RETURN_FALSE;

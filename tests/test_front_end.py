@@ -1,5 +1,6 @@
 """What the public functions accept, refuse, and say."""
 
+import ctypes
 import math
 import mmap
 import re
@@ -499,6 +500,38 @@ def test_the_quick_way_back_takes_what_is_usual_and_nothing_else():
         quick.backward(h)
     with pytest.raises(TypeError, match="real number"):
         way(offset="1")
+
+
+class ExchangeApi(ctypes.Structure):
+    """DLPack's, of which the fast path calls one function."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("version", "a", "b", "c", "d", "tensor_from", "current_stream")]
+
+
+@pytest.mark.skipif(not quick.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
+@pytest.mark.parametrize(("function", "raised"), [("PyList_Append", SystemError), ("PyObject_IsTrue", None)])
+def test_errors_that_the_fast_path_hands_on(function, raised):
+    """A RuntimeError of DLPack's is Python's to report; what is not about the tensor is raised as it is."""
+    failing = ctypes.cast(
+        getattr(ctypes.pythonapi, function), ctypes.c_void_p
+    )  # a tensor is no list, nor true or false
+    api = ExchangeApi(version=1, tensor_from=failing)  # the major version is in the low half
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    gradients = (quick.CPU, X, None, X, X[:, 0], None, torch.empty_like(X), None, None, None, 1, 0.0)
+    expected = rms_norm(X)
+    try:
+        assert quick._open(capsule(ctypes.addressof(api), b"dlpack_exchange_api", None))
+        if raised:
+            with pytest.raises(raised):
+                rms_norm(X)
+            with pytest.raises(raised):
+                quick.backward(*gradients)
+        else:
+            assert torch.equal(rms_norm(X), expected)
+            assert quick.backward(*gradients) is False
+    finally:
+        assert quick._open(quick._api)
 
 
 def _flags(tensor):
