@@ -21,6 +21,10 @@ FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
 FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
+#: A mutant whose description begins so is run against the file of tests of that name alone.
+ONE_FILE = ("Triton", "CUDA", "Distributed", "Registry", "Listeners", "Derivatives", "Fuzz", "Torch")
+
+
 class Mutant(NamedTuple):
     """A promise, and a replacement in one file that breaks it."""
 
@@ -1029,8 +1033,8 @@ MUTANTS = (
         SAME,
         "Listeners: profilers are not asked for by the fast path",
         "fusednorm/listeners.py",
-        'VARIABLES = ((profiler, "_is_profiler_enabled", False), (forward_ad',
-        "VARIABLES = ((forward_ad",
+        '((profiler, "_is_profiler_enabled", False), (forward_ad, "_current_level", -1))',
+        '((forward_ad, "_current_level", -1),)',
     ),
     Mutant(
         SAME,
@@ -1090,7 +1094,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Listeners: operands that override operations are not asked for",
+        "Torch: operands that override operations are not asked for",
         "fusednorm/listeners.py",
         "or any(overrides_operations(t) for t in operands)",
         "",
@@ -1246,15 +1250,7 @@ def first_failure(folder, mutant):
         others = []
         if mutant.backend == "cuda":
             first = [folder / "tests/test_cuda_quick.py", *first]
-    elif mutant.what.partition(":")[0] in (
-        "Triton",
-        "CUDA",
-        "Distributed",
-        "Registry",
-        "Listeners",
-        "Derivatives",
-        "Fuzz",
-    ):
+    elif mutant.what.partition(":")[0] in ONE_FILE:
         first, others = list(folder.glob(f"tests/**/test_{mutant.what.partition(':')[0].lower()}.py")), []
     files = dict.fromkeys(map(str, [*first, *others]))
     command = (sys.executable, "-P", "-m", *tests, *files)
