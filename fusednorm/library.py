@@ -227,7 +227,8 @@ def _register_autograd(name: str) -> None:
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-_LIBRARY = torch.library.Library("fusednorm", "FRAGMENT")  # type: ignore[no-untyped-call]
+# torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
+_LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval"), {"Library": torch.library.Library})
 
 for _name in SCHEMAS:
     _register_autograd(_name)
