@@ -88,9 +88,9 @@ def keep(
 def gradients(
     ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, bool, bool], backend: Backend | None
 ) -> tuple[Tensor | None, ...]:
-    """The specification's formulas: by the backend, or by torch's dispatcher for whoever listens there.
+    """The specification's formulas: by the backend, or through torch's dispatcher if somebody listens there.
 
-    Without a backend always by the dispatcher; by the reference where gradients are differentiated themselves.
+    Without a backend always through the dispatcher. Gradients that are differentiated themselves come from the reference.
     """
     rstd, weight, *terms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes

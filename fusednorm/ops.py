@@ -353,7 +353,7 @@ def run_quickly(
     rstd: Tensor | None,
     flags: Flags,
 ) -> tuple[Tensor, Any]:
-    """As :func:`run`, by the fast path if that takes the call; whoever listens has heard of it."""
+    """As :func:`run`, by the fast path if that takes the call. The caller has asked who listens."""
     way = quick.get(order())
     found = None if way is None else way(x, residual, weight, out, residual_out, *flags, rstd, False)
     return found or run(x, residual, weight, *flags, out, residual_out, rstd)

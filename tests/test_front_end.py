@@ -452,7 +452,7 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
         take(x)
     with FlopCounterMode(display=False):
         assert way(x) is None
-        assert way(x, ask=False) is not None  # whoever listens has heard
+        assert way(x, ask=False) is not None  # the caller has asked
     with torch.device("cpu"):
         assert way(x) is not None
     for stranger in (None, 12345, x):  # what an add-on to another version of torch may have set instead
