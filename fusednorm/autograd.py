@@ -90,7 +90,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The specification's formulas: by the backend, or through torch's dispatcher if somebody listens there.
 
-    Without a backend always through the dispatcher. Gradients that are differentiated themselves come from the reference.
+    Without a backend always through the dispatcher. The reference computes gradients that are differentiated again.
     """
     rstd, weight, *terms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
