@@ -42,6 +42,8 @@ VARIABLES = ((profiler, "_is_profiler_enabled", False), (forward_ad, "_current_l
 #: How many function modes there are, and the one at a place. The lowest may be torch's own, for a default device.
 FUNCTION_MODES = (_torchs("_len_torch_function_stack"), _torchs("_get_function_stack_at"), DeviceContext)
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
 _transforms_active = _torchs("_are_functorch_transforms_active")
 _tangents_enabled = _torchs("_is_fwd_grad_enabled")
 
@@ -54,10 +56,12 @@ def override(*operands: Tensor | None) -> bool:
     modes = int(count())
     if MISSING or modes > 1 or (modes == 1 and type(mode_at(0)) is not default_device):
         return has_torch_function(operands)
-    others = [t for t in operands if t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter]
+    if plain(*operands):
+        return False
+    others = [t for t in operands if type(t) not in _PLAIN]
     if any(isinstance(t, Tensor) and t.is_nested for t in others):
         return False  # it would take our functions for torch's of these names; the checks refuse it
-    return bool(others) and has_torch_function(others)
+    return has_torch_function(others)
 
 
 def transform(*operands: Tensor | None) -> bool:
@@ -84,11 +88,17 @@ def has_tangent(*operands: Tensor | None) -> bool:
 
 def below(*operands: Tensor | None) -> bool:
     """Whether somebody listens in the dispatcher: a mode, a tracer, a profiler, a tensor that overrides operations."""
-    return (
-        any(ask() for ask in QUESTIONS)
-        or getattr(profiler, "_is_profiler_enabled", True)
-        or any(overrides_operations(t) for t in operands)
-    )
+    for ask in QUESTIONS:
+        if ask():
+            return True
+    if getattr(profiler, "_is_profiler_enabled", True):
+        return True
+    return not plain(*operands) and any(overrides_operations(t) for t in operands)
+
+
+def plain(*operands: Tensor | None) -> bool:
+    """Whether the operands are of types that override nothing: the usual case."""
+    return _PLAIN.issuperset(map(type, operands))
 
 
 def overrides_operations(operand: object) -> bool:

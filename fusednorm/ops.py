@@ -262,9 +262,10 @@ def beyond_fast_path(
 
 def _heard_below(*operands: Tensor | None) -> bool:
     """Whether the call must go through torch's dispatcher. The operands are those of :data:`NAMES`."""
-    for name, tensor in zip(NAMES, operands, strict=True):
-        if listeners.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
-            refuse_nested(name)  # it would override our operation, and not know it
+    if not listeners.plain(*operands):
+        for name, tensor in zip(NAMES, operands, strict=True):
+            if listeners.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
+                refuse_nested(name)  # it would override our operation, and not know it
     return listeners.below(*operands)
 
 
