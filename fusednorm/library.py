@@ -224,7 +224,7 @@ def _register_autograd(name: str) -> None:
             "for it, with new outputs"
         )
 
-    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 # torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
