@@ -38,7 +38,7 @@ def register() -> None:
 
     On other platforms than CPUs vLLM prefers neither unless the variable also says ``gpu``, as in ``vllm,gpu``: the
     kernels for GPUs have not been run on one. This is decided here, by vLLM's order of preference, and not in
-    :func:`takes_norm`, because vLLM keeps what it compiles by that order.
+    ``takes_norm``, because vLLM keeps what it compiles by that order.
 
     Nothing is raised, because vLLM does not catch what a plug-in raises: where the variable says something else, or
     vLLM is not what this function knows, it logs a warning and leaves vLLM as it was.
