@@ -132,6 +132,9 @@ static struct {
     PyObject *variable[MOST][3];
     function count_function_modes;
     PyObject *function_mode_at, *default_device_mode;
+    /* What torch's C++ answers to the questions and to the count; NULL where it has to be asked by way of Python. */
+    int64_t (*dispatch_modes)(void), (*function_modes)(void);
+    void *const *(*trace)(void); /* where the pointer to the state of a trace is */
 } listeners;
 
 /*
@@ -139,19 +142,28 @@ static struct {
  * Python error. torch's own function mode for a default device, which a program leaves on, does not listen.
  */
 static int somebody_listens(void) {
-    for (int i = 0; i < listeners.questions; i++) {
-        int yes = answer(&listeners.question[i]);
-        if (yes) return yes;
+    if (listeners.trace) {
+        if (listeners.dispatch_modes() || *listeners.trace()) return 1;
+    } else {
+        for (int i = 0; i < listeners.questions; i++) {
+            int yes = answer(&listeners.question[i]);
+            if (yes) return yes;
+        }
     }
     for (int i = 0; i < listeners.variables; i++) {
         PyObject *const *variable = listeners.variable[i];
         /* The same object, which False and small integers are; anything else is answered in Python. */
         if (PyDict_GetItemWithError(variable[0], variable[1]) != variable[2]) return PyErr_Occurred() ? -1 : 1;
     }
-    PyObject *count = call_function(&listeners.count_function_modes, NULL);
-    if (!count) return -1;
-    long modes = PyLong_AsLong(count);
-    Py_DECREF(count);
+    int64_t modes;
+    if (listeners.function_modes) {
+        modes = listeners.function_modes();
+    } else {
+        PyObject *count = call_function(&listeners.count_function_modes, NULL);
+        if (!count) return -1;
+        modes = PyLong_AsLongLong(count);
+        Py_DECREF(count);
+    }
     if (modes != 1) return modes != 0;
     PyObject *zero = PyLong_FromLong(0);
     PyObject *mode = zero ? PyObject_CallFunctionObjArgs(listeners.function_mode_at, zero, NULL) : NULL;
@@ -163,7 +175,12 @@ static int somebody_listens(void) {
 }
 
 /* Keeps the tuples of fusednorm/listeners.py; whether they are of its form. */
-static int open_listeners(PyObject *questions, PyObject *variables, PyObject *function_modes) {
+static int open_listeners(PyObject *questions, PyObject *variables, PyObject *function_modes, PyObject *in_cpp) {
+    unsigned long long address[3];
+    if (!PyArg_ParseTuple(in_cpp, "KKK", &address[0], &address[1], &address[2])) return 0;
+    listeners.dispatch_modes = (int64_t (*)(void))(uintptr_t)address[0];
+    listeners.function_modes = (int64_t (*)(void))(uintptr_t)address[1];
+    listeners.trace = (void *const *(*)(void))(uintptr_t)address[2];
     listeners.questions = (int)PyTuple_Size(questions), listeners.variables = (int)PyTuple_Size(variables);
     if (listeners.questions > MOST || listeners.variables > MOST || PyTuple_Size(function_modes) != 3) return 0;
     for (int i = 0; i < listeners.questions; i++) listeners.question[i] = function_of(PyTuple_GetItem(questions, i), METH_NOARGS);
@@ -324,10 +341,10 @@ end:
 
 static PyObject *open_way(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *capsule, *types[2], *callables[4], *asked[3];
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOO!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+    PyObject *capsule, *types[2], *callables[4], *asked[4];
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOO!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
                           &callables[2], &callables[3], &PyTuple_Type, &asked[0], &PyTuple_Type, &asked[1],
-                          &PyTuple_Type, &asked[2]))
+                          &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3]))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* add-ons to older torch set others */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -343,7 +360,7 @@ static PyObject *open_way(PyObject *module, PyObject *arguments) {
     get_num_threads = Py_NewRef(callables[1]);
     empty_like = Py_NewRef(callables[2]);
     increment_version = function_of(callables[3], METH_O);
-    if (!open_listeners(asked[0], asked[1], asked[2])) {
+    if (!open_listeners(asked[0], asked[1], asked[2], asked[3])) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "questions, variables or function modes of another form");
         return NULL;
     }
@@ -383,7 +400,7 @@ static PyObject *way(PyObject *module, PyObject *arguments) {
 static PyMethodDef methods[] = {
     {"open", open_way, METH_VARARGS,
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, increment_version, "
-     "questions, variables, function modes)\n--\n\n"
+     "questions, variables, function modes, addresses in C++)\n--\n\n"
      "Whether this version of the exchange API is understood."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_forward and fn_backward)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,

@@ -37,6 +37,7 @@ def _open(exchange_api: object) -> bool:
             listeners.QUESTIONS,
             tuple((vars(module), name, value) for module, name, value in listeners.VARIABLES),
             listeners.FUNCTION_MODES,
+            listeners.in_cpp(),
         )
     )
 

@@ -1066,6 +1066,20 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "Listeners: the fast path does not count dispatch modes",
+        "cpu/quick.c",
+        "if (listeners.dispatch_modes() || *listeners.trace()) return 1;",
+        "if (*listeners.trace()) return 1;",
+    ),
+    Mutant(
+        SAME,
+        "Listeners: the fast path does not look for a trace",
+        "cpu/quick.c",
+        "if (listeners.dispatch_modes() || *listeners.trace()) return 1;",
+        "if (listeners.dispatch_modes()) return 1;",
+    ),
+    Mutant(
+        SAME,
         "Listeners: function modes are not asked for by the fast path",
         "cpu/quick.c",
         "if (modes != 1) return modes != 0;",
