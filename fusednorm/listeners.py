@@ -19,8 +19,8 @@ from torch.autograd import forward_ad, profiler
 from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 
-#: Names that this torch lacks. Without one of them the fast path stays closed, and each call goes through the
-#: dispatcher, where nobody can be missed: slower, and right.
+#: Names that this torch lacks. Without one of them the fast path stays closed, and a listener that cannot be asked for
+#: is taken to be there: slower, and right.
 MISSING: list[str] = []
 
 
