@@ -54,7 +54,7 @@ def unsuitable(signature: Signature) -> list[str]:
 def plan(signature: Signature) -> str:
     """How a call will run, in words."""
     dtypes = [dtype for dtype in (signature.x, signature.residual, signature.weight, signature.out) if dtype]
-    rows, segments, depth, width, warps, tiles = tiling(signature.hidden_size, dtypes, warp_size())
+    rows, segments, depth, width, _, warps, tiles = tiling(signature.hidden_size, dtypes, warp_size())
     where = "interpreted" if INTERPRETED else "compiled"
     way = f"{rows} rows per program" if tiles == 1 else f"a row per program, in {tiles} parts"
     tiled = f"{way}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
@@ -67,14 +67,18 @@ def warp_size() -> int:
     return target.warp_size if target is not None and target.warp_size else 32
 
 
-def tiling(hidden_size: int, dtypes: list[torch.dtype], lanes: int) -> tuple[int, int, int, int, int, int]:
-    """Rows per program, segments per row or part of it, depth, width, warps, and parts of a row.
+def tiling(
+    hidden_size: int, dtypes: list[torch.dtype], lanes: int, alignment: int = 16
+) -> tuple[int, int, int, int, int, int, int]:
+    """Rows per program, segments per row or part of it, depth, width, elements per vector, warps, and parts of a row.
 
-    A warp's threads take 16 bytes each, side by side, and 32 elements each in all: with fewer, sums would have to cross
-    from warp to warp, with more, they would have to be added up in more steps.
+    A warp's threads take a vector of 16 bytes each, side by side, or one element where rows begin anywhere; and 32
+    elements each in all: with fewer, sums would have to cross from warp to warp, with more, they would have to be added
+    up in more steps.
     """
     segment = min(reference.SEGMENT, ceiling(max(hidden_size, 16)))
-    width = min(segment, lanes * 16 // min(dtype.itemsize for dtype in dtypes))
+    vector = 16 // min(dtype.itemsize for dtype in dtypes) if alignment >= 16 else 1
+    width = min(segment, lanes * vector)
     most = _MOST if torch.float64 not in dtypes else _MOST // 2
     segments = ceiling(-(-hidden_size // segment))
     tiles = 1
@@ -83,7 +87,7 @@ def tiling(hidden_size: int, dtypes: list[torch.dtype], lanes: int) -> tuple[int
         tiles = ceiling(-(-hidden_size // (segments * segment)))
     rows = max(1, _TOGETHER // (segment * segments)) if hidden_size <= _TOGETHER // 2 else 1
     warps = min(max(rows * segments * segment // (lanes * 32), 1), 1024 // lanes)
-    return rows, segments, segment // width, width, warps, tiles
+    return rows, segments, segment // width, width, vector, warps, tiles
 
 
 def forward_variant(
@@ -108,7 +112,7 @@ def forward_variant(
 
     accumulator = reference.accumulator(x)
     given = [dtype for dtype in (x, residual, weight, out) if dtype is not None]
-    rows, segments, depth, width, warps, tiles = tiling(hidden_size, given, lanes or warp_size())
+    rows, segments, depth, width, vector, warps, tiles = tiling(hidden_size, given, lanes or warp_size(), alignment)
     constants: dict[str, Any] = {"N": hidden_size, "OFFSET": offset, "ROUND_SUM": round_sum, "ROUND_NORM": round_norm}
     if tiles == 1:
         constants["ROWS"] = rows
@@ -125,7 +129,7 @@ def forward_variant(
             "rstd": accumulator if rstd else None,
         },
         accumulator,
-        {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width},
+        {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},
         alignment >= 16,
         bits=INTERPRETED,
         warps=warps,
@@ -157,8 +161,8 @@ def backward_variants(
     dtypes = {"dy": dy, "d_total": d_total, "h": h, "rstd": accumulator, "weight": weight, "dx": dx}
     dtypes |= {"dresidual": dresidual, "partial": accumulator, "dweight": dweight}
     given = [dtype for dtype in (dy, d_total, h, weight, dx, dresidual) if dtype is not None]
-    rows, segments, depth, width, warps, tiles = tiling(hidden_size, given, lanes or warp_size())
-    shape = {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width}
+    rows, segments, depth, width, vector, warps, tiles = tiling(hidden_size, given, lanes or warp_size(), alignment)
+    shape = {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
     row = {"N": hidden_size, "OFFSET": offset}
 
     def variant(function: Any, constants: dict[str, Any], warps: int, per_program: int = 1) -> Variant:
@@ -177,7 +181,9 @@ def backward_variants(
         elif gradients:
             variants["rows"] = variant(kernels.backward_wide, {**row, "TILES": tiles, **shape}, warps)
         if dweight:
-            variants["shares"] = variant(kernels.weight_blocks, {"AT_ONCE": 8, "TILE": width}, 1, width)
+            # Rows on their way at a time: as many as registers hold.
+            at_once = 8 if vector * (dy.itemsize + h.itemsize) <= 32 else 4
+            variants["shares"] = variant(kernels.weight_blocks, {"AT_ONCE": at_once, "TILE": width}, 1, width)
     if dweight:
         constants = {"N": hidden_size, "BLOCKS": reference.ROW_BLOCKS, "TILE": _ADDED}
         variants["weight"] = variant(kernels.add_blocks, constants, 4, _ADDED)

@@ -46,14 +46,14 @@ def narrowed(value, TYPE: tl.constexpr):
 
 
 @triton.jit
-def halved_first(value):
-    """Sums the first of three dimensions, a power of two, like :func:`halved`: [n, k, m] to [k, m]."""
+def halved_first(value, LEFT: tl.constexpr):
+    """Sums the first dimension of [n, m], like :func:`halved`, until LEFT rows of it are left: [LEFT, m]."""
     for _ in tl.static_range(20):
-        if value.shape[0] > 1:
-            halves = tl.reshape(value, (2, value.shape[0] // 2, value.shape[1], value.shape[2]))
-            first, second = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+        if value.shape[0] > LEFT:
+            halves = tl.reshape(value, (2, value.shape[0] // 2, value.shape[1]))
+            first, second = tl.split(tl.permute(halves, (1, 2, 0)))
             value = first + second
-    return tl.reshape(value, (value.shape[1], value.shape[2]))
+    return value
 
 
 @triton.jit
@@ -102,30 +102,78 @@ def normalised(h, rstd, g, X_TYPE: tl.constexpr, ROUND_NORM: tl.constexpr, A: tl
     return n
 
 
-# For GPUs. A tile has the shape [DEPTH, ROWS * SEGMENTS, WIDTH]: (d, s, w) is element 1024 * segment + WIDTH * d + w of
-# its row, so that a warp's load is contiguous and most of the tree joins elements of one thread. Segments have
-# DEPTH * WIDTH elements, 1024 unless the row is shorter.
+# For GPUs. A tile has the shape [DEPTH * ROWS * SEGMENTS, WIDTH]. Where its first number is (d, row, s), d being the
+# slowest, and its second w, it has element 1024 * s + WIDTH * d + w of the row. So a warp's load is contiguous, a warp
+# has segments of its own, and most of the tree joins elements of one thread. Segments have DEPTH * WIDTH elements: 1024
+# unless the row is shorter.
 
 
 @triton.jit
 def columns_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
     """Where in its row each element of a tile lies."""
-    depth, width = tl.arange(0, DEPTH)[:, None, None], tl.arange(0, WIDTH)[None, None, :]
-    segment = (tl.arange(0, ROWS * SEGMENTS) % SEGMENTS)[None, :, None]
-    return segment * (DEPTH * WIDTH) + depth * WIDTH + width
+    part = tl.arange(0, DEPTH * ROWS * SEGMENTS)[:, None]
+    first = part % SEGMENTS * (DEPTH * WIDTH) + part // (ROWS * SEGMENTS) * WIDTH
+    return first + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
-def sums_of_segments(tile):
-    """The halving sum of each segment of a tile: [ROWS * SEGMENTS]."""
-    return halved(halved_first(tile))
+def rows_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
+    """The row of each element of a tile, among its own."""
+    return (tl.arange(0, DEPTH * ROWS * SEGMENTS) % (ROWS * SEGMENTS) // SEGMENTS)[:, None]
 
 
 @triton.jit
-def per_segment(value, SEGMENTS: tl.constexpr):
-    """One value per row, [ROWS], for each element of a tile."""
-    value = tl.broadcast_to(value[:, None], (value.shape[0], SEGMENTS))
-    return tl.reshape(value, (1, value.shape[0] * SEGMENTS, 1))
+def exchanged(value):
+    """A tensor with the two halves of its second dimension, which has length 2, in each other's place.
+
+    The sum of two integers minus the one is the other, also where the sum wraps. The compiler sees that, and makes a
+    single shuffle of it.
+    """
+    BITS: tl.constexpr = tl.uint64 if value.dtype == tl.float64 else tl.uint32
+    bits = value.to(BITS, bitcast=True)
+    both = tl.sum(bits, axis=1, keep_dims=True).to(tl.uint64)  # whose type the interpreter gets wrong without
+    return (both - bits.to(tl.uint64)).to(BITS).to(value.dtype, bitcast=True)
+
+
+@triton.jit
+def sums_of_segments(tile, SUMS: tl.constexpr, VECTOR: tl.constexpr):
+    """The halving sum of each segment of a tile: [SUMS]. A thread has VECTOR neighbours of a tile's width.
+
+    Two lanes that add their VECTOR values to each other's share the work: each keeps one half of its values, gives the
+    other half away, and adds what it gets. So every level takes half as many shuffles and additions as the one before.
+    Which half a lane keeps is the highest bit of an element's number in its vector. These bits are halved last, and
+    until then they lie in the first dimension.
+    """
+    value = tl.reshape(halved_first(tile, SUMS), (SUMS, tile.shape[1] // VECTOR, VECTOR))
+    for _ in tl.static_range(3):
+        if value.shape[1] > 1 and value.shape[2] > 1:
+            halves = tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2, 2, value.shape[2] // 2))
+            first, second = tl.split(tl.permute(halves, (0, 1, 2, 4, 3)))
+            upper = tl.arange(0, 2)[None, :, None, None] == 1
+            halves = tl.where(upper, second, first) + exchanged(tl.where(upper, first, second))
+            value = tl.reshape(halves, (value.shape[0] * 2, value.shape[1] // 2, value.shape[2] // 2))
+    for _ in tl.static_range(20):
+        if value.shape[1] > 1:
+            value = tl.sum(tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2, value.shape[2])), axis=1)
+    return halved(tl.reshape(value, (SUMS, VECTOR)))
+
+
+@triton.jit
+def sums_of_rows(sums, ROWS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The halving sums of rows, from those of their segments: [ROWS * SEGMENTS] to [ROWS].
+
+    By ``tl.split``, which gives every thread all sums of its row at once: one barrier. With ``tl.sum`` the warps would
+    wait for each other at every level.
+    """
+    sums = tl.reshape(tl.permute(tl.reshape(sums, (ROWS, SEGMENTS)), (1, 0)), (SEGMENTS * ROWS, 1))
+    return tl.reshape(halved_first(sums, ROWS), (ROWS,))
+
+
+@triton.jit
+def per_element(value, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
+    """One value per row, [ROWS], for the elements of a tile."""
+    value = tl.broadcast_to(value[None, :, None], (DEPTH, value.shape[0], SEGMENTS))
+    return tl.reshape(value, (DEPTH * value.shape[1] * SEGMENTS, 1))
 
 
 @triton.jit
@@ -187,10 +235,11 @@ def forward_tile(
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """ROWS whole rows per program, each kept in registers."""
     first = tl.program_id(0).to(tl.int64) * ROWS
-    row = (first + tl.arange(0, ROWS * SEGMENTS) // SEGMENTS)[None, :, None]
+    row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
     inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
     every_row = row < rows if inside_row is None else inside_row & (row < rows)
@@ -200,12 +249,11 @@ def forward_tile(
     h = added(x + row * x_stride, residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
     # Now, so that it is there when the sum is.
     g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
-    sums = tl.reshape(sums_of_segments(h * h), (ROWS, SEGMENTS))
-    root = reciprocal_root(halved(sums), N, eps, A)
+    root = reciprocal_root(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
     if rstd is not None:
         row_of_root = first + tl.arange(0, ROWS)
         tl.store(rstd + row_of_root, root, mask=row_of_root < rows)
-    y = normalised(h, per_segment(root, SEGMENTS), g, x.dtype.element_ty, ROUND_NORM, A)
+    y = normalised(h, per_element(root, SEGMENTS, DEPTH), g, x.dtype.element_ty, ROUND_NORM, A)
     tl.store(out + row * out_stride + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
 
@@ -234,6 +282,7 @@ def forward_wide(
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """One row per program, tile by tile, twice. KEPT: the second pass finds the row in residual_out, or in x."""
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
@@ -248,11 +297,11 @@ def forward_wide(
         at = tile * TILE + column
         inside = None if N % TILE == 0 else at < N
         h = added(x_row, residual_row, residual_out_row if KEPT else None, at, inside, ROUND_SUM, A)
-        sums = tl.where(index == tile, sums_of_segments(h * h)[None, :], sums)
+        sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
     root = reciprocal_root(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
     if rstd is not None:
         tl.store(rstd + row + tl.arange(0, 1), root)
-    root = tl.reshape(root, (1, 1, 1))
+    root = tl.reshape(root, (1, 1))
     if KEPT and residual is not None:
         tl.debug_barrier()  # another thread may have stored what this one reads
     for tile in range(tl.cdiv(N, TILE)):
@@ -315,10 +364,11 @@ def backward_tile(
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """The gradients of ROWS rows per program."""
     first = tl.program_id(0).to(tl.int64) * ROWS
-    row = (first + tl.arange(0, ROWS * SEGMENTS) // SEGMENTS)[None, :, None]
+    row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
     inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
     every_row = row < rows if inside_row is None else inside_row & (row < rows)
@@ -327,13 +377,15 @@ def backward_tile(
         loaded(dy + row * dy_stride + column, inside, A), weight, column, inside_row, weight_offset, OFFSET, A
     )
     row_of_root = first + tl.arange(0, ROWS)
-    root = per_segment(tl.load(rstd + row_of_root, mask=row_of_root < rows, other=0), SEGMENTS)
+    root = per_element(tl.load(rstd + row_of_root, mask=row_of_root < rows, other=0), SEGMENTS, DEPTH)
     xhat = loaded(h + row * h_stride + column, inside, A) * root
-    sums = halved(tl.reshape(sums_of_segments(products(wdy, xhat, inside)), (ROWS, SEGMENTS)))
-    c = per_segment(quotient(sums, tl.full((ROWS,), N, A), A), SEGMENTS)
+    # Now, so that it is there when the sum is.
+    further = None if d_total is None else stored(d_total + row * d_total_stride + column, inside)
+    sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
+    c = per_element(quotient(sums, tl.full((ROWS,), N, A), A), SEGMENTS, DEPTH)
     d = (wdy - xhat * c) * root
-    if d_total is not None:
-        d = d + loaded(d_total + row * d_total_stride + column, inside, A)
+    if further is not None:
+        d = d + widened(further, A)
     dx_rows = None if dx is None else dx + row * N
     dresidual_rows = None if dresidual is None else dresidual + row * N
     stored_gradients(d, dx_rows, dresidual_rows, column, inside)
@@ -361,33 +413,50 @@ def backward_blocks(
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """The gradients of a block of rows per program, one row after the other, and the block's share of the weight's."""
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     inside = None if N == SEGMENTS * DEPTH * WIDTH else column < N
     g = None if weight is None else gain_at(weight, column, inside, weight_offset, OFFSET, A)
-    total = tl.zeros((DEPTH, SEGMENTS, WIDTH), A)
+    total = tl.zeros((DEPTH * SEGMENTS, WIDTH), A)
     begin = tl.program_id(0).to(tl.int64) * block
-    last = tl.minimum(begin + block, rows) - 1
+    end = tl.minimum(begin + block, rows)
     dy_next, h_next = stored(dy + begin * dy_stride + column, inside), stored(h + begin * h_stride + column, inside)
     root_next = tl.load(rstd + begin + tl.arange(0, 1))
-    for row in range(begin, last + 1):
-        dy_row, h_row, root = widened(dy_next, A), widened(h_next, A), tl.reshape(root_next, (1, 1, 1))
-        following = tl.minimum(row + 1, last)  # on its way while this row is worked on
-        dy_next = stored(dy + following * dy_stride + column, inside)
-        h_next = stored(h + following * h_stride + column, inside)
-        root_next = tl.load(rstd + following + tl.arange(0, 1))
+    for row in range(begin, end):
+        dy_row, h_row, root = widened(dy_next, A), widened(h_next, A), tl.reshape(root_next, (1, 1))
+        # What is loaded before the sum is on its way while that is added up. There are registers for 16 bits.
+        BITS: tl.constexpr = 0 if d_total is None else dy.dtype.element_ty.primitive_bitwidth
+        EARLY: tl.constexpr = BITS == 16 and d_total.dtype.element_ty.primitive_bitwidth == 16
+        if EARLY:
+            d_row = stored(d_total + row * d_total_stride + column, inside)
         xhat = h_row * root
         total = total + dy_row * xhat
         wdy = dy_row if g is None else dy_row * g
-        sums = halved(tl.reshape(sums_of_segments(products(wdy, xhat, inside)), (1, SEGMENTS)))
-        c = tl.reshape(quotient(sums, tl.full((1,), N, A), A), (1, 1, 1))
+        following = row + 1
+        there = following + tl.arange(0, 1) < end
+        root_next = tl.load(rstd + following + tl.arange(0, 1), mask=there, other=0)
+        there = tl.reshape(there, (1, 1)) if inside is None else inside & tl.reshape(there, (1, 1))
+        dy_next = stored(dy + following * dy_stride + column, there)
+        h_next = stored(h + following * h_stride + column, there)
+        sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), SEGMENTS, VECTOR), 1, SEGMENTS)
+        c = tl.reshape(quotient(sums, tl.full((1,), N, A), A), (1, 1))
         d = (wdy - xhat * c) * root
-        if d_total is not None:
+        if EARLY:
+            d = d + widened(d_row, A)
+        elif d_total is not None:
             d = d + loaded(d_total + row * d_total_stride + column, inside, A)
         dx_row = None if dx is None else dx + row * N
         dresidual_row = None if dresidual is None else dresidual + row * N
         stored_gradients(d, dx_row, dresidual_row, column, inside)
+    # Stored as the compiler has threads store: 16 bytes each, fewer elements than it loads of a narrower type. In this
+    # shape a warp stores what it loaded, and exchanges it among its lanes only.
+    PARTS: tl.constexpr = VECTOR * A.primitive_bitwidth // 128 if VECTOR > 1 else 1
+    parts = tl.permute(tl.reshape(total, (DEPTH, SEGMENTS, PARTS, WIDTH // PARTS)), (0, 2, 1, 3))
+    total = tl.reshape(parts, (DEPTH * PARTS * SEGMENTS, WIDTH // PARTS))
+    column = columns_of_tile(1, SEGMENTS, DEPTH * PARTS, WIDTH // PARTS)
+    inside = None if N == SEGMENTS * DEPTH * WIDTH else column < N
     tl.store(partial + tl.program_id(0).to(tl.int64) * N + column, total, mask=inside)
 
 
@@ -412,12 +481,13 @@ def backward_wide(
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """The gradients of one row per program, tile by tile, twice."""
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     row = tl.program_id(0).to(tl.int64)
     dy_row, h_row = dy + row * dy_stride, h + row * h_stride
-    root = tl.reshape(tl.load(rstd + row + tl.arange(0, 1)), (1, 1, 1))
+    root = tl.reshape(tl.load(rstd + row + tl.arange(0, 1)), (1, 1))
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     index = tl.arange(0, TILES)[:, None]
     sums = tl.zeros((TILES, SEGMENTS), A)
@@ -426,9 +496,9 @@ def backward_wide(
         inside = None if N % TILE == 0 else at < N
         wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
         product = products(wdy, loaded(h_row + at, inside, A) * root, inside)
-        sums = tl.where(index == tile, sums_of_segments(product)[None, :], sums)
+        sums = tl.where(index == tile, sums_of_segments(product, SEGMENTS, VECTOR)[None, :], sums)
     total = halved(tl.reshape(sums, (1, TILES * SEGMENTS)))
-    c = tl.reshape(quotient(total, tl.full((1,), N, A), A), (1, 1, 1))
+    c = tl.reshape(quotient(total, tl.full((1,), N, A), A), (1, 1))
     for tile in range(tl.cdiv(N, TILE)):
         at = tile * TILE + column
         inside = None if N % TILE == 0 else at < N
@@ -464,7 +534,7 @@ def weight_blocks(
     TILE: tl.constexpr,
 ):
     """A block's share of the weight's gradient, TILE columns per program; AT_ONCE rows are on their way at a time."""
-    tiles = tl.cdiv(hidden_size, TILE)
+    tiles = tl.cdiv(hidden_size.to(tl.int32), TILE)
     begin = (tl.program_id(0) // tiles).to(tl.int64) * block
     column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
     inside = column < hidden_size
@@ -481,14 +551,32 @@ def weight_blocks(
 
 
 @triton.jit
+def add_up_to(partial, dweight, blocks, N: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+    """The sums of TILE columns over up to BLOCKS blocks, by halving."""
+    first = tl.program_id(0) * TILE
+    if first < N:
+        block = tl.arange(0, BLOCKS)[:, None]
+        column = first + tl.arange(0, TILE)
+        inside = (block < blocks) & (column < N)[None, :]
+        shares = tl.load(partial + block.to(tl.int64) * N + column[None, :], mask=inside, other=0)
+        total = tl.reshape(halved_first(shares, 1), (TILE,))
+        tl.store(dweight + column, narrowed(total, dweight.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
 def add_blocks(partial, dweight, blocks, N: tl.constexpr, A: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """The weight's gradient, TILE columns per program: the blocks' shares added up by halving."""
-    block = tl.arange(0, BLOCKS)[:, None, None]
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = (block < blocks) & (column < N)[None, None, :]
-    shares = tl.load(partial + block.to(tl.int64) * N + column[None, None, :], mask=inside, other=0)
-    total = tl.reshape(halved_first(shares), (TILE,))
-    tl.store(dweight + column, narrowed(total, dweight.dtype.element_ty), mask=column < N)
+    """The weight's gradient: the shares of up to BLOCKS blocks, added up by halving.
+
+    A program takes TILE columns; where there are fewer blocks it takes more, and the last programs nothing.
+    """
+    if blocks > BLOCKS // 4:
+        add_up_to(partial, dweight, blocks, N, BLOCKS, TILE)
+    elif blocks > BLOCKS // 16:
+        add_up_to(partial, dweight, blocks, N, BLOCKS // 4, TILE * 4)
+    elif blocks > BLOCKS // 64:
+        add_up_to(partial, dweight, blocks, N, BLOCKS // 16, TILE * 16)
+    else:
+        add_up_to(partial, dweight, blocks, N, BLOCKS // 64, TILE * 16)
 
 
 # For CPUs: one row per program in tiles of TILE elements, which compile in a tenth of a second and fit its registers.

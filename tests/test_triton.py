@@ -118,11 +118,35 @@ def test_float64_divides_and_takes_roots_exactly():
     assert "sqrt.rn.f64" in triton_host.compiled(forward(F64, F64, F64, 64, 32), NVIDIA[2]).asm["ptx"]
 
 
-def test_the_tree_takes_few_shuffles_and_next_to_no_shared_memory():
-    kernel = triton_host.compiled(forward(BF16, BF16, BF16, 4096, 32), GPUTarget("cuda", 90, 32))
-    assert kernel.asm["ptx"].count("shfl.sync") == 42
-    assert kernel.asm["ptx"].count("bar.sync") == 3
+@pytest.mark.parametrize(
+    ("size", "alignment", "shuffles", "barriers"),
+    [(128, 16, 44, 0), (4096, 16, 12, 1), (16384, 16, 12, 1), (4096, 8, 5, 1)],
+)
+def test_the_tree_takes_few_shuffles_and_one_barrier(size, alignment, shuffles, barriers):
+    """With vectors of 8 elements: 4 + 2 + 1 + 1 + 1 + 3 shuffles, per row of a short one's program."""
+    kernel = triton_host.compiled(forward(BF16, BF16, BF16, size, 32, alignment), GPUTarget("cuda", 90, 32))
+    assert kernel.asm["ptx"].count("shfl.sync") == shuffles
+    assert kernel.asm["ptx"].count("bar.sync") == barriers
+    assert kernel.metadata.shared <= 64
+
+
+def test_a_block_of_rows_loads_no_row_twice():
+    """The loads of the following row are conditional; two barriers per row, and none to store the block's share."""
+    kernel = triton_host.compiled(backward(BF16, BF16, 4096, 32)["both"], GPUTarget("cuda", 90, 32))
+    rows = kernel.asm["ptx"].split("$L__BB0_")  # a new block of code at each label
+    (loop,) = (part for part in rows if "bar.sync" in part)
+    assert loop.count("bar.sync") == kernel.asm["ptx"].count("bar.sync") == 2
+    d_total, following = (re.findall(rf"\n\t{condition}ld\.global", loop) for condition in ("", r"@%p\d+ "))
+    assert len(d_total) == 4
+    assert len(following) == 4 + 4 + 1
     assert kernel.metadata.shared == 16
+
+
+def test_few_blocks_are_added_in_few_steps():
+    """The sum over blocks has a piece of code for each of four numbers of them, and runs one."""
+    kernel = triton_host.compiled(backward(BF16, BF16, 4096, 32)["weight"], GPUTarget("cuda", 90, 32))
+    loads = [len(re.findall(r"ld\.global", part)) for part in re.split(r"\n\$L__BB0_\d+:", kernel.asm["ptx"])]
+    assert [count for count in loads if count] == [16, 16, 16, 4]
 
 
 def test_rows_that_begin_anywhere_are_loaded_element_by_element():
