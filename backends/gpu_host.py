@@ -5,6 +5,7 @@ A kind of call is everything but the number of rows, the strides, and numbers su
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import operator
 from collections.abc import Callable, Mapping
@@ -127,6 +128,15 @@ class Host:
     held: dict[tuple[Any, ...], dict[str, Launch]] = field(default_factory=dict)
     #: All kernels: several kinds of calls may share one.
     ways: dict[tuple[Any, ...], Launch] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Before Python takes modules apart that the destructors of Triton's kernels still need.
+        atexit.register(self.forget)
+
+    def forget(self) -> None:
+        """Lets go of all kernels; they are compiled, or found on disk, when they are needed again."""
+        self.held.clear()
+        self.ways.clear()
 
     def way(self, variant: Variant, device: int | None) -> Launch:
         """The variant, ready to be launched on the device, which must be the current one."""

@@ -1,4 +1,4 @@
-// What only a GPU can say: the one file with PTX. tests/cuda_emulation/machine.cuh says the same to a CPU.
+// What only a GPU can say: the one file with PTX.
 #pragma once
 
 constexpr int LANES = 32;

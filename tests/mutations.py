@@ -8,7 +8,6 @@ must then fail. Exit status 1 if a mutant survives. `--only TEXT` runs those who
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -746,6 +745,39 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "CUDA: multiplications are fused with additions",
+        "backends/cuda.py",
+        '"--fmad=false"',
+        '"--fmad=true"',
+        "cuda",
+    ),
+    Mutant(SAME, "CUDA: nobody waits for a block's threads", "csrc/machine.cuh", "__syncthreads();", "", "cuda"),
+    Mutant(
+        SAME,
+        "CUDA: half of a warp's lanes are said to exchange",
+        "csrc/machine.cuh",
+        "__shfl_xor_sync(~0u, value, distance)",
+        "__shfl_xor_sync(0xFFFFu, value, distance)",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: pairs of bfloat16 in the wrong order",
+        "csrc/machine.cuh",
+        'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));',
+        'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(low), "f"(high));',
+        "cuda",
+    ),
+    Mutant(
+        ROW,
+        "CUDA: what the kernel before wrote is not waited for",
+        "csrc/machine.cuh",
+        'asm volatile("griddepcontrol.wait;" ::: "memory");',
+        "",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
         "CUDA: neighbours added first",
         "csrc/row.cuh",
         "values[i] += values[i + COUNT / 2];",
@@ -1308,11 +1340,11 @@ def first_failure(folder, mutant):
     files = dict.fromkeys(map(str, [*first, *others]))
     command = (sys.executable, "-P", "-m", *tests, *files)
     if mutant.backend == "cuda":  # -s: what ends the process is not lost
-        command = (folder / "tests/emulation/cuda", "--sm", "90", "--", *command, "-s")
+        command = (folder / "tests/emulation/ptx", "cuda", "--sm", "90", "--", *command, "-s")
     done = subprocess.run(command, env=clean, capture_output=True, text=True)
     if done.returncode == 0:
         return None
-    found = [line for line in done.stderr.splitlines() if re.search(r"^emulation:|runtime error:|ERROR: Addr", line)]
+    found = [line for line in done.stderr.splitlines() if line.startswith("executed PTX:")]
     if found:
         return found[0]
     if done.returncode < 0 or done.returncode > 128:

@@ -1,4 +1,4 @@
-"""The quick way to CUDA's kernels launches what the long way has loaded; on the emulation, tests/emulation/cuda."""
+"""The fast path to CUDA's kernels launches what Python has loaded; under tests/emulation/ptx."""
 
 import ctypes
 import itertools
@@ -14,8 +14,8 @@ from fusednorm.backends import cuda, reference
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 
 pytestmark = pytest.mark.skipif(
-    "FUSEDNORM_EMULATED_SM" not in os.environ or not quick.OPEN,
-    reason="takes tests/emulation/cuda, and DLPack's exchange API, which torch has since 2.10",
+    "FUSEDNORM_EMULATED_SM" not in os.environ or os.environ["FUSEDNORM_BACKEND"] != "cuda" or not quick.OPEN,
+    reason="takes tests/emulation/ptx, and DLPack's exchange API, which torch has since 2.10",
 )
 
 

@@ -26,7 +26,7 @@ from fusednorm.backends import NAMES
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import DTYPES, bits, differing, dtype_name, reproducer
 
-#: The compute capability of the GPU that the CPU stands in for, in the repository's tests of the cuda backend.
+#: The compute capability of the GPU that the CPU stands in for, in the repository's tests of a GPU backend.
 EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))
 
 #: What the kit shows, in the words of the certificate. Tests carry one of them: @pytest.mark.promise("same bits").
@@ -64,7 +64,7 @@ def interpret_where_there_is_no_driver(names):
 
     Triton and fusednorm look for the interpreter when they are imported, and nothing has imported them yet.
     """
-    if names in (["triton"], ["triton_cpu"]) and "TRITON_INTERPRET" not in os.environ:
+    if names in (["triton"], ["triton_cpu"]) and "TRITON_INTERPRET" not in os.environ and not EMULATED:
         code = "from triton.runtime.driver import driver; print(driver.active.get_current_target().backend)"
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
         if not found or (found == "cpu") != (names == ["triton_cpu"]):
@@ -130,7 +130,7 @@ class Mode:
     @property
     def emulated(self):
         """Whether the CPU stands in for a GPU."""
-        return self.backend == "cuda" and EMULATED > 0
+        return self.backend in ("cuda", "triton") and EMULATED > 0
 
     @property
     def on_gpu(self):

@@ -1,0 +1,68 @@
+"""The machine that executes PTX (machine.cpp and its neighbours), compiled here, and kernels in it."""
+
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from ptx import text
+
+HERE = Path(__file__).parent
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
+PARTS = ["driver.cpp", "machine.cpp", "memory.cpp", "instructions.cpp"]
+
+
+def build(folder):
+    """Compiles the machine, and the fences that Python is to be started with."""
+    subprocess.run(["g++", *FLAGS, *(HERE / part for part in PARTS), "-o", folder / "machine.so"], check=True)
+    fences = [HERE / "fences.c", "-o", folder / "fences.so"]
+    subprocess.run(["gcc", "-O2", "-fPIC", "-shared", "-fno-builtin", *fences], check=True)
+
+
+@functools.cache
+def library():
+    """The machine; PTX_MACHINE names the folder where it is compiled."""
+    if "PTX_MACHINE" in os.environ:
+        found = ctypes.CDLL(str(Path(os.environ["PTX_MACHINE"]) / "machine.so"))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            build(Path(folder))
+            found = ctypes.CDLL(str(Path(folder) / "machine.so"))
+    for name in ("new_kernel", "exchange_api_of_gpu", "another_context"):
+        getattr(found, name).restype = ctypes.c_void_p
+    found.executed.restype = found.last_fault.restype = ctypes.c_char_p
+    return found
+
+
+def load(ptx, name):
+    """A kernel in the machine: its address, and what was read.
+
+    Raises:
+        text.RefusedError: the machine does not know an instruction, or a GPU's assembler might fuse it with another.
+    """
+    kernel = text.read(ptx, name)
+    machine = library()
+    waits = any(i[0] == "griddepcontrol.wait" for i in kernel.code)
+    address = ctypes.c_void_p(
+        machine.new_kernel(
+            name.encode(), kernel.registers, kernel.shared, kernel.parameters, kernel.threads, int(waits)
+        )
+    )
+    for register, preset, value in kernel.constants:
+        machine.add_constant(address, register, preset, ctypes.c_ulonglong(value))
+    for what, predicate, negated, operands in kernel.code:
+        given = (ctypes.c_longlong * len(operands))(*operands)
+        if machine.add_instruction(address, what.encode(), predicate, int(negated), len(operands), given):
+            raise text.RefusedError(f"{name}: the machine does not know {what} with {len(operands)} operands")
+    return address.value, kernel
+
+
+def executed(address):
+    """What was executed of a kernel since last asked: (instruction, by warps, by lanes, sectors or passes)."""
+    counts = (ctypes.c_ulonglong * 3)()
+    number = 0
+    while name := library().executed(ctypes.c_void_p(address), number, counts):
+        yield name.decode(), *counts
+        number += 1

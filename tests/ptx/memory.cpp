@@ -1,0 +1,296 @@
+// Accesses to global memory (the process's own), to shared memory and to parameters. Each is checked: its bounds (of global
+// memory by fences.c, if Python was started with it), its alignment, whether it races with another thread's.
+#include "machine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+
+extern "C" int in_a_fence(const void* address, size_t bytes) __attribute__((weak));  // fences.c
+
+namespace machine {
+
+namespace {
+
+// Races in global memory are looked for in launches of a few blocks: two blocks race where a hundred do, and what watches
+// a page takes 32 times its size, and most of the time.
+constexpr int PAGE = 4096, MOST_PAGES = 1024, MOST_BLOCKS = 16;
+
+// Bytes of the widest access.
+constexpr int MOST_BYTES = 64;
+
+struct Page {
+    Record records[PAGE / 2];
+};
+std::unordered_map<u64, std::unique_ptr<Page>> pages;
+u64 last_number = 0;
+Page* last = nullptr;
+
+[[noreturn]] void fail(const Warp& w, const Instruction& i, const std::string& what) {
+    throw Fault(w.block->cluster->kernel->name + ": " + what + " (" + i.name + ", block " +
+                std::to_string(w.block->number) + ", warp " + std::to_string(w.number) + ")");
+}
+
+// The record of two bytes of global memory; nullptr where they are not watched.
+Record* record_of(const Warp& w, u64 address) {
+    if (w.block->cluster->shape->grid > MOST_BLOCKS) return nullptr;
+    const u64 number = address / PAGE;
+    if (last == nullptr || number != last_number) {
+        std::unique_ptr<Page>& page = pages[number];
+        if (!page) {
+            if ((int)pages.size() > MOST_PAGES) {
+                pages.erase(number);
+                return nullptr;
+            }
+            page = std::make_unique<Page>();
+        }
+        last_number = number;
+        last = page.get();
+    }
+    return &last->records[address % PAGE / 2];
+}
+
+bool same_block(const Stamp& s, const Warp& w) {
+    return s.thread / w.block->cluster->shape->threads == w.block->number;
+}
+
+// Whether what a stamp says was before what this thread does now: by the program's order, or by a barrier between.
+bool before(const Stamp& s, const Warp& w, int thread, u32 serial) {
+    if (s.serial != serial || s.thread == thread) return true;
+    if (same_block(s, w) && s.block_barriers < w.block->barriers) return true;
+    if (s.thread / LANES == thread / LANES && s.warp_barriers < w.barriers) return true;
+    const Cluster& cluster = *w.block->cluster;
+    const int block = s.thread / cluster.shape->threads;
+    return block / cluster.shape->cluster == w.block->number / cluster.shape->cluster && s.arrivals < w.waits;
+}
+
+void note(Record& r, const Warp& w, const Instruction& i, int thread, u32 serial, bool writes, bool same_value) {
+    const Stamp here{serial, thread, w.block->barriers, w.barriers, w.arrivals};
+    if (r.read.serial != serial) r.read_by_blocks = false;
+    if (writes) {
+        if (!before(r.written, w, thread, serial) && !same_value)
+            fail(w, i, "two threads write to the same place with no barrier between");
+        if (r.read_by_blocks || !before(r.read, w, thread, serial) || !before(r.read_by_another, w, thread, serial))
+            fail(w, i, "a thread writes what another reads with no barrier between");
+        r.written = here;
+    } else {
+        if (!before(r.written, w, thread, serial))
+            fail(w, i, "a thread reads what another writes with no barrier between");
+        if (r.read.serial != serial || r.read.thread == thread) {
+            r.read = here;
+        } else {
+            if (!same_block(r.read, w) && w.block->cluster->shape->cluster == 1) r.read_by_blocks = true;
+            r.read_by_another = here;
+        }
+    }
+}
+
+struct Access {
+    char* at[LANES];
+    int bytes;
+};
+
+void check_global(Warp& w, const Instruction& i, u32 lanes, Access& a) {
+    if (!w.waited_for_kernels_before) fail(w, i, "global memory is accessed before griddepcontrol.wait");
+    each(lanes, [&](int l) {
+        const u64 address = (u64)a.at[l];
+        if (address % a.bytes) fail(w, i, "an address that is no multiple of " + std::to_string(a.bytes));
+        if (in_a_fence && in_a_fence(a.at[l], a.bytes)) fail(w, i, "an address outside of its tensor's memory");
+    });
+    if (!counting) return;
+    u64 sectors[LANES * 2];
+    int count = 0;
+    each(lanes, [&](int l) {
+        for (u64 s = (u64)a.at[l] / 32; s <= ((u64)a.at[l] + a.bytes - 1) / 32; s++) sectors[count++] = s;
+    });
+    std::sort(sectors, sectors + count);
+    i.units += std::unique(sectors, sectors + count) - sectors;
+}
+
+// Passes of a warp over the 32 banks of 4 bytes; accesses of 8 and 16 bytes go by halves and quarters of the warp.
+void count_passes(const Instruction& i, u32 lanes, const u32* offsets, int bytes) {
+    const int at_once = LANES * 4 / std::max(bytes, 4);
+    for (int first = 0; first < LANES; first += at_once) {
+        std::vector<u32> words[32];
+        size_t most = 0;
+        for (int l = first; l < first + at_once; l++) {
+            if (!(lanes >> l & 1)) continue;
+            for (u32 word = offsets[l] / 4; word <= (offsets[l] + bytes - 1) / 4; word++) {
+                std::vector<u32>& bank = words[word % 32];
+                if (std::find(bank.begin(), bank.end(), word) == bank.end()) bank.push_back(word);
+                most = std::max(most, bank.size());
+            }
+        }
+        i.units += most;
+    }
+}
+
+// Addresses of shared memory are offsets; those of another block of the cluster have its rank, plus one, above.
+constexpr int RANK = 24;
+
+Block& block_of(Warp& w, const Instruction& i, u64 address, bool of_cluster) {
+    Block* block = w.block;
+    if (const u64 rank = (address & 0xFFFFFFFF) >> RANK) {
+        if (!of_cluster) fail(w, i, "an address of the cluster's shared memory, taken for one of the block's");
+        block = &block->cluster->blocks[rank - 1];
+        if (!block->warps_alive) fail(w, i, "shared memory of a block that has ended");
+    }
+    return *block;
+}
+
+// Reads or writes `bytes` bytes of shared memory, two at a time.
+void access_shared(Warp& w, const Instruction& i, int lane, u64 address, int bytes, char* values, bool writes,
+                   bool of_cluster) {
+    Block& block = block_of(w, i, address, of_cluster);
+    const u32 offset = address & ((1 << RANK) - 1);
+    if (offset % bytes) fail(w, i, "an address that is no multiple of " + std::to_string(bytes));
+    if (offset + bytes > block.memory.size()) fail(w, i, "an address outside of shared memory");
+    const u32 serial = w.block->cluster->serial;
+    for (int b = 0; b < bytes; b += 2) {
+        Record& r = block.records[(offset + b) / 2];
+        char* memory = &block.memory[offset + b];
+        if (!writes && r.written.serial != serial) fail(w, i, "shared memory is read that nobody wrote");
+        note(r, w, i, w.thread(lane), serial, writes, writes && memcmp(memory, values + b, 2) == 0);
+        if (writes) memcpy(memory, values + b, 2);
+        else memcpy(values + b, memory, 2);
+    }
+}
+
+template <int BYTES, bool SIGNED> u64 widened(const char* from) {
+    u64 value = 0;
+    memcpy(&value, from, BYTES);
+    return SIGNED ? (u64)((i64)(value << (64 - 8 * BYTES)) >> (64 - 8 * BYTES)) : value;
+}
+
+// Operands: the address's register, an offset, and a register for each element.
+template <int BYTES, bool SIGNED> void load_global(Warp& w, const Instruction& i, u32 lanes) {
+    Access a;
+    a.bytes = BYTES * (i.count - 2);
+    each(lanes, [&](int l) { a.at[l] = (char*)(w[i.operands[0]][l] + i.operands[1]); });
+    check_global(w, i, lanes, a);
+    each(lanes, [&](int l) {
+        for (int b = 0; b < a.bytes; b += 2)
+            if (Record* r = record_of(w, (u64)a.at[l] + b)) note(*r, w, i, w.thread(l), launch_serial, false, false);
+        for (int k = 2; k < i.count; k++) w[i.operands[k]][l] = widened<BYTES, SIGNED>(a.at[l] + BYTES * (k - 2));
+    });
+}
+
+template <int BYTES> void store_global(Warp& w, const Instruction& i, u32 lanes) {
+    Access a;
+    a.bytes = BYTES * (i.count - 2);
+    each(lanes, [&](int l) { a.at[l] = (char*)(w[i.operands[0]][l] + i.operands[1]); });
+    check_global(w, i, lanes, a);
+    each(lanes, [&](int l) {
+        char values[MOST_BYTES];
+        for (int k = 2; k < i.count; k++) memcpy(values + BYTES * (k - 2), &w[i.operands[k]][l], BYTES);
+        for (int b = 0; b < a.bytes; b += 2)
+            if (Record* r = record_of(w, (u64)a.at[l] + b))
+                note(*r, w, i, w.thread(l), launch_serial, true, memcmp(a.at[l] + b, values + b, 2) == 0);
+        memcpy(a.at[l], values, a.bytes);
+    });
+}
+
+void count_shared(Warp& w, const Instruction& i, u32 lanes, int bytes) {
+    if (!counting) return;
+    u32 offsets[LANES];
+    each(lanes, [&](int l) { offsets[l] = (w[i.operands[0]][l] + i.operands[1]) & ((1 << RANK) - 1); });
+    count_passes(i, lanes, offsets, bytes);
+}
+
+template <int BYTES, bool SIGNED> void load_shared(Warp& w, const Instruction& i, u32 lanes) {
+    const int bytes = BYTES * (i.count - 2);
+    count_shared(w, i, lanes, bytes);
+    each(lanes, [&](int l) {
+        char values[MOST_BYTES];
+        access_shared(w, i, l, w[i.operands[0]][l] + i.operands[1], bytes, values, false, false);
+        for (int k = 2; k < i.count; k++) w[i.operands[k]][l] = widened<BYTES, SIGNED>(values + BYTES * (k - 2));
+    });
+}
+
+template <int BYTES, bool OF_CLUSTER> void store_shared(Warp& w, const Instruction& i, u32 lanes) {
+    const int bytes = BYTES * (i.count - 2);
+    count_shared(w, i, lanes, bytes);
+    each(lanes, [&](int l) {
+        char values[MOST_BYTES];
+        for (int k = 2; k < i.count; k++) memcpy(values + BYTES * (k - 2), &w[i.operands[k]][l], BYTES);
+        access_shared(w, i, l, w[i.operands[0]][l] + i.operands[1], bytes, values, true, OF_CLUSTER);
+    });
+}
+
+template <int BYTES, bool SIGNED> void load_parameter(Warp& w, const Instruction& i, u32 lanes) {
+    const Cluster& cluster = *w.block->cluster;
+    each(lanes, [&](int l) {
+        const u64 offset = w[i.operands[0]][l] + i.operands[1];
+        for (int k = 2; k < i.count; k++) {
+            const u64 at = offset + BYTES * (k - 2);
+            if (at + BYTES > (u64)cluster.kernel->parameters) fail(w, i, "a parameter that there is not");
+            w[i.operands[k]][l] = widened<BYTES, SIGNED>(cluster.parameters + at);
+        }
+    });
+}
+
+// Matrices of 8 x 8 elements of two bytes: lane 8 * k + r has the address of row r of matrix k, and lane l gets or gives
+// elements 2 * (l % 4) and the next of row l / 4. Operands as of loads.
+template <bool WRITES> void access_matrices(Warp& w, const Instruction& i, u32 lanes) {
+    if (lanes != ~0u) fail(w, i, "a matrix of a part of a warp");
+    u64 rows[LANES];  // a register of an address may also be one of a result
+    for (int l = 0; l < LANES; l++) rows[l] = w[i.operands[0]][l] + i.operands[1];
+    for (int k = 2; k < i.count; k++) {
+        for (int l = 0; l < LANES; l++) {
+            const u64 row = rows[8 * (k - 2) + l / 4];
+            if (row % 16) fail(w, i, "a row of a matrix at an address that is no multiple of 16");
+            u64& value = w[i.operands[k]][l];
+            char bytes[4];
+            memcpy(bytes, &value, 4);
+            access_shared(w, i, l, row + 4 * (l % 4), 4, bytes, WRITES, false);
+            if (!WRITES) value = widened<4, false>(bytes);
+        }
+    }
+    if (!counting) return;
+    i.units += i.count - 2;  // a pass for each matrix, whose rows are apart
+}
+
+template <int BYTES, bool SIGNED>
+void add_types(std::map<std::string, std::pair<Handler, Kind>>& to, const std::string& vector, const char* type) {
+    auto set = [&](const std::string& name, Handler handler) { to[name + vector + "." + type] = {handler, PLAIN}; };
+    set("ld.global", load_global<BYTES, SIGNED>);
+    set("st.global", store_global<BYTES>);
+    set("ld.shared", load_shared<BYTES, SIGNED>);
+    set("st.shared", store_shared<BYTES, false>);
+    set("st.shared::cluster", store_shared<BYTES, true>);
+    set("ld.param", load_parameter<BYTES, SIGNED>);
+}
+
+}  // namespace
+
+void forget_pages() {
+    if ((int)pages.size() < MOST_PAGES) return;
+    pages.clear();
+    last = nullptr;
+}
+
+void add_memory(std::map<std::string, std::pair<Handler, Kind>>& to) {
+    for (const char* vector : {"", ".v2", ".v4", ".v8"}) {
+        for (const char* type : {"b16", "u16"}) add_types<2, false>(to, vector, type);
+        for (const char* type : {"b32", "u32", "f32"}) add_types<4, false>(to, vector, type);
+        for (const char* type : {"b64", "u64", "f64", "s64"}) add_types<8, false>(to, vector, type);
+        add_types<2, true>(to, vector, "s16");
+        add_types<4, true>(to, vector, "s32");
+    }
+    for (const char* count : {"x1", "x2", "x4"}) {
+        to[std::string("ldmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<false>, PLAIN};
+        to[std::string("stmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<true>, PLAIN};
+    }
+    to["mapa.shared::cluster.u32"] = {[](Warp& w, const Instruction& i, u32 lanes) {
+                                          u64 *d = w[i.operands[0]], *a = w[i.operands[1]], *rank = w[i.operands[2]];
+                                          each(lanes, [&](int l) {
+                                              if ((u32)rank[l] >= w.block->cluster->blocks.size())
+                                                  fail(w, i, "there is no such block in the cluster");
+                                              d[l] = (a[l] & ((1 << RANK) - 1)) | ((rank[l] + 1) << RANK);
+                                          });
+                                      },
+                                      PLAIN};
+}
+
+}  // namespace machine
