@@ -123,6 +123,12 @@ const char* executed(const Kernel* kernel, int instruction, unsigned long long* 
     return i.name.c_str();
 }
 
+// The shape of a kernel's last launch: blocks, threads of a block, bytes of shared memory that it has.
+void last_launch(const Kernel* kernel, int* shape) {
+    shape[0] = kernel->last.grid, shape[1] = kernel->last.threads;
+    shape[2] = kernel->shared + kernel->last.shared;
+}
+
 void count_sectors(int yes) { machine::counting = yes; }
 
 // What the last launch that failed did wrong.
@@ -145,6 +151,7 @@ int launch_kernel_ex(const Config* config, Kernel* kernel, void** arguments, voi
     }
     if (config->grid[0] == 0 || config->grid[1] != 1 || config->grid[2] != 1) return INVALID_VALUE;
     if (config->block[1] != 1 || config->block[2] != 1) return INVALID_VALUE;
+    kernel->last = shape;
     try {
         machine::launch(*kernel, shape, arguments[0]);
         return SUCCESS;

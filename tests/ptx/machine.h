@@ -46,6 +46,12 @@ struct Instruction {
 // What a register holds when a thread begins.
 enum Preset { CONSTANT, THREAD, THREADS, BLOCK, BLOCKS, LANE, WARP, RANK_IN_CLUSTER, BLOCKS_OF_CLUSTER };
 
+struct Shape {
+    int grid, threads, cluster, shared;
+    bool early;      // may begin before the kernel before has ended
+    bool backwards;  // warps and blocks in the opposite order
+};
+
 struct Kernel {
     std::string name;
     int registers, shared, parameters, most_threads;
@@ -58,12 +64,7 @@ struct Kernel {
     };
     std::vector<Constant> constants;
     int shared_of_launch_allowed = 0;
-};
-
-struct Shape {
-    int grid, threads, cluster, shared;
-    bool early;      // may begin before the kernel before has ended
-    bool backwards;  // warps and blocks in the opposite order
+    Shape last{};
 };
 
 // Where an access to memory stands: by whom, and how many barriers that thread had passed.

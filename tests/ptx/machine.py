@@ -66,3 +66,10 @@ def executed(address):
     while name := library().executed(ctypes.c_void_p(address), number, counts):
         yield name.decode(), *counts
         number += 1
+
+
+def last_launch(address):
+    """Blocks and threads of a block of a kernel's last launch, and the bytes of shared memory that a block had."""
+    shape = (ctypes.c_int * 3)()
+    library().last_launch(ctypes.c_void_p(address), shape)
+    return tuple(shape)
