@@ -50,9 +50,12 @@ __device__ void store_gradients(const A (&wdy)[VECTOR], const A (&xhat)[VECTOR],
                                 bool inside, Dx* dx, DResidual* dresidual) {
     A d[VECTOR];
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++) {
-        d[v] = (wdy[v] - xhat[v] * c) * rstd;
-        if constexpr (PRESENT<T>) d[v] += wide(d_total[v]);
+    for (int v = 0; v < VECTOR; v++) d[v] = (wdy[v] - xhat[v] * c) * rstd;
+    if constexpr (PRESENT<T>) {
+        A more[VECTOR];
+        widen(more, d_total);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) d[v] += more[v];
     }
     store_if(inside, dx, d);
     store_if(inside, dresidual, d);

@@ -24,9 +24,11 @@ template <class R>
 __device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, R* residual_out) {
     widen(h, x);
     if constexpr (PRESENT<R>) {
+        A more[VECTOR];
         R total[VECTOR];
+        widen(more, residual);
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) h[v] += wide(residual[v]);
+        for (int v = 0; v < VECTOR; v++) h[v] += more[v];
         narrow(total, h);
         if (stored) store(residual_out, total);
         if (ROUND_SUM) widen(h, total);

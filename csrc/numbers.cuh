@@ -34,7 +34,29 @@ __device__ inline float rounded_to_odd(double value) {
     return float_of_bits(bits | 1);
 }
 
-// COUNT values, rounded to nearest even: the 16-bit types are rounded in pairs.
+// COUNT values as A. The 16-bit types are taken in pairs, from the words that were loaded: apart they would cost the GPU
+// an instruction each.
+template <class T, int COUNT> __device__ void widen(A (&to)[COUNT], const T (&from)[COUNT]) {
+    if constexpr (sizeof(T) > 2 || COUNT == 1) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) to[i] = wide(from[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            unsigned word;
+            memcpy(&word, from + i, sizeof word);
+            if constexpr (T::HALF) {
+                to[i] = (A)float_of_half((unsigned short)word);
+                to[i + 1] = (A)float_of_half((unsigned short)(word >> 16));
+            } else {
+                to[i] = (A)float_of_bits(word << 16);
+                to[i + 1] = (A)float_of_bits(word & 0xFFFF0000);
+            }
+        }
+    }
+}
+
+// COUNT values, rounded to nearest even: the 16-bit types are rounded and left in pairs.
 template <class T, int COUNT> __device__ void narrow(T (&to)[COUNT], const A (&from)[COUNT]) {
     if constexpr (sizeof(T) > 2) {
 #pragma unroll
@@ -46,8 +68,7 @@ template <class T, int COUNT> __device__ void narrow(T (&to)[COUNT], const A (&f
             unsigned word;
             if constexpr (T::HALF) word = halves_of_floats(low, high);
             else word = bfloat16s_of_floats(low, high);
-            to[i].bits = (unsigned short)word;
-            if (COUNT > 1) to[COUNT > 1 ? i + 1 : i].bits = (unsigned short)(word >> 16);
+            memcpy(to + i, &word, COUNT > 1 ? sizeof word : sizeof *to);
         }
     }
 }

@@ -69,12 +69,8 @@ template <class T> __device__ void store(T* to, const T (&from)[VECTOR]) {
 // The vector there, or zeros.
 template <class T> __device__ void load_if(bool inside, T (&to)[VECTOR], const T* from) {
     if constexpr (PRESENT<T>) {
-        if (inside) {
-            load(to, from);
-        } else {
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) to[v] = T{};
-        }
+        if (inside) load(to, from);
+        else memset(to, 0, sizeof to);
     }
 }
 
@@ -87,15 +83,13 @@ template <class T> __device__ void store_if(bool inside, T* to, const A (&from)[
     }
 }
 
-template <class T> __device__ void widen(A (&to)[VECTOR], const T (&from)[VECTOR]) {
-#pragma unroll
-    for (int v = 0; v < VECTOR; v++) to[v] = wide(from[v]);
-}
-
 // The weight plus its offset.
 template <class T> __device__ void gain(A (&to)[VECTOR], const T (&weight)[VECTOR], A weight_offset) {
+    widen(to, weight);
+    if (OFFSET) {
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++) to[v] = OFFSET ? wide(weight[v]) + weight_offset : wide(weight[v]);
+        for (int v = 0; v < VECTOR; v++) to[v] += weight_offset;
+    }
 }
 
 // values[i] += values[i + COUNT / 2], and so on until one is left.
