@@ -18,7 +18,7 @@ import stat
 import struct
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ import torch
 
 from fusednorm import quick as quick_way
 from fusednorm.backends import reference
-from fusednorm.backends.gpu_host import UNTRIED, Host, address, ceiling, lacking
+from fusednorm.backends.gpu_host import IN_LANE, UNTRIED, Host, address, ceiling, lacking
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
@@ -360,8 +360,9 @@ def backward_variants(
     variants = {}
     gradients = bool(dx or dresidual)
     if dweight and gradients and accumulator != torch.float64 and hidden_size <= _MOST_AT_ONCE * reference.SEGMENT:
-        warps = layout.warps if layout.blocks_row else 8
-        variants["both"] = variant("backward_blocks", rows, warps, 1, AHEAD=int(small))
+        if not layout.blocks_row:
+            layout = replace(layout, warps=2 * _WARPS)
+        variants["both"] = variant("backward_blocks", rows, layout.warps, layout.rows, AHEAD=int(small))
     else:
         if gradients:
             kernel = "backward_wide" if layout.wide else "backward_rows"
@@ -378,12 +379,13 @@ def backward_variants(
                 "weight_blocks", shares, _WARPS, columns, CLUSTER=1, ROW=1024, FULL=0, OFFSET=0
             )
     if dweight:
-        variants["weight"] = variant(
+        warps = reference.ROW_BLOCKS // IN_LANE
+        variants["sums"] = variant(
             "weight_sum",
             {"ACCUMULATOR", "DWEIGHT_TYPE"},
-            32,
-            32,
-            MOST_BLOCKS=reference.ROW_BLOCKS,
+            warps,
+            warps * 32,
+            IN_LANE=IN_LANE,
             VECTOR=1,
             ALIGNED=4,
             ROW=1024,
@@ -715,7 +717,7 @@ _SHARES = {
     "rows": quick_way.OF_ROWS,
     "both": quick_way.OF_BLOCKS,
     "shares": quick_way.OF_COLUMNS_OF_BLOCKS,
-    "weight": quick_way.OF_COLUMNS,
+    "sums": quick_way.OF_SUMS,
 }
 
 

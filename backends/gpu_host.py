@@ -22,6 +22,9 @@ from fusednorm.layout import new_gradients, rows_of
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32
 
+#: Blocks of rows that a thread adds up, of a kernel that takes the more columns the fewer blocks there are.
+IN_LANE = 8
+
 #: What plans of kernels for GPUs say until our tests have run on one.
 UNTRIED = "our tests have not run on a GPU yet"
 
@@ -36,7 +39,7 @@ class Variant(Protocol):
 class Launch(Protocol):
     """A variant, compiled and loaded on the current device."""
 
-    #: Rows, or columns, that a program takes.
+    #: Rows, or columns, that a program takes; see :func:`programs`.
     per_program: int
 
     def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
@@ -100,6 +103,22 @@ def lacking(package: object, used: Mapping[str, tuple[str, ...]]) -> str:
     return ", ".join(name + (f"({', '.join(given)})" if given else "") for name, given in missing.items())
 
 
+def programs(name: str, per_program: int, rows: int, hidden_size: int, block: int, blocks: int) -> int:
+    """How many programs of a kernel a backward pass launches; ``name``: what the kernel does.
+
+    A program of ``rows`` takes that many rows; of ``weight`` that many columns of all blocks of rows, of ``shares`` of
+    one block; of ``both`` the blocks that so many rows hold whole, and at least one; of ``sums`` that many columns of
+    up to IN_LANE blocks, half as many of up to twice as many blocks, and so on.
+    """
+    if name == "rows":
+        return -(-rows // per_program)
+    if name == "both":
+        return -(-blocks // max(per_program // block, 1))
+    if name == "sums":
+        per_program //= ceiling(-(-blocks // IN_LANE))
+    return -(-hidden_size // per_program) * (blocks if name == "shares" else 1)
+
+
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a device the current one for a block: kernels are loaded and launched there."""
     if device.type == "cpu":
@@ -114,7 +133,8 @@ class Host:
 
     #: From the arguments of a kind of call to its kernel.
     forward_variant: Callable[..., Variant]
-    #: From the arguments of a kind of backward pass to its kernels: ``both``, or ``rows`` and ``shares``; ``weight``.
+    #: From the arguments of a kind of backward pass to its kernels: ``both``, or ``rows`` and ``shares``; ``weight`` or
+    #: ``sums``.
     backward_variants: Callable[..., Mapping[str, Variant]]
     #: Compiles and loads a variant.
     ready: Callable[[Any], Launch]
@@ -284,6 +304,6 @@ class Host:
         with _current(device):
             launches = self.held.get(key) or self._hold(key, self.backward_variants(*kind))
             for name, launch in launches.items():
-                shares = -(-(rows if name == "rows" else hidden_size) // launch.per_program)
-                launch({"both": blocks, "shares": blocks * shares}.get(name, shares), device.index, values)
+                count = programs(name, launch.per_program, rows, hidden_size, block, blocks)
+                launch(count, device.index, values)
         return gradients

@@ -45,14 +45,14 @@ typedef struct {
 /* Options, above the flags of fusednorm_cpu.h: the weight's offset, sums in double, rstd is wanted. */
 enum { OFFSET = 4, WIDE = 8, ROOTS = 16, BACKWARD = 32 };
 
-/* A kernel, and what a program of it takes: so many rows, or columns of all rows, or columns of each block of rows. */
+/* A kernel, and what a program of it takes: `per_program` rows, or columns, as backends/gpu_host.py says. */
 typedef struct {
     void *function;
     unsigned threads, per_program, shared, cluster, early;
-    enum { OF_ROWS, OF_COLUMNS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS } share;
+    enum { OF_ROWS, OF_SUMS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS } share;
 } kernel;
 
-enum { KERNELS = 3, FEWEST = 1024 };
+enum { KERNELS = 3, FEWEST = 1024, IN_LANE = 8 };
 
 typedef struct {
     key key;
@@ -167,11 +167,28 @@ static int alignment_of(const operand *o, int count, unsigned strides, int32_t *
     return 1;
 }
 
+/* The programs of a kernel for a call; the last two numbers are of a backward pass. */
+static int64_t programs(const kernel *k, int64_t rows, int64_t hidden, int64_t block, int64_t blocks) {
+    int64_t per_program = k->per_program, count = hidden, times = 1;
+    switch (k->share) {
+    case OF_ROWS: count = rows; break;
+    case OF_SUMS:
+        for (int64_t more = IN_LANE; more < blocks; more *= 2) per_program /= 2;
+        break;
+    case OF_COLUMNS_OF_BLOCKS: times = blocks; break;
+    case OF_BLOCKS:
+        count = blocks;
+        per_program = per_program > block ? per_program / block : 1;
+        break;
+    }
+    return (count + per_program - 1) / per_program * times;
+}
+
 /*
  * Launches the kernels that are held for a call, one after the other, with the same arguments: in the current context
  * if that is one of the tensors' GPU, to which torch's current stream then belongs, else in the GPU's primary context.
  */
-static int launch(const key *wanted, int64_t rows, int64_t blocks, void *arguments) {
+static int launch(const key *wanted, int64_t rows, int64_t block, int64_t blocks, void *arguments) {
     config hows[KERNELS];
     attribute attributes[KERNELS][2];
     void *stream, *popped;
@@ -184,10 +201,7 @@ static int launch(const key *wanted, int64_t rows, int64_t blocks, void *argumen
     memset(attributes, 0, sizeof attributes);
     for (int i = 0; i < found.count; i++) {
         const kernel *k = &found.kernels[i];
-        int64_t shares = ((k->share == OF_ROWS ? rows : wanted->hidden) + k->per_program - 1) / k->per_program;
-        int64_t grid = k->cluster * (k->share == OF_BLOCKS              ? blocks
-                                     : k->share == OF_COLUMNS_OF_BLOCKS ? blocks * shares
-                                                                        : shares);
+        const int64_t grid = k->cluster * programs(k, rows, wanted->hidden, block, blocks);
         if (grid > INT32_MAX) return 1;
         hows[i] = (config){.grid = {(unsigned)grid, 1, 1}, .block = {k->threads, 1, 1}, .attributes = attributes[i],
                            .shared_bytes = k->shared, .stream = stream};
@@ -257,7 +271,7 @@ int fn_launch(const call *c) {
     given.strides[2] = o[OUT].stride, given.strides[3] = o[RESIDUAL_OUT].stride;
     given.rows = c->rows;
     given.last = last_of(o[X].kind == FN_F64, c->hidden, c->eps, c->weight_offset);
-    return launch(&wanted, c->rows, 0, &given);
+    return launch(&wanted, c->rows, 0, 0, &given);
 }
 
 int fn_launch_backward(const gradient_call *c) {
@@ -279,5 +293,5 @@ int fn_launch_backward(const gradient_call *c) {
     given.strides[0] = o[DY].stride, given.strides[1] = o[D_TOTAL].stride, given.strides[2] = o[H].stride;
     given.rows = c->rows, given.block = c->block, given.blocks = c->blocks;
     given.last = last_of(o[ROOT].kind == FN_F64, c->hidden, c->weight_offset, 0);
-    return launch(&wanted, c->rows, c->blocks, &given);
+    return launch(&wanted, c->rows, c->block, c->blocks, &given);
 }

@@ -25,7 +25,24 @@ struct Arguments {
     A weight_offset;
 };
 
-// dy times the weight, h times rstd, and the products whose sum is wanted: +0 outside, where rstd may be infinite.
+// The reciprocal root mean squares of the lane's rows.
+__device__ inline void load_rstd(A (&to)[ROWS_IN_LANE], const A* from, const Rows& rows) {
+#pragma unroll
+    for (int r = 0; r < ROWS_IN_LANE; r++) {
+        const int row = row_of(r * VECTORS_IN_ROW);
+        to[r] = BLOCKS_ROW || row < rows.count ? from[rows.first + row] : (A)0;
+    }
+}
+
+// h times rstd.
+template <class T> __device__ void normalised(A (&xhat)[VECTOR], const T (&h)[VECTOR], A rstd) {
+    widen(xhat, h);
+#pragma unroll
+    for (int v = 0; v < VECTOR; v++) xhat[v] *= rstd;
+}
+
+// dy times the weight, h times rstd, and the products whose sum is wanted: +0 beyond the row's end, where rstd may be
+// infinite. Of a row that is not there they may be anything, which nobody reads.
 template <class W>
 __device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECTOR], const Dy (&dy)[VECTOR],
                          const H (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A weight_offset, bool inside) {
@@ -36,11 +53,44 @@ __device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECT
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) wdy[v] *= g[v];
     }
-    widen(xhat, h);
+    normalised(xhat, h, rstd);
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++) {
-        xhat[v] *= rstd;
-        products[v] = inside ? wdy[v] * xhat[v] : (A)0;
+    for (int v = 0; v < VECTOR; v++) products[v] = inside ? wdy[v] * xhat[v] : (A)0;
+}
+
+// What a row adds to the weight's gradient.
+template <class T> __device__ void shares_of(A (&shares)[VECTOR], const T (&dy)[VECTOR], const A (&xhat)[VECTOR]) {
+    widen(shares, dy);
+#pragma unroll
+    for (int v = 0; v < VECTOR; v++) shares[v] *= xhat[v];
+}
+
+// As store_if, for all lanes of a warp together. Memory is written in sectors of 32 bytes: where a vector takes several
+// accesses of 16, two lanes side by side exchange every other part of theirs, so that each access has whole sectors.
+// Only for results that share no memory with an operand, because a lane writes where its neighbour would.
+template <class T> __device__ void store_together(bool inside, T* to, const A (&from)[VECTOR]) {
+    constexpr int PARTS = PRESENT<T> ? VECTOR * (int)sizeof(T) / AT_ONCE<T> : 0;
+    if constexpr (PARTS > 1 && AT_ONCE<T> == 16) {
+        T rounded[VECTOR];
+        Words<16> parts[PARTS];
+        narrow(rounded, from);
+        memcpy(parts, rounded, sizeof parts);
+        const bool second = lane() & 1, others = FULL ? inside : exchanged((int)inside, 1);
+        auto* const at = reinterpret_cast<Words<16>*>(to) + (second ? 1 - PARTS : 0);
+#pragma unroll
+        for (int i = 0; i < PARTS; i += 2) {
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                unsigned &low = parts[i].word[w], &high = parts[i + 1].word[w];
+                const unsigned got = exchanged(second ? low : high, 1);
+                (second ? low : high) = got;
+            }
+            // Side by side now are two parts of the first lane's vector, then two of the second's.
+            if (second ? others : inside) at[i] = parts[i];
+            if (second ? inside : others) at[PARTS + i] = parts[i + 1];
+        }
+    } else {
+        store_if(inside, to, from);
     }
 }
 
@@ -57,6 +107,6 @@ __device__ void store_gradients(const A (&wdy)[VECTOR], const A (&xhat)[VECTOR],
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) d[v] += more[v];
     }
-    store_if(inside, dx, d);
-    store_if(inside, dresidual, d);
+    store_together(inside, dx, d);
+    store_together(inside, dresidual, d);
 }

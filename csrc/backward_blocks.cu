@@ -1,117 +1,135 @@
-// The gradients of a block of rows, and what the block adds to the weight's gradient: its rows' products, in row order.
+// The gradients of blocks of rows, and what each block adds to the weight's gradient: its rows' products, in row order.
 #include "backward.cuh"
 
-// Rows that a block of threads works on at a time.
+// Rows that a block of threads works on at a time. It takes the blocks of rows that these hold whole, and at least one.
 constexpr int TOGETHER = BLOCKS_ROW ? 1 : WARPS * ROWS_PER_WARP;
 
-struct Loaded {
-    Dy dy[VECTORS][VECTOR];
-    H h[VECTORS][VECTOR];
-    DTotal d_total[VECTORS][VECTOR];
-    A rstd[ROWS_IN_LANE];
-};
+// Where rows share a block of threads, a thread adds up the products of so many columns side by side.
+constexpr int SIDE_BY_SIDE = 4;
 
-// What this thread needs of the rows from `first` to `end`.
-__device__ inline void load_rows(Loaded& to, const Arguments& a, long long first, long long end) {
+// Where the product of a column lies in shared memory: in fours, which are shuffled so that neither lanes that write
+// theirs nor lanes that read a row's meet in a bank.
+__device__ inline int place_of(int column) {
+    const int four = column / SIDE_BY_SIDE;
+    return (four ^ (four / 8 % larger(VECTOR / SIDE_BY_SIDE, 1))) * SIDE_BY_SIDE + column % SIDE_BY_SIDE;
+}
+
+template <class SHARES> __device__ void keep_shares(SHARES& shares, int row, int column, const A (&from)[VECTOR]) {
+    constexpr int COUNT = smaller(VECTOR, SIDE_BY_SIDE);
 #pragma unroll
-    for (int k = 0; k < VECTORS; k++) {
-        const long long row = first + row_of(k);
-        const int column = (BLOCKS_ROW ? warp() * SEGMENT : 0) + column_of(k);
-        const bool inside = (FULL || column < a.hidden_size) && row < end;
-        load_if(inside, to.dy[k], a.dy + row * a.dy_stride + column);
-        load_if(inside, to.h[k], a.h + row * a.h_stride + column);
-        load_if(inside, to.d_total[k], a.d_total + row * a.d_total_stride + column);
+    for (int v = 0; v < VECTOR; v += COUNT) {
+        const int place = row * ROW + place_of(column + v);
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) shares[place + c] = from[v + c];
     }
+}
+
+// Adds the products of `rows` rows, the `first` or the `last` of all, to the sums of columns, and stores those that are
+// complete. Where there are several blocks of rows, each begins and ends here.
+template <class SHARES>
+__device__ void add_columns(A (&sums)[SIDE_BY_SIDE], SHARES& shares, int rows, int several, int block, bool first,
+                            bool last, A* partial, int hidden_size) {
+    constexpr int OF_ROW = ROW / SIDE_BY_SIDE;
+    static_assert(BLOCKS_ROW || OF_ROW <= THREADS, "else a thread would have several sums of one block of rows");
+    for (int i = threadIdx.x; i < several * OF_ROW; i += THREADS) {
+        const int column = i % OF_ROW * SIDE_BY_SIDE, begin = i / OF_ROW * block, end = smaller(begin + block, rows);
+        if (first) memset(sums, 0, sizeof sums);
+        for (int row = begin; row < end; row++) {
+            const int place = row * ROW + place_of(column);
 #pragma unroll
-    for (int r = 0; r < ROWS_IN_LANE; r++) {
-        const long long row = first + row_of(r * VECTORS_IN_ROW);
-        to.rstd[r] = row < end ? a.rstd[row] : (A)0;
+            for (int c = 0; c < SIDE_BY_SIDE; c++) sums[c] += (A)shares[place + c];
+        }
+        if (!last || begin >= end) continue;
+        A* const to = partial + (long long)(i / OF_ROW) * hidden_size + column;
+        if constexpr (VECTOR % SIDE_BY_SIDE == 0) {
+            if (FULL || column < hidden_size) store(to, sums);
+        } else {
+#pragma unroll
+            for (int c = 0; c < SIDE_BY_SIDE; c++) {
+                if (column + c < hidden_size) to[c] = sums[c];
+            }
+        }
     }
 }
 
 extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
-    const int segment = BLOCKS_ROW ? warp() : 0;
-    const long long begin = blockIdx.x * a.block, end = begin + a.block < a.rows ? begin + a.block : a.rows;
     const int mine = BLOCKS_ROW ? 0 : warp() * ROWS_PER_WARP;  // the first of this warp's among the rows together
+    const int several = a.block < TOGETHER ? TOGETHER / (int)a.block : 1;
+    const long long all = several * a.block, begin = blockIdx.x * all;
+    const long long end = begin + all < a.rows ? begin + all : a.rows;
+    A* const partial = a.partial + (long long)blockIdx.x * several * a.hidden_size;
     wait_for_kernels_before();
 
+    Dy dy[VECTORS][VECTOR];
+    H h[VECTORS][VECTOR];
+    DTotal d_total[VECTORS][VECTOR];
+    A rstd_of_next[ROWS_IN_LANE];
     Weight weight[VECTORS_IN_ROW][VECTOR];
-#pragma unroll
-    for (int k = 0; k < VECTORS_IN_ROW; k++) {
-        const int column = segment * SEGMENT + column_of(k);
-        load_if(FULL || column < a.hidden_size, weight[k], a.weight + column);
-    }
-    // The sums of columns: of its own elements' where a row is in a thread's registers, else of every THREADS-th.
-    constexpr int COLUMNS = BLOCKS_ROW ? VECTORS * VECTOR : (ROW + THREADS - 1) / THREADS;
-    A totals[COLUMNS];
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) totals[i] = 0;
+    Rows next = rows_of_warp(begin + mine, end, BLOCKS_ROW ? warp() * SEGMENT : 0, a.hidden_size);
+    const auto load_factors = [&] {
+        load_rows(dy, a.dy, a.dy_stride, next);
+        load_rows(h, a.h, a.h_stride, next);
+        load_rstd(rstd_of_next, a.rstd, next);
+    };
+    load_weight(weight, a.weight, next);
+    load_factors();
+    load_rows(d_total, a.d_total, a.d_total_stride, next);
 
-    Loaded now, next;
-    load_rows(next, a, begin + mine, end);
+    // The sums of columns: of its own elements' where a row is in a thread's registers, else of some side by side.
+    A totals[VECTORS][VECTOR] = {}, sums[SIDE_BY_SIDE];
     int turn = 0;
     for (long long first = begin; first < end; first += TOGETHER, turn++) {
-        now = next;
-        if (AHEAD) load_rows(next, a, first + TOGETHER + mine, end);  // on their way while these are worked on
-        A wdy[VECTORS][VECTOR], xhat[VECTORS][VECTOR], products[VECTORS][VECTOR];
         SHARED(A, shares, BLOCKS_ROW ? 1 : WARPS * SEGMENT);
-        bool inside[VECTORS];
+        const bool last = first + TOGETHER >= end;
+        const Rows rows = next;
+        next = rows_of_warp(first + TOGETHER + mine, end, rows.begin, a.hidden_size);
+        if (BLOCKS_ROW || rows.count > 0) {
+            A wdy[VECTORS][VECTOR], xhat[VECTORS][VECTOR], products[VECTORS][VECTOR], rstd[ROWS_IN_LANE];
+            memcpy(rstd, rstd_of_next, sizeof rstd);
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            const int column = segment * SEGMENT + column_of(k);
-            inside[k] = (FULL || column < a.hidden_size) && (BLOCKS_ROW || first + mine + row_of(k) < end);
-            weighted(wdy[k], xhat[k], products[k], now.dy[k], now.h[k], now.rstd[k / VECTORS_IN_ROW],
-                     weight[k % VECTORS_IN_ROW], a.weight_offset, inside[k]);
+            for (int k = 0; k < VECTORS; k++) {
+                weighted(wdy[k], xhat[k], products[k], dy[k], h[k], rstd[k / VECTORS_IN_ROW],
+                         weight[k % VECTORS_IN_ROW], a.weight_offset, rows.have_column(k));
+                A share[VECTOR];
+                shares_of(share, dy[k], xhat[k]);
+                if constexpr (BLOCKS_ROW) {
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                const A share = wide(now.dy[k][v]) * xhat[k][v];
-                if constexpr (BLOCKS_ROW) totals[k * VECTOR + v] += share;
-                else shares[(mine + row_of(k)) * ROW + column + v] = share;
-            }
-        }
-        A sum = sums_of_rows(products);
-        if constexpr (BLOCKS_ROW) {
-            SHARED(A, sums, 2 * WARPS);
-            auto half = &sums[turn % 2 * WARPS];
-            sum = sum_of_segments(sum, half);
-        }
-        const A c = sum / (A)a.hidden_size;
-#pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            const long long at = (first + mine + row_of(k)) * a.hidden_size + segment * SEGMENT + column_of(k);
-            store_gradients(wdy[k], xhat[k], of_row(c, k / VECTORS_IN_ROW), now.rstd[k / VECTORS_IN_ROW], now.d_total[k],
-                            inside[k], a.dx + at, a.dresidual + at);
-        }
-        if constexpr (!BLOCKS_ROW) {
-            block_barrier();
-            const int together = end - first < TOGETHER ? (int)(end - first) : TOGETHER;
-#pragma unroll
-            for (int i = 0; i < COLUMNS; i++) {
-                const int column = threadIdx.x + i * THREADS;
-                if (column < ROW) {
-                    for (int r = 0; r < together; r++) totals[i] += (A)shares[r * ROW + column];
+                    for (int v = 0; v < VECTOR; v++) totals[k][v] += share[v];
+                } else {
+                    keep_shares(shares, mine + row_of(k), column_of(k), share);
                 }
             }
-            block_barrier();
+            if (AHEAD && !last) load_factors();  // on their way while these are worked on
+            A sum = sums_of_rows(products);
+            if constexpr (BLOCKS_ROW) {
+                SHARED(A, of_segments, 2 * WARPS);
+                auto half = &of_segments[turn % 2 * WARPS];
+                sum = sum_of_segments(sum, half);
+            }
+            const A c = sum / (A)a.hidden_size;
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) {
+                const long long at = rows.at(k, a.hidden_size);
+                store_gradients(wdy[k], xhat[k], of_row(c, k / VECTORS_IN_ROW), rstd[k / VECTORS_IN_ROW], d_total[k],
+                                rows.have(k), a.dx + at, a.dresidual + at);
+            }
+            if (!last) {
+                if (!AHEAD) load_factors();
+                load_rows(d_total, a.d_total, a.d_total_stride, next);
+            }
         }
-        if (!AHEAD) load_rows(next, a, first + TOGETHER + mine, end);
+        if (last) let_next_kernel_begin();
+        if constexpr (!BLOCKS_ROW) {
+            const int together = last ? (int)(end - first) : TOGETHER, block = several == 1 ? together : (int)a.block;
+            block_barrier();
+            add_columns(sums, shares, together, several, block, turn == 0, last, partial, a.hidden_size);
+            if (!last) block_barrier();
+        }
     }
-    let_next_kernel_begin();
-    A* const partial = a.partial + (long long)blockIdx.x * a.hidden_size;
     if constexpr (BLOCKS_ROW) {
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
-            const int column = segment * SEGMENT + column_of(k);
-            A total[VECTOR];
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) total[v] = totals[k * VECTOR + v];
-            store_if(FULL || column < a.hidden_size, partial + column, total);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < COLUMNS; i++) {
-            const int column = threadIdx.x + i * THREADS;
-            if (column < a.hidden_size) partial[column] = totals[i];
+            store_together(next.have_column(k), partial + next.begin + column_of(k), totals[k]);
         }
     }
 }

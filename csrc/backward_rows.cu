@@ -7,37 +7,24 @@ extern "C" __global__ void BOUNDS backward_rows(const Arguments a) {
     if (CLUSTER > 1) cluster_arrive();
     wait_for_kernels_before();
 
+    const Rows rows = rows_of_warp(first, a.rows, segment * SEGMENT, a.hidden_size);
     Dy dy[VECTORS][VECTOR];
     H h[VECTORS][VECTOR];
     DTotal d_total[VECTORS][VECTOR];
     A rstd[ROWS_IN_LANE];
-    bool inside[VECTORS];
-    long long row[VECTORS];
-    int column[VECTORS];
-#pragma unroll
-    for (int k = 0; k < VECTORS; k++) {
-        row[k] = first + row_of(k);
-        column[k] = segment * SEGMENT + column_of(k);
-        inside[k] = (FULL || column[k] < a.hidden_size) && (BLOCKS_ROW || row[k] < a.rows);
-        load_if(inside[k], dy[k], a.dy + row[k] * a.dy_stride + column[k]);
-        load_if(inside[k], h[k], a.h + row[k] * a.h_stride + column[k]);
-        load_if(inside[k], d_total[k], a.d_total + row[k] * a.d_total_stride + column[k]);
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS_IN_LANE; r++) {
-        rstd[r] = BLOCKS_ROW || row[r * VECTORS_IN_ROW] < a.rows ? a.rstd[row[r * VECTORS_IN_ROW]] : (A)0;
-    }
-    A wdy[VECTORS][VECTOR], xhat[VECTORS][VECTOR], products[VECTORS][VECTOR];
     Weight weight[VECTORS_IN_ROW][VECTOR];
-#pragma unroll
-    for (int k = 0; k < VECTORS_IN_ROW; k++) {
-        load_if(FULL || column[k] < a.hidden_size, weight[k], a.weight + column[k]);
-    }
+    load_rows(dy, a.dy, a.dy_stride, rows);
+    load_rows(h, a.h, a.h_stride, rows);
+    load_rows(d_total, a.d_total, a.d_total_stride, rows);
+    load_rstd(rstd, a.rstd, rows);
+    load_weight(weight, a.weight, rows);
     let_next_kernel_begin();
+
+    A wdy[VECTORS][VECTOR], xhat[VECTORS][VECTOR], products[VECTORS][VECTOR];
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
         weighted(wdy[k], xhat[k], products[k], dy[k], h[k], rstd[k / VECTORS_IN_ROW], weight[k % VECTORS_IN_ROW],
-                 a.weight_offset, inside[k]);
+                 a.weight_offset, rows.have_column(k));
     }
     A sum = sums_of_rows(products);
     if constexpr (BLOCKS_ROW) {
@@ -47,8 +34,8 @@ extern "C" __global__ void BOUNDS backward_rows(const Arguments a) {
     const A c = sum / (A)a.hidden_size;
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
-        const long long at = row[k] * a.hidden_size + column[k];
-        store_gradients(wdy[k], xhat[k], of_row(c, k / VECTORS_IN_ROW), rstd[k / VECTORS_IN_ROW], d_total[k], inside[k],
-                        a.dx + at, a.dresidual + at);
+        const long long at = rows.at(k, a.hidden_size);
+        store_gradients(wdy[k], xhat[k], of_row(c, k / VECTORS_IN_ROW), rstd[k / VECTORS_IN_ROW], d_total[k],
+                        rows.have(k), a.dx + at, a.dresidual + at);
     }
 }

@@ -12,33 +12,19 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     }
     wait_for_kernels_before();
 
+    const Rows rows = rows_of_warp(first, a.rows, segment * SEGMENT, a.hidden_size);
     X x[VECTORS][VECTOR];
     Residual residual[VECTORS][VECTOR];
     Weight weight[VECTORS_IN_ROW][VECTOR];
-    bool inside[VECTORS];
-    long long row[VECTORS];
-    int column[VECTORS];
-#pragma unroll
-    for (int k = 0; k < VECTORS; k++) {
-        row[k] = first + row_of(k);
-        column[k] = segment * SEGMENT + column_of(k);
-        inside[k] = (FULL || column[k] < a.hidden_size) && (BLOCKS_ROW || row[k] < a.rows);
-        load_if(inside[k], x[k], a.x + row[k] * a.x_stride + column[k]);
-        if constexpr (PRESENT<Residual>)
-            load_if(inside[k], residual[k], a.residual + row[k] * a.residual_stride + column[k]);
-    }
-    if constexpr (PRESENT<Weight>) {
-#pragma unroll
-        for (int k = 0; k < VECTORS_IN_ROW; k++) {
-            load_if(FULL || column[k] < a.hidden_size, weight[k], a.weight + column[k]);
-        }
-    }
+    load_rows(x, a.x, a.x_stride, rows);
+    load_rows(residual, a.residual, a.residual_stride, rows);
+    load_weight(weight, a.weight, rows);
     let_next_kernel_begin();
 
     A h[VECTORS][VECTOR], squares[VECTORS][VECTOR];
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
-        added(h[k], x[k], residual[k], inside[k], a.residual_out + row[k] * a.residual_out_stride + column[k]);
+        added(h[k], x[k], residual[k], rows.have(k), a.residual_out + rows.at(k, a.residual_out_stride));
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) squares[k][v] = h[k][v] * h[k][v];
     }
@@ -56,6 +42,6 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     for (int k = 0; k < VECTORS; k++) {
         A y[VECTOR];
         normalised(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % VECTORS_IN_ROW], a.weight_offset);
-        store_if(inside[k], a.out + row[k] * a.out_stride + column[k], y);
+        store_if(rows.have(k), a.out + rows.at(k, a.out_stride), y);
     }
 }

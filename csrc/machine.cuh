@@ -3,8 +3,9 @@
 
 constexpr int LANES = 32;
 
-// What registers a thread may use. Left alone, the compiler for older GPUs saves some for another block, and spills.
-#if __CUDA_ARCH__ < 900
+// What registers a thread may use. Left alone, the compiler for older GPUs saves some for another block, and spills. That
+// for newer ones saves them too, where MANY_REGISTERS is not defined: loads then wait for each other.
+#if __CUDA_ARCH__ < 900 || defined(MANY_REGISTERS)
 #define BOUNDS __launch_bounds__(THREADS, 1)
 #else
 #define BOUNDS __launch_bounds__(THREADS)

@@ -34,8 +34,8 @@ __device__ inline float rounded_to_odd(double value) {
     return float_of_bits(bits | 1);
 }
 
-// COUNT values as A. The 16-bit types are taken in pairs, from the words that were loaded: apart they would cost the GPU
-// an instruction each.
+// COUNT values as A. The 16-bit types are taken in pairs, from the words that were loaded: to take a word apart first
+// costs a GPU another instruction or two for each.
 template <class T, int COUNT> __device__ void widen(A (&to)[COUNT], const T (&from)[COUNT]) {
     if constexpr (sizeof(T) > 2 || COUNT == 1) {
 #pragma unroll

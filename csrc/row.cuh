@@ -18,7 +18,11 @@ constexpr int LANES_PER_ROW = ROW / VECTOR < LANES ? ROW / VECTOR : LANES;
 constexpr int VECTORS_IN_ROW = ROW / VECTOR / LANES_PER_ROW;  // of a lane
 constexpr int ROWS_IN_LANE = VECTORS / VECTORS_IN_ROW;
 constexpr int ROWS_PER_WARP = SEGMENT / ROW;
+constexpr int ROWS_APART = LANES / LANES_PER_ROW;  // from a row of a lane's to its next
 constexpr int THREADS = WARPS * LANES;
+
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 __device__ inline int lane() { return threadIdx.x % LANES; }
 __device__ inline int warp() { return threadIdx.x / LANES; }
@@ -28,7 +32,28 @@ __device__ inline int column_of(int k) {
     return (k % VECTORS_IN_ROW) * (LANES * VECTOR) + (lane() % LANES_PER_ROW) * VECTOR;
 }
 __device__ inline int row_of(int k) {
-    return (k / VECTORS_IN_ROW) * (LANES / LANES_PER_ROW) + lane() / LANES_PER_ROW;
+    return (k / VECTORS_IN_ROW) * ROWS_APART + lane() / LANES_PER_ROW;
+}
+
+// What a warp has: `count` rows from `first` on, of which it takes 1024 columns at most from `begin` on.
+struct Rows {
+    long long first;
+    int count, begin, hidden_size;
+
+    // Whether the lane's vector `k` is in them: whether they are so long, and whether they are so many.
+    __device__ bool have_column(int k) const { return FULL || begin + column_of(k) < hidden_size; }
+    __device__ bool have(int k) const { return have_column(k) && (BLOCKS_ROW || row_of(k) < count); }
+
+    // Where it lies in an operand whose rows are `stride` apart: from the lane's first, which takes the multiplication.
+    __device__ long long at(int k, long long stride) const {
+        const long long first_of_lane = (first + row_of(0)) * stride + begin + column_of(0);
+        return first_of_lane + (k / VECTORS_IN_ROW) * (ROWS_APART * stride) + (k % VECTORS_IN_ROW) * (LANES * VECTOR);
+    }
+};
+
+// Those before the row `end`; none or fewer where `first` is not.
+__device__ inline Rows rows_of_warp(long long first, long long end, int begin, int hidden_size) {
+    return {first, end - first < ROWS_PER_WARP ? (int)(end - first) : ROWS_PER_WARP, begin, hidden_size};
 }
 
 template <int BYTES> struct alignas(BYTES) Words {
@@ -37,9 +62,6 @@ template <int BYTES> struct alignas(BYTES) Words {
 template <> struct alignas(2) Words<2> {
     unsigned short word[1];
 };
-
-__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
-__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Bytes of an operand that are read or written at once.
 template <class T> constexpr int AT_ONCE = larger(sizeof(T), smaller(VECTOR * sizeof(T), ALIGNED));
@@ -55,13 +77,14 @@ template <class T> __device__ void load(T (&to)[VECTOR], const T* from) {
     }
 }
 
-template <class T> __device__ void store(T* to, const T (&from)[VECTOR]) {
-    using Part = Words<AT_ONCE<T>>;
+template <class T, int COUNT> __device__ void store(T* to, const T (&from)[COUNT]) {
+    constexpr int BYTES = smaller(COUNT * sizeof(T), AT_ONCE<T>);
+    using Part = Words<BYTES>;
 #pragma unroll
-    for (int i = 0; i < VECTOR * (int)sizeof(T) / AT_ONCE<T>; i++) {
+    for (int i = 0; i < COUNT * (int)sizeof(T) / BYTES; i++) {
         Part part;
-        memcpy(&part, from + i * (AT_ONCE<T> / sizeof(T)), sizeof part);
-        if constexpr (AT_ONCE<T> == 32) store_32_bytes(reinterpret_cast<Part*>(to) + i, part);
+        memcpy(&part, from + i * (BYTES / sizeof(T)), sizeof part);
+        if constexpr (BYTES == 32) store_32_bytes(reinterpret_cast<Part*>(to) + i, part);
         else reinterpret_cast<Part*>(to)[i] = part;
     }
 }
@@ -72,6 +95,19 @@ template <class T> __device__ void load_if(bool inside, T (&to)[VECTOR], const T
         if (inside) load(to, from);
         else memset(to, 0, sizeof to);
     }
+}
+
+// The lane's vectors of an operand whose rows are `stride` apart.
+template <class T>
+__device__ void load_rows(T (&to)[VECTORS][VECTOR], const T* from, long long stride, const Rows& rows) {
+#pragma unroll
+    for (int k = 0; k < VECTORS; k++) load_if(rows.have(k), to[k], from + rows.at(k, stride));
+}
+
+// The weight of the lane's columns.
+template <class T> __device__ void load_weight(T (&to)[VECTORS_IN_ROW][VECTOR], const T* from, const Rows& rows) {
+#pragma unroll
+    for (int k = 0; k < VECTORS_IN_ROW; k++) load_if(rows.have_column(k), to[k], from + rows.begin + column_of(k));
 }
 
 // Rounds and stores, if there is somewhere to.
@@ -157,7 +193,7 @@ __device__ inline A of_row(A value, int r) {
 
 // The row that the sum of a lane is of, by its number in the warp.
 __device__ inline int row_of_sum() {
-    return lane() % LANES_PER_ROW * ROWS_IN_LANE / LANES_PER_ROW * (LANES / LANES_PER_ROW) + lane() / LANES_PER_ROW;
+    return lane() % LANES_PER_ROW * ROWS_IN_LANE / LANES_PER_ROW * ROWS_APART + lane() / LANES_PER_ROW;
 }
 
 __device__ constexpr int padded(int count) {

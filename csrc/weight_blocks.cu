@@ -1,27 +1,35 @@
 // What a block of rows adds to the weight's gradient, a vector of columns per thread: its rows' products, in row order.
+#define MANY_REGISTERS
 #include "backward.cuh"
 
 constexpr int TOGETHER = 8;  // rows that are on their way at a time
 
-// Up to `count` rows from `first` on.
-template <bool ALL>
-__device__ void add_rows(A (&total)[VECTOR], const Arguments& a, long long first, int count, int column) {
-    Dy dy[TOGETHER][VECTOR];
-    H h[TOGETHER][VECTOR];
-    A rstd[TOGETHER];
+template <int COUNT> __device__ void add_rows(A (&total)[VECTOR], const Arguments& a, long long first, int column) {
+    Dy dy[COUNT][VECTOR];
+    H h[COUNT][VECTOR];
+    A rstd[COUNT];
 #pragma unroll
-    for (int i = 0; i < TOGETHER; i++) {
-        const long long row = first + i;
-        load_if(ALL || i < count, dy[i], a.dy + row * a.dy_stride + column);
-        load_if(ALL || i < count, h[i], a.h + row * a.h_stride + column);
-        rstd[i] = ALL || i < count ? a.rstd[row] : (A)0;
+    for (int i = 0; i < COUNT; i++) {
+        load(dy[i], a.dy + (first + i) * a.dy_stride + column);
+        load(h[i], a.h + (first + i) * a.h_stride + column);
+        rstd[i] = a.rstd[first + i];
     }
 #pragma unroll
-    for (int i = 0; i < TOGETHER; i++) {
-        if (!ALL && i >= count) break;
+    for (int i = 0; i < COUNT; i++) {
+        A xhat[VECTOR], shares[VECTOR];
+        normalised(xhat, h[i], rstd[i]);
+        shares_of(shares, dy[i], xhat);
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) total[v] += wide(dy[i][v]) * (wide(h[i][v]) * rstd[i]);
+        for (int v = 0; v < VECTOR; v++) total[v] += shares[v];
     }
+}
+
+// Fewer rows than twice COUNT.
+template <int COUNT>
+__device__ void add_last_rows(A (&total)[VECTOR], const Arguments& a, long long first, long long end, int column) {
+    const bool enough = first + COUNT <= end;
+    if (enough) add_rows<COUNT>(total, a, first, column);
+    if constexpr (COUNT > 1) add_last_rows<COUNT / 2>(total, a, enough ? first + COUNT : first, end, column);
 }
 
 extern "C" __global__ void BOUNDS weight_blocks(const Arguments a) {
@@ -29,12 +37,15 @@ extern "C" __global__ void BOUNDS weight_blocks(const Arguments a) {
     const long long block = blockIdx.x / tiles, begin = block * a.block;
     const long long end = begin + a.block < a.rows ? begin + a.block : a.rows;
     const int column = (blockIdx.x % tiles * THREADS + threadIdx.x) * VECTOR;
+    const bool inside = column < a.hidden_size;
     wait_for_kernels_before();
-    if (column >= a.hidden_size) return;
     A total[VECTOR] = {};
-    long long row = begin;
-    for (; row + TOGETHER <= end; row += TOGETHER) add_rows<true>(total, a, row, TOGETHER, column);
-    if (row < end) add_rows<false>(total, a, row, (int)(end - row), column);
+    if (inside) {
+        long long row = begin;
+#pragma unroll 1
+        for (; row + TOGETHER <= end; row += TOGETHER) add_rows<TOGETHER>(total, a, row, column);
+        add_last_rows<TOGETHER / 2>(total, a, row, end, column);
+    }
     let_next_kernel_begin();
-    store_if(true, a.partial + block * a.hidden_size + column, total);
+    store_together(inside, a.partial + block * a.hidden_size + column, total);
 }

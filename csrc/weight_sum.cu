@@ -1,30 +1,40 @@
 // The weight's gradient: what the blocks of rows add to it, added up by halving. A lane per column.
 //
-// Block b is warp b % WARPS's: the halves of its number above that are added in the lane, those below across warps.
+// Each lane adds IN_LANE blocks of rows, and as many warps share columns as there are blocks for: the fewer blocks, the
+// more columns a block of threads has. Block b is the b % together-th warp's: halves of numbers above that are added in
+// the lane, those below across warps.
 #include "backward.cuh"
 
-constexpr int IN_LANE = MOST_BLOCKS / WARPS;
-
 extern "C" __global__ void BOUNDS weight_sum(const Arguments a) {
-    const int column = blockIdx.x * LANES + lane();
+    const int blocks = (int)a.blocks;
+    int levels = 0;  // of halves across warps
+#pragma unroll
+    for (int most = IN_LANE; most < WARPS * IN_LANE; most *= 2) levels += blocks > most;
+    const int together = 1 << levels, mine = warp() & (together - 1);
+    const int column = (blockIdx.x * (WARPS >> levels) + (warp() >> levels)) * LANES + lane();
+    const bool inside = column < a.hidden_size;
+    const int count = inside ? (blocks - mine + together - 1) >> levels : 0;
     wait_for_kernels_before();
     A sums[IN_LANE];
+    const A* partial = a.partial + (long long)mine * a.hidden_size + column;
 #pragma unroll
     for (int i = 0; i < IN_LANE; i++) {
-        const int block = i * WARPS + warp();
-        const bool inside = block < a.blocks && column < a.hidden_size;
-        sums[i] = inside ? a.partial[(long long)block * a.hidden_size + column] : (A)0;
+        sums[i] = i < count ? *partial : (A)0;
+        partial += (long long)together * a.hidden_size;
     }
     let_next_kernel_begin();
     halve<IN_LANE>(sums);
-    SHARED(A, shared, WARPS * LANES);
-    shared[warp() * LANES + lane()] = sums[0];
-    for (int half = WARPS / 2; half > 0; half /= 2) {
-        block_barrier();
-        if (warp() < half) shared[warp() * LANES + lane()] += (A)shared[(warp() + half) * LANES + lane()];
+    SHARED(A, shared, THREADS);
+    if (levels > 0) {
+        shared[threadIdx.x] = sums[0];
+        for (int half = together / 2; half > 0; half >>= 1) {
+            block_barrier();
+            if (mine < half) shared[threadIdx.x] += (A)shared[threadIdx.x + half * LANES];
+        }
+        if (mine == 0) sums[0] = shared[threadIdx.x];
     }
-    if (warp() == 0 && column < a.hidden_size) {
-        const A total[1] = {shared[lane()]};
+    if (mine == 0 && inside) {
+        const A total[1] = {sums[0]};
         DWeight rounded[1];
         narrow(rounded, total);
         a.dweight[column] = rounded[0];

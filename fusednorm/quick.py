@@ -63,8 +63,8 @@ CPU, CUDA = 1, 2
 #: Options of a kind of call that are held, as in ``cpu/quick_cuda.c``.
 ROUND_SUM, ROUND_NORM, OFFSET, WIDE, ROOTS, BACKWARD = 1, 2, 4, 8, 16, 32
 
-#: What a program of a kernel takes, likewise.
-OF_ROWS, OF_COLUMNS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS = range(4)
+#: What a program of a kernel takes, likewise; see :func:`fusednorm.backends.gpu_host.programs`.
+OF_ROWS, OF_SUMS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS = range(4)
 
 
 def way(devices: set[str]) -> Quick:

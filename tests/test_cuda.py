@@ -80,19 +80,22 @@ def resources(code, folder):
 
 
 def instructions_of(code, folder):
-    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)"
-    return re.findall(line, printed("-sass", code, folder), re.MULTILINE)
+    """The names of the instructions, and where those that store 16 bytes add something to an address, what they add."""
+    listing = printed("-sass", code, folder)
+    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?"
+    stores = re.findall(line + r"STG\S*\.128\S* .*\+0x([0-9a-f]+)\]", listing, re.MULTILINE)
+    return re.findall(line + r"([A-Z][\w.]+)", listing, re.MULTILINE), [int(offset, 16) for offset in stores]
 
 
 @compiles
 @pytest.mark.parametrize(("x", "residual", "size"), KERNELS, ids=lambda of: str(of).removeprefix("torch."))
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{}".format)
 def test_machine_code(tmp_path, capability, x, residual, size):
-    """Accesses of 16 bytes (32 from sm_100 on), nothing spilled, nothing fused outside of division and root."""
+    """Accesses of 16 bytes (32 from sm_100 on) to whole sectors, and nothing spilled."""
     for name, variant in variants(x, residual, size, 32, capability).items():
         code = cuda.compiled(variant, capability)
         registers, stack, shared = resources(code, tmp_path)
-        instructions = instructions_of(code, tmp_path)
+        instructions, offsets = instructions_of(code, tmp_path)
         assert stack == 0, name
         assert not [i for i in instructions if i.startswith(("LDL", "STL"))], name
         assert registers * variant.threads <= 65536, name
@@ -100,13 +103,17 @@ def test_machine_code(tmp_path, capability, x, residual, size):
         widest = ".256" if capability >= 100 else ".128"
         loads = [i for i in instructions if i.startswith("LDG")]
         stores = [i for i in instructions if i.startswith("STG")]
-        if name == "weight":  # by columns, one per lane
+        if name == "sums":  # by columns, one per lane
             continue
         assert {i for i in loads if widest in i}, name
         assert {i for i in stores if widest in i}, name
         narrow = [i for i in loads + stores if ".128" not in i and ".256" not in i]
-        # A row's root is one number; and where several rows share a block, their columns' sums are one per thread.
+        # A row's root is one number.
         assert len(narrow) <= 17, (name, narrow)
+        if x == BF16 and capability >= 80:  # elements are widened and rounded in pairs: no half of a word is moved
+            assert sum(i.startswith("PRMT") for i in instructions) <= 4, name
+        if name != "forward":  # memory is written in sectors of 32 bytes: no lane stores two halves of one
+            assert not [offset for offset in offsets if offset % 32], name
 
 
 @compiles
@@ -131,7 +138,7 @@ def test_every_operation_is_rounded_by_itself(tmp_path):
         assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
         assert "sqrt.rn.f32" in ptx
         assert "div.rn.f32" in ptx
-        instructions = instructions_of(cuda.compiled(variant, 90), tmp_path)
+        instructions, _ = instructions_of(cuda.compiled(variant, 90), tmp_path)
         counts.add(sum(i.startswith("FFMA") for i in instructions))
     assert len(counts) == 1
     for variant in variants(F64, F64, 4096, 16, 90).values():
@@ -140,7 +147,7 @@ def test_every_operation_is_rounded_by_itself(tmp_path):
 
 @compiles
 def test_the_tree_takes_few_shuffles_and_one_barrier(tmp_path):
-    instructions = instructions_of(cuda.compiled(variants(BF16, BF16, 4096, 16, 90)["forward"], 90), tmp_path)
+    instructions, _ = instructions_of(cuda.compiled(variants(BF16, BF16, 4096, 16, 90)["forward"], 90), tmp_path)
     assert sum(i.startswith("SHFL") for i in instructions) == 14
     assert sum(i.startswith("BAR") for i in instructions) == 1
 
@@ -560,6 +567,30 @@ def test_rows_too_wide_for_a_block_go_to_a_cluster_where_there_are_any(driver):
     assert launch.shared_bytes == driver.shared == 131_072
     launch, _ = run(driver, 3, 100_000)
     assert launch.shared_bytes == 0  # a block cannot have as much
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "programs"),
+    [
+        (1, 128, (1, 1)),
+        (256, 128, (4, 4)),
+        (257, 128, (5, 4)),  # blocks of 2 rows, 32 of them in the 64 that a program takes together
+        (512, 128, (8, 4)),
+        (65536, 128, (256, 4)),
+        (512, 1024, (64, 32)),
+        (8, 4096, (8, 4)),
+        (64, 4096, (64, 32)),
+        (300, 4096, (150, 128)),
+        (8, 16384, (8, 128, 16)),  # the rows, the blocks' shares, and their sums
+        (9, 16384, (9, 144, 32)),
+    ],
+)
+def test_programs_of_a_backward_pass_follow_the_rows(driver, rows, size, programs):
+    """As many threads as have something to do: several blocks of short rows to a program, the more columns of few."""
+    h, rstd, weight = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows), torch.zeros(size, dtype=BF16)
+    driver.size = 0
+    cuda.backward(h, None, h, rstd, weight, 0.0, BF16, BF16, (True, True, True))
+    assert tuple(launch.grid_x for launch in driver.launches) == programs
 
 
 def test_rows_eps_and_strides_never_load_another_kernel(driver):

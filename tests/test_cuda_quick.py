@@ -11,6 +11,7 @@ import torch
 import fusednorm
 from fusednorm import quick
 from fusednorm.backends import cuda, reference
+from fusednorm.backends.gpu_host import programs
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 
 pytestmark = pytest.mark.skipif(
@@ -71,6 +72,7 @@ def test_forward():
     [
         Case(rows=5, hidden=968).of(BF16),
         Case(rows=300, hidden=72).of(F16, residual=F32, weight_offset=1.0),
+        Case(rows=2600, hidden=520).of(BF16),
         Case(rows=3, hidden=1528).of(F64, residual=None, weight_offset=0.5),
         Case(rows=2, hidden=20_008).of(BF16, round_sum=False),
     ],
@@ -101,6 +103,34 @@ def test_backward(case, needs, monkeypatch):
     for one, other, wanted in zip(got, expected, reference.backward(*given), strict=True):
         assert (one is None) == (wanted is None)
         assert one is None or not (differing(one, other) | differing(one, wanted)).any()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 255, 257, 300, 515, 4097, 16_640, 70_000])
+def test_as_many_programs_as_through_python(rows, monkeypatch):
+    """Of each kind of kernel; the driver only writes down what it is given."""
+    found = []
+
+    @cuda._LaunchKernelEx
+    def launch(config, function, arguments, extra):
+        found.append(cuda._Config.from_address(config).grid_x)
+        return 0
+
+    names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
+    quick.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
+    try:
+        for size in (16, 48, 1040):
+            block = -(-rows // min(rows, reference.ROW_BLOCKS))
+            blocks = -(-rows // block)
+            h, rstd, weight = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows), torch.zeros(size, dtype=BF16)
+            given = (h, None, h, rstd, weight, torch.empty_like(h), None, torch.empty(blocks, size))
+            for name, per_program in itertools.product(("rows", "both", "shares", "sums"), (64, 1024)):
+                kernel = (0, 32, per_program, 0, 1, False, cuda._SHARES[name])
+                quick.hold(0, 0, (BF16, None, BF16, BF16, BF16, None, BF16), quick.BACKWARD, size, 32, (kernel,))
+                assert quick.backward(quick.CUDA, *given, torch.empty_like(weight), block, 0.0)
+                assert found.pop() == programs(name, per_program, rows, size, block, blocks), (name, per_program)
+    finally:
+        cuda._open_quick_way.cache_clear()
+        cuda._open_quick_way()
 
 
 @pytest.fixture
