@@ -373,10 +373,11 @@ KERNELS = {
         ("forward", 3, 40_999, False, [CONTRACTION, MASK, LANE, OF_CLUSTER]),
         ("forward_wide", 2, 140_000, False, [CONTRACTION, BARRIER, MASK, LANE]),
         ("backward_blocks", 3, 4096, True, [CONTRACTION, BARRIER, MASK, LANE]),
+        ("backward_blocks", 520, 128, True, [BARRIER, MASK, LANE]),
         ("backward_rows", 3, 20_000, True, [CONTRACTION, MASK, LANE]),
         ("backward_wide", 2, 140_000, True, [CONTRACTION, BARRIER, MASK, LANE]),
         ("weight_blocks", 3, 20_000, True, [CONTRACTION]),
-        ("weight_sum", 3, 4096, True, [CONTRACTION, BARRIER]),
+        ("weight_sum", 520, 2100, True, [CONTRACTION, BARRIER]),
     ],
     "triton": [
         ("forward_tile", 3, 4096, False, [CONTRACTION, BARRIER, MASK, LANE]),

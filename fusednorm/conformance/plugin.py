@@ -222,8 +222,8 @@ def agree(mode, request):
 
 
 #: What would take too long where a whole test run is for one backend that has no device here: in Triton's interpreter
-#: too many rows, or too long ones; of the emulated GPU too many kernels, each of which takes a third of a second to
-#: compile. `--everything` leaves out nothing. First what all three leave out: most mixes of dtypes, and most sizes.
+#: too many rows, or too long ones; where PTX is executed too many kernels, of which each takes up to a second to compile.
+#: `--everything` leaves out nothing. First what all leave out: most mixes of dtypes, and most sizes.
 MOST = (
     r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
     r"test_mixed_dtypes\[\w+-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
@@ -234,6 +234,8 @@ LEFT_OUT = {
     "cuda": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64",
     "triton": MOST + r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
     r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
+    "triton, executed": MOST + r"test_rows_beyond_the_cache|test_any_call|test_(dtypes|gradients)\[\w+-float|"
+    r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999)\]|fused_equals_unfused\[\w+-float",
     "triton_cpu": MOST
     + r"test_one_rule|test_rows|-\d{4,}\]|test_gradients\[|test_a_hundred|test_layouts|test_row_counts|"
     r"test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|test_large_gradients|formula|"
@@ -246,7 +248,8 @@ def pytest_collection_modifyitems(config, items):
         if marker := item.get_closest_marker("promise"):
             item.user_properties.append(("promise", marker.args[0]))
     (name,) = asked if len(asked := wanted(config)) == 1 else (None,)
-    left_out = LEFT_OUT.get(name) if interpreted() or EMULATED else None
+    executed = ", executed" if EMULATED and name == "triton" else ""
+    left_out = LEFT_OUT.get(f"{name}{executed}") if interpreted() or EMULATED else None
     if left_out and not config.getoption("--everything", False):
         chosen = [item for item in items if not re.search(left_out, item.nodeid)]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

@@ -21,6 +21,15 @@ class Config(ctypes.Structure):
     )
 
 
+def have_context():
+    """Has a thread that has used no GPU yet use the first, as Triton's launcher does."""
+    library, context = machine.library(), ctypes.c_void_p()
+    library.ctx_get_current(ctypes.byref(context))
+    if not context.value:
+        library.device_primary_ctx_retain(ctypes.byref(context), 0)
+        library.ctx_set_current(context)
+
+
 class Utilities:
     """What Triton asks a driver for besides launches."""
 
@@ -30,6 +39,7 @@ class Utilities:
 
     @staticmethod
     def load_binary(name, ptx, shared, device):
+        have_context()
         address, kernel = machine.load(ptx.decode(), name)
         machine.library().allow_shared(ctypes.c_void_p(address), shared)
         return address, (address, kernel, shared), 0, 0, 1024
@@ -58,6 +68,7 @@ class Launcher:
             packed += b"\0" * (-len(packed) % len(one)) + one
         packed += b"\0" * (-len(packed) % 8) + b"\0" * 16
         assert len(packed) == kernel.parameters, (len(packed), kernel.parameters)
+        have_context()
         config = Config(x, y, z, self.threads, 1, 1, shared)
         given = ctypes.byref(ctypes.c_char_p(packed))
         status = machine.library().launch_kernel_ex(ctypes.byref(config), ctypes.c_void_p(address), given, None)
@@ -88,9 +99,5 @@ def install(capability):
             utils=Utilities,
         )
     )
-    library = machine.library()
-    context = ctypes.c_void_p()
-    library.device_primary_ctx_retain(ctypes.byref(context), 0)
-    library.ctx_set_current(context)
     triton_gpu.DEVICES = ("cuda", "cpu")
     triton_gpu.unavailable = list
