@@ -225,6 +225,7 @@ class Host:
             "residual_out_stride": residual_out_stride,
             "rows": rows,
             "hidden_size": hidden_size,
+            "roots": int(rstd is not None),
             "eps": eps,
             "weight_offset": weight_offset,
         }
@@ -297,7 +298,6 @@ class Host:
             "rows": rows,
             "block": block,
             "blocks": blocks,
-            "half": ceiling(blocks) // 2,
             "hidden_size": hidden_size,
             "weight_offset": weight_offset,
         }

@@ -18,17 +18,21 @@ from torch import Tensor
 from fusednorm.backends.gpu_host import lacking
 from fusednorm.registry import BackendError
 
+#: Where a Triton with a driver for CPUs comes from.
+BUILD = "build a newer one from source, github.com/triton-lang/triton-cpu, of which no wheel is published"
+
 #: Oldest Triton whose compiler takes what :func:`compiled` gives it, and the newest that was tried.
 OLDEST, NEWEST = (3, 4), (3, 9)
 
 _CURE = "update fusednorm, or `pip install 'triton=={}.{}.*'`".format(*NEWEST)
+CURE_ON_CPUS = "update fusednorm, or build the version of triton-cpu that docs/triton.md names"
 
 #: What is called here of Triton's insides: names that its documentation does not have, with arguments given by name.
 _USED = {
     "compile": ("src", "target", "options"),
     "compiler.ASTSource": ("fn", "signature", "constexprs", "attrs"),
-    "compiler.CompiledKernel.__getitem__": ("grid",),
 }
+_USED_ON_GPUS = {**_USED, "compiler.CompiledKernel.__getitem__": ("grid",)}
 
 #: Whether Triton's interpreter runs the kernels, on the CPU and without compiling. Triton reads it when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -42,8 +46,11 @@ _INTERPRETER = threading.Lock()
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-def missing() -> list[str]:
-    """Why Triton cannot be used, each reason with its cure; empty if it can."""
+def missing(on_cpus: bool = False) -> list[str]:
+    """Why Triton cannot be used, each reason with its cure; empty if it can.
+
+    ``on_cpus``: one with a driver for CPUs is wanted, which no package index has.
+    """
     try:
         import triton
         import triton.runtime.driver
@@ -51,24 +58,25 @@ def missing() -> list[str]:
         version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     except Exception as error:  # a broken package, or a folder of that name, may raise anything
         cure = "`pip install triton`, with --force-reinstall if it is damaged, installs it where there is a wheel"
+        cure = BUILD.replace("a newer one", "one for CPUs") if on_cpus else cure
         return [f"Triton cannot be imported ({type(error).__name__}: {error}); {cure}"]
     if version < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        return [
-            f"Triton {triton.__version__} is too old; `pip install 'triton>={wanted}'` (torch 2.8 and newer have it)"
-        ]
+        cure = BUILD if on_cpus else f"`pip install 'triton>={wanted}'` (torch 2.8 and newer have it)"
+        return [f"Triton {triton.__version__} is too old; {cure}"]
     return []
 
 
-def changed() -> list[str]:
+def changed(on_cpus: bool = False) -> list[str]:
     """Why this version of Triton, which can be imported and has a driver, cannot be called; empty if it can."""
     import triton
 
     from fusednorm.backends import triton_kernels
 
-    lacked = lacking(triton, _USED) or lacking(triton_kernels.forward_tile, {"arg_names": ()})
+    used, cure = (_USED, CURE_ON_CPUS) if on_cpus else (_USED_ON_GPUS, _CURE)
+    lacked = lacking(triton, used) or lacking(triton_kernels.forward_tile, {"arg_names": ()})
     if lacked:
-        return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {_CURE}"]
+        return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {cure}"]
     return []
 
 
@@ -110,6 +118,8 @@ class Variant:
     warps: int = 1
     #: Rows, or columns, that a program takes.
     per_program: int = 1
+    #: Whether operands that are absent are null pointers, which kernels with and without them take alike.
+    null: bool = False
 
     def all_constants(self) -> dict[str, Any]:
         """The kernel's constants."""
@@ -133,7 +143,9 @@ class Variant:
             operand = self.dtypes.get(name.removesuffix("_stride"))
             if name in constants:
                 continue
-            if name in self.dtypes:
+            if name in self.dtypes and self.null:
+                found[name] = (self.pointer(operand or self.accumulator), 1)
+            elif name in self.dtypes:
                 found[name] = ("constexpr" if operand is None else self.pointer(operand), 16 if self.aligned else 1)
             elif name in ("eps", "weight_offset"):
                 found[name] = (_NAMES[self.accumulator], 1)
@@ -144,10 +156,15 @@ class Variant:
         return found
 
 
-def compiled(variant: Variant, target: Any) -> Any:
+class NotCachedError(Exception):
+    """A variant is not in Triton's cache."""
+
+
+def compiled(variant: Variant, target: Any, only_cached: bool = False) -> Any:
     """The variant compiled for a target, from Triton's cache on disk if it is there.
 
     Raises:
+        NotCachedError: it is not, and nothing is to be compiled.
         BackendError: this version of Triton ignores an option on which bits depend.
     """
     import triton
@@ -163,12 +180,22 @@ def compiled(variant: Variant, target: Any) -> Any:
     if target.backend == "cpu":
         exact["enable_fast_math"] = False
     options = exact if target.backend == "cpu" else {**exact, "num_warps": variant.warps}
-    source = ASTSource(fn=variant.function, signature=signature, constexprs=known, attrs=attributes)
+
+    class Cached(ASTSource):  # type: ignore[misc]
+        """A source whose compilation ends as it begins."""
+
+        def make_ir(self, *_: Any, **__: Any) -> Any:
+            raise NotCachedError
+
+    source = (Cached if only_cached else ASTSource)(
+        fn=variant.function, signature=signature, constexprs=known, attrs=attributes
+    )
     kernel = triton.compile(src=source, target=target, options=options)
     for name, value in exact.items():
         if getattr(kernel.metadata, name, None) != value:  # which has what became of all options
             what = f"the option {name}={value}, without which bits may differ"
-            raise BackendError(f"Triton {triton.__version__} ignores {what}; {_CURE}")
+            cure = CURE_ON_CPUS if target.backend == "cpu" else _CURE
+            raise BackendError(f"Triton {triton.__version__} ignores {what}; {cure}")
     return kernel
 
 

@@ -21,8 +21,12 @@ ffibuilder.cdef("""
                     uintptr_t weight, uintptr_t dx, uintptr_t dresidual, uintptr_t dweight, int64_t rows,
                     int64_t hidden, int64_t dy_stride, int64_t d_total_stride, int64_t h_stride,
                     double weight_offset, int threads);
+    int fn_run_forward(uintptr_t kernel, int wide, const uintptr_t *operands, const int64_t *numbers, double eps,
+                       double weight_offset, int64_t programs, int threads);
+    int fn_run_backward(uintptr_t kernel, int wide, const uintptr_t *operands, const int64_t *numbers,
+                        double weight_offset, int64_t programs, int threads);
     #define FN_PARALLEL_ELEMENTS ...
     enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
     enum fn_flag { FN_ROUND_SUM, FN_ROUND_NORM, ... };
 """)
-ffibuilder.set_source("fusednorm._cpu", '#include "fusednorm_cpu.h"')
+ffibuilder.set_source("fusednorm._cpu", '#include "fusednorm_cpu.h"\n#include "programs.h"')

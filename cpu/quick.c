@@ -256,7 +256,7 @@ static int run(const call *c) {
     return failed;
 }
 
-/* `devices` is a number with a bit for each type of device (as DLPack numbers them) whose tensors are taken. */
+/* `devices` is a number with a bit for each type of device (as DLPack numbers them, and PROGRAMS) whose tensors are taken. */
 static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
     call c;
     operand *o = c.o;
@@ -268,7 +268,9 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
         return long_way();
     if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return long_way();
     if (!fn_read(arguments[X], &o[X]) || o[X].t.ndim == 0) return long_way();
-    if (o[X].t.device.type > DL_CUDA || !(PyLong_AsLong(devices) >> o[X].t.device.type & 1)) return long_way();
+    const long taken = PyLong_AsLong(devices);
+    const int on_cpu = o[X].t.device.type == DL_CPU, programs = on_cpu && taken >> PROGRAMS & 1;
+    if (o[X].t.device.type > DL_CUDA || !(programs || taken >> o[X].t.device.type & 1)) return long_way();
     for (int i = RESIDUAL; i < OPERANDS; i++) {
         PyObject *given = arguments[i == RSTD ? ROOTS : i];
         o[i].kind = FN_NONE;
@@ -300,6 +302,8 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
               (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
     c.eps = PyFloat_AsDouble(arguments[EPS]);
     c.weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
+    const uintptr_t program = programs ? fn_held_program(&c) : 0;
+    if (programs && !program) return long_way();
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
     int written[2] = {o[OUT].kind, o[RESIDUAL_OUT].kind};
@@ -318,7 +322,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
         }
     }
     failed = failed || overlap(&c);
-    if (!failed) failed = o[X].t.device.type == DL_CUDA ? fn_launch(&c) : run(&c);
+    if (!failed) failed = program ? fn_run_program(&c, program) : on_cpu ? run(&c) : fn_launch(&c);
     if (failed < 0) goto end;
     if (failed) {
         result = long_way();
@@ -384,13 +388,13 @@ static PyMethodDef forward_method = {
 
 static PyObject *way(PyObject *module, PyObject *arguments) {
     (void)module;
-    int cpu, cuda;
-    if (!PyArg_ParseTuple(arguments, "pp", &cpu, &cuda)) return NULL;
+    int cpu, cuda, triton_cpu;
+    if (!PyArg_ParseTuple(arguments, "ppp", &cpu, &cuda, &triton_cpu)) return NULL;
     if (!fn_exchange_api || (cpu && !forward_on_cpu)) {
         PyErr_SetString(PyExc_RuntimeError, "the quick way is not open");
         return NULL;
     }
-    PyObject *devices = PyLong_FromLong((cpu ? 1 << DL_CPU : 0) | (cuda ? 1 << DL_CUDA : 0));
+    PyObject *devices = PyLong_FromLong((cpu ? 1 << DL_CPU : 0) | (cuda ? 1 << DL_CUDA : 0) | (triton_cpu ? 1 << PROGRAMS : 0));
     if (!devices) return NULL;
     PyObject *function = PyCFunction_NewEx(&forward_method, devices, NULL);
     Py_DECREF(devices);
@@ -409,10 +413,14 @@ static PyMethodDef methods[] = {
     {"hold", fn_hold, METH_VARARGS,
      "hold(device, its primary context, kinds of the operands, options, hidden size, alignment, kernels)\n--\n\n"
      "Has calls of this kind launch these. See quick_cuda.c for the numbers."},
+    {"open_programs", fn_open_programs, METH_VARARGS,
+     "open_programs(address of fn_run_forward, the longest rows)\n--\n\nLets CPU tensors through to Triton's kernels."},
+    {"hold_program", fn_hold_program, METH_VARARGS,
+     "hold_program(kinds of x, residual, weight and out, flags, kernel)\n--\n\nHas calls of this kind run this kernel."},
     {"backward", (PyCFunction)(void (*)(void))fn_backward_quickly, METH_FASTCALL,
      "backward(type of device, dy, d_total, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
      "weight_offset)\n--\n\nWhether the gradients were written; if not, the call must go the long way."},
-    {"way", way, METH_VARARGS, "way(cpu, cuda)\n--\n\nA function `forward` for tensors on these devices."},
+    {"way", way, METH_VARARGS, "way(cpu, cuda, triton_cpu)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},
 };
 

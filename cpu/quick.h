@@ -1,6 +1,6 @@
 /*
  * What the files of the quick way share: quick.c reads the operands of a forward pass, quick_backward.c
- * those of a backward pass, and both run C kernels; quick_cuda.c launches CUDA's.
+ * those of a backward pass, and both run C kernels; quick_cuda.c launches CUDA's, quick_programs.c runs Triton's.
  */
 #ifndef FUSEDNORM_QUICK_H
 #define FUSEDNORM_QUICK_H
@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "fusednorm_cpu.h"
+#include "programs.h"
 
 /* DLPack 1.3, as far as it is used here (dmlc.github.io/dlpack/latest/c_api.html). */
 typedef struct {
@@ -34,7 +35,8 @@ typedef struct {
     int (*current_stream)(int32_t device_type, int32_t device, void **stream);
 } exchange_api;
 
-enum { DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
+/* DLPack numbers no device 0: here it stands for the CPU where Triton's kernels are to run. */
+enum { PROGRAMS = 0, DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
 
 /* An operand; its kind is FN_NONE where it is absent. The stride is in elements, from row to row. */
 typedef struct {
@@ -82,9 +84,15 @@ extern fn_backward_fn *fn_backward_on_cpu; /* NULL until it is open */
 int fn_launch(const call *c);
 int fn_launch_backward(const gradient_call *c);
 
+/* quick_programs.c */
+uintptr_t fn_held_program(const call *c); /* 0 if no kernel is held for such a call */
+int fn_run_program(const call *c, uintptr_t kernel); /* nonzero if it refuses, or -1 with a Python error */
+
 /* Python's functions; their words are in quick.c. */
 PyObject *fn_backward_quickly(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_hold(PyObject *module, PyObject *arguments);
+PyObject *fn_open_programs(PyObject *module, PyObject *arguments);
+PyObject *fn_hold_program(PyObject *module, PyObject *arguments);
 
 #endif

@@ -1,10 +1,11 @@
 """The commands: ``fusednorm``, or ``python -m fusednorm``.
 
 ``doctor``: what this machine has. ``check``: the proof. ``conformance``: the proof of one backend, at length.
-``compare``: other implementations beside it. ``bench``: how fast they all are.
+``compare``: other implementations beside it. ``bench``: how fast they all are. ``prewarm``: compiles ahead.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -63,6 +64,27 @@ def command_line() -> argparse.ArgumentParser:
         "--backend", type=_backends, metavar="NAME", help="check only this backend, or several with commas between"
     )
     proved.add_argument("--all", action="store_true", help="print a line for each shape, with its time")
+    ahead = command(
+        "prewarm",
+        "compile ahead what calls will need, for instance into the cache folder of an image",
+        "Kernels go where calls look for them: FUSEDNORM_CACHE_DIR for cuda, TRITON_CACHE_DIR for Triton's backends.",
+    )
+    ahead.add_argument(
+        "--backend", type=_backends, metavar="NAME", help="of this backend (default: the one that a call takes)"
+    )
+    ahead.add_argument(
+        "--hidden-sizes", nargs="+", type=_count, default=[4096], metavar="N", help="elements of a row (default: 4096)"
+    )
+    ahead.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=compare.DTYPES,
+        default=list(compare.DTYPES),
+        metavar="DTYPE",
+        help=f"of x, the residual and the weight, of {', '.join(compare.DTYPES)} (default: all)",
+    )
+    ahead.add_argument("--device", type=_device, default="cpu", help="where the tensors will be (default: cpu)")
+    ahead.add_argument("--training", action="store_true", help="also what gradients need")
     kit = command(
         "conformance",
         "hold one backend, of fusednorm or of others, against the specification, and print a certificate",
@@ -144,10 +166,13 @@ def main() -> int:
 def _run(arguments: argparse.Namespace, others: list[str]) -> int:
     if arguments.command == "conformance":
         return conformance(arguments.backend, others)
-    if arguments.command == "compare":
-        return comparison(arguments)
-    if arguments.command == "bench":
-        return training(arguments) if arguments.train else bench(arguments)
+    if arguments.command == "prewarm":
+        return prewarm(arguments)
+    if arguments.command in ("compare", "bench"):
+        with registry.waiting_for_kernels():
+            if arguments.command == "compare":
+                return comparison(arguments)
+            return training(arguments) if arguments.train else bench(arguments)
     if arguments.command == "check":
         return proof.check(doctor.console(), arguments.backend, arguments.all)
     if arguments.json:
@@ -252,6 +277,24 @@ def _picture(text: str) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib, or '.[plot]' in the checkout")
     return _file(text)
+
+
+def prewarm(arguments: argparse.Namespace) -> int:
+    """Compiles ahead, and says what took how long."""
+    names = arguments.backend
+    _runs_on(names or (), arguments.device)
+    say = functools.partial(doctor.console().print, highlight=False, markup=False)
+    with fusednorm.use_backend(names) if names else contextlib.nullcontext():
+        for dtype, hidden_size in itertools.product(arguments.dtypes, arguments.hidden_sizes):
+            kind = getattr(torch, dtype)
+            begin = time.perf_counter()
+            fusednorm.prewarm(hidden_size, kind, arguments.device, training=arguments.training)
+            seconds = time.perf_counter() - begin
+            row = torch.empty(1, hidden_size, dtype=kind, device=arguments.device)
+            with registry.waiting_for_kernels():
+                backend = fusednorm.explain(row, row, row[0]).backend
+            say(f"{backend}: {dtype}, rows of {hidden_size}: {seconds:.2f} s")
+    return 0
 
 
 def comparison(arguments: argparse.Namespace) -> int:

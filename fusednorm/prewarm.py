@@ -8,6 +8,7 @@ import torch
 
 from fusednorm.devices import present
 from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.registry import waiting_for_kernels
 
 
 def prewarm(
@@ -51,17 +52,18 @@ def prewarm(
         if not isinstance(kind, torch.dtype) and (kind is not None or name == "dtype"):
             raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {kind!r}")
     device = present(device)
-    for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
-        leaves = [
-            torch.zeros(hidden_size + offset, dtype=kind or dtype, device=device)[offset:].requires_grad_(gradients)
-            for kind in (dtype, residual_dtype, weight_dtype)
-        ]
-        x, residual, gain = leaves[0].unsqueeze(0), leaves[1].unsqueeze(0), leaves[2] if weight else None
-        with torch.set_grad_enabled(gradients):
-            y = rms_norm(x, gain, weight_offset=weight_offset, round_norm=round_norm)
-            outputs = fused_add_rms_norm(
-                x, residual, gain, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm
-            )
-        if gradients:
-            given = [torch.zeros_like(t) for t in (y, *outputs)]
-            torch.autograd.grad((y, *outputs), leaves if weight else leaves[:2], given)
+    with waiting_for_kernels():
+        for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
+            leaves = [
+                torch.zeros(hidden_size + offset, dtype=kind or dtype, device=device)[offset:].requires_grad_(gradients)
+                for kind in (dtype, residual_dtype, weight_dtype)
+            ]
+            x, residual, gain = leaves[0].unsqueeze(0), leaves[1].unsqueeze(0), leaves[2] if weight else None
+            with torch.set_grad_enabled(gradients):
+                y = rms_norm(x, gain, weight_offset=weight_offset, round_norm=round_norm)
+                outputs = fused_add_rms_norm(
+                    x, residual, gain, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm
+                )
+            if gradients:
+                given = [torch.zeros_like(t) for t in (y, *outputs)]
+                torch.autograd.grad((y, *outputs), leaves if weight else leaves[:2], given)

@@ -141,6 +141,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
     seconds = None
     with ExitStack() as stack:
         stack.enter_context(fusednorm.use_backend(subject.backend))
+        stack.enter_context(registry.waiting_for_kernels())
         if subject.variant is not None:
             backend: Any = registry.load(subject.backend)
             stack.enter_context(backend.use_variant(subject.variant))

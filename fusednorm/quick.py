@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 try:
     _quick: Any = import_module("fusednorm._quick")
     _lib: Any = import_module("fusednorm._cpu").lib
+    _ffi: Any = import_module("fusednorm._cpu").ffi
 except ImportError:  # the cpu backend says why
     _quick = None
 
@@ -68,13 +69,35 @@ OF_ROWS, OF_SUMS, OF_COLUMNS_OF_BLOCKS, OF_BLOCKS = range(4)
 
 
 def way(devices: set[str]) -> Quick:
-    """The quick way for tensors on devices of these types, of those for which it was opened."""
-    return cast("Quick", _quick.way("cpu" in devices, "cuda" in devices))
+    """The fast path for tensors on devices of these types, of those for which it was opened.
+
+    ``triton_cpu`` counts as a type: the CPU, where Triton's kernels are to run.
+    """
+    return cast("Quick", _quick.way("cpu" in devices, "cuda" in devices, "triton_cpu" in devices))
 
 
 def open_cpu(forward: int, backward: int) -> None:
     """Lets CPU tensors through, to the C functions ``fn_forward`` and ``fn_backward`` at these addresses."""
     _quick.open_cpu(forward, backward)
+
+
+def open_programs(longest: int) -> str | None:
+    """Lets CPU tensors through to Triton's kernels; returns what :func:`way` calls them, None if there is no fast path.
+
+    ``longest``: the longest rows that the kernels take which :func:`hold_program` is given.
+    """
+    if not OPEN:
+        return None
+    _quick.open_programs(int(_ffi.cast("uintptr_t", _ffi.addressof(_lib, "fn_run_forward"))), longest)
+    return "triton_cpu"
+
+
+def hold_program(dtypes: tuple[torch.dtype | None, ...], options: int, kernel: int) -> None:
+    """Has CPU calls of a kind run a kernel of Triton's, at this address, from now on.
+
+    ``dtypes``: of x, residual, weight and out.
+    """
+    _quick.hold_program(tuple(map(_kind, dtypes)), options, kernel)
 
 
 def open_cuda(launch_kernel: int, current_device: int, push_context: int, pop_context: int) -> None:
@@ -103,6 +126,11 @@ def hold(
     ``kernels``: the function, threads of a block, rows or columns of a program, bytes of shared memory of a block,
     blocks of a cluster, whether to begin before the kernel before has ended, and what a program takes.
     """
+    _quick.hold(device, context, tuple(map(_kind, dtypes)), options, hidden_size, alignment, kernels)
+
+
+def _kind(dtype: torch.dtype | None) -> int:
+    """The number that C has for a dtype."""
     kinds: dict[torch.dtype | None, int] = {
         None: _lib.FN_NONE,
         torch.float32: _lib.FN_F32,
@@ -110,4 +138,4 @@ def hold(
         torch.bfloat16: _lib.FN_BF16,
         torch.float64: _lib.FN_F64,
     }
-    _quick.hold(device, context, tuple(kinds[dtype] for dtype in dtypes), options, hidden_size, alignment, kernels)
+    return kinds[dtype]

@@ -11,6 +11,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -372,6 +373,25 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"
         *outer, before = _before.get()
         _order.set(before)
         _before.set(tuple(outer))
+
+
+_waiting: ContextVar[bool] = ContextVar("fusednorm.waiting_for_kernels", default=False)
+
+#: Whether a backend must not have another one take a call while it compiles in the background.
+waiting = _waiting.get
+
+
+@contextmanager
+def waiting_for_kernels() -> Iterator[None]:
+    """Within the block, in this thread or task, a call waits until the backend that it goes to has compiled its kernel.
+
+    For whoever compares or measures backends, or compiles ahead.
+    """
+    token = _waiting.set(True)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
 #: A mutant whose description begins so is run against the file of tests of that name alone.
-ONE_FILE = ("Triton", "CUDA", "Distributed", "Registry", "Listeners", "Derivatives", "Fuzz", "Torch")
+ONE_FILE = ("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Listeners", "Derivatives", "Fuzz", "Torch")
 
 
 class Mutant(NamedTuple):
@@ -687,18 +687,70 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton on CPUs: tiles of a segment added in order",
-        "backends/triton_kernels.py",
+        "backends/triton_cpu_kernels.py",
+        "    return (s0 + s2) + (s1 + s3)",
+        "    return (s0 + s1) + (s2 + s3)",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton on CPUs: the last segment's tiles added in order",
+        "backends/triton_cpu_kernels.py",
         "halved_vector((s0 + s2) + (s1 + s3))",
         "halved_vector((s0 + s1) + (s2 + s3))",
         "triton_cpu",
     ),
     Mutant(
         SAME,
+        "Triton on CPUs: what is left of a row in the wrong tile",
+        "backends/triton_cpu_kernels.py",
+        "tile = hidden_size // TILE % 4",
+        "tile = hidden_size // TILE % 2",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton on CPUs: zeros after a row's end that met an infinite root",
+        "backends/triton_cpu_kernels.py",
+        "return value if left is None else tl.where(tl.arange(0, SIZE) < left, value, 0)",
+        "return value",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
         "Triton on CPUs: the second pass finds what was rounded",
         "backends/triton_cpu.py",
-        '"KEPT": residual is None or round_sum or residual == accumulator',
-        '"KEPT": True',
+        "KEEP=residual is not None and (exact_sum or round_sum),",
+        "KEEP=residual is not None,",
         "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton_cpu: kernels keep the caller's arithmetic",
+        "cpu/programs.c",
+        "fn_fp_state state = fn_enter_ieee();",
+        "fn_fp_state state = 0;",
+    ),
+    Mutant(
+        ROW,
+        "Triton_cpu: a mask for each access",
+        "backends/triton_cpu_kernels.py",
+        "        return tl.load(row + at + tl.arange(0, SIZE))",
+        "        return tl.load(row + at + tl.arange(0, SIZE), mask=at + tl.arange(0, SIZE) >= 0)",
+    ),
+    Mutant(
+        ROW,
+        "Triton_cpu: a fork does not wait for what is loaded",
+        "backends/triton_cpu_host.py",
+        "before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._in_child",
+        "before=lambda: None, after_in_child=self._in_child",
+    ),
+    Mutant(
+        SAME,
+        "Triton_cpu: C's arguments in another order",
+        "backends/triton_cpu_host.py",
+        '"x_stride", "residual_stride", "out_stride", "residual_out_stride", "hidden_size", "roots"',
+        '"x_stride", "out_stride", "residual_stride", "residual_out_stride", "hidden_size", "roots"',
     ),
     Mutant(
         SAME,
@@ -760,7 +812,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "Triton: a kernel for each length of rows on CPUs",
+        "Triton: a kernel for each kind of call",
         "backends/gpu_host.py",
         "identity = (device, *variant.identity())",
         "identity = (device, id(variant))",

@@ -72,7 +72,7 @@ def test_report_for_a_person(arguments):
         ("FUSEDNORM_BACKEND", "cuda", "it runs on cuda tensors, and these are on cpu"),
         ("FUSEDNORM_CPU_ISA", "sse9", "FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set"),
         ("FUSEDNORM_CPU_ISA", "[red]", "FUSEDNORM_CPU_ISA is '[red]'"),
-        ("FUSEDNORM_PREWARM", "yes", "FUSEDNORM_PREWARM is 'yes'; it must be 1"),
+        ("FUSEDNORM_PREWARM", "yes", "FUSEDNORM_PREWARM is 'yes'; it must be background, wait"),
         ("FUSEDNORM_VLLM", "foo", "it must be one of vllm, default, off; vLLM is left as it was"),
     ],
 )

@@ -119,10 +119,16 @@ def test_torch_without_numpy_is_not_announced():
 def test_rubbish_in_fusednorm_prewarm(monkeypatch, value):
     monkeypatch.setenv("FUSEDNORM_PREWARM", value)
     (reason,) = runpy.run_path(triton_cpu.__file__)["unavailable"]()
-    assert reason.startswith(f"FUSEDNORM_PREWARM is {value!r}; it must be 1")
-    for good in ("0", " 1 ", ""):
+    assert reason == f"FUSEDNORM_PREWARM is {value!r}; it must be background, wait (or 1), or off (or 0)"
+    for good, means in (
+        ("0", "off"),
+        (" 1 ", "wait"),
+        ("", "background"),
+        ("Wait", "wait"),
+        ("background", "background"),
+    ):
         monkeypatch.setenv("FUSEDNORM_PREWARM", good)
-        assert runpy.run_path(triton_cpu.__file__)["_PREWARM"] == (good != "0")
+        assert runpy.run_path(triton_cpu.__file__)["_MODE"] == means
 
 
 @pytest.mark.parametrize("value", [" 1 ", "1", "TRUE", "off", "", "é"])
@@ -180,12 +186,13 @@ DRIVER = {"__init__.py": "__version__ = '3.9.0'", "runtime/__init__.py": ""}
 def test_a_triton_that_cannot_be_used(package, files, reason):
     """Both backends say why, with a cure; the list has it, and without an order nobody is disturbed."""
     package(files)
-    for backend in (triton_gpu, triton_cpu):
+    listed = {info.name: info for info in fusednorm.backends()}
+    for name, backend in (("triton", triton_gpu), ("triton_cpu", triton_cpu)):
         (found,) = backend.unavailable()
         assert reason in found
-        assert "pip install" in found
-    listed = {info.name: info for info in fusednorm.backends()}
-    assert listed["triton"].reasons == listed["triton_cpu"].reasons == [found]
+        from_index = name == "triton" or triton_host.INTERPRETED  # which has none for CPUs
+        assert ("pip install" if from_index else "from source, github.com/triton-lang/triton-cpu") in found
+        assert listed[name].reasons == [found]
     assert fusednorm.explain(torch.ones(2, 8).to("meta")).backend == "reference"
     with fusednorm.use_backend("triton_cpu"), pytest.raises(fusednorm.BackendError, match=re.escape(found)):
         fusednorm.rms_norm(torch.ones(2, 8))

@@ -141,6 +141,7 @@ class Mode:
     def active(self):
         with ExitStack() as stack:
             stack.enter_context(fusednorm.use_backend(self.backend))
+            stack.enter_context(registry.waiting_for_kernels())
             if self.device != "cpu":
                 stack.enter_context(torch.device(self.device))
             if self.variant is not None:
@@ -239,7 +240,7 @@ LEFT_OUT = {
     "triton_cpu": MOST
     + r"test_one_rule|test_rows|-\d{4,}\]|test_gradients\[|test_a_hundred|test_layouts|test_row_counts|"
     r"test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|test_large_gradients|formula|"
-    r"test_any_call|test_dtypes\[\w+-float64",
+    r"test_any_call|test_dtypes\[\w+-float64|test_data\[\w+-float(16|64)-(nan row|subnormal)",
 }
 
 

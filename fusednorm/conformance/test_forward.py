@@ -74,6 +74,17 @@ def check(case, mode, agree):
     in_place.check()
 
 
+@pytest.mark.parametrize("hidden", [980, 1500])
+def test_order_of_additions(mode, agree, hidden):
+    """One large element at each of many places among ones: any two sums swapped lose or keep other ones."""
+    x = torch.ones(64, hidden)
+    places = torch.arange(64) * 997 % hidden
+    x[torch.arange(64), places] = 4096.0
+    with fusednorm.use_backend("reference"):
+        expected = fusednorm.rms_norm(x, eps=0.0)
+    agree(fusednorm.rms_norm(x, eps=0.0), expected, "y")
+
+
 @pytest.mark.parametrize("hidden", SIZES)
 def test_sizes(mode, agree, hidden):
     # From four rows on the cpu backend takes them together.

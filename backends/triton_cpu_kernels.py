@@ -1,0 +1,395 @@
+"""Triton's kernels for CPUs: one row per program, in tiles that suit a processor's vector registers.
+
+Rows may have any length: only the number of segments, as a power of two, is compiled in. Accesses have no masks: few
+processors have an instruction for a masked access to 16-bit values, and without one LLVM makes a branch for each
+element. What follows a row's last whole tile is read and written in pieces, each twice as long as the next.
+
+Every kernel of a pass takes the same arguments, those of its type in ``cpu/programs.h``; an operand that is absent is a
+null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusednorm.backends.triton_kernels import gain, narrowed, normalised, quotient, reciprocal_root, widened
+
+#: What a pass has and does, added up: KEEP, for example, stores the sums in the first pass, and not in the second.
+ADD, KEEP, ROUND_SUM, ROUND_NORM, WEIGHT = (tl.constexpr(1 << bit) for bit in range(5))
+D_TOTAL, DX, DRESIDUAL = (tl.constexpr(1 << bit) for bit in range(5, 8))
+
+
+@triton.jit
+def halved_vector(value):
+    """Sums [n], n a power of two, by ``v = v[:n/2] + v[n/2:]`` until one is left: [1]."""
+    for _ in tl.static_range(20):
+        if value.shape[0] > 1:
+            value = tl.sum(tl.reshape(value, (2, value.shape[0] // 2)), axis=0)
+    return value
+
+
+@triton.jit
+def one_after_the_other(first, second):
+    """Two vectors of the same length as one."""
+    return tl.reshape(tl.permute(tl.join(first, second), (1, 0)), (2 * first.shape[0],))
+
+
+@triton.jit
+def got(row, at, left, SIZE: tl.constexpr):
+    """SIZE elements of a row from ``at`` on; where only ``left`` of them are there, those, and then zeros.
+
+    ``left`` is None where all are there, else less than SIZE. Its bits are the lengths of the pieces, which lie in
+    memory with the longest first. They are put together with the shortest first: after each step a vector of twice the
+    length holds what ``left`` leaves over when divided by that.
+    """
+    if left is None:
+        return tl.load(row + at + tl.arange(0, SIZE))
+    else:
+        value = tl.zeros((1,), row.dtype.element_ty)
+        for bit in tl.static_range(20):
+            if 1 << bit < SIZE:
+                piece = tl.zeros_like(value)
+                there = left & (1 << bit) != 0
+                if there:
+                    before = left >> bit + 1 << bit + 1
+                    piece = tl.load(row + at + before + tl.arange(0, 1 << bit))
+                following = tl.where(there, value, tl.zeros_like(value))
+                value = one_after_the_other(tl.where(there, piece, value), following)
+        return value
+
+
+@triton.jit
+def put(row, at, left, value, SIZE: tl.constexpr):
+    """Stores SIZE elements where :func:`got` finds them."""
+    if left is None:
+        tl.store(row + at + tl.arange(0, SIZE), value)
+    else:
+        for level in tl.static_range(20):
+            if SIZE >> level + 1 > 0:
+                first, second = tl.split(tl.permute(tl.reshape(value, (2, SIZE >> level + 1)), (1, 0)))
+                there = left & (SIZE >> level + 1) != 0
+                if there:
+                    before = left & -(SIZE >> level)
+                    tl.store(row + at + before + tl.arange(0, SIZE >> level + 1), first)
+                value = tl.where(there, second, first)
+
+
+@triton.jit
+def eight_added(
+    term: tl.constexpr,
+    row,
+    at,
+    FLAGS: tl.constexpr,
+    A: tl.constexpr,
+    APART: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """The terms of eight vectors that begin APART elements from each other, added up as a segment's are: [SIZE]."""
+    s0 = term(row, at, None, FLAGS, A, SIZE)
+    s1 = term(row, at + APART, None, FLAGS, A, SIZE)
+    s2 = term(row, at + 2 * APART, None, FLAGS, A, SIZE)
+    s3 = term(row, at + 3 * APART, None, FLAGS, A, SIZE)
+    s0 += term(row, at + 4 * APART, None, FLAGS, A, SIZE)
+    s1 += term(row, at + 5 * APART, None, FLAGS, A, SIZE)
+    s2 += term(row, at + 6 * APART, None, FLAGS, A, SIZE)
+    s3 += term(row, at + 7 * APART, None, FLAGS, A, SIZE)
+    return (s0 + s2) + (s1 + s3)
+
+
+@triton.jit
+def sum_of_row(
+    term: tl.constexpr,
+    row,
+    hidden_size,
+    FLAGS: tl.constexpr,
+    A: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The tree's sum of a row's terms, [1]; ``term(row, at, left, FLAGS, A, SIZE)`` gives those of :func:`got`'s.
+
+    Whole segments go in quarters of a tile, so that what is added up stays in registers. The last one, if it is not
+    whole, goes tile by tile.
+    """
+    PART: tl.constexpr = TILE // 4
+    index = tl.arange(0, SEGMENTS)
+    sums = tl.zeros((SEGMENTS,), A)
+    segments = hidden_size // (8 * TILE)
+    for segment in range(segments):
+        at = segment * (8 * TILE)
+        total = eight_added(term, row, at, FLAGS, A, TILE, PART) + eight_added(
+            term, row, at + 2 * PART, FLAGS, A, TILE, PART
+        )
+        other = eight_added(term, row, at + PART, FLAGS, A, TILE, PART) + eight_added(
+            term, row, at + 3 * PART, FLAGS, A, TILE, PART
+        )
+        sums = tl.where(index == segment, halved_vector(total + other), sums)
+    if segments * (8 * TILE) < hidden_size:
+        s0, s1, s2, s3 = tl.zeros((TILE,), A), tl.zeros((TILE,), A), tl.zeros((TILE,), A), tl.zeros((TILE,), A)
+        for half in range(2):
+            at = (2 * segments + half) * (4 * TILE)
+            if at + TILE <= hidden_size:
+                s0 += term(row, at, None, FLAGS, A, TILE)
+            if at + 2 * TILE <= hidden_size:
+                s1 += term(row, at + TILE, None, FLAGS, A, TILE)
+            if at + 3 * TILE <= hidden_size:
+                s2 += term(row, at + 2 * TILE, None, FLAGS, A, TILE)
+            if at + 4 * TILE <= hidden_size:
+                s3 += term(row, at + 3 * TILE, None, FLAGS, A, TILE)
+        left = hidden_size % TILE
+        if left > 0:
+            last = term(row, hidden_size - left, left, FLAGS, A, TILE)
+            tile = hidden_size // TILE % 4
+            s0 += tl.where(tile == 0, last, 0)
+            s1 += tl.where(tile == 1, last, 0)
+            s2 += tl.where(tile == 2, last, 0)
+            s3 += tl.where(tile == 3, last, 0)
+        sums = tl.where(index == segments, halved_vector((s0 + s2) + (s1 + s3)), sums)
+    return halved_vector(sums)
+
+
+@triton.jit
+def over_row(write: tl.constexpr, row, more, hidden_size, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """Has ``write(row, more, at, left, FLAGS, A, SIZE)`` write a row, SIZE elements at a time."""
+    left = hidden_size % SIZE
+    for at in range(0, hidden_size - left, SIZE):
+        write(row, more, at, None, FLAGS, A, SIZE)
+    if left > 0:
+        write(row, more, hidden_size - left, left, FLAGS, A, SIZE)
+
+
+@triton.jit
+def gain_of(weight, at, left, weight_offset, A: tl.constexpr, SIZE: tl.constexpr):
+    """The gain of these columns. An offset of 0 is added too, which changes the sign of a zero at most."""
+    return gain(widened(got(weight, at, left, SIZE), A), weight_offset, True, A)
+
+
+@triton.jit
+def added(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The elements that are normalised: x's, or with ADD the sums, which are stored with KEEP."""
+    x_row, residual_row, total_row = row
+    h = widened(got(x_row, at, left, SIZE), A)
+    if ADD & FLAGS:
+        h = h + widened(got(residual_row, at, left, SIZE), A)
+        if KEEP & FLAGS:
+            total = narrowed(h, total_row.dtype.element_ty)
+            put(total_row, at, left, total, SIZE)
+            if ROUND_SUM & FLAGS:
+                h = widened(total, A)
+    return h
+
+
+@triton.jit
+def square(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The squares of what is normalised."""
+    h = added(row, at, left, FLAGS, A, SIZE)
+    return h * h
+
+
+@triton.jit
+def normalise(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """Writes the normalised elements of the row that :func:`added` knows."""
+    h = added(row, at, left, FLAGS, A, SIZE)
+    x, root, weight, weight_offset, out_row = more
+    g = gain_of(weight, at, left, weight_offset, A, SIZE) if WEIGHT & FLAGS else None
+    y = normalised(h, root, g, x.dtype.element_ty, ROUND_NORM & FLAGS, A)
+    put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
+
+
+@triton.jit
+def forward(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    rstd,
+    x_stride,
+    residual_stride,
+    out_stride,
+    residual_out_stride,
+    hidden_size,
+    roots,
+    eps,
+    weight_offset,
+    A: tl.constexpr,
+    FLAGS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """Normalises a row. ``roots``: whether rstd is wanted. With KEEP the second pass finds the sums in residual_out."""
+    number = tl.program_id(0).to(tl.int64)
+    x_row, out_row = x + number * x_stride, out + number * out_stride
+    residual_row, total_row = residual + number * residual_stride, residual_out + number * residual_out_stride
+    row = (x_row, residual_row, total_row)
+    root = reciprocal_root(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
+    if roots != 0:
+        tl.store(rstd + number + tl.arange(0, 1), root)
+    more = (x, root, weight, weight_offset, out_row)
+    if KEEP & FLAGS:
+        over_row(normalise, (total_row, total_row, total_row), more, hidden_size, ~ADD & FLAGS, A, TILE // 4)
+    else:
+        over_row(normalise, row, more, hidden_size, KEEP | FLAGS, A, TILE // 4)
+
+
+@triton.jit
+def weighted(dy_row, weight, at, left, weight_offset, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The gradient of the normalised row, from that of the output."""
+    wdy = widened(got(dy_row, at, left, SIZE), A)
+    if WEIGHT & FLAGS:
+        wdy = wdy * gain_of(weight, at, left, weight_offset, A, SIZE)
+    return wdy
+
+
+@triton.jit
+def product(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The products whose sum a gradient needs."""
+    dy_row, h_row, root, weight, weight_offset = row
+    xhat = widened(got(h_row, at, left, SIZE), A) * root
+    value = weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE) * xhat
+    # 0 times an infinite root would be NaN.
+    return value if left is None else tl.where(tl.arange(0, SIZE) < left, value, 0)
+
+
+@triton.jit
+def differentiate(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """Writes the gradients of these elements."""
+    dy_row, h_row, root, weight, weight_offset = row
+    c, d_total_row, dx_row, dresidual_row = more
+    wdy = weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE)
+    d = (wdy - (widened(got(h_row, at, left, SIZE), A) * root) * c) * root
+    if D_TOTAL & FLAGS:
+        d = d + widened(got(d_total_row, at, left, SIZE), A)
+    if DX & FLAGS:
+        put(dx_row, at, left, narrowed(d, dx_row.dtype.element_ty), SIZE)
+    if DRESIDUAL & FLAGS:
+        put(dresidual_row, at, left, narrowed(d, dresidual_row.dtype.element_ty), SIZE)
+
+
+@triton.jit
+def backward_rows(
+    dy,
+    d_total,
+    h,
+    rstd,
+    weight,
+    dx,
+    dresidual,
+    partial,
+    dweight,
+    dy_stride,
+    d_total_stride,
+    h_stride,
+    rows,
+    block,
+    blocks,
+    hidden_size,
+    weight_offset,
+    A: tl.constexpr,
+    FLAGS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """The gradients of a row."""
+    number = tl.program_id(0).to(tl.int64)
+    root = tl.load(rstd + number + tl.arange(0, 1))
+    row = (dy + number * dy_stride, h + number * h_stride, root, weight, weight_offset)
+    total = sum_of_row(product, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
+    c = quotient(total, tl.full((1,), hidden_size, A), A)
+    d_total_row = d_total + number * d_total_stride
+    dx_row, dresidual_row = dx + number * hidden_size, dresidual + number * hidden_size
+    over_row(differentiate, row, (c, d_total_row, dx_row, dresidual_row), hidden_size, FLAGS, A, TILE // 4)
+
+
+@triton.jit
+def share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, at, left, A: tl.constexpr, SIZE: tl.constexpr):
+    """What the rows from ``begin`` to ``end`` add to the weight's gradient."""
+    total = tl.zeros((SIZE,), A)
+    for row in range(begin, end):
+        xhat = widened(got(h + row * h_stride, at, left, SIZE), A) * tl.load(rstd + row)
+        total += widened(got(dy + row * dy_stride, at, left, SIZE), A) * xhat
+    return total
+
+
+@triton.jit
+def backward_shares(
+    dy,
+    d_total,
+    h,
+    rstd,
+    weight,
+    dx,
+    dresidual,
+    partial,
+    dweight,
+    dy_stride,
+    d_total_stride,
+    h_stride,
+    rows,
+    block,
+    blocks,
+    hidden_size,
+    weight_offset,
+    A: tl.constexpr,
+    TILE: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """A block's share of the weight's gradient, TILE columns per program."""
+    tiles = tl.cdiv(hidden_size, TILE)
+    number = (tl.program_id(0) // tiles).to(tl.int64)
+    at = (tl.program_id(0) % tiles) * TILE
+    begin, end = number * block, tl.minimum(number * block + block, rows)
+    share = partial + number * hidden_size
+    if at + TILE <= hidden_size:
+        put(share, at, None, share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, at, None, A, TILE), TILE)
+    else:
+        left = hidden_size - at
+        put(share, at, left, share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, at, left, A, TILE), TILE)
+
+
+@triton.jit
+def add_shares(partial, dweight, blocks, hidden_size, at, left, SIZE: tl.constexpr):
+    """Adds up the blocks' shares of these columns by halving, where they lie."""
+    half = 1
+    while 2 * half < blocks:
+        half = 2 * half
+    while half > 0:
+        for k in range(tl.minimum(half, tl.maximum(blocks - half, 0))):
+            to, other = partial + k * hidden_size, partial + (k + half) * hidden_size
+            put(to, at, left, got(to, at, left, SIZE) + got(other, at, left, SIZE), SIZE)
+        half = half // 2
+    put(dweight, at, left, narrowed(got(partial, at, left, SIZE), dweight.dtype.element_ty), SIZE)
+
+
+@triton.jit
+def backward_weight(
+    dy,
+    d_total,
+    h,
+    rstd,
+    weight,
+    dx,
+    dresidual,
+    partial,
+    dweight,
+    dy_stride,
+    d_total_stride,
+    h_stride,
+    rows,
+    block,
+    blocks,
+    hidden_size,
+    weight_offset,
+    A: tl.constexpr,
+    TILE: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """The weight's gradient, TILE columns per program."""
+    at = tl.program_id(0) * TILE
+    if at + TILE <= hidden_size:
+        add_shares(partial, dweight, blocks, hidden_size, at, None, TILE)
+    else:
+        add_shares(partial, dweight, blocks, hidden_size, at, hidden_size - at, TILE)

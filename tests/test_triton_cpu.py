@@ -1,0 +1,466 @@
+"""The ``triton_cpu`` backend: how C calls its kernels, when they are compiled, and what they are compiled to.
+
+The first tests take kernels that are not Triton's; the last ones, which are skipped where there is none, a real
+Triton-CPU, wherever it is installed.
+"""
+
+import ctypes
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import registry
+from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
+
+pytest.importorskip("triton", reason="Triton is not installed; tox -e triton_cpu installs it")
+if triton_host.INTERPRETED:
+    pytest.skip("the interpreter compiles nothing; the tests that compile run without it", allow_module_level=True)
+if cpu.unavailable():
+    pytest.skip("C calls the kernels, and the compiled extension is not here", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+_target, _ = triton_host.active_target()
+real = pytest.mark.skipif(
+    _target is None or _target.backend != "cpu", reason="no Triton with a driver for CPUs is installed here"
+)
+
+LIB = triton_cpu_host._lib
+POINTER, LONG, WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+
+
+def kernel(operands, numbers, number, reals, calls):
+    """A function with a kernel's arguments that notes them, and what becomes of a subnormal number in its thread."""
+    kind = ctypes.CFUNCTYPE(None, *[POINTER] * operands, *[LONG] * numbers, *[number] * reals, *[WORD] * 6)
+    return kind(lambda *given: calls.append((given, sys.float_info.min / 2 * 1.0)))
+
+
+@pytest.mark.parametrize(("number", "wide"), [(ctypes.c_float, 0), (ctypes.c_double, 1)])
+def test_c_gives_a_kernel_its_arguments(number, wide):
+    calls = []
+    forward = kernel(6, 6, number, 2, calls)
+    address = ctypes.cast(forward, POINTER).value
+    assert LIB.fn_run_forward(address, wide, [1, 2, 0, 4, 5, 0], [*range(10, 16)], 0.1, 1.5, 2, 1) == 0
+    backward = kernel(9, 7, number, 1, calls)
+    address = ctypes.cast(backward, POINTER).value
+    assert LIB.fn_run_backward(address, wide, [*range(1, 10)], [*range(10, 17)], 0.1, 1, 1) == 0
+    eps = number(0.1).value
+    given = (1, 2, None, 4, 5, None, *range(10, 16), eps, 1.5)
+    assert [call for call, _ in calls] == [
+        (*given, 0, 0, 0, 2, 1, 1),
+        (*given, 1, 0, 0, 2, 1, 1),
+        (*range(1, 10), *range(10, 17), eps, 0, 0, 0, 1, 1, 1),
+    ]
+
+
+def test_threads_share_the_programs_and_none_flushes_subnormals():
+    """Also those that were started while the caller flushed them; and the caller's own setting stays."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        calls = []
+        forward = kernel(6, 6, ctypes.c_float, 2, calls)
+        address = ctypes.cast(forward, POINTER).value
+        assert LIB.fn_run_forward(address, 0, [0] * 6, [0] * 6, 0.0, 0.0, 11, 4) == 0
+        assert sys.float_info.min / 2 * float(torch.ones(())) == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert sorted(call[14] for call, _ in calls) == list(range(11))
+    assert all(subnormal > 0 for _, subnormal in calls)
+
+
+def test_more_programs_than_triton_counts_are_refused():
+    assert LIB.fn_run_forward(0, 0, [0] * 6, [0] * 6, 0.0, 0.0, 2**31, 1) == 1
+    x = torch.zeros(1, 8)
+    program = object.__new__(triton_cpu_host.Program)
+    program.address, program._wide, program._reals = 0, False, 2
+    values = dict.fromkeys((*triton_cpu_host._OPERANDS[2], *triton_cpu_host._NUMBERS[2]), 0)
+    with pytest.raises(OverflowError, match="Triton counts them in 32 bits"):
+        program(2**31, 0, {**values, "rows": 2**31, "eps": 0.0, "weight_offset": 0.0})
+    assert x.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "named"),
+    [
+        (triton_cpu.forward_variant(BF16, None, None, BF16, False, 64, False, True, False), "forward"),
+        (triton_cpu.forward_variant(F64, F64, F64, F64, True, 64, False, True, False), "forward"),
+        *((v, v.function.__name__) for v in triton_cpu.backward_variants(*[F32] * 8, 64, False).values()),
+    ],
+    ids=str,
+)
+def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
+    """Triton's own front end says what a kernel takes; another order in either place would be silent nonsense."""
+    reals = 2 if named == "forward" else 1
+    names = (*triton_cpu_host._OPERANDS[reals], *triton_cpu_host._NUMBERS[reals])
+    assert (*names, *("eps", "weight_offset")[-reals:]) == tuple(variant.arguments())
+    kinds = [kind for kind, _ in variant.arguments().values()]
+    assert all(kind.startswith("*") for kind in kinds[: len(triton_cpu_host._OPERANDS[reals])])
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "define void @forward(ptr %0, i64 %1) #0 {",
+        "define void @forward() #0 {",
+        "nothing",
+        "define void @forward("
+        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 6 + ["i64"] * 6 + ["double"] * 2 + ["i32"] * 6))
+        + ") #0 {",
+    ],
+)
+def test_a_kernel_that_takes_something_else_is_refused(definition):
+    found = SimpleNamespace(metadata=SimpleNamespace(name="forward"), asm={"llir": definition})
+    program = object.__new__(triton_cpu_host.Program)
+    program._wide, program._reals = False, 2
+    with pytest.raises(fusednorm.BackendError, match="take other arguments than fusednorm gives them"):
+        program._check(found)
+    program._wide = True
+    if "double" in definition:
+        found.asm["llir"] = definition.replace("ptr %0", "ptr readonly captures(address, none) %0")
+        program._check(found)
+
+
+def test_no_access_has_a_mask():
+    """A mask is a branch for each element where the processor has no masked access: AVX2 in 16 bits, NEON at all."""
+    variants = [
+        triton_cpu.forward_variant(BF16, BF16, BF16, BF16, True, 64, True, True, False),
+        triton_cpu.forward_variant(BF16, BF16, BF16, BF16, True, 64, True, False, True),
+        *triton_cpu.backward_variants(*[F16] * 7, F32, 64, True).values(),
+    ]
+    for variant in variants:
+        ttir = front_end(variant)
+        accesses = re.findall(r"tt\.(?:load|store) (.*?) : ", ttir)
+        assert len(accesses) >= 4
+        operands = [len(re.findall(r"%\w+", re.sub(r"\{.*?\}", "", access))) for access in accesses]
+        loads = [
+            n for n, access in zip(operands, re.findall(r"tt\.(load|store) ", ttir), strict=True) if access == "load"
+        ]
+        assert set(loads) == {1}, variant
+        assert max(operands) == 2, variant
+
+
+def front_end(variant):
+    """The intermediate language that Triton's front end makes of a kernel; it needs no driver."""
+    from triton._C.libtriton import ir
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    arguments, constants = variant.arguments(), variant.all_constants()
+    names = variant.function.arg_names
+    signature = {name: arguments[name][0] if name in arguments else "constexpr" for name in names}
+    known = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    source = ASTSource(fn=variant.function, signature=signature, constexprs=known)
+    target = _target or GPUTarget("cuda", 80, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({"enable_fp_fusion": False})
+    given = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    return str(source.make_ir(target, *given))
+
+
+def test_kinds_of_calls_that_need_the_same_code_share_it():
+    identity = lambda *kind: triton_cpu.forward_variant(*kind).identity()  # noqa: E731
+    one = identity(BF16, BF16, BF16, BF16, False, 1000, False, True, False)
+    assert identity(BF16, BF16, BF16, BF16, True, 65536, True, True, False) == one
+    assert identity(BF16, BF16, BF16, BF16, False, 65537, False, True, False) != one
+    assert identity(BF16, BF16, BF16, BF16, False, 1000, False, False, False) != one
+    assert identity(F32, F32, F32, F32, False, 1, False, False, True) == identity(
+        F32, F32, F32, F32, False, 1, False, True, False
+    )
+    assert len({variant.identity() for variant in triton_cpu.commonest()}) == 6
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A driver for CPUs, and kernels that are the cpu backend's; ``compiling`` holds them back."""
+    found = SimpleNamespace(loaded=[], calls=[], compiling=threading.Event(), loading=False, fails=False)
+    found.compiling.set()
+
+    class Loaded:
+        per_program, address = 1, 0
+
+        def __init__(self, variant):
+            self.variant = variant
+
+        def __call__(self, programs, device, values):
+            found.calls.append((self.variant, values))
+
+    def load(variant, only_cached=False):
+        if only_cached:
+            raise triton_host.NotCachedError
+        found.loading = True
+        assert found.compiling.wait(60)
+        if found.fails:
+            raise RuntimeError("this compiler is broken")
+        found.loaded.append(variant)
+        return Loaded(variant)
+
+    monkeypatch.setattr(
+        type(driver), "active", SimpleNamespace(get_current_target=lambda: GPUTarget("cpu", "x86_64", 0))
+    )
+    compiler = triton_cpu_host.Compiler(load)
+    monkeypatch.setattr(compiler, "_by_child", lambda variant: None)
+    monkeypatch.setattr(triton_cpu, "_compiler", compiler)
+    monkeypatch.setattr(triton_cpu._host, "ready", compiler.now)
+    monkeypatch.setattr(triton_cpu._host, "held", {})
+    monkeypatch.setattr(triton_cpu._host, "ways", {})
+    monkeypatch.setattr(triton_cpu, "_prewarmed", False)
+    monkeypatch.setattr(triton_cpu, "_MODE", "background")
+    monkeypatch.setattr(triton_cpu, "quick", None)
+    yield found
+    found.compiling.set()
+    until(lambda: compiler._thread is None or not compiler._thread.is_alive())
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it takes for ever"
+        time.sleep(0.001)
+
+
+def run(dtype, rows=3, hidden=1000):
+    x, residual, weight = operands(Case(rows=rows, hidden=hidden).of(dtype))
+    total, out = torch.empty_like(residual), torch.empty_like(x)
+    numbers = (rows, hidden, hidden, hidden, hidden, hidden, 1e-6, 0.0, True, False)
+    triton_cpu.forward(x, residual, weight, out, total, None, *numbers)
+    expected = torch.empty_like(x), torch.empty_like(residual)
+    cpu.forward(x, residual, weight, *expected, None, *numbers)
+    return torch.equal(out, expected[0]) and torch.equal(total, expected[1])
+
+
+def plan(dtype):
+    x = torch.zeros(2, 1000, dtype=dtype)
+    with fusednorm.use_backend("triton_cpu"):
+        return fusednorm.explain(x, x, x[0]).plan
+
+
+def test_the_cpu_backend_takes_calls_until_the_kernel_is_compiled(fake):
+    fake.compiling.clear()
+    assert "until they are compiled in the background, the cpu backend's: C kernels" in plan(BF16)
+    for _ in range(3):
+        assert run(BF16)
+    assert fake.loaded == fake.calls == []
+    fake.compiling.set()
+    until(lambda: len(fake.loaded) == 6)
+    assert fake.loaded[0].dtypes["x"] == BF16  # what was called comes first
+    assert fake.loaded[0].dtypes["residual"] == BF16
+    assert (
+        plan(BF16)
+        == f"Triton kernels, compiled, on up to {torch.get_num_threads()} threads: a row per program, in tiles of 128"
+    )
+    run(BF16)
+    assert len(fake.calls) == 1
+    fake.compiling.clear()
+    assert run(F64)  # none of the commonest: in the background too
+    fake.compiling.set()
+    until(lambda: len(fake.loaded) == 7)
+    run(F64)
+    assert len(fake.calls) == 2
+    run(BF16, hidden=40_000)
+    assert len(fake.loaded) == 7
+    assert len(fake.calls) == 3
+
+
+def test_gradients_are_taken_likewise(fake):
+    fake.compiling.clear()
+    x, _, weight = operands(Case(rows=5, hidden=100).of(F32))
+    given = (x, None, x, torch.ones(5), weight, 0.0, F32, None, (True, False, True))
+    got = triton_cpu.backward(*given)
+    for mine, theirs in zip(got, cpu.backward(*given), strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)
+    assert fake.calls == []
+    fake.compiling.set()
+    until(lambda: len(fake.loaded) == 9)
+    triton_cpu.backward(*given)
+    assert [variant.function.__name__ for variant, _ in fake.calls] == [
+        "backward_rows",
+        "backward_shares",
+        "backward_weight",
+    ]
+
+
+def test_whoever_compares_or_measures_waits_for_the_kernel(fake):
+    with registry.waiting_for_kernels():
+        run(F16)
+        assert "until" not in plan(F16)
+    assert len(fake.loaded) == len(fake.calls) == 1
+    with fusednorm.use_backend("triton_cpu"):
+        fusednorm.prewarm(64, F32, training=True)
+    assert len(fake.loaded) > 4
+
+
+@pytest.mark.parametrize(("how", "compiled"), [("wait", 6), ("off", 1)])
+def test_other_modes_compile_before_the_call(fake, monkeypatch, how, compiled):
+    monkeypatch.setattr(triton_cpu, "_MODE", how)
+    run(F32)
+    assert (len(fake.loaded), len(fake.calls)) == (compiled, 1)
+    assert "until" not in plan(F32)
+
+
+def test_a_failure_is_logged_once_and_explained(fake, caplog, monkeypatch):
+    fake.fails = True
+    with caplog.at_level(logging.WARNING, "fusednorm"):
+        assert run(BF16)
+        until(lambda: len(triton_cpu._compiler.done) == 6)
+    (record,) = caplog.records
+    assert "could not prewarm its Triton kernels: RuntimeError: this compiler is broken" in record.message
+    assert run(BF16)
+    assert "as Triton could not compile its own (RuntimeError: this compiler is broken)" in plan(BF16)
+    with registry.waiting_for_kernels(), pytest.raises(RuntimeError, match="compiler is broken"):
+        run(BF16)
+    monkeypatch.setattr(triton_cpu, "_MODE", "wait")
+    with pytest.raises(RuntimeError, match="compiler is broken"):
+        run(BF16)
+
+
+def test_a_fork_waits_until_nothing_is_loaded_and_the_child_goes_on(fake):
+    if not hasattr(os, "fork"):
+        pytest.skip("this system does not fork")
+    fake.compiling.clear()
+    assert run(BF16)
+    until(lambda: fake.loading)
+    threading.Timer(0.2, fake.compiling.set).start()
+    child = os.fork()
+    if child == 0:
+        try:
+            waited = len(fake.loaded) > 0
+            run(BF16)
+            until(lambda: len(fake.loaded) == 6)
+            os._exit(0 if waited and len(fake.calls) == 1 else 3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    until(lambda: len(fake.loaded) == 6)
+
+
+def test_the_end_of_the_process_waits_for_one_kernel_at_most():
+    code = """
+    import sys, time, torch
+    from fusednorm.backends import triton_cpu, triton_cpu_host
+    def load(variant, only_cached=False):
+        print("loads", flush=True)
+        time.sleep(0.5)
+        print("loaded", flush=True)
+    compiler = triton_cpu_host.Compiler(load)
+    try:
+        compiler.later(triton_cpu.commonest())
+    except triton_cpu_host.NotYetError:
+        pass
+    while not compiler._queue: pass
+    time.sleep(0.1)
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["loads", "loaded"]
+
+
+def test_a_process_compiles_for_this_one(monkeypatch):
+    """Here, without a driver, what it answers is why not; with one, that the kernel is in the cache."""
+    child = triton_cpu_host._Child()
+    try:
+        variant = next(triton_cpu.commonest())
+        answers = [child.compile(variant) for _ in range(2)]
+        child.process.kill()
+        child.process.wait()
+        assert child.compile(variant) is None
+    finally:
+        child.end()
+    if _target is None:
+        assert all("active drivers" in answer for answer in answers)
+    elif _target.backend == "cpu":
+        assert answers == ["", ""]
+    monkeypatch.setattr(sys, "executable", "")
+    assert triton_cpu_host.Compiler(None)._by_child(variant) is None
+
+
+# With a real Triton-CPU, wherever it is installed.
+
+MIXED = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F64, F64)]
+
+
+def real_variants(x, residual):
+    accumulator = F64 if x == F64 else F32
+    yield triton_cpu.forward_variant(x, residual, residual, x, True, 1000, True, True, False)
+    yield triton_cpu.forward_variant(x, None, residual, x, False, 1000, False, True, True)
+    kind = (x, residual, residual, residual, x, residual, residual, accumulator, 1000, True)
+    yield from triton_cpu.backward_variants(*kind).values()
+
+
+@real
+@pytest.mark.parametrize(("x", "residual"), MIXED, ids=dtype_name)
+def test_code(x, residual):
+    """No fused operation, no call, and branches for loops and pieces only: none for each of a tile's 128 elements."""
+    for variant in real_variants(x, residual):
+        assembly = triton_host.compiled(variant, _target).asm["asm"]
+        lines = re.findall(r"^\t([a-z]\S*)(.*)$", assembly, re.MULTILINE)
+        operations = [name for name, _ in lines]
+        assert not [name for name in operations if re.match(r"vfn?m|fn?m(la|ls|add|sub)|bf(mla|dot)|call|blr?$", name)]
+        branches = [name for name in operations if re.match(r"j|b$|b\.|cbn?z|tbn?z", name)]
+        assert len(branches) < 128, variant.function
+        llvm = triton_host.compiled(variant, _target).asm["llir"]
+        assert "masked" not in llvm
+        assert not re.findall(r"\b(?:contract|fast|afn|reassoc)\b|llvm\.fma|llvm\.fmuladd", llvm)
+
+
+REAL = """
+import os, sys, time, torch, fusednorm
+from fusednorm.backends import triton_cpu
+torch.set_num_threads(1)  # a child has none of the others
+x = torch.randn(40, 1000).bfloat16()
+with fusednorm.use_backend("reference"):
+    expected = fusednorm.fused_add_rms_norm(x, x, x[0])
+def good():
+    with fusednorm.use_backend("triton_cpu"):
+        got = fusednorm.fused_add_rms_norm(x, x, x[0])
+    return all(map(torch.equal, got, expected))
+assert good()
+assert "until" in str(triton_cpu.plan(fusednorm.explain(x, x, x[0]).signature))
+child = os.fork() if "fork" in sys.argv else None
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if "end" not in sys.argv:
+    while len(triton_cpu._compiler.done) < 6:
+        assert good()
+        time.sleep(0.01)
+    assert all(isinstance(found, triton_cpu.Program) for found in triton_cpu._compiler.done.values())
+    assert good()
+    assert "until" not in str(triton_cpu.plan(fusednorm.explain(x, x, x[0]).signature))
+print("good")
+"""
+
+
+@real
+@pytest.mark.parametrize("then", ["end", "wait", "fork"])
+def test_in_the_background(then, tmp_path):
+    """From an empty cache: the same bits before and after; an end at once, and a fork, disturb nothing."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "FUSEDNORM_PREWARM": ""}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", REAL, then], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "good\n", "")
+
+
+@real
+def test_the_command_fills_a_cache(tmp_path):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-m", "fusednorm", "prewarm", "--backend", "triton_cpu", "--dtypes", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert re.fullmatch(r"triton_cpu: float32, rows of 4096: \d+\.\d\d s\n", done.stdout)
+    assert len(list(tmp_path.rglob("*.so"))) == 2  # with the residual and without
