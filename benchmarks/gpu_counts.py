@@ -1,14 +1,14 @@
-"""What the GPU kernels do for a call, counted without a GPU: their PTX is executed on the CPU, and every result compared.
+"""What the GPU kernels do for a call, counted without a GPU: their PTX is executed on the CPU, every result compared.
 
     pip install -c constraints.txt . triton cuda-bindings nvidia-cuda-nvrtc
     tests/emulation/ptx cuda --sm 90 -- python -P benchmarks/gpu_counts.py
     tests/emulation/ptx triton --sm 90 -- python -P benchmarks/gpu_counts.py
 
-A row of the table is a launch. Per element of x: "loaded" and "stored" bytes that threads ask for of global memory, with
-the least that the call needs in brackets (every operand once; the weight, which caches hold, once per row); "instructions"
-of a thread, of which "float" compute. "sectors": 32-byte sectors that warps touch, over the fewest that the bytes fill.
-Per row: "shuffles" of all warps, "barriers" of a block, "passes" over shared memory. "registers" of a thread and what part of
-a processor's threads can run at once are those of NVIDIA's assembler, which Triton's wheel has.
+A row of the table is a launch. Per element of x: bytes of global memory that threads load and store, with the least
+that the kernel needs in brackets (every operand once; the weight, which caches hold, once per row); instructions of a
+thread, of which "float" compute. "sectors": 32-byte sectors that warps touch, over the fewest that the bytes fill. Per
+row: shuffles of all warps, barriers of a block, passes over shared memory. The registers of a thread are those of
+NVIDIA's assembler, which Triton's wheel has; "run": the part of a processor's threads that can run at once with them.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
+
 from ptx import machine
 
 #: Rows, hidden size, dtype, whether gradients are wanted.
@@ -35,7 +36,8 @@ CALLS = (
     (8, 16384, torch.bfloat16, True),
     (4, 65536, torch.bfloat16, True),
 )
-COLUMNS = "shape,dtype,kernel,blocks x threads,loaded,stored,sectors,instructions,float,shuffles,barriers,passes,registers,run"
+COLUMNS = ("shape", "dtype", "kernel", "blocks x threads", "loaded", "stored", "sectors", "instructions", "float")
+COLUMNS += ("shuffles", "barriers", "passes", "registers", "run")
 FLOATS = ("add", "sub", "mul", "div", "rcp", "sqrt", "fma")
 OF_FLOATS = re.compile(r"\.b?f\d+(x2)?$")
 
@@ -116,7 +118,7 @@ def counts(address):
 
 def row(call, name, ptx, kernel, found, launch):
     """The cells of the table for one launch."""
-    rows, hidden, dtype, gradients = call
+    rows, hidden, dtype, _ = call
     elements, (blocks, threads, shared) = rows * hidden, launch
     loaded, stored = needed(name, *call)
     registers = assembled(ptx)
@@ -141,6 +143,7 @@ def row(call, name, ptx, kernel, found, launch):
 
 
 def main():
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     backend, target = os.environ["FUSEDNORM_BACKEND"], int(os.environ["FUSEDNORM_EMULATED_SM"])
@@ -149,7 +152,7 @@ def main():
     kernels = loaded_kernels()
     torch.manual_seed(0)
     print(f"{backend}, sm_{target}, torch {torch.__version__}\n")
-    print("| " + " | ".join(COLUMNS.split(",")) + " |")
+    print("| " + " | ".join(COLUMNS) + " |")
     print("|---|---|---|---|" + "---:|" * 10)
     for call in CALLS:
         rows, hidden, dtype, gradients = call

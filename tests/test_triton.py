@@ -14,7 +14,7 @@ import torch
 
 import fusednorm
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
-from fusednorm.conformance.cases import BF16, F32, F64, Case, dtype_name, operands
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
 if triton_host.INTERPRETED:

@@ -223,7 +223,7 @@ def agree(mode, request):
 
 
 #: What would take too long where a whole test run is for one backend that has no device here: in Triton's interpreter
-#: too many rows, or too long ones; where PTX is executed too many kernels, of which each takes up to a second to compile.
+#: too many rows, or too long ones; where PTX is executed too many kernels, each of which takes time to compile.
 #: `--everything` leaves out nothing. First what all leave out: most mixes of dtypes, and most sizes.
 MOST = (
     r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
