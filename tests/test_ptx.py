@@ -227,6 +227,26 @@ def test_lanes_that_part_meet_again():
     assert run(body + STORE, torch.zeros(32).long()).tolist() == expected
 
 
+def test_lanes_wait_for_those_that_come_from_behind():
+    """Some lanes' way to a barrier, and to a shuffle, goes through instructions that stand behind it."""
+    body = """
+        mov.u32 %r1, 5;
+        setp.gt.u32 %p0, %r0, 7;
+        @%p0 bra FAR;
+    MEET:
+        bar.sync 0;
+        shfl.sync.bfly.b32 %r2, %r1, 8, 31, -1;
+        cvt.u64.u32 %z, %r2;
+        st.global.u64 [%d], %z;
+        ret;
+    FAR:
+        mov.u32 %r1, 9;
+        bra.uni MEET;
+    """
+    expected = [5 if (lane ^ 8) < 8 else 9 for lane in range(32)]
+    assert run(body, torch.zeros(32).long()).tolist() == expected
+
+
 OWN = "mov.u64 %x, memory; add.s64 %x, %x, %at;\n"
 OTHERS = "mov.u64 %y, memory; xor.b32 %r1, %r0, {}; mul.wide.u32 %z, %r1, 8; add.s64 %y, %y, %z;\n"
 

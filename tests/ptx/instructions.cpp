@@ -370,19 +370,19 @@ Table table() {
     set("prmt.b32", three<u32, u32, u32, permuted>);
     set("bfi.b32", insert_field);
     set("bfi.b64", insert_field);
-    set("shfl.sync.up.b32", shuffled<UP>);
-    set("shfl.sync.down.b32", shuffled<DOWN>);
-    set("shfl.sync.bfly.b32", shuffled<XOR>);
-    set("shfl.sync.idx.b32", shuffled<INDEX>);
+    to["shfl.sync.up.b32"] = {shuffled<UP>, TOGETHER};
+    to["shfl.sync.down.b32"] = {shuffled<DOWN>, TOGETHER};
+    to["shfl.sync.bfly.b32"] = {shuffled<XOR>, TOGETHER};
+    to["shfl.sync.idx.b32"] = {shuffled<INDEX>, TOGETHER};
     set("prefetch.global.L2", nothing);
     set("griddepcontrol.launch_dependents", nothing);
     set("griddepcontrol.wait", [](Warp& w, const Instruction&, u32) { w.waited_for_kernels_before = true; });
-    set("bar.warp.sync", [](Warp& w, const Instruction& i, u32 lanes) {
+    to["bar.warp.sync"] = {[](Warp& w, const Instruction& i, u32 lanes) {
         each(lanes, [&](int l) {
             if ((u32)w[i.operands[0]][l] & ~lanes) throw Fault(i.name + ": lanes of the mask are missing");
         });
         w.barriers++;
-    });
+    }, TOGETHER};
 
     to["bra"] = to["bra.uni"] = {nothing, BRANCH};
     to["ret"] = to["exit"] = {nothing, RETURN};

@@ -31,13 +31,16 @@ void go(Warp& w, u32 lanes, int to) {
         if (lanes >> l & 1) w.lane_at[l] = to;
 }
 
-// The lanes that go on: all, or those that are furthest behind, so that they meet the others again.
+// The lanes that go on: all, or those that are furthest behind, so that they meet the others again. Lanes that are held
+// go on when no others are left.
 u32 together(Warp& w) {
     if (!w.apart) return w.alive;
+    if (!(w.alive & ~w.held)) w.held = 0;
+    const u32 free = w.alive & ~w.held;
     int least = INT32_MAX;
     u32 lanes = 0;
     for (int l = 0; l < LANES; l++)
-        if (w.alive >> l & 1) least = std::min(least, w.lane_at[l]);
+        if (free >> l & 1) least = std::min(least, w.lane_at[l]);
     for (int l = 0; l < LANES; l++) lanes |= (u32)(w.alive >> l & 1 && w.lane_at[l] == least) << l;
     w.at = least;
     w.apart = lanes != w.alive;
@@ -66,8 +69,14 @@ void arrive_at_cluster_barrier(Warp& w, const Instruction& i) {
 void run(Warp& w) {
     const Kernel& kernel = *w.block->cluster->kernel;
     while (w.state == Warp::RUNS) {
+        const bool last = !(w.alive & ~w.held);
         const u32 group = together(w);
         const Instruction& i = kernel.code[w.at];
+        if (i.kind >= TOGETHER && w.apart && !last) {
+            w.held |= group;
+            continue;
+        }
+        w.held &= ~group;
         u32 lanes = group;
         if (i.predicate >= 0) lanes &= i.negated ? ~w.mask_of(i.predicate) : w.mask_of(i.predicate);
         i.warps++;
@@ -75,6 +84,7 @@ void run(Warp& w) {
         const int next = w.at + 1;
         switch (i.kind) {
             case PLAIN:
+            case TOGETHER:
                 if (lanes) i.run(w, i, lanes);
                 go(w, group, next);
                 continue;
@@ -109,6 +119,7 @@ void run(Warp& w) {
 
 void begin(Warp& w, const Kernel& kernel, const Shape& shape) {
     w.alive = ~0u;
+    w.held = 0;
     w.apart = false;
     w.at = 0;
     w.state = Warp::RUNS;

@@ -28,8 +28,9 @@ struct Warp;
 struct Instruction;
 using Handler = void (*)(Warp&, const Instruction&, u32 lanes);
 
-// What decides where a warp goes on; all others go on with the next instruction.
-enum Kind { PLAIN, BRANCH, RETURN, BLOCK_BARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT };
+// What decides where a warp goes on; the others go on with the next instruction. From TOGETHER on, lanes wait for others of
+// their warp that are on their way.
+enum Kind { PLAIN, BRANCH, RETURN, TOGETHER, BLOCK_BARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT };
 
 struct Instruction {
     std::string name;
@@ -93,8 +94,8 @@ struct Warp {
     Block* block;
     int number;  // in its block
     std::vector<u64> registers;
-    u32 alive;
-    bool apart;  // lanes are at different instructions
+    u32 alive, held;  // held: lanes that wait for others
+    bool apart;       // lanes are at different instructions
     int at, lane_at[LANES];
     enum { RUNS, AT_BLOCK_BARRIER, AT_CLUSTER_BARRIER, ENDED } state;
     int barriers, arrivals, waits;

@@ -279,8 +279,8 @@ void add_memory(std::map<std::string, std::pair<Handler, Kind>>& to) {
         add_types<4, true>(to, vector, "s32");
     }
     for (const char* count : {"x1", "x2", "x4"}) {
-        to[std::string("ldmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<false>, PLAIN};
-        to[std::string("stmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<true>, PLAIN};
+        to[std::string("ldmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<false>, TOGETHER};
+        to[std::string("stmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<true>, TOGETHER};
     }
     to["mapa.shared::cluster.u32"] = {[](Warp& w, const Instruction& i, u32 lanes) {
                                           u64 *d = w[i.operands[0]], *a = w[i.operands[1]], *rank = w[i.operands[2]];
