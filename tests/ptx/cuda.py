@@ -38,7 +38,6 @@ class Driver:
 
     def __init__(self):
         self.library = machine.library()
-        self.kernels = {}
 
     def cuDriverGetVersion(self):  # noqa: N802
         return OK, 13000
@@ -70,8 +69,7 @@ class Driver:
         return OK, bytes(code).decode().rstrip("\0")
 
     def cuModuleGetFunction(self, module, name):  # noqa: N802
-        address, self.kernels[name.decode(), module] = machine.load(module, name.decode())
-        return OK, address
+        return OK, machine.load(module, name.decode())[0]
 
     def cuGetProcAddress(self, name, version, flags):  # noqa: N802
         ours = {

@@ -15,11 +15,6 @@ namespace {
 
 u32 cluster_serial = 0;
 
-[[noreturn]] void fail(const Warp& w, const Instruction& i, const std::string& what) {
-    throw Fault(w.block->cluster->kernel->name + ": " + what + " (" + i.name + ", block " +
-                std::to_string(w.block->number) + ", warp " + std::to_string(w.number) + ")");
-}
-
 void go(Warp& w, u32 lanes, int to) {
     if (lanes == w.alive && !w.apart) {
         w.at = to;
@@ -190,6 +185,11 @@ void run_cluster(Cluster& cluster, int first) {
 }
 
 }  // namespace
+
+void fail(const Warp& w, const Instruction& i, const std::string& what) {
+    throw Fault(w.block->cluster->kernel->name + ": " + what + " (" + i.name + ", block " +
+                std::to_string(w.block->number) + ", warp " + std::to_string(w.number) + ")");
+}
 
 int Warp::thread(int lane) const { return block->number * block->cluster->shape->threads + number * LANES + lane; }
 

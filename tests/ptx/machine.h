@@ -126,6 +126,7 @@ void add_memory(std::map<std::string, std::pair<Handler, Kind>>& to);
 void forget_pages();  // before a launch: races are those of one launch
 
 // machine.cpp
+[[noreturn]] void fail(const Warp& w, const Instruction& i, const std::string& what);
 void launch(const Kernel& kernel, const Shape& shape, const void* parameters);
 extern bool counting;      // sectors and passes, which takes time
 extern u32 launch_serial;  // of the launch that runs

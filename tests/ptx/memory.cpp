@@ -27,11 +27,6 @@ std::unordered_map<u64, std::unique_ptr<Page>> pages;
 u64 last_number = 0;
 Page* last = nullptr;
 
-[[noreturn]] void fail(const Warp& w, const Instruction& i, const std::string& what) {
-    throw Fault(w.block->cluster->kernel->name + ": " + what + " (" + i.name + ", block " +
-                std::to_string(w.block->number) + ", warp " + std::to_string(w.number) + ")");
-}
-
 // The record of two bytes of global memory; nullptr where they are not watched.
 Record* record_of(const Warp& w, u64 address) {
     if (w.block->cluster->shape->grid > MOST_BLOCKS) return nullptr;
