@@ -235,8 +235,9 @@ LEFT_OUT = {
     "cuda": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64",
     "triton": MOST + r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
     r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
-    "triton, executed": MOST + r"test_rows_beyond_the_cache|test_any_call|test_(dtypes|gradients)\[\w+-float|"
-    r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999)\]|fused_equals_unfused\[\w+-float",
+    "triton, executed": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes|test_mixed_dtypes|"
+    r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999|262144)\]|"
+    r"test_(gradients|fused_equals_unfused)\[\w+-float",
     "triton_cpu": MOST
     + r"test_one_rule|test_rows|-\d{4,}\]|test_gradients\[|test_a_hundred|test_layouts|test_row_counts|"
     r"test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|test_large_gradients|formula|"
