@@ -385,7 +385,7 @@ waiting = _waiting.get
 def waiting_for_kernels() -> Iterator[None]:
     """Within the block, in this thread or task, a call waits until the backend that it goes to has compiled its kernel.
 
-    For whoever compares or measures backends, or compiles ahead.
+    Comparisons, measurements and ``prewarm`` use it.
     """
     token = _waiting.set(True)
     try:

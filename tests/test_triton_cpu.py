@@ -294,7 +294,7 @@ def test_gradients_are_taken_likewise(fake):
     ]
 
 
-def test_whoever_compares_or_measures_waits_for_the_kernel(fake):
+def test_comparisons_and_measurements_wait_for_the_kernel(fake):
     with registry.waiting_for_kernels():
         run(F16)
         assert "until" not in plan(F16)
