@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm import quick as quick_way
-from fusednorm import registry
-from fusednorm.backends import reference
-from fusednorm.layout import new_gradients, rows_of
+from fusednorm import fast_path as path
+from fusednorm import packing, registry
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusednorm.registry import Signature
+    from fusednorm.call import Backward, Forward, Operation
 
 DEVICES = ("cpu",)
 
-#: The devices whose tensors the quick way takes to this backend.
-quick: str | None = None
+#: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
+fast_path: str | None = None
 
 #: The instruction sets of each architecture, the best last, whether this library was compiled for them or not.
 LADDERS = (
@@ -48,13 +44,6 @@ else:
     _missing = []
     _lib = _extension.lib
     _text = _extension.ffi.string
-    _kinds = {
-        None: _lib.FN_NONE,
-        torch.float32: _lib.FN_F32,
-        torch.float16: _lib.FN_F16,
-        torch.bfloat16: _lib.FN_BF16,
-        torch.float64: _lib.FN_F64,
-    }
 
     _names: list[str] = [_text(_lib.fn_isa_name(isa)).decode() for isa in range(_lib.fn_isa_count())]
     _usable = {name: isa for isa, name in enumerate(_names) if _lib.fn_isa_usable(isa)}
@@ -63,10 +52,8 @@ else:
     if _cap and _cap not in _known:
         _missing = [f"FUSEDNORM_CPU_ISA is {_cap!r}, which is no instruction set; they are {', '.join(_known)}"]
     _lib.fn_use_isa(_usable[best(list(_usable), _cap)])
-    if quick_way.OPEN and not _missing:
-        _addresses = (_extension.ffi.addressof(_lib, name) for name in ("fn_forward", "fn_backward"))
-        quick_way.open_cpu(*(int(_extension.ffi.cast("uintptr_t", address)) for address in _addresses))
-        quick = "cpu"
+    if not _missing:
+        fast_path = path.open_cpu()
     _openmp: str = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
     if registry.forked:  # before it was loaded
         _lib.fn_after_fork()
@@ -110,14 +97,16 @@ def unavailable() -> list[str]:
     return _missing
 
 
-def unsuitable(signature: Signature) -> list[str]:
-    """Why the backend cannot take a call: never."""
+def unsuitable(operation: Operation) -> list[str]:
+    """Why the backend cannot take a call."""
+    if operation.residual_out != operation.residual:
+        return ["its kernels store sums in the residual's dtype only"]
     return []
 
 
-def plan(signature: Signature) -> str:
+def plan(operation: Operation) -> str:
     """How a call will run, in words."""
-    rows = -(-_lib.FN_PARALLEL_ELEMENTS // signature.hidden_size)
+    rows = -(-_lib.FN_PARALLEL_ELEMENTS // operation.hidden_size)
     threads = "one thread"
     if registry.forked:
         threads += ", because this process was forked after fusednorm was imported"
@@ -126,97 +115,30 @@ def plan(signature: Signature) -> str:
     return f"C kernels for {variant()}, {threads}"
 
 
-def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor,
-    residual_out: Tensor | None,
-    rstd: Tensor | None,
-    rows: int,
-    hidden_size: int,
-    x_stride: int,
-    residual_stride: int,
-    out_stride: int,
-    residual_out_stride: int,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-) -> None:
+def _run(call: bytes, operation: Operation) -> None:
+    if _lib.fn_run(call):
+        raise MemoryError(f"fusednorm found no memory for rows of {operation.hidden_size} elements")
+
+
+def forward(call: Forward) -> None:
     """Runs the kernels; see :class:`fusednorm.registry.Backend`.
 
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    failed = _lib.fn_forward(
-        _kinds[x.dtype],
-        0 if residual is None else _kinds[residual.dtype],
-        0 if weight is None else _kinds[weight.dtype],
-        _kinds[out.dtype],
-        round_sum + 2 * round_norm,
-        x.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        out.data_ptr(),
-        0 if residual_out is None else residual_out.data_ptr(),
-        0 if rstd is None else rstd.data_ptr(),
-        rows,
-        hidden_size,
-        x_stride,
-        residual_stride,
-        out_stride,
-        residual_out_stride,
-        eps,
-        weight_offset,
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError(f"fusednorm found no memory for rows of {hidden_size} elements")
+    _run(packing.pack_forward(call, torch.get_num_threads()), call.operation)
 
 
-def backward(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_offset: float,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Runs the kernels; see :func:`fusednorm.backends.reference.backward`.
+def backward_on_fast_path(*operands: Any) -> bool:
+    """Writes dx, dresidual and dweight, the last operands but the weight's offset; returns whether it did."""
+    *tensors, dweight, weight_offset = operands
+    return path.backward(path.CPU, *tensors, None, dweight, 0, weight_offset)
+
+
+def backward(call: Backward) -> None:
+    """Runs the kernels; see :class:`fusednorm.registry.Backend`.
 
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    hidden_size = h.shape[-1]
-    rows = h.numel() // hidden_size
-    if rows == 0 or not any(needs):
-        return reference.backward(dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs)
-    (dx, dresidual, dweight), gradients = new_gradients(h, weight, x_dtype, residual_dtype, needs)
-    written = (dx, dresidual, None, dweight)
-    if quick_way.backward(quick_way.CPU, dy, d_residual_out, h, rstd, weight, *written, 0, weight_offset):
-        return gradients
-    dy, dy_stride = rows_of(dy)
-    h, h_stride = rows_of(h)
-    d_total, d_total_stride = (None, 0) if d_residual_out is None else rows_of(d_residual_out)
-    if weight is not None:
-        weight = weight.contiguous()
-    rstd = rstd.contiguous()
-    failed = _lib.fn_backward(
-        rstd.dtype == torch.float64,
-        *(_kinds[None if tensor is None else tensor.dtype] for tensor in (dy, d_total, h, weight, dx, dresidual)),
-        *(0 if t is None else t.data_ptr() for t in (dy, d_total, h, rstd, weight, dx, dresidual, dweight)),
-        rows,
-        hidden_size,
-        dy_stride,
-        d_total_stride,
-        h_stride,
-        weight_offset,
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError(f"fusednorm found no memory for gradients of {hidden_size} elements")
-    return gradients
+    _run(packing.pack_backward(call.in_one_level(), torch.get_num_threads()), call.operation)

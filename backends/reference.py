@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusednorm.registry import Signature
+    from fusednorm.call import Backward, Forward, Operation
 
 #: The number of the contract. Bits change only together with it, and with the golden vectors of the tests.
 SPEC_VERSION = 1
@@ -37,14 +37,14 @@ def unavailable() -> list[str]:
     return []
 
 
-def unsuitable(signature: Signature) -> list[str]:
+def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call: never."""
     return []
 
 
-def plan(signature: Signature) -> str:
+def plan(operation: Operation) -> str:
     """How a call will run, in words."""
-    exact = signature.device.type != "mps"
+    exact = operation.device.type != "mps"
     return "plain torch operations" + ("" if exact else "; not exact here, because the device has no float64")
 
 
@@ -168,49 +168,38 @@ def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Ten
     return g + constant(weight_offset, g) if weight_offset != 0 else g
 
 
-def forward(
+def outputs(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
-    out: Tensor,
-    residual_out: Tensor | None,
-    rstd: Tensor | None,
-    rows: int,
-    hidden_size: int,
-    x_stride: int,
-    residual_stride: int,
-    out_stride: int,
-    residual_out_stride: int,
     eps: float,
     weight_offset: float,
     round_sum: bool,
     round_norm: bool,
-) -> None:
-    """Writes ``out``, ``residual_out`` and ``rstd`` as the specification says.
+    out_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The normalised rows, the sum (None without a residual), and rstd, as the specification writes them.
 
     Args:
         x: [..., N], the input. Its dtype decides the accumulator type.
         residual: [..., N], or None for the plain ``rms_norm``.
         weight: [N], or None.
-        out: [..., N], receives the normalised row; its dtype is what the result is rounded to.
-        residual_out: [..., N] of the residual's dtype, receives the sum; None without a residual.
-        rstd: [...] of the accumulator type, receives ``1 / sqrt(mean(h^2) + eps)``; or None.
-        rows: unused here, as are the strides: torch knows them.
-        hidden_size: the length of a row, N.
-        x_stride: from one row to the next, in elements; likewise for the other three.
-        residual_stride: see x_stride.
-        out_stride: see x_stride.
-        residual_out_stride: see x_stride.
         eps: added to the mean of squares.
         weight_offset: added to the weight.
-        round_sum: normalise the sum as it was rounded into ``residual_out``, rather than before.
+        round_sum: normalise the sum as it is rounded for the caller, rather than before.
         round_norm: round the normalised row to x's dtype before multiplying by the weight.
+        out_dtype: the dtype that the normalised rows are rounded to.
+        residual_dtype: the dtype that the sum is rounded to; None without a residual.
+
+    Returns:
+        [..., N], [..., N] or None, and [...] of the accumulator type: ``1 / sqrt(mean(h^2) + eps)``.
     """
     dtype = accumulator(x.dtype)
-    h = x.to(dtype)
-    if residual is not None and residual_out is not None:
+    h, total = x.to(dtype), None
+    if residual is not None and residual_dtype is not None:
         h = h + residual.to(dtype)
-        total = rounded(h, residual.dtype)
+        total = rounded(h, residual_dtype)
         if round_sum:
             h = total.to(dtype)
     r = reciprocal_root(h, eps)
@@ -218,16 +207,23 @@ def forward(
     if round_norm:
         n = rounded(n, x.dtype).to(dtype)
     g = gain(weight, weight_offset, dtype)
-    y = rounded(n if g is None else n * g, out.dtype)
+    return rounded(n if g is None else n * g, out_dtype), total, r
+
+
+def forward(call: Forward) -> None:
+    """Writes :func:`outputs`."""
+    operation = call.operation
+    flags = (call.eps, call.weight_offset, operation.round_sum, operation.round_norm)
+    y, total, r = outputs(call.x, call.residual, call.weight, *flags, operation.out, operation.residual_out)
     # Only now, because an output may be the memory of an input.
-    if residual is not None and residual_out is not None:
-        residual_out.copy_(total)
-    out.copy_(y)
-    if rstd is not None:
-        rstd.copy_(r)
+    if call.residual_out is not None and total is not None:
+        call.residual_out.copy_(total)
+    call.out.copy_(y)
+    if call.rstd is not None:
+        call.rstd.copy_(r)
 
 
-def backward(
+def gradients(
     dy: Tensor,
     d_residual_out: Tensor | None,
     h: Tensor,
@@ -241,12 +237,12 @@ def backward(
     """The gradients of x, the residual and the weight, as the specification writes them.
 
     Args:
-        dy: [..., N], the gradient of the normalised output.
+        dy: [..., N], the gradient of the normalised rows.
         d_residual_out: [..., N], the gradient of the sum, or None.
-        h: [..., N], the row that was normalised (``residual_out``; ``x`` where there was no residual).
-        rstd: [...] of the accumulator type, as :func:`forward` returned it.
+        h: [..., N], the rows that were normalised (``residual_out``; ``x`` where there was no residual).
+        rstd: [...] of the accumulator type, as :func:`outputs` returned it.
         weight: [N], or None.
-        weight_offset: as in :func:`forward`.
+        weight_offset: as in :func:`outputs`.
         x_dtype: dtype of x, which the accumulator type follows.
         residual_dtype: dtype of the residual, or None.
         needs: which of the three gradients to compute; the others are None.
@@ -267,3 +263,18 @@ def backward(
     if needs[2] and weight is not None:
         dweight = rounded(rowsum((d * xhat).reshape(-1, hidden)), weight.dtype)
     return dx, dresidual, dweight
+
+
+def backward(call: Backward) -> None:
+    """Writes :func:`gradients`."""
+    outputs = call.outputs()
+    dx, dresidual, dweight = (output is not None for output in outputs)
+    found = gradients(
+        *(call.dy, call.d_residual_out, call.h, call.rstd, call.weight, call.weight_offset),
+        call.operation.x,
+        call.operation.residual,
+        (dx, dresidual, dweight),
+    )
+    for output, gradient in zip(outputs, found, strict=True):
+        if output is not None and gradient is not None:
+            output.copy_(gradient)

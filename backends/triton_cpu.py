@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm import quick as quick_way
-from fusednorm import registry
+from fusednorm import fast_path as path
+from fusednorm import packing, registry
 from fusednorm.backends import cpu, reference, triton_host
-from fusednorm.backends.gpu_host import Host, ceiling
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, ceiling, scratch_of
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
-from fusednorm.backends.triton_host import INTERPRETED, Interpretation, Variant
+from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
+from fusednorm.call import Forward
+from fusednorm.composition import Composition
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusednorm.registry import Signature
+    from fusednorm.call import Backward, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
@@ -63,12 +63,12 @@ def unavailable() -> list[str]:
     return triton_host.changed(on_cpus=True) or [f"C calls its kernels, and {why}" for why in cpu.unavailable()]
 
 
-def unsuitable(signature: Signature) -> list[str]:
+def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
-    return triton_host.too_long(signature.hidden_size)
+    return triton_host.too_long(operation.hidden_size)
 
 
-def plan(signature: Signature) -> str:
+def plan(operation: Operation) -> str:
     """How a call will run, in words."""
     if INTERPRETED:
         return f"Triton kernels, interpreted: a row per program, in tiles of {TILE}"
@@ -77,96 +77,68 @@ def plan(signature: Signature) -> str:
     )
     if not _in_background():
         return compiled
-    x, residual, weight, out = signature[1:5]
-    variant = forward_variant(
-        x, residual, weight, out, False, signature.hidden_size, False, signature.round_sum, signature.round_norm
-    )
-    found = _compiler.done.get(variant.identity())
+    found = _compiler.done.get(forward_variant(ForwardKind.of_operation(operation)).identity())
     if found is None:
-        return f"{compiled}; until they are compiled in the background, the cpu backend's: {cpu.plan(signature)}"
+        return f"{compiled}; until they are compiled in the background, the cpu backend's: {cpu.plan(operation)}"
     if isinstance(found, Failure):
-        return f"the cpu backend's, {cpu.plan(signature)}, as Triton could not compile its own ({found.reason})"
+        return f"the cpu backend's, {cpu.plan(operation)}, as Triton could not compile its own ({found.reason})"
     return compiled
 
 
-def forward_variant(
-    x: torch.dtype,
-    residual: torch.dtype | None,
-    weight: torch.dtype | None,
-    out: torch.dtype,
-    rstd: bool,
-    hidden_size: int,
-    offset: bool,
-    round_sum: bool,
-    round_norm: bool,
-    alignment: int = 1,
-) -> Variant:
+def forward_variant(kind: ForwardKind) -> Variant:
     """The kernel for a kind of call. Flags that change nothing for these dtypes change no kernel."""
     from fusednorm.backends import triton_cpu_kernels as kernels
 
-    accumulator = reference.accumulator(x)
-    exact_sum = residual == accumulator
+    adds, accumulator = kind.residual is not None, kind.accumulator
+    exact_sum = kind.residual_out == accumulator
     flags = _flags(
-        ADD=residual is not None,
-        KEEP=residual is not None and (exact_sum or round_sum),
-        ROUND_SUM=residual is not None and round_sum and not exact_sum,
-        ROUND_NORM=round_norm and x != accumulator and (weight is not None or out != x),
-        WEIGHT=weight is not None,
+        ADD=adds,
+        KEEP=adds and (exact_sum or kind.round_sum),
+        ROUND_SUM=adds and kind.round_sum and not exact_sum,
+        ROUND_NORM=kind.round_norm and kind.x != accumulator and (kind.weight is not None or kind.out != kind.x),
+        WEIGHT=kind.weight is not None,
     )
-    return Variant(
-        kernels.forward,
-        {
-            "x": x,
-            "residual": residual,
-            "weight": weight,
-            "out": out,
-            "residual_out": residual,
-            "rstd": accumulator,
-        },
-        accumulator,
-        {
-            "FLAGS": flags,
-            "SEGMENTS": _segments(hidden_size),
-            **_constants(),
-        },
-        bits=True,
-        null=True,
-    )
+    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
+    dtypes |= {"residual_out": kind.residual_out, "rstd": accumulator}
+    constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size), **_constants()}
+    return Variant(kernels.forward, dtypes, accumulator, constants, bits=True, null=True)
 
 
-def backward_variants(
-    dy: torch.dtype,
-    d_total: torch.dtype | None,
-    h: torch.dtype,
-    weight: torch.dtype | None,
-    dx: torch.dtype | None,
-    dresidual: torch.dtype | None,
-    dweight: torch.dtype | None,
-    accumulator: torch.dtype,
-    hidden_size: int,
-    offset: bool,
-    alignment: int = 1,
-) -> dict[str, Variant]:
-    """The kernels for a kind of backward pass; see :func:`fusednorm.backends.triton_gpu.backward_variants`."""
+def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
+    """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
+
+    ``rows``: the gradients of the rows; ``shares``: each block's share of the weight's; ``weight``: the shares' sum.
+    """
     from fusednorm.backends import triton_cpu_kernels as kernels
 
     def variant(
-        function: Any, constants: dict[str, Any], per_program: int, used: dict[str, torch.dtype | None]
+        function: Any, constants: dict[str, Any], share: Share, per_program: int, used: dict[str, torch.dtype | None]
     ) -> Variant:
         names = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "partial", "dweight")
-        dtypes = {name: accumulator if name in ("rstd", "partial") else used.get(name) for name in names}
+        dtypes = {name: kind.accumulator if name in ("rstd", "partial") else used.get(name) for name in names}
         constants = {**constants, **_constants()}
-        return Variant(function, dtypes, accumulator, constants, bits=True, per_program=per_program, null=True)
+        return Variant(
+            function,
+            dtypes,
+            kind.accumulator,
+            constants,
+            bits=True,
+            share=share,
+            per_program=per_program,
+            null=True,
+        )
 
     variants = {}
-    if dx or dresidual:
-        operands = {"d_total": d_total, "weight": weight, "dx": dx, "dresidual": dresidual}
+    read: dict[str, torch.dtype | None] = {"dy": kind.dy, "h": kind.h}
+    if kind.dx or kind.dresidual:
+        operands = {"d_total": kind.d_residual_out, "weight": kind.weight}
+        operands |= {"dx": kind.dx, "dresidual": kind.dresidual}
         flags = _flags(**{name.upper(): dtype is not None for name, dtype in operands.items()})
-        constants = {"FLAGS": flags, "SEGMENTS": _segments(hidden_size)}
-        variants["rows"] = variant(kernels.backward_rows, constants, 1, {"dy": dy, "h": h, **operands})
-    if dweight:
-        variants["shares"] = variant(kernels.backward_shares, {}, TILE, {"dy": dy, "h": h})
-        variants["weight"] = variant(kernels.backward_weight, {}, TILE, {"dweight": dweight})
+        constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size)}
+        variants["rows"] = variant(kernels.backward_rows, constants, Share.ROWS, 1, {**read, **operands})
+    if kind.dweight:
+        variants["shares"] = variant(kernels.backward_shares, {}, Share.COLUMNS_OF_BLOCKS, TILE, read)
+        variants["weight"] = variant(kernels.backward_weight, {}, Share.COLUMNS, TILE, {"dweight": kind.dweight})
     return variants
 
 
@@ -191,7 +163,8 @@ def _constants() -> dict[str, Any]:
 def commonest() -> Iterator[Variant]:
     """The kernels that most programs need first."""
     for dtype, add in itertools.product((torch.bfloat16, torch.float16, torch.float32), (True, False)):
-        yield forward_variant(dtype, dtype if add else None, dtype, dtype, False, 1, False, True, False)
+        residual = dtype if add else None
+        yield forward_variant(ForwardKind(dtype, residual, dtype, dtype, residual, 1, True, False, False, False, 1))
 
 
 def _in_background() -> bool:
@@ -201,7 +174,7 @@ def _in_background() -> bool:
 class _Host(Host):
     """Has kernels compiled when they may be, and has the fast path run those that are there."""
 
-    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Any]) -> dict[str, Any]:
+    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Forward | Backward) -> list[Any]:
         global _prewarmed
         if not INTERPRETED and (_in_background() or _MODE == "wait"):
             more = () if _prewarmed else tuple(commonest())
@@ -210,47 +183,56 @@ class _Host(Host):
                 _compiler.ahead(more)
             else:
                 _compiler.later(variants.values(), more)
-        launches: dict[str, Any] = super()._hold(key, variants)
-        if quick is not None and "forward" in launches:
-            _, *dtypes, _, hidden_size, _, round_sum, round_norm, _ = key
-            if _segments(hidden_size) == _FEWEST_SEGMENTS:
-                options = round_sum * quick_way.ROUND_SUM + round_norm * quick_way.ROUND_NORM
-                quick_way.hold_program(tuple(dtypes), options, launches["forward"].address)
-        return launches
+        held = super()._hold(key, variants, call)
+        if fast_path is not None and isinstance(call, Forward):
+            operation = call.operation
+            # The fast path knows one dtype for the residual and the sum.
+            if _segments(operation.hidden_size) == _FEWEST_SEGMENTS and operation.residual_out == operation.residual:
+                path.hold_triton(packing.pack_forward(call), held[0].address)
+        return held
 
 
-def _address(name: str, tensor: Tensor | None) -> int:
-    """Where an operand begins; 0 if it is absent."""
-    return 0 if tensor is None else tensor.data_ptr()
+class _CompiledHost(_Host):
+    """Has C run compiled kernels, which it gives a packed call."""
 
+    def forward(self, call: Forward) -> None:
+        """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
+        _, program = self.for_forward(call)
+        program(packing.pack_forward(call, torch.get_num_threads()), call.rows)
 
-def _interpreted(name: str, tensor: Tensor | None) -> Tensor | None:
-    """What the interpreter is given for an operand: it takes no null pointers."""
-    return Interpretation.pointer(name, torch.empty(1) if tensor is None else tensor)
+    def backward(self, call: Backward) -> None:
+        """Runs kernels; see :class:`fusednorm.registry.Backend`."""
+        call, partial = call.in_one_level(), scratch_of(call)
+        block, blocks = blocks_of(call.rows)
+        packed = packing.pack_backward(call, torch.get_num_threads(), block, partial)
+        kind, programs = self.for_backward(call, partial)
+        for program in programs:
+            program(packed, program.variant.programs(call.rows, kind.hidden_size, block, blocks))
 
 
 _compiler = Compiler(Program)
 
 if INTERPRETED:
-    _host = _Host(forward_variant, backward_variants, Interpretation, _interpreted)
-    quick: str | None = None
+    _host: Host = _Host(forward_variant, backward_variants, Interpreted, pointer_or_null, unaligned=True)
+    fast_path: str | None = None
 else:
-    _host = _Host(forward_variant, backward_variants, _compiler.now, _address)
-    #: The devices whose tensors the fast path takes to this backend.
-    quick = quick_way.open_programs(_FEWEST_SEGMENTS * reference.SEGMENT)
+    _host = _CompiledHost(forward_variant, backward_variants, _compiler.now, unaligned=True)
+    #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
+    fast_path = path.open_triton_cpu(_FEWEST_SEGMENTS * reference.SEGMENT)
 
 
-def forward(*operands: Any) -> None:
+def forward(call: Forward) -> None:
     """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
     try:
-        _host.forward(*operands)
+        _host.forward(call)
     except NotYetError:
-        cpu.forward(*operands)
+        backend: Any = cpu
+        (Composition(backend) if cpu.unsuitable(call.operation) else backend).forward(call)
 
 
-def backward(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Runs kernels; see :func:`fusednorm.backends.reference.backward`."""
+def backward(call: Backward) -> None:
+    """Runs kernels; see :class:`fusednorm.registry.Backend`."""
     try:
-        return _host.backward(*operands)
+        _host.backward(call)
     except NotYetError:
-        return cpu.backward(*operands)
+        cpu.backward(call)

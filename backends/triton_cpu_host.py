@@ -37,15 +37,9 @@ with contextlib.suppress(ImportError):  # the cpu backend says why
 
 _log = logging.getLogger("fusednorm")
 
-#: Operands and numbers in the order of the kernels' arguments, by the number of the latter that are eps and offsets.
-_OPERANDS = {
-    2: ("x", "residual", "weight", "out", "residual_out", "rstd"),
-    1: ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "partial", "dweight"),
-}
-_NUMBERS = {
-    2: ("x_stride", "residual_stride", "out_stride", "residual_out_stride", "hidden_size", "roots"),
-    1: ("dy_stride", "d_total_stride", "h_stride", "rows", "block", "blocks", "hidden_size"),
-}
+#: What ``cpu/triton_programs.c`` gives a kernel, by how many of eps and the weight's offset the kernel takes: pointers,
+#: and integers.
+_ARGUMENTS = {2: (6, 6), 1: (9, 7)}
 
 
 def processor() -> str:
@@ -63,9 +57,7 @@ class Program:
     def __init__(self, variant: Variant, only_cached: bool = False) -> None:
         from triton.runtime.driver import driver
 
-        self.per_program = variant.per_program
-        self._wide = variant.accumulator == torch.float64
-        self._reals = 2 if "eps" in variant.function.arg_names else 1
+        self.variant = variant
         kernel = triton_host.compiled(variant, driver.active.get_current_target(), only_cached)
         self._check(kernel)
         descriptor, path = tempfile.mkstemp(suffix=".so")
@@ -88,23 +80,18 @@ class Program:
             rf"^define void @{kernel.metadata.name}\((.*)\) ", kernel.asm["llir"], re.MULTILINE
         ) or [""]
         given = re.findall(r"(\w+)[^,%]*%\d+", re.sub(r"\w+\([^()]*\)", "", arguments))
-        real = "double" if self._wide else "float"
-        operands, numbers = len(_OPERANDS[self._reals]), len(_NUMBERS[self._reals])
-        if given != ["ptr"] * operands + ["i64"] * numbers + [real] * self._reals + ["i32"] * 6:
+        real = "double" if self.variant.accumulator == torch.float64 else "float"
+        reals = 2 if "eps" in self.variant.function.arg_names else 1
+        pointers, integers = _ARGUMENTS[reals]
+        if given != ["ptr"] * pointers + ["i64"] * integers + [real] * reals + ["i32"] * 6:
             raise BackendError(
                 f"the kernels of this version of Triton take other arguments than fusednorm gives them: {given}; "
                 + triton_host.CURE_ON_CPUS
             )
 
-    def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
-        """Runs so many programs on torch's threads. Operands are addresses, 0 where they are absent."""
-        elements = values["rows"] * values["hidden_size"]
-        threads = torch.get_num_threads() if elements >= _lib.FN_PARALLEL_ELEMENTS else 1
-        operands = [values[name] for name in _OPERANDS[self._reals]]
-        numbers = [values[name] for name in _NUMBERS[self._reals]]
-        run = _lib.fn_run_forward if self._reals == 2 else _lib.fn_run_backward
-        reals = [values[name] for name in ("eps", "weight_offset")[-self._reals :]]
-        if run(self.address, self._wide, operands, numbers, *reals, programs, threads):
+    def __call__(self, call: bytes, programs: int) -> None:
+        """Runs so many programs of a packed call on torch's threads."""
+        if _lib.fn_run_triton(self.address, call, programs):
             raise OverflowError(f"this call would take {programs} programs, and Triton counts them in 32 bits; split x")
 
 

@@ -210,7 +210,7 @@ def forward(
     out_stride,
     residual_out_stride,
     hidden_size,
-    roots,
+    with_rstd,
     eps,
     weight_offset,
     A: tl.constexpr,
@@ -219,13 +219,13 @@ def forward(
     TILE: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
-    """Normalises a row. ``roots``: whether rstd is wanted. With KEEP the second pass finds the sums in residual_out."""
+    """Normalises a row, and stores rstd if ``with_rstd``. With KEEP the second pass finds the sums in residual_out."""
     number = tl.program_id(0).to(tl.int64)
     x_row, out_row = x + number * x_stride, out + number * out_stride
     residual_row, total_row = residual + number * residual_stride, residual_out + number * residual_out_stride
     row = (x_row, residual_row, total_row)
     root = reciprocal_root(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
-    if roots != 0:
+    if with_rstd != 0:
         tl.store(rstd + number + tl.arange(0, 1), root)
     more = (x, root, weight, weight_offset, out_row)
     if KEEP & FLAGS:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference, triton_host
-from fusednorm.backends.gpu_host import UNTRIED, Host, address, ceiling
-from fusednorm.backends.triton_host import INTERPRETED, Variant, Way
+from fusednorm.backends.kernel_kinds import UNTRIED, BackwardKind, ForwardKind, Share, ceiling
+from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
 
 if TYPE_CHECKING:
-    from fusednorm.registry import Signature
+    from fusednorm.call import Operation
 
 #: ROCm's devices are called cuda too. Triton's interpreter takes tensors on the CPU.
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
@@ -46,18 +46,17 @@ def unavailable() -> list[str]:
     return triton_host.changed()
 
 
-def unsuitable(signature: Signature) -> list[str]:
+def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
-    return triton_host.too_long(signature.hidden_size)
+    return triton_host.too_long(operation.hidden_size)
 
 
-def plan(signature: Signature) -> str:
+def plan(operation: Operation) -> str:
     """How a call will run, in words."""
-    dtypes = [dtype for dtype in (signature.x, signature.residual, signature.weight, signature.out) if dtype]
-    rows, segments, depth, width, _, warps, tiles = tiling(signature.hidden_size, dtypes, warp_size())
+    rows, segments, depth, width, _, warps, tiles = tiling(operation.hidden_size, operation.dtypes(), warp_size())
     where = "interpreted" if INTERPRETED else "compiled"
-    way = f"{rows} rows per program" if tiles == 1 else f"a row per program, in {tiles} parts"
-    tiled = f"{way}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
+    taken = f"{rows} rows per program" if tiles == 1 else f"a row per program, in {tiles} parts"
+    tiled = f"{taken}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
     return f"Triton kernels, {where}: {tiled}" + ("" if INTERPRETED else f"; {UNTRIED}")
 
 
@@ -90,106 +89,84 @@ def tiling(
     return rows, segments, segment // width, width, vector, warps, tiles
 
 
-def forward_variant(
-    x: torch.dtype,
-    residual: torch.dtype | None,
-    weight: torch.dtype | None,
-    out: torch.dtype,
-    rstd: bool,
-    hidden_size: int,
-    offset: bool,
-    round_sum: bool,
-    round_norm: bool,
-    alignment: int,
-    lanes: int | None = None,
-) -> Variant:
-    """The kernel for a kind of call.
-
-    ``rstd``: whether it is wanted; ``offset``: whether the weight's is not 0; ``alignment``: bytes of which every row
-    of every operand begins at a multiple.
-    """
+def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
+    """The kernel for a kind of call, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends import triton_kernels as kernels
 
-    accumulator = reference.accumulator(x)
-    given = [dtype for dtype in (x, residual, weight, out) if dtype is not None]
-    rows, segments, depth, width, vector, warps, tiles = tiling(hidden_size, given, lanes or warp_size(), alignment)
-    constants: dict[str, Any] = {"N": hidden_size, "OFFSET": offset, "ROUND_SUM": round_sum, "ROUND_NORM": round_norm}
+    lanes = lanes or warp_size()
+    rows, segments, depth, width, vector, warps, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
+    constants: dict[str, Any] = {
+        "N": kind.hidden_size,
+        "OFFSET": kind.offset,
+        "ROUND_SUM": kind.round_sum,
+        "ROUND_NORM": kind.round_norm,
+    }
     if tiles == 1:
         constants["ROWS"] = rows
     else:
-        constants |= {"KEPT": residual is None or round_sum or residual == accumulator, "TILES": tiles}
+        kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator
+        constants |= {"KEPT": kept, "TILES": tiles}
     return Variant(
         kernels.forward_tile if tiles == 1 else kernels.forward_wide,
         {
-            "x": x,
-            "residual": residual,
-            "weight": weight,
-            "out": out,
-            "residual_out": residual,
-            "rstd": accumulator if rstd else None,
+            "x": kind.x,
+            "residual": kind.residual,
+            "weight": kind.weight,
+            "out": kind.out,
+            "residual_out": kind.residual_out,
+            "rstd": kind.accumulator if kind.rstd else None,
         },
-        accumulator,
+        kind.accumulator,
         {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},
-        alignment >= 16,
+        kind.alignment >= 16,
         bits=INTERPRETED,
         warps=warps,
         per_program=rows,
     )
 
 
-def backward_variants(
-    dy: torch.dtype,
-    d_total: torch.dtype | None,
-    h: torch.dtype,
-    weight: torch.dtype | None,
-    dx: torch.dtype | None,
-    dresidual: torch.dtype | None,
-    dweight: torch.dtype | None,
-    accumulator: torch.dtype,
-    hidden_size: int,
-    offset: bool,
-    alignment: int,
-    lanes: int | None = None,
-) -> dict[str, Variant]:
-    """The kernels for a kind of backward pass, by what they do.
+def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str, Variant]:
+    """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
 
-    ``both``: the gradients of the rows and the blocks'
-    shares of the weight's; ``rows`` and ``shares``: the same apart; ``weight``: the shares added up.
+    ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
+    ``weight``: the shares added up.
     """
     from fusednorm.backends import triton_kernels as kernels
 
-    dtypes = {"dy": dy, "d_total": d_total, "h": h, "rstd": accumulator, "weight": weight, "dx": dx}
-    dtypes |= {"dresidual": dresidual, "partial": accumulator, "dweight": dweight}
-    given = [dtype for dtype in (dy, d_total, h, weight, dx, dresidual) if dtype is not None]
-    rows, segments, depth, width, vector, warps, tiles = tiling(hidden_size, given, lanes or warp_size(), alignment)
+    dtypes = {"dy": kind.dy, "d_total": kind.d_residual_out, "h": kind.h, "rstd": kind.accumulator}
+    dtypes |= {"weight": kind.weight, "dx": kind.dx, "dresidual": kind.dresidual}
+    dtypes |= {"partial": kind.accumulator, "dweight": kind.dweight}
+    lanes = lanes or warp_size()
+    rows, segments, depth, width, vector, warps, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     shape = {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
-    row = {"N": hidden_size, "OFFSET": offset}
+    row = {"N": kind.hidden_size, "OFFSET": kind.offset}
 
-    def variant(function: Any, constants: dict[str, Any], warps: int, per_program: int = 1) -> Variant:
-        divisor = math.gcd(hidden_size, 16)
-        return Variant(
-            function, dtypes, accumulator, constants, alignment >= 16, divisor, INTERPRETED, warps, per_program
-        )
+    def variant(
+        function: Any, constants: dict[str, Any], warps: int, share: Share = Share.ROWS, per_program: int = 1
+    ) -> Variant:
+        divisor = math.gcd(kind.hidden_size, 16)
+        compiled_in = (function, dtypes, kind.accumulator, constants, kind.alignment >= 16, divisor, INTERPRETED)
+        return Variant(*compiled_in, warps, share, per_program)
 
     variants = {}
-    gradients = bool(dx or dresidual)
-    if dweight and gradients and rows == 1 and hidden_size <= _MOST_AT_ONCE:
-        variants["both"] = variant(kernels.backward_blocks, {**row, **shape}, warps)
+    gradients = bool(kind.dx or kind.dresidual)
+    if kind.dweight and gradients and rows == 1 and kind.hidden_size <= _MOST_AT_ONCE:
+        variants["both"] = variant(kernels.backward_blocks, {**row, **shape}, warps, Share.BLOCKS)
     else:
         if gradients and tiles == 1:
-            variants["rows"] = variant(kernels.backward_tile, {**row, "ROWS": rows, **shape}, warps, rows)
+            variants["rows"] = variant(kernels.backward_tile, {**row, "ROWS": rows, **shape}, warps, per_program=rows)
         elif gradients:
             variants["rows"] = variant(kernels.backward_wide, {**row, "TILES": tiles, **shape}, warps)
-        if dweight:
+        if kind.dweight:
             # Rows on their way at a time: as many as registers hold.
-            at_once = 8 if vector * (dy.itemsize + h.itemsize) <= 32 else 4
-            variants["shares"] = variant(kernels.weight_blocks, {"AT_ONCE": at_once, "TILE": width}, 1, width)
-    if dweight:
-        constants = {"N": hidden_size, "BLOCKS": reference.ROW_BLOCKS, "TILE": _ADDED}
-        variants["weight"] = variant(kernels.add_blocks, constants, 4, _ADDED)
+            constants = {"AT_ONCE": 8 if vector * (kind.dy.itemsize + kind.h.itemsize) <= 32 else 4, "TILE": width}
+            variants["shares"] = variant(kernels.weight_blocks, constants, 1, Share.COLUMNS_OF_BLOCKS, width)
+    if kind.dweight:
+        constants = {"N": kind.hidden_size, "BLOCKS": reference.ROW_BLOCKS, "TILE": _ADDED}
+        variants["weight"] = variant(kernels.add_blocks, constants, 4, Share.COLUMNS, _ADDED)
     return variants
 
 
-_host = Host(forward_variant, backward_variants, Way, Way.pointer if INTERPRETED else address)
+_host = Host(forward_variant, backward_variants, launcher)
 forward = _host.forward
 backward = _host.backward

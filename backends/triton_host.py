@@ -6,16 +6,30 @@ compiled explicitly for the types, the alignment and the constants of a kind of 
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusednorm.backends.gpu_host import lacking
+from fusednorm.backends.kernel_kinds import (
+    BackwardKind,
+    ForwardKind,
+    Share,
+    blocks_of,
+    check_addresses,
+    lacking,
+    programs,
+    scratch_of,
+)
+from fusednorm.call import Backward, Forward
+from fusednorm.layout import in_one_level
 from fusednorm.registry import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
@@ -116,10 +130,15 @@ class Variant:
     #: Whether bfloat16 goes by its bits, and is rounded in integers.
     bits: bool = False
     warps: int = 1
-    #: Rows, or columns, that a program takes.
+    #: What a program takes.
+    share: Share = Share.ROWS
     per_program: int = 1
     #: Whether operands that are absent are null pointers, which kernels with and without them take alike.
     null: bool = False
+
+    def programs(self, rows: int, hidden_size: int, block: int, blocks: int) -> int:
+        """How many programs are launched."""
+        return programs(self.share, self.per_program, rows, hidden_size, block, blocks)
 
     def all_constants(self) -> dict[str, Any]:
         """The kernel's constants."""
@@ -199,48 +218,167 @@ def compiled(variant: Variant, target: Any, only_cached: bool = False) -> Any:
     return kernel
 
 
-class Launch:
-    """A variant, compiled and loaded on the current device; calling it launches it."""
+class Compiled:
+    """A launcher: it has a variant, compiled and loaded on the current device, and launches so many programs of it."""
 
     def __init__(self, variant: Variant) -> None:
         from triton.runtime.driver import driver
 
         self._kernel = compiled(variant, driver.active.get_current_target())
         self._kernel[1, 1, 1]  # loads it
-        self.per_program = variant.per_program
+        self.variant = variant
         self._arguments = itemgetter(*variant.arguments())
         self._constants = tuple(
             variant.all_constants()[name] for name in variant.function.arg_names[-len(variant.all_constants()) :]
         )
 
-    def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
-        """Launches on torch's current stream of the device, which must be the current one. Pointers are integers."""
+    def __call__(self, programs: int, values: dict[str, Any]) -> None:
+        """Launches on torch's current stream of the current device."""
         self._kernel[programs, 1, 1](*self._arguments(values), *self._constants)
 
-    @staticmethod
-    def pointer(name: str, tensor: Tensor | None) -> int | None:
-        """What a kernel is given for an operand."""
-        return None if tensor is None else tensor.data_ptr()
 
-
-class Interpretation:
-    """A variant run by Triton's interpreter, with the same interface."""
+class Interpreted:
+    """The same, but it has Triton's interpreter run the kernel."""
 
     def __init__(self, variant: Variant) -> None:
-        self.per_program = variant.per_program
+        self.variant = variant
         self._function = variant.function
         self._names = list(variant.arguments())
         self._constants = variant.all_constants()
 
-    def __call__(self, programs: int, device: int, values: dict[str, Any]) -> None:
+    def __call__(self, programs: int, values: dict[str, Any]) -> None:
         import numpy
 
         with _INTERPRETER, numpy.errstate(all="ignore"):  # overflow and NaN are results here, not mishaps
             self._function[(programs,)](**{name: values[name] for name in self._names}, **self._constants)
 
-    @staticmethod
-    def pointer(name: str, tensor: Tensor | None) -> Tensor | None:
-        return tensor.view(torch.uint16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
+
+def pointer(tensor: Tensor | None) -> Any:
+    """What a kernel is given for an operand; None if it is absent."""
+    if tensor is None or not INTERPRETED:
+        return None if tensor is None else tensor.data_ptr()
+    return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-Way = Interpretation if INTERPRETED else Launch
+def pointer_or_null(tensor: Tensor | None) -> Any:
+    """The same for kernels that take a null pointer for an operand that is absent. The interpreter knows none."""
+    if INTERPRETED:
+        return pointer(torch.empty(1) if tensor is None else tensor)
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a device the current one for a block: kernels are loaded and launched there."""
+    if device.type == "cpu":
+        return nullcontext()
+    module = torch.get_device_module(device)
+    return nullcontext() if module.current_device() == device.index else module.device(device.index)
+
+
+@dataclass
+class Host:
+    """The ``forward`` and ``backward`` of a backend: it holds the launchers of each kind of call, and calls them."""
+
+    forward_variant: Callable[[ForwardKind], Variant]
+    #: The variants of a kind of pass, in the order in which they are launched.
+    backward_variants: Callable[[BackwardKind], Mapping[str, Variant]]
+    #: Compiles and loads a variant: a launcher.
+    load: Callable[[Variant], Any]
+    pointer: Callable[[Tensor | None], Any] = pointer
+    #: Whether kernels read operands that begin between two elements.
+    unaligned: bool = False
+    #: The launchers of each kind of call on each device.
+    held: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    #: All launchers: several kinds of calls may share one.
+    launchers: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Before Python takes modules apart that the destructors of Triton's kernels still need.
+        atexit.register(self.forget)
+
+    def forget(self) -> None:
+        """Lets go of all launchers; kernels are compiled, or found on disk, when they are needed again."""
+        self.held.clear()
+        self.launchers.clear()
+
+    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Forward | Backward) -> list[Any]:
+        if not self.unaligned:
+            check_addresses(**{name: t for name, t in call._asdict().items() if isinstance(t, Tensor)})
+        found = []
+        for variant in variants.values():
+            identity = (key[0], *variant.identity())
+            if identity not in self.launchers:
+                self.launchers[identity] = self.load(variant)
+            found.append(self.launchers[identity])
+        self.held[key] = found
+        return found
+
+    def for_forward(self, call: Forward) -> tuple[ForwardKind, Any]:
+        """The kind of a call, and what launches its kernel."""
+        kind = ForwardKind.of(call)
+        key = (call.operation.device.index, kind)
+        held = self.held.get(key) or self._hold(key, {"forward": self.forward_variant(kind)}, call)
+        return kind, held[0]
+
+    def for_backward(self, call: Backward, partial: Tensor | None) -> tuple[BackwardKind, list[Any]]:
+        """The kind of a pass, and what launches its kernels."""
+        kind = BackwardKind.of(call, partial)
+        key = (call.operation.device.index, kind)
+        return kind, self.held.get(key) or self._hold(key, self.backward_variants(kind), call)
+
+    def forward(self, call: Forward) -> None:
+        """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
+        with in_one_level(call) as one, _current(one.operation.device):
+            kind, launch = self.for_forward(one)
+            x_strides, residual_strides, out_strides, total_strides = one.strides
+            values = {
+                "x": self.pointer(one.x),
+                "residual": self.pointer(one.residual),
+                "weight": self.pointer(one.weight),
+                "out": self.pointer(one.out),
+                "residual_out": self.pointer(one.residual_out),
+                "rstd": self.pointer(one.rstd),
+                "x_stride": x_strides[1],
+                "residual_stride": residual_strides[1],
+                "out_stride": out_strides[1],
+                "residual_out_stride": total_strides[1],
+                "rows": one.rows,
+                "hidden_size": kind.hidden_size,
+                "with_rstd": int(kind.rstd),
+                "eps": one.eps,
+                "weight_offset": one.weight_offset,
+            }
+            launch(-(-one.rows // launch.variant.per_program), values)
+
+    def backward(self, call: Backward) -> None:
+        """Launches kernels; see :class:`fusednorm.registry.Backend`."""
+        call, partial = call.in_one_level(), scratch_of(call)
+        dy_strides, total_strides, h_strides = call.strides
+        block, blocks = blocks_of(call.rows)
+        with _current(call.operation.device):
+            kind, launchers = self.for_backward(call, partial)
+            values = {
+                "dy": self.pointer(call.dy),
+                "d_total": self.pointer(call.d_residual_out),
+                "h": self.pointer(call.h),
+                "rstd": self.pointer(call.rstd),
+                "weight": self.pointer(call.weight),
+                "dx": self.pointer(call.dx),
+                "dresidual": self.pointer(call.dresidual),
+                "partial": self.pointer(partial),
+                "dweight": self.pointer(call.dweight),
+                "dy_stride": dy_strides[1],
+                "d_total_stride": total_strides[1],
+                "h_stride": h_strides[1],
+                "rows": call.rows,
+                "block": block,
+                "blocks": blocks,
+                "hidden_size": kind.hidden_size,
+                "weight_offset": call.weight_offset,
+            }
+            for launch in launchers:
+                launch(launch.variant.programs(call.rows, kind.hidden_size, block, blocks), values)
+
+
+#: How this process launches kernels.
+launcher = Interpreted if INTERPRETED else Compiled

@@ -66,47 +66,50 @@ static void run_thread(void *argument, int thread, int threads) {
     fn_leave_ieee(state);
 }
 
-int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind, int dresidual_kind,
-                uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd, uintptr_t weight, uintptr_t dx,
-                uintptr_t dresidual, uintptr_t dweight, int64_t rows, int64_t hidden, int64_t dy_stride,
-                int64_t d_total_stride, int64_t h_stride, double weight_offset, int threads) {
+int fn_backward(const struct fn_call *c) {
+    const struct fn_operand *o = c->operand;
+    const int wide = o[FN_BACKWARD_RSTD].kind == FN_F64;
+    const int64_t rows = c->rows, hidden = c->hidden;
     struct call call = {
-        .job = {.wide = wide, .dy_kind = dy_kind, .d_total_kind = d_total_kind, .h_kind = h_kind,
-                .weight_kind = weight_kind, .dx_kind = dx_kind, .dresidual_kind = dresidual_kind,
-                .dy = (const char *)dy, .d_total = (const char *)d_total, .h = (const char *)h,
-                .rstd = (const void *)rstd, .weight = (const void *)weight, .dx = (char *)dx,
-                .dresidual = (char *)dresidual, .dweight = (void *)dweight, .hidden = hidden,
-                .dy_stride = dy_stride * fn_element_size(dy_kind),
-                .d_total_stride = d_total_stride * fn_element_size(d_total_kind),
-                .h_stride = h_stride * fn_element_size(h_kind), .dx_stride = hidden * fn_element_size(dx_kind),
-                .dresidual_stride = hidden * fn_element_size(dresidual_kind),
-                .weight_offset = fn_without_payload(weight_offset)},
+        .job = {.wide = wide, .dy_kind = (int)o[FN_DY].kind, .d_total_kind = (int)o[FN_D_RESIDUAL_OUT].kind,
+                .h_kind = (int)o[FN_H].kind, .weight_kind = (int)o[FN_BACKWARD_WEIGHT].kind, .dx_kind = (int)o[FN_DX].kind,
+                .dresidual_kind = (int)o[FN_DRESIDUAL].kind, .dy = (const char *)o[FN_DY].address,
+                .d_total = (const char *)o[FN_D_RESIDUAL_OUT].address, .h = (const char *)o[FN_H].address,
+                .rstd = (const void *)o[FN_BACKWARD_RSTD].address, .weight = (const void *)o[FN_BACKWARD_WEIGHT].address,
+                .dx = (char *)o[FN_DX].address, .dresidual = (char *)o[FN_DRESIDUAL].address,
+                .dweight = (void *)o[FN_DWEIGHT].address, .hidden = hidden,
+                .dy_stride = o[FN_DY].stride * fn_element_size(o[FN_DY].kind),
+                .d_total_stride = o[FN_D_RESIDUAL_OUT].stride * fn_element_size(o[FN_D_RESIDUAL_OUT].kind),
+                .h_stride = o[FN_H].stride * fn_element_size(o[FN_H].kind),
+                .dx_stride = hidden * fn_element_size(o[FN_DX].kind),
+                .dresidual_stride = hidden * fn_element_size(o[FN_DRESIDUAL].kind),
+                .weight_offset = fn_without_payload(c->weight_offset)},
         .rows = rows,
         .width = 1,
         .kernels = fn_kernels(),
     };
     call.job.far = rows * call.job.dx_stride >= FN_FAR_BYTES;
-    call.job.stream = call.job.far && (dx | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
+    call.job.stream = call.job.far && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;
     while (call.width < call.blocks) call.width *= 2;
+    int threads = c->threads < call.blocks ? (int)c->threads : (int)call.blocks;
     if (rows * hidden < FN_PARALLEL_ELEMENTS || threads < 1) threads = 1;
-    if (threads > call.blocks) threads = (int)call.blocks;
     int64_t shares = threads > 1 ? 4 * (int64_t)threads : 1; /* several each, so that none waits long for another */
     for (call.subtrees = 1; call.subtrees < shares && call.subtrees < call.width;) call.subtrees *= 2;
     while (call.subtrees << call.levels < call.width) call.levels++;
 
     call.row_bytes = (size_t)((hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT) * (wide ? sizeof(double) : sizeof(float));
-    call.thread_bytes = fn_backward_scratch_bytes(&call.job) + (dweight ? (size_t)call.levels * call.row_bytes : 0);
-    size_t sums_bytes = dweight ? (size_t)call.subtrees * call.row_bytes : 0;
+    call.thread_bytes = fn_backward_scratch_bytes(&call.job) + (call.job.dweight ? (size_t)call.levels * call.row_bytes : 0);
+    size_t sums_bytes = call.job.dweight ? (size_t)call.subtrees * call.row_bytes : 0;
     char *allocated = malloc(sums_bytes + call.thread_bytes * (size_t)threads + FN_ALIGNMENT);
     if (!allocated) return 1;
     call.sums = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
     call.scratch = call.sums + sums_bytes;
-    fn_expect_writes(dx, rows * call.job.dx_stride); /* gradients are always new */
-    fn_expect_writes(dresidual, rows * call.job.dresidual_stride);
+    fn_expect_writes(o[FN_DX].address, rows * call.job.dx_stride); /* gradients are always new */
+    fn_expect_writes(o[FN_DRESIDUAL].address, rows * call.job.dresidual_stride);
     fn_parallel(run_thread, &call, threads);
-    if (dweight) {
+    if (call.job.dweight) {
         fn_fp_state state = fn_enter_ieee();
         for (int64_t width = call.subtrees; width > 1; width /= 2)
             for (int64_t s = 0; s < width / 2; s++)

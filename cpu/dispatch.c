@@ -71,70 +71,95 @@ size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
     return (size_t)(round_up(5 * padded + sums, FN_SEGMENT) * (job->wide ? 8 : 4));
 }
 
-static int on_border(const char *row, int64_t stride, int64_t bytes) {
-    return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % FN_ALIGNMENT);
+/* Whether all rows of an operand begin and end with a cache line. */
+static int on_border(const struct fn_operand *o, int64_t hidden) {
+    const uintptr_t item = (uintptr_t)fn_element_size(o->kind);
+    return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);
 }
 
-/* Whether the outputs are large, made of whole cache lines, and not in them already as inputs. */
-static int streams(const struct fn_forward_job *job, int64_t rows) {
-    int64_t out_row = job->hidden * fn_element_size(job->out_kind);
-    int64_t residual_row = job->hidden * fn_element_size(job->residual_kind);
-    if (job->x_kind == FN_F64 || rows * (out_row + residual_row) < FN_FAR_BYTES) return 0;
+/* Whether the outputs are large, made of whole cache lines, and not in the caches already as inputs. */
+static int streams(const struct fn_call *c) {
+    const struct fn_operand *o = c->operand;
+    const int64_t out_item = fn_element_size(o[FN_OUT].kind), residual_item = fn_element_size(o[FN_RESIDUAL_OUT].kind);
+    if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < FN_FAR_BYTES) return 0;
     /* Short rows of 16-bit values are bound by arithmetic: the detour by scratch would cost more than it saves. */
-    if (job->hidden < 256 && fn_element_size(job->out_kind) == 2) return 0;
-    if (job->out == job->x || job->out == job->residual || !on_border(job->out, job->out_stride, out_row)) return 0;
-    if (!job->residual_kind) return 1;
-    return job->residual_out != job->x && job->residual_out != job->residual &&
-           on_border(job->residual_out, job->residual_out_stride, residual_row);
+    if (c->hidden < 256 && out_item == 2) return 0;
+    for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
+        if (!o[i].kind) continue;
+        if (o[i].address == o[FN_X].address || o[i].address == o[FN_RESIDUAL].address || !on_border(&o[i], c->hidden)) return 0;
+    }
+    return 1;
 }
 
 struct call {
-    struct fn_forward_job job;
+    const struct fn_call *given;
+    struct fn_forward_job job; /* of the first rows, and of all where they lie in one level */
     fn_forward_rows *forward_rows;
-    int64_t rows;
     size_t scratch_bytes;
     char *scratch; /* one buffer per thread, or NULL: on the stack */
 };
 
+static int64_t outer_bytes(const struct fn_operand *o, int64_t outer) { return outer * o->outer_stride * fn_element_size(o->kind); }
+
+/* Rows [begin, end), which may lie in several steps of the outer level. */
+static void run_rows(const struct call *call, int64_t begin, int64_t end, void *scratch) {
+    const struct fn_call *c = call->given;
+    if (c->inner == c->rows) {
+        call->forward_rows(&call->job, begin, end, scratch);
+        return;
+    }
+    for (int64_t row = begin; row < end;) {
+        const int64_t outer = row / c->inner, first = outer * c->inner;
+        const int64_t next = first + c->inner < end ? first + c->inner : end;
+        struct fn_forward_job job = call->job;
+        job.x += outer_bytes(&c->operand[FN_X], outer);
+        job.out += outer_bytes(&c->operand[FN_OUT], outer);
+        if (job.residual) job.residual += outer_bytes(&c->operand[FN_RESIDUAL], outer);
+        if (job.residual_out) job.residual_out += outer_bytes(&c->operand[FN_RESIDUAL_OUT], outer);
+        if (job.rstd) job.rstd = (char *)job.rstd + first * fn_element_size(c->operand[FN_RSTD].kind);
+        call->forward_rows(&job, row - first, next - first, scratch);
+        row = next;
+    }
+}
+
 static void run_on_stack(const struct call *call, int64_t begin, int64_t end) {
     _Alignas(64) char scratch[STACK_SCRATCH];
-    call->forward_rows(&call->job, begin, end, scratch);
+    run_rows(call, begin, end, scratch);
 }
 
 static void run_thread(void *argument, int thread, int threads) {
     const struct call *call = argument;
-    int64_t begin = fn_first_row(call->rows, thread, threads), end = fn_first_row(call->rows, thread + 1, threads);
+    const int64_t rows = call->given->rows;
+    int64_t begin = fn_first_row(rows, thread, threads), end = fn_first_row(rows, thread + 1, threads);
     fn_fp_state state = fn_enter_ieee();
-    if (call->scratch)
-        call->forward_rows(&call->job, begin, end, call->scratch + (size_t)thread * call->scratch_bytes);
-    else
-        run_on_stack(call, begin, end);
+    if (call->scratch) run_rows(call, begin, end, call->scratch + (size_t)thread * call->scratch_bytes);
+    else run_on_stack(call, begin, end);
     fn_leave_ieee(state);
 }
 
-int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
-               uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
-               uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
-               int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
-               int threads) {
+int fn_forward(const struct fn_call *c) {
+    const struct fn_operand *o = c->operand;
     struct call call = {
-        .job = {.x_kind = x_kind, .residual_kind = residual_kind, .weight_kind = weight_kind,
-                .out_kind = out_kind, .flags = flags, .x = (const char *)x,
-                .residual = (const char *)residual, .weight = (const void *)weight, .out = (char *)out,
-                .residual_out = (char *)residual_out, .rstd = (void *)rstd, .hidden = hidden,
-                .x_stride = x_stride * fn_element_size(x_kind), .residual_stride = residual_stride * fn_element_size(residual_kind),
-                .out_stride = out_stride * fn_element_size(out_kind),
-                .residual_out_stride = residual_out_stride * fn_element_size(residual_kind),
-                .eps = fn_without_payload(eps), .weight_offset = fn_without_payload(weight_offset)},
+        .given = c,
+        .job = {.x_kind = (int)o[FN_X].kind, .residual_kind = (int)o[FN_RESIDUAL].kind, .weight_kind = (int)o[FN_WEIGHT].kind,
+                .out_kind = (int)o[FN_OUT].kind, .flags = (int)c->flags, .x = (const char *)o[FN_X].address,
+                .residual = (const char *)o[FN_RESIDUAL].address, .weight = (const void *)o[FN_WEIGHT].address,
+                .out = (char *)o[FN_OUT].address, .residual_out = (char *)o[FN_RESIDUAL_OUT].address,
+                .rstd = (void *)o[FN_RSTD].address, .hidden = c->hidden,
+                .x_stride = o[FN_X].stride * fn_element_size(o[FN_X].kind),
+                .residual_stride = o[FN_RESIDUAL].stride * fn_element_size(o[FN_RESIDUAL].kind),
+                .out_stride = o[FN_OUT].stride * fn_element_size(o[FN_OUT].kind),
+                .residual_out_stride = o[FN_RESIDUAL_OUT].stride * fn_element_size(o[FN_RESIDUAL_OUT].kind),
+                .eps = fn_without_payload(c->eps), .weight_offset = fn_without_payload(c->weight_offset)},
         .forward_rows = fn_kernels()->forward_rows,
-        .rows = rows,
     };
-    if (rows == 0) return 0;
-    if (threads > rows) threads = (int)rows;
-    if (threads < 1 || rows * hidden < FN_PARALLEL_ELEMENTS) threads = 1;
-    call.job.far = rows * hidden * (fn_element_size(x_kind) + fn_element_size(residual_kind)) >= FN_FAR_BYTES;
+    const int64_t elements = c->rows * c->hidden;
+    if (elements == 0) return 0;
+    int threads = c->threads < c->rows ? (int)c->threads : (int)c->rows;
+    if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;
+    call.job.far = elements * (fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind)) >= FN_FAR_BYTES;
     call.scratch_bytes = fn_scratch_bytes(&call.job);
-    if (streams(&call.job, rows)) {
+    if (streams(c)) {
         call.job.stream = call.scratch_bytes;
         call.scratch_bytes = fn_scratch_bytes(&call.job);
     }
@@ -148,3 +173,5 @@ int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int
     free(allocated);
     return 0;
 }
+
+int fn_run(const struct fn_call *call) { return call->pass == FN_BACKWARD ? fn_backward(call) : fn_forward(call); }

@@ -4,6 +4,16 @@ from cffi import FFI
 
 ffibuilder = FFI()
 ffibuilder.cdef("""
+    struct fn_operand {
+        int64_t kind;
+        uintptr_t address;
+        int64_t outer_stride, stride;
+    };
+    struct fn_call {
+        int64_t pass, flags, device, threads, rows, inner, hidden, block;
+        double eps, weight_offset;
+        struct fn_operand operand[9];
+    };
     int fn_isa_count(void);
     const char *fn_isa_name(int isa);
     int fn_isa_usable(int isa);
@@ -11,22 +21,12 @@ ffibuilder.cdef("""
     void fn_use_isa(int isa);
     const char *fn_openmp_path(void);
     void fn_after_fork(void);
-    int fn_forward(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags,
-                   uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out,
-                   uintptr_t rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
-                   int64_t out_stride, int64_t residual_out_stride, double eps, double weight_offset,
-                   int threads);
-    int fn_backward(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind,
-                    int dresidual_kind, uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd,
-                    uintptr_t weight, uintptr_t dx, uintptr_t dresidual, uintptr_t dweight, int64_t rows,
-                    int64_t hidden, int64_t dy_stride, int64_t d_total_stride, int64_t h_stride,
-                    double weight_offset, int threads);
-    int fn_run_forward(uintptr_t kernel, int wide, const uintptr_t *operands, const int64_t *numbers, double eps,
-                       double weight_offset, int64_t programs, int threads);
-    int fn_run_backward(uintptr_t kernel, int wide, const uintptr_t *operands, const int64_t *numbers,
-                        double weight_offset, int64_t programs, int threads);
+    /* A `struct fn_call`, as fusednorm/packing.py packs it: cffi passes bytes as a pointer to void. */
+    int fn_run(const void *call);
+    int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
     enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
+    enum fn_pass { FN_FORWARD, FN_BACKWARD };
     enum fn_flag { FN_ROUND_SUM, FN_ROUND_NORM, ... };
 """)
-ffibuilder.set_source("fusednorm._cpu", '#include "fusednorm_cpu.h"\n#include "programs.h"')
+ffibuilder.set_source("fusednorm._cpu", '#include "fusednorm_cpu.h"\n#include "triton_programs.h"')

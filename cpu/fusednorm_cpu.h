@@ -2,23 +2,13 @@
 #ifndef FUSEDNORM_CPU_H
 #define FUSEDNORM_CPU_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "call.h"
 
 #if defined(__FAST_MATH__)
 #error "fusednorm promises bits: build it without -ffast-math"
 #endif
 
-/* How the elements of an operand are stored. FN_NONE: the operand is absent. */
-enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
-
-static inline int fn_element_size(int kind) {
-    return kind == FN_NONE ? 0 : kind == FN_F32 ? 4 : kind == FN_F64 ? 8 : 2;
-}
-
 enum { FN_ALIGNMENT = 64 }; /* of buffers, in bytes: a cache line */
-
-enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
 
 /* Elements in one segment of the spec's summation tree. */
 #define FN_SEGMENT 1024
@@ -32,7 +22,7 @@ enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
  */
 #define FN_FAR_BYTES (8 * 1024 * 1024)
 
-/* One call, as the kernels see it. Strides are in bytes, from one row to the next. */
+/* Rows of a forward pass in one level, as the kernels see them. Strides are in bytes, from one row to the next. */
 struct fn_forward_job {
     int x_kind, residual_kind, weight_kind, out_kind, flags;
     const char *x, *residual;
@@ -142,29 +132,15 @@ int fn_isa(void);
 void fn_use_isa(int isa);
 
 /*
- * residual_out = x + residual and out = rms_norm(residual_out) * weight, for `rows` rows of
- * `hidden` elements, as docs/spec.md says. Addresses are integers, because cffi passes those
- * without making an object; 0 stands for an absent weight or rstd. A residual kind of FN_NONE
- * is the plain rms_norm. Strides are in elements. Operands may be unaligned. An output may be
- * the very memory of an input of the same element size and stride; every other overlap is
- * undefined. At most `threads` threads are used. Returns 0, or 1 if there was no memory for the rows' buffers (nothing is written).
+ * Runs a call as docs/spec.md says. Operands may be unaligned. An output of a forward pass may be the very memory of an
+ * input of the same element size and strides; every other overlap is undefined. The rows of a backward pass lie in one
+ * level, and there is at least one. Returns 0, or 1 if there was no memory for the rows' buffers: then nothing is written.
  */
-typedef int fn_forward_fn(int x_kind, int residual_kind, int weight_kind, int out_kind, int flags, uintptr_t x,
-                          uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t residual_out, uintptr_t rstd,
-                          int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride, int64_t out_stride,
-                          int64_t residual_out_stride, double eps, double weight_offset, int threads);
-fn_forward_fn fn_forward;
+typedef int fn_run_fn(const struct fn_call *call);
+fn_run_fn fn_run;
 
-/*
- * The gradients of that call, as docs/spec.md says, from rstd and from h, the row that was normalised.
- * Addresses of 0 stand for what is absent or not wanted (see struct fn_backward_job). Rows of dx and
- * dresidual follow each other without gaps. At least one row. Returns 0, or 1 if there was no memory.
- */
-typedef int fn_backward_fn(int wide, int dy_kind, int d_total_kind, int h_kind, int weight_kind, int dx_kind,
-                           int dresidual_kind, uintptr_t dy, uintptr_t d_total, uintptr_t h, uintptr_t rstd,
-                           uintptr_t weight, uintptr_t dx, uintptr_t dresidual, uintptr_t dweight, int64_t rows,
-                           int64_t hidden, int64_t dy_stride, int64_t d_total_stride, int64_t h_stride,
-                           double weight_offset, int threads);
-fn_backward_fn fn_backward;
+/* dispatch.c and backward.c */
+int fn_forward(const struct fn_call *call);
+int fn_backward(const struct fn_call *call);
 
 #endif

@@ -4,6 +4,7 @@
 
 using X = X_TYPE;
 using Residual = RESIDUAL_TYPE;
+using ResidualOut = RESIDUAL_OUT_TYPE;
 using Weight = WEIGHT_TYPE;
 using Out = OUT_TYPE;
 
@@ -12,7 +13,7 @@ struct Arguments {
     const Residual* residual;
     const Weight* weight;
     Out* out;
-    Residual* residual_out;
+    ResidualOut* residual_out;
     A* rstd;
     long long x_stride, residual_stride, out_stride, residual_out_stride, rows;
     int hidden_size;
@@ -20,12 +21,12 @@ struct Arguments {
 };
 
 // The row that is normalised; stores the sum if asked to.
-template <class R>
-__device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, R* residual_out) {
+template <class R, class S>
+__device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, S* residual_out) {
     widen(h, x);
     if constexpr (PRESENT<R>) {
         A more[VECTOR];
-        R total[VECTOR];
+        S total[VECTOR];
         widen(more, residual);
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) h[v] += more[v];

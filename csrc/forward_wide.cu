@@ -14,7 +14,7 @@ template <bool FIRST, class T, class OTHER> struct either {
 template <class T, class OTHER> struct either<false, T, OTHER> {
     using type = OTHER;
 };
-using Row = either<!PRESENT<Residual>, X, either<ROUND_SUM, Residual, A>::type>::type;
+using Row = either<!PRESENT<Residual>, X, either<ROUND_SUM, ResidualOut, A>::type>::type;
 
 extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     SHARED(A, sums, SEGMENTS);
@@ -22,7 +22,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     wait_for_kernels_before();
     const X* const x_row = a.x + blockIdx.x * a.x_stride;
     const Residual* const residual_row = a.residual + blockIdx.x * a.residual_stride;
-    Residual* const residual_out_row = a.residual_out + blockIdx.x * a.residual_out_stride;
+    ResidualOut* const residual_out_row = a.residual_out + blockIdx.x * a.residual_out_stride;
     Out* const out_row = a.out + blockIdx.x * a.out_stride;
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
 
@@ -65,7 +65,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
                 load_if(inside, row, kept + column);
                 widen(h, row);
             } else if constexpr (KEPT == IN_MEMORY && PRESENT<Residual>) {
-                Residual total[VECTOR];
+                ResidualOut total[VECTOR];
                 load_if(inside, total, residual_out_row + column);
                 widen(h, total);
             } else {

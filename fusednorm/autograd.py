@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fusednorm import listeners
+from fusednorm import listeners, run
 from fusednorm.backends import reference
-from fusednorm.ops import Flags, dispatched, run_quickly
-from fusednorm.registry import Backend, Signature, select
+from fusednorm.call import Flags, RMSNorm
+from fusednorm.dispatcher import new_outputs
+from fusednorm.registry import operation_of
+from fusednorm.run import Chosen, backend_of
 
 
 def _primals(ctx: Any) -> list[Any]:
@@ -57,12 +59,10 @@ def new_rstd(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=reference.accumulator(x.dtype))
 
 
-def normalise(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: *tuple[float, float, bool, bool]
-) -> tuple[Tensor, Any, Tensor]:
+def normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags) -> tuple[Tensor, Any, Tensor]:
     """New rows, their sum (None without a residual), and rstd for the backward pass."""
     rstd = new_rstd(x)
-    return *run_quickly(x, residual, weight, None, None, rstd, flags), rstd
+    return *run.fast_path_first(x, residual, weight, flags, rstd=rstd), rstd
 
 
 def keep(
@@ -70,64 +70,60 @@ def keep(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    total: Tensor | None,
-    rstd: Tensor,
-) -> None:
+    flags: Flags,
+    outputs: tuple[Tensor, Tensor | None, Tensor],
+) -> RMSNorm:
     """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again."""
-    unrounded = residual is not None and not round_sum and residual.dtype != rstd.dtype
-    ctx.save_for_backward(rstd, weight, *((x, residual) if unrounded else (x,) if residual is None else (total,)))
+    y, total, rstd = outputs
+    unrounded = total is not None and not flags.round_sum and total.dtype != rstd.dtype
+    ctx.save_for_backward(rstd, weight, *((x, residual) if unrounded else (x,) if total is None else (total,)))
     ctx.set_materialize_grads(False)
-    ctx.eps, ctx.weight_offset, ctx.round_sum, ctx.round_norm = eps, weight_offset, round_sum, round_norm
-    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+    ctx.flags = flags
+    dtypes = y.dtype, None if total is None else total.dtype
+    ctx.operation = operation_of(x, residual, weight, *dtypes, bool(flags.round_sum), bool(flags.round_norm))
+    return cast(RMSNorm, ctx.operation)
 
 
 def gradients(
-    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, bool, bool], backend: Backend | None
+    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, bool, bool], backend: Chosen | None
 ) -> tuple[Tensor | None, ...]:
-    """The specification's formulas: by the backend, or through torch's dispatcher if somebody listens there.
+    """The specification's formulas: by the backend, or through torch's dispatcher if a mode or a tensor must see them.
 
     Without a backend always through the dispatcher. The reference computes gradients that are differentiated again.
     """
     rstd, weight, *terms = ctx.saved_tensors
-    x_dtype, residual_dtype = ctx.dtypes
+    operation, flags = ctx.operation, ctx.flags
     h = terms[0]
     if len(terms) == 2:
         h = h.to(rstd.dtype) + terms[1].to(rstd.dtype)
     if dy is None and d_total is None:
         return None, None, None
     if dy is None:
-        dy = torch.zeros_like(h, dtype=x_dtype)
+        dy = torch.zeros_like(h, dtype=operation.out)
     # create_graph=True, or a tangent may come along: rstd, which is kept without derivatives, is made again with them.
     if torch.is_grad_enabled() or listeners.level_entered():
-        rstd = Rstd.apply(h.to(rstd.dtype), ctx.eps)  # type: ignore[no-untyped-call]
-        return reference.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, x_dtype, residual_dtype, needs)
+        rstd = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
+        operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
+        return reference.gradients(*operands, operation.x, operation.residual, needs)
+    operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
     if backend is not None and not listeners.below(dy, d_total, h, rstd, weight):
-        return backend.backward(dy, d_total, h, rstd, weight, ctx.weight_offset, x_dtype, residual_dtype, needs)
+        return run.backward(backend, operation, *operands, needs)
     found = torch.ops.fusednorm.backward(
-        dy, d_total, h, rstd, weight, ctx.weight_offset, *ctx.dtypes, ctx.round_sum, ctx.round_norm, list(needs)
+        *(*operands, operation.x, operation.residual, flags.round_sum, flags.round_norm, list(needs)),
+        *(operation.out, operation.residual_out),
     )
     return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None, Tensor]) -> None:
     """Keeps what the backward pass needs, and the backend that it takes: the one in force now."""
-    x, residual, weight, eps, weight_offset, round_sum, round_norm = inputs
-    keep(ctx, x, residual, weight, eps, weight_offset, round_sum, round_norm, outputs[1], outputs[2])
-    residual_dtype, weight_dtype = (None if tensor is None else tensor.dtype for tensor in (residual, weight))
-    ctx.backend = select(
-        Signature(
-            x.device, x.dtype, residual_dtype, weight_dtype, x.dtype, x.shape[-1], bool(round_sum), bool(round_norm)
-        )
-    )
+    x, residual, weight, *flags = inputs
+    ctx.backend = backend_of(keep(ctx, x, residual, weight, Flags(*flags), outputs))
     ctx.mark_non_differentiable(outputs[2])
 
 
 class Normalise(torch.autograd.Function):
-    """(x, residual or None, weight or None, eps, weight_offset, round_sum, round_norm) -> (y, residual_out, rstd).
+    """(x, residual or None, weight or None, *flags) -> (y, residual_out, rstd).
 
     Without a residual, residual_out is None. rstd has no gradient: it is an output because ``torch.func`` lets only
     inputs and outputs be kept.
@@ -136,14 +132,15 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
-        outputs = normalise(*inputs)
+        x, residual, weight, *flags = inputs
+        outputs = normalise(x, residual, weight, Flags(*flags))
         _remember(ctx, inputs, outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """See :func:`gradients`."""
-        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend), None, None, None, None
+        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend), *[None] * len(Flags._fields)
 
 
 class Transformed(Normalise):
@@ -152,10 +149,9 @@ class Transformed(Normalise):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """See :class:`Normalise`."""
-        if listeners.below(*inputs[:3]):
-            x, residual, weight, *flags = inputs
-            return dispatched(x, residual, weight, cast(Flags, flags))
-        return normalise(*inputs)
+        x, residual, weight, *flags = inputs
+        run_it = new_outputs if listeners.below(x, residual, weight) else normalise
+        return run_it(x, residual, weight, Flags(*flags))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
@@ -173,21 +169,23 @@ class Transformed(Normalise):
         """
         with forward_ad._set_fwd_grad_enabled(True):  # torch turns off the levels around this one
             x, residual, weight = _primals(ctx)
-            dtype = reference.accumulator(x.dtype)
+            operation, flags = ctx.operation, ctx.flags
+            dtype = operation.accumulator
             h = x.to(dtype)
             if residual is not None:
                 h = h + residual.to(dtype)
-                h = h.to(residual.dtype).to(dtype) if ctx.round_sum else h
-            rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + ctx.eps)
+                h = h.to(operation.residual_out).to(dtype) if flags.round_sum else h
+            rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + flags.eps)
             xhat = h * rstd
             tangents = [t.to(dtype) for t in (x_tangent, residual_tangent) if t is not None]
             h_tangent = sum(tangents, start=torch.zeros_like(h))
             y_tangent = rstd * (h_tangent - xhat * (xhat * h_tangent).mean(-1, keepdim=True))
             if weight is not None:
-                y_tangent = y_tangent * (weight.to(dtype) + ctx.weight_offset)
+                y_tangent = y_tangent * (weight.to(dtype) + flags.weight_offset)
             if weight_tangent is not None:
                 y_tangent = y_tangent + xhat * weight_tangent.to(dtype)
-            return y_tangent.to(x.dtype), None if residual is None else h_tangent.to(residual.dtype), None
+            total_tangent = None if residual is None else h_tangent.to(operation.residual_out)
+            return y_tangent.to(operation.out), total_tangent, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:

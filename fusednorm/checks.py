@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
-from fusednorm.layout import overlaps_itself, row_stride, share_memory
+from fusednorm.layout import Memory, Rows, overlaps_itself, rows_of, share_memory
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -68,11 +68,42 @@ def check_operands(
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
-    if residual_out is not None and residual is not None and residual_out.dtype != residual.dtype:
+
+
+def dtypes_of_outputs(
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes of out and residual_out (None without a residual): those asked for, of outputs given or of inputs."""
+    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
+        if dtype is None:
+            continue
+        if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+            raise TypeError(
+                f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; leave it out for that of "
+                + ("x" if name == "out_dtype" else "the residual")
+            )
+        if dtype == torch.float64 and x.dtype != torch.float64:
+            raise TypeError(
+                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: "
+                f"convert x with x.double(), or pass {name}=torch.float32"
+            )
+    if residual_dtype is not None and residual is None:
+        raise TypeError("residual_dtype is given without a residual; leave it out")
+    if out is not None and out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(
-            f"residual_out must have the residual's dtype {str(residual.dtype)[6:]}, got "
-            f"{str(residual_out.dtype)[6:]}; {_ANEW['residual_out']}"
+            f"out must have the dtype out_dtype {str(out_dtype)[6:]}, got {str(out.dtype)[6:]}; pass only one of both"
         )
+    wanted = None if residual is None else residual_dtype or residual.dtype
+    if residual_out is not None and wanted is not None and residual_out.dtype != wanted:
+        cure = "allocate it with torch.empty_like(residual), or pass residual_dtype=residual_out.dtype"
+        whose = "the residual's dtype" if residual_dtype is None else "the dtype residual_dtype"
+        raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
+    return out_dtype or (x.dtype if out is None else out.dtype), wanted
 
 
 def check_dense(name: str, tensor: Tensor, cure: str) -> None:
@@ -196,12 +227,12 @@ def _as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) ->
     return next((called for called, tensor in inputs if tensor is output), name)
 
 
-def output_stride(name: str, tensor: Tensor, rows: int, hidden_size: int, x: Tensor, residual: Tensor | None) -> int:
-    """The row stride of an operand that will be written, which no copy can stand in for."""
-    stride = row_stride(tensor)
-    if stride is None or overlaps_itself(stride, rows, hidden_size):
+def rows_to_write(name: str, tensor: Tensor, hidden_size: int, x: Tensor, residual: Tensor | None) -> Rows:
+    """The rows of an operand that will be written, which no copy can stand in for."""
+    rows = rows_of(tensor)
+    if rows is None or overlaps_itself(rows, hidden_size):
         refuse_layout(_as_called(name, tensor, x, residual), tensor)
-    return stride
+    return rows
 
 
 def refuse_nested(name: str) -> NoReturn:
@@ -210,41 +241,49 @@ def refuse_nested(name: str) -> NoReturn:
 
 
 def refuse_layout(name: str, tensor: Tensor) -> NoReturn:
-    """The error for an operand that is written and whose rows are not one stride apart."""
+    """The error for an operand that is written and whose rows lie otherwise than kernels can write them."""
     raise ValueError(
-        f"{name} is written in place, so its last dimension must be contiguous and its rows one stride apart without "
-        f"overlap; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass a contiguous tensor, or "
-        "call the function that returns new ones"
+        f"{name} is written in place, so its last dimension must be contiguous and its rows must lie in at most two "
+        f"levels of strides without overlap; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass "
+        "a contiguous tensor, or call the function that returns new ones"
     )
 
 
 def check_overlap(
-    outputs: dict[str, tuple[Tensor | None, int]],
-    inputs: dict[str, tuple[Tensor | None, int]],
+    out: tuple[Tensor, Rows] | None,
+    residual_out: tuple[Tensor, Rows] | None,
+    x: tuple[Tensor, Rows],
+    residual: tuple[Tensor, Rows] | None,
     weight: Tensor | None,
-    rows: int,
     hidden_size: int,
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory."""
-    x, residual = cast(Tensor, inputs["x"][0]), inputs["residual"][0]
-    for name, (tensor, stride) in outputs.items():
-        if tensor is None:
+
+    def called(name: str, output: Tensor) -> str:
+        return _as_called(name, output, x[0], None if residual is None else residual[0])
+
+    inputs = [("x", *x, Memory.of(*x, hidden_size))]
+    if residual is not None:
+        inputs.append(("residual", *residual, Memory.of(*residual, hidden_size)))
+    weights = None if weight is None else Memory.of(weight, Rows(1, 1, 0, hidden_size), hidden_size)
+    before = None
+    for name, output in (("out", out), ("residual_out", residual_out)):
+        if output is None:
             continue
-        for other_name, (other, other_stride) in inputs.items():
-            if other is None or other is tensor:
+        tensor, rows = output
+        memory = Memory.of(tensor, rows, hidden_size)
+        for other_name, other, other_rows, other_memory in inputs:
+            if other is tensor:
                 continue
-            same = tensor.data_ptr() == other.data_ptr() and stride == other_stride and tensor.dtype == other.dtype
-            if not same and share_memory(tensor, stride, rows, other, other_stride, rows, hidden_size):
-                _refuse_overlap(_as_called(name, tensor, x, residual), other_name)
-        if weight is not None and share_memory(tensor, stride, rows, weight, hidden_size, 1, hidden_size):
-            _refuse_overlap(_as_called(name, tensor, x, residual), "weight")
-    out, total = outputs["out"][0], outputs["residual_out"][0]
-    if out is not None and total is not None:
-        out_stride, total_stride = outputs["out"][1], outputs["residual_out"][1]
-        if share_memory(total, total_stride, rows, out, out_stride, rows, hidden_size):
-            name = _as_called("residual_out", total, x, residual)
-            cure = f"pass {name}.clone() and take the results that the call returns"
-            _refuse_overlap(name, _as_called("out", out, x, residual), cure)
+            same = memory.begin == other_memory.begin and rows == other_rows and tensor.dtype == other.dtype
+            if not same and share_memory(memory, other_memory):
+                _refuse_overlap(called(name, tensor), other_name)
+        if weights is not None and share_memory(memory, weights):
+            _refuse_overlap(called(name, tensor), "weight")
+        if before is not None and share_memory(memory, before):
+            cure = f"pass {called(name, tensor)}.clone() and take the results that the call returns"
+            _refuse_overlap(called(name, tensor), called("out", cast("tuple[Tensor, Rows]", out)[0]), cure)
+        before = memory
 
 
 def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:

@@ -1,7 +1,6 @@
 """Backends of others are held to what :class:`fusednorm.registry.Backend` asks of them. Ours are held by the tests.
 
-Each is looked at in its first forward and its first backward pass of a kind; a kind is what
-:func:`fusednorm.registry.select` remembers a backend by. Later passes go to the backend itself.
+The first forward and the first backward pass of each operation are checked. Later ones go to the backend itself.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+
+from fusednorm.call import Backward, Forward
 
 if TYPE_CHECKING:
     from fusednorm.registry import Backend
@@ -43,26 +44,43 @@ def raised_by(name: str, function: str) -> Iterator[None]:
 
 
 class FirstCalls:
-    """A backend of others in the calls of one kind: its first passes are looked at, the later ones are its own."""
+    """A backend of others in the calls of one operation: its first passes are checked."""
 
     def __init__(self, name: str, backend: Backend) -> None:
         self._name, self._backend = name, backend
-        self._forward: Callable[..., None] | None = None
-        self.backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] = self._first_backward
+        self._forward: Callable[[Forward], None] | None = None
+        self.backward: Callable[[Backward], None] = self._first_backward
 
-    def forward_into(self, given: Sequence[Tensor]) -> Callable[..., None]:
+    def forward_into(self, given: Sequence[Tensor]) -> Callable[[Forward], None]:
         """The function for a forward pass to which the caller gave these outputs; only the others may be filled."""
         return self._forward or partial(self._first_forward, given)
 
-    def _first_forward(self, given: Sequence[Tensor], *arguments: Any) -> None:
-        outputs = zip(("out", "residual_out", "rstd"), arguments[3:6], strict=True)
-        filled = {name: _filled(output) for name, output in outputs if _may_be_filled(output, given)}
+    def forward(self, call: Forward) -> None:
+        """A forward pass all of whose outputs the caller gave."""
+        self.forward_into([t for t in (call.out, call.residual_out, call.rstd) if t is not None])(call)
+
+    def _first_forward(self, given: Sequence[Tensor], call: Forward) -> None:
+        outputs = {"out": call.out, "residual_out": call.residual_out, "rstd": call.rstd}
+        filled = {name: _filled(output) for name, output in outputs.items() if _may_be_filled(output, given)}
         with raised_by(self._name, "forward"):
-            found: object = self._backend.forward(*arguments)  # type: ignore[func-returns-value]
+            found: object = self._backend.forward(call)  # type: ignore[func-returns-value]
+        self._hold("forward", found, filled)
+        self._forward = self._backend.forward
+
+    def _first_backward(self, call: Backward) -> None:
+        outputs = {"dx": call.dx, "dresidual": call.dresidual, "dweight": call.dweight}
+        filled = {name: _filled(output) for name, output in outputs.items() if _may_be_filled(output, ())}
+        with raised_by(self._name, "backward"):
+            found: object = self._backend.backward(call)  # type: ignore[func-returns-value]
+        self._hold("backward", found, filled)
+        self.backward = self._backend.backward
+
+    def _hold(self, function: str, found: object, filled: dict[str, tuple[Tensor, int]]) -> None:
+        """Raises where a pass returned something, or left elements of a new output unwritten."""
         if found is not None:
             raise TypeError(
-                f"backend {self._name!r} returned {_described(found)} from forward; it must write out, residual_out "
-                "and rstd, which it is given, and return None"
+                f"backend {self._name!r} returned {described(found)} from {function}; it must write the outputs that "
+                "the call has, and return None"
             )
         for name, (bits, unwritten) in filled.items():
             parts = (bits[i : i + _AT_ONCE] for i in range(0, bits.numel(), _AT_ONCE))
@@ -70,49 +88,11 @@ class FirstCalls:
             if missing:
                 raise RuntimeError(
                     f"backend {self._name!r} did not write {missing} of the {bits.numel()} elements of {name} in "
-                    "forward; it must write all of out, and of residual_out and rstd where they are not None"
+                    f"{function}; it must write every output that is not None"
                 )
-        self._forward = self._backend.forward
-
-    def _first_backward(
-        self,
-        dy: Tensor,
-        d_residual_out: Tensor | None,
-        h: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        weight_offset: float,
-        x_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
-        needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        with raised_by(self._name, "backward"):
-            found: object = self._backend.backward(
-                dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs
-            )
-        if not isinstance(found, (tuple, list)) or len(found) != 3:
-            raise TypeError(
-                f"backend {self._name!r} returned {_described(found)} from backward; it must return three gradients, "
-                "of x, the residual and the weight, with None for each that `needs` does not ask for"
-            )
-        dx, dresidual, dweight = found
-        self._hold("x", dx, needs[0], h, x_dtype)
-        self._hold("the residual", dresidual, needs[1], h, residual_dtype)
-        self._hold("the weight", dweight, needs[2], weight, None if weight is None else weight.dtype)
-        self.backward = self._backend.backward
-        return dx, dresidual, dweight
-
-    def _hold(self, name: str, found: object, need: bool, like: Tensor | None, dtype: torch.dtype | None) -> None:
-        """Raises where a gradient is not what was asked for: of another tensor's shape and device, and of a dtype."""
-        wanted = "None" if like is None or dtype is None or not need else _tensor(dtype, like.shape, like.device)
-        returned = _described(found)
-        if returned != wanted:
-            raise TypeError(
-                f"backend {self._name!r} returned {returned} for the gradient of {name}; it must return {wanted}"
-            )
 
 
-def _may_be_filled(output: Tensor | None, given: Sequence[Tensor]) -> bool:
+def _may_be_filled(output: Tensor | None, given: Sequence[Tensor]) -> TypeGuard[Tensor]:
     """Whether an output is new, has memory, and may be read afterwards, which cannot be while a graph is captured."""
     if output is None or output.is_meta or any(output is tensor for tensor in given):
         return False
@@ -125,14 +105,10 @@ def _filled(output: Tensor) -> tuple[Tensor, int]:
     return output.view(integers).fill_(unwritten).flatten(), unwritten
 
 
-def _tensor(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
-    return f"{str(dtype)[6:]} {list(shape)} on {device}"
-
-
-def _described(found: object) -> str:
+def described(found: object) -> str:
     """What a backend returned, in words."""
     if found is None:
         return "None"
     if isinstance(found, Tensor):
-        return _tensor(found.dtype, found.shape, found.device)
+        return f"{str(found.dtype)[6:]} {list(found.shape)} on {found.device}"
     return f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, (tuple, list)) else "")

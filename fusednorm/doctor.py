@@ -76,7 +76,7 @@ def report() -> dict[str, Any]:
 
     What is wrong with a variable is a finding too: in "remarks", or among the reasons of the backend that it is for.
     """
-    from fusednorm.backends import cpu, cuda  # now: other commands need no backend that is not asked for
+    from fusednorm.backends import cpu, cuda_compiler  # now: other commands need no backend that is not asked for
 
     findings: dict[str, Any] = {
         "fusednorm": fusednorm.__version__,
@@ -92,7 +92,7 @@ def report() -> dict[str, Any]:
         "remarks": {name: f"nothing reads this variable; {cure}" for name, cure in environment.unread().items()},
         "backends": [vars(info) for info in fusednorm.backends()],
         "devices": [_choice(device) for device in devices()],
-        "cache": cuda.cache(),
+        "cache": cuda_compiler.cache(),
     }
     if (os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm") not in vllm.MODES:
         findings["remarks"]["FUSEDNORM_VLLM"] = f"it must be one of {', '.join(vllm.MODES)}; vLLM is left as it was"

@@ -1,9 +1,30 @@
-"""How rows lie in memory: one row stride per operand, and which operands share memory."""
+"""How rows lie in memory: the strides from row to row, and which operands share memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from fusednorm.call import Forward, Strides
+
+
+class Rows(NamedTuple):
+    """The rows of an operand: ``outer`` times ``inner`` of them, with their strides in elements."""
+
+    outer: int
+    inner: int
+    outer_stride: int
+    stride: int
+
+    def in_levels_of(self, inner: int) -> Strides | None:
+        """The strides of the same rows, of which ``inner`` lie in the inner level; None if they do not lie so."""
+        if self.inner == inner:
+            return self.outer_stride, self.stride
+        return (inner * self.stride, self.stride) if self.outer == 1 else None
 
 
 def row_stride(tensor: Tensor) -> int | None:
@@ -11,81 +32,157 @@ def row_stride(tensor: Tensor) -> int | None:
 
     The rows are those of ``tensor.reshape(-1, N)``, and each must itself be contiguous.
     """
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.shape[-1]
+    rows = rows_of(tensor)
+    return rows.stride if rows is not None and rows.outer == 1 else None
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """The rows of a [..., N] tensor in one level or two, each row contiguous; None if they lie otherwise.
+
+    Heads of a view into a tensor of q, k and v lie in two levels: one stride leads from token to token, and another
+    from head to head.
+    """
     if tensor.is_neg():  # its memory holds the negatives
         return None
     if tensor.is_contiguous():
-        return tensor.shape[-1]
-    *leading, hidden = tensor.shape
-    *steps, inner = tensor.stride()
-    if inner != 1 and hidden != 1:
+        hidden = tensor.shape[-1]
+        return Rows(1, tensor.numel() // hidden, 0, hidden)
+    *sizes, hidden = tensor.shape
+    *strides, last = tensor.stride()
+    if last != 1 and hidden != 1:
         return None
-    stride = following = None
-    for size, step in zip(reversed(leading), reversed(steps), strict=True):
+    levels: list[list[int]] = []  # number of rows and stride, the innermost level first
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:
             continue
-        if stride is None:
-            stride = step
-        elif step != following:
-            return None
-        following = step * size
-    return hidden if stride is None else stride
+        if levels and stride == levels[-1][0] * levels[-1][1]:
+            levels[-1][0] *= size
+        else:
+            levels.append([size, stride])
+    if len(levels) > 2:
+        return None
+    (inner, stride), (outer, outer_stride) = [*levels, [1, hidden], [1, 0]][:2] if levels else ([1, hidden], [1, 0])
+    return Rows(outer, inner, 0 if outer == 1 else outer_stride, stride)
 
 
-def rows_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor, or a copy of it, whose rows are one stride apart; and that stride."""
-    stride = row_stride(tensor)
-    return (tensor.resolve_neg().contiguous(), tensor.shape[-1]) if stride is None else (tensor, stride)
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor if it is contiguous, else a copy that is."""
+    return tensor.resolve_neg().contiguous()
 
 
-def new_gradients(
-    h: Tensor,
-    weight: Tensor | None,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    needs: tuple[bool, bool, bool],
-) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Memory for the gradients of x, the residual and the weight, as far as they are needed and there is such operand.
+def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | None]]:
+    """Rows per outer step, the same for all operands, and the strides of each; None for an operand without them."""
+    inner = 1
+    for rows in operands:
+        if rows is None:
+            continue
+        inner = rows.inner
+        if rows.outer > 1:
+            return inner, [None if rows is None else rows.in_levels_of(inner) for rows in operands]
+    return inner, [None if rows is None else (0, rows.stride) for rows in operands]
 
-    Returns what a kernel writes (dx, dresidual, dweight; no dresidual where x and the residual share a dtype, and so a
-    gradient), and the three gradients.
+
+def in_levels(operands: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[Strides]]:
+    """Operands that are only read, copied where their rows do not lie in the same two levels as the others'."""
+    inner, strides = common_levels([None if tensor is None else rows_of(tensor) for tensor in operands])
+    found: list[Tensor | None] = []
+    for i, tensor in enumerate(operands):
+        if tensor is not None and strides[i] is None:
+            tensor = packed(tensor)
+            strides[i] = (inner * tensor.shape[-1], tensor.shape[-1])
+        found.append(tensor)
+    return found, inner, [(0, 0) if s is None else s for s in strides]
+
+
+@contextmanager
+def in_one_level(call: Forward) -> Iterator[Forward]:
+    """A call whose rows are all one stride apart, for a backend that takes no others.
+
+    Operands whose rows lie in two levels are copied, and outputs are copied back when the block ends.
     """
-    need_x, need_residual, need_weight = needs
-    need_residual = need_residual and residual_dtype is not None
-    first = x_dtype if need_x else residual_dtype
-    dx = torch.empty(h.shape, dtype=first, device=h.device) if need_x or need_residual else None
-    dresidual = None
-    if need_x and need_residual and residual_dtype != x_dtype:
-        dresidual = torch.empty(h.shape, dtype=residual_dtype, device=h.device)
-    dweight = torch.empty_like(weight) if need_weight and weight is not None else None
-    of_residual = (dx if dresidual is None else dresidual) if need_residual else None
-    return (dx, dresidual, dweight), (dx if need_x else None, of_residual, dweight)
+    if call.inner == call.rows:
+        yield call
+        return
+    x, residual, weight, out, residual_out = (t if t is None else t.contiguous() for t in call[:5])
+    n = call.operation.hidden_size
+    assert x is not None
+    assert out is not None
+    yield call._replace(
+        x=x,
+        residual=residual,
+        weight=weight,
+        out=out,
+        residual_out=residual_out,
+        inner=call.rows,
+        strides=((0, n),) * 4,
+    )
+    if out is not call.out:
+        call.out.copy_(out)
+    if residual_out is not None and residual_out is not call.residual_out:
+        call.residual_out.copy_(residual_out)  # type: ignore[union-attr]
 
 
-def share_memory(
-    a: Tensor, a_stride: int, a_rows: int, b: Tensor, b_stride: int, b_rows: int, hidden_size: int
-) -> bool:
-    """Whether any element of one operand lies in the memory of another; rows have ``hidden_size`` elements.
+class Memory(NamedTuple):
+    """The memory of an operand's rows: addresses, and the bytes of an element."""
+
+    begin: int
+    end: int
+    rows: Rows
+    item: int
+    hidden_size: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, rows: Rows, hidden_size: int) -> Memory:
+        """The memory of a tensor whose rows lie so."""
+        outer, inner, outer_stride, stride = rows
+        begin, item = tensor.data_ptr(), tensor.element_size()
+        last = (outer - 1) * outer_stride + (inner - 1) * stride + hidden_size
+        return cls(begin, begin + last * item, rows, item, hidden_size)
+
+    @property
+    def step(self) -> int | None:
+        """Bytes from each piece of memory to the next, where it lies in equal pieces; else None."""
+        outer, _, outer_stride, stride = self.rows
+        if outer == 1:
+            return stride * self.item
+        return outer_stride * self.item if stride == self.hidden_size else None
+
+    @property
+    def piece(self) -> int:
+        """Bytes of such a piece: a row, or all rows of the inner level where no gap is between them."""
+        whole = self.rows.outer > 1 and self.rows.stride == self.hidden_size
+        return self.hidden_size * self.item * (self.rows.inner if whole else 1)
+
+    def begins(self) -> Tensor:
+        """The addresses of all rows, in ascending order."""
+        return self.begin + _begins(self.rows) * self.item
+
+
+def _begins(rows: Rows) -> Tensor:
+    """Where rows begin, in elements from the first, in ascending order."""
+    outer, inner, outer_stride, stride = rows
+    return (torch.arange(outer)[:, None] * outer_stride + torch.arange(inner) * stride).flatten().sort().values
+
+
+def share_memory(a: Memory, b: Memory) -> bool:
+    """Whether any element of one operand lies in the memory of another.
 
     Exact also for rows that interleave, such as two slices of the columns of one matrix.
     """
-    a_begin, b_begin = a.data_ptr(), b.data_ptr()
-    a_row, b_row = hidden_size * a.element_size(), hidden_size * b.element_size()
-    a_step, b_step = a_stride * a.element_size(), b_stride * b.element_size()
-    if a_begin + (a_rows - 1) * a_step + a_row <= b_begin or b_begin + (b_rows - 1) * b_step + b_row <= a_begin:
+    if a.end <= b.begin or b.end <= a.begin:
         return False
-    if a_step < b_step:  # so that each row of b can meet only rows near one of a
-        a_begin, b_begin, a_row, b_row, a_step, b_step = b_begin, a_begin, b_row, a_row, b_step, a_step
-        a_rows, b_rows = b_rows, a_rows
-    if a_step == 0:
-        return True
-    if a_step == b_step and a_row <= (b_begin - a_begin) % a_step <= a_step - b_row:
+    if a.step == b.step and a.step and a.piece <= (b.begin - a.begin) % a.step <= a.step - b.piece:
         return False  # columns of one matrix: no need to look at every row
+    rows, others = a.begins(), b.begins()
     # Of the rows of `a` that begin before a row of b ends, the last one reaches furthest.
-    begins = b_begin - a_begin + torch.arange(b_rows) * b_step
-    last = (begins + b_row - 1).div(a_step, rounding_mode="floor").clamp(max=a_rows - 1)
-    return bool(((last >= 0) & (last * a_step + a_row > begins)).any())
+    last = torch.searchsorted(rows, others + b.hidden_size * b.item) - 1
+    return bool(((last >= 0) & (rows[last.clamp(min=0)] + a.hidden_size * a.item > others)).any())
 
 
-def overlaps_itself(stride: int, rows: int, hidden: int) -> bool:
+def overlaps_itself(rows: Rows, hidden_size: int) -> bool:
     """Whether two rows of one operand share an element."""
-    return rows > 1 and stride < hidden
+    if rows.outer == 1:
+        return rows.inner > 1 and rows.stride < hidden_size
+    return bool((_begins(rows).diff() < hidden_size).any())

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm import run
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.checks import check_gradients, check_operands
+from fusednorm.call import Flags, RMSNorm
+from fusednorm.checks import check_gradients, check_operands, dtypes_of_outputs
 from fusednorm.listeners import has_tangent
-from fusednorm.ops import Flags, run_quickly
-from fusednorm.registry import Signature, order, request_of_backward, select, use_backend
+from fusednorm.registry import request, request_of_backward, use_backend
 
 try:
     from torch._library.autograd import Info, make_autograd_impl
@@ -25,49 +26,41 @@ except ImportError:  # not public: without it the operators have gradients, but 
     make_autograd_impl = None  # type: ignore[assignment]
 
 _FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
+_DTYPES = "ScalarType? out_dtype=None, ScalarType? residual_dtype=None"
 
 SCHEMAS = {
-    "fused_add_rms_norm": f"(Tensor x, Tensor residual, Tensor? weight, {_FLAGS}) -> (Tensor, Tensor, Tensor)",
-    "rms_norm": f"(Tensor x, Tensor? weight, {_FLAGS}) -> (Tensor, Tensor)",
+    "fused_add_rms_norm": f"(Tensor x, Tensor residual, Tensor? weight, {_FLAGS}, {_DTYPES}) "
+    "-> (Tensor, Tensor, Tensor)",
+    "rms_norm": f"(Tensor x, Tensor? weight, {_FLAGS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
     "fused_add_rms_norm_": f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
     "rms_norm_": f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
     "into": f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
-    "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor)",
+    "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
+    "ScalarType? out_dtype=None, ScalarType? residual_out_dtype=None) -> (Tensor, Tensor, Tensor)",
 }
 
 
 def _fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
+    x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return normalise(x, residual, weight, eps, weight_offset, round_sum, round_norm)
+    return normalise(x, residual, weight, Flags(*flags))
 
 
-def _rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_sum: bool, round_norm: bool
-) -> tuple[Tensor, Tensor]:
-    y, _, rstd = normalise(x, None, weight, eps, weight_offset, round_sum, round_norm)
+def _rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor]:
+    y, _, rstd = normalise(x, None, weight, Flags(*flags))
     return y, rstd
 
 
 def _into(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor,
-    residual_out: Tensor | None,
-    *flags: *Flags,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *flags: Any
 ) -> None:
     if (residual is None) != (residual_out is None):
         raise ValueError("residual and residual_out go together: pass both, or None for both")
-    run_quickly(x, residual, weight, out, residual_out, None, flags)
+    asked = Flags(*flags)
+    if residual is not None and residual_out is not None and residual_out.dtype != residual.dtype:
+        asked = asked._replace(residual_dtype=residual_out.dtype)
+    run.fast_path_first(x, residual, weight, asked, out, residual_out)
 
 
 def _fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:
@@ -90,16 +83,20 @@ def _backward(
     round_sum: bool,
     round_norm: bool,
     needs: list[bool],
+    out_dtype: torch.dtype | None = None,
+    residual_out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs)
     weight_dtype = None if weight is None else weight.dtype
-    signature = Signature(h.device, x_dtype, residual_dtype, weight_dtype, x_dtype, h.shape[-1], round_sum, round_norm)
-    dx_needed, dresidual_needed, dweight_needed = needs
-    wanted = (dx_needed, dresidual_needed, dweight_needed)
-    request = request_of_backward()
-    with nullcontext() if request == order() else use_backend(request):
-        backend = select(signature)
-    found = backend.backward(dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, wanted)
+    dtypes = (x_dtype, residual_dtype, weight_dtype, out_dtype or x_dtype)
+    residual_out_dtype = None if residual_dtype is None else residual_out_dtype or residual_dtype
+    operation = RMSNorm(h.device, *dtypes, h.shape[-1], round_sum, round_norm, residual_out_dtype)
+    requested = request_of_backward()
+    with nullcontext() if requested == request() else use_backend(requested):
+        backend = run.backend_of(operation)
+    need_x, need_residual, need_weight = needs
+    operands = (dy, d_residual_out, h, rstd, weight, weight_offset)
+    found = run.backward(backend, operation, *operands, (need_x, need_residual, need_weight))
     dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found)
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 
@@ -107,20 +104,28 @@ def _backward(
 # The fake ones check as the real ones do: torch calls them too where one operand of several is a meta tensor.
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _fake_normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
+) -> tuple[Tensor, Any, Tensor]:
+    check_operands(x, residual, weight, None, None, in_memory=False)
+    dtypes = dtypes_of_outputs(x, residual, None, None, flags.out_dtype, flags.residual_dtype)
+    y, total = (
+        None if like is None else torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+        for like, dtype in zip((x, residual), dtypes, strict=True)
+    )
+    assert y is not None
+    return y, total, new_rstd(x)
 
 
 def _fake_fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, *_: Any
+    x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_operands(x, residual, weight, None, None, in_memory=False)
-    return _like(x), _like(residual), new_rstd(x)
+    return _fake_normalise(x, residual, weight, Flags(*flags))
 
 
-def _fake_rms_norm(x: Tensor, weight: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    check_operands(x, None, weight, None, None, in_memory=False)
-    return _like(x), new_rstd(x)
+def _fake_rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor]:
+    y, _, rstd = _fake_normalise(x, None, weight, Flags(*flags))
+    return y, rstd
 
 
 def _fake_into(
@@ -149,6 +154,7 @@ def _fake_backward(
     round_sum: bool,
     round_norm: bool,
     needs: list[bool],
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs, in_memory=False)
     need_x, need_residual, need_weight = needs
@@ -175,23 +181,23 @@ for _name, (_function, _fake) in _FUNCTIONS.items():
 
 
 def _gradients_of_fused(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], None), None, None, None, None
+    return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], None), *[None] * len(Flags._fields)
 
 
 def _gradients_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     need_x, need_weight = ctx.needs_input_grad[:2]
     dx, _none, dweight = gradients(ctx, dy, None, (need_x, False, need_weight), None)
-    return dx, dweight, None, None, None, None
+    return dx, dweight, *[None] * (len(Flags._fields) - 1)
 
 
 def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, residual, weight, eps, weight_offset, round_sum, round_norm = inputs
-    keep(ctx, x, residual, weight, eps, weight_offset, round_sum, round_norm, output[1], output[2])
+    x, residual, weight, *flags = inputs
+    keep(ctx, x, residual, weight, Flags(*flags), output)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, eps, weight_offset, round_sum, round_norm = inputs
-    keep(ctx, x, None, weight, eps, weight_offset, round_sum, round_norm, None, output[1])
+    x, weight, *flags = inputs
+    keep(ctx, x, None, weight, Flags(*flags), (output[0], None, output[1]))
 
 
 #: Backward pass, and what is kept for it, of the operations that have one.

@@ -7,30 +7,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners
+from fusednorm import dispatcher, listeners, run
+from fusednorm.autograd import Normalise, Transformed
+from fusednorm.call import Flags
 from fusednorm.checks import (
     NAMES,
-    check_flags,
-    check_operands,
-    check_overlap,
-    number,
-    output_stride,
+    dtypes_of_outputs,
     refuse_grad,
-    refuse_layout,
     refuse_nested,
     refuse_type,
     requires_grad,
 )
-from fusednorm.contract import FirstCalls
-from fusednorm.layout import row_stride
-from fusednorm.registry import Signature, order, quick, select
-
-#: eps, weight_offset, round_sum, round_norm.
-Flags = tuple[float, float, bool, bool]
+from fusednorm.registry import fast_paths, request
 
 
 def fused_add_rms_norm(
@@ -44,6 +35,8 @@ def fused_add_rms_norm(
     round_norm: bool = False,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Adds the residual, then RMS-normalises: the same bits as ``s = x + residual; rms_norm(s, weight, eps)``.
 
@@ -59,24 +52,28 @@ def fused_add_rms_norm(
         round_sum: normalise the sum as rounded to the residual's dtype (as an unfused add does), not as it was before.
         round_norm: round the normalised row to x's dtype before it meets the weight (as Hugging Face's Llama does).
         out: [..., N] to write the normalised rows to, in its own dtype. May be x or residual itself.
-        residual_out: [..., N] of the residual's dtype, to write the sum to. May be x or residual itself.
+        residual_out: [..., N] of the residual's dtype or ``residual_dtype``, to write the sum to. May be x or residual
+            itself.
+        out_dtype: the dtype of the normalised rows; x's if None. With gradients, unlike ``out``.
+        residual_dtype: the dtype that the sum is rounded to; the residual's if None.
 
     Returns:
-        The normalised rows, in x's dtype (``out`` if given), and the sum, in the residual's (``residual_out``).
+        The normalised rows, in x's dtype or ``out_dtype`` (``out`` if given), and the sum, in the residual's or
+        ``residual_dtype`` (``residual_out`` if given).
 
     Raises:
         TypeError: an operand is no tensor, or of a dtype that does not fit.
         ValueError: shapes, devices or memory do not fit.
         RuntimeError: ``out`` or ``residual_out`` is given and an operand requires grad.
-        BackendError: the backends ordered cannot take the call.
+        BackendError: the requested backends cannot take the call.
     """
     if residual is None:
         refuse_type("residual", residual)
     compiling = is_dynamo_compiling()
     if not compiling:
-        way = quick.get(order())
-        if way is not None:
-            result = way(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, None, True)
+        take = fast_paths.get(request())
+        if take is not None and out_dtype is None and residual_dtype is None:
+            result = take(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, None, True)
             if result is not None:
                 return result
         operands = (x, residual, weight, out, residual_out)
@@ -93,8 +90,10 @@ def fused_add_rms_norm(
                 round_norm=round_norm,
                 out=out,
                 residual_out=residual_out,
+                out_dtype=out_dtype,
+                residual_dtype=residual_dtype,
             )
-    flags = (eps, weight_offset, round_sum, round_norm)
+    flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     return beyond_fast_path("fused_add_rms_norm", compiling, x, residual, weight, out, residual_out, flags)
 
 
@@ -130,9 +129,9 @@ def fused_add_rms_norm_(
         refuse_type("residual", residual)
     compiling = is_dynamo_compiling()
     if not compiling:
-        way = quick.get(order())
-        if way is not None:
-            result = way(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None, True)
+        take = fast_paths.get(request())
+        if take is not None:
+            result = take(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None, True)
             if result is not None:
                 return result
         operands = (x, residual, weight)
@@ -148,9 +147,8 @@ def fused_add_rms_norm_(
                 round_sum=round_sum,
                 round_norm=round_norm,
             )
-    return beyond_fast_path(
-        "fused_add_rms_norm_", compiling, x, residual, weight, x, residual, (eps, weight_offset, round_sum, round_norm)
-    )
+    flags = Flags(eps, weight_offset, round_sum, round_norm)
+    return beyond_fast_path("fused_add_rms_norm_", compiling, x, residual, weight, x, residual, flags)
 
 
 def rms_norm(
@@ -161,6 +159,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     round_norm: bool = False,
     out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMS-normalises the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``.
 
@@ -171,9 +170,10 @@ def rms_norm(
         weight_offset: see there.
         round_norm: see there.
         out: [..., N] to write to, in its own dtype. May be x itself.
+        out_dtype: see :func:`fused_add_rms_norm`.
 
     Returns:
-        The normalised rows, in x's dtype; ``out`` if given.
+        The normalised rows, in x's dtype or ``out_dtype``; ``out`` if given.
 
     Raises:
         RuntimeError: ``out`` is given and an operand requires grad.
@@ -181,16 +181,24 @@ def rms_norm(
     """
     compiling = is_dynamo_compiling()
     if not compiling:
-        way = quick.get(order())
-        if way is not None:
-            result = way(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True)
+        take = fast_paths.get(request())
+        if take is not None and out_dtype is None:
+            result = take(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True)
             if result is not None:
                 return result[0]
         if listeners.override(x, weight, out):
             return handle_torch_function(
-                rms_norm, (x, weight, out), x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out=out
+                rms_norm,
+                (x, weight, out),
+                x,
+                weight,
+                eps,
+                weight_offset=weight_offset,
+                round_norm=round_norm,
+                out=out,
+                out_dtype=out_dtype,
             )
-    flags = (eps, weight_offset, True, round_norm)
+    flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
     return beyond_fast_path("rms_norm", compiling, x, None, weight, out, None, flags)[0]
 
 
@@ -220,16 +228,16 @@ def rms_norm_(
     """
     compiling = is_dynamo_compiling()
     if not compiling:
-        way = quick.get(order())
-        if way is not None:
-            result = way(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True)
+        take = fast_paths.get(request())
+        if take is not None:
+            result = take(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True)
             if result is not None:
                 return result[0]
         if listeners.override(x, weight):
             return handle_torch_function(
                 rms_norm_, (x, weight), x, weight, eps, weight_offset=weight_offset, round_norm=round_norm
             )
-    flags = (eps, weight_offset, True, round_norm)
+    flags = Flags(eps, weight_offset, True, round_norm)
     return beyond_fast_path("rms_norm_", compiling, x, None, weight, x, None, flags)[0]
 
 
@@ -243,10 +251,9 @@ def beyond_fast_path(
     residual_out: Tensor | None,
     flags: Flags,
 ) -> tuple[Tensor, Any]:
-    """Both outputs of the public function of that name, by whichever of torch's ways this call must go.
+    """Both outputs of the public function of that name, through whatever part of torch must see the call.
 
-    ``compiling`` says whether ``torch.compile`` traces the call. The flags are eps, weight_offset, round_sum and
-    round_norm.
+    ``compiling`` says whether ``torch.compile`` traces the call.
     """
     new = out is None and residual_out is None
     if not new and is_grad_enabled() and requires_grad(x, residual, weight, out, residual_out):
@@ -256,8 +263,9 @@ def beyond_fast_path(
     if compiling or _heard_below(x, residual, weight, out, residual_out):
         return _dispatched(name, x, residual, weight, out, residual_out, flags)
     if new and is_grad_enabled() and requires_grad(x, residual, weight):
-        return _differentiable(x, residual, weight, *flags)
-    return run(x, residual, weight, *flags, out, residual_out)
+        y, total, _ = Normalise.apply(x, residual, weight, *flags)  # type: ignore[no-untyped-call]
+        return y, total
+    return run.forward(x, residual, weight, flags, out, residual_out)
 
 
 def _heard_below(*operands: Tensor | None) -> bool:
@@ -278,8 +286,6 @@ def _transformed(
     flags: Flags,
 ) -> tuple[Tensor, Any]:
     """Both outputs under ``torch.func`` or forward-mode differentiation; those that are given take a copy."""
-    from fusednorm.autograd import Transformed
-
     apply: Any = Transformed.apply
     if "torch._dynamo" in sys.modules:  # else it would try to compile what it finds below a call that it left alone
         apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
@@ -302,154 +308,13 @@ def _dispatched(
     residual_out: Tensor | None,
     flags: Flags,
 ) -> tuple[Tensor, Any]:
-    """Both outputs of the public function of that name, by way of torch's dispatcher."""
+    """Both outputs of the public function of that name, through torch's dispatcher."""
     if out is None and residual_out is None:
-        return dispatched(x, residual, weight, flags)[:2]
-    operations = _operations(x, residual, weight, out, residual_out)
-    if name == "rms_norm_":
-        operations.rms_norm_(x, weight, *flags)
-    elif name == "fused_add_rms_norm_":
-        operations.fused_add_rms_norm_(x, residual, weight, *flags)
-    else:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-        if residual is not None and residual_out is None:
-            residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-        operations.into(x, residual, weight, out, residual_out, *flags)
-    return cast(Tensor, out), residual_out
-
-
-def dispatched(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """New outputs and rstd, by way of torch's dispatcher."""
-    operations = _operations(x, residual, weight)
-    if residual is None:
-        y, rstd = operations.rms_norm(x, weight, *flags)
-        return y, None, rstd
-    return operations.fused_add_rms_norm(x, residual, weight, *flags)  # type: ignore[no-any-return]
-
-
-def _operations(*operands: Tensor | None) -> Any:
-    """``torch.ops.fusednorm``. If an operand is a DTensor, torch knows by then how to shard the operations."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None and any(isinstance(operand, tensor.DTensor) for operand in operands):
-        import fusednorm.distributed  # noqa: F401 - registers the rules
-    return torch.ops.fusednorm
-
-
-def _differentiable(*arguments: Any) -> tuple[Tensor, Any]:
-    """Both outputs, with a gradient to come."""
-    from fusednorm.autograd import Normalise
-
-    y, total, _ = Normalise.apply(*arguments)  # type: ignore[no-untyped-call]
-    return y, total
-
-
-def run_quickly(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    rstd: Tensor | None,
-    flags: Flags,
-) -> tuple[Tensor, Any]:
-    """As :func:`run`, by the fast path if that takes the call. The caller has asked who listens."""
-    way = quick.get(order())
-    found = None if way is None else way(x, residual, weight, out, residual_out, *flags, rstd, False)
-    return found or run(x, residual, weight, *flags, out, residual_out, rstd)
-
-
-def run(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    rstd: Tensor | None = None,
-) -> tuple[Tensor, Any]:
-    """Checks the operands, allocates the outputs that are not given, and has a backend write them.
-
-    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. Returns the two outputs (the
-    second None without a residual).
-    """
-    check_operands(x, residual, weight, out, residual_out)
-    eps, weight_offset = number("eps", eps), number("weight_offset", weight_offset)
-    check_flags(round_sum=round_sum, round_norm=round_norm)
-    hidden_size = x.shape[-1]
-    rows = x.numel() // hidden_size
-
-    x_stride = row_stride(x)
-    if x_stride is None:
-        if out is x or residual_out is x:
-            refuse_layout("x", x)
-        x, x_stride = x.resolve_neg().contiguous(), hidden_size
-    residual_stride = None if residual is None else row_stride(residual)
-    if residual_stride is None:
-        residual_stride = hidden_size
-        if residual is not None:
-            if out is residual or residual_out is residual:
-                refuse_layout("residual", residual)
-            residual = residual.resolve_neg().contiguous()
-    if weight is not None and row_stride(weight) is None:
-        weight = weight.resolve_neg().contiguous()
-
-    written = [tensor for tensor in (out, residual_out) if tensor is not None]
-    out_stride = residual_out_stride = hidden_size
-    if out is not None:
-        out_stride = output_stride("out", out, rows, hidden_size, x, residual)
-    if residual_out is not None:
-        residual_out_stride = output_stride("residual_out", residual_out, rows, hidden_size, x, residual)
-    if rows and (out is not None or residual_out is not None):
-        check_overlap(
-            {"out": (out, out_stride), "residual_out": (residual_out, residual_out_stride)},
-            {"x": (x, x_stride), "residual": (residual, residual_stride)},
-            weight,
-            rows,
-            hidden_size,
-        )
+        return dispatcher.new_outputs(x, residual, weight, flags)[:2]
+    dtypes = dtypes_of_outputs(x, residual, out, residual_out, flags.out_dtype, flags.residual_dtype)
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = torch.empty_like(x, dtype=dtypes[0], memory_format=torch.contiguous_format)
     if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-
-    backend = select(
-        Signature(
-            x.device,
-            x.dtype,
-            None if residual is None else residual.dtype,
-            None if weight is None else weight.dtype,
-            out.dtype,
-            hidden_size,
-            round_sum,
-            round_norm,
-        )
-    )
-    # Before, because an interrupt may come between what follows: what is written must be counted.
-    for tensor in written:
-        increment_version(tensor)
-    if rows:
-        forward = backend.forward_into(written) if isinstance(backend, FirstCalls) else backend.forward
-        forward(
-            x,
-            residual,
-            weight,
-            out,
-            residual_out,
-            rstd,
-            rows,
-            hidden_size,
-            x_stride,
-            residual_stride,
-            out_stride,
-            residual_out_stride,
-            eps,
-            weight_offset,
-            round_sum,
-            round_norm,
-        )
+        residual_out = torch.empty_like(residual, dtype=dtypes[1], memory_format=torch.contiguous_format)
+    dispatcher.write(name, x, residual, weight, out, residual_out, flags)
     return out, residual_out

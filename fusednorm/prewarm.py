@@ -42,7 +42,7 @@ def prewarm(
         training: also what calls with gradients to come, and those gradients, need.
 
     Raises:
-        BackendError: the backends ordered cannot take such calls.
+        BackendError: the requested backends cannot take such calls.
         TypeError, ValueError: an argument is of another type, or the device is not here; see also
             :func:`fusednorm.fused_add_rms_norm`.
     """

@@ -1,7 +1,7 @@
 """Which backend takes a call.
 
 Three questions, kept apart: can this machine use a backend (``unavailable``), can the backend take these arguments
-(``unsuitable``), and what did the user order (``FUSEDNORM_BACKEND``, :class:`use_backend`). An order never falls
+(``unsuitable``), and what did the user request (``FUSEDNORM_BACKEND``, :class:`use_backend`). A request never falls
 back; without one, the first backend in :data:`fusednorm.backends.NAMES` that can takes the call.
 """
 
@@ -15,18 +15,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from fusednorm import old_style
 from fusednorm.backends import MODULES, NAMES
+from fusednorm.call import Backward, Forward, Operation, RMSNorm
+from fusednorm.composition import Composition
 from fusednorm.contract import FirstCalls, raised_by
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"
 
-#: The user's order for the whole process: read once.
+#: The user's request for the whole process: read once.
 ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
 
 
@@ -34,33 +37,11 @@ class BackendError(RuntimeError):
     """No backend can take the call, or a backend was asked for that does not exist."""
 
 
-class Signature(NamedTuple):
-    """What of a call decides its backend. Never the number of rows: a row's bits do not depend on it.
-
-    A dtype is None where the operand is absent.
-    """
-
-    device: torch.device
-    x: torch.dtype
-    residual: torch.dtype | None
-    weight: torch.dtype | None
-    out: torch.dtype
-    hidden_size: int
-    round_sum: bool
-    round_norm: bool
-
-    def __str__(self) -> str:
-        types = {"x": self.x, "residual": self.residual, "weight": self.weight, "out": self.out}
-        named = ", ".join(f"{name} {str(dtype)[6:]}" for name, dtype in types.items() if dtype is not None)
-        return f"{named}, hidden size {self.hidden_size}, on {self.device}"
-
-
 class Backend(Protocol):
     """What a backend provides; a module with these names is one.
 
-    Tensors reach ``forward`` checked: one device, [..., N] with a contiguous last dimension, an output never
-    overlapping another operand unless it is exactly that operand, at least one row, and a contiguous weight. Strides
-    lead from row to row, in elements.
+    Calls reach it checked: see :class:`fusednorm.call.Forward` and :class:`fusednorm.call.Backward`. An output never
+    overlaps another operand unless it is exactly that operand.
     """
 
     #: Device types the backend runs on (``torch.device.type``), or ``("any",)``.
@@ -72,69 +53,37 @@ class Backend(Protocol):
     def unavailable(self) -> list[str]:
         """Why this machine cannot use the backend, each reason with its cure; empty if it can."""
 
-    def unsuitable(self, signature: Signature) -> list[str]:
+    def unsuitable(self, operation: Operation) -> list[str]:
         """Why the backend cannot take such a call; empty if it can."""
 
-    def plan(self, signature: Signature) -> str:
+    def plan(self, operation: Operation) -> str:
         """How such a call would run, in words, for :func:`fusednorm.explain`."""
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        out: Tensor,
-        residual_out: Tensor | None,
-        rstd: Tensor | None,
-        rows: int,
-        hidden_size: int,
-        x_stride: int,
-        residual_stride: int,
-        out_stride: int,
-        residual_out_stride: int,
-        eps: float,
-        weight_offset: float,
-        round_sum: bool,
-        round_norm: bool,
-    ) -> None:
-        """Writes ``out``, ``residual_out`` and ``rstd``; see :func:`fusednorm.backends.reference.forward`."""
+    def forward(self, call: Forward) -> None:
+        """Writes ``out``, ``residual_out`` and ``rstd``; see :func:`fusednorm.backends.reference.outputs`."""
 
-    def backward(
-        self,
-        dy: Tensor,
-        d_residual_out: Tensor | None,
-        h: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        weight_offset: float,
-        x_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
-        needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients; see :func:`fusednorm.backends.reference.backward`."""
+    def backward(self, call: Backward) -> None:
+        """Writes the gradients; see :func:`fusednorm.backends.reference.gradients`."""
 
 
 #: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm
 #: and rstd, unchecked, and whether it must ask who listens. It returns both outputs (the second None without a
-#: residual), or None if it did nothing. Those of our backends that it leads to name a type of device in ``quick``.
-Quick = Callable[..., "tuple[Tensor, Any] | None"]
+#: residual), or None if it did nothing.
+FastPath = Callable[..., "tuple[Tensor, Any] | None"]
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
 
 _registered: dict[str, Backend] = {}
-_order: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
-#: The orders to which the blocks that a thread or task is in will return, the outermost first.
+_request: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
+#: The requests to which the blocks that a thread or task is in will return, the outermost first.
 _before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before", default=())
-_chosen: dict[tuple[str, Signature], Backend | FirstCalls] = {}
+_selected: dict[tuple[str, Operation], Backend | FirstCalls | Composition] = {}
 
-#: By the order in force: the quick way to backends that take every call on a type of device. Opened by the long way.
-quick: dict[str, Quick] = {}
+#: By the request in force: the fast path to backends that take every call on a type of device.
+fast_paths: dict[str, FastPath] = {}
 
-#: By the order in force: the types of devices that its quick way takes.
-_quick_devices: dict[str, set[str]] = {}
-
-#: The order in force.
-order = _order.get
+#: The request in force.
+request = _request.get
 
 #: Whether this process was forked after it had imported fusednorm. It then has none of its parent's threads.
 forked = False
@@ -181,10 +130,9 @@ def _register(name: str, backend: Backend) -> None:
     for attribute in _REQUIRED[1:]:
         if not callable(function := getattr(backend, attribute)):
             raise TypeError(f"backend {name!r}: {attribute} must be a function, got {type(function).__name__}")
-    _registered[name] = backend
-    _chosen.clear()
-    quick.clear()
-    _quick_devices.clear()
+    _registered[name] = old_style.adapted(name, backend)
+    _selected.clear()
+    fast_paths.clear()
 
 
 def _plug_ins() -> dict[str, EntryPoint]:
@@ -213,7 +161,7 @@ def load(name: str) -> Backend:
     return _registered[name]
 
 
-def _reasons(name: str, function: str, *arguments: Signature) -> list[str]:
+def _reasons(name: str, function: str, *arguments: Operation) -> list[str]:
     """What ``unavailable`` or ``unsuitable`` returns, if that is a list of reasons."""
     ask = getattr(load(name), function)
     with raised_by(name, function):
@@ -232,31 +180,31 @@ def known_as(name: str) -> str | None:
     return None
 
 
-def parse(request: str, source: str) -> list[str]:
+def parse(given: str, source: str) -> list[str]:
     """The names of backends in a request, the preferred one first.
 
     Args:
-        request: one name, or several with commas between, in any case.
+        given: one name, or several with commas between, in any case.
         source: where the request comes from, for the error.
 
     Raises:
         BackendError: a name is unknown, or there is none.
     """
-    names = [name.strip() for name in request.split(",") if name.strip()]
+    names = [name.strip() for name in given.split(",") if name.strip()]
     found = {name: known_as(name) for name in names}
     unknown = [name for name, its in found.items() if its is None]
     if unknown or not names:
         raise BackendError(
-            f"{source} names the backend {', '.join(map(repr, unknown)) or repr(request)}, which does not exist; "
+            f"{source} names the backend {', '.join(map(repr, unknown)) or repr(given)}, which does not exist; "
             f"the names are {', '.join(known())}, or several with commas between, the preferred first"
         )
     return [its for its in found.values() if its is not None]
 
 
-def _candidates(order: str) -> Iterator[str]:
-    """The backends to try, in order. Plug-ins are looked up only once none of ours was chosen."""
-    if order:
-        yield from parse(order, "FUSEDNORM_BACKEND")  # what use_backend was given has been parsed
+def _candidates(requested: str) -> Iterator[str]:
+    """The backends to try, the preferred ones first. Plug-ins are looked up only once none of ours was chosen."""
+    if requested:
+        yield from parse(requested, "FUSEDNORM_BACKEND")  # what use_backend was given has been parsed
         return
     yield from (name for name in NAMES if name != "reference")
     yield from tuple(_registered)  # another thread may add to it between two names
@@ -269,60 +217,67 @@ def _devices(name: str) -> tuple[str, ...]:
     return load(name).DEVICES if name in (*NAMES, *_registered) else ()
 
 
-def _refusal(name: str, signature: Signature) -> list[str]:
+def _refusal(name: str, operation: Operation) -> list[str]:
     """Why a backend cannot take a call; empty if it can."""
     try:
         backend = load(name)
     except BackendError as error:
         return list(map(str, error.args))
-    device = signature.device.type
+    device = operation.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
         return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
-    return _reasons(name, "unavailable") or _reasons(name, "unsuitable", signature)
+    return _reasons(name, "unavailable") or _reasons(name, "unsuitable", operation)
 
 
-def _choose(signature: Signature) -> Explanation:
-    ordered = order()
+def _plan(name: str, operation: Operation) -> str:
+    with raised_by(name, "plan"):
+        return load(name).plan(operation)
+
+
+def choose(operation: Operation) -> Explanation:
+    """The backend for a call, and why.
+
+    Raises:
+        BackendError: the user requested backends of which none can take the call, or an unknown one.
+    """
+    requested = request()
     passed_over: dict[str, list[str]] = {}
-    for name in _candidates(ordered):
-        reasons = _refusal(name, signature)
+    for name in _candidates(requested):
+        reasons = _refusal(name, operation)
+        parts = Composition.parts(operation) if reasons else ()
         if not reasons:
-            backend = load(name)
-            with raised_by(name, "plan"):
-                plan = backend.plan(signature)
-            return Explanation(name, plan, signature, ordered, passed_over)
+            return Explanation(name, _plan(name, operation), operation, requested, passed_over)
+        if parts and not any(_refusal(name, part) for part in parts):
+            plan = f"{Composition.in_words(operation)}: {_plan(name, parts[0])}"
+            return Explanation(name, plan, operation, requested, passed_over, composed=True)
         passed_over[name] = reasons
     lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
-    source = "FUSEDNORM_BACKEND" if ordered == ENVIRONMENT else "use_backend"
+    source = "FUSEDNORM_BACKEND" if requested == ENVIRONMENT else "use_backend"
     raise BackendError(
-        f"no backend that {source} allows ({ordered}) can take this call ({signature}):\n"
+        f"no backend that {source} allows ({requested}) can take this call ({operation}):\n"
         + "\n".join(lines)
-        + f"\n{source} never falls back to others: add one to it (such as '{ordered},reference'), or take it away to "
+        + f"\n{source} never falls back to others: add one to it (such as '{requested},reference'), or take it away to "
         "let fusednorm choose; `python -m fusednorm` shows what this machine has"
     )
 
 
-def select(signature: Signature) -> Backend | FirstCalls:
-    """The backend for a call: after the first with a signature, one look-up.
+def selected(operation: Operation) -> Backend | FirstCalls | Composition | None:
+    """The backend that :func:`select` has chosen for such calls before: one look-up."""
+    return _selected.get((request(), operation))
+
+
+def select(operation: Operation) -> tuple[Backend | FirstCalls | Composition, Explanation]:
+    """Chooses the backend for a call, once for all calls of the operation.
 
     Raises:
-        BackendError: the user ordered backends of which none can take the call, or an unknown one.
+        BackendError: the user requested backends of which none can take the call, or an unknown one.
     """
-    backend = _chosen.get((order(), signature))
-    if backend is None:
-        explanation = _choose(signature)
-        explanation.warn()
-        name = explanation.backend
-        backend = load(name) if name in NAMES else FirstCalls(name, load(name))
-        _chosen[order(), signature] = backend
-        device = getattr(backend, "quick", None)
-        if device is not None and not explanation.depends_on_signature():
-            from fusednorm.quick import way  # now: it imports compiled extensions
-
-            devices = _quick_devices.setdefault(order(), set())
-            devices.add(device)
-            quick[order()] = way(devices)
-    return backend
+    explanation = choose(operation)
+    name = explanation.backend
+    backend = load(name) if name in NAMES else FirstCalls(name, load(name))
+    chosen = Composition(backend) if explanation.composed else backend
+    _selected[explanation.request, operation] = chosen
+    return chosen, explanation
 
 
 def request_of_backward() -> str:
@@ -332,14 +287,14 @@ def request_of_backward() -> str:
     context of the thread that started it there.
     """
     here = copy_context()
-    if _order in here:
-        return here[_order]
+    if _request in here:
+        return here[_request]
     context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else here
-    return cast(str, context.get(_order, ENVIRONMENT))
+    return cast(str, context.get(_request, ENVIRONMENT))
 
 
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`
-    """Orders a backend, or several, for a block of code: ``with use_backend("cpu"):``.
+    """Requests a backend, or several, for a block of code: ``with use_backend("cpu"):``.
 
     Holds in this thread or asynchronous task only (also in threads that it starts, where Python passes on its context,
     as free-threaded Python does from 3.14 on), and beats ``FUSEDNORM_BACKEND``. Like that variable it never falls back:
@@ -366,12 +321,12 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"
 
     # An instance holds nothing of a block: it may be entered again within itself, and by several threads at once.
     def __enter__(self) -> None:
-        _before.set((*_before.get(), order()))
-        _order.set(self._names)
+        _before.set((*_before.get(), request()))
+        _request.set(self._names)
 
     def __exit__(self, *_: object) -> None:
         *outer, before = _before.get()
-        _order.set(before)
+        _request.set(before)
         _before.set(tuple(outer))
 
 
@@ -402,22 +357,32 @@ class Explanation:
     backend: str
     #: How it will run the call.
     plan: str
-    #: What of the call decided.
-    signature: Signature
-    #: What the user ordered; empty if nothing.
-    order: str
+    #: What the call asks for.
+    operation: Operation
+    #: The backends that the user requested; empty if none.
+    request: str
     #: The backends that would have been preferred, each with its reasons.
     passed_over: dict[str, list[str]] = field(default_factory=dict)
+    #: Whether the backend serves the operation by others that it takes.
+    composed: bool = False
 
-    def depends_on_signature(self) -> bool:
-        """Whether another call on this device might have gone to a backend that refused this one."""
-        device = self.signature.device.type
-        return any({device, "any"} & set(_devices(name)) and not load(name).unavailable() for name in self.passed_over)
+    @property
+    def module(self) -> Backend:
+        """The backend itself."""
+        return load(self.backend)
+
+    def depends_on_operation(self) -> bool:
+        """Whether another call on this device might go to another backend, or in another way to this one."""
+        device = self.operation.device.type
+        others = any(
+            {device, "any"} & set(_devices(name)) and not load(name).unavailable() for name in self.passed_over
+        )
+        return self.composed or others
 
     def warn(self) -> None:
         """Warns where the choice fell to the reference although a backend for this device exists."""
-        device = self.signature.device.type
-        if self.order or self.backend != "reference":
+        device = self.operation.device.type
+        if self.request or self.backend != "reference":
             return
         meant = [name for name in self.passed_over if device in _devices(name)]
         if meant:
@@ -425,13 +390,13 @@ class Explanation:
                 f"fusednorm runs on {device} through its reference, which is slow, because the backend {meant[0]!r} "
                 f"cannot be used: {'; '.join(self.passed_over[meant[0]])}",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def __str__(self) -> str:
-        lines = [f"{self.backend}: {self.plan}", f"  for {self.signature}"]
+        lines = [f"{self.backend}: {self.plan}", f"  for {self.operation}"]
         lines += [f"  not {name}: {reason}" for name, reasons in self.passed_over.items() for reason in reasons]
-        lines += [f"  ordered: {self.order}"] if self.order else []
+        lines += [f"  requested: {self.request}"] if self.request else []
         return "\n".join(lines)
 
 
@@ -443,6 +408,8 @@ def explain(
     round_sum: bool = True,
     round_norm: bool = False,
     out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
 ) -> Explanation:
     """Which backend ``fused_add_rms_norm(x, residual, weight, ...)`` takes, and why not the others.
 
@@ -453,24 +420,39 @@ def explain(
         round_sum: as in the call.
         round_norm: as in the call.
         out: as in the call: only its dtype matters.
+        out_dtype: as in the call.
+        residual_dtype: as in the call.
 
     Raises:
         TypeError, ValueError, BackendError: the call would raise them.
     """
-    from fusednorm.checks import check_operands  # now: it imports this module
+    from fusednorm.checks import check_operands, dtypes_of_outputs  # now: it imports this module
 
     check_operands(x, residual, weight, out, None)
-    return _choose(
-        Signature(
-            x.device,
-            x.dtype,
-            None if residual is None else residual.dtype,
-            None if weight is None else weight.dtype,
-            x.dtype if out is None else out.dtype,
-            x.shape[-1],
-            round_sum,
-            round_norm,
-        )
+    out_dtype, residual_dtype = dtypes_of_outputs(x, residual, out, None, out_dtype, residual_dtype)
+    return choose(operation_of(x, residual, weight, out_dtype, residual_dtype, round_sum, round_norm))
+
+
+def operation_of(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    round_sum: bool,
+    round_norm: bool,
+) -> RMSNorm:
+    """What a call with these operands asks for."""
+    return RMSNorm(
+        x.device,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        None if weight is None else weight.dtype,
+        out_dtype,
+        x.shape[-1],
+        round_sum,
+        round_norm,
+        residual_dtype,
     )
 
 

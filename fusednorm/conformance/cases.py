@@ -195,11 +195,8 @@ def expected(case, by):
             x, residual, weight, case.eps, case.weight_offset, case.round_sum, case.round_norm, out_dtype
         )
         return torch.from_numpy(y).to(out_dtype), None if total is None else torch.from_numpy(total).to(case.residual)
-    y = torch.empty(x.shape, dtype=out_dtype, device="cpu")
-    total = None if residual is None else torch.empty_like(residual)
     flags = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-    reference.forward(x, residual, weight, y, total, None, case.rows, case.hidden, 0, 0, 0, 0, *flags)
-    return y, total
+    return reference.outputs(x, residual, weight, *flags, out_dtype, case.residual)[:2]
 
 
 class Guarded:

@@ -1,18 +1,20 @@
 /*
- * The quick way from Python into the C library, and to a CUDA kernel: at decode sizes a call lasts as
- * long as its checks, and a Python attribute costs 50 ns. Here tensors are read through DLPack's C
- * exchange API, which torch publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). Only what
- * is usual is done: plain tensors whose rows are one stride apart, no gradient to record, on a GPU a
- * kernel that the long way has loaded before. Anything else returns None, and the caller goes the long
- * way, which finds out what it is.
+ * The fast path from Python into the C library, and to kernels of CUDA's and Triton's: at decode sizes a call lasts as
+ * long as its checks, and a Python attribute costs 50 ns. Tensors are read through DLPack's C exchange API, which torch
+ * publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). The fast path takes plain tensors whose rows are one
+ * stride apart, without a gradient to record; on a GPU it needs a kernel that was loaded before. For any other call it
+ * returns None, and Python makes the call.
  */
+#include "fast_path.h"
+
+#include <string.h>
+
 #include "pages.h"
-#include "quick.h"
 
 const exchange_api *fn_exchange_api;
+fn_run_fn *fn_run_on_cpu;
 static PyObject *plain_types, *get_num_threads, *empty_like, *requires_grad;
 static PyTypeObject *tensor_type, *parameter_type;
-static fn_forward_fn *forward_on_cpu;
 
 static int kind_of(const tensor *t) {
     if (t->dtype.code == DL_BFLOAT) return t->dtype.bits == 16 ? FN_BF16 : FN_NONE;
@@ -35,51 +37,71 @@ static int64_t row_stride(const tensor *t) {
     return stride < 0 ? t->shape[last] : stride;
 }
 
-/* Also that it is not empty, and has memory. If not, there may be a Python error. */
-int fn_read(PyObject *object, operand *o) {
+/* An empty tensor, and one without memory, is no plain tensor. */
+int fn_read(PyObject *object, tensor *t, struct fn_operand *o) {
     if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return 0;
-    if (fn_exchange_api->tensor_from(object, &o->t)) {
+    if (fn_exchange_api->tensor_from(object, t)) {
         /* Sparse, meta, of a type that DLPack lacks: Python reports the error. No memory, an interrupt: raised as it is. */
         if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError) ||
             PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_BufferError))
             PyErr_Clear();
         return 0;
     }
-    o->kind = kind_of(&o->t);
-    o->stride = row_stride(&o->t);
-    for (int i = 0; i < o->t.ndim; i++)
-        if (o->t.shape[i] == 0) return 0;
-    return o->stride >= 0 && fn_address(o);
+    for (int i = 0; i < t->ndim; i++)
+        if (t->shape[i] == 0) return 0;
+    *o = (struct fn_operand){.kind = kind_of(t), .stride = row_stride(t)};
+    if (o->kind) o->address = (uintptr_t)t->data + t->byte_offset;
+    return o->stride >= 0 && o->address;
 }
 
-int64_t fn_elements(const operand *o) {
+int64_t fn_elements(const tensor *t) {
     int64_t elements = 1;
-    for (int i = o->t.ndim - 1; i >= 0; i--) {
-        if (o->t.shape[i] != 1 && o->t.strides[i] != elements) return -1;
-        elements *= o->t.shape[i];
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        if (t->shape[i] != 1 && t->strides[i] != elements) return -1;
+        elements *= t->shape[i];
     }
     return elements;
 }
 
-int fn_same_shape(const operand *a, const operand *b) {
-    if (a->t.ndim != b->t.ndim) return 0;
-    for (int i = 0; i < a->t.ndim; i++)
-        if (a->t.shape[i] != b->t.shape[i]) return 0;
+int fn_same_shape(const tensor *a, const tensor *b) {
+    if (a->ndim != b->ndim) return 0;
+    for (int i = 0; i < a->ndim; i++)
+        if (a->shape[i] != b->shape[i]) return 0;
     return 1;
 }
 
-int fn_same_device(const operand *a, const operand *b) {
-    return a->t.device.type == b->t.device.type && a->t.device.id == b->t.device.id;
+int fn_same_device(const tensor *a, const tensor *b) {
+    return a->device.type == b->device.type && a->device.id == b->device.id;
 }
 
-/* As many as torch has, where it pays. */
-int fn_threads(int64_t elements) {
-    if (elements < FN_PARALLEL_ELEMENTS) return 1;
+int fn_unpack(PyObject *bytes, struct fn_call *c) {
+    if (PyBytes_Size(bytes) != (Py_ssize_t)sizeof *c) {
+        PyErr_Format(PyExc_ValueError, "a packed call has %zu bytes, got %zd", sizeof *c, PyBytes_Size(bytes));
+        return 0;
+    }
+    memcpy(c, PyBytes_AsString(bytes), sizeof *c);
+    return 1;
+}
+
+/* As many as torch has, where more than one pays. */
+int fn_threads(const struct fn_call *c) {
+    if (c->rows == 1 || c->rows * c->hidden < FN_PARALLEL_ELEMENTS) return 1;
     PyObject *number = PyObject_CallNoArgs(get_num_threads);
     if (!number) return -1;
     int threads = (int)PyLong_AsLong(number);
     Py_DECREF(number);
     return threads;
+}
+
+int fn_run_in_c(struct fn_call *c, fn_run_fn *run) {
+    if (!run) return 1;
+    c->threads = fn_threads(c);
+    if (c->threads < 0) return -1;
+    /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
+    PyThreadState *state = c->rows * c->hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
+    int failed = run(c);
+    if (state) PyEval_RestoreThread(state);
+    return failed;
 }
 
 /* A function of torch's with one argument or none. Where it is C's own, C calls it: Python would take as long again. */
@@ -117,7 +139,7 @@ static int records_gradient(PyObject *const *operands, int count) {
     int records = answer(&is_grad_enabled);
     if (records <= 0) return records;
     for (int i = 0; i < count; i++) {
-        if (operands[i] == Py_None || (i >= OUT && operands[i] == operands[i - OUT])) continue;
+        if (operands[i] == Py_None || (i >= FN_OUT && operands[i] == operands[i - FN_OUT])) continue;
         records = truth(get_requires_grad(requires_grad, operands[i], (PyObject *)tensor_type));
         if (records) return records;
     }
@@ -196,11 +218,11 @@ static int open_listeners(PyObject *questions, PyObject *variables, PyObject *fu
     return 1;
 }
 
-/* None: the caller must go beyond the fast path. */
-static PyObject *long_way(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
+/* None: Python must make the call. */
+static PyObject *refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
 
 /* Python's arguments: the operands that users may give, then these. */
-enum { EPS = RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, ROOTS, ASK, ARGUMENTS };
+enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, ARGUMENTS };
 
 /* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
 typedef struct {
@@ -208,13 +230,13 @@ typedef struct {
     int64_t rows, step, bytes;
 } extent;
 
-static extent extent_of(const call *c, int i) {
-    const operand *o = &c->o[i];
-    int64_t item = fn_item_bytes(o);
-    return (extent){fn_address(o), i == WEIGHT ? 1 : c->rows, o->stride * item, c->hidden * item};
+static extent extent_of(const struct fn_call *c, int i) {
+    const struct fn_operand *o = &c->operand[i];
+    int64_t item = fn_element_size(o->kind);
+    return (extent){o->address, i == FN_WEIGHT ? 1 : c->rows, o->stride * item, c->hidden * item};
 }
 
-/* Whether two operands share no memory, as far as that is quickly told: apart, or columns of one matrix. */
+/* Whether two operands share no memory, as far as that is cheap to tell: apart, or columns of one matrix. */
 static int apart(extent a, extent b) {
     if (a.begin + (a.rows - 1) * a.step + a.bytes <= b.begin) return 1;
     if (b.begin + (b.rows - 1) * b.step + b.bytes <= a.begin) return 1;
@@ -225,132 +247,133 @@ static int apart(extent a, extent b) {
 }
 
 /* Whether the outputs' rows share memory with each other, or with an operand other than exactly x or the residual. */
-static int overlap(const call *c) {
-    for (int out = OUT; out <= RESIDUAL_OUT; out++) {
-        if (!c->o[out].kind) continue;
+static int overlap(const struct fn_call *c) {
+    const struct fn_operand *o = c->operand;
+    for (int out = FN_OUT; out <= FN_RESIDUAL_OUT; out++) {
+        if (!o[out].kind) continue;
         extent a = extent_of(c, out);
         if (a.rows > 1 && a.step < a.bytes) return 1;
-        for (int i = X; i < out; i++) {
-            if (!c->o[i].kind) continue;
+        for (int i = FN_X; i < out; i++) {
+            if (!o[i].kind) continue;
             extent b = extent_of(c, i);
-            int same = a.begin == b.begin && a.step == b.step && c->o[out].kind == c->o[i].kind;
-            if (!(same && i < WEIGHT) && !apart(a, b)) return 1;
+            int same = a.begin == b.begin && a.step == b.step && o[out].kind == o[i].kind;
+            if (!(same && i < FN_WEIGHT) && !apart(a, b)) return 1;
         }
     }
     return 0;
 }
 
-/* Runs a kernel of the C library; nonzero if it refuses, or -1 with a Python error. */
-static int run(const call *c) {
-    int threads = c->rows > 1 ? fn_threads(c->rows * c->hidden) : 1;
-    if (threads < 0) return -1;
-    const operand *o = c->o;
-    /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
-    PyThreadState *state = c->rows * c->hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
-    int failed = forward_on_cpu(o[X].kind, o[RESIDUAL].kind, o[WEIGHT].kind, o[OUT].kind, c->flags, fn_address(&o[X]),
-                                fn_address(&o[RESIDUAL]), fn_address(&o[WEIGHT]), fn_address(&o[OUT]),
-                                fn_address(&o[RESIDUAL_OUT]), fn_address(&o[RSTD]), c->rows, c->hidden, o[X].stride,
-                                o[RESIDUAL].stride, o[OUT].stride, o[RESIDUAL_OUT].stride, c->eps, c->weight_offset,
-                                threads);
-    if (state) PyEval_RestoreThread(state);
-    return failed;
+/* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call *c) {
+    struct fn_operand *o = c->operand;
+    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type) return 0;
+    if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return 0;
+    if (!fn_read(arguments[FN_X], &t[FN_X], &o[FN_X]) || t[FN_X].ndim == 0) return 0;
+    for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS; i++) {
+        PyObject *given = arguments[i == FN_RSTD ? RSTD : i];
+        o[i] = (struct fn_operand){.kind = FN_NONE};
+        if (given == Py_None) continue;
+        int same = i == FN_OUT ? FN_X : FN_RESIDUAL; /* in place */
+        if ((i == FN_OUT || i == FN_RESIDUAL_OUT) && given == arguments[same]) o[i] = o[same], t[i] = t[same];
+        else if (!fn_read(given, &t[i], &o[i])) return 0;
+        if (!fn_same_device(&t[i], &t[FN_X])) return 0;
+        if (i != FN_WEIGHT && i != FN_RSTD && !fn_same_shape(&t[i], &t[FN_X])) return 0;
+        if (o[i].kind == FN_F64 && o[FN_X].kind != FN_F64) return 0;
+    }
+    if (o[FN_RESIDUAL_OUT].kind && o[FN_RESIDUAL_OUT].kind != o[FN_RESIDUAL].kind) return 0;
+    c->pass = FN_FORWARD;
+    c->device = t[FN_X].device.id;
+    c->hidden = t[FN_X].shape[t[FN_X].ndim - 1];
+    c->rows = 1;
+    for (int i = 0; i < t[FN_X].ndim - 1; i++) c->rows *= t[FN_X].shape[i];
+    c->inner = c->rows;
+    c->block = 0;
+    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
+    if (c->hidden == 1 || (o[FN_WEIGHT].kind && (t[FN_WEIGHT].ndim != 1 || t[FN_WEIGHT].shape[0] != c->hidden))) return 0;
+    if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (o[FN_X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
+        return 0;
+    c->flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
+               (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
+    c->eps = PyFloat_AsDouble(arguments[EPS]);
+    c->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
+    return 1;
 }
 
-/* `devices` is a number with a bit for each type of device (as DLPack numbers them, and PROGRAMS) whose tensors are taken. */
+/* Allocates the outputs that are not given. Returns 0, or nonzero if one is no plain tensor, or -1 with a Python error. */
+static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_call *c) {
+    for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
+        struct fn_operand *o = &c->operand[i];
+        if (o->kind || (i == FN_RESIDUAL_OUT && !c->operand[FN_RESIDUAL].kind)) {
+            outputs[i - FN_OUT] = Py_NewRef(arguments[i]);
+            continue;
+        }
+        tensor t;
+        PyObject *output = outputs[i - FN_OUT] = PyObject_CallFunctionObjArgs(empty_like, arguments[i - FN_OUT], NULL);
+        if (!output) return -1;
+        if (!fn_read(output, &t, o)) return PyErr_Occurred() ? -1 : 1;
+        if (t.device.type == DL_CPU) fn_expect_writes(o->address, c->rows * c->hidden * fn_element_size(o->kind));
+    }
+    return 0;
+}
+
+static int run(struct fn_call *c, const tensor *x, int triton) {
+    if (triton) return fn_run_triton_kernel(c);
+    if (x->device.type == DL_CPU) return fn_run_in_c(c, fn_run_on_cpu);
+    void *stream;
+    if (!fn_exchange_api->current_stream || fn_exchange_api->current_stream(DL_CUDA, x->device.id, &stream)) return 1;
+    return fn_launch_cuda(c, stream) != FN_LAUNCHED;
+}
+
+/* Tells autograd what was written, as every operation of torch's does; returns 0, or -1 with a Python error. */
+static int count_writes(PyObject *const outputs[2], const int written[2]) {
+    if (!written[0] && !written[1]) return 0;
+    PyObject *both = written[0] && written[1] ? PyTuple_Pack(2, outputs[0], outputs[1])
+                                              : PyTuple_Pack(1, outputs[written[0] ? 0 : 1]);
+    PyObject *none = both ? call_function(&increment_version, both) : NULL;
+    Py_XDECREF(both);
+    Py_XDECREF(none);
+    return none ? 0 : -1;
+}
+
+/* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
 static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
-    call c;
-    operand *o = c.o;
+    struct fn_call c;
+    tensor t[FN_FORWARD_OPERANDS];
     if (count != ARGUMENTS) {
         PyErr_Format(PyExc_TypeError, "forward takes %d arguments, got %zd", ARGUMENTS, count);
         return NULL;
     }
-    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type)
-        return long_way();
-    if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return long_way();
-    if (!fn_read(arguments[X], &o[X]) || o[X].t.ndim == 0) return long_way();
+    if (!read_arguments(arguments, t, &c)) return refuse();
+    const int32_t device = t[FN_X].device.type;
     const long taken = PyLong_AsLong(devices);
-    const int on_cpu = o[X].t.device.type == DL_CPU, programs = on_cpu && taken >> PROGRAMS & 1;
-    if (o[X].t.device.type > DL_CUDA || !(programs || taken >> o[X].t.device.type & 1)) return long_way();
-    for (int i = RESIDUAL; i < OPERANDS; i++) {
-        PyObject *given = arguments[i == RSTD ? ROOTS : i];
-        o[i].kind = FN_NONE;
-        o[i].stride = 0;
-        if (given == Py_None) continue;
-        int same = i == OUT ? X : RESIDUAL; /* in place */
-        if ((i == OUT || i == RESIDUAL_OUT) && given == arguments[same]) o[i] = o[same];
-        else if (!fn_read(given, &o[i])) return long_way();
-        if (!fn_same_device(&o[i], &o[X])) return long_way();
-        if (i != WEIGHT && i != RSTD && !fn_same_shape(&o[i], &o[X])) return long_way();
-        if (o[i].kind == FN_F64 && o[X].kind != FN_F64) return long_way();
-    }
-    if (o[RESIDUAL_OUT].kind && o[RESIDUAL_OUT].kind != o[RESIDUAL].kind) return long_way();
-    c.hidden = o[X].t.shape[o[X].t.ndim - 1];
-    c.rows = 1;
-    for (int i = 0; i < o[X].t.ndim - 1; i++) c.rows *= o[X].t.shape[i];
-    /* Of one element a tensor may be a lazy negative and yet contiguous. */
-    if (c.hidden == 1 || (o[WEIGHT].kind && (o[WEIGHT].t.ndim != 1 || o[WEIGHT].t.shape[0] != c.hidden)))
-        return long_way();
-    if (o[RSTD].kind &&
-        (o[RSTD].kind != (o[X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&o[RSTD]) != c.rows))
-        return long_way();
-
+    const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
+    if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
     int others = arguments[ASK] == Py_True ? somebody_listens() : 0;
     if (!others) others = records_gradient(arguments, EPS);
     if (others < 0) return NULL;
-    if (others) return long_way();
-    c.flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
-              (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
-    c.eps = PyFloat_AsDouble(arguments[EPS]);
-    c.weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
-    const uintptr_t program = programs ? fn_held_program(&c) : 0;
-    if (programs && !program) return long_way();
+    if (others || (triton && !fn_has_triton_kernel(&c))) return refuse();
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
-    int written[2] = {o[OUT].kind, o[RESIDUAL_OUT].kind};
-    int failed = 0;
-    for (int i = OUT; i <= RESIDUAL_OUT; i++) {
-        PyObject **output = &outputs[i - OUT];
-        if (written[i - OUT] || (i == RESIDUAL_OUT && !o[RESIDUAL].kind)) {
-            *output = Py_NewRef(arguments[i]);
-        } else {
-            *output = PyObject_CallFunctionObjArgs(empty_like, arguments[i - OUT], NULL);
-            if (!*output) goto end;
-            failed |= !fn_read(*output, &o[i]);
-            if (PyErr_Occurred()) goto end;
-            if (!failed && o[i].t.device.type == DL_CPU)
-                fn_expect_writes(fn_address(&o[i]), c.rows * c.hidden * fn_item_bytes(&o[i]));
-        }
-    }
-    failed = failed || overlap(&c);
-    if (!failed) failed = program ? fn_run_program(&c, program) : on_cpu ? run(&c) : fn_launch(&c);
-    if (failed < 0) goto end;
-    if (failed) {
-        result = long_way();
-        goto end;
-    }
-    if (written[0] || written[1]) { /* as every operation of torch's does that writes to a tensor */
-        PyObject *both = written[0] && written[1] ? PyTuple_Pack(2, outputs[0], outputs[1])
-                                                  : PyTuple_Pack(1, outputs[written[0] ? 0 : 1]);
-        PyObject *none = both ? call_function(&increment_version, both) : NULL;
-        Py_XDECREF(both);
-        if (!none) goto end;
-        Py_DECREF(none);
-    }
-    result = PyTuple_Pack(2, outputs[0], outputs[1]);
-end:
+    const int written[2] = {c.operand[FN_OUT].kind != FN_NONE, c.operand[FN_RESIDUAL_OUT].kind != FN_NONE};
+    int failed = allocate(arguments, outputs, &c);
+    if (!failed) failed = overlap(&c);
+    if (!failed) failed = run(&c, &t[FN_X], triton);
+    if (!failed) failed = count_writes(outputs, written);
+    if (!failed) result = PyTuple_Pack(2, outputs[0], outputs[1]);
+    else if (failed > 0) result = refuse();
     Py_XDECREF(outputs[0]);
     Py_XDECREF(outputs[1]);
     return result;
 }
 
-static PyObject *open_way(PyObject *module, PyObject *arguments) {
+static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *capsule, *types[2], *callables[4], *asked[4];
     if (!PyArg_ParseTuple(arguments, "OOOOOOOO!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
                           &callables[2], &callables[3], &PyTuple_Type, &asked[0], &PyTuple_Type, &asked[1],
                           &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3]))
         return NULL;
-    if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* add-ons to older torch set others */
+    if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* other packages set other objects under this name */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!found) return NULL;
     if (found->version.major != DL_MAJOR || !found->tensor_from) Py_RETURN_FALSE;
@@ -374,27 +397,27 @@ static PyObject *open_way(PyObject *module, PyObject *arguments) {
 
 static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
     (void)module;
-    unsigned long long forward_address, backward_address;
-    if (!PyArg_ParseTuple(arguments, "KK", &forward_address, &backward_address)) return NULL;
-    forward_on_cpu = (fn_forward_fn *)(uintptr_t)forward_address;
-    fn_backward_on_cpu = (fn_backward_fn *)(uintptr_t)backward_address;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(arguments, "K", &address)) return NULL;
+    fn_run_on_cpu = (fn_run_fn *)(uintptr_t)address;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef forward_method = {
     "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
-    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd)\n--\n\n"
-    "The outputs (any operand but x may be None), or None if nothing was done and the call must go the long way."};
+    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask)\n--\n\n"
+    "The outputs (any operand but x may be None), or None if nothing was done and Python must make the call."};
 
-static PyObject *way(PyObject *module, PyObject *arguments) {
+static PyObject *forward_on(PyObject *module, PyObject *arguments) {
     (void)module;
     int cpu, cuda, triton_cpu;
     if (!PyArg_ParseTuple(arguments, "ppp", &cpu, &cuda, &triton_cpu)) return NULL;
-    if (!fn_exchange_api || (cpu && !forward_on_cpu)) {
-        PyErr_SetString(PyExc_RuntimeError, "the quick way is not open");
+    if (!fn_exchange_api || (cpu && !fn_run_on_cpu)) {
+        PyErr_SetString(PyExc_RuntimeError, "the fast path is not open");
         return NULL;
     }
-    PyObject *devices = PyLong_FromLong((cpu ? 1 << DL_CPU : 0) | (cuda ? 1 << DL_CUDA : 0) | (triton_cpu ? 1 << PROGRAMS : 0));
+    PyObject *devices =
+        PyLong_FromLong((cpu ? 1 << DL_CPU : 0) | (cuda ? 1 << DL_CUDA : 0) | (triton_cpu ? 1 << TRITON_CPU : 0));
     if (!devices) return NULL;
     PyObject *function = PyCFunction_NewEx(&forward_method, devices, NULL);
     Py_DECREF(devices);
@@ -402,34 +425,37 @@ static PyObject *way(PyObject *module, PyObject *arguments) {
 }
 
 static PyMethodDef methods[] = {
-    {"open", open_way, METH_VARARGS,
+    {"open", open_fast_path, METH_VARARGS,
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, increment_version, "
      "questions, variables, function modes, addresses in C++)\n--\n\n"
      "Whether this version of the exchange API is understood."},
-    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_forward and fn_backward)\n--\n\nLets CPU tensors through."},
+    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
      "open_cuda(addresses of cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent)\n--\n\n"
      "Lets tensors on NVIDIA GPUs through; forgets the kernels held."},
-    {"hold", fn_hold, METH_VARARGS,
-     "hold(device, its primary context, kinds of the operands, options, hidden size, alignment, kernels)\n--\n\n"
-     "Has calls of this kind launch these. See quick_cuda.c for the numbers."},
-    {"open_programs", fn_open_programs, METH_VARARGS,
-     "open_programs(address of fn_run_forward, the longest rows)\n--\n\nLets CPU tensors through to Triton's kernels."},
-    {"hold_program", fn_hold_program, METH_VARARGS,
-     "hold_program(kinds of x, residual, weight and out, flags, kernel)\n--\n\nHas calls of this kind run this kernel."},
-    {"backward", (PyCFunction)(void (*)(void))fn_backward_quickly, METH_FASTCALL,
-     "backward(type of device, dy, d_total, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
-     "weight_offset)\n--\n\nWhether the gradients were written; if not, the call must go the long way."},
-    {"way", way, METH_VARARGS, "way(cpu, cuda, triton_cpu)\n--\n\nA function `forward` for tensors on these devices."},
+    {"hold_cuda", fn_hold_cuda, METH_VARARGS,
+     "hold_cuda(call, context, alignment, kernels)\n--\n\nHas calls of this kind launch these kernels. The call is packed "
+     "as struct fn_call of call.h; see cuda_launch.c for a kernel's numbers."},
+    {"launch_cuda", fn_launch_held, METH_VARARGS,
+     "launch_cuda(call, stream)\n--\n\nLaunches the kernels held for a call: 0, -1 if there are none, or the driver's status."},
+    {"open_triton", fn_open_triton, METH_VARARGS,
+     "open_triton(address of fn_run_triton, the longest rows)\n--\n\nLets CPU tensors through to Triton's kernels."},
+    {"hold_triton", fn_hold_triton, METH_VARARGS,
+     "hold_triton(call, kernel)\n--\n\nHas calls of this kind run this kernel. The call is packed as struct fn_call of call.h."},
+    {"backward", (PyCFunction)(void (*)(void))fn_backward_on_fast_path, METH_FASTCALL,
+     "backward(type of device, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
+     "weight_offset)\n--\n\nWhether the gradients were written; if not, Python must make the call."},
+    {"forward_on", forward_on, METH_VARARGS,
+     "forward_on(cpu, cuda, triton_cpu)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_quick", .m_size = -1, .m_methods = methods};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_fast_path", .m_size = -1, .m_methods = methods};
 
-PyMODINIT_FUNC PyInit__quick(void) {
+PyMODINIT_FUNC PyInit__fast_path(void) {
     PyObject *module = PyModule_Create(&definition);
 #ifdef Py_GIL_DISABLED
-    /* What is static is written while the module that opens the way is imported; quick_cuda.c locks its kernels. */
+    /* Static variables are written while the module that opens the fast path is imported; cuda_launch.c locks its kernels. */
     if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED) < 0) Py_CLEAR(module);
 #endif
     return module;

@@ -1,0 +1,225 @@
+"""Which CUDA kernel a call takes: how its rows lie over threads, and what is compiled into the kernel.
+
+How a row lies over threads depends on its length and its dtypes only, and decides no bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusednorm.backends import reference
+from fusednorm.backends.kernel_kinds import BLOCKS_IN_LANE, BackwardKind, ForwardKind, Share, ceiling
+
+#: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
+LONGEST = 4096 * reference.SEGMENT
+
+#: Warps of a block, each with a segment of a row in its registers, at most: 128 registers are left for a thread.
+_MOST_WARPS = 16
+
+#: Blocks that every GPU with clusters runs together.
+_MOST_BLOCKS = 8
+
+#: Bytes of shared memory that a block may have, on GPUs without clusters, by compute capability.
+_SHARED = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 88: 101376, 89: 101376}
+
+#: Warps of a block of rows that fit a warp.
+_WARPS = 4
+
+#: Segments of the longest rows whose gradients and share of the weight's fit the registers together.
+_MOST_AT_ONCE = 8
+
+_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows lie over threads; csrc/row.cuh says what each number means there."""
+
+    vector: int
+    aligned: int
+    row: int
+    warps: int
+    cluster: int
+    blocks_row: bool
+    full: bool
+    #: Whether rows are too long for registers.
+    wide: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        hidden_size: int,
+        dtypes: list[torch.dtype],
+        alignment: int,
+        capability: int,
+        most_warps: int = _MOST_WARPS,
+    ) -> Layout:
+        """The layout for rows of operands of these dtypes that begin at multiples of ``alignment`` bytes."""
+        smallest = min(dtype.itemsize for dtype in dtypes)
+        at_once = min(alignment, 32 if capability >= 100 else 16)
+        vector = math.gcd(max(at_once // smallest, 1), hidden_size)
+        aligned = vector * smallest
+        segments = -(-hidden_size // reference.SEGMENT)
+        whole = hidden_size == segments * reference.SEGMENT
+        if torch.float64 in dtypes:  # a segment of it takes all registers that there are
+            return cls(vector, aligned, reference.SEGMENT, min(segments, most_warps // 2), 1, True, whole, True)
+        if segments == 1:
+            row = ceiling(max(hidden_size, 32))
+            return cls(vector, aligned, row, _WARPS, 1, False, row == hidden_size)
+        cluster = ceiling(-(-segments // most_warps))
+        if cluster > (_MOST_BLOCKS if capability >= 90 else 1):
+            return cls(vector, aligned, reference.SEGMENT, most_warps, 1, True, whole, True)
+        warps = -(-segments // cluster)
+        whole = whole and segments == warps * cluster
+        return cls(vector, aligned, reference.SEGMENT, warps, cluster, True, whole)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a block takes at a time."""
+        return 1 if self.blocks_row else self.warps * (reference.SEGMENT // self.row)
+
+    def defines(self) -> dict[str, int]:
+        """The constants of the sources."""
+        return {
+            "VECTOR": self.vector,
+            "ALIGNED": self.aligned,
+            "ROW": self.row,
+            "WARPS": self.warps,
+            "CLUSTER": self.cluster,
+            "BLOCKS_ROW": int(self.blocks_row),
+            "FULL": int(self.full),
+        }
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of one kernel."""
+
+    #: The function, and the file in csrc/ that has it.
+    kernel: str
+    #: Constants of the sources.
+    defines: tuple[tuple[str, str | int], ...]
+    #: Threads of a block, and blocks of a program.
+    threads: int
+    cluster: int
+    #: What a program takes.
+    share: Share
+    per_program: int
+    #: Bytes of shared memory of a block, beyond what the sources declare.
+    shared: int = 0
+
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for variants that are compiled alike."""
+        return self.kernel, self.defines, self.shared
+
+
+def forward_variant(kind: ForwardKind, capability: int) -> Variant:
+    """The kernel for a kind of call on GPUs of a compute capability (times ten)."""
+    layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
+    defines: dict[str, str | int] = {
+        "ACCUMULATOR": _NAMES[kind.accumulator],
+        "X_TYPE": _NAMES[kind.x],
+        "RESIDUAL_TYPE": _NAMES[kind.residual],
+        "RESIDUAL_OUT_TYPE": _NAMES[kind.residual_out],
+        "WEIGHT_TYPE": _NAMES[kind.weight],
+        "OUT_TYPE": _NAMES[kind.out],
+        "RSTD": int(kind.rstd),
+        "OFFSET": int(kind.offset),
+        "ROUND_SUM": int(kind.round_sum),
+        "ROUND_NORM": int(kind.round_norm),
+        **layout.defines(),
+    }
+    shared = 0
+    if layout.wide:  # KEPT: the second pass recomputes the row (0), or reads it from memory (1) or shared memory (2)
+        row = kind.x
+        if kind.residual_out is not None:
+            row = kind.residual_out if kind.round_sum else kind.accumulator
+        defines["KEPT"] = int(kind.residual_out is None or row == kind.residual_out)
+        sums = defines["SEGMENTS"] = _padded_segments(kind.hidden_size)
+        if kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0):
+            defines["KEPT"], shared = 2, kind.hidden_size * row.itemsize
+    kernel = "forward_wide" if layout.wide else "forward"
+    launch = (layout.warps * 32, layout.cluster, Share.ROWS, layout.rows, shared)
+    return Variant(kernel, tuple(defines.items()), *launch)
+
+
+#: The types that each kernel of the backward pass knows. It is compiled once for all others.
+_OF_SHARES = ("ACCUMULATOR", "DY_TYPE", "H_TYPE")
+_OF_ROWS = (*_OF_SHARES, "D_TOTAL_TYPE", "WEIGHT_TYPE", "DX_TYPE", "DRESIDUAL_TYPE")
+_OF_SUMS = ("ACCUMULATOR", "DWEIGHT_TYPE")
+
+
+def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]:
+    """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
+
+    ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
+    ``sums``: the shares added up.
+    """
+    dtypes = [*kind.dtypes(), kind.accumulator]
+    layout = Layout.of(kind.hidden_size, dtypes, kind.alignment, capability)
+    loaded = sum(dtype.itemsize for dtype in kind[:3] if dtype is not None)
+    small = loaded <= 6 and layout.aligned >= 4  # elements of 2 bytes alone take a register each, as those of 4 do
+    if not small:
+        layout = Layout.of(kind.hidden_size, dtypes, kind.alignment, capability, _MOST_WARPS // 2)
+    types = {
+        "ACCUMULATOR": kind.accumulator,
+        "DY_TYPE": kind.dy,
+        "D_TOTAL_TYPE": kind.d_residual_out,
+        "H_TYPE": kind.h,
+        "WEIGHT_TYPE": kind.weight,
+        "DX_TYPE": kind.dx,
+        "DRESIDUAL_TYPE": kind.dresidual,
+        "DWEIGHT_TYPE": kind.dweight,
+    }
+
+    def variant(
+        kernel: str,
+        used: tuple[str, ...],
+        warps: int,
+        share: Share,
+        per_program: int,
+        more: dict[str, int],
+        shared: int = 0,
+    ) -> Variant:
+        names = {name: _NAMES[dtype if name in used else None] for name, dtype in types.items()}
+        defines = {**names, "OFFSET": int(kind.offset), **layout.defines(), "WARPS": warps, **more}
+        cluster = int(defines["CLUSTER"])
+        return Variant(kernel, tuple(defines.items()), warps * 32, cluster, share, per_program, shared)
+
+    variants = {}
+    gradients = bool(kind.dx or kind.dresidual)
+    in_registers = kind.accumulator != torch.float64 and kind.hidden_size <= _MOST_AT_ONCE * reference.SEGMENT
+    if kind.dweight and gradients and in_registers:
+        if not layout.blocks_row:
+            layout = replace(layout, warps=2 * _WARPS)
+        launch = (layout.warps, Share.BLOCKS, layout.rows)
+        variants["both"] = variant("backward_blocks", _OF_ROWS, *launch, {"AHEAD": int(small)})
+    else:
+        launch = (layout.warps, Share.ROWS, layout.rows)
+        if gradients and layout.wide:  # the second pass finds dy and h in shared memory, if they fit
+            sums = _padded_segments(kind.hidden_size)
+            row = kind.hidden_size * (kind.dy.itemsize + kind.h.itemsize)
+            fits = row + sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0)
+            more = {"SEGMENTS": sums, "KEPT": int(fits)}
+            variants["rows"] = variant("backward_wide", _OF_ROWS, *launch, more, row if fits else 0)
+        elif gradients:
+            variants["rows"] = variant("backward_rows", _OF_ROWS, *launch, {})
+        if kind.dweight:
+            launch = (_WARPS, Share.COLUMNS_OF_BLOCKS, _WARPS * 32 * layout.vector)
+            more = {"CLUSTER": 1, "ROW": 1024, "FULL": 0, "OFFSET": 0}
+            variants["shares"] = variant("weight_blocks", _OF_SHARES, *launch, more)
+    if kind.dweight:
+        warps = reference.ROW_BLOCKS // BLOCKS_IN_LANE
+        more = {"IN_LANE": BLOCKS_IN_LANE, "VECTOR": 1, "ALIGNED": 4, "ROW": 1024}
+        more |= {"CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0, "OFFSET": 0}
+        variants["sums"] = variant("weight_sum", _OF_SUMS, warps, Share.COLUMNS_OF_SUMS, warps * 32, more)
+    return variants
+
+
+def _padded_segments(hidden_size: int) -> int:
+    """Segments of a row, as a power of two."""
+    return ceiling(-(-hidden_size // reference.SEGMENT))

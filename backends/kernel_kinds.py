@@ -1,0 +1,214 @@
+"""What decides which compiled kernel a call takes, and how many programs of it are launched.
+
+For backends that compile kernels: everything counts but the number of rows, strides, and numbers such as ``eps``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends import reference
+from fusednorm.call import Backward, Forward, Operation, Strides
+
+#: The largest number of bytes that any kernel wants addresses to be multiples of.
+_MOST_ALIGNED = 32
+
+#: Blocks of rows that a thread adds up, of a kernel that takes the more columns the fewer blocks there are.
+BLOCKS_IN_LANE = 8
+
+#: What plans of kernels for GPUs say until our tests have run on one.
+UNTRIED = "our tests have not run on a GPU yet"
+
+
+class ForwardKind(NamedTuple):
+    """What decides the kernel of a forward pass."""
+
+    x: torch.dtype
+    residual: torch.dtype | None
+    weight: torch.dtype | None
+    out: torch.dtype
+    residual_out: torch.dtype | None
+    hidden_size: int
+    round_sum: bool
+    round_norm: bool
+    #: Whether rstd is wanted.
+    rstd: bool
+    #: Whether there is a weight offset.
+    offset: bool
+    #: Bytes of which every row of every operand begins at a multiple.
+    alignment: int
+
+    @classmethod
+    def of(cls, call: Forward) -> ForwardKind:
+        """The kind of a call."""
+        operation = call.operation
+        rows = zip((call.x, call.residual, call.out, call.residual_out), call.strides, strict=True)
+        return cls(
+            *operation[1:5],
+            operation.residual_out,
+            operation.hidden_size,
+            operation.round_sum,
+            operation.round_norm,
+            call.rstd is not None,
+            call.weight_offset != 0,
+            _alignment(tuple(rows), (call.weight, call.rstd)),
+        )
+
+    @classmethod
+    def of_operation(cls, operation: Operation, alignment: int = _MOST_ALIGNED) -> ForwardKind:
+        """The kind of most calls of an operation."""
+        dtypes = (*operation[1:5], operation.residual_out)
+        flags = (operation.round_sum, operation.round_norm, False, False)
+        return cls(*dtypes, operation.hidden_size, *flags, alignment)
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type that everything is computed in."""
+        return reference.accumulator(self.x)
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands that there are, but rstd."""
+        return [dtype for dtype in self[:5] if dtype is not None]
+
+
+class BackwardKind(NamedTuple):
+    """What decides the kernels of a backward pass."""
+
+    dy: torch.dtype
+    d_residual_out: torch.dtype | None
+    h: torch.dtype
+    weight: torch.dtype | None
+    dx: torch.dtype | None
+    dresidual: torch.dtype | None
+    dweight: torch.dtype | None
+    #: The type that everything is computed in, and the dtype of rstd.
+    accumulator: torch.dtype
+    hidden_size: int
+    #: Whether there is a weight offset.
+    offset: bool
+    #: Bytes of which every row of every operand begins at a multiple.
+    alignment: int
+
+    @classmethod
+    def of(cls, call: Backward, partial: Tensor | None) -> BackwardKind:
+        """The kind of a pass with this scratch."""
+        rows = zip((call.dy, call.d_residual_out, call.h), call.strides, strict=True)
+        others = (call.rstd, call.weight, call.dx, call.dresidual, partial, call.dweight)
+        return cls(
+            call.dy.dtype,
+            _dtype(call.d_residual_out),
+            call.h.dtype,
+            _dtype(call.weight),
+            _dtype(call.dx),
+            _dtype(call.dresidual),
+            _dtype(call.dweight),
+            call.rstd.dtype,
+            call.operation.hidden_size,
+            call.weight_offset != 0,
+            _alignment(tuple(rows), others),
+        )
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands with a row for each row of the call, and of the weight."""
+        return [dtype for dtype in self[:6] if dtype is not None]
+
+
+class Share(IntEnum):
+    """What a program of a kernel takes, ``per_program`` being its number; ``enum share`` in ``cpu/cuda_launch.c``."""
+
+    #: So many rows.
+    ROWS = 0
+    #: So many columns of up to BLOCKS_IN_LANE blocks' sums; half as many of up to twice as many blocks, and so on.
+    COLUMNS_OF_SUMS = 1
+    #: So many columns of one block of rows.
+    COLUMNS_OF_BLOCKS = 2
+    #: The blocks that so many rows hold whole, and at least one.
+    BLOCKS = 3
+    #: So many columns of all blocks; no kernel of CUDA's.
+    COLUMNS = 4
+
+
+def programs(share: Share, per_program: int, rows: int, hidden_size: int, block: int, blocks: int) -> int:
+    """How many programs of a kernel are launched; the last two numbers are of a backward pass."""
+    if share == Share.ROWS:
+        return -(-rows // per_program)
+    if share == Share.BLOCKS:
+        return -(-blocks // max(per_program // block, 1))
+    if share == Share.COLUMNS_OF_SUMS:
+        per_program //= ceiling(-(-blocks // BLOCKS_IN_LANE))
+    return -(-hidden_size // per_program) * (blocks if share == Share.COLUMNS_OF_BLOCKS else 1)
+
+
+def blocks_of(rows: int) -> tuple[int, int]:
+    """Rows of a block, and blocks, of the specification's ``rowsum``."""
+    block = -(-rows // min(rows, reference.ROW_BLOCKS))
+    return block, -(-rows // block)
+
+
+def scratch_of(call: Backward) -> Tensor | None:
+    """Room for the blocks' shares of the weight's gradient, [blocks, N]; None where that is not wanted."""
+    if call.dweight is None:
+        return None
+    shape = (blocks_of(call.rows)[1], call.operation.hidden_size)
+    return torch.empty(shape, dtype=call.rstd.dtype, device=call.h.device)
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def ceiling(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def check_addresses(**operands: Tensor | None) -> None:
+    """Raises where an operand begins between two elements, where a GPU reads nothing.
+
+    Raises:
+        ValueError: it names the operand.
+    """
+    for name, tensor in operands.items():
+        if tensor is not None and tensor.data_ptr() % tensor.itemsize:
+            raise ValueError(
+                f"{name} begins at an address that is no multiple of {tensor.itemsize}, between two elements, which "
+                f"GPUs cannot read; pass {name}.clone()"
+            )
+
+
+def _alignment(rows: tuple[tuple[Tensor | None, Strides], ...], others: tuple[Tensor | None, ...]) -> int:
+    """The power of two of bytes that all rows (tensors with their strides in elements) and all others begin at."""
+    low = _MOST_ALIGNED
+    for tensor, (outer_stride, stride) in rows:
+        if tensor is not None:
+            low |= tensor.data_ptr() | (outer_stride | stride) * tensor.element_size()
+    for tensor in others:
+        if tensor is not None:
+            low |= tensor.data_ptr()
+    return low & -low
+
+
+def lacking(package: object, used: Mapping[str, tuple[str, ...]]) -> str:
+    """Which of these attributes a package does not have, in words; empty if it has them all.
+
+    ``used``: the attributes' names, with dots, and the names of the arguments that they must take. Whoever calls a name
+    that its package does not document asks for it here before the first call: a new version without it is then a
+    reason against the backend, and no error in the middle of a user's program.
+    """
+
+    def there(name: str, arguments: tuple[str, ...]) -> bool:
+        try:
+            found = operator.attrgetter(name)(package)
+            return not arguments or set(arguments) <= set(inspect.signature(found).parameters)
+        except (AttributeError, TypeError, ValueError):  # missing; not callable; callable, but does not say with what
+            return False
+
+    missing = {name: arguments for name, arguments in used.items() if not there(name, arguments)}
+    return ", ".join(name + (f"({', '.join(given)})" if given else "") for name, given in missing.items())

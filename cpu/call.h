@@ -1,0 +1,57 @@
+/* A call: its operands, and where their rows lie. The fast path and Python fill it in; kernels' launchers take it whole. */
+#ifndef FUSEDNORM_CALL_H
+#define FUSEDNORM_CALL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* How the elements of an operand are stored. FN_NONE: the operand is absent. */
+enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
+
+static inline int fn_element_size(int64_t kind) {
+    return kind == FN_NONE ? 0 : kind == FN_F32 ? 4 : kind == FN_F64 ? 8 : 2;
+}
+
+enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
+
+enum fn_pass { FN_FORWARD, FN_BACKWARD };
+
+/* The operands of a forward pass, as in `Forward` of fusednorm/call.py. */
+enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_FORWARD_OPERANDS };
+
+/*
+ * The operands of a backward pass, as in `Backward` of fusednorm/call.py. FN_PARTIAL, [blocks, hidden], is scratch of GPU
+ * kernels: what each block of rows adds to the weight's gradient.
+ */
+enum {
+    FN_DY, FN_D_RESIDUAL_OUT, FN_H, FN_BACKWARD_RSTD, FN_BACKWARD_WEIGHT, FN_DX, FN_DRESIDUAL, FN_PARTIAL, FN_DWEIGHT,
+    FN_BACKWARD_OPERANDS
+};
+
+enum { FN_OPERANDS = FN_BACKWARD_OPERANDS };
+
+/* Row i begins i / inner * outer_stride + i % inner * stride elements after the address. */
+struct fn_operand {
+    int64_t kind;
+    uintptr_t address;
+    int64_t outer_stride, stride;
+};
+
+/* All fields have 8 bytes, so that Python packs a call without knowing a compiler: fusednorm/packing.py. */
+struct fn_call {
+    int64_t pass, flags;
+    int64_t device; /* the number of a GPU */
+    int64_t threads; /* at most so many, on a CPU */
+    int64_t rows, inner, hidden; /* where all rows are one stride apart, inner is rows */
+    int64_t block; /* rows of a block, where there is FN_PARTIAL */
+    double eps, weight_offset;
+    struct fn_operand operand[FN_OPERANDS];
+};
+
+/* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where nobody has said how long they are. */
+static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
+
+_Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (10 + 4 * FN_OPERANDS) * 8,
+               "fusednorm/packing.py packs fields of 8 bytes without gaps");
+
+#endif

@@ -1,0 +1,316 @@
+/*
+ * Launches CUDA kernels that backends/cuda.py has compiled and loaded, for the fast path and for Python alike. The one seam
+ * to the driver is the address of its cuLaunchKernelEx. Nothing of CUDA's is needed to build this.
+ */
+#include "fast_path.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* CUDA's driver API, as far as it is used here (docs.nvidia.com/cuda/cuda-driver-api). */
+typedef struct {
+    int id;
+    char pad[4];
+    union {
+        char pad[64];
+        unsigned cluster[3];
+        int early;
+    } value;
+} attribute;
+
+typedef struct {
+    unsigned grid[3], block[3], shared_bytes;
+    void *stream;
+    attribute *attributes;
+    unsigned attribute_count;
+} config;
+
+enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6, TOO_LARGE = 9 /* CUDA_ERROR_INVALID_CONFIGURATION */ };
+
+/* The driver's cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent; NULL until they are given. */
+static struct {
+    int (*launch)(const config *, void *function, void **arguments, void **extra);
+    int (*current_device)(int *device);
+    int (*push)(void *context);
+    int (*pop)(void **context);
+} driver;
+
+/*
+ * What decides which kernels a call takes: the same as `ForwardKind` and `BackwardKind` in backends/kernel_kinds.py. The
+ * kinds of the operands follow each other in `kinds`, four bits each. Without gaps, to be compared.
+ */
+typedef struct {
+    int64_t hidden, kinds;
+    int32_t device, options, alignment, unused;
+} key;
+
+/* Options, above the flags of call.h: there is a weight offset; rstd is wanted; rows lie in two levels; a backward pass. */
+enum { OFFSET = 4, RSTD = 8, TWO_LEVELS = 16, BACKWARD = 32 };
+
+/* How a kernel shares out its work among programs: `Share` in backends/kernel_kinds.py says what each takes. */
+enum share { ROWS, COLUMNS_OF_SUMS, COLUMNS_OF_BLOCKS, BLOCKS };
+
+/* A kernel, of which a program takes `per_program` rows, or columns. */
+typedef struct {
+    void *function;
+    unsigned threads, per_program, shared, cluster, early;
+    int share;
+} kernel;
+
+enum { KERNELS = 3, FEWEST = 1024, BLOCKS_IN_LANE = 8, MOST_ALIGNED = 32 };
+
+typedef struct {
+    key key;
+    int count; /* 0: free */
+    void *context;
+    kernel kernels[KERNELS];
+} held;
+
+/* A hash table: a power of two of places, of which at most half are taken. */
+static held *places;
+static size_t size, taken;
+
+/* Around the table and `driver`, where the interpreter has no lock of its own. */
+#ifdef Py_GIL_DISABLED
+static PyMutex mutex;
+static void lock(void) { PyMutex_Lock(&mutex); }
+static void unlock(void) { PyMutex_Unlock(&mutex); }
+#else
+static void lock(void) {}
+static void unlock(void) {}
+#endif
+
+/* Where the kernels of a call are, or may be put: there is a free place. */
+static held *place_of(const key *wanted) {
+    uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a */
+    const unsigned char *bytes = (const unsigned char *)wanted;
+    for (size_t i = 0; i < sizeof *wanted; i++) hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    for (;; hash++) {
+        held *place = &places[hash & (size - 1)];
+        if (!place->count || memcmp(&place->key, wanted, sizeof *wanted) == 0) return place;
+    }
+}
+
+/* Makes room for one more; nonzero if there is no memory. */
+static int grow(void) {
+    if (2 * (taken + 1) <= size) return 0;
+    held *const before = places;
+    const size_t count = size;
+    held *more = calloc(count ? 2 * count : FEWEST, sizeof *more);
+    if (!more) return 1;
+    places = more;
+    size = count ? 2 * count : FEWEST;
+    for (size_t i = 0; i < count; i++)
+        if (before[i].count) *place_of(&before[i].key) = before[i];
+    free(before);
+    return 0;
+}
+
+PyObject *fn_open_cuda(PyObject *module, PyObject *arguments) {
+    (void)module;
+    unsigned long long launch, current_device, push, pop;
+    if (!PyArg_ParseTuple(arguments, "KKKK", &launch, &current_device, &push, &pop)) return NULL;
+    lock();
+    driver.launch = (int (*)(const config *, void *, void **, void **))(uintptr_t)launch;
+    driver.current_device = (int (*)(int *))(uintptr_t)current_device;
+    driver.push = (int (*)(void *))(uintptr_t)push;
+    driver.pop = (int (*)(void **))(uintptr_t)pop;
+    free(places);
+    places = NULL;
+    size = taken = 0;
+    unlock();
+    Py_RETURN_NONE;
+}
+
+/*
+ * The arguments of a kernel: the operands' addresses, then strides and numbers. As in csrc/forward.cuh and
+ * csrc/backward.cuh; test_cuda.py holds the offsets of both against each other.
+ */
+typedef struct {
+    int operands;
+    unsigned of_rows; /* a bit for each operand that has a row for each row of the call */
+    unsigned decide; /* a bit for each operand whose kind decides which kernels a call takes */
+} form;
+
+static const form forms[] = {
+    [FN_FORWARD] = {FN_FORWARD_OPERANDS, 1 << FN_X | 1 << FN_RESIDUAL | 1 << FN_OUT | 1 << FN_RESIDUAL_OUT,
+                    1 << FN_X | 1 << FN_RESIDUAL | 1 << FN_WEIGHT | 1 << FN_OUT | 1 << FN_RESIDUAL_OUT},
+    [FN_BACKWARD] = {FN_BACKWARD_OPERANDS, 1 << FN_DY | 1 << FN_D_RESIDUAL_OUT | 1 << FN_H,
+                     1 << FN_DY | 1 << FN_D_RESIDUAL_OUT | 1 << FN_H | 1 << FN_BACKWARD_RSTD | 1 << FN_BACKWARD_WEIGHT |
+                         1 << FN_DX | 1 << FN_DRESIDUAL | 1 << FN_DWEIGHT},
+};
+
+static int is_wide(const struct fn_call *c) {
+    return c->operand[c->pass == FN_FORWARD ? FN_X : FN_BACKWARD_RSTD].kind == FN_F64;
+}
+
+/* The bytes of which every row of every operand begins at a multiple; 0 where one begins between two elements. */
+static int32_t alignment_of(const struct fn_call *c) {
+    const form *f = &forms[c->pass];
+    uint64_t low = MOST_ALIGNED;
+    for (int i = 0; i < f->operands; i++) {
+        const struct fn_operand *o = &c->operand[i];
+        const int item = fn_element_size(o->kind);
+        if (!item) continue;
+        if (o->address % (uintptr_t)item != 0) return 0;
+        low |= o->address;
+        if (f->of_rows >> i & 1) low |= (uint64_t)((o->stride | o->outer_stride) * item);
+    }
+    return (int32_t)(low & -low);
+}
+
+static key key_of(const struct fn_call *c, int32_t alignment) {
+    const form *f = &forms[c->pass];
+    key k;
+    memset(&k, 0, sizeof k);
+    k.hidden = c->hidden;
+    for (int i = 0, at = 0; i < f->operands; i++)
+        if (f->decide >> i & 1) k.kinds |= c->operand[i].kind << 4 * at++;
+    k.device = (int32_t)c->device;
+    k.options = (int32_t)c->flags | (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
+    if (c->pass == FN_BACKWARD) k.options |= BACKWARD;
+    else if (c->operand[FN_RSTD].kind) k.options |= RSTD;
+    k.alignment = alignment;
+    return k;
+}
+
+PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments) {
+    (void)module;
+    held given;
+    struct fn_call call;
+    PyObject *packed, *kernels;
+    unsigned long long context;
+    memset(&given, 0, sizeof given);
+    if (!PyArg_ParseTuple(arguments, "O!KO!", &PyBytes_Type, &packed, &context, &PyTuple_Type, &kernels) ||
+        !fn_unpack(packed, &call))
+        return NULL;
+    given.key = key_of(&call, alignment_of(&call));
+    given.context = (void *)(uintptr_t)context;
+    for (; given.count < PyTuple_Size(kernels) && given.count < KERNELS; given.count++) {
+        kernel *k = &given.kernels[given.count];
+        unsigned long long function;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(kernels, given.count), "KIIIIpi", &function, &k->threads, &k->per_program,
+                              &k->shared, &k->cluster, &k->early, &k->share))
+            return NULL;
+        k->function = (void *)(uintptr_t)function;
+    }
+    lock();
+    const int full = grow();
+    if (!full) {
+        held *place = place_of(&given.key);
+        taken += !place->count;
+        *place = given;
+    }
+    unlock();
+    if (full) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* The programs of a kernel for a call. */
+static int64_t programs(const kernel *k, const struct fn_call *c) {
+    int64_t per_program = k->per_program, count = c->hidden, times = 1;
+    const int64_t blocks = fn_blocks(c);
+    switch ((enum share)k->share) {
+    case ROWS: count = c->rows; break;
+    case COLUMNS_OF_SUMS:
+        for (int64_t more = BLOCKS_IN_LANE; more < blocks; more *= 2) per_program /= 2;
+        break;
+    case COLUMNS_OF_BLOCKS: times = blocks; break;
+    case BLOCKS:
+        count = blocks;
+        per_program = per_program > c->block ? per_program / c->block : 1;
+        break;
+    }
+    return (count + per_program - 1) / per_program * times;
+}
+
+/* Appends a value to a kernel's arguments, where a compiler would put it. */
+static void append(char *to, size_t *at, const void *value, size_t size) {
+    *at = (*at + size - 1) / size * size;
+    memcpy(to + *at, value, size);
+    *at += size;
+}
+
+/* Writes a kernel's arguments: the structures `Arguments` of csrc/forward.cuh and csrc/backward.cuh. */
+static void pack(const struct fn_call *c, char *to) {
+    const form *f = &forms[c->pass];
+    const int backward = c->pass == FN_BACKWARD;
+    const int64_t numbers[] = {c->rows, c->block, fn_blocks(c)};
+    const int32_t hidden = (int32_t)c->hidden;
+    const double reals[] = {c->eps, c->weight_offset};
+    size_t at = 0;
+    for (int i = 0; i < f->operands; i++) append(to, &at, &c->operand[i].address, sizeof(uintptr_t));
+    for (int i = 0; i < f->operands; i++)
+        if (f->of_rows >> i & 1) append(to, &at, &c->operand[i].stride, sizeof(int64_t));
+    for (int i = 0; i < (backward ? 3 : 1); i++) append(to, &at, &numbers[i], sizeof(int64_t));
+    append(to, &at, &hidden, sizeof hidden);
+    for (int i = backward; i < 2; i++) {
+        const float narrow = (float)reals[i];
+        if (is_wide(c)) append(to, &at, &reals[i], sizeof(double));
+        else append(to, &at, &narrow, sizeof narrow);
+    }
+    if (c->inner == c->rows) return;
+    for (int i = 0; i < f->operands; i++)
+        if (f->of_rows >> i & 1) append(to, &at, &c->operand[i].outer_stride, sizeof(int64_t));
+    append(to, &at, &c->inner, sizeof(int64_t));
+}
+
+/*
+ * Launches the kernels that are held for a call, one after the other, with the same arguments: in the current context
+ * if that is the one of the tensors' GPU, to which torch's current stream then belongs, else in the GPU's primary context.
+ */
+int fn_launch_cuda(const struct fn_call *c, void *stream) {
+    config hows[KERNELS];
+    attribute attributes[KERNELS][2];
+    _Alignas(8) char packed[(FN_OPERANDS + 3 + 3 + 3 + 4) * 8];
+    void *arguments = packed;
+    const int32_t alignment = alignment_of(c);
+    if (!alignment) return FN_NOT_HELD;
+    const key wanted = key_of(c, alignment);
+    lock();
+    const held found = driver.launch && size ? *place_of(&wanted) : (held){.count = 0};
+    unlock();
+    if (!found.count) return FN_NOT_HELD;
+    memset(attributes, 0, sizeof attributes);
+    for (int i = 0; i < found.count; i++) {
+        const kernel *k = &found.kernels[i];
+        const int64_t grid = k->cluster * programs(k, c);
+        if (grid > INT32_MAX) return TOO_LARGE;
+        hows[i] = (config){.grid = {(unsigned)grid, 1, 1}, .block = {k->threads, 1, 1}, .attributes = attributes[i],
+                           .shared_bytes = k->shared, .stream = stream};
+        if (k->cluster > 1) {
+            attribute *cluster = &attributes[i][hows[i].attribute_count++];
+            cluster->id = CLUSTER_DIMENSION;
+            cluster->value.cluster[0] = k->cluster;
+            cluster->value.cluster[1] = cluster->value.cluster[2] = 1;
+        }
+        if (k->early) {
+            attribute *early = &attributes[i][hows[i].attribute_count++];
+            early->id = PROGRAMMATIC_STREAM_SERIALIZATION;
+            early->value.early = 1;
+        }
+    }
+    pack(c, packed);
+    int failed = 0, device, pushed = 0;
+    void *popped;
+    /* A full queue makes the driver wait, perhaps for a callback that needs the interpreter. */
+    PyThreadState *state = PyEval_SaveThread();
+    if (driver.current_device(&device) || device != c->device) { /* or a thread that has used no GPU yet */
+        failed = driver.push(found.context);
+        pushed = !failed;
+    }
+    for (int i = 0; i < found.count && !failed; i++)
+        failed = driver.launch(&hows[i], found.kernels[i].function, &arguments, NULL);
+    if (pushed) driver.pop(&popped);
+    PyEval_RestoreThread(state);
+    return failed;
+}
+
+PyObject *fn_launch_held(PyObject *module, PyObject *arguments) {
+    (void)module;
+    struct fn_call call;
+    PyObject *packed;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &packed, &stream) || !fn_unpack(packed, &call)) return NULL;
+    return PyLong_FromLong(fn_launch_cuda(&call, (void *)(uintptr_t)stream));
+}

@@ -1,0 +1,67 @@
+/*
+ * What the files of the fast path share: fast_path.c reads the operands of a forward pass, and fast_path_backward.c those
+ * of a backward pass. The C library takes the call, or cuda_launch.c, or triton_launch.c.
+ */
+#ifndef FUSEDNORM_FAST_PATH_H
+#define FUSEDNORM_FAST_PATH_H
+
+#include <Python.h>
+
+#include "fusednorm_cpu.h"
+
+/* DLPack 1.3, as far as it is used here (dmlc.github.io/dlpack/latest/c_api.html). */
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides; /* strides in elements */
+    uint64_t byte_offset;
+} tensor;
+
+typedef struct {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *previous, *allocate, *managed_from, *managed_to;
+    int (*tensor_from)(void *object, tensor *out); /* borrows; sets a Python error and returns -1 */
+    int (*current_stream)(int32_t device_type, int32_t device, void **stream);
+} exchange_api;
+
+/* DLPack numbers no device 0: here it stands for the CPU where Triton's kernels are to run. */
+enum { TRITON_CPU = 0, DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
+
+/* fast_path.c */
+extern const exchange_api *fn_exchange_api; /* NULL until it is open */
+extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
+/* Reads a plain tensor whose rows are one stride apart. Returns 0 for any other object, perhaps with a Python error. */
+int fn_read(PyObject *object, tensor *t, struct fn_operand *o);
+int fn_same_shape(const tensor *a, const tensor *b);
+int fn_same_device(const tensor *a, const tensor *b);
+int64_t fn_elements(const tensor *t); /* -1 if there are gaps between them */
+int fn_unpack(PyObject *bytes, struct fn_call *c); /* what fusednorm/packing.py packs; returns 0 with a Python error */
+int fn_threads(const struct fn_call *c); /* -1 with a Python error */
+int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
+
+/* cuda_launch.c; launches the kernels that are held for such a call. */
+enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
+int fn_launch_cuda(const struct fn_call *c, void *stream);
+
+/* triton_launch.c */
+int fn_has_triton_kernel(const struct fn_call *c);
+int fn_run_triton_kernel(struct fn_call *c); /* nonzero if it refuses, or -1 with a Python error */
+
+/* Python's functions; fast_path.c has their documentation. */
+PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
+PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments);
+PyObject *fn_launch_held(PyObject *module, PyObject *arguments);
+PyObject *fn_open_triton(PyObject *module, PyObject *arguments);
+PyObject *fn_hold_triton(PyObject *module, PyObject *arguments);
+
+#endif

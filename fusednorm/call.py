@@ -1,0 +1,149 @@
+"""A call as a value: the operation that it asks for, its operands, and where their rows lie in memory.
+
+The front end makes a :class:`Forward` or a :class:`Backward`, and passes it whole to a backend.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+#: How the rows of an operand lie: the stride of the outer level, and the stride of the inner level, in elements.
+Strides: TypeAlias = tuple[int, int]
+
+
+class Flags(NamedTuple):
+    """The arguments of a public function that are no operands."""
+
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    round_norm: bool = False
+    #: The dtypes of new outputs; None: those of x and of the residual.
+    out_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
+
+
+class RMSNorm(NamedTuple):
+    """``rms_norm``, and with a residual ``fused_add_rms_norm``.
+
+    It has everything that decides the backend of a call, and never the number of rows: a row's bits do not depend on
+    it. A dtype is None where the operand is absent.
+    """
+
+    device: torch.device
+    x: torch.dtype
+    residual: torch.dtype | None
+    weight: torch.dtype | None
+    out: torch.dtype
+    hidden_size: int
+    round_sum: bool
+    round_norm: bool
+    residual_out: torch.dtype | None
+
+    @property
+    def name(self) -> str:
+        """The name of the public function."""
+        return "rms_norm" if self.residual is None else "fused_add_rms_norm"
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type ``A`` of the specification: float64 for a float64 x, else float32."""
+        return torch.float64 if self.x == torch.float64 else torch.float32
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands that there are, but rstd."""
+        operands = (self.x, self.residual, self.weight, self.out, self.residual_out)
+        return [dtype for dtype in operands if dtype is not None]
+
+    def __str__(self) -> str:
+        types = {"x": self.x, "residual": self.residual, "weight": self.weight, "out": self.out}
+        if self.residual_out != self.residual:
+            types["residual_out"] = self.residual_out
+        named = ", ".join(f"{name} {str(dtype)[6:]}" for name, dtype in types.items() if dtype is not None)
+        return f"{named}, hidden size {self.hidden_size}, on {self.device}"
+
+
+#: The operations that there are.
+Operation: TypeAlias = RMSNorm
+
+
+class Forward(NamedTuple):
+    """A forward pass. All tensors are on one device, and there is at least one row.
+
+    Row ``i`` of an operand begins at ``(i // inner) * outer stride + i % inner * inner stride`` elements from its first
+    element. Where the rows of all operands are one stride apart, ``inner`` is the number of rows.
+    """
+
+    #: [..., N].
+    x: Tensor
+    #: [..., N]; None for the plain ``rms_norm``.
+    residual: Tensor | None
+    #: [N], contiguous, or None.
+    weight: Tensor | None
+    #: [..., N], receives the normalised rows, rounded to its dtype. It may be x or the residual itself.
+    out: Tensor
+    #: [..., N], receives the sum, rounded to its dtype; None without a residual. It may be x or the residual itself.
+    residual_out: Tensor | None
+    #: [...] of the accumulator type, contiguous, receives ``1 / sqrt(mean(h^2) + eps)``; or None.
+    rstd: Tensor | None
+    operation: Operation
+    rows: int
+    inner: int
+    #: Of x, the residual, out and residual_out; (0, 0) of an operand that is absent.
+    strides: tuple[Strides, Strides, Strides, Strides]
+    eps: float
+    weight_offset: float
+
+
+class Backward(NamedTuple):
+    """A backward pass: the gradients of a forward pass, of which one is wanted at least.
+
+    ``inner`` and ``strides`` say where rows lie, as in :class:`Forward`. The outputs are new and contiguous.
+    """
+
+    #: [..., N], the gradient of the normalised rows.
+    dy: Tensor
+    #: [..., N], the gradient of residual_out, or None.
+    d_residual_out: Tensor | None
+    #: [..., N], the rows that were normalised: residual_out, or x where there was no residual.
+    h: Tensor
+    #: [...] of the accumulator type, contiguous, from the forward pass.
+    rstd: Tensor
+    #: [N], contiguous, or None.
+    weight: Tensor | None
+    #: [..., N], receives the gradient of the sum, rounded to its dtype: to that of x, which is also the residual's
+    #: gradient where both have one dtype; to that of the residual where x needs none.
+    dx: Tensor | None
+    #: [..., N], receives the same, rounded to the residual's dtype, if both gradients are wanted and differ; or None.
+    dresidual: Tensor | None
+    #: [N] of the weight's dtype, receives its gradient, or None.
+    dweight: Tensor | None
+    #: The operation of the forward pass.
+    operation: Operation
+    rows: int
+    inner: int
+    #: Of dy, d_residual_out and h; (0, 0) where it is absent.
+    strides: tuple[Strides, Strides, Strides]
+    weight_offset: float
+
+    def in_one_level(self) -> Backward:
+        """The same pass with all rows of an operand one stride apart: operands whose rows lie otherwise are copied."""
+        if self.inner == self.rows:
+            return self
+        n = self.operation.hidden_size
+        dy, d_residual_out, h = (t if t is None else t.contiguous() for t in self[:3])
+        assert dy is not None
+        assert h is not None
+        packed = (self.rows * n, n)
+        return self._replace(
+            dy=dy, d_residual_out=d_residual_out, h=h, inner=self.rows, strides=(packed, packed, packed)
+        )
+
+    def outputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Where the gradients of x, the residual and the weight go; None for each that needs no memory of its own."""
+        if self.dx is not None and self.dx.dtype != self.operation.x:
+            return None, self.dx, self.dweight
+        return self.dx, self.dresidual, self.dweight

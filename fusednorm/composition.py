@@ -1,0 +1,100 @@
+"""Operations that a backend refuses, served by other operations that it takes: the same bits, in several kernels.
+
+So far there is one: a sum that is stored in another dtype than the residual's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends import reference
+from fusednorm.call import Backward, Forward, Operation, Strides
+from fusednorm.contract import FirstCalls
+
+if TYPE_CHECKING:
+    from fusednorm.registry import Backend
+
+
+def _widens(operation: Operation) -> bool:
+    """Whether the residual can be converted to the dtype of residual_out without rounding."""
+    assert operation.residual is not None
+    assert operation.residual_out is not None
+    return torch.promote_types(operation.residual, operation.residual_out) == operation.residual_out
+
+
+class Composition:
+    """A backend in the calls of one operation, which it serves by :meth:`parts`."""
+
+    def __init__(self, backend: Backend | FirstCalls) -> None:
+        self._backend = backend
+
+    @staticmethod
+    def parts(operation: Operation) -> tuple[Operation, ...]:
+        """The operations that serve this one; none if it cannot be served by others."""
+        if operation.residual_out == operation.residual:
+            return ()
+        stored = operation.residual_out
+        if _widens(operation):
+            return (operation._replace(residual=stored),)
+        exact = operation._replace(residual=operation.accumulator, residual_out=operation.accumulator)
+        return (exact, operation._replace(residual=stored)) if operation.round_sum else (exact,)
+
+    @staticmethod
+    def in_words(operation: Operation) -> str:
+        """How :meth:`parts` serve an operation."""
+        stored = str(operation.residual_out)[6:]
+        if _widens(operation):
+            return f"in two kernels, the first of which converts the residual to {stored}"
+        number = "four" if operation.round_sum else "three"
+        return f"in {number} kernels, of which one rounds the sum to {stored}"
+
+    def forward_into(self, given: list[Tensor]) -> Any:
+        """:meth:`forward`; outputs of the caller's need no mark, because only inner calls can leave one out."""
+        return self.forward
+
+    def forward(self, call: Forward) -> None:
+        """Writes the outputs."""
+        assert call.residual is not None
+        assert call.residual_out is not None
+        operation, packed = call.operation, (call.inner * call.operation.hidden_size, call.operation.hidden_size)
+        x_strides, _, out_strides, total_strides = call.strides
+        parts = self.parts(operation)
+        if _widens(operation):
+            self._run(
+                call,
+                parts[0],
+                call.x,
+                call.residual.to(operation.residual_out),
+                call.residual_out,
+                (x_strides, packed, out_strides, total_strides),
+            )
+            return
+        # The exact sum, in place of the residual, and the row that it gives if it is not to be rounded.
+        total = call.residual.to(operation.accumulator, copy=True)
+        self._run(call, parts[0], call.x, total, total, (x_strides, packed, out_strides, packed))
+        call.residual_out.copy_(reference.rounded(total, call.residual_out.dtype))
+        if operation.round_sum:
+            # -0 + s is s for every s, a zero of either sign too. One row of -0 stands for all.
+            nothing = torch.full((operation.hidden_size,), -0.0, dtype=operation.x, device=operation.device)
+            stored = (call.residual_out, call.residual_out, ((0, 0), total_strides, out_strides, total_strides))
+            self._run(call, parts[1], nothing.expand(call.x.shape), *stored)
+
+    def _run(
+        self,
+        call: Forward,
+        part: Operation,
+        x: Tensor,
+        residual: Tensor,
+        residual_out: Tensor,
+        strides: tuple[Strides, Strides, Strides, Strides],
+    ) -> None:
+        self._backend.forward(
+            call._replace(operation=part, x=x, residual=residual, residual_out=residual_out, strides=strides)
+        )
+
+    def backward(self, call: Backward) -> None:
+        """The gradients take operands of any dtypes."""
+        self._backend.backward(call)

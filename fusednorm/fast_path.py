@@ -1,0 +1,147 @@
+"""The fast path past the front end, in C, for plain calls that no mode or transform must see: ``cpu/fast_path.c``.
+
+It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.listeners` asks.
+Without them it stays closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from fusednorm import listeners
+
+if TYPE_CHECKING:
+    from fusednorm.registry import Explanation, FastPath
+
+try:
+    _fast_path: Any = import_module("fusednorm._fast_path")
+    _lib: Any = import_module("fusednorm._cpu").lib
+    _ffi: Any = import_module("fusednorm._cpu").ffi
+except ImportError:  # the cpu backend says why
+    _fast_path = None
+
+
+def _open(exchange_api: object) -> bool:
+    return bool(
+        _fast_path.open(
+            exchange_api,
+            torch.Tensor,
+            torch.nn.Parameter,
+            torch.is_grad_enabled,
+            torch.get_num_threads,
+            torch.empty_like,
+            torch._C._increment_version,
+            listeners.QUESTIONS,
+            tuple((vars(module), name, value) for module, name, value in listeners.VARIABLES),
+            listeners.FUNCTION_MODES,
+            listeners.in_cpp(),
+        )
+    )
+
+
+_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+#: Whether its extension can be imported.
+COMPILED = _fast_path is not None
+
+#: Whether there is a fast path.
+OPEN = COMPILED and _api is not None and not listeners.MISSING and _open(_api)
+
+
+def _refuse(*_: object) -> bool:
+    return False
+
+
+#: Writes the gradients of a pass, and returns whether it did. Its arguments are CPU or CUDA, dy, the gradient of
+#: residual_out, h, rstd, the weight, dx, dresidual, the blocks' shares of the weight's gradient, dweight, the rows of a
+#: block, and the weight's offset.
+backward: Callable[..., bool] = _fast_path.backward if OPEN else _refuse
+
+#: Types of devices, as DLPack numbers them.
+CPU, CUDA = 1, 2
+
+#: By the request: the types of devices whose tensors its fast path takes.
+_devices: dict[str, set[str]] = {}
+
+
+def forward_on(devices: set[str]) -> FastPath:
+    """The fast path for tensors on devices of these types, of those for which it was opened.
+
+    ``triton_cpu`` counts as a type: the CPU, where Triton's kernels are to run.
+    """
+    return cast("FastPath", _fast_path.forward_on("cpu" in devices, "cuda" in devices, "triton_cpu" in devices))
+
+
+def open_to(explanation: Explanation, fast_paths: dict[str, FastPath]) -> None:
+    """Opens the fast path of a request to the backend that takes a call, if every call on the device goes there.
+
+    A backend of ours has the type of its device in ``fast_path`` once the fast path may lead to it.
+    """
+    device = getattr(explanation.module, "fast_path", None)
+    if device is None or explanation.depends_on_operation():
+        return
+    request = explanation.request
+    if request not in fast_paths:
+        _devices[request] = set()
+    _devices[request].add(device)
+    fast_paths[request] = forward_on(_devices[request])
+
+
+def open_cpu() -> str | None:
+    """Lets CPU tensors through to the C library; returns their type of device, None if there is no fast path."""
+    if not OPEN:
+        return None
+    _fast_path.open_cpu(_address("fn_run"))
+    return "cpu"
+
+
+def open_triton_cpu(longest: int) -> str | None:
+    """Lets CPU tensors through to Triton's kernels; returns their name in :func:`forward_on`, or None.
+
+    ``longest``: the longest rows that the kernels take which :func:`hold_triton` is given.
+    """
+    if not OPEN:
+        return None
+    _fast_path.open_triton(_address("fn_run_triton"), longest)
+    return "triton_cpu"
+
+
+def _address(function: str) -> int:
+    return int(_ffi.cast("uintptr_t", _ffi.addressof(_lib, function)))
+
+
+def hold_triton(call: bytes, kernel: int) -> None:
+    """Has CPU calls of a packed call's kind run a kernel of Triton's, at this address, from now on."""
+    _fast_path.hold_triton(call, kernel)
+
+
+def open_cuda(launch_kernel: int, current_device: int, push_context: int, pop_context: int) -> None:
+    """Has C launch CUDA kernels, and forgets the kernels held before.
+
+    Takes the addresses of the driver's ``cuLaunchKernelEx``, ``cuCtxGetDevice``, ``cuCtxPushCurrent`` and
+    ``cuCtxPopCurrent``.
+    """
+    _fast_path.open_cuda(launch_kernel, current_device, push_context, pop_context)
+
+
+def hold_cuda(call: bytes, context: int, kernels: tuple[tuple[int, int, int, int, int, bool, int], ...]) -> None:
+    """Has calls of a packed call's kind launch CUDA functions from now on.
+
+    ``context``: the address of the device's primary context, in which kernels are launched where another device is
+    the current one. ``kernels``: the function, threads of a block, rows or columns of a program, bytes of shared memory
+    of a block, blocks of a cluster, whether to begin before the kernel before has ended, and its ``Share``.
+    """
+    _fast_path.hold_cuda(call, context, kernels)
+
+
+def launch_cuda(call: bytes, stream: int) -> int:
+    """Launches the kernels that are held for a packed call; returns 0, NOT_HELD, or the driver's status."""
+    return cast(int, _fast_path.launch_cuda(call, stream))
+
+
+#: What :func:`launch_cuda` returns where no kernels are held for such a call.
+NOT_HELD = -1

@@ -1,0 +1,78 @@
+"""Packs a call as C takes it: ``struct fn_call`` of ``cpu/call.h``."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.call import Backward, Forward, Strides
+
+#: The numbers that C has for dtypes: ``enum fn_kind``.
+KINDS: dict[torch.dtype | None, int] = {
+    None: 0,
+    torch.float32: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.float64: 4,
+}
+
+#: The numbers that C has for flags: ``enum fn_flag``.
+ROUND_SUM, ROUND_NORM = 1, 2
+
+_CALL = struct.Struct("=8q2d36q")
+_pack = _CALL.pack
+_ABSENT = (0, 0, 0, 0)
+_NONE_LEFT = 3 * _ABSENT
+
+
+def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...]:
+    return _ABSENT if tensor is None else (KINDS[tensor.dtype], tensor.data_ptr(), *strides)
+
+
+def pack_forward(call: Forward, threads: int = 1) -> bytes:
+    """A forward pass. ``threads``: at most so many are used on a CPU."""
+    x, residual, weight, out, residual_out, rstd, operation, rows, inner, strides, eps, weight_offset = call
+    device, hidden_size = operation.device.index or 0, operation.hidden_size
+    flags = operation.round_sum * ROUND_SUM + operation.round_norm * ROUND_NORM
+    x_strides, residual_strides, out_strides, total_strides = strides
+    return _pack(
+        *(0, flags, device, threads, rows, inner, hidden_size, 0, eps, weight_offset),
+        *_operand(x, x_strides),
+        *_operand(residual, residual_strides),
+        *_operand(weight),
+        *_operand(out, out_strides),
+        *_operand(residual_out, total_strides),
+        *_operand(rstd),
+        *_NONE_LEFT,
+    )
+
+
+def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Tensor | None = None) -> bytes:
+    """A backward pass. ``partial``: scratch of GPU kernels, [blocks, N], where each block has so many rows."""
+    dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, operation, rows, inner, strides, weight_offset = call
+    device, hidden_size = operation.device.index or 0, operation.hidden_size
+    return _pack(
+        *(1, 0, device, threads, rows, inner, hidden_size, block, 0.0, weight_offset),
+        *_operand(dy, strides[0]),
+        *_operand(d_residual_out, strides[1]),
+        *_operand(h, strides[2]),
+        *_operand(rstd),
+        *_operand(weight),
+        *_operand(dx),
+        *_operand(dresidual),
+        *_operand(partial),
+        *_operand(dweight),
+    )
+
+
+def matches(ffi: Any, lib: Any) -> bool:
+    """Whether the compiled library has the same structure, and the same numbers for dtypes and flags."""
+    names = ("FN_NONE", "FN_F32", "FN_F16", "FN_BF16", "FN_F64", "FN_ROUND_SUM", "FN_ROUND_NORM")
+    return ffi.sizeof("struct fn_call") == _CALL.size and [getattr(lib, name) for name in names] == [
+        *KINDS.values(),
+        ROUND_SUM,
+        ROUND_NORM,
+    ]

@@ -1,0 +1,182 @@
+"""Runs a call without torch's dispatcher: checks it, allocates its outputs, and passes it to the backend chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fusednorm import fast_path
+from fusednorm.call import Backward, Flags, Forward, Operation
+from fusednorm.checks import (
+    check_flags,
+    check_operands,
+    check_overlap,
+    dtypes_of_outputs,
+    number,
+    refuse_layout,
+    rows_to_write,
+)
+from fusednorm.composition import Composition
+from fusednorm.contract import FirstCalls
+from fusednorm.layout import Rows, common_levels, in_levels, packed, rows_of
+from fusednorm.registry import Backend, fast_paths, operation_of, request, select, selected
+
+#: What serves the calls of an operation.
+Chosen = Backend | FirstCalls | Composition
+
+
+def backend_of(operation: Operation) -> Chosen:
+    """The backend for a call. The first call of an operation warns of a slow one, and may open the fast path."""
+    backend = selected(operation)
+    if backend is None:
+        backend, explanation = select(operation)
+        explanation.warn()
+        fast_path.open_to(explanation, fast_paths)
+    return backend
+
+
+def fast_path_first(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    flags: Flags,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    rstd: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """As :func:`forward`, by the fast path if that takes the call. The caller has asked who listens."""
+    take = fast_paths.get(request())
+    if take is not None and flags.out_dtype is None and flags.residual_dtype is None:
+        found = take(x, residual, weight, out, residual_out, *flags[:4], rstd, False)
+        if found is not None:
+            return found
+    return forward(x, residual, weight, flags, out, residual_out, rstd)
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    flags: Flags,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    rstd: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Both outputs (the second None without a residual).
+
+    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square.
+    """
+    check_operands(x, residual, weight, out, residual_out)
+    eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)
+    check_flags(round_sum=flags.round_sum, round_norm=flags.round_norm)
+    out_dtype, total_dtype = dtypes_of_outputs(x, residual, out, residual_out, flags.out_dtype, flags.residual_dtype)
+    operation = operation_of(x, residual, weight, out_dtype, total_dtype, flags.round_sum, flags.round_norm)
+    hidden_size = operation.hidden_size
+    rows = x.numel() // hidden_size
+
+    x_rows = rows_of(x)
+    if x_rows is None:
+        if out is x or residual_out is x:
+            refuse_layout("x", x)
+        x, x_rows = packed(x), Rows(1, rows, 0, hidden_size)
+    residual_rows = None
+    if residual is not None:
+        residual_rows = rows_of(residual)
+        if residual_rows is None:
+            if out is residual or residual_out is residual:
+                refuse_layout("residual", residual)
+            residual, residual_rows = packed(residual), Rows(1, rows, 0, hidden_size)
+    if weight is not None:
+        weight = packed(weight)
+
+    new = Rows(1, rows, 0, hidden_size)
+    out_rows = new if out is None else rows_to_write("out", out, hidden_size, x, residual)
+    total_rows = None if residual is None else new
+    if residual_out is not None:
+        total_rows = rows_to_write("residual_out", residual_out, hidden_size, x, residual)
+    written = [tensor for tensor in (out, residual_out) if tensor is not None]
+    if rows and written:
+        check_overlap(
+            None if out is None else (out, out_rows),
+            None if residual_out is None or total_rows is None else (residual_out, total_rows),
+            (x, x_rows),
+            None if residual is None or residual_rows is None else (residual, residual_rows),
+            weight,
+            hidden_size,
+        )
+    # The levels of what is written come first: inputs can be copied.
+    inner, strides = common_levels((out_rows, total_rows, x_rows, residual_rows))
+    if strides[1] is None and residual_out is not None:
+        refuse_layout("residual_out", residual_out)
+    if strides[2] is None:
+        x, strides[2] = packed(x), (inner * hidden_size, hidden_size)
+    if strides[3] is None and residual is not None:
+        residual, strides[3] = packed(residual), (inner * hidden_size, hidden_size)
+    out_strides, total_strides, x_strides, residual_strides = (s or (0, 0) for s in strides)
+
+    if out is None:
+        out = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+    if residual is not None and residual_out is None:
+        residual_out = torch.empty_like(residual, dtype=total_dtype, memory_format=torch.contiguous_format)
+    backend = backend_of(operation)
+    # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
+    for tensor in written:
+        increment_version(tensor)
+    if rows:
+        call = Forward(
+            *(x, residual, weight, out, residual_out, rstd, operation, rows, inner),
+            (x_strides, residual_strides, out_strides, total_strides),
+            eps,
+            weight_offset,
+        )
+        run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
+        run(call)
+    return out, residual_out
+
+
+def backward(
+    backend: Chosen,
+    operation: Operation,
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, the residual and the weight, as far as they are needed; else None."""
+    need_x, need_residual, need_weight = needs
+    need_residual = need_residual and operation.residual is not None
+    need_weight = need_weight and weight is not None
+    dx = dresidual = dweight = None
+    if need_x or need_residual:
+        dx = torch.empty(h.shape, dtype=operation.x if need_x else operation.residual, device=h.device)
+    if need_x and need_residual and operation.residual != operation.x:
+        dresidual = torch.empty(h.shape, dtype=operation.residual, device=h.device)
+    if need_weight and weight is not None:
+        dweight = torch.empty_like(weight)
+    of_residual = (dx if dresidual is None else dresidual) if need_residual else None
+    gradients = (dx if need_x else None, of_residual, dweight)
+
+    rows = h.numel() // operation.hidden_size
+    if rows == 0 or not any(needs):
+        return gradients[0], gradients[1], None if dweight is None else dweight.zero_()
+    take = getattr(backend, "backward_on_fast_path", None)
+    if take is not None and take(dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, weight_offset):
+        return gradients
+    (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
+    assert dy_rows is not None
+    assert h_rows is not None
+    weight = None if weight is None else packed(weight)
+    backend.backward(
+        Backward(
+            *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, dweight, operation, rows, inner),
+            (strides[0], strides[1], strides[2]),
+            weight_offset,
+        )
+    )
+    return gradients
