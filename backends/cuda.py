@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from fusednorm import fast_path as path
 from fusednorm import packing
-from fusednorm.backends import reference
-from fusednorm.backends.cuda_compiler import bindings, checked, compiler_version, driver_version, from_cache
+from fusednorm.backends import cuda_compiler, reference
+from fusednorm.backends.cuda_compiler import checked
 from fusednorm.backends.cuda_kernels import LONGEST, Layout, Variant, backward_variants, forward_variant
 from fusednorm.backends.kernel_kinds import (
     UNTRIED,
@@ -80,16 +81,16 @@ def unavailable() -> list[str]:
     if not torch.cuda.is_available():
         return ["torch finds no NVIDIA GPU; `nvidia-smi` shows what the driver finds"]
     try:
-        driver, nvrtc = bindings()
+        driver, nvrtc = cuda_compiler.bindings()
         lacked = ", ".join(filter(None, (lacking(driver, DRIVER), lacking(nvrtc, COMPILER))))
         if lacked:
             cure = "update fusednorm, or `pip install 'cuda-bindings>=12.6,<14'`"
             return [f"cuda-bindings {version('cuda-bindings')} lack {lacked}, which fusednorm calls; {cure}"]
-        compiler = compiler_version()
+        compiler = cuda_compiler.compiler_version()
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no such library, or it is damaged
         return [f"NVRTC cannot be used ({error}); {_CURE}"]
     try:
-        found = driver_version()
+        found = cuda_compiler.driver_version()
     except RuntimeError as error:  # likewise; or it lacks the function, or the function fails
         return [f"NVIDIA's driver cannot be used ({error}); `nvidia-smi` shows whether others can use it"]
     needed = max(_OLDEST_DRIVER, compiler[0] * 1000)  # a driver loads what is compiled for its major version of CUDA
@@ -140,14 +141,14 @@ def _cuda(version: int) -> str:
 @functools.cache
 def _driver_function(name: str) -> int:
     """The address of a function of the driver."""
-    driver, _ = bindings()
+    driver, _ = cuda_compiler.bindings()
     return int(checked(driver.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0), "cuGetProcAddress"))
 
 
 @functools.cache
 def _primary_context(device: int) -> Any:
     """The context of a device that torch uses; kept for as long as there are kernels, which is for ever."""
-    driver, _ = bindings()
+    driver, _ = cuda_compiler.bindings()
     return checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
 
 
@@ -173,12 +174,12 @@ def _load(variant: Variant, device: int) -> int:
     found = _functions.get(identity)
     if found is not None:
         return found
-    driver, _ = bindings()
-    with torch.cuda.device(device):
+    driver, _ = cuda_compiler.bindings()
+    with nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
         if not int(checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):  # a thread that has used no GPU yet
             checked(driver.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
         module = checked(
-            driver.cuModuleLoadData(from_cache(variant, capability(device))),
+            driver.cuModuleLoadData(cuda_compiler.from_cache(variant, capability(device))),
             f"loading the kernel {variant.kernel} (a driver as new as NVRTC, which compiled it, can)",
         )
         function = checked(driver.cuModuleGetFunction(module, variant.kernel.encode()), "cuModuleGetFunction")
@@ -211,7 +212,7 @@ def _launch(
         _hold(packed, device, variants())
         status = path.launch_cuda(packed, stream)
     if status:
-        driver, _ = bindings()
+        driver, _ = cuda_compiler.bindings()
         raise BackendError(f"the launch of a CUDA kernel failed: {driver.CUresult(status).name}")
 
 

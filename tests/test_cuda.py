@@ -18,9 +18,11 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import doctor, registry
-from fusednorm.backends import cuda
-from fusednorm.backends.gpu_host import lacking
+from fusednorm import doctor, fast_path, registry
+from fusednorm import run as front_end
+from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, lacking
+from fusednorm.call import Forward, RMSNorm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
 compiles = pytest.mark.skipif(
@@ -40,28 +42,17 @@ KERNELS = (
 def variants(x, residual, size, alignment, capability):
     """All kernels of both passes, by what they do."""
     accumulator = F64 if x == F64 else F32
-    forward = (x, residual, x, x, True, size, False, True, False, alignment)
-    backward = (
-        x,
-        residual,
-        residual,
-        x,
-        x,
-        None if residual == x else residual,
-        x,
-        accumulator,
-        size,
-        False,
-        alignment,
-    )
-    found = {"forward": cuda.forward_variant(*forward, capability)}
-    return {**found, **cuda.backward_variants(*backward, capability)}
+    forward = ForwardKind(x, residual, x, x, residual, size, True, False, True, False, alignment)
+    dresidual = None if residual == x else residual
+    backward = BackwardKind(x, residual, residual, x, x, dresidual, x, accumulator, size, False, alignment)
+    found = {"forward": cuda_kernels.forward_variant(forward, capability)}
+    return {**found, **cuda_kernels.backward_variants(backward, capability)}
 
 
 def tool(name):
     """A program of NVIDIA's wheels."""
-    (nvidia,) = importlib.util.find_spec("nvidia").submodule_search_locations
-    return next(path for path in Path(nvidia).rglob(name) if path.is_file())
+    folders = importlib.util.find_spec("nvidia").submodule_search_locations
+    return next(path for nvidia in folders for path in Path(nvidia).rglob(name) if path.is_file())
 
 
 def printed(option, code, folder):
@@ -93,7 +84,7 @@ def instructions_of(code, folder):
 def test_machine_code(tmp_path, capability, x, residual, size):
     """Accesses of 16 bytes (32 from sm_100 on) to whole sectors, and nothing spilled."""
     for name, variant in variants(x, residual, size, 32, capability).items():
-        code = cuda.compiled(variant, capability)
+        code = cuda_compiler.compiled(variant, capability)
         registers, stack, shared = resources(code, tmp_path)
         instructions, offsets = instructions_of(code, tmp_path)
         assert stack == 0, name
@@ -122,7 +113,7 @@ def test_rows_that_begin_anywhere(tmp_path, capability):
     for x, residual in (*TYPES, (F16, F16), (F64, F64)) if capability == 90 else TYPES:
         for size in (896, 16384) if capability == 90 else (16384,):
             for name, variant in variants(x, residual, size, x.itemsize, capability).items():
-                registers, stack, _ = resources(cuda.compiled(variant, capability), tmp_path)
+                registers, stack, _ = resources(cuda_compiler.compiled(variant, capability), tmp_path)
                 assert stack == 0, (x, residual, size, name)
                 assert registers * variant.threads <= 65536, (x, residual, size, name)
 
@@ -133,21 +124,23 @@ def test_every_operation_is_rounded_by_itself(tmp_path):
     counts = set()
     for size in (1024, 4096, 8192, 5120):
         variant = variants(BF16, BF16, size, 16, 90)["forward"]
-        ptx = cuda.compiled(variant, 93).decode()  # NVRTC does not know 9.3
+        ptx = cuda_compiler.compiled(variant, 93).decode()  # NVRTC does not know 9.3
         assert ".target sm_90" in ptx
         assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
         assert "sqrt.rn.f32" in ptx
         assert "div.rn.f32" in ptx
-        instructions, _ = instructions_of(cuda.compiled(variant, 90), tmp_path)
+        instructions, _ = instructions_of(cuda_compiler.compiled(variant, 90), tmp_path)
         counts.add(sum(i.startswith("FFMA") for i in instructions))
     assert len(counts) == 1
     for variant in variants(F64, F64, 4096, 16, 90).values():
-        assert not re.findall(r"\bfma\b|\.approx", cuda.compiled(variant, 93).decode())
+        assert not re.findall(r"\bfma\b|\.approx", cuda_compiler.compiled(variant, 93).decode())
 
 
 @compiles
 def test_the_tree_takes_few_shuffles_and_one_barrier(tmp_path):
-    instructions, _ = instructions_of(cuda.compiled(variants(BF16, BF16, 4096, 16, 90)["forward"], 90), tmp_path)
+    instructions, _ = instructions_of(
+        cuda_compiler.compiled(variants(BF16, BF16, 4096, 16, 90)["forward"], 90), tmp_path
+    )
     assert sum(i.startswith("SHFL") for i in instructions) == 14
     assert sum(i.startswith("BAR") for i in instructions) == 1
 
@@ -155,17 +148,17 @@ def test_the_tree_takes_few_shuffles_and_one_barrier(tmp_path):
 @compiles
 def test_what_does_not_compile_raises_with_the_log(monkeypatch):
     variant = variants(BF16, BF16, 4096, 16, 90)["forward"]
-    monkeypatch.setattr(cuda, "_sources", lambda: {"forward.cu": b'#error "no such luck"'})
+    monkeypatch.setattr(cuda_compiler, "_sources", lambda: {"forward.cu": b'#error "no such luck"'})
     with pytest.raises(fusednorm.BackendError, match="no such luck"):
-        cuda.compiled(variant, 90)
+        cuda_compiler.compiled(variant, 90)
 
 
 def test_a_layout_depends_on_the_row_alone():
     """Not on the number of rows; and the widest access that all operands allow, never beyond a row's end."""
     for capability in ARCHITECTURES:
-        for size in (1, 31, 33, 1000, 1029, 4096, 5120, 16384, 16385, 131072, 262144, cuda.LONGEST):
+        for size in (1, 31, 33, 1000, 1029, 4096, 5120, 16384, 16385, 131072, 262144, cuda_kernels.LONGEST):
             for alignment in (2, 4, 8, 16, 32):
-                layout = cuda.Layout.of(size, [BF16, F32], alignment, capability)
+                layout = cuda_kernels.Layout.of(size, [BF16, F32], alignment, capability)
                 assert size % layout.vector == 0
                 assert layout.aligned <= alignment
                 assert layout.aligned <= (32 if capability >= 100 else 16)
@@ -175,7 +168,9 @@ def test_a_layout_depends_on_the_row_alone():
                 assert not layout.full or layout.wide or covered == size
 
 
-VARIANT = cuda.forward_variant(BF16, BF16, BF16, BF16, False, 4096, False, True, False, 16, 90)
+VARIANT = cuda_kernels.forward_variant(
+    ForwardKind(BF16, BF16, BF16, BF16, BF16, 4096, True, False, False, False, 16), 90
+)
 
 
 @pytest.fixture
@@ -188,18 +183,18 @@ def cache(monkeypatch, tmp_path):
         return b"machine code %d" % found.compiled
 
     monkeypatch.setenv("FUSEDNORM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cuda, "compiled", compiled)
-    monkeypatch.setattr(cuda, "_compiler_version", lambda: (13, 0))
-    monkeypatch.setattr(cuda, "_sources", lambda: {"forward.cu": found.source})
+    monkeypatch.setattr(cuda_compiler, "compiled", compiled)
+    monkeypatch.setattr(cuda_compiler, "compiler_version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_compiler, "_sources", lambda: {"forward.cu": found.source})
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, found.driver))
     nvrtc = SimpleNamespace(nvrtcGetSupportedArchs=lambda: (0, [75, 80, 90]))
-    monkeypatch.setattr(cuda, "bindings", lambda: (driver, nvrtc))
-    cuda._warn_once.cache_clear()
+    monkeypatch.setattr(cuda_compiler, "bindings", lambda: (driver, nvrtc))
+    cuda_compiler._warn_once.cache_clear()
     return found
 
 
 def test_what_was_compiled_is_kept(cache):
-    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 1"
+    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
     (file,) = cache.folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert cache.folder.stat().st_mode & 0o777 == 0o700
@@ -207,14 +202,14 @@ def test_what_was_compiled_is_kept(cache):
 
 
 def test_another_source_driver_or_gpu_is_compiled_again(cache):
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     cache.source = b"two"
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     cache.driver = 13010
-    cuda.kept(VARIANT, 90)
-    cuda.kept(VARIANT, 80)
+    cuda_compiler.from_cache(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 80)
     assert cache.compiled == 4
-    cuda.kept(VARIANT, 80)
+    cuda_compiler.from_cache(VARIANT, 80)
     assert cache.compiled == 4
 
 
@@ -231,22 +226,22 @@ def test_another_source_driver_or_gpu_is_compiled_again(cache):
     ids=["truncated", "shorter than its checksum", "empty", "one byte wrong", "a wrong checksum", "no code"],
 )
 def test_a_damaged_file_is_compiled_again(cache, spoil):
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     (file,) = cache.folder.iterdir()
     file.write_bytes(spoil(file.read_bytes()))
-    assert cuda.kept(VARIANT, 90) == b"machine code 2"
-    assert cuda.kept(VARIANT, 90) == b"machine code 2"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
 
 
 def test_a_file_that_was_renamed_is_compiled_again(cache):
     """Its checksum is right, and it was written by this user: but for another kernel."""
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     (file,) = cache.folder.iterdir()
-    cuda.kept(VARIANT, 80)
+    cuda_compiler.from_cache(VARIANT, 80)
     (other,) = set(cache.folder.iterdir()) - {file}
     os.replace(other, file)
-    assert cuda.kept(VARIANT, 90) == b"machine code 3"
-    assert cuda.kept(VARIANT, 90) == b"machine code 3"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
 
 
 owned = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's files have no owners")
@@ -254,12 +249,12 @@ owned = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's fil
 
 @owned
 def test_a_file_that_others_can_write_is_compiled_again(cache):
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     (file,) = cache.folder.iterdir()
     for count, mode in enumerate((0o666, 0o620), 2):
         file.chmod(mode)
-        assert cuda.kept(VARIANT, 90) == b"machine code %d" % count
-        assert cuda.kept(VARIANT, 90) == b"machine code %d" % count
+        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code %d" % count
+        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code %d" % count
 
 
 def given_away(path, monkeypatch):
@@ -272,27 +267,27 @@ def given_away(path, monkeypatch):
 
 @owned
 def test_a_file_of_somebody_else_is_not_loaded(cache, monkeypatch):
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     (file,) = cache.folder.iterdir()
     given_away(file, monkeypatch)
-    assert cuda.kept(VARIANT, 90) == b"machine code 2"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
 
 
 @owned
 @pytest.mark.parametrize("spoil", ["mode", "owner"])
 def test_a_folder_that_others_can_write_is_not_used(cache, caplog, monkeypatch, spoil):
     """Nothing is read there, nothing written; one warning says why, and so does the doctor."""
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     if spoil == "mode":
         cache.folder.chmod(0o777)
     else:
         given_away(cache.folder, monkeypatch)
     for count in (2, 3):
-        assert cuda.kept(VARIANT, 90) == b"machine code %d" % count
-    cuda.kept(VARIANT, 80)
+        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code %d" % count
+    cuda_compiler.from_cache(VARIANT, 80)
     assert len(list(cache.folder.iterdir())) == 1
     (warning,) = (record.getMessage() for record in caplog.records)
-    found = cuda.cache()
+    found = cuda_compiler.cache()
     for text in (warning, found["problem"]):
         assert "others can write to it" in text
         assert str(cache.folder) in text
@@ -303,18 +298,18 @@ def test_a_folder_that_others_can_write_is_not_used(cache, caplog, monkeypatch, 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="takes a POSIX system")
 def test_what_is_no_file_is_not_loaded(cache, tmp_path):
     """A link, a pipe that nobody writes to, a folder: in place of a compiled kernel."""
-    cuda.kept(VARIANT, 90)
+    cuda_compiler.from_cache(VARIANT, 90)
     (file,) = cache.folder.iterdir()
     os.replace(file, tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert cuda.kept(VARIANT, 90) == b"machine code 2"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
     assert not file.is_symlink()
     file.unlink()
     os.mkfifo(file)
-    assert cuda.kept(VARIANT, 90) == b"machine code 3"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
     file.unlink()
     file.mkdir()
-    assert cuda.kept(VARIANT, 90) == b"machine code 4"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 4"
     assert [path.name for path in cache.folder.iterdir()] == [file.name]
 
 
@@ -323,12 +318,12 @@ def test_a_folder_behind_a_link(cache, tmp_path, caplog):
     """Used if what it leads to is this user's alone; where it leads nowhere, nothing is kept."""
     cache.folder.parent.mkdir()
     cache.folder.symlink_to(tmp_path / "nowhere")
-    assert cuda.kept(VARIANT, 90) == b"machine code 1"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     (tmp_path / "nowhere").mkdir(mode=0o700)
-    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 2"
+    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
     (tmp_path / "nowhere").chmod(0o777)
-    assert cuda.kept(VARIANT, 90) == b"machine code 3"
+    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
 
 
 def test_on_a_full_disk_nothing_is_left_behind(cache, caplog):
@@ -337,13 +332,16 @@ def test_on_a_full_disk_nothing_is_left_behind(cache, caplog):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
-        assert [cuda.kept(VARIANT, 90), cuda.kept(VARIANT, 90)] == [b"machine code 1", b"machine code 2"]
+        assert [cuda_compiler.from_cache(VARIANT, 90), cuda_compiler.from_cache(VARIANT, 90)] == [
+            b"machine code 1",
+            b"machine code 2",
+        ]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(cache.folder.iterdir()) == []
     (warning,) = (record.getMessage() for record in caplog.records)
     assert "File too large" in warning
-    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 3"
+    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
 
 
 @pytest.mark.parametrize(
@@ -374,7 +372,10 @@ def test_rubbish_for_a_cache_folder(cache, caplog, monkeypatch, tmp_path, variab
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert [cuda.kept(VARIANT, 90), cuda.kept(VARIANT, 90)] == [b"machine code 1", b"machine code 2"]
+    assert [cuda_compiler.from_cache(VARIANT, 90), cuda_compiler.from_cache(VARIANT, 90)] == [
+        b"machine code 1",
+        b"machine code 2",
+    ]
     assert list(tmp_path.iterdir()) == []
     (warning,) = (record.getMessage() for record in caplog.records)
     for text in (warning, doctor.report()["cache"]["problem"]):
@@ -386,8 +387,8 @@ def test_rubbish_for_a_cache_folder(cache, caplog, monkeypatch, tmp_path, variab
 def test_an_empty_variable_names_no_cache_folder(cache, monkeypatch, tmp_path, value):
     monkeypatch.setenv("FUSEDNORM_CACHE_DIR", value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "été 中 (1)"))
-    assert cuda.kept(VARIANT, 90) == cuda.kept(VARIANT, 90) == b"machine code 1"
-    assert cuda.cache() == {
+    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
+    assert cuda_compiler.cache() == {
         "folder": str(tmp_path / "été 中 (1)" / "fusednorm" / "cuda"),
         "kernels": 1,
         "problem": None,
@@ -398,17 +399,17 @@ def test_without_a_place_to_write_calls_go_on(cache, caplog):
     cache.folder.parent.mkdir()
     cache.folder.write_text("not a folder")
     with caplog.at_level(logging.WARNING, "fusednorm"):
-        assert cuda.kept(VARIANT, 90) == b"machine code 1"
-        assert cuda.kept(VARIANT, 90) == b"machine code 2"
+        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
+        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
     assert len([r for r in caplog.records if "FUSEDNORM_CACHE_DIR" in r.getMessage()]) == 1
-    assert "is no folder" in cuda.cache()["problem"]
+    assert "is no folder" in cuda_compiler.cache()["problem"]
 
 
 def test_the_doctor_knows_a_folder_that_cannot_be_made(cache, monkeypatch):
     """As the system's answer to whether it may be written, because root may write everywhere."""
-    assert cuda.cache() == {"folder": str(cache.folder), "kernels": 0, "problem": None}
+    assert cuda_compiler.cache() == {"folder": str(cache.folder), "kernels": 0, "problem": None}
     monkeypatch.setattr(os, "access", lambda path, mode: path != cache.folder.parents[1])
-    assert f"{str(cache.folder.parents[1])!r} cannot be written" in cuda.cache()["problem"]
+    assert f"{str(cache.folder.parents[1])!r} cannot be written" in cuda_compiler.cache()["problem"]
 
 
 def test_many_processes_at_once(tmp_path):
@@ -416,12 +417,12 @@ def test_many_processes_at_once(tmp_path):
     code = """
     import sys
     from pathlib import Path
-    from fusednorm.backends import cuda, reference
+    from fusednorm.backends import cuda_compiler
     path, code = Path(sys.argv[1]) / "kernel.bin", bytes(range(256)) * 4096
     for _ in range(50):
-        assert cuda._read(path) in (None, code)
-        cuda._write(path, code)
-    assert cuda._read(path) == code
+        assert cuda_compiler._read(path) in (None, code)
+        cuda_compiler._write(path, code)
+    assert cuda_compiler._read(path) == code
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(code), tmp_path / "cuda"]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
@@ -436,14 +437,15 @@ def test_eight_processes_find_an_empty_cache(tmp_path):
     import os, sys
     from pathlib import Path
     from types import SimpleNamespace
-    from fusednorm.backends import cuda, reference
+    from fusednorm.backends import cuda_compiler
+    from fusednorm.backends.cuda_kernels import Variant
     code = bytes(range(256)) * 4096
-    cuda.bindings = lambda: (
+    cuda_compiler.bindings = lambda: (
         SimpleNamespace(cuDriverGetVersion=lambda: (0, 13000)),
         SimpleNamespace(nvrtcGetSupportedArchs=lambda: (0, [90]), nvrtcVersion=lambda: (0, 13, 0)),
     )
-    cuda.compiled = lambda variant, capability: code
-    variants = [cuda.Variant("forward", (("NUMBER", number),), "@Q", (), 32) for number in range(20)]
+    cuda_compiler.compiled = lambda variant, capability: code
+    variants = [Variant("forward", (("NUMBER", number),), 32, 1, 0, 1) for number in range(20)]
     begin, start = os.pipe()
     children = []
     for _ in range(8):
@@ -451,11 +453,11 @@ def test_eight_processes_find_an_empty_cache(tmp_path):
         if not children[-1]:
             os.close(start)
             os.read(begin, 1)  # until all are there
-            os._exit(not all(cuda.kept(variant, 90) == code for variant in variants for _ in range(2)))
+            os._exit(not all(cuda_compiler.from_cache(variant, 90) == code for variant in variants for _ in range(2)))
     os.close(start)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
-    names = sorted(path.name for path in cuda.cache_directory().iterdir())
-    assert names == sorted(cuda._key(variant, 90, 13000) + ".bin" for variant in variants), names
+    names = sorted(path.name for path in cuda_compiler.cache_directory().iterdir())
+    assert names == sorted(cuda_compiler._key(variant, 90, 13000) + ".bin" for variant in variants), names
     """
     environment = {**os.environ, "FUSEDNORM_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
@@ -476,22 +478,68 @@ class Status(enum.IntEnum):
 CLUSTER, EARLY = 4, 6
 
 
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute, as docs.nvidia.com/cuda/cuda-driver-api has it."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, from the same page."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+def forget():
+    """Lets go of the kernels that are loaded."""
+    cuda._functions.clear()
+    for cached in (cuda._driver_function, cuda._primary_context, cuda._open_launcher):
+        cached.cache_clear()
+    fast_path.open_cuda(0, 0, 0, 0)
+
+
 @pytest.fixture
 def driver(monkeypatch):
-    """A driver that only writes down what it is given."""
-    found = SimpleNamespace(launches=[], loaded=0, statuses=[], capability=90, context="torch's")
-    for cached in (cuda._driver_function, cuda._primary_context):
-        cached.cache_clear()
+    """A driver that only writes down what it is given. Calls are on the GPU 0, which is the current one."""
+    found = SimpleNamespace(launches=[], loaded=0, statuses=[], capability=90, context=1000, pushed=[])
+    forget()
 
-    @cuda._LaunchKernelEx
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def launch(config, function, arguments, extra):
-        given = cuda._Config.from_address(config)
+        given = Config.from_address(config)
         attributes = {given.attributes[i].id: given.attributes[i].value[0] for i in range(given.attribute_count)}
         arguments = ctypes.string_at(ctypes.c_void_p.from_address(arguments).value, found.size)
         names = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes", "stream")
         numbers = {name: getattr(given, name) for name in names}
         found.launches.append(SimpleNamespace(function=function, attributes=attributes, arguments=arguments, **numbers))
         return found.statuses.pop(0) if found.statuses else Status.SUCCESS
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+    def current_device(device):
+        device[0] = 0
+        return Status.SUCCESS if found.context else Status.INVALID_CONTEXT
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def push(context):
+        found.pushed.append(context)
+        return Status.SUCCESS
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def pop(context):
+        found.pushed.append("popped")
+        return Status.SUCCESS
+
+    functions = {"cuLaunchKernelEx": launch, "cuCtxGetDevice": current_device}
+    functions |= {"cuCtxPushCurrent": push, "cuCtxPopCurrent": pop}
+
+    def address(name, *_):
+        return Status.SUCCESS, ctypes.cast(functions[name.decode()], ctypes.c_void_p).value, None
 
     def load(code):
         found.loaded += 1
@@ -511,22 +559,27 @@ def driver(monkeypatch):
         cuFuncSetAttribute=set_attribute,
         cuModuleLoadData=load,
         cuModuleGetFunction=lambda module, name: (Status.SUCCESS, 1234),
-        cuGetProcAddress=lambda *_: (Status.SUCCESS, ctypes.cast(launch, ctypes.c_void_p).value, None),
-        cuCtxGetCurrent=lambda: (Status.SUCCESS, 1 if found.context else 0),
-        cuDevicePrimaryCtxRetain=lambda device: (Status.SUCCESS, f"context {device}"),
+        cuGetProcAddress=address,
+        cuCtxGetCurrent=lambda: (Status.SUCCESS, found.context),
+        cuDevicePrimaryCtxRetain=lambda device: (Status.SUCCESS, 1000 + device),
         cuCtxSetCurrent=set_context,
     )
-    monkeypatch.setattr(cuda, "bindings", lambda: (api, None))
-    monkeypatch.setattr(cuda, "kept", lambda variant, capability: b"code")
+    monkeypatch.setattr(cuda_compiler, "bindings", lambda: (api, None))
+    monkeypatch.setattr(cuda_compiler, "from_cache", lambda variant, capability: b"code")
     monkeypatch.setattr(cuda, "capability", lambda device: found.capability)
-    monkeypatch.setattr(cuda._host, "held", {})
-    monkeypatch.setattr(cuda._host, "ways", {})
-    monkeypatch.setattr(cuda, "quick", None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda, "_stream", lambda device: 77)
     yield found
-    for cached in (cuda._driver_function, cuda._primary_context):
-        cached.cache_clear()
+    forget()
+
+
+def forward(x, residual, weight, out, residual_out, eps, weight_offset):
+    """A forward pass by the backend, of tensors that lie without gaps."""
+    rows, size = x.shape
+    operation = registry.operation_of(x, residual, weight, out.dtype, residual_out.dtype, True, False)
+    strides = ((0, size),) * 4
+    call = Forward(x, residual, weight, out, residual_out, None, operation, rows, rows, strides, eps, weight_offset)
+    cuda.forward(call)
 
 
 def run(found, rows, size, dtype=BF16, offset=0):
@@ -535,7 +588,7 @@ def run(found, rows, size, dtype=BF16, offset=0):
     x, residual = (m.view(rows, size) for m in memory)
     total, out, weight = torch.empty_like(residual), torch.empty_like(x), torch.zeros(size, dtype=dtype)
     found.size = struct.calcsize("@6Q5qi2f0q")
-    cuda.forward(x, residual, weight, out, total, None, rows, size, size, size, size, size, 1e-6, 0.5, True, False)
+    forward(x, residual, weight, out, total, 1e-6, 0.5)
     return found.launches[-1], [t.data_ptr() for t in (x, residual, weight, out, total)]
 
 
@@ -548,9 +601,7 @@ def test_a_launch(driver):
     assert list(given[:6]) == [*pointers, 0]
     assert given[6:12] == (4096, 4096, 4096, 4096, 5, 4096)
     assert given[12:] == (struct.unpack("f", struct.pack("f", 1e-6))[0], 0.5)
-    cuda.forward(
-        *(torch.zeros(1, 64),) * 2, None, *(torch.zeros(1, 64),) * 2, None, 1, *[64] * 5, 1e300, 0.0, True, False
-    )
+    forward(*(torch.zeros(1, 64),) * 2, None, *(torch.zeros(1, 64),) * 2, 1e300, 0.0)
     assert struct.unpack("@6Q5qi2f0q", driver.launches[-1].arguments)[12] == float("inf")
     launch, _ = run(driver, 33, 128)  # 8 rows per warp, 4 warps per block
     assert (launch.grid_x, launch.block_x) == (2, 128)
@@ -560,8 +611,7 @@ def test_rows_too_wide_for_a_block_go_to_a_cluster_where_there_are_any(driver):
     launch, _ = run(driver, 3, 65536)
     assert (launch.grid_x, launch.block_x, launch.attributes) == (12, 512, {CLUSTER: 4, EARLY: 1})
     driver.capability = 80
-    cuda._host.held.clear()
-    cuda._host.ways.clear()
+    forget()
     launch, _ = run(driver, 3, 65536)
     assert (launch.grid_x, launch.block_x, launch.attributes) == (3, 512, {})
     assert launch.shared_bytes == driver.shared == 131_072
@@ -589,7 +639,8 @@ def test_programs_of_a_backward_pass_follow_the_rows(driver, rows, size, program
     """As many threads as have something to do: several blocks of short rows to a program, the more columns of few."""
     h, rstd, weight = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows), torch.zeros(size, dtype=BF16)
     driver.size = 0
-    cuda.backward(h, None, h, rstd, weight, 0.0, BF16, BF16, (True, True, True))
+    operation = registry.operation_of(h, h, weight, BF16, BF16, True, False)
+    front_end.backward(cuda, operation, h, None, h, rstd, weight, 0.0, (True, True, True))
     assert tuple(launch.grid_x for launch in driver.launches) == programs
 
 
@@ -604,18 +655,19 @@ def test_rows_eps_and_strides_never_load_another_kernel(driver):
 
 
 def test_a_thread_without_a_context_gets_one(driver):
-    """Before the launch: one that the driver refuses may end a capture."""
-    driver.context = None
-    run(driver, 1, 4096)  # loads the kernel on the current device
-    assert driver.context == "context 3"
-    driver.context = None
+    """To load a kernel, and for each launch: one that the driver refuses may end a capture."""
+    driver.context = 0
     run(driver, 1, 4096)
-    assert driver.context == "context None"  # of the tensors' device, which is the CPU here
+    assert driver.context == 1000
+    assert driver.pushed == []
+    driver.context = 0
+    run(driver, 1, 4096)
+    assert driver.pushed == [1000, "popped"]
     assert len(driver.launches) == 2
 
 
 def test_a_kernel_that_the_driver_does_not_load_raises(driver, monkeypatch):
-    api, _ = cuda.bindings()
+    api, _ = cuda_compiler.bindings()
     monkeypatch.setattr(api, "cuModuleLoadData", lambda code: (Status.INVALID_IMAGE, None))
     with pytest.raises(
         fusednorm.BackendError, match=r"loading the kernel forward \(a driver as new as NVRTC.*INVALID_IMAGE"
@@ -634,9 +686,8 @@ def test_an_operand_between_two_elements_is_refused(driver):
     x, residual, weight = operands(Case(rows=1, hidden=64).of(F16))
     memory = torch.frombuffer(bytearray(130), dtype=torch.uint8)
     between = torch.frombuffer(memory.numpy(), dtype=F16, offset=1, count=64).view(1, 64)
-    strides = (64, 64, 64, 64)
     with pytest.raises(ValueError, match=r"^residual begins at an address that is no multiple of 2"):
-        cuda.forward(x, between, weight, x, residual, None, 1, 64, *strides, 1e-6, 0.0, True, False)
+        forward(x, between, weight, x, residual, 1e-6, 0.0)
     assert driver.launches == []
 
 
@@ -649,8 +700,8 @@ def machine(monkeypatch):
             setattr(part, outer, SimpleNamespace(**{inner: None}))
     found.driver.cuDriverGetVersion = lambda: (Status.SUCCESS, 13000)
     found.nvrtc.nvrtcVersion = lambda: (Status.SUCCESS, 13, 0)
-    monkeypatch.setattr(cuda, "bindings", lambda: (found.driver, found.nvrtc))
-    monkeypatch.setattr(cuda, "_compiler_version", cuda._compiler_version.__wrapped__)
+    monkeypatch.setattr(cuda_compiler, "bindings", lambda: (found.driver, found.nvrtc))
+    monkeypatch.setattr(cuda_compiler, "compiler_version", cuda_compiler.compiler_version.__wrapped__)
     monkeypatch.setattr(cuda, "capability", lambda device: found.capabilities[device or 0])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -658,8 +709,8 @@ def machine(monkeypatch):
     return found
 
 
-def signature(device):
-    return registry.Signature(torch.device(device), BF16, BF16, BF16, BF16, 4096, True, False)
+def operation(device):
+    return RMSNorm(torch.device(device), BF16, BF16, BF16, BF16, 4096, True, False, BF16)
 
 
 def test_one_old_gpu_does_not_disable_the_others(machine):
@@ -667,15 +718,15 @@ def test_one_old_gpu_does_not_disable_the_others(machine):
     machine.capabilities = [90, 70, 100]
     assert cuda.unavailable() == []
     reason = "cuda:1 has compute capability 7.0; the kernels need 7.5"
-    refused = {device: cuda.unsuitable(signature(device)) for device in ("cuda:0", "cuda:1", "cuda:2", "cuda")}
+    refused = {device: cuda.unsuitable(operation(device)) for device in ("cuda:0", "cuda:1", "cuda:2", "cuda")}
     assert refused == {"cuda:0": [], "cuda:1": [reason], "cuda:2": [], "cuda": []}
     with fusednorm.use_backend("cuda,reference"):
-        chosen = registry._choose(signature("cuda:0"))
+        chosen = registry.choose(operation("cuda:0"))
         assert chosen.backend == "cuda"
         assert chosen.plan.endswith("our tests have not run on a GPU yet")
-        assert registry._choose(signature("cuda:1")).passed_over["cuda"] == [reason]
+        assert registry.choose(operation("cuda:1")).passed_over["cuda"] == [reason]
     with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=reason):
-        registry._choose(signature("cuda:1"))
+        registry.choose(operation("cuda:1"))
 
 
 def test_only_old_gpus(machine):
@@ -694,12 +745,12 @@ def test_bindings_without_a_name_are_a_reason(machine, monkeypatch, name):
     (reason,) = cuda.unavailable()
     assert re.match(rf"cuda-bindings 99\.0 lack {name}, which fusednorm calls; .*pip install", reason)
     with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=re.escape(reason)):
-        registry._choose(signature("cuda:0"))
+        registry.choose(operation("cuda:0"))
 
 
 def test_every_name_of_the_bindings_that_is_used_is_asked_for():
     """Also those that are put together: of machine code and of PTX."""
-    source = Path(cuda.__file__).read_text()
+    source = Path(cuda.__file__).read_text() + Path(cuda_compiler.__file__).read_text()
     found = set(re.findall(r"\b_?(?:driver|nvrtc)\.(cu\w+|CU\w+(?:\.CU_\w+)?|nvrtc\w+)", source))
     found |= {f"nvrtcGet{kind}{size}" for kind in ("CUBIN", "PTX") for size in ("", "Size")}
     assert found == {*cuda.DRIVER, *cuda.COMPILER}
@@ -707,7 +758,7 @@ def test_every_name_of_the_bindings_that_is_used_is_asked_for():
 
 @compiles
 def test_the_bindings_have_every_name_that_is_used():
-    driver, nvrtc = cuda.bindings()
+    driver, nvrtc = cuda_compiler.bindings()
     assert lacking(driver, cuda.DRIVER) == lacking(nvrtc, cuda.COMPILER) == ""
 
 
@@ -731,20 +782,20 @@ def raising(error):
     ids=["older driver", "driver fails", "no driver", "no NVRTC", "no bindings", "NVRTC fails"],
 )
 def test_a_driver_or_compiler_that_cannot_be_used(machine, monkeypatch, part, function, reason):
-    """Passed over with a reason where nothing was ordered; an error with that reason where it was."""
+    """Passed over with a reason where no backend was requested; an error with that reason where it was."""
     assert cuda.unavailable() == []
     name = {"driver": "cuDriverGetVersion", "nvrtc": "nvrtcVersion"}[part]
     monkeypatch.setattr(getattr(machine, part), name, function)
     (found,) = cuda.unavailable()
     assert re.search(reason, found)
-    bf16 = signature("cuda")
-    token = registry._order.set("")
+    bf16 = operation("cuda")
+    token = registry._request.set("")
     try:
-        assert registry._choose(bf16).passed_over["cuda"] == [found]
+        assert registry.choose(bf16).passed_over["cuda"] == [found]
     finally:
-        registry._order.reset(token)
+        registry._request.reset(token)
     with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=re.escape(found)):
-        registry._choose(bf16)
+        registry.choose(bf16)
 
 
 STUBS = {
@@ -798,6 +849,6 @@ def test_why_not(monkeypatch):
     if torch.version.cuda is None:
         assert "built without CUDA" in cuda.unavailable()[0]
     monkeypatch.setattr(cuda, "capability", lambda device: 90)
-    signature = fusednorm.explain(torch.ones(1, 8)).signature._replace(hidden_size=cuda.LONGEST + 1)
+    signature = fusednorm.explain(torch.ones(1, 8)).operation._replace(hidden_size=cuda_kernels.LONGEST + 1)
     assert "longer than" in cuda.unsuitable(signature)[0]
-    assert cuda.unsuitable(signature._replace(hidden_size=cuda.LONGEST)) == []
+    assert cuda.unsuitable(signature._replace(hidden_size=cuda_kernels.LONGEST)) == []

@@ -414,8 +414,8 @@ KERNELS = {
 def forget():
     """Lets go of the kernels that the backend has loaded."""
     if BACKEND == "cuda":
-        cuda._host.forget()
-        cuda._open_quick_way.__wrapped__()
+        cuda._functions.clear()
+        cuda._open_launcher.__wrapped__()
     else:
         triton_gpu._host.forget()
 

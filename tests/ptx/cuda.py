@@ -96,15 +96,15 @@ def install(capability):
     """
     import torch
 
-    from fusednorm import quick
-    from fusednorm.backends import cuda
+    from fusednorm import fast_path
+    from fusednorm.backends import cuda, cuda_compiler
 
-    _, nvrtc = cuda.bindings()
+    _, nvrtc = cuda_compiler.bindings()
     driver = Driver()
-    if quick.OPEN:
-        assert quick._open(driver.exchange_api(torch.Tensor.__dlpack_c_exchange_api__))
+    if fast_path.OPEN:
+        assert fast_path._open(driver.exchange_api(torch.Tensor.__dlpack_c_exchange_api__))
     both = driver, Compiler(nvrtc)
-    cuda.bindings = lambda: both
+    cuda_compiler.bindings = lambda: both
     cuda.DEVICES = ("cuda", "cpu")
     cuda.unavailable = list
     cuda.capability = lambda device: capability

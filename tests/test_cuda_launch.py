@@ -1,0 +1,373 @@
+"""C launches the CUDA kernels that Python has loaded, for the fast path and for Python; under tests/emulation/ptx."""
+
+import ctypes
+import itertools
+import os
+import re
+import struct
+import threading
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import fast_path, packing, registry, run
+from fusednorm.backends import cuda, cuda_compiler, cuda_kernels, reference
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
+from fusednorm.call import Backward, Forward, RMSNorm
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
+
+pytestmark = pytest.mark.skipif(
+    "FUSEDNORM_EMULATED_SM" not in os.environ or os.environ["FUSEDNORM_BACKEND"] != "cuda" or not fast_path.OPEN,
+    reason="takes tests/emulation/ptx, and DLPack's exchange API, which torch has since 2.10",
+)
+
+
+def test_forward():
+    """Nothing before; afterwards the same bits, in the same layouts; never what overlaps or begins between elements."""
+    take = fast_path.forward_on({"cuda"})
+
+    def fast(case, x, residual, weight, out=None, residual_out=None):
+        numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
+        return take(x, residual, weight, out, residual_out, *numbers, None, True)
+
+    for case in (
+        Case(rows=5, hidden=968).of(BF16),
+        Case(rows=1, hidden=968).of(BF16, residual=F32, weight=None, round_norm=True, eps=1e-3),
+        Case(rows=9, hidden=72).of(F16, residual=None, weight_offset=1.0),
+        Case(rows=3, hidden=1528).of(F64, weight_offset=0.5, eps=1e-2),
+        Case(rows=2, hidden=20_008).of(BF16, round_sum=False),
+    ):
+        x, residual, weight = operands(case)
+        y, total = expected(case, "cuda")
+        assert fast(case, x, residual, weight) is None, case
+        with fusednorm.use_backend("cuda"):
+            call(case, x, residual, weight)
+        for _ in range(2):
+            got, got_total = fast(case, x, residual, weight)
+            assert not differing(got, y).any(), case
+            assert residual is None or not differing(got_total, total).any(), case
+        given = x.clone()
+        got, _ = fast(case, given, residual, weight, given, None if residual is None else residual.clone())
+        assert got is given
+        assert not differing(given, y).any(), case
+
+    case = Case(rows=5, hidden=968).of(BF16)
+    x, residual, weight = operands(case)
+    memory = torch.zeros(12, 968, dtype=BF16)
+    memory[:5] = x
+    for outputs in (
+        (memory[1:6], None),  # shares rows with x
+        (memory[6:11], memory[6:11]),  # both in one place
+        (torch.cat([memory, memory])[:5], memory[4:9]),
+    ):
+        before = memory.clone()
+        assert fast(case, memory[:5], residual, weight, *outputs) is None
+        assert torch.equal(memory, before)
+    unaligned = torch.zeros(5 * 968 + 1, dtype=BF16)[1:].view(5, 968)
+    assert fast(case, unaligned, residual, weight) is None
+    assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None, True) is None
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=5, hidden=968).of(BF16),
+        Case(rows=300, hidden=72).of(F16, residual=F32, weight_offset=1.0),
+        Case(rows=2600, hidden=520).of(BF16),
+        Case(rows=3, hidden=1528).of(F64, residual=None, weight_offset=0.5),
+        Case(rows=2, hidden=20_008).of(BF16, round_sum=False),
+    ],
+    ids=str,
+)
+def test_backward(case, needs, monkeypatch):
+    """Nothing before; afterwards the same bits, with gaps between the rows too."""
+    x, residual, weight = operands(case)
+    h, rstd = x.float() if x.dtype != F64 else x, torch.rand(case.rows, dtype=x.dtype if x.dtype == F64 else F32)
+    dy = torch.cat([x, x], dim=1)[:, : case.hidden]
+    operation = RMSNorm(
+        *(x.device, x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype),
+        *(x.dtype, case.hidden, case.round_sum, case.round_norm, None if residual is None else residual.dtype),
+    )
+    given = (dy, None, h, rstd, weight, case.weight_offset)
+    taken, take = [], cuda.backward_on_fast_path
+    nothing_held()
+    monkeypatch.setattr(cuda, "backward_on_fast_path", lambda *operands: taken.append(take(*operands)) or taken[-1])
+    expected = run.backward(cuda, operation, *given, needs)
+    got = run.backward(cuda, operation, *given, needs)
+    assert taken == [False, True]
+    wanted = reference.gradients(*given, operation.x, operation.residual, needs)
+    for one, other, third in zip(got, expected, wanted, strict=True):
+        assert (one is None) == (third is None)
+        assert one is None or not (differing(one, other) | differing(one, third)).any()
+
+
+def nothing_held():
+    """Has C forget the kernels that it holds, which stay loaded."""
+    cuda._open_launcher.__wrapped__()
+
+
+class Config(ctypes.Structure):
+    """The beginning of CUlaunchConfig (docs.nvidia.com/cuda/cuda-driver-api)."""
+
+    _fields_ = (("grid_x", ctypes.c_uint),)
+
+
+def backward_call(dy, h, rstd, weight, dx, dweight):
+    """A backward pass whose rows all lie without gaps."""
+    rows, hidden = h.shape
+    operation = RMSNorm(h.device, h.dtype, None, weight.dtype, dy.dtype, hidden, True, False, None)
+    strides = ((0, hidden), (0, 0), (0, hidden))
+    return Backward(dy, None, h, rstd, weight, dx, None, dweight, operation, rows, rows, strides, 0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 255, 257, 300, 515, 4097, 16_640, 70_000])
+def test_as_many_programs_as_through_python(rows, monkeypatch):
+    """Of each kind of kernel; the driver only writes down what it is given."""
+    found = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    def launch(config, function, arguments, extra):
+        found.append(Config.from_address(config).grid_x)
+        return 0
+
+    names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
+    fast_path.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
+    try:
+        for size in (16, 48, 1040):
+            block, blocks = blocks_of(rows)
+            h, weight = torch.zeros(rows, size, dtype=BF16), torch.zeros(size, dtype=BF16)
+            call = backward_call(h, h, torch.zeros(rows), weight, torch.empty_like(h), torch.empty_like(weight))
+            packed = packing.pack_backward(call, 1, block, scratch_of(call))
+            shares = (Share.ROWS, Share.BLOCKS, Share.COLUMNS_OF_BLOCKS, Share.COLUMNS_OF_SUMS)
+            for share, per_program in itertools.product(shares, (64, 1024)):
+                fast_path.hold_cuda(packed, 0, ((0, 32, per_program, 0, 1, False, share),))
+                assert fast_path.launch_cuda(packed, 0) == 0
+                assert found.pop() == programs(share, per_program, rows, size, block, blocks), (share, per_program)
+    finally:
+        nothing_held()
+
+
+@pytest.fixture
+def gpus():
+    """The stand-in's two GPUs; the first is the current one before and after a test, and has the tensors."""
+    driver, _ = cuda_compiler.bindings()
+    contexts = [driver.cuDevicePrimaryCtxRetain(device)[1] for device in range(2)]
+    numbers = {name: ctypes.c_int.in_dll(driver.library, name) for name in ("refused", "pushed", "tensors_on")}
+    for number in numbers.values():
+        number.value = 0
+    assert driver.cuCtxGetCurrent() == (0, contexts[0])
+
+    class Gpus:
+        current = staticmethod(driver.cuCtxSetCurrent)
+
+        def another_context(self, device):
+            driver.library.another_context.restype = ctypes.c_void_p
+            return driver.library.another_context(device)
+
+        def context(self):
+            return driver.cuCtxGetCurrent()[1]
+
+        def __getattr__(self, name):
+            return numbers[name].value
+
+        def put_tensors_on(self, device):
+            numbers["tensors_on"].value = device
+
+    found = Gpus()
+    found.contexts = contexts
+    nothing_held()
+    yield found
+    found.put_tensors_on(0)
+    driver.cuCtxSetCurrent(contexts[0])
+
+
+def on_gpu(call, device):
+    """The same call for another GPU."""
+    return call._replace(operation=call.operation._replace(device=torch.device("cuda", device)))
+
+
+def both_passes(hidden):
+    """For each pass: Python's path, the fast path, their outputs, and a function that holds kernels for a GPU."""
+    case = Case(rows=5, hidden=hidden).of(BF16)
+    x, residual, weight = operands(case)
+    rstd = torch.rand(case.rows)
+    numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
+    take = fast_path.forward_on({"cuda"})
+    operation = registry.operation_of(x, residual, weight, BF16, BF16, case.round_sum, case.round_norm)
+    one_level = ((0, hidden),) * 4
+    call = Forward(x, residual, weight, x, residual, None, operation, 5, 5, one_level, case.eps, case.weight_offset)
+
+    def python_forward():
+        outputs = torch.empty_like(x), torch.empty_like(x)
+        cuda.forward(call._replace(out=outputs[0], residual_out=outputs[1]))
+        return outputs
+
+    def hold_forward(device):
+        variant = cuda_kernels.forward_variant(ForwardKind.of(call), cuda.capability(device))
+        cuda._hold(packing.pack_forward(on_gpu(call, device)), device, {"forward": variant})
+
+    yield (
+        python_forward,
+        lambda: take(x, residual, weight, None, None, *numbers, None, True),
+        expected(case, "cuda"),
+        hold_forward,
+    )
+
+    gradients = torch.empty_like(x), torch.empty_like(weight)
+    back = backward_call(x, residual, rstd, weight, *gradients)
+    partial = scratch_of(back)
+
+    def python_backward():
+        cuda.backward(back)
+        return gradients
+
+    def fast_backward():
+        given = (x, None, residual, rstd, weight, gradients[0], None, partial, gradients[1], 1, 0.0)
+        return gradients if fast_path.backward(fast_path.CUDA, *given) else None
+
+    def hold_backward(device):
+        variants = cuda_kernels.backward_variants(BackwardKind.of(back, partial), cuda.capability(device))
+        cuda._hold(packing.pack_backward(on_gpu(back, device), 1, 1, partial), device, variants)
+
+    wanted = reference.gradients(x, None, residual, rstd, weight, 0.0, BF16, None, (True, False, True))
+    yield python_backward, fast_backward, (wanted[0], wanted[2]), hold_backward
+
+
+@pytest.mark.parametrize("passes", [0, 1], ids=["forward", "backward"])
+def test_a_gpu_that_is_not_the_current_one(gpus, passes):
+    """Each launch is in a context of the tensors' GPU, none is refused, and the caller's context is as it was."""
+    python, fast, wanted, hold = list(both_passes(1032))[passes]
+    python()
+    gpus.current(gpus.contexts[1])
+    hold(1)
+    gpus.current(gpus.contexts[0])
+    assert (gpus.refused, gpus.pushed) == (0, 0)
+
+    def check(gpu, context, pushed):
+        before = gpus.pushed
+        gpus.put_tensors_on(gpu)
+        gpus.current(context)
+        got = fast()
+        assert got is not None
+        assert not any(differing(one, other).any() for one, other in zip(got, wanted, strict=True))
+        assert gpus.context() == (context or 0)
+        assert gpus.pushed - before == pushed
+        assert gpus.refused == 0
+
+    first, second = gpus.contexts
+    for gpu, context, pushed in ((0, first, 0), (1, first, 1), (1, second, 0), (0, second, 1), (1, first, 1)):
+        check(gpu, context, pushed)
+    check(1, gpus.another_context(1), 0)  # as of a part of its processors, which torch makes current with its stream
+    check(0, None, 1)  # a thread that has used no GPU yet
+    gpus.current(first)
+
+
+def test_a_thread_that_has_used_no_gpu(gpus):
+    """Through Python a launch is in the tensors' GPU's context, is not refused, and leaves the thread without one."""
+    python, _, wanted, _ = next(both_passes(1040))
+    python()
+    found = []
+
+    def work():
+        found.append(gpus.context())
+        found.append(python())
+        found.append(gpus.context())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[::2] == [0, 0]
+    assert gpus.refused == 0
+    assert not any(differing(one, other).any() for one, other in zip(found[1], wanted, strict=True))
+
+
+def test_a_gpu_for_which_nothing_is_held(gpus):
+    """Nothing is launched, nowhere."""
+    python, fast, _, _ = next(both_passes(1048))
+    python()
+    gpus.put_tensors_on(1)
+    assert fast() is None
+    assert (gpus.refused, gpus.pushed) == (0, 0)
+
+
+def test_any_number_of_kinds_of_calls_is_held(gpus):
+    """Thousands: the first and the last are launched, and none of them instead of another."""
+    first, last = (next(both_passes(hidden)) for hidden in (1056, 1064))
+    first[0]()
+    kernel = (0, 32, 1, 0, 1, False, Share.ROWS)  # is never launched
+    x = torch.zeros(1, 1)
+    for hidden, round_norm in itertools.product(range(10**6, 10**6 + 3000), (False, True)):
+        operation = RMSNorm(x.device, F32, None, None, F32, hidden, True, round_norm, None)
+        call = Forward(x, None, None, x, None, None, operation, 1, 1, ((0, hidden),) * 4, 1e-6, 0.0)
+        fast_path.hold_cuda(packing.pack_forward(call), 0, (kernel,))
+    last[0]()
+    for _, fast, wanted, _ in (first, last):
+        got = fast()
+        assert got is not None
+        assert not any(differing(one, other).any() for one, other in zip(got, wanted, strict=True))
+
+
+FIELDS = {
+    "forward": "x residual weight out residual_out rstd x_stride residual_stride out_stride residual_out_stride "
+    "rows hidden_size eps weight_offset",
+    "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride "
+    "rows block blocks hidden_size weight_offset",
+}
+
+
+@pytest.mark.parametrize("real", [F32, F64], ids=["float", "double"])
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_arguments_lie_as_in_the_sources(passes, real):
+    """Every field that C packs is where a compiler puts it in `Arguments` of csrc/forward.cuh and csrc/backward.cuh."""
+    packed = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    def launch(config, function, arguments, extra):
+        packed.append(ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], 160))
+        return 0
+
+    names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
+    fast_path.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
+    # Numbers that all differ: kinds, addresses and strides of operands, then the call's own.
+    fields = FIELDS[passes].split()
+    strided = [name.removesuffix("_stride") for name in fields if name.endswith("_stride")]
+    operands = fields[: fields.index(f"{strided[0]}_stride")]
+    value = {name: 1000 + 64 * i for i, name in enumerate(fields)}
+    value |= {"rows": 77 * 3, "block": 3, "blocks": 77, "eps": 1.5, "weight_offset": 2.5}
+    flat = [passes == "backward", 0, 0, 1, value["rows"], value["rows"], value["hidden_size"], value.get("block", 0)]
+    flat += [value.get("eps", 0.0), value["weight_offset"]]
+    for name in operands:
+        flat += [packing.KINDS[real], value[name] * 8, 0, value[f"{name}_stride"] if name in strided else 0]
+        value[name] *= 8
+    call = packing._CALL.pack(*flat, *[0] * (46 - len(flat)))
+    try:
+        fast_path.hold_cuda(call, 0, ((0, 32, 64, 0, 1, False, Share.ROWS),))
+        assert fast_path.launch_cuda(call, 0) == 0
+    finally:
+        nothing_held()
+    kinds = {"hidden_size": "i", "eps": "f" if real == F32 else "d", "weight_offset": "f" if real == F32 else "d"}
+    offsets = ", ".join(f"(unsigned char)__INTADDR__(&((Arguments*)0)->{name})" for name in fields)
+    source = f'#include "{passes}.cuh"\n__device__ unsigned char offsets[] = {{{offsets}}};\n'
+    _, nvrtc = cuda_compiler.bindings()
+    types = {"F32": "f32", "F64": "f64"}[str(real)[6:].replace("float", "F")]
+    named = ("X", "RESIDUAL", "RESIDUAL_OUT", "WEIGHT", "OUT", "DY", "D_TOTAL", "H", "DX", "DRESIDUAL", "DWEIGHT")
+    defines = [f"-D{name}_TYPE={types}" for name in named]
+    shape = {"RSTD": 1, "OFFSET": 1, "ROUND_SUM": 1, "ROUND_NORM": 0, "VECTOR": 1, "ALIGNED": 4, "ROW": 1024}
+    shape |= {"WARPS": 4, "CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0}
+    defines += [f"-D{name}={number}" for name, number in shape.items()]
+    headers = {name: text for name, text in cuda_compiler._sources().items() if name.endswith(".cuh")}
+    given = (len(headers), list(headers.values()), [name.encode() for name in headers])
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"offsets.cu", *given)
+    arguments = ["--gpu-architecture=compute_90", "--std=c++17", f"-DACCUMULATOR={types}", *defines]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [a.encode() for a in arguments])
+    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert not status, log.decode(errors="replace")
+    ptx = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    (found,) = re.findall(r"offsets\[\d+\] = \{(.*)\}", ptx.decode(errors="replace"))
+    for name, offset in zip(fields, map(int, found.split(",")), strict=True):
+        assert struct.unpack_from(kinds.get(name, "q"), packed[0], offset) == (value[name],), name
