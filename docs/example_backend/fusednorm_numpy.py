@@ -1,4 +1,4 @@
-"""A backend of fusednorm in NumPy: what fusednorm.registry.Backend asks for, computed as docs/spec.md says."""
+"""A backend of fusednorm in NumPy: the attributes of fusednorm.registry.Backend, computed as docs/spec.md says."""
 
 import numpy as np
 import torch
