@@ -76,6 +76,27 @@ def test_pictures_show_what_the_tables_say():
         assert f"{medians.split()[-1]} times" in bench
 
 
+def test_pictures_are_small_and_their_text_is_text():
+    for picture in (ROOT / "docs" / "images").glob("*.svg"):
+        drawn = picture.read_text()
+        assert len(drawn) < 10_000, picture.name
+        assert drawn.count("<text") > 5, picture.name
+
+
+def test_pages_keep_to_the_words_of_the_glossary():
+    """No page has a word of the last column of the table in CONTRIBUTING.md, but in code."""
+    contributing, glossary = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Words\n")
+    table = [line.strip("|").split("|") for line in glossary.splitlines() if line.startswith("|")][2:]
+    banned = {words.strip() for *_, column in table for words in column.split(",")} - {""}
+    assert len(banned) > 10
+    pages = {page: page.read_text() for page in (ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/*.md"))}
+    found = []
+    for page, text in {**pages, ROOT / "CONTRIBUTING.md": contributing}.items():
+        prose = " ".join(re.sub(r"```.*?```|`[^`]*`|<!--.*?-->", "", text, flags=re.DOTALL).split())
+        found += [(page.name, words) for words in banned if re.search(rf"\b{words}\b", prose, flags=re.IGNORECASE)]
+    assert found == []
+
+
 def test_signatures_in_the_reference():
     """The tables of docs/api.md, whose signatures have no types."""
     page = (ROOT / "docs" / "api.md").read_text()
