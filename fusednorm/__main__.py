@@ -1,7 +1,7 @@
 """The commands: ``fusednorm``, or ``python -m fusednorm``.
 
-``doctor``: what this machine has. ``check``: the proof. ``conformance``: the proof of one backend, at length.
-``compare``: other implementations beside it. ``bench``: how fast they all are. ``prewarm``: compiles ahead.
+``doctor`` shows the backends of this machine. ``check`` compares them with the reference, ``conformance`` tests one
+thoroughly. ``compare`` measures the errors of all implementations, ``bench`` their time. ``prewarm`` compiles ahead.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from fusednorm.bench import cells, plots, train
 from fusednorm.bench.cells import WrongBitsError
 from fusednorm.peers import PEERS
 
-#: What a command returns: the user interrupted it; its arguments cannot be used, or nothing was measured.
+#: Exit statuses: the user interrupted the command; its arguments cannot be used, or nothing was measured.
 INTERRUPTED, UNUSABLE = 130, 2
 
-#: What `bench --quick` measures.
+#: The measurements of `bench --quick`.
 QUICK = {"dtypes": ("bfloat16",), "ops": ("add_norm",), "shapes": ("1x4096", "32x4096", "2048x4096")}
 
 
 class UnusableError(Exception):
-    """What the user asked for cannot be done here; the message is for them."""
+    """The command cannot do what its arguments say; the user reads the message."""
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         # Not "__main__.py".
         prog="fusednorm" if Path(sys.argv[0]).stem == "fusednorm" else "python -m fusednorm",
-        description="What fusednorm finds on this machine. Without a command: doctor.",
+        description="Shows and tests fusednorm on this machine. Without a command it runs doctor.",
     )
     version = f"fusednorm {fusednorm.__version__}, specification {fusednorm.SPEC_VERSION}"
     parser.add_argument("--version", action="version", version=version)
@@ -53,7 +53,7 @@ def command_line() -> argparse.ArgumentParser:
     def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=more)
 
-    findings = command("doctor", "show what this machine has, and which backend calls take")
+    findings = command("doctor", "show the backends of this machine, and which of them calls take")
     findings.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the findings as JSON")
     proved = command(
         "check",
@@ -66,11 +66,11 @@ def command_line() -> argparse.ArgumentParser:
     proved.add_argument("--all", action="store_true", help="print a line for each shape, with its time")
     ahead = command(
         "prewarm",
-        "compile ahead what calls will need, for instance into the cache folder of an image",
-        "Kernels go where calls look for them: FUSEDNORM_CACHE_DIR for cuda, TRITON_CACHE_DIR for Triton's backends.",
+        "compile the kernels of later calls, for instance into the cache folder of a container image",
+        "The kernels are stored in FUSEDNORM_CACHE_DIR for cuda, in TRITON_CACHE_DIR for Triton's backends.",
     )
     ahead.add_argument(
-        "--backend", type=_backends, metavar="NAME", help="of this backend (default: the one that a call takes)"
+        "--backend", type=_backends, metavar="NAME", help="compile for this backend (default: the one that calls take)"
     )
     ahead.add_argument(
         "--hidden-sizes", nargs="+", type=_count, default=[4096], metavar="N", help="elements of a row (default: 4096)"
@@ -81,20 +81,20 @@ def command_line() -> argparse.ArgumentParser:
         choices=compare.DTYPES,
         default=list(compare.DTYPES),
         metavar="DTYPE",
-        help=f"of x, the residual and the weight, of {', '.join(compare.DTYPES)} (default: all)",
+        help=f"dtypes of x, the residual and the weight: {', '.join(compare.DTYPES)} (default: all)",
     )
-    ahead.add_argument("--device", type=_device, default="cpu", help="where the tensors will be (default: cpu)")
-    ahead.add_argument("--training", action="store_true", help="also what gradients need")
+    ahead.add_argument("--device", type=_device, default="cpu", help="the tensors' device (default: cpu)")
+    ahead.add_argument("--training", action="store_true", help="compile for gradients too")
     kit = command(
         "conformance",
-        "hold one backend, of fusednorm or of others, against the specification, and print a certificate",
-        "Everything else goes to pytest: -n 2, -k gradients, --certificate FILE, --everything.",
+        "test one backend, of fusednorm or of another package, against the specification, and print a certificate",
+        "pytest gets all other arguments: -n 2, -k gradients, --certificate FILE, --everything.",
     )
     kit.add_argument("--backend", required=True, metavar="NAME", help="the backend's name, as in FUSEDNORM_BACKEND")
     beside = command(
         "compare",
         "measure the errors of every implementation on this machine in ulp, and whether its bits stay the same",
-        "The exit status is 1 if fusednorm itself fails or returns other bits; peers do not count.",
+        "The exit status is 1 if fusednorm itself fails or its bits change; other implementations do not matter.",
     )
     _common(beside, PEERS, PEERS, compare.DTYPES)
     beside.add_argument(
@@ -102,8 +102,8 @@ def command_line() -> argparse.ArgumentParser:
     )
     speed = command(
         "bench",
-        "time fusednorm beside a copy and every implementation on this machine, after its bits were compared",
-        "With --json a run that was interrupted goes on where it stopped: give the same command again.",
+        "compare fusednorm's bits, then time fusednorm, a copy, and every other implementation on this machine",
+        "With --json FILE the same command continues an interrupted run.",
     )
     others_timed = [name for name in PEERS if name != "fusednorm"]
     _common(speed, others_timed, [name for name in others_timed if name not in cells.SLOW_PEERS], cells.DTYPES)
@@ -120,21 +120,21 @@ def command_line() -> argparse.ArgumentParser:
         nargs="+",
         choices=cells.OPS,
         metavar="OP",
-        help=f"time these operations, of {', '.join(cells.OPS)} (default: add_norm and backward)",
+        help=f"time these operations: {', '.join(cells.OPS)} (default: add_norm and backward)",
     )
     speed.add_argument("--shapes", nargs="+", type=_shape, metavar="MxN", help="rows x hidden size, such as 1x4096")
     speed.add_argument(
-        "--threads", type=_count, metavar="N", help="threads of torch, on a CPU (default: as many as torch takes)"
+        "--threads", type=_count, metavar="N", help="torch's number of threads, on a CPU (default: as torch chooses)"
     )
     speed.add_argument(
         "--minutes",
         type=_minutes,
         metavar="M",
-        help="begin no further shape after so many minutes; with --train: time steps for so long (default 1)",
+        help="start no further shape after M minutes; with --train: time steps for M minutes (default 1)",
     )
-    speed.add_argument("--train", action="store_true", help="train a small mixture of experts with each norm instead")
+    speed.add_argument("--train", action="store_true", help="time training a mixture of experts with each norm")
     speed.add_argument(
-        "--size", choices=train.SIZES, help="parameters of the model that --train trains (default 60M, on a CPU 4M)"
+        "--size", choices=train.SIZES, help="number of parameters of the model of --train (default 60M, on a CPU 4M)"
     )
     return parser
 
@@ -154,10 +154,10 @@ def main() -> int:
         message = f"{parser.prog} {arguments.command or 'doctor'}: {error}"
         print(message, file=sys.stderr)
         return UNUSABLE
-    except KeyboardInterrupt:  # where a command has nothing to show yet
+    except KeyboardInterrupt:  # the command has no results yet
         print("interrupted: there is nothing to show yet", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # as with `| head`: nobody reads any more
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
@@ -185,14 +185,14 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
 def _common(
     parser: argparse.ArgumentParser, peers: Iterable[str], by_default: Iterable[str], dtypes: Sequence[str]
 ) -> None:
-    """The options that compare and bench have in common."""
+    """Adds the options that compare and bench share."""
     parser.add_argument(
         "--peers",
         nargs="*",
         choices=list(peers),
         default=list(by_default),
         metavar="NAME",
-        help="measure these implementations beside it, or none, of "
+        help="measure these other implementations: none or some of "
         f"{', '.join(peers)} (default: {'all' if by_default is peers else ', '.join(by_default)})",
     )
     parser.add_argument(
@@ -200,20 +200,18 @@ def _common(
         nargs="+",
         choices=dtypes,
         metavar="DTYPE",
-        help=f"measure only these dtypes, of {', '.join(dtypes)} (default: all)",
+        help=f"measure only these dtypes: {', '.join(dtypes)} (default: all)",
     )
     parser.add_argument(
-        "--device", type=_device, default="cpu", help="where to compute, as torch names it (default: cpu)"
+        "--device", type=_device, default="cpu", help="compute on this device, as torch names it (default: cpu)"
     )
     parser.add_argument("--wide", action="store_true", help="print every figure, in tables of up to 150 columns")
-    parser.add_argument(
-        "--json", dest="json_file", type=_file, metavar="FILE", help="write everything that was found to FILE"
-    )
-    parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw it, to FILE.png, FILE.svg or FILE.pdf")
+    parser.add_argument("--json", dest="json_file", type=_file, metavar="FILE", help="write all results to FILE")
+    parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw them to FILE.png, FILE.svg or FILE.pdf")
 
 
 def _shape(text: str) -> tuple[int, int]:
-    """Rows and hidden size, of "1x4096"."""
+    """Rows and hidden size, from "1x4096"."""
     rows, _, hidden_size = text.partition("x")
     if not (rows.isdecimal() and hidden_size.isdecimal() and int(rows) and int(hidden_size)):
         raise argparse.ArgumentTypeError(f"{text!r} is no shape: rows x hidden size, such as 1x4096")
@@ -244,7 +242,7 @@ def _device(text: str) -> torch.device:
 
 
 def _backends(text: str) -> list[str]:
-    """The names of backends that this machine can use."""
+    """Reads names of backends, which this machine must be able to use."""
     try:
         names = registry.parse(text, "the option")
     except registry.BackendError as error:
@@ -258,7 +256,7 @@ def _backends(text: str) -> list[str]:
 
 
 def _file(text: str) -> str:
-    """A file that can be written. What is in it stays, as it does if it is not written after all."""
+    """Checks that a file can be written, without changing it."""
     path = Path(text)
     try:
         if path.exists():
@@ -271,7 +269,7 @@ def _file(text: str) -> str:
 
 
 def _picture(text: str) -> str:
-    """A file for a picture, if it can be drawn."""
+    """Checks that a picture can be drawn to a file."""
     if not text.endswith((".png", ".svg", ".pdf")):
         raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
@@ -280,7 +278,7 @@ def _picture(text: str) -> str:
 
 
 def prewarm(arguments: argparse.Namespace) -> int:
-    """Compiles ahead, and says what took how long."""
+    """Compiles ahead, and prints the time of each kernel."""
     names = arguments.backend
     _runs_on(names or (), arguments.device)
     say = functools.partial(doctor.console().print, highlight=False, markup=False)
@@ -298,7 +296,7 @@ def prewarm(arguments: argparse.Namespace) -> int:
 
 
 def comparison(arguments: argparse.Namespace) -> int:
-    """Compares, prints, writes; 1 if fusednorm itself failed, or if its bits changed."""
+    """Compares, prints, writes. Returns 1 if fusednorm itself failed, or if its bits changed."""
     console = doctor.console()
     with console.status("") as status:
         found = compare.report(
@@ -333,7 +331,7 @@ def _set_threads(arguments: argparse.Namespace) -> None:
 
 
 def _runs_on(names: Iterable[str], device: torch.device) -> None:
-    """Raises where a backend does not take tensors on the device."""
+    """Raises if a backend does not run on the device."""
     for name in names:
         runs_on = registry.load(name).DEVICES
         if not {device.type, "any"} & set(runs_on):
@@ -341,7 +339,7 @@ def _runs_on(names: Iterable[str], device: torch.device) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Times, prints, writes; 1 if fusednorm's bits were not the reference's: then nothing is timed any more."""
+    """Times, prints, writes. Returns 1, without further times, if fusednorm's bits were not the reference's."""
     on_cpu = arguments.device.type == "cpu"
     backends = None if arguments.backends is None else list(itertools.chain(*arguments.backends))
     _set_threads(arguments)
@@ -407,7 +405,7 @@ def bench(arguments: argparse.Namespace) -> int:
         say(f"{name}: not measured: {reason}")
     if measured < len(todo):
         why = "interrupted" if interrupted else "the minutes are over"
-        again = "the same command goes on" if arguments.json_file else "with --json FILE the next run would go on"
+        again = "the same command continues" if arguments.json_file else "with --json FILE the next run would continue"
         say(f"{why}: {len(todo) - measured} of {len(wanted)} were left out; {again}")
     if arguments.plot and results.found["cells"]:
         plots.plot(results.found, arguments.plot)
@@ -415,14 +413,14 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def training(arguments: argparse.Namespace) -> int:
-    """Trains, prints, writes; 1 if two runs with fusednorm had other losses."""
+    """Trains, prints, writes. Returns 1 if two runs with fusednorm had other losses."""
     if arguments.plot:
         raise UnusableError("--train draws nothing: leave out --plot")
     _set_threads(arguments)
     on_cpu = arguments.device.type == "cpu"
     minutes = arguments.minutes or 1.0
     console = doctor.console()
-    console.print(f"steps are timed for {minutes:g} minutes, after some that are not", highlight=False)
+    console.print(f"steps are timed for {minutes:g} minutes, after a few untimed ones", highlight=False)
     with doctor.progress(console) as progress:
         task = progress.add_task("training", total=1.0)
         try:
@@ -443,7 +441,7 @@ def training(arguments: argparse.Namespace) -> int:
 
 
 def conformance(backend: str, others: list[str]) -> int:
-    """Runs the kit in a process of its own: Triton's interpreter must be chosen before anything imports Triton."""
+    """Runs the kit in its own process, because Triton's interpreter must be chosen before Triton is imported."""
     if missing := [name for name in ("hypothesis", "numpy", "pytest") if importlib.util.find_spec(name) is None]:
         raise UnusableError(
             f"the kit needs {', '.join(missing)}: pip install {' '.join(missing)}, or '.[conformance]' in the checkout"

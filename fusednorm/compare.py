@@ -1,4 +1,4 @@
-"""How exact, and how constant, each implementation on this machine is: ``python -m fusednorm compare``."""
+"""The errors and the constancy of each implementation on this machine: ``python -m fusednorm compare``."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from fusednorm.peers import PEERS, Implementation, MissingError, implementations
 DTYPES = ("bfloat16", "float16", "float32")
 EPS = 1e-6
 
-#: Batches, in rows: each small one, and those around powers of two, where kernels change their plans.
+#: The batches' numbers of rows: all small ones, and those around powers of two, where kernels change their plans.
 BATCHES = (*range(1, 41), *(2**power + by for power in range(6, 11) for by in (-1, 0, 1)))
 ROWS = BATCHES[-1]
-#: How often the largest batch is computed.
+#: The largest batch is computed this many times.
 RUNS = 5
-#: Batches that each number of threads computes.
+#: The batches that are computed with each number of threads.
 THREADED = (1, 16, ROWS)
 
-#: The histogram's classes of errors in ulp: up to each of these, and beyond.
+#: The upper edges of the histogram's classes of errors, in ulp; the last class has no upper edge.
 EDGES = (0, 1, 2, 4, 8)
 CLASSES = ("0", "1", "2", "3-4", "5-8", "over 8")
 
 
 @dataclass
 class Finding:
-    """What one implementation did in one dtype."""
+    """The results of one implementation in one dtype."""
 
     name: str
     version: str
     rounds: str
     dtype: str
-    #: Why there are no figures; empty if there are.
+    #: The reason if there are no figures; else empty.
     error: str = ""
     max_ulp: int = 0
     mean_ulp: float = 0.0
-    #: Elements in each of :data:`CLASSES`.
+    #: The number of elements in each of :data:`CLASSES`.
     histogram: dict[str, int] = field(default_factory=dict)
-    #: How many of the runs after the first differ from it.
+    #: The number of later runs that differ from the first.
     differing_runs: int = 0
     #: The batches in which some row differs from that row alone.
     differing_batches: list[int] = field(default_factory=list)
@@ -57,12 +57,12 @@ class Finding:
 
     @property
     def constant(self) -> bool:
-        """Whether nothing but the row decided its bits."""
+        """Whether the bits of a row depended on the row alone."""
         return not (self.error or self.differing_runs or self.differing_batches or self.differing_threads)
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """How many floating-point numbers of their dtype apart a and b are, as int64; +0 and -0 are the same one.
+    """The distance of a and b in floating-point numbers of their dtype, as int64; +0 and -0 are the same number.
 
     Args:
         a: any shape, float16, bfloat16, float32 or float64; no NaN.
@@ -78,10 +78,10 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The formula in float64, from the operands as they are, rounded to x's dtype once, at the end.
+    """The formula in float64, rounded to x's dtype once, at the end.
 
-    float64's own errors are about 2^-52 of y, so where y is within that of the middle between two numbers of float32
-    (about one element in 10^8), the nearest may be missed by one ulp.
+    The errors of float64 are about 2^-52 of y. So where y is that near the middle between two numbers of float32 (about
+    one element in 10^8), the result may be one ulp from the nearest number.
     """
     total = x.double() + residual.double()
     y = total / (total.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
@@ -89,7 +89,7 @@ def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def operands(dtype: torch.dtype, hidden_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x and a residual of twice its size, [ROWS, hidden_size], normal; and a weight, normal around 1."""
+    """x, a residual of twice its deviation, both normal, [ROWS, hidden_size], and a weight, normal around 1."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, hidden_size, generator=generator)
     residual = 2 * torch.randn(ROWS, hidden_size, generator=generator)
@@ -98,12 +98,12 @@ def operands(dtype: torch.dtype, hidden_size: int) -> tuple[Tensor, Tensor, Tens
 
 
 def threads() -> list[int]:
-    """One, two, and as many as torch takes by itself."""
+    """One, two, and as many threads as torch chooses."""
     return sorted({1, 2, torch.get_num_threads()})
 
 
 def _checked(y: Tensor, x: Tensor) -> Tensor:
-    """The result, if it is one that can be measured."""
+    """Returns y if its errors can be measured."""
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(f"returned {y.dtype} {list(y.shape)}, expected {x.dtype} {list(x.shape)}")
     if not y.isfinite().all():
@@ -117,10 +117,10 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 @torch.no_grad()
 def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor) -> Finding:
-    """Everything about one implementation in one dtype. What it raises is part of the finding.
+    """Measures one implementation in one dtype. An error that it raises is part of the finding.
 
     Args:
-        implementation: one of :data:`fusednorm.peers.PEERS`, or any other.
+        implementation: from one of :data:`fusednorm.peers.PEERS`, or any other.
         x: [ROWS, N].
         residual: [ROWS, N].
         weight: [N].
@@ -140,7 +140,7 @@ def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight:
         found.differing_batches = [m for m in BATCHES if _differ(call(x[:m], residual[:m]), alone[:m])]
         if x.device.type == "cpu":
             found.differing_threads = _threaded(implementation, x, residual, weight)
-    except Exception as error:  # an implementation is somebody's code: whatever it raises is what there is to show
+    except Exception as error:  # another library's code may raise anything, which is then its result
         found.error = in_a_line(error)
     finally:
         torch.set_num_threads(before)
@@ -148,7 +148,7 @@ def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight:
 
 
 def _threaded(implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor) -> list[int]:
-    """The numbers of threads whose bits are not those of one thread."""
+    """The numbers of threads that return other bits than one thread."""
 
     def outputs(count: int) -> list[Tensor]:
         torch.set_num_threads(count)
@@ -168,16 +168,16 @@ def report(
     *,
     starting: Callable[[str], object] = str,
 ) -> dict[str, Any]:
-    """Measures the implementations, and returns what was found: plain data, but for a list of :class:`Finding`.
+    """Measures the implementations. Returns plain data, except for a list of :class:`Finding`.
 
-    ``KeyboardInterrupt`` ends it early: "interrupted" is then true, and what was measured before is there.
+    After ``KeyboardInterrupt`` "interrupted" is true, and the results so far are returned.
 
     Args:
         names: keys of :data:`fusednorm.peers.PEERS`.
         dtypes: of :data:`DTYPES`.
         hidden_size: N.
         device: as torch names it.
-        starting: is told what is measured next.
+        starting: called with the name of each next measurement.
     """
     where = torch.device(device)
     given = {}
@@ -187,7 +187,7 @@ def report(
     findings: dict[str, list[Finding]] = {dtype: [] for dtype in given}
     missing = {}
     interrupted = False
-    # One is imported after the other has been measured: importing vLLM, for one, sets options of torch.compile.
+    # Each is imported after the others were measured, because an import may set options: vLLM's sets torch.compile's.
     try:
         for name in names:
             try:
@@ -225,8 +225,8 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
 
     Args:
         found: what :func:`report` returned.
-        console: where to; 80 columns are enough for it.
-        wide: how many elements have which error, too: takes 140 columns.
+        console: receives them, in 80 columns.
+        wide: also print the number of elements with each error, in 140 columns.
     """
     if wide:
         console.width = max(console.width, 140)
@@ -237,19 +237,19 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
         highlight=False,
     )
     words = Table.grid(padding=(0, 2))
-    words.add_row("rounds", "what is rounded on the way, besides y")
+    words.add_row("rounds", "the intermediate results that are rounded")
     words.add_row("max, mean", "error in ulp of y's dtype, against float64 that is rounded once")
     if wide:
-        words.add_row(", ".join(CLASSES), "how many elements have such an error; 0 is the nearest number there is")
+        words.add_row(", ".join(CLASSES), "the number of elements with such an error; 0 is the nearest number")
     else:
-        words.add_row("nearest", "elements without an error: y is the nearest number there is")
-    words.add_row("runs", f"of {found['runs']} equal calls: how many return other bits than the first")
+        words.add_row("nearest", "elements without an error: y is the nearest number")
+    words.add_row("runs", f"of {found['runs']} equal calls: the number that return other bits than the first")
     words.add_row(
         "batches",
-        f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: where some row has other bits than alone",
+        f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: those that change a row's bits",
     )
     if counts:
-        words.add_row("threads", f"of {', '.join(map(str, counts))}: how many change bits, against one")
+        words.add_row("threads", f"of {', '.join(map(str, counts))}: the number that return other bits than one thread")
     console.print(words, highlight=False)
     for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype):
         table = Table(title=dtype, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
@@ -289,11 +289,11 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
 
 
 def plot(found: dict[str, Any], path: str) -> None:
-    """Draws the histograms, and beside each what changes bits. Needs matplotlib and at least one finding.
+    """Draws the histograms, and whether bits change. Needs matplotlib and at least one finding.
 
     Args:
         found: what :func:`report` returned.
-        path: of the file, which ends in .png, .svg or another of matplotlib's formats.
+        path: the file's, with the suffix .png, .svg or another of matplotlib's formats.
     """
     import matplotlib
 
@@ -343,7 +343,7 @@ def plot(found: dict[str, Any], path: str) -> None:
     figure.legend(handles, [f"{label} ulp" for label in labels], loc="outside lower center", ncols=len(CLASSES))
     figure.suptitle(
         f"{found['rows']} rows of {found['hidden_size']} elements on {doctor.measured_on(found)}; "
-        "in parentheses what is rounded on the way, besides y",
+        "in parentheses the intermediate results that are rounded",
         size="medium",
     )
     figure.savefig(path, dpi=110)

@@ -6,7 +6,7 @@ import torch
 
 
 def devices() -> list[torch.device]:
-    """Those that torch can use, the CPU first."""
+    """The devices that torch can use, the CPU first."""
     found = [torch.device("cpu")]
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
@@ -15,13 +15,13 @@ def devices() -> list[torch.device]:
 
 
 def present(device: torch.device | str) -> torch.device:
-    """The device of that name.
+    """Returns the device with this name.
 
     Raises:
         ValueError: torch does not know it, or cannot use it here.
     """
     found = devices()
-    # A device without a number is the current one of its type.
+    # A name without a number means the current device of its type.
     names = {str(d) for d in found} | {d.type for d in found} | {"cpu:0"}
     if str(device) not in names:
         raise ValueError(f"device {device} is not here: torch {torch.__version__} finds {', '.join(map(str, found))}")

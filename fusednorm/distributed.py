@@ -1,7 +1,7 @@
-"""How DTensor shards the operations of ``torch.ops.fusednorm``, and a style for ``parallelize_module``.
+"""DTensor's sharding rules for the operations of ``torch.ops.fusednorm``, and a style for ``parallelize_module``.
 
-Importing this module registers the rules. It takes about two seconds where nothing else has imported
-``torch.distributed.tensor``, so ``import fusednorm`` does not: the first call with a DTensor does.
+The import of this module registers the rules. It takes about two seconds if nothing else has imported
+``torch.distributed.tensor``, so the first call with a DTensor imports it, not ``import fusednorm``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     _register_rule = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
-except (ImportError, AttributeError) as error:  # some of these names are private: versions of torch differ in them
+except (ImportError, AttributeError) as error:  # some of these names are private, and may change
     raise ImportError(
         f"fusednorm's rules for DTensor need what torch {torch.__version__} does not have ({error}); install torch "
         "2.13, or call fusednorm on the local tensors, as inside torch.distributed.tensor.experimental.local_map"
@@ -33,12 +33,12 @@ __all__ = ["SequenceParallel"]
 class SequenceParallel(ParallelStyle):
     """Shards the rows of a :class:`fusednorm.RMSNorm` or :class:`fusednorm.AddRMSNorm` along the sequence.
 
-    torch's style of this name keeps the first input alone, which is not enough for ``norm(x, residual)``. This one
-    treats every tensor that the module takes alike: a plain one is this rank's part of the sequence, a DTensor placed
-    otherwise is redistributed. The parameters are replicated, from the first rank of the mesh.
+    torch's style of this name keeps only the first input, and would drop the residual of ``norm(x, residual)``. This
+    style shards every tensor that the module takes: a plain tensor is this rank's part of the sequence, and a DTensor
+    with another placement is redistributed. The parameters are replicated, from the first rank of the mesh.
 
     Args:
-        sequence_dim: the dimension of the inputs, [..., N], that is the sequence.
+        sequence_dim: the sequence's dimension of the inputs, [..., N].
         use_local_output: return this rank's part of each output as a plain tensor, not as a DTensor.
     """
 
@@ -73,7 +73,7 @@ def _local_outputs(_: torch.nn.Module, args: tuple[Any, ...], outputs: Any) -> A
 
 
 def _placed(schema: OpSchema) -> dict[str, DTensorSpec]:
-    """The operands that are tensors, by name."""
+    """The tensor operands, by name."""
     names = [argument.name for argument in schema.op._schema.arguments]
     return {
         name: operand.strategies[0].output_spec
@@ -83,9 +83,9 @@ def _placed(schema: OpSchema) -> dict[str, DTensorSpec]:
 
 
 def _rows(*operands: DTensorSpec) -> DTensorSpec:
-    """Where the rows of [..., N] operands meet: on each mesh dimension as the first that shards rows there has them.
+    """The common placement of the rows of [..., N] operands: on each mesh dimension that of the first that shards rows.
 
-    A dimension on which none does is replicated: pending sums are made, and parts of rows put together.
+    A mesh dimension on which no operand shards rows is replicated: partial sums are reduced, and parts of rows joined.
     """
     shardings = [
         [placement for placement in candidates if getattr(placement, "dim", operands[0].ndim) < operands[0].ndim - 1]
@@ -95,7 +95,7 @@ def _rows(*operands: DTensorSpec) -> DTensorSpec:
 
 
 def _strategy(outputs: tuple[DTensorSpec, ...] | None, operands: dict[str, DTensorSpec], rows: DTensorSpec) -> Any:
-    """The one way to run: operands of rows as ``rows``, the weight whole on every rank."""
+    """The only strategy: operands with rows have the placement ``rows``, and every rank has the whole weight."""
     inputs = [_replicated(rows) if name == "weight" else rows for name in operands]
     return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
@@ -105,7 +105,7 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
 
 
 def _forward(schema: OpSchema) -> Any:
-    """Every output has the rows that the operands have."""
+    """Every output has the placement of the operands' rows."""
     schema.get_mesh_from_args()  # refuses operands on different meshes
     operands = _placed(schema)
     rows = _rows(*(operands[name] for name in ("x", "residual") if name in operands))
@@ -113,7 +113,7 @@ def _forward(schema: OpSchema) -> Any:
 
 
 def _in_place(schema: OpSchema) -> Any:
-    """Nothing may move that is written: out and residual_out where there are any, else x and residual."""
+    """Written operands keep their placements: out and residual_out where there are any, else x and residual."""
     schema.get_mesh_from_args()
     operands = _placed(schema)
     names = ("out", "residual_out") if "out" in operands else ("x", "residual")
@@ -135,7 +135,7 @@ def _refuse_placement(name: str, spec: DTensorSpec, schema: OpSchema) -> NoRetur
 
 
 def _backward(schema: OpSchema) -> Any:
-    """Gradients of rows lie where the rows are; that of the weight is pending a sum over the ranks that share them."""
+    """Gradients of rows have the rows' placement; the weight's gradient is Partial on dimensions that shard rows."""
     schema.get_mesh_from_args()
     operands = _placed(schema)
     rows = _rows(*(operands[name] for name in ("h", "dy", "d_residual_out") if name in operands))
@@ -158,5 +158,5 @@ _register("rms_norm", _forward)
 _register("fused_add_rms_norm_", _in_place)
 _register("rms_norm_", _in_place)
 _register("into", _in_place)
-# What arguments from x_dtype on are decides what the outputs are: the cache of decisions must tell such calls apart.
+# The arguments from x_dtype on determine the outputs, so DTensor's cache of decisions must distinguish them.
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))

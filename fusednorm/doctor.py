@@ -1,4 +1,4 @@
-"""What this machine has: ``python -m fusednorm doctor``. And how the commands print."""
+"""The findings about this machine, ``python -m fusednorm doctor``, and how the commands print."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusednorm.devices import devices
 
 
 def _processor() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the operating system reports it."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -32,7 +32,7 @@ def _processor() -> str:
 
 
 def _version(package: str) -> str | None:
-    """The version that is installed; None if the package is not."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -46,18 +46,18 @@ def device_name(device: torch.device) -> str:
 
 
 def measured_on(found: dict[str, Any]) -> str:
-    """The GPU, or the processor, that figures are of: findings that have "processor" and "device"."""
+    """The name of the measured GPU or processor; ``found`` has "processor" and "device"."""
     name: str = found["processor"] if found["device"] == "cpu" else found["device"]
     return name
 
 
 def of_threads(count: int | None) -> str:
-    """What follows a name: ", 2 threads"; nothing where there are none."""
+    """A suffix such as ", 2 threads"; empty without a number of threads."""
     return "" if count is None else f", {count} thread{'s' * (count > 1)}"
 
 
 def _choice(device: torch.device) -> dict[str, Any]:
-    """What a bfloat16 call on the device takes."""
+    """The backend that takes a bfloat16 call on the device, or the error."""
     operand = torch.empty(1, 4096, dtype=torch.bfloat16, device=device)
     try:
         explanation = fusednorm.explain(operand, operand, operand[0])
@@ -74,9 +74,9 @@ def _choice(device: torch.device) -> dict[str, Any]:
 def report() -> dict[str, Any]:
     """The findings, as plain data; ``python -m fusednorm doctor --json`` prints them.
 
-    What is wrong with a variable is a finding too: in "remarks", or among the reasons of the backend that it is for.
+    A wrong value of a variable is a finding too: in "remarks", or among the reasons of its backend.
     """
-    from fusednorm.backends import cpu, cuda_compiler  # now: other commands need no backend that is not asked for
+    from fusednorm.backends import cpu, cuda_compiler  # here, because other commands do not need both
 
     findings: dict[str, Any] = {
         "fusednorm": fusednorm.__version__,
@@ -150,14 +150,14 @@ def show(console: Console) -> int:
 
 
 def count_differing(actual: Tensor, expected: Tensor) -> int:
-    """How many elements differ in bits; NaN equals NaN, and +0 equals -0."""
-    if torch.equal(actual, expected):  # nearly always, and faster
+    """The number of elements that differ in bits; NaN equals NaN, and +0 equals -0."""
+    if torch.equal(actual, expected):  # nearly always true, and faster than the count
         return 0
     return int((~((actual == expected) | (actual.isnan() & expected.isnan()))).sum())
 
 
 def progress(console: Console) -> Progress:
-    """A bar with the time that is left, gone when all is done; nothing where the output is no terminal."""
+    """A bar with the remaining time, which disappears at the end. Without a terminal it is not shown."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -170,9 +170,9 @@ def progress(console: Console) -> Progress:
 
 
 def console() -> Console:
-    """Where the doctor prints: as wide as its tables where the output is no terminal that wraps.
+    """The console of all commands. If the output is no terminal, its lines are wide enough for the tables.
 
-    What the output's encoding lacks is printed by its number.
+    Characters that the output's encoding lacks are escaped.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -180,7 +180,7 @@ def console() -> Console:
 
 
 def print_markdown(table: Table, console: Console) -> None:
-    """Prints a table in Markdown, without the lines of blanks that would be its upper and lower edge."""
+    """Prints a table in Markdown, without its upper and lower edge, which would be blank lines."""
     with console.capture() as printed:
         console.print(table, highlight=False)
     console.out("\n".join(line for line in printed.get().splitlines() if line.strip()), highlight=False)

@@ -1,6 +1,7 @@
-"""The environment variables that fusednorm reads, and those that only look like one.
+"""The environment variables that fusednorm reads, and variables with similar names.
 
-Imported before torch, which announces when it is imported that NumPy is not installed: nothing here needs NumPy.
+This module is imported before torch, to silence torch's warning that NumPy is not installed: fusednorm does not need
+NumPy.
 """
 
 from __future__ import annotations
@@ -8,26 +9,26 @@ from __future__ import annotations
 import os
 import warnings
 
-# It stays: `catch_warnings` would also undo the filters that torch and NumPy set when they are imported.
+# The filter stays, because `catch_warnings` would also undo the filters that torch and NumPy set at their import.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 PREFIX = "FUSEDNORM_"
 
-#: What users set.
+#: Variables for users.
 VARIABLES = ("FUSEDNORM_BACKEND", "FUSEDNORM_CACHE_DIR", "FUSEDNORM_CPU_ISA", "FUSEDNORM_PREWARM", "FUSEDNORM_VLLM")
 
-#: What the tests of the repository set.
+#: Variables of the repository's tests.
 OF_TESTS = ("FUSEDNORM_DEBIAN_MIRROR", "FUSEDNORM_EMULATED_SM")
 
 
 def unread() -> dict[str, str]:
-    """The variables that are set and begin like ours, but are none: each with what to do about it."""
+    """The variables that begin with FUSEDNORM_ and are not read, each with a cure."""
     names = [name for name in sorted(os.environ) if name.startswith(PREFIX)]
     return {name: _cure(name) for name in names if name not in (*VARIABLES, *OF_TESTS)}
 
 
 def _cure(name: str) -> str:
-    import difflib  # now: hardly anybody needs it
+    import difflib  # here, because it is rarely needed
 
     ours = {variable.removeprefix(PREFIX): variable for variable in VARIABLES}
     near = difflib.get_close_matches(name.removeprefix(PREFIX).upper(), ours, n=1)
@@ -35,6 +36,6 @@ def _cure(name: str) -> str:
 
 
 def warn_of_unread() -> None:
-    """Warns of each, when fusednorm is imported."""
+    """Warns of each such variable, at the import of fusednorm."""
     for name, cure in unread().items():
         warnings.warn(f"fusednorm reads no environment variable {name}; {cure}", RuntimeWarning, stacklevel=3)

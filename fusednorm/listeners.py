@@ -1,10 +1,10 @@
-"""Who listens to a call, and so must see the operation itself instead of what our kernels do to memory.
+"""Listeners: code that must see the operation itself, not only the memory that kernels write.
 
-torch lets others listen in two places. Above autograd: function modes, subclasses that override functions,
+torch has listeners in two places. Above autograd: function modes, subclasses that override functions,
 ``torch.func`` and forward-mode derivatives. Below it, in the dispatcher: dispatch modes (``make_fx``, fake tensors,
 flop counters, selective checkpointing), ``torch.jit.trace``, profilers, and subclasses that override operations.
 
-The fast path asks the same questions in C (``cpu/quick.c``).
+The fast path looks for the same listeners in C.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.autograd import forward_ad, profiler
 from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 
-#: Names that this torch lacks. Without one of them the fast path stays closed, and a listener that cannot be asked for
-#: is taken to be there: slower, and right.
+#: Names that this torch lacks. If there is one, no call takes the fast path, and a listener that cannot be looked for
+#: is assumed to be there: calls are slower, and right.
 MISSING: list[str] = []
 
 
 def _torchs(name: str) -> Callable[..., Any]:
-    """A function of torch that is not public; one that always answers yes where this torch lacks it."""
+    """A private function of torch; where this torch lacks it, a function that always returns True."""
     found = getattr(torch._C, name, None)
     if found is not None:
         return found  # type: ignore[no-any-return]
@@ -33,18 +33,18 @@ def _torchs(name: str) -> Callable[..., Any]:
     return lambda *_: True
 
 
-#: Each answers whether somebody listens to this thread below autograd: dispatch modes, ``torch.jit.trace``.
+#: Each function tells whether this thread has a listener below autograd: a dispatch mode, ``torch.jit.trace``.
 QUESTIONS = (_torchs("_len_torch_dispatch_stack"), _torchs("_is_tracing"))
 
-#: Variables of torch's modules, with the value that each has while nobody listens. They hold for all threads, as a
-#: process has one profiler, and one level of forward-mode differentiation.
+#: Variables of torch's modules, with the value of each without a listener. They hold for all threads, because a process
+#: has one profiler and one level of forward-mode differentiation.
 VARIABLES = ((profiler, "_is_profiler_enabled", False), (forward_ad, "_current_level", -1))
 
-#: How many function modes there are, and the one at a place. The lowest may be torch's own, for a default device.
+#: The number of function modes, and the mode at an index. The lowest may be torch's own, for a default device.
 FUNCTION_MODES = (_torchs("_len_torch_function_stack"), _torchs("_get_function_stack_at"), DeviceContext)
 
-#: What these functions ask in torch's C++: how many dispatch modes and function modes there are, and for the state of a
-#: trace. The fast path calls them itself where it can, as Python's way to them takes most of a question's time.
+#: The C++ functions of torch behind these: the numbers of dispatch modes and function modes, and the state of a trace.
+#: The fast path calls them directly where it can, because a call through Python takes several times as long.
 _IN_CPP = (
     "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv",
     "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv",
@@ -63,7 +63,7 @@ MISSING += [name for module, name, _ in VARIABLES if not hasattr(module, name)]
 
 
 def in_cpp() -> tuple[int, ...]:
-    """Where torch's C++ functions are; zeros in other versions of torch, and if its libraries name them otherwise."""
+    """The addresses of torch's C++ functions; zeros in untested versions of torch, and if a name is missing."""
     if torch.__version__.startswith(_TESTED):
         library = ctypes.CDLL(torch._C.__file__)  # loaded already
         if all(hasattr(library, name) for name in _IN_CPP):
@@ -72,7 +72,7 @@ def in_cpp() -> tuple[int, ...]:
 
 
 def override(*operands: Tensor | None) -> bool:
-    """Whether a function mode, or an operand that overrides functions (fx's proxies), must see the function."""
+    """Whether a function mode, or an operand that overrides functions (such as fx's proxies), must see the call."""
     count, mode_at, default_device = FUNCTION_MODES
     modes = int(count())
     if MISSING or modes > 1 or (modes == 1 and type(mode_at(0)) is not default_device):
@@ -81,22 +81,22 @@ def override(*operands: Tensor | None) -> bool:
         return False
     others = [t for t in operands if type(t) not in _PLAIN]
     if any(isinstance(t, Tensor) and t.is_nested for t in others):
-        return False  # it would take our functions for torch's of these names; the checks refuse it
+        return False  # it would handle our functions as torch's of the same names; the checks refuse it
     return has_torch_function(others)
 
 
 def transform(*operands: Tensor | None) -> bool:
-    """Whether ``torch.func`` is at work, or an operand has a tangent of forward-mode differentiation."""
+    """Whether a transform of ``torch.func`` is active, or an operand has a tangent of forward-mode differentiation."""
     return bool(_transforms_active()) or has_tangent(*operands)
 
 
 def level_entered() -> bool:
-    """Whether a level of forward-mode differentiation is entered, in any thread."""
+    """Whether a level of forward-mode differentiation is active, in any thread."""
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def has_tangent(*operands: Tensor | None) -> bool:
-    """Whether an operand has a tangent, of which an operator would know nothing."""
+    """Whether an operand has a tangent, which an operator would ignore."""
     return (
         level_entered()
         and _tangents_enabled()
@@ -108,7 +108,7 @@ def has_tangent(*operands: Tensor | None) -> bool:
 
 
 def below(*operands: Tensor | None) -> bool:
-    """Whether somebody listens in the dispatcher: a mode, a tracer, a profiler, a tensor that overrides operations."""
+    """Whether the dispatcher has a listener: a mode, a tracer, a profiler, a tensor that overrides operations."""
     for ask in QUESTIONS:
         if ask():
             return True
@@ -118,10 +118,10 @@ def below(*operands: Tensor | None) -> bool:
 
 
 def plain(*operands: Tensor | None) -> bool:
-    """Whether the operands are of types that override nothing: the usual case."""
+    """Whether no operand's type overrides anything, which is the usual case."""
     return _PLAIN.issuperset(map(type, operands))
 
 
 def overrides_operations(operand: object) -> bool:
-    """Whether an operand is a tensor that torch's operations ask first: a fake, functional or distributed one."""
+    """Whether an operand is a tensor that overrides torch's operations: a fake, functional or distributed one."""
     return isinstance(operand, Tensor) and type(operand).__torch_dispatch__ is not Tensor.__torch_dispatch__

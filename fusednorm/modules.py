@@ -1,4 +1,4 @@
-"""Modules over the functions, with a weight to train."""
+"""The functions as modules, with a trainable weight."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fusednorm.ops import fused_add_rms_norm, rms_norm
 
 
 def machine_epsilon(x: Tensor) -> float:
-    """What torch takes on a CPU where ``eps`` is None: the accumulator type's, 2^-23, or 2^-52 for a float64 x."""
+    """The machine epsilon of the accumulator type, torch's ``eps`` on a CPU: 2^-23, or 2^-52 for a float64 x."""
     return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
 
 
 def as_rows(x: Tensor, normalized_shape: tuple[int, ...], name: str = "x") -> Tensor:
-    """x, [..., *normalized_shape], as [..., N]: the dimensions that are normalised together made one.
+    """Returns x, [..., *normalized_shape], as [..., N], with the normalised dimensions joined into one.
 
     Raises:
         TypeError: x is no tensor. The messages call x ``name``.
@@ -41,13 +41,13 @@ def as_rows(x: Tensor, normalized_shape: tuple[int, ...], name: str = "x") -> Te
 def _ends_in(x: Tensor, dimensions: tuple[int, ...]) -> bool:
     if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return x.shape[-len(dimensions) :] == dimensions
-    with warnings.catch_warnings():  # that the trace is of these dimensions alone, as the module is
+    with warnings.catch_warnings():  # the trace holds for these dimensions only; so does the module
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         return [int(n) for n in x.shape[-len(dimensions) :]] == list(dimensions)
 
 
 def _one_node(module: torch.nn.Module, *inputs: object) -> Any:
-    """The call as one node of the graph that ``torch.fx`` traces, as of torch's own modules; None without a graph."""
+    """Adds the call to the graph that ``torch.fx`` traces, as one node; returns None if nothing is traced."""
     for value in inputs:
         if isinstance(value, torch.fx.Proxy):
             tracer: Any = value.tracer
@@ -57,7 +57,7 @@ def _one_node(module: torch.nn.Module, *inputs: object) -> Any:
 
 
 def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
-    """The weight, of ``normalized_shape``, as [N].
+    """Returns the weight, of ``normalized_shape``, as [N].
 
     Raises:
         ValueError: it has another shape.
@@ -77,14 +77,15 @@ class RMSNorm(torch.nn.RMSNorm):
     """``torch.nn.RMSNorm`` with fusednorm's bits: same arguments, same state_dict.
 
     Args:
-        normalized_shape: N, or the last dimensions of the input, over which it is normalised together.
-        eps: added to the mean of squares; None means the machine epsilon of the accumulator type, as torch takes it on
-            a CPU: 2^-23, or 2^-52 for a float64 input.
-        elementwise_affine: whether there is a weight, of ones at first.
+        normalized_shape: N, or the last dimensions of the input, which are normalised together.
+        eps: added to the mean of squares; None means the machine epsilon of the accumulator type, as in torch on a
+            CPU: 2^-23, or 2^-52 for a float64 input.
+        elementwise_affine: whether there is a weight, initially of ones.
         device: of the weight.
         dtype: of the weight.
-        weight_offset: added to the weight; 1.0 gives Gemma's ``1 + weight`` (whose weight begins at zeros).
-        round_norm: round the normalised row to the input's dtype before it meets the weight, as Hugging Face's Llama.
+        weight_offset: added to the weight; 1.0 is Gemma's ``1 + weight`` (the weight is then initially zero).
+        round_norm: round the normalised row to the input's dtype before it is multiplied by the weight, as in Hugging
+            Face's Llama.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Sets the weight to what multiplies by one."""
+        """Sets the weight to 1 - weight_offset, which multiplies by one."""
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises x, ``[..., *normalized_shape]``, into its own dtype."""
+        """Normalises x, ``[..., *normalized_shape]``; the result has x's dtype."""
         if not isinstance(x, Tensor) and (node := _one_node(self, x)) is not None:
             return cast(Tensor, node)
         y = rms_norm(
@@ -121,7 +122,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return self._of_shape(y)
 
     def extra_repr(self) -> str:
-        """What torch.nn.RMSNorm shows, and what differs from it."""
+        """The arguments as torch.nn.RMSNorm shows them, and fusednorm's own where they are not the default."""
         added = [f"weight_offset={self.weight_offset}"] if self.weight_offset else []
         added += ["round_norm=True"] if self.round_norm else []
         return ", ".join([super().extra_repr(), *added])
@@ -129,22 +130,22 @@ class RMSNorm(torch.nn.RMSNorm):
     def _eps(self, x: Tensor) -> float:
         if self.eps is not None:
             return self.eps
-        if isinstance(x, torch.fx.Proxy):  # of which the graph knows the dtype only when it runs
+        if isinstance(x, torch.fx.Proxy):  # its dtype is known only when the graph runs
             return cast(float, x.tracer.create_proxy("call_function", machine_epsilon, (x,), {}))
         return machine_epsilon(x)
 
     def _of_shape(self, rows: Tensor) -> Tensor:
-        """Rows with the dimensions that were normalised together."""
+        """Splits rows into the normalised dimensions again."""
         return rows if len(self.normalized_shape) == 1 else torch.unflatten(rows, -1, self.normalized_shape)
 
 
 class AddRMSNorm(RMSNorm):
     """Adds the residual, then normalises: ``y, residual = norm(x, residual)``.
 
-    The residual stream stays in its own dtype. The arguments are :class:`RMSNorm`'s, and:
+    The residual stream keeps its dtype. The arguments are those of :class:`RMSNorm`, and:
 
     Args:
-        round_sum: normalise the sum as rounded to the residual's dtype, rather than as it was before.
+        round_sum: normalise the sum after it is rounded to the residual's dtype (True), or before (False).
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class AddRMSNorm(RMSNorm):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The normalised sum, and the sum; of x alone where the stream begins (residual None).
+        """Returns the normalised sum, and the sum. Without a residual, where the stream begins, the sum is x itself.
 
         Args:
             x: ``[..., *normalized_shape]``.
@@ -193,7 +194,7 @@ class AddRMSNorm(RMSNorm):
         return self._of_shape(y), self._of_shape(total)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
-        """torch's, but a hook that returns fewer inputs than it was given raises: the sum would silently be x alone.
+        """As torch's. A hook that returns fewer inputs than it was given raises, because it would drop the residual.
 
         ``torch.distributed.tensor.parallel.SequenceParallel`` registers such a hook.
         """
@@ -202,7 +203,7 @@ class AddRMSNorm(RMSNorm):
         return super().register_forward_pre_hook(hook, **options)
 
     def extra_repr(self) -> str:
-        """As RMSNorm's."""
+        """The arguments as :class:`RMSNorm` shows them, and ``round_sum``."""
         return super().extra_repr() + ("" if self.round_sum else ", round_sum=False")
 
 

@@ -1,6 +1,6 @@
-"""Other implementations of an addition and an RMS norm, as ``compare`` and ``bench`` find and call them.
+"""Other implementations of an addition and an RMS norm, for ``compare`` and ``bench``.
 
-Each function here looks for one, imports it, and says how to call it; where it is not there, MissingError says why.
+Each function of :data:`PEERS` imports one and returns functions that call it, or raises MissingError with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fusednorm
 
-#: x and the residual, both [M, N] -> y and the sum; what works in place writes them to x and the residual.
+#: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual.
 Call = Callable[[Tensor, Tensor], Any]
 
 
@@ -26,23 +26,23 @@ COMPILED = "torch.compile"
 
 
 class Implementation(NamedTuple):
-    """One that is here, and how to call it."""
+    """An implementation on this machine, and how to call it."""
 
     name: str
     version: str
-    #: What its source rounds before y itself: the "sum" that is normalised, the row before the weight ("norm").
+    #: The intermediate results that its source rounds: the "sum", the row before the weight is applied ("norm").
     rounds: str
-    #: A weight, [N], and eps -> a call. What it prepares may depend on torch's number of threads.
+    #: A weight, [N], and eps -> a call, which is valid for the current number of torch's threads.
     build: Callable[[Tensor, float], Call]
-    #: Whether y takes the place of x, and the sum that of the residual.
+    #: Whether a call writes y to x, and the sum to the residual.
     in_place: bool = False
-    #: Whether autograd goes through a call.
+    #: Whether a call has gradients.
     gradients: bool = False
-    #: The same for a norm without a residual, where that is another function: x -> y.
+    #: As ``build``, for a norm without a residual (x -> y), where that is another function.
     build_norm: Callable[[Tensor, float], Callable[[Tensor], Tensor]] | None = None
 
     def pure(self, weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """x and the residual -> y. Neither is written to."""
+        """Returns a call: x and the residual -> y, which writes to neither."""
         call = self.build(weight, eps)
         if not self.in_place:
             return lambda x, residual: call(x, residual)[0]
@@ -60,31 +60,29 @@ class MissingError(Exception):
 
 
 def in_a_line(error: Exception) -> str:
-    """What somebody's code raised."""
+    """An error of another library's code, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def implementations(name: str, device: torch.device) -> list[Implementation]:
-    """What :data:`PEERS` has under a name; MissingError also where its import raises something else."""
+    """The implementations of one of :data:`PEERS`. Raises MissingError for any error of its import."""
     try:
         return PEERS[name](device)
     except MissingError:
         raise
-    except (
-        Exception
-    ) as error:  # importing somebody's code can raise anything, and must not end what others are measured by
+    except Exception as error:  # another library's import may raise anything, and must not end the measurement
         raise MissingError(in_a_line(error)) from error
 
 
 def _imported(module: str, package: str) -> Any:
-    """The module, which the package on PyPI brings."""
+    """Imports a module, which the package on PyPI has."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise MissingError(f"not installed: pip install {package}")
     return importlib.import_module(module)
 
 
 def ours(device: torch.device) -> list[Implementation]:
-    """fusednorm with each setting of its flags, so that it stands beside every peer with the same roundings."""
+    """fusednorm with each setting of its flags, to compare with peers that round at the same places."""
     operand = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
     version = f"{fusednorm.__version__}, backend {fusednorm.explain(operand, operand, operand[0]).backend}"
 
@@ -120,7 +118,7 @@ def eager(device: torch.device) -> list[Implementation]:
 
 
 def compiled(device: torch.device) -> list[Implementation]:
-    """The same under ``torch.compile`` with its defaults, compiled anew for each number of threads."""
+    """``F.rms_norm(x + residual, ...)`` under ``torch.compile``, compiled again for each number of threads."""
 
     def build(weight: Tensor, eps: float) -> Call:
         torch.compiler.reset()
@@ -154,7 +152,7 @@ def transformers(device: torch.device) -> list[Implementation]:
 
 
 def liger(device: torch.device) -> list[Implementation]:
-    """``LigerFusedAddRMSNormFunction`` with each casting mode but "none"."""
+    """``LigerFusedAddRMSNormFunction`` with each casting mode except "none"."""
     if device.type == "cpu":
         raise MissingError("its Triton kernels need a GPU; Triton's interpreter would round bfloat16 otherwise")
     functional = _imported("liger_kernel.transformers.functional", "liger-kernel")
@@ -198,7 +196,7 @@ def quack(device: torch.device) -> list[Implementation]:
 def sglang(device: torch.device) -> list[Implementation]:
     """SGLang's CUDA operator, of its package ``sgl_kernel``; on a CPU the operator that SGL_CPU_OP names.
 
-    SGL_CPU_OP is a library of its CPU kernels and, after a colon, its namespace and operator.
+    SGL_CPU_OP has the path of a library with its CPU kernels and, after a colon, the namespace and the operator.
     """
     if device.type == "cpu":
         library, _, name = os.environ.get("SGL_CPU_OP", "").partition(":")
@@ -231,7 +229,7 @@ def vllm_ir(device: torch.device) -> list[Implementation]:
 
 
 def vllm_ops(device: torch.device) -> list[Implementation]:
-    """vLLM's C++ or CUDA operator, of its package; on a CPU from the library that VLLM_CPU_SO names, if it does."""
+    """vLLM's C++ or CUDA operator, from its package, or on a CPU from the library that VLLM_CPU_SO names."""
     library = os.environ.get("VLLM_CPU_SO") if device.type == "cpu" else None
     if library:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
@@ -243,13 +241,13 @@ def vllm_ops(device: torch.device) -> list[Implementation]:
     def build(weight: Tensor, eps: float) -> Call:
         return lambda x, residual: operator(x, residual, weight, eps)
 
-    # On a CPU the mean of squares is of the sum before it is rounded, y of the rounded one.
+    # On a CPU it takes the mean of squares from the unrounded sum, and y from the rounded sum.
     rounds = "sum, for y" if device.type == "cpu" else "sum, norm"
     return [Implementation("vLLM operator", version, rounds, build, in_place=True)]
 
 
 def onnxruntime(device: torch.device) -> list[Implementation]:
-    """A graph of one node, ``com.microsoft.SkipSimplifiedLayerNormalization``, in a session per number of threads."""
+    """The node ``com.microsoft.SkipSimplifiedLayerNormalization``, in a new session for each number of threads."""
     if device.type != "cpu":
         raise MissingError("it is compared on a CPU only")
     runtime, onnx = _imported("onnxruntime", "onnxruntime"), _imported("onnx", "onnx")
@@ -290,7 +288,7 @@ def onnxruntime(device: torch.device) -> list[Implementation]:
     return [Implementation("ONNX Runtime skip-norm", runtime.__version__, "nothing", build)]
 
 
-#: As ``--peers`` names them, and in the order in which they are shown.
+#: By the name that ``--peers`` takes, in the order of the tables.
 PEERS: dict[str, Callable[[torch.device], list[Implementation]]] = {
     "fusednorm": ours,
     "eager": eager,

@@ -24,26 +24,26 @@ def prewarm(
     round_norm: bool = False,
     training: bool = False,
 ) -> None:
-    """Compiles and loads now what calls of this kind will need, so that none of them waits for a compiler.
+    """Compiles and loads the kernels of a kind of call, so that no later call waits for a compiler.
 
-    Runs both functions on one row of zeros: on rows that begin at multiples of 16 bytes, for which backends have
-    faster kernels, and on others. The number of rows, ``eps`` and strides need nothing of their own.
+    Runs both functions on one row of zeros: on an aligned row (to 16 bytes), for which backends have faster kernels,
+    and on one that is not aligned. Other numbers of rows, ``eps`` or strides need no other kernels.
 
     Args:
         hidden_size: N, the elements of a row.
         dtype: of x.
-        device: where the tensors will be; ``"cuda"`` is the current one.
+        device: of the tensors; ``"cuda"`` is the current GPU.
         residual_dtype: x's if None.
         weight_dtype: x's if None.
-        weight: whether there is one.
+        weight: whether calls have a weight.
         weight_offset: as in the calls; only whether it is 0 matters.
         round_sum: as in the calls.
         round_norm: as in the calls.
-        training: also what calls with gradients to come, and those gradients, need.
+        training: also prepare calls whose gradients are needed, and their backward pass.
 
     Raises:
-        BackendError: the requested backends cannot take such calls.
-        TypeError, ValueError: an argument is of another type, or the device is not here; see also
+        BackendError: no requested backend can take such calls.
+        TypeError, ValueError: an argument has another type, or this machine lacks the device; see also
             :func:`fusednorm.fused_add_rms_norm`.
     """
     if not isinstance(hidden_size, int) or hidden_size < 1:
@@ -58,11 +58,11 @@ def prewarm(
                 torch.zeros(hidden_size + offset, dtype=kind or dtype, device=device)[offset:].requires_grad_(gradients)
                 for kind in (dtype, residual_dtype, weight_dtype)
             ]
-            x, residual, gain = leaves[0].unsqueeze(0), leaves[1].unsqueeze(0), leaves[2] if weight else None
+            x, residual, row = leaves[0].unsqueeze(0), leaves[1].unsqueeze(0), leaves[2] if weight else None
             with torch.set_grad_enabled(gradients):
-                y = rms_norm(x, gain, weight_offset=weight_offset, round_norm=round_norm)
+                y = rms_norm(x, row, weight_offset=weight_offset, round_norm=round_norm)
                 outputs = fused_add_rms_norm(
-                    x, residual, gain, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm
+                    x, residual, row, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm
                 )
             if gradients:
                 given = [torch.zeros_like(t) for t in (y, *outputs)]

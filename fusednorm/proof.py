@@ -28,27 +28,27 @@ DTYPES = {
     "float32": (torch.float32, torch.float32),
     "mixed": (torch.bfloat16, torch.float32),
 }
-#: So many rows of a batch are computed alone too.
+#: The number of rows of a batch that are computed alone too.
 ALONE = 5
-#: Gradients are compared of batches of at most so many elements: the reference takes long for them.
+#: Gradients are compared in batches of at most this many elements, because the reference takes long for them.
 MOST_WITH_GRADIENTS = 1 << 19
 
-#: The rows and the hidden size whose time stands in the table of one line for each backend and dtype.
+#: The shape, rows and hidden size, whose time the short table shows.
 TIMED = (1, 4096)
-#: A timed case is repeated for about so many seconds, and the median call is reported.
+#: A timed case is repeated for about this many seconds, and the median call is reported.
 SECONDS_PER_CASE = 0.02
 
-#: What is compared, as the table calls it, and in a sentence.
+#: The comparisons: the column of each in the table, and a sentence.
 PROMISES = {
     "forward": "both outputs have the reference's bits",
-    "fused": "they have the bits of an addition and then an rms_norm",
-    "row": "a row has the bits that it has alone",
-    "gradients": "those of the smaller shapes have the reference's bits",
+    "fused": "both outputs have the bits of an addition and then an rms_norm",
+    "row": "a row in a batch has the bits of the same row alone",
+    "gradients": "the gradients of the smaller shapes have the reference's bits",
 }
 
 
 class Subject(NamedTuple):
-    """A backend on a device, and one of its variants if it has any."""
+    """A backend on a device, with one of its variants if it has variants."""
 
     backend: str
     variant: str | None
@@ -60,30 +60,30 @@ class Subject(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One subject at one shape, in one dtype."""
+    """The result of one subject with one shape and one dtype."""
 
     subject: Subject
     dtype: str
     rows: int
     hidden_size: int
-    #: How many elements have other bits, for those of :data:`PROMISES` that were compared: none of them if the backend
+    #: The number of elements with other bits, for each of :data:`PROMISES` that was compared; empty if the backend
     #: refuses such calls.
     differing: dict[str, int]
-    #: Of a call that writes to tensors it is given; None if it was not timed.
+    #: The time of a call with ``out=`` and ``residual_out=``; None if it was not timed.
     seconds: float | None
 
     @property
     def gigabytes_per_second(self) -> float:
-        """x and the residual read, the sum and the result written, the weight read once."""
+        """The speed of memory: x and the residual are read, the sum and y are written, the weight is read once."""
         x, residual = (dtype.itemsize for dtype in DTYPES[self.dtype])
         elements = self.rows * self.hidden_size
         return (2 * elements * (x + residual) + self.hidden_size * residual) / (self.seconds or 1) / 1e9
 
 
 def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
-    """Everything that the check compares on this machine: each backend, on each device it takes, in each variant.
+    """The subjects of this machine: each backend, on each of its devices, in each variant.
 
-    The backends that calls prefer come last, where a terminal shows them.
+    The preferred backends come last, because a terminal shows the end of the table.
     """
     found = []
     infos = [info for info in fusednorm.backends() if info.available and (backends is None or info.name in backends)]
@@ -96,9 +96,9 @@ def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
 
 
 def _forward(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
-    """Both outputs by the reference on the CPU, five rows at a time.
+    """Both outputs of the reference on the CPU, five rows at a time.
 
-    In small batches, because the reference is checked too: its own answer must not depend on them.
+    The batches are small because the reference is checked too: its result must not depend on the batch.
     """
     batches = [slice(begin, begin + 5) for begin in range(0, len(x), 5)]
     parts = [fusednorm.fused_add_rms_norm(x[batch], residual[batch], weight) for batch in batches]
@@ -106,7 +106,7 @@ def _forward(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 def _gradients(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Of x, the residual and the weight, where those of the outputs are x reversed and the residual."""
+    """The gradients of x, the residual and the weight, for the outputs' gradients x, reversed, and the residual."""
     leaves = x, residual, weight = tuple(t.detach().requires_grad_() for t in (x, residual, weight))
     outputs = fusednorm.fused_add_rms_norm(x, residual, weight)
     return torch.autograd.grad(outputs, leaves, (x.detach().flip(0), residual.detach()))
@@ -117,7 +117,7 @@ def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call, warmed up by the one that was checked."""
+    """The median time of a call. The checked call before has warmed it up."""
     times: list[float] = []
     stop = time.perf_counter() + SECONDS_PER_CASE
     while len(times) < 3 or (time.perf_counter() < stop and len(times) < 1000):
@@ -130,7 +130,7 @@ def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[str, Any], timed: bool) -> Result:
-    """Runs one case on one subject; the operands, and what the reference makes of them, are on the CPU."""
+    """Runs one case on one subject. The operands, and the reference's results ``wanted``, are on the CPU."""
     x, residual, weight = (t.to(subject.device) for t in operands)
     y, total = torch.empty_like(x), torch.empty_like(residual)
     rows, hidden_size = x.shape
@@ -147,7 +147,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
             stack.enter_context(backend.use_variant(subject.variant))
         try:
             call()
-        except fusednorm.BackendError:  # somebody else's backend need not take every dtype
+        except fusednorm.BackendError:  # another package's backend need not support every dtype
             return Result(subject, dtype, rows, hidden_size, {}, None)
         sums = x + residual
         unfused = fusednorm.rms_norm(sums, weight, out=torch.empty_like(x))
@@ -185,12 +185,12 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
     """Compares every backend with the reference and prints a table.
 
     Args:
-        console: where to.
-        backends: only these, by their names.
-        every_case: a line for each shape, not one for each backend and dtype.
+        console: receives the table.
+        backends: the names of the backends to compare; None means all.
+        every_case: print a line for each shape, in place of one for each backend and dtype.
 
     Returns:
-        The exit status: 1 on any difference, 130 where the user interrupted it and what was compared was the same.
+        The exit status: 1 on any difference, else 130 if the user interrupted the check.
     """
     which = subjects(backends)
     total = len(which) * len(DTYPES) * len(HIDDEN_SIZES) * len(ROWS)

@@ -1,4 +1,4 @@
-"""The version, written once, in pyproject.toml."""
+"""The version. Only pyproject.toml has its number."""
 
 from importlib.metadata import version
 

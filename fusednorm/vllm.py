@@ -17,10 +17,10 @@ from fusednorm import ops
 from fusednorm.registry import use_backend
 from fusednorm.version import __version__
 
-# A child of vLLM's own logger, which shows what this one is told.
+# A child of vLLM's own logger, so vLLM's log shows its messages.
 _logger = logging.getLogger("vllm.fusednorm")
 
-#: What FUSEDNORM_VLLM may say, and the provider that vLLM then prefers. The word ``gpu`` may stand beside it.
+#: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow the first two.
 MODES = {"vllm": "fusednorm", "default": "fusednorm_default", "off": None}
 
 _PARAMETERS = {
@@ -30,18 +30,18 @@ _PARAMETERS = {
 
 
 def register() -> None:
-    """Adds two providers to vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, and has vLLM prefer one of them.
+    """Adds two providers to vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, and makes vLLM prefer one.
 
-    ``fusednorm`` rounds where vLLM's native implementation does, ``fusednorm_default`` where this library does by
-    default. The environment variable FUSEDNORM_VLLM says which: ``vllm`` (also if it is not set), ``default``, or
-    ``off`` for neither. What the user requests with ``--ir-op-priority`` comes before it.
+    ``fusednorm`` rounds at the places of vLLM's native implementation, ``fusednorm_default`` as fusednorm does by
+    default. The environment variable FUSEDNORM_VLLM chooses: ``vllm`` (also if it is not set), ``default``, or ``off``
+    for neither. The user's option ``--ir-op-priority`` overrides it.
 
-    On other platforms than CPUs vLLM prefers neither unless the variable also says ``gpu``, as in ``vllm,gpu``: the
-    kernels for GPUs have not been run on one. This is decided here, by vLLM's order of preference, and not in
-    ``takes_norm``, because vLLM keeps what it compiles by that order.
+    On platforms other than CPUs vLLM prefers neither, unless the variable also says ``gpu``, as in ``vllm,gpu``: the
+    kernels for GPUs have not been run on one. This function decides that, through vLLM's order of preference, and not
+    ``takes_norm``, because vLLM caches compiled code by that order.
 
-    Nothing is raised, because vLLM does not catch what a plug-in raises: where the variable says something else, or
-    vLLM is not what this function knows, it logs a warning and leaves vLLM as it was.
+    vLLM does not catch the errors of a plug-in, so this function raises none: if the variable has another value, or
+    this version of vLLM is not supported, it logs a warning and leaves vLLM as it was.
     """
     setting = os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm"
     words = {word.strip() for word in setting.split(",")}
@@ -88,11 +88,11 @@ def register() -> None:
 
 
 def implementations(as_vllm: bool) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-    """vLLM's ``rms_norm`` and ``fused_add_rms_norm`` (this one in place), computed by this library.
+    """vLLM's ``rms_norm`` and ``fused_add_rms_norm`` (the second in place), computed by fusednorm.
 
     Args:
-        as_vllm: round where vLLM's native implementation does: it normalises the sum as it was before it was rounded,
-            and rounds the normalised row to the weight's dtype. Otherwise round as this library does by default.
+        as_vllm: round at the places of vLLM's native implementation, which normalises the unrounded sum and rounds the
+            normalised row to the weight's dtype. Otherwise round as fusednorm does by default.
     """
 
     def round_norm(x: Tensor, weight: Tensor | None) -> bool:
@@ -112,10 +112,10 @@ def implementations(as_vllm: bool) -> tuple[Callable[..., Tensor], Callable[...,
 
 
 def takes_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """Whether fusednorm can round where vLLM's native ``rms_norm`` does; if not, vLLM takes the next provider.
+    """Whether fusednorm can round as vLLM's native ``rms_norm``; if not, vLLM takes the next provider.
 
-    It cannot where vLLM computes float64 rows in float32, rounds the normalised row to a weight's dtype that is neither
-    x's nor float32, or takes the mean of squares of a part of the row.
+    It cannot where vLLM computes float64 rows in float32, where it rounds the normalised row to a weight's dtype that
+    is neither x's nor float32, and where it takes the mean of squares of a part of the row.
     """
     return (
         variance_size is None
@@ -127,7 +127,7 @@ def takes_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: 
 def takes_fused(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    """Likewise for ``fused_add_rms_norm``, whose sum is of x's dtype; in place, so of contiguous operands."""
+    """As :func:`takes_norm`, for ``fused_add_rms_norm``. It is in place, so both operands must be contiguous."""
     return (
         takes_norm(x, weight, epsilon, variance_size)
         and x_residual.dtype == x.dtype
@@ -137,7 +137,7 @@ def takes_fused(
 
 
 def _decline(reason: str) -> None:
-    """Says that vLLM stays as it was, and why."""
+    """Logs that vLLM stays as it was, with the reason."""
     import vllm
 
     found = getattr(vllm, "__version__", "of unknown version")
@@ -150,7 +150,7 @@ def _decline(reason: str) -> None:
 
 
 def _unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
-    """What of vLLM is not as expected; empty if all is."""
+    """The first difference between this vLLM and the tested one; empty without a difference."""
     fields = {field.name for field in dataclasses.fields(priorities)} if dataclasses.is_dataclass(priorities) else set()
     if not fields.issuperset(_PARAMETERS):
         return f"expected IrOpPriorityConfig to be a dataclass with the fields {', '.join(_PARAMETERS)}"
@@ -164,7 +164,7 @@ def _unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
         found = list(inspect.signature(op.impls["native"].impl_fn).parameters)
         if found != expected:
             return f"expected vllm.ir.ops.{name} to take {', '.join(expected)}, found {', '.join(found)}"
-    with use_backend("reference"):  # whatever backend the user ordered, it need not take CPU tensors
+    with use_backend("reference"):  # the user's requested backend may not take CPU tensors
         alike = _rounds_as_known(vllms)
     if not alike:
         return "its native RMSNorm does not round where it did in the version tested"
@@ -172,11 +172,11 @@ def _unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
 
 
 def _rounds_as_known(vllms: Any) -> bool:
-    """Whether vLLM's native implementation rounds where ``implementations(as_vllm=True)`` does, in a few rows.
+    """Whether vLLM's native implementation rounds at the places of ``implementations(as_vllm=True)``, in a few rows.
 
-    ``epsilon`` is a power of 4 beside which the mean of squares vanishes, so the reciprocal root is a power of 2,
-    exactly, however it is computed: what can differ is where the two round. A normalised float16 row is subnormal then,
-    so its rounding loses bits.
+    ``epsilon`` is a power of 4, so large that the mean of squares does not change it. So rstd is exactly a power of 2,
+    in any computation, and only the places of rounding can differ. A normalised float16 row is then subnormal, so its
+    rounding loses bits.
     """
     x = torch.arange(1024, 2048, device="cpu").half() / 1024
     residual, weight, epsilon = x.flip(0) / 64, x.roll(500), 2.0**30
@@ -194,8 +194,8 @@ def _rounds_as_known(vllms: Any) -> bool:
 def _prefer(mode: str, platform: Any) -> None:
     """Puts a provider into the platform's default order, which vLLM appends to the user's.
 
-    With vLLM's rounding it comes just before the native implementation: what a platform prefers to that one may round
-    in its own way. With the default rounding it comes first.
+    With vLLM's rounding the provider comes just before the native implementation, because implementations that the
+    platform prefers may round differently. With the default rounding it comes first.
     """
     platforms_own = platform.get_default_ir_op_priority
 

@@ -380,7 +380,7 @@ def test_an_interrupted_run_shows_what_there_is(monkeypatch, capsys, tmp_path, f
     assert called(monkeypatch, "--peers", "--quick", *options) == 130
     text = capsys.readouterr().out
     assert "1x4096" in text
-    again = "the same command goes on" if file else "with --json FILE the next run would go on"
+    again = "the same command continues" if file else "with --json FILE the next run would continue"
     assert text.endswith(f"interrupted: 2 of 3 were left out; {again}\n")
 
 
