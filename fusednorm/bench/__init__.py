@@ -1,4 +1,4 @@
-"""How fast fusednorm is on this machine, beside its peers and a copy: ``python -m fusednorm bench``.
+"""Times fusednorm, its peers and a copy on this machine: ``python -m fusednorm bench``.
 
 ``cells`` measures, ``plots`` draws, ``train`` trains a small language model with each norm.
 """

@@ -1,4 +1,4 @@
-"""Times one operation at one shape after the other, each beside its peers and a copy of the same bytes."""
+"""Times operations, one shape after another, beside peers and a copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ import fusednorm
 from fusednorm import doctor
 from fusednorm.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
 
-#: What is timed, and how many times it reads or writes each element, at the least. Forward: x and the residual in, y
-#: and the sum out; x in, y out. Backward: the gradients of y and of the sum and the sum in, one gradient out.
+#: The timed operations, and the number of their large operands. add_norm reads x and the residual and writes y and the
+#: sum; norm reads x and writes y; backward reads the gradients of y and of the sum and the sum, and writes one
+#: gradient.
 OPS = {"add_norm": 4, "norm": 2, "backward": 4}
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_SHAPES = (
@@ -38,49 +39,49 @@ GPU_SHAPES = tuple(
     for size in (128, 896, 2048, 4096, 5120, 7168, 8192, 16384, 65536)
     for rows in (1, 16, 64, 512, 4096, 16384, 65536)
 )
-#: Left out unless they are asked for: several of torch's operations each, which says little about a kernel's speed.
+#: Peers that are timed on request only: they consist of several torch operations, and tell little about a kernel.
 SLOW_PEERS = ("transformers", "vllm-ir")
 EPS = 1e-6
 
-#: How the names of contenders end that work in place.
+#: The suffix of the names of contenders that work in place.
 IN_PLACE = " in place"
 
-#: All contenders take turns this often; a figure is the median. A turn is many calls, about so many seconds of them.
+#: All contenders take this many turns; a figure is the median. A turn is many calls, for about TURN_SECONDS.
 ROUNDS = 9
 TURN_SECONDS = 0.002
-#: On a CPU, operands beyond HOT_BYTES come in sets that together exceed every cache, as in a model.
+#: On a CPU, operands of more than HOT_BYTES come in sets that together exceed every cache, as in a model.
 HOT_BYTES = 16 << 20
 COLD_BYTES = 512 << 20
-#: On a GPU they exceed its cache so many times, in at most so many sets.
+#: On a GPU the sets exceed its cache TIMES_GPU_CACHE times; there are at most MOST_SETS.
 TIMES_GPU_CACHE, MOST_SETS = 4, 256
-#: A CUDA graph has so many calls, or one with each set if these are more.
+#: The least number of calls in a CUDA graph; it has one with each set if there are more sets.
 LEAST_IN_GRAPH = 8
-#: Sets of a backward pass at most: each holds a graph of autograd.
+#: The most sets of a backward pass, because each holds a graph of autograd.
 MOST_GRAPHS = 16
-#: Roughly the seconds that a cell takes for each contender, and that torch.compile takes to compile for it.
+#: About the seconds of a cell for each contender, and the seconds that torch.compile compiles for a cell.
 SECONDS, COMPILING = 0.5, 5.0
-#: Bits are compared on so many rows at either end, and gradients with those of so many rows.
+#: Bits are compared in this many rows at either end; gradients of this many rows are compared.
 EDGE_ROWS, GRADIENT_ROWS = 32, 512
 
 
 class WrongBitsError(Exception):
-    """fusednorm's bits were not the specification's: its speed is of no interest."""
+    """fusednorm's bits were not the specification's, so its speed does not matter."""
 
 
-class Way(NamedTuple):
-    """A contender: one way of calling one implementation."""
+class Contender(NamedTuple):
+    """One kind of call of one implementation."""
 
     name: str
-    #: Takes x, the residual, y and the sum, or the first `takes` of them; for a norm alone x and y.
+    #: Takes x, the residual, y and the sum, or the first `takes` of these; for a norm alone x and y.
     call: Callable[..., Any]
     takes: int
     in_place: bool = False
     gradients: bool = True
-    #: The backend of fusednorm that is to be ordered.
+    #: The backend of fusednorm to request.
     backend: str | None = None
 
-    def ordered(self) -> ExitStack:
-        """A context in which its backend is ordered, if it has one."""
+    def requested(self) -> ExitStack:
+        """A context that requests its backend, if it has one."""
         stack = ExitStack()
         if self.backend is not None:
             stack.enter_context(fusednorm.use_backend(self.backend))
@@ -88,22 +89,22 @@ class Way(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What is timed: a call, and sets of operands that take turns."""
+    """A timed call, and the sets of operands that take turns."""
 
-    way: Way
+    contender: Contender
     call: Callable[..., Any]
     operands: list[tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one row of a table is about."""
+    """The measurement of one row of a table."""
 
     op: str
     dtype: str
     rows: int
     hidden_size: int
-    #: torch's, on a CPU.
+    #: torch's number of threads, on a CPU.
     threads: int | None
 
     def __str__(self) -> str:
@@ -111,7 +112,7 @@ class Cell:
 
     @property
     def nbytes(self) -> int:
-        """Read and written by a call."""
+        """The bytes that a call reads and writes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return OPS[self.op] * self.rows * self.hidden_size * itemsize
 
@@ -127,12 +128,12 @@ class Clock:
             self.cache_bytes = getattr(properties, "L2_cache_size", 0) or 64 << 20
 
     def synchronise(self) -> None:
-        """Waits until the device has done what it was given."""
+        """Waits until the device has finished."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Until the work is done."""
+        """The time until the work is finished."""
         self.synchronise()
         begin = time.perf_counter()
         run()
@@ -140,13 +141,13 @@ class Clock:
         return time.perf_counter() - begin
 
     def sets(self, nbytes: int) -> int:
-        """How many sets of operands of that many bytes take turns."""
+        """The number of sets of operands that take turns, each of this many bytes."""
         if self.device.type == "cpu":
             return 1 if nbytes <= HOT_BYTES else max(2, COLD_BYTES // nbytes)
         return max(1, min(MOST_SETS, -(-TIMES_GPU_CACHE * self.cache_bytes // nbytes)))
 
     def captured(self, call: Callable[..., Any], operands: list[tuple[Any, ...]]) -> Callable[[], object]:
-        """One call with each set of operands, as a CUDA graph."""
+        """Captures one call with each set of operands in a CUDA graph."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -161,18 +162,18 @@ class Clock:
 
 
 def copy(x: Tensor, residual: Tensor, y: Tensor, total: Tensor) -> None:
-    """The traffic of an operation with a residual, and nothing else."""
+    """Moves the bytes of an operation with a residual."""
     y.copy_(x)
     total.copy_(residual)
 
 
 def copy_rows(x: Tensor, y: Tensor) -> None:
-    """The traffic of a norm alone."""
+    """Moves the bytes of a norm alone."""
     y.copy_(x)
 
 
-def ours(op: str, weight: Tensor, backends: Sequence[str]) -> Iterator[Way]:
-    """fusednorm, in each of its ways."""
+def ours(op: str, weight: Tensor, backends: Sequence[str]) -> Iterator[Contender]:
+    """fusednorm in each kind of call."""
     add, add_, norm, norm_ = (
         *(fusednorm.fused_add_rms_norm, fusednorm.fused_add_rms_norm_),
         *(fusednorm.rms_norm, fusednorm.rms_norm_),
@@ -180,34 +181,34 @@ def ours(op: str, weight: Tensor, backends: Sequence[str]) -> Iterator[Way]:
     for backend in backends:
         name = "fusednorm" if len(backends) == 1 else f"fusednorm {backend}"
         if op == "norm":
-            yield Way(name + IN_PLACE, lambda x: norm_(x, weight, EPS), 1, in_place=True, backend=backend)
-            yield Way(f"{name} out=", lambda x, y: norm(x, weight, EPS, out=y), 2, backend=backend)
-            yield Way(name, lambda x: norm(x, weight, EPS), 1, backend=backend)
+            yield Contender(name + IN_PLACE, lambda x: norm_(x, weight, EPS), 1, in_place=True, backend=backend)
+            yield Contender(f"{name} out=", lambda x, y: norm(x, weight, EPS, out=y), 2, backend=backend)
+            yield Contender(name, lambda x: norm(x, weight, EPS), 1, backend=backend)
             continue
         if op == "add_norm":
-            yield Way(name + IN_PLACE, lambda x, r: add_(x, r, weight, EPS), 2, in_place=True, backend=backend)
-            yield Way(
+            yield Contender(name + IN_PLACE, lambda x, r: add_(x, r, weight, EPS), 2, in_place=True, backend=backend)
+            yield Contender(
                 f"{name} out=",
                 lambda x, r, y, s: add(x, r, weight, EPS, out=y, residual_out=s),
                 4,
                 backend=backend,
             )
-        yield Way(name, lambda x, r: add(x, r, weight, EPS), 2, backend=backend)
+        yield Contender(name, lambda x, r: add(x, r, weight, EPS), 2, backend=backend)
 
 
-def theirs(op: str, weight: Tensor, implementations: Iterable[Implementation]) -> Iterator[Way]:
+def theirs(op: str, weight: Tensor, implementations: Iterable[Implementation]) -> Iterator[Contender]:
     """The peers that have the operation."""
     for peer in implementations:
         if op == "norm":
             if peer.build_norm is not None:
-                yield Way(peer.name, peer.build_norm(weight, EPS), 1)
+                yield Contender(peer.name, peer.build_norm(weight, EPS), 1)
         elif op == "add_norm" or peer.gradients:
             name = peer.name + IN_PLACE if peer.in_place else peer.name
-            yield Way(name, peer.build(weight, EPS), 2, peer.in_place, peer.gradients)
+            yield Contender(name, peer.build(weight, EPS), 2, peer.in_place, peer.gradients)
 
 
 def _edges(tensor: Tensor) -> Tensor:
-    """The rows whose bits are compared."""
+    """Selects the rows whose bits are compared."""
     return tensor if len(tensor) <= 2 * EDGE_ROWS else torch.cat((tensor[:EDGE_ROWS], tensor[-EDGE_ROWS:]))
 
 
@@ -216,43 +217,43 @@ def _tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def _share(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
-    """Of the elements, how many have other bits."""
+    """The share of elements with other bits."""
     pairs = [(a.detach().cpu(), b) for a, b in zip(got, wanted, strict=True)]
     return sum(doctor.count_differing(a, b) for a, b in pairs) / sum(b.numel() for _, b in pairs)
 
 
 def _first_rows(operands: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Those whose gradients are compared."""
+    """Selects the rows whose gradients are compared."""
     return tuple(t[:GRADIENT_ROWS] for t in operands)
 
 
-def _outputs(way: Way, operands: tuple[Tensor, ...], count: int) -> list[Tensor]:
-    """y, and the sum if there is one: the rows that are compared."""
-    given = [t.clone() for t in operands[: way.takes]]
-    with way.ordered():
-        result = way.call(*given)
-    return [_edges(t) for t in (given[:count] if way.in_place else _tuple(result))]
+def _outputs(contender: Contender, operands: tuple[Tensor, ...], count: int) -> list[Tensor]:
+    """The compared rows of y, and of the sum if there is one."""
+    given = [t.clone() for t in operands[: contender.takes]]
+    with contender.requested():
+        result = contender.call(*given)
+    return [_edges(t) for t in (given[:count] if contender.in_place else _tuple(result))]
 
 
 def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of x, the residual and the weight, from those of y and the sum."""
+    """The gradients of x, the residual and the weight, from those of y and the sum."""
     return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
 
-def _differentiated(way: Way, operands: tuple[Tensor, ...], weight: Tensor) -> tuple[Any, ...]:
-    """What :func:`_gradients` takes."""
+def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: Tensor) -> tuple[Any, ...]:
+    """Calls forward; returns the arguments of :func:`_gradients`."""
     x, residual, *given = operands
     leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), weight)
-    with way.ordered():
-        return _tuple(way.call(*leaves[:2])), leaves, tuple(given)
+    with contender.requested():
+        return _tuple(contender.call(*leaves[:2])), leaves, tuple(given)
 
 
 class Bench:
-    """Measures cells on one device, with the peers that are there.
+    """Measures cells on one device, with the available peers.
 
     Args:
         device: as torch names it.
-        backends: those of fusednorm to time; None: the one that a call takes.
+        backends: fusednorm's backends to time; None means the one that calls take.
         peers: keys of :data:`fusednorm.peers.PEERS`.
     """
 
@@ -275,7 +276,7 @@ class Bench:
         functorch.donated_buffer = False
 
     def machine(self) -> dict[str, Any]:
-        """What figures of another run must have in common with these."""
+        """The facts that runs must have in common to share a file."""
         found = doctor.report()
         names = ("fusednorm", "spec", "python", "torch", "triton", "system", "processor", "instruction_set")
         where = doctor.device_name(self.device)
@@ -283,20 +284,20 @@ class Bench:
         return {**{n: found.get(n) for n in names}, "device": where, "backends": list(self.backends), "peers": peers}
 
     def minutes(self, count: int) -> float:
-        """Roughly how long that many cells take."""
+        """About how long this many cells take."""
         contenders = 4 + len(self.peers)
         compiled = any(peer.name == COMPILED for peer in self.peers)
         return count * (SECONDS * contenders + COMPILING * compiled) / 60
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second that a copy of a gibibyte (on a CPU: of a quarter) reads and writes."""
+        """The bytes per second that a copy of a gibibyte (on a CPU a quarter of that) reads and writes."""
         source = torch.zeros((1 << 28) >> (2 if self.device.type == "cpu" else 0), device=self.device)
         target = torch.empty_like(source)
         seconds = [self.clock.seconds(lambda: target.copy_(source)) for _ in range(10)]
         return 2 * source.nbytes / statistics.median(seconds[1:])
 
     def _operands(self, cell: Cell) -> list[tuple[Tensor, ...]]:
-        """Sets of x, the residual and two tensors more; for a norm alone of x and one more."""
+        """Sets of x, the residual and two more tensors; for a norm alone of x and one more."""
         dtype = getattr(torch, cell.dtype)
         count = self.clock.sets(cell.nbytes)
         if cell.op == "backward":
@@ -309,7 +310,7 @@ class Bench:
         return [tuple(t.clone() for t in first) for _ in range(count)]
 
     def _expected(self, cell: Cell, operands: tuple[Tensor, ...], weight: Tensor) -> list[Tensor]:
-        """What the reference computes on the CPU."""
+        """The reference's results, on the CPU."""
         on_cpu = [t.cpu() for t in operands]
         leaf = weight.detach().cpu()
         with fusednorm.use_backend("reference"):
@@ -318,14 +319,14 @@ class Bench:
             if cell.op == "add_norm":
                 return list(fusednorm.fused_add_rms_norm(_edges(on_cpu[0]), _edges(on_cpu[1]), leaf, EPS))
             leaf.requires_grad_()
-            way = Way("reference", lambda x, r: fusednorm.fused_add_rms_norm(x, r, leaf, EPS), 2)
-            return list(_gradients(*_differentiated(way, _first_rows(on_cpu), leaf)))
+            contender = Contender("reference", lambda x, r: fusednorm.fused_add_rms_norm(x, r, leaf, EPS), 2)
+            return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), leaf)))
 
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
 
-        And "differing": the share of elements with other bits than the reference's. What does not run has an "error"
-        instead. ``starting`` is told what is done next.
+        Also "differing": the share of elements with other bits than the reference's. A contender that fails has only an
+        "error". ``starting`` is called with a description of each step.
 
         Raises:
             WrongBitsError: fusednorm's bits are not the reference's.
@@ -338,37 +339,39 @@ class Bench:
         found: dict[str, dict[str, Any]] = {}
         runs: list[Run] = []
         with torch.set_grad_enabled(backward):
-            for way in (*ours(cell.op, weight, self.backends), *theirs(cell.op, weight, self.peers)):
-                starting(f"{way.name} {'compiles' if way.name == COMPILED else 'is compared'}")
+            for contender in (*ours(cell.op, weight, self.backends), *theirs(cell.op, weight, self.peers)):
+                starting(f"{contender.name} {'compiles' if contender.name == COMPILED else 'is compared'}")
                 try:
                     if backward:
-                        got: Iterable[Tensor] = _gradients(*_differentiated(way, _first_rows(sets[0]), weight))
-                        run = Run(way, _gradients, [_differentiated(way, given, weight) for given in sets])
+                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), weight))
+                        run = Run(contender, _gradients, [_differentiated(contender, given, weight) for given in sets])
                     else:
-                        got = _outputs(way, sets[0], len(wanted))
-                        run = Run(way, way.call, [given[: way.takes] for given in sets])
-                except Exception as error:  # a peer is somebody's code: whatever it raises is what there is to show
-                    if way.backend is not None:
+                        got = _outputs(contender, sets[0], len(wanted))
+                        run = Run(contender, contender.call, [given[: contender.takes] for given in sets])
+                except Exception as error:  # a peer's code may raise anything, which is then its result
+                    if contender.backend is not None:
                         raise
-                    found[way.name] = {"error": in_a_line(error)}
+                    found[contender.name] = {"error": in_a_line(error)}
                     continue
                 differing = _share(got, wanted)
-                if way.backend is not None and differing:
-                    raise WrongBitsError(f"{cell}: {way.name} does not have the reference's bits; nothing was timed")
-                found[way.name] = {"differing": differing}
+                if contender.backend is not None and differing:
+                    raise WrongBitsError(
+                        f"{cell}: {contender.name} does not have the reference's bits; nothing was timed"
+                    )
+                found[contender.name] = {"differing": differing}
                 runs.append(run)
             plain = copy_rows if cell.op == "norm" else copy
-            runs.append(Run(Way("copy", plain, len(sets[0])), plain, list(sets)))
+            runs.append(Run(Contender("copy", plain, len(sets[0])), plain, list(sets)))
             starting("all are timed")
             for run, (eager, graph) in zip(runs, self._timed(runs), strict=True):
-                found.setdefault(run.way.name, {}).update(eager=eager, graph=graph)
+                found.setdefault(run.contender.name, {}).update(eager=eager, graph=graph)
         return found
 
     def _timed(self, runs: list[Run]) -> list[tuple[float, float | None]]:
-        """Medians over the rounds, of eager calls and of those within a graph."""
+        """The medians over the rounds, of eager calls and of calls within a graph."""
         counts, replays = [], []
-        for way, call, operands in runs:
-            with way.ordered():
+        for contender, call, operands in runs:
+            with contender.requested():
                 call(*operands[0])
                 once = self.clock.seconds(functools.partial(call, *operands[-1]))
                 counts.append(max(3, min(1000, int(TURN_SECONDS / once))))
@@ -377,9 +380,9 @@ class Bench:
         eager: list[list[float]] = [[] for _ in runs]
         graph: list[list[float]] = [[] for _ in replays]
         for _ in range(ROUNDS):
-            for at, (way, call, operands) in enumerate(runs):
+            for at, (contender, call, operands) in enumerate(runs):
                 given = list(itertools.islice(itertools.cycle(operands), counts[at]))
-                with way.ordered():
+                with contender.requested():
                     # The first call meets the caches and the allocator as another contender left them.
                     call(*operands[0])
                     eager[at].append(self.clock.seconds(functools.partial(_turn, call, given)) / len(given) * 1e6)
@@ -397,11 +400,11 @@ def _turn(call: Callable[..., Any], given: list[tuple[Any, ...]]) -> None:
 
 
 class Results:
-    """The cells of one run or several, kept in a file as they come.
+    """The cells of one or several runs, written to a file one by one.
 
     Args:
-        machine: what all of them have in common, see :meth:`Bench.machine`.
-        path: of a JSON file; None: only in memory.
+        machine: the facts that all of them have in common, see :meth:`Bench.machine`.
+        path: a JSON file's; None means that nothing is written.
 
     Raises:
         ValueError: the file has figures of another machine, other versions or other contenders.
@@ -423,12 +426,12 @@ class Results:
         return any(dataclasses.asdict(cell).items() <= other.items() for other in self.found["cells"])
 
     def add(self, cell: Cell, contenders: dict[str, dict[str, Any]]) -> None:
-        """Keeps the figures of one cell."""
+        """Adds the figures of one cell."""
         self.found["cells"].append({**dataclasses.asdict(cell), "bytes": cell.nbytes, "contenders": contenders})
         self.write()
 
     def write(self) -> None:
-        """To a new file, which then takes the place of the old one: an interrupted run leaves one or the other."""
+        """Writes a new file, which then replaces the old one, so an interrupted run leaves a whole file."""
         if self.path is not None:
             beside = self.path.with_name(self.path.name + ".new")
             beside.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
@@ -436,10 +439,10 @@ class Results:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What ``--json`` wrote.
+    """Reads a file that ``--json`` wrote.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file has other contents.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -451,7 +454,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def figure(times: dict[str, Any]) -> str:
-    """Microseconds of a call and, on a GPU, within a graph; three digits or so."""
+    """Microseconds of a call and, on a GPU, of a call within a graph, with about three digits."""
     if "error" in times:
         return "failed"
     values = [value for value in (times["eager"], times["graph"]) if value is not None]
@@ -459,24 +462,24 @@ def figure(times: dict[str, Any]) -> str:
 
 
 def share(cell: dict[str, Any], name: str) -> float | None:
-    """Of the speed of a copy of as many bytes, in the same rounds; None for one row, where a call is the cost."""
+    """The speed over that of a copy of as many bytes; None for one row, because the call takes most of its time."""
     times = cell["contenders"][name]
     if cell["rows"] == 1 or "error" in times:
         return None
-    way = "eager" if times["graph"] is None else "graph"
-    ratio: float = cell["contenders"]["copy"][way] / times[way]
+    clock = "eager" if times["graph"] is None else "graph"
+    ratio: float = cell["contenders"]["copy"][clock] / times[clock]
     return ratio
 
 
 def base(cell: dict[str, Any], name: str) -> str:
-    """The contender of fusednorm that a peer is compared with: of the first backend, in place if the peer is."""
+    """fusednorm's contender with which a peer is compared: of the first backend, in place if the peer is."""
     first: str = next(contender for contender in cell["contenders"] if contender.startswith("fusednorm"))
     plain = first.removesuffix(IN_PLACE)
     return plain + IN_PLACE if name.endswith(IN_PLACE) else plain
 
 
 def ratio(cell: dict[str, Any], name: str) -> float | None:
-    """How many times as long as fusednorm a peer takes; on a GPU within a graph. None if it failed."""
+    """A peer's time over fusednorm's, on a GPU within a graph; None if it failed."""
     times, ours = cell["contenders"][name], cell["contenders"][base(cell, name)]
     if "error" in times:
         return None
@@ -490,8 +493,8 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
 
     Args:
         found: :attr:`Results.found`.
-        console: where to; 80 columns are enough for six contenders.
-        wide: print microseconds of every contender and their share of a copy's speed, as Markdown.
+        console: receives them, in 80 columns for up to six contenders.
+        wide: print microseconds of every contender and its share of a copy's speed, as Markdown.
     """
     if wide:
         console.width = max(console.width, 150)
@@ -520,13 +523,13 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
 
 
 def _ratios(cells: list[dict[str, Any]], names: list[str]) -> Table:
-    """Times of fusednorm and of a copy, ratios of the others, and these in the median."""
+    """Times of fusednorm and of a copy, the others' ratios, and the medians of these."""
     mine = [name for name in names if name.startswith("fusednorm") or name == "copy"]
     peers = [name for name in names if name not in mine]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("rows x N", justify="right", vertical="bottom", no_wrap=True)
     for name in (*mine, *peers):
-        words = name.replace(".", ". ").split()  # of torch.compile
+        words = name.replace(".", ". ").split()  # also splits torch.compile
         table.add_column(escape("\n".join(words)), justify="right", vertical="bottom")
     for cell in cells:
         ratios = [_compared(cell, name) for name in peers]
@@ -546,7 +549,7 @@ def _compared(cell: dict[str, Any], name: str) -> str:
 
 
 def _wide(cells: list[dict[str, Any]], names: list[str]) -> Table:
-    """Microseconds of all."""
+    """The microseconds of all contenders."""
     table = Table(box=box.MARKDOWN)
     table.add_column("rows x N", no_wrap=True)
     for name in names:
@@ -564,7 +567,7 @@ def _entry(cell: dict[str, Any], name: str) -> str:
 
 
 def _show_facts(found: dict[str, Any], console: Console) -> None:
-    """What else has to be known of the contenders: bits, versions, failures."""
+    """Prints failures, versions, and differing bits of the contenders."""
     facts = Table.grid(padding=(0, 2))
     most: dict[str, float] = {}
     for cell in found["cells"]:

@@ -1,4 +1,4 @@
-"""Draws what ``python -m fusednorm bench`` measured. Needs matplotlib."""
+"""Draws the figures of ``python -m fusednorm bench``. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 from fusednorm import doctor
 
-#: What is drawn in strong colours; peers take the others.
+#: Contenders whose names begin so have warm colours, peers have cool ones.
 OURS = "fusednorm"
 
 
 def plot(found: dict[str, Any], path: str) -> None:
-    """Draws for each operation: bytes per second by bytes of a call, and what a call of one row costs.
+    """Draws for each operation bytes per second by bytes of a call, and the time of a call of one row.
 
     Args:
-        found: :attr:`fusednorm.bench.cells.Results.found`, with at least one cell. Of several numbers of threads the
-            largest is drawn.
-        path: of the file, which ends in .png, .svg or another of matplotlib's formats.
+        found: :attr:`fusednorm.bench.cells.Results.found`, with at least one cell; only the largest number of threads
+            is drawn.
+        path: the file's, with the suffix .png, .svg or another of matplotlib's formats.
     """
     import matplotlib
 
@@ -69,7 +69,7 @@ def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _fastest(cells: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Bytes of a call, and bytes per second; where shapes have as many bytes, the better one."""
+    """Pairs of bytes of a call and gigabytes per second; of shapes with equal bytes the fastest."""
     best: dict[int, float] = {}
     for cell in cells:
         times = cell["contenders"].get(name, {"error": ""})
@@ -80,7 +80,7 @@ def _fastest(cells: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
 
 
 def _draw_roofline(panel: Any, cells: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
-    """The operation does little more than move bytes: the roof is a copy of as many."""
+    """Draws speeds below that of a copy, because the operation does little more than move bytes."""
     from matplotlib import ticker
 
     roof = _fastest(cells, "copy")
@@ -89,7 +89,7 @@ def _draw_roofline(panel: Any, cells: list[dict[str, Any]], styles: dict[str, di
         if points := _fastest(cells, name):
             panel.plot(*zip(*points, strict=True), label=name, **style)
     panel.set(xscale="log", yscale="log", xlabel="read and written by a call")
-    if roof[-1][0] < 20 * roof[0][0]:  # hardly a power of ten to mark
+    if roof[-1][0] < 20 * roof[0][0]:  # too narrow for marks at powers of ten
         panel.set_xticks([nbytes for nbytes, _ in roof])
     panel.xaxis.set_major_formatter(ticker.EngFormatter("B", places=0))
     panel.xaxis.set_minor_formatter(ticker.NullFormatter())
@@ -99,7 +99,7 @@ def _draw_roofline(panel: Any, cells: list[dict[str, Any]], styles: dict[str, di
 
 
 def _draw_overhead(panel: Any, cells: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
-    """A call of the narrowest single row that was measured, in the dtype that came first."""
+    """Draws the time of the narrowest call of one row, in the first dtype."""
     if not cells:
         panel.axis("off")
         return

@@ -1,7 +1,7 @@
 """Trains a small mixture-of-experts language model with each norm: ``python -m fusednorm bench --train``.
 
-The same model, the same first weights and the same tokens; only the norms differ: torch's (an addition, then
-``torch.nn.RMSNorm``), Liger's fused one where it runs, and ``fusednorm.AddRMSNorm``. They train in turns, a step each.
+The models have the same initial weights and see the same tokens; only their norms differ: an addition and
+``torch.nn.RMSNorm``, Liger's fused norm where it runs, and ``fusednorm.AddRMSNorm``. They take turns of one step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import fusednorm
 from fusednorm import doctor, peers
 from fusednorm.bench.cells import Clock, WrongBitsError
 
-#: Steps before any is timed; two runs with fusednorm must have the same losses in them, bit for bit.
+#: The untimed first steps, in which two runs with fusednorm must have the same losses, bit for bit.
 WARM_UP = 5
-#: Steps that are timed at the least, of each.
+#: The least number of timed steps of each model.
 LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Size:
-    """The model, and a batch."""
+    """The sizes of the model and of a batch."""
 
     width: int
     layers: int
@@ -68,7 +68,7 @@ class Unfused(nn.Module):
 
 
 def norms(device: torch.device) -> tuple[dict[str, Callable[[int], nn.Module]], dict[str, str]]:
-    """From the width to a module, which takes x and the residual and returns y and the sum. And why one is missing."""
+    """Functions from the width to a module (x and the residual -> y and the sum), and reasons for missing ones."""
     found: dict[str, Callable[[int], nn.Module]] = {"torch": Unfused}
     missing = {}
     try:
@@ -83,7 +83,7 @@ def norms(device: torch.device) -> tuple[dict[str, Callable[[int], nn.Module]], 
 
 
 class Attention(nn.Module):
-    """Causal, with one projection for queries, keys and values."""
+    """Causal attention, with one projection for queries, keys and values."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class Experts(nn.Module):
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             token, rank = (which == number).nonzero(as_tuple=True)
-            # Every token takes an expert at most once, so that no two additions meet.
+            # A token takes an expert at most once, so no element is added to twice.
             out[token] = out[token] + (expert(tokens[token]) * scores[token, rank, None]).to(out.dtype)
         return out.view_as(x)
 
 
 class Model(nn.Module):
-    """A decoder whose residual stream goes from norm to norm."""
+    """A decoder whose norms pass on the residual stream."""
 
     def __init__(self, size: Size, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Trainer:
     def __init__(self, size: Size, norm: Callable[[int], nn.Module], device: torch.device) -> None:
         self.size, self.device, self.clock = size, device, Clock(device)
         self.model = Model(size, norm).to(device)
-        with torch.no_grad():  # the same weights, whatever the norm's module draws or orders
+        with torch.no_grad():  # the same weights for every kind of norm, which may draw others
             for name, weight in sorted(self.model.named_parameters()):
                 if weight.dim() > 1:
                     generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -173,7 +173,7 @@ class Trainer:
     def step(self) -> float:
         """Trains on one batch; returns its seconds."""
         shape = (self.size.sequences, self.size.length + 1)
-        # Tokens that can be learnt: each is often the one before plus one.
+        # These tokens can be learnt: every other one is the previous one plus one.
         tokens = torch.randint(self.size.vocabulary, shape, generator=self.generator)
         tokens[:, 1::2] = (tokens[:, :-1:2] + 1)[:, : tokens[:, 1::2].shape[1]] % self.size.vocabulary
         tokens = tokens.to(self.device)
@@ -196,9 +196,9 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
 
     Args:
         size: one of :data:`SIZES`.
-        device: where.
-        minutes: how long steps are timed.
-        trained: is told the share of the time that is over.
+        device: the models'.
+        minutes: the duration of the timed steps.
+        trained: called with the elapsed share of the time.
 
     Raises:
         WrongBitsError: two runs with fusednorm did not have the same losses.
@@ -246,7 +246,7 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Prints what :func:`train` returned."""
+    """Prints the results of :func:`train`."""
     name = f"{doctor.measured_on(found)}{doctor.of_threads(found['threads'])}"
     console.print(f"{name}, torch {found['torch']}", highlight=False)
     console.print(

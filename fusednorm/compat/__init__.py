@@ -1,8 +1,8 @@
-"""Peers' functions, with their signatures and their rounding, so that a port is one import.
+"""The functions of other libraries (peers), with their signatures and rounding, so that a port changes one import.
 
->>> from fusednorm.compat import vllm as ops  # instead of: from vllm import _custom_ops as ops
+>>> from fusednorm.compat import vllm as ops  # in place of: from vllm import _custom_ops as ops
 
-One module per peer, named after it; ``functional`` is ``torch.nn.functional``. No peer has to be installed. What a peer
-does not take (other dtypes, strides, no weight) works as it does in ``fusednorm``, and errors are fusednorm's.
-``docs/compat.md`` has the table: what to import instead of what, how each peer rounds, and what differs.
+Each peer has a module of its name; ``functional`` is ``torch.nn.functional``. No peer needs to be installed. Operands
+that a peer refuses (other dtypes, strides, no weight) work as in ``fusednorm``, and errors are fusednorm's.
+``docs/compat.md`` has tables of the imports, the roundings, and the differences.
 """

@@ -1,9 +1,9 @@
-"""FlagGems' ``rms_norm`` and ``fused_add_rms_norm``, rounding as those of release 5.3.2 and newer do.
+"""FlagGems' ``rms_norm`` and ``fused_add_rms_norm``, with the rounding of release 5.3.2 and newer.
 
-The two round differently there, and so they do here: ``rms_norm`` rounds before the multiplication by the weight
-(release 5.0.2 does not), ``fused_add_rms_norm`` only what it stores. Beyond N = 4096 FlagGems' fused kernel of 5.3.4
-takes the mean of squares from the sum before it is rounded and the result from the sum after, which no flags reproduce;
-here all N are alike.
+The two functions round differently: ``rms_norm`` rounds before the multiplication by the weight (release 5.0.2 does
+not), ``fused_add_rms_norm`` rounds only the stored results. For N over 4096 FlagGems 5.3.4's fused kernel takes the
+mean of squares from the unrounded sum and the result from the rounded sum, which no flags reproduce; here all N round
+alike.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def fused_add_rms_norm(
     """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``.
 
     Args:
-        x: ``[..., *normalized_shape]``, receives the normalised rows. Where FlagGems would write to a contiguous copy
-            and leave x as it was, this writes to x, or raises.
-        residual: x's shape, receives the sum; likewise.
+        x: ``[..., *normalized_shape]``, receives the normalised rows. If it is not contiguous, FlagGems writes
+            to a copy; this function writes to x, or raises.
+        residual: x's shape, receives the sum, like x.
         normalized_shape: the dimensions that are normalised together.
         weight: of ``normalized_shape``.
         eps: added to the mean of squares.
@@ -54,9 +54,9 @@ def fused_add_rms_norm(
         ``x`` and ``residual``.
 
     Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which FlagGems' ignores.
+        RuntimeError: an operand requires grad while gradients are recorded, which FlagGems ignores.
         ValueError: x or the residual does not end in ``normalized_shape``, the weight has another shape, or several
-            dimensions are to be normalised together and x or the residual is not contiguous.
+            dimensions are normalised together and x or the residual is not contiguous.
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     shape = tuple(normalized_shape)

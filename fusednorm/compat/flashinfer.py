@@ -1,7 +1,7 @@
-"""``flashinfer.norm``, rounding as FlashInfer's CUDA and CuTe DSL kernels do: only what is stored.
+"""``flashinfer.norm``, with the rounding of FlashInfer's CUDA and CuTe DSL kernels, which round only stored results.
 
-``enable_pdl`` is accepted and does nothing: whether a kernel begins before the one before it has ended is the backend's
-choice. A call that allocates its result has a gradient here, which FlashInfer's has not.
+``enable_pdl`` does nothing: the backend chooses whether a kernel starts before the previous one ends. A call that
+allocates its result has a gradient here, unlike FlashInfer's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fused_add_rmsnorm(
         enable_pdl: does nothing.
 
     Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which FlashInfer's ignores.
+        RuntimeError: an operand requires grad while gradients are recorded, which FlashInfer ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     ops.fused_add_rms_norm_(input, residual, weight, eps, round_sum=False)
@@ -65,11 +65,11 @@ def gemma_rmsnorm(
     """:func:`rmsnorm` with ``1 + weight``, added in float32.
 
     Args:
-        input: see :func:`rmsnorm`, as for the rest.
-        weight: see there.
-        eps: see there.
-        out: see there.
-        enable_pdl: see there.
+        input: as in :func:`rmsnorm`, like the other arguments.
+        weight: as there.
+        eps: as there.
+        out: as there.
+        enable_pdl: as there.
     """
     return ops.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
@@ -80,10 +80,10 @@ def gemma_fused_add_rmsnorm(
     """:func:`fused_add_rmsnorm` with ``1 + weight``, added in float32.
 
     Args:
-        input: see :func:`fused_add_rmsnorm`, as for the rest.
-        residual: see there.
-        weight: see there.
-        eps: see there.
-        enable_pdl: see there.
+        input: as in :func:`fused_add_rmsnorm`, like the other arguments.
+        residual: as there.
+        weight: as there.
+        eps: as there.
+        enable_pdl: as there.
     """
     ops.fused_add_rms_norm_(input, residual, weight, eps, weight_offset=1.0, round_sum=False)

@@ -1,4 +1,4 @@
-"""``torch.nn.functional``: its ``rms_norm``, with fusednorm's bits."""
+"""``torch.nn.functional.rms_norm``, with fusednorm's bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rms_norm(
         input: ``[..., *normalized_shape]``.
         normalized_shape: the dimensions that are normalised together.
         weight: of ``normalized_shape``, or None.
-        eps: added to the mean of squares; None means 2^-23, or 2^-52 for a float64 input, as torch takes it on a CPU.
+        eps: added to the mean of squares; None means 2^-23, or 2^-52 for a float64 input, as in torch on a CPU.
 
     Returns:
         A new tensor of the input's shape and dtype, with a gradient.

@@ -1,11 +1,11 @@
 """Liger Kernel's RMS norms, with their gradients: functions, ``apply``, and modules with the same state_dict.
 
-``casting_mode`` decides the rounding: "llama" (0) rounds before the multiplication by the weight, "gemma" (1) only the
-result. "none" (-1) takes even the mean of squares in X's dtype, which no flags reproduce: it raises.
+``casting_mode`` chooses the rounding: "llama" (0) rounds before the multiplication by the weight, "gemma" (1) rounds
+only the result. "none" (-1) computes even the mean of squares in X's dtype. No flags reproduce that, so it raises.
 
-``in_place`` and ``row_mode`` are accepted and do nothing. The first lets Liger write the gradient of X over the one it
-is given, the second chooses a kernel. With "llama" Liger rounds the normalised row once more in the gradient of W; here
-gradients pass straight through roundings. ``offset`` is added to W in float32.
+``in_place`` and ``row_mode`` do nothing. In Liger the first overwrites the incoming gradient with the gradient of X,
+and the second chooses a kernel. With "llama" Liger rounds the normalised row once more in the gradient of W; here
+gradients ignore roundings. ``offset`` is added to W in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1:
 
 
 def _round_norm(casting_mode: str | int) -> bool:
-    """Whether a casting mode of Liger's rounds the normalised row before it meets the weight."""
+    """Whether a casting mode of Liger rounds the normalised row before it is multiplied by the weight."""
     if casting_mode in _ROUND_NORM:
         return _ROUND_NORM[casting_mode]
     if casting_mode in ("none", -1):
@@ -72,11 +72,11 @@ def liger_fused_add_rms_norm(
     Args:
         X: [..., N].
         R: [..., N], the residual.
-        W: see :func:`liger_rms_norm`, as for the rest.
-        eps: see there.
-        offset: see there.
-        casting_mode: see there.
-        in_place: see there.
+        W: as in :func:`liger_rms_norm`, like the other arguments.
+        eps: as there.
+        offset: as there.
+        casting_mode: as there.
+        in_place: as there.
 
     Returns:
         The normalised rows, in X's dtype, and the sum, in R's dtype (Liger: X's), both with gradients.
@@ -85,7 +85,7 @@ def liger_fused_add_rms_norm(
 
 
 class LigerRMSNormFunction:
-    """Has Liger's ``apply``. It is no ``torch.autograd.Function``: fusednorm brings its own."""
+    """Has Liger's ``apply``, but is no ``torch.autograd.Function``: fusednorm has its own."""
 
     @staticmethod
     def apply(
@@ -102,7 +102,7 @@ class LigerRMSNormFunction:
 
 
 class LigerFusedAddRMSNormFunction:
-    """Has Liger's ``apply``. It is no ``torch.autograd.Function``: fusednorm brings its own."""
+    """Has Liger's ``apply``, but is no ``torch.autograd.Function``: fusednorm has its own."""
 
     @staticmethod
     def apply(
@@ -119,7 +119,7 @@ class LigerFusedAddRMSNormFunction:
 
 
 def _weight(hidden_size: int, init_fn: str) -> torch.nn.Parameter:
-    """A weight to begin with.
+    """The initial weight.
 
     Raises:
         ValueError: ``init_fn`` is neither "ones" nor "zeros".
@@ -130,14 +130,14 @@ def _weight(hidden_size: int, init_fn: str) -> torch.nn.Parameter:
 
 
 class LigerRMSNorm(torch.nn.Module):
-    """:func:`liger_rms_norm` with a weight to train. Gemma: ``offset=1.0, casting_mode="gemma", init_fn="zeros"``.
+    """:func:`liger_rms_norm` with a trainable weight. Gemma: ``offset=1.0, casting_mode="gemma", init_fn="zeros"``.
 
     Args:
         hidden_size: the length of a row, N.
         eps: added to the mean of squares.
         offset: added to the weight.
         casting_mode: "llama" or "gemma".
-        init_fn: "ones" or "zeros", what the weight begins with.
+        init_fn: "ones" or "zeros", the weight's initial values.
         in_place: does nothing.
         row_mode: does nothing.
         elementwise_affine: whether there is a weight.
@@ -160,32 +160,32 @@ class LigerRMSNorm(torch.nn.Module):
         elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
-        _round_norm(casting_mode)  # raises now rather than in the first step
+        _round_norm(casting_mode)  # raises here, not in the first step
         self.register_parameter("weight", _weight(hidden_size, init_fn) if elementwise_affine else None)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
         self.in_place, self.row_mode, self.elementwise_affine = in_place, row_mode, elementwise_affine
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalises hidden_states, [..., hidden_size], into their own dtype."""
+        """Normalises hidden_states, [..., hidden_size]; the result has their dtype."""
         return liger_rms_norm(
             hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         )
 
     def extra_repr(self) -> str:
-        """What decides the result."""
+        """The shape and the arguments that determine the result."""
         shape = None if self.weight is None else tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
 class LigerFusedAddRMSNorm(torch.nn.Module):
-    """:func:`liger_fused_add_rms_norm` with a weight to train.
+    """:func:`liger_fused_add_rms_norm` with a trainable weight.
 
     Args:
         hidden_size: the length of a row, N.
         eps: added to the mean of squares.
         offset: added to the weight.
         casting_mode: "llama" or "gemma".
-        init_fn: "ones" or "zeros", what the weight begins with.
+        init_fn: "ones" or "zeros", the weight's initial values.
         in_place: does nothing.
 
     Raises:
@@ -202,12 +202,12 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
         in_place: bool = False,
     ) -> None:
         super().__init__()
-        _round_norm(casting_mode)  # raises now rather than in the first step
+        _round_norm(casting_mode)  # raises here, not in the first step
         self.weight = _weight(hidden_size, init_fn)
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum, and the sum, of two [..., hidden_size]."""
+        """Returns the normalised sum, and the sum; all are [..., hidden_size]."""
         return liger_fused_add_rms_norm(
             hidden_states,
             residual,
@@ -219,6 +219,6 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What decides the result."""
+        """The shape and the arguments that determine the result."""
         shape = tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"

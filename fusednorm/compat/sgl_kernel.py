@@ -1,4 +1,4 @@
-"""SGLang's ``sgl_kernel``, whose norms on NVIDIA GPUs are FlashInfer's, signatures included."""
+"""SGLang's ``sgl_kernel``. Its norms on NVIDIA GPUs are FlashInfer's, with the same signatures."""
 
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 

@@ -1,8 +1,8 @@
-"""``vllm._custom_ops``, rounding as vLLM's CUDA kernels do up to v0.19 and since PR 42379.
+"""``vllm._custom_ops``, with the rounding of vLLM's CUDA kernels up to v0.19 and since PR 42379.
 
-Between those, from v0.20 on, the kernels did not round before the multiplication by the weight. vLLM's CPU kernels
-round differently again: the plain one rounds the result only; the fused one takes the mean of squares from the sum
-before it is rounded and the result from the sum after, which no flags reproduce (``round_norm=False`` comes close).
+From v0.20 to that PR the kernels did not round before the multiplication by the weight. vLLM's CPU kernels round
+differently: the plain one rounds only the result; the fused one takes the mean of squares from the unrounded sum and
+the result from the rounded sum. No flags reproduce the latter (``round_norm=False`` comes close).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
         epsilon: added to the mean of squares.
 
     Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which vLLM's ignores.
+        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     ops.rms_norm(input, weight, epsilon, round_norm=True, out=out)
@@ -38,7 +38,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
         epsilon: added to the mean of squares.
 
     Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which vLLM's ignores.
+        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     ops.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)

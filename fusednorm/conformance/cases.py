@@ -13,13 +13,13 @@ from fusednorm.conformance import oracle
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
 
-#: By bytes: what the bits of a number are read as.
+#: The integer type with as many bytes as a number.
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: A NaN with all bits of its payload set, also once it is rounded to float32: rounding must not carry them up.
+#: A NaN with all bits of its payload set, in float32 too. Rounding must not carry into the exponent.
 PAYLOAD = struct.unpack("d", struct.pack("Q", 0x7FFFFFFFFFFFFFFF))[0]
 
-#: Whether a tensor may begin between two elements. On a GPU torch has none that do.
+#: Whether a tensor may begin between two elements, which torch allows on a CPU only.
 BETWEEN_ELEMENTS = True
 
 
@@ -28,13 +28,13 @@ def dtype_name(dtype):
 
 
 def bits(element):
-    """Those of one element, in hexadecimal."""
+    """The bits of one element, in hexadecimal."""
     size = element.element_size()
     return f"0x{element.view(INTEGERS[size]).item() % (1 << 8 * size):0{2 * size}x}"
 
 
 def differing(a, b):
-    """Where two tensors differ in bits, NaN being NaN and +0 being -0."""
+    """A mask of the elements that differ in bits; NaN equals NaN, and +0 equals -0."""
     return ~((a == b) | (a.isnan() & b.isnan()))
 
 
@@ -56,7 +56,7 @@ class Case:
     seed: int = 0
 
     def of(self, dtype, **changes):
-        """The case with every operand of one dtype, but for the changes."""
+        """The case with one dtype for all operands, except for the changes."""
         return replace(self, **{"x": dtype, "residual": dtype, "weight": dtype, **changes})
 
     @property
@@ -65,7 +65,7 @@ class Case:
 
 
 def call(case, x, residual, weight, **outputs):
-    """The public function for the case; returns y and the sum (None without a residual)."""
+    """Calls the public function; returns y and the sum (None without a residual)."""
     if residual is None:
         return fusednorm.rms_norm(x, weight, case.eps, **case.flags, **outputs), None
     return fusednorm.fused_add_rms_norm(
@@ -74,7 +74,7 @@ def call(case, x, residual, weight, **outputs):
 
 
 def gradients(case, dy, d_total, leaves):
-    """Those of the case's call, with respect to the operands that it has."""
+    """The gradients of the case's operands."""
     y, total = call(case, *leaves)
     wanted = [leaf for leaf in leaves if leaf is not None]
     return (
@@ -85,13 +85,13 @@ def gradients(case, dy, d_total, leaves):
 
 
 def incoming(case):
-    """Gradients of y and of the sum to begin the case's backward pass with."""
+    """The incoming gradients of y and of the sum."""
     dy, d_total, _ = operands(replace(case, seed=1, data="normal"))
     return dy, d_total
 
 
 def expected_gradients(case, leaves, dy, d_total):
-    """What :func:`gradients` must return, by the oracle, on the CPU."""
+    """The oracle's gradients, on the CPU, which :func:`gradients` must return."""
     with torch.no_grad():
         flags = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
         _, _, rstd, h = oracle.forward(*leaves, *flags)
@@ -101,7 +101,7 @@ def expected_gradients(case, leaves, dy, d_total):
 
 
 def reproducer(case, mode, output, at):
-    """A script that shows what one element is and what it must be.
+    """A script that prints the value of one element and the expected value.
 
     ``output`` is "y" or "total" for a result of :func:`call`, or the position of one of :func:`gradients`.
     """
@@ -184,9 +184,9 @@ def _operands(case):
 
 @functools.lru_cache(maxsize=512)
 def expected(case, by):
-    """What the call must return: y, and the sum or None, on the CPU. `by` is the backend under test.
+    """The expected y, and the sum or None, on the CPU. `by` is the backend under test.
 
-    The reference is held against the oracle, and every other backend against the reference.
+    The reference is compared with the oracle, and every other backend with the reference.
     """
     x, residual, weight = _operands(case)
     out_dtype = case.out or case.x
@@ -200,7 +200,7 @@ def expected(case, by):
 
 
 class Guarded:
-    """A [rows, hidden] tensor inside memory whose every other byte is watched."""
+    """A [rows, hidden] tensor in larger memory, whose other bytes must not change."""
 
     def __init__(self, rows, hidden, dtype, stride=None, offset=64, misaligned=0):
         """`stride` and `offset` in elements; `misaligned` in bytes."""

@@ -1,3 +1,3 @@
-"""Loads the kit's plug-in where pytest is given the kit; too late for options, which need ``-p``."""
+"""Loads the kit's plug-in. pytest reads options earlier, so these need ``-p fusednorm.conformance.plugin``."""
 
 pytest_plugins = ["fusednorm.conformance.plugin"]

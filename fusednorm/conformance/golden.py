@@ -2,8 +2,8 @@
 
     python -P -m fusednorm.conformance.golden
 
-The file is named after SPEC_VERSION. Bits may change only together with that number, and then under a new name. The
-reference computes them, and the script refuses to write what the oracle, which shares no code with it, contradicts.
+The file's name has SPEC_VERSION. Bits may change only together with that number, and then in a new file. The reference
+computes them. The script refuses to write if the oracle, which shares no code with the reference, has other values.
 """
 
 import json
@@ -68,7 +68,7 @@ def decoded(value):
 
 
 def results(vector):
-    """What the backend in force makes of a vector's inputs: outputs and gradients by name."""
+    """The results of the current backend from a vector's inputs: outputs and gradients, by name."""
     x, residual, weight, dy, d_residual_out = (
         decoded(vector[name]) for name in ("x", "residual", "weight", "dy", "d_residual_out")
     )
@@ -89,7 +89,7 @@ def results(vector):
 
 
 def vectors():
-    """All vectors, computed by the backend in force."""
+    """All vectors, computed by the current backend."""
     made = []
     for case in CASES:
         x, residual, weight = operands(case)
@@ -110,7 +110,7 @@ def vectors():
 
 
 def contradictions(vector):
-    """The names of the expected tensors on which the oracle has other values."""
+    """The names of the expected tensors for which the oracle has other values."""
     x, residual, weight, dy, d_residual_out = (
         decoded(vector[name]) for name in ("x", "residual", "weight", "dy", "d_residual_out")
     )

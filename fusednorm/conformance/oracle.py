@@ -1,6 +1,6 @@
-"""The specification a second time, in NumPy and written from docs/spec.md alone, to hold the reference against.
+"""A second implementation of the specification, in NumPy, written from docs/spec.md alone, to check the reference.
 
-Nothing here shares code or method with ``backends/reference.py``: rounding is done by scaling to integers.
+It shares no code or method with ``backends/reference.py``: it rounds by scaling to integers.
 """
 
 import numpy as np
@@ -72,7 +72,7 @@ def accumulator(x):
 
 @np.errstate(all="ignore")
 def forward(x, residual, weight, eps=1e-6, weight_offset=0.0, round_sum=True, round_norm=False, out_dtype=None):
-    """Returns y, residual_out (None without a residual), each as float64 arrays, and rstd and h in the accumulator."""
+    """Returns y, residual_out (None without a residual), both as float64 arrays, and rstd and h in the accumulator."""
     acc = accumulator(x)
     h, total = to_numpy(x).astype(acc), None
     if residual is not None:

@@ -36,7 +36,7 @@ SIZES = (
 
 
 def check(case, mode, agree):
-    """New outputs, `out=`, and in place, all in guarded memory, against the reference."""
+    """Compares new outputs, `out=`, and calls in place with the reference, all in guarded memory."""
     x, residual, weight = operands(case)
     y, total = expected(case, mode.backend)
 
@@ -76,7 +76,7 @@ def check(case, mode, agree):
 
 @pytest.mark.parametrize("hidden", [980, 1500])
 def test_order_of_additions(mode, agree, hidden):
-    """One large element at each of many places among ones: any two sums swapped lose or keep other ones."""
+    """One large element among ones, at many places: another order of additions loses other ones."""
     x = torch.ones(64, hidden)
     places = torch.arange(64) * 997 % hidden
     x[torch.arange(64), places] = 4096.0
@@ -87,7 +87,7 @@ def test_order_of_additions(mode, agree, hidden):
 
 @pytest.mark.parametrize("hidden", SIZES)
 def test_sizes(mode, agree, hidden):
-    # From four rows on the cpu backend takes them together.
+    # The cpu backend processes four rows and more together.
     for rows, dtype in itertools.product((1,) if hidden > 16384 else (3, 5) if hidden < 1024 else (5,), DTYPES):
         check(Case(rows=rows, hidden=hidden).of(dtype), mode, agree)
         check(Case(rows=rows, hidden=hidden).of(dtype, residual=None), mode, agree)
@@ -101,7 +101,7 @@ def test_rows(mode, agree, rows, hidden):
 
 
 def test_rows_of_another_type(mode, agree):
-    """The cpu backend keeps several short rows as float until it has all of their sums."""
+    """The cpu backend keeps several short rows as floats until it has all of their sums."""
     for hidden in (64, 896, 1024, 2000):
         check(Case(19, hidden, BF16, None, BF16, F32), mode, agree)
         check(Case(19, hidden, F16, BF16, F32, F32, round_sum=False), mode, agree)
@@ -109,7 +109,7 @@ def test_rows_of_another_type(mode, agree):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_of_one_type(mode, agree, dtype):
-    """The cpu backend overlaps such rows' passes; of short rows it takes the last levels of eight sums together."""
+    """The cpu backend overlaps the passes of such rows, and computes the last levels of eight short rows together."""
     for rows, hidden, residual in (
         *((5, 1024, dtype), (5, 2077, dtype), (5, 2077, None)),
         *((11, 64, None), (11, 128, dtype), (11, 256, dtype), (11, 300, None), (6, 1000, dtype)),
@@ -131,14 +131,14 @@ BEYOND = (
 @pytest.mark.large
 @pytest.mark.parametrize("case", BEYOND, ids=str)
 def test_rows_beyond_the_cache(mode, agree, case):
-    """More than the cpu backend expects a cache to hold: it then goes through memory in another order."""
+    """The operands exceed the caches, so the cpu backend reads memory in another order."""
     check(case, mode, agree)
 
 
 @pytest.mark.parametrize("residual", [None, *DTYPES], ids=dtype_name)
 @pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
 def test_dtypes(mode, agree, x, residual):
-    """Every mix of dtypes, with each of the four roundings; sizes with a whole segment and without."""
+    """Every mix of dtypes, with each of the four roundings, with and without a whole segment."""
     if residual == F64 and x != F64:
         pytest.skip("float64 operands go with a float64 x only")
     for weight, out in itertools.product((None, *DTYPES), (None, *DTYPES)):
@@ -190,7 +190,9 @@ def test_eps(mode, agree, eps):
 def test_weight_offset(mode, agree, offset):
     for dtype in DTYPES:
         check(Case(hidden=1100, weight_offset=offset).of(dtype), mode, agree)
-        check(Case(rows=40, hidden=100, weight_offset=offset).of(dtype), mode, agree)  # so many may share a wide weight
+        check(
+            Case(rows=40, hidden=100, weight_offset=offset).of(dtype), mode, agree
+        )  # this many rows may share a widened weight
 
 
 def test_a_nan_or_infinity_stays_in_its_row(mode):
@@ -240,7 +242,7 @@ def test_layouts(mode, agree, dtype, layout):
 
 
 def test_layouts_that_take_a_copy(mode, agree):
-    """Inputs whose rows no single stride reaches, or whose last dimension is not contiguous."""
+    """Inputs whose rows have no common stride, or whose last dimension is not contiguous."""
     case = Case(rows=12, hidden=40).of(BF16)
     x, residual, weight = operands(case)
     y, total = expected(case, mode.backend)
@@ -261,7 +263,7 @@ def test_layouts_that_take_a_copy(mode, agree):
 
 
 def test_expanded_inputs(mode, agree):
-    """A row stride of 0: one row serves for all."""
+    """Inputs with a row stride of 0."""
     case = Case(rows=1, hidden=1030).of(F16)
     x, residual, weight = operands(case)
     y, total = expected(case, mode.backend)
@@ -296,7 +298,7 @@ def test_shapes(mode, agree):
 
 
 def test_outputs_may_be_inputs(mode, agree):
-    """Each output in the memory of either input, in rows with a whole segment and a tail."""
+    """Each output in the memory of either input, in rows with and without a whole segment."""
     for dtype, hidden in itertools.product(DTYPES, (45, 1100)):
         case = Case(hidden=hidden).of(dtype)
         weight = operands(case)[2]
@@ -343,7 +345,7 @@ def test_every_rounding_to_the_residuals_type(mode, agree):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_call(mode, agree, data):
-    """Shapes, strides, offsets, dtypes and flags as hypothesis finds them."""
+    """Shapes, strides, offsets, dtypes and flags that hypothesis chooses."""
     draw = data.draw
     narrow = st.sampled_from((BF16, F16, F32))
     x = draw(st.sampled_from(DTYPES), "x")

@@ -1,4 +1,4 @@
-"""Gradients are the specification's, whatever backend went forward."""
+"""Gradients have the specification's bits, on every backend."""
 
 import itertools
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_gradients(mode, agree, x, residual):
 
 
 def check(case, agree, change=None):
-    """All gradients of the case's call; `change` lays the incoming ones out otherwise."""
+    """Compares all gradients of the case; `change` changes the layout of the incoming gradients."""
     leaves = [None if leaf is None else leaf.requires_grad_() for leaf in operands(case)]
     dy, d_total = incoming(case)
     if change is not None:
@@ -73,7 +73,7 @@ def test_mixed_dtypes(mode, agree, x, residual, weight):
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
 def test_data(mode, agree, dtype, data):
-    """Subnormal, infinite and missing values; rows of zeros with an eps of 0, whose rstd is infinite."""
+    """Subnormal and infinite values and NaN; rows of zeros with an eps of 0, whose rstd is infinite."""
     for hidden in (5, 100, 1100):
         for eps in (1e-6, 0.0):
             check(Case(hidden=hidden, data=data, eps=eps).of(dtype), agree)
@@ -83,21 +83,21 @@ def test_data(mode, agree, dtype, data):
 @pytest.mark.parametrize("hidden", [18_432, 40_999])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 def test_wide_rows(mode, agree, dtype, hidden):
-    """Too wide for the registers of a block of threads."""
+    """Rows that exceed the registers of a block of threads."""
     check(Case(rows=2, hidden=hidden, weight_offset=0.5).of(dtype), agree)
 
 
 @pytest.mark.parametrize("rows", [1, 255, 256, 257, 1000, 4097])
 @pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
 def test_row_counts(mode, agree, dtype, rows):
-    """On both sides of every border of the sum over rows."""
+    """Numbers of rows around every border of the sum over rows."""
     check(Case(rows=rows, hidden=12).of(dtype), agree)
 
 
 @pytest.mark.parametrize("hidden", [1100, 3072, 9000])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 def test_blocks_of_several_long_rows(mode, agree, dtype, hidden):
-    """Three rows to a block of the sum over rows, two to the last: what a block keeps from row to row."""
+    """Blocks of three rows, the last of two: a block keeps sums from row to row."""
     check(Case(rows=515, hidden=hidden).of(dtype), agree)
 
 
@@ -107,7 +107,7 @@ def test_a_hundred_thousand_rows(mode, agree):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_layouts_of_incoming_gradients(mode, agree, dtype):
-    """Expanded from one value, transposed, with gaps: as autograd makes them."""
+    """Layouts that autograd makes: expanded from one value, transposed, with gaps."""
     for change in (
         lambda t: t[:1, :1].expand_as(t),
         lambda t: t.t().contiguous().t(),
@@ -138,7 +138,7 @@ def test_gradients_do_not_depend_on_the_number_of_threads(mode, dtype):
 @pytest.mark.large
 @pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 4096), (F16, 480), (F32, 1040), (F32, 64)], ids=str)
 def test_large_gradients_are_those_of_the_rows(mode, dtype, hidden):
-    """From 8 MiB on they go past the caches on x86: by themselves, and as tails."""
+    """On x86 gradients of 8 MiB and more bypass the cache, in whole vectors and in tails."""
     rows = (8 << 20) // (hidden * dtype.itemsize) + 5
     case = Case(rows=rows, hidden=hidden).of(dtype)
     x, residual, weight = (t.requires_grad_() for t in operands(case))
@@ -155,7 +155,7 @@ def test_large_gradients_are_those_of_the_rows(mode, dtype, hidden):
 
 
 def test_accuracy_in_bfloat16(mode):
-    """Against the formulas in float64, within what the roundings of the specification can add up to."""
+    """Compares with the formulas in float64, within the sum of the specification's roundings."""
     case = Case(rows=64, hidden=2048).of(BF16)
     leaves = [t.requires_grad_() for t in operands(case)]
     dy, d_total, _ = operands(replace(case, seed=1))
@@ -168,7 +168,7 @@ def test_accuracy_in_bfloat16(mode):
         d = (wdy - xhat * (wdy * xhat).mean(-1, keepdim=True)) * rstd + d_total
         share = dy * xhat
     # A rounding to bfloat16 is 2^-8 of the result. In float32 each is 2^-24 of a term: a sum of 2048 by halving has 11
-    # on each path, a mean, a root, a reciprocal and the products 10 more, of the largest terms that occur.
+    # on each path; a mean, a square root, a reciprocal and the products have 10 more, of the largest terms.
     terms = (wdy.abs() + xhat.abs() * (wdy * xhat).abs().mean(-1, keepdim=True)) * rstd + d_total.abs()
     assert ((dx - d).abs() <= 2**-8 * d.abs() * (1 + 2**-8) + 40 * 2**-24 * terms).all()
     # 64 rows: 6 additions on each path.
@@ -188,7 +188,7 @@ def test_only_needed_gradients_are_computed(mode):
 
 
 def test_the_formula_is_the_derivative(mode):
-    """In float64, against numerical differentiation."""
+    """Compares with numerical differentiation, in float64."""
     x, residual, weight = (t.requires_grad_() for t in operands(Case(rows=2, hidden=5).of(F64)))
     assert torch.autograd.gradcheck(
         lambda *a: fusednorm.fused_add_rms_norm(*a, 1e-3, weight_offset=0.5), (x, residual, weight)
@@ -197,7 +197,7 @@ def test_the_formula_is_the_derivative(mode):
 
 
 def test_the_derivative_of_the_formula(mode):
-    """Gradients of gradients, in float64, against numerical differentiation."""
+    """Compares gradients of gradients with numerical differentiation, in float64."""
     x, residual, weight = (t.requires_grad_() for t in operands(Case(rows=2, hidden=5).of(F64)))
     check = torch.autograd.gradgradcheck
     for flags in ({}, {"round_sum": False, "round_norm": True, "weight_offset": 0.5}):

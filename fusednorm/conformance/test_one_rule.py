@@ -27,7 +27,7 @@ def threads():
 @pytest.mark.parametrize("residual", [BF16, F16, F32], ids=dtype_name)
 @pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
 def test_fused_equals_unfused(mode, agree, x, residual):
-    """`s = x + residual; rms_norm(s, weight)`, the sum rounded to the residual's dtype as torch rounds it."""
+    """Compares with `s = x + residual; rms_norm(s, weight)`, where torch rounds the sum to the residual's dtype."""
     residual = F64 if x == F64 else residual
     for hidden, data in itertools.product((1, 33, 128, 1500, 4096), ("normal", "ties", "outliers", "subnormal")):
         case = Case(rows=4, hidden=hidden, x=x, residual=residual, weight=x, data=data)
@@ -50,7 +50,7 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128,
 @pytest.mark.parametrize("hidden", [64, 100, 1000, 1024, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_do_not_depend_on_the_batch(mode, agree, dtype, hidden):
-    """The same rows alone, in batches of every size, and at every position in them."""
+    """The same rows alone, in batches of many sizes, and at several positions."""
     x, residual, weight = operands(Case(rows=257, hidden=hidden).of(dtype))
     whole, whole_total = fusednorm.fused_add_rms_norm(x, residual, weight)
     for rows in ROW_COUNTS:
@@ -77,7 +77,7 @@ def test_rows_do_not_depend_on_stride_and_alignment(mode, agree, dtype):
             agree(gtotal.tensor, plain_total, f"hidden {hidden}, layout {layout}, the sum")
 
 
-# Sizes at which new outputs go past the caches on x86: by themselves, as tails, and several rows at once.
+# Sizes at which new outputs bypass the cache on x86: in whole vectors, in tails, and several rows at once.
 LARGE = (
     Case(hidden=4096).of(BF16),
     Case(hidden=4096, round_sum=False, round_norm=True).of(BF16, weight=F32),
@@ -92,7 +92,7 @@ LARGE = (
 @pytest.mark.large
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_rows_do_not_depend_on_the_size_of_the_outputs(mode, agree, case):
-    """Large new outputs, on borders of cache lines and off them, in one call and in several."""
+    """Large new outputs, aligned to cache lines or not, in one call and in several."""
     out, residual_bytes = case.out or case.x, case.residual.itemsize if case.residual else 0
     rows = (8 << 20) // (case.hidden * (out.itemsize + residual_bytes)) + 11
     x, residual, weight = operands(replace(case, rows=rows))
@@ -175,11 +175,11 @@ print(flushes, total.view(torch.int32).unique().tolist())
 
 @pytest.fixture
 def own_setting(mode):
-    """For modes that must set, for their own arithmetic, that subnormals are kept."""
+    """Skips modes whose arithmetic follows the caller's setting, or that have no such setting."""
     if mode.flushes_with_caller:
         pytest.skip("plain torch operations, and NumPy's, follow torch's setting, as docs/spec.md says")
     if mode.on_gpu:
-        pytest.skip("a GPU knows nothing of its caller's setting")
+        pytest.skip("a GPU does not see its caller's setting")
     return mode
 
 

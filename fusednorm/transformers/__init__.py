@@ -1,14 +1,14 @@
 """RMS norms of Hugging Face models, and the additions before them, by fusednorm.
 
 >>> import fusednorm.transformers
->>> report = fusednorm.transformers.patch(model)  # what it did, and why it left anything alone
+>>> report = fusednorm.transformers.patch(model)  # says what was replaced, and why other modules were not
 >>> fusednorm.transformers.unpatch(model)
 
-A norm is replaced if tracing it shows that it computes an RMS norm, whatever it is called (``norms.py``); an addition
-is fused with the norm after it if the source of the layer shows that one directly follows the other (``layers.py``).
-Each family keeps its own rounding. Weights, names and ``state_dict`` stay as they are.
+A norm is replaced if a trace shows that it computes an RMS norm, whatever its name (``norms.py``). An addition is fused
+with the norm after it if the source of the layer shows that one directly follows the other (``layers.py``). Each model
+family keeps its own rounding. Weights, names and ``state_dict`` do not change.
 
-``use_kernels=True``, transformers' own way, is served by :func:`register_kernels`.
+:func:`register_kernels` adds the norms to transformers' own mechanism, ``use_kernels=True``.
 """
 
 from fusednorm.transformers.hub import register_kernels

@@ -1,4 +1,4 @@
-"""transformers' own way to other kernels: a layer for its mapping of the ``kernels`` package."""
+"""A layer for transformers' own mechanism for other kernels, the mapping of the ``kernels`` package."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fusednorm.transformers.norms import Form, NotANormError, forms
 
 
 class RMSNorm(torch.nn.Module):
-    """The forward pass that takes the place of a norm's own; without state, as ``kernels`` asks for."""
+    """The forward pass that replaces a norm's own. It has no state, as ``kernels`` requires."""
 
     can_torch_compile = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalises hidden_states, [..., N], as the class of the module does, or lets it do so."""
+        """Normalises hidden_states, [..., N], as the module's class does, or calls that class."""
         weight = getattr(self, "weight", None)
         form = _form(self, hidden_states.dtype, None if weight is None else weight.dtype)
         if form is None:
@@ -27,7 +27,7 @@ class RMSNorm(torch.nn.Module):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _form(module: torch.nn.Module, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Form | None:
-    """The form of a module, traced at its first call."""
+    """A module's form, from a trace at its first call."""
     found = module.__dict__.get("_fusednorm_forms")
     if found is None:
         try:
@@ -40,7 +40,7 @@ def _form(module: torch.nn.Module, x_dtype: torch.dtype, weight_dtype: torch.dty
 
 
 class _Repository:
-    """What ``kernels`` loads a layer from."""
+    """The object from which ``kernels`` loads a layer."""
 
     layer_name = "RMSNorm"
 
@@ -51,8 +51,8 @@ class _Repository:
 def register_kernels() -> None:
     """Makes fusednorm the kernel of transformers' ``RMSNorm`` layers on CPUs and NVIDIA's GPUs.
 
-    From then on ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` take it, with the
-    rounding of each model's own norms. Call it before the first model uses kernels.
+    Afterwards ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use it, with the rounding
+    of each model's own norms. Call it before the first model uses kernels.
 
     Raises:
         ImportError: transformers is not installed, or not with a version of ``kernels`` that it can use.

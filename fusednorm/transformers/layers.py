@@ -1,6 +1,6 @@
 """Decoder layers with their additions fused into the norms that follow, by rewriting their own source.
 
-Only statements that stand next to each other are replaced, and only by what computes the same::
+Only adjacent statements are replaced, and only by a call that computes the same::
 
     hidden_states = residual + x                     hidden_states, residual = self._add_norm(self.norm, x, residual)
     residual = hidden_states                   ->
@@ -9,7 +9,7 @@ Only statements that stand next to each other are replaced, and only by what com
     hidden_states = residual + x               ->    hidden_states = self._add_last(x, residual)
     return hidden_states
 
-A forward pass without such statements, or whose source cannot be had, is left alone.
+A forward pass without such statements, or without accessible source, does not change.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 
 
 class NotRewrittenError(Exception):
-    """Why a forward pass is left as it is."""
+    """A forward pass is not rewritten, for the reason in the message."""
 
 
 def rewritten(layer_class: type, norms: frozenset[str]) -> tuple[Callable[..., Any], int, bool]:
     """The forward pass of a class with its additions fused.
 
     Args:
-        layer_class: of the layer.
-        norms: the attributes that hold norms.
+        layer_class: the layer's class.
+        norms: the names of its attributes that hold norms.
 
     Returns:
-        The function; how many additions it fuses within the layer; and whether it ends in ``_add_last``.
+        The function; the number of additions that it fuses within the layer; whether it ends in ``_add_last``.
 
     Raises:
-        NotRewrittenError: there is nothing to fuse, or no way to do it.
+        NotRewrittenError: no addition can be fused.
     """
     function, tree = _source(layer_class)
     body: list[ast.stmt] = []
@@ -63,7 +63,7 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> tuple[Callable[..., A
 
 
 def first_norm(layer_class: type) -> str | None:
-    """The attribute of the norm that a layer applies to its input before anything else; None if it does not."""
+    """The attribute of the norm that a layer first applies to its input; None if the layer begins otherwise."""
     try:
         _, tree = _source(layer_class)
     except NotRewrittenError:
@@ -80,11 +80,11 @@ def first_norm(layer_class: type) -> str | None:
 
 
 def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
-    """Whether a model hands what one layer returns to the next one untouched; and the norm that gets the last result.
+    """Whether a model passes each layer's result unchanged to the next layer; and the norm of the last result.
 
     Args:
         model_class: its forward pass loops over the layers.
-        layers: the attribute that holds them.
+        layers: the attribute that holds the layers.
     """
     try:
         _, tree = _source(model_class)
@@ -121,7 +121,7 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
 
 
 def _source(owner: type) -> tuple[Any, ast.FunctionDef]:
-    """A class's forward function, undecorated, and its source without a docstring."""
+    """A class's forward function without decorators, and its syntax tree without a docstring."""
     function = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -135,7 +135,7 @@ def _source(owner: type) -> tuple[Any, ast.FunctionDef]:
 
 
 def _fuse(statements: list[ast.stmt], norms: frozenset[str]) -> tuple[list[ast.stmt], int]:
-    """What replaces an addition and the norm after it at the head of the statements, and how many these are."""
+    """The replacement of an addition and the norm after it, which begin the statements, and their number."""
     added = _addition(statements[0])
     if added is None:
         return [], 0
@@ -146,7 +146,7 @@ def _fuse(statements: list[ast.stmt], norms: frozenset[str]) -> tuple[list[ast.s
         kept = total if used == 2 else _target(statements[1])
         norm, y = statements[used - 1], _target(statements[used - 1])
         name = _norm_of(norm.value, total) if isinstance(norm, ast.Assign) else None
-        # The sum goes on under one name only: the other must be overwritten by the norm's result.
+        # The sum keeps one name only; the norm's result must overwrite the other name.
         if name not in norms or kept is None or y is None or (used == 2) != (y != total) or y == kept:
             continue
         return _parse(f"{y}, {kept} = self._add_norm(self.{name}, {ast.unparse(x)}, {residual})"), used
@@ -154,7 +154,7 @@ def _fuse(statements: list[ast.stmt], norms: frozenset[str]) -> tuple[list[ast.s
 
 
 def _fuse_last(statements: list[ast.stmt]) -> list[ast.stmt] | None:
-    """What replaces an addition and the ``return`` of its sum."""
+    """The replacement of an addition and the ``return`` of its sum."""
     added, returned = _addition(statements[0]), statements[1]
     if added is None or not isinstance(returned, ast.Return) or not isinstance(returned.value, ast.Name):
         return None
@@ -165,7 +165,7 @@ def _fuse_last(statements: list[ast.stmt]) -> list[ast.stmt] | None:
 
 
 def _addition(statement: ast.stmt) -> tuple[str, str, ast.expr] | None:
-    """The names of the sum and of the residual, and the other term, of ``sum = residual + term``."""
+    """The parts of ``sum = residual + term``: the names of the sum and of the residual, and the term."""
     target = _target(statement)
     match statement:
         case ast.Assign(value=ast.BinOp(left=ast.Name(id=residual), op=ast.Add(), right=x)) if target:
@@ -176,7 +176,7 @@ def _addition(statement: ast.stmt) -> tuple[str, str, ast.expr] | None:
 
 
 def _norm_of(expression: ast.expr | None, argument: str | None) -> str | None:
-    """NAME of ``self.NAME(argument)``."""
+    """NAME in ``self.NAME(argument)``."""
     match expression:
         case ast.Call(
             func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=given)], keywords=[]
@@ -190,7 +190,7 @@ def _is_copy(statement: ast.stmt, name: str) -> bool:
 
 
 def _target(statement: ast.stmt) -> str | None:
-    """The one name that a statement assigns to."""
+    """The name to which a statement assigns, if it is a single name."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name

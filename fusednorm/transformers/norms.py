@@ -1,7 +1,7 @@
-"""Which norm a module computes, read from what it does to a tensor rather than from its name or its source.
+"""Recognises a module's norm by its computation, not by its name or its source.
 
-The module's forward pass is traced into ATen operations, on tensors that have shapes and no contents. Where these are
-an RMS norm as the specification writes it, for some flags, those flags are the answer; otherwise the reason why not is.
+The module's forward pass is traced into ATen operations, on tensors with shapes but without contents. If the operations
+are the specification's RMS norm for some flags, the result is these flags; otherwise it is the reason why not.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
 
-_A = torch.float32  # what sums are taken in
+_A = torch.float32  # the accumulator type
 _PAIRS = [(x, weight) for x in (torch.float16, torch.bfloat16, _A) for weight in dict.fromkeys((x, _A))]
 
-#: What others attach to a module and its class does not know of: another forward pass, in the place of its own.
+#: Attributes by which other libraries replace the forward pass of one module.
 ATTACHED = ("forward", "_old_forward")
 
 
 class NotANormError(Exception):
-    """Why a module does not compute what fusednorm computes."""
+    """A module does not compute an RMS norm of fusednorm, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The arguments with which :func:`fusednorm.rms_norm` rounds where a module rounds."""
+    """The arguments with which :func:`fusednorm.rms_norm` rounds at the module's places."""
 
     eps: float
     weight_offset: float
     round_norm: bool
 
 
-#: By dtypes of the input and the weight (None: there is no weight).
+#: By the dtypes of the input and of the weight (None without a weight).
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
 def forms(module: torch.nn.Module) -> Forms:
-    """The forms of a module, for the pairs of dtypes for which it has one.
+    """A module's forms, by the dtypes of input and weight.
 
-    A pair is left out where the module returns another dtype than it is given, or rounds where no flag does.
+    A pair of dtypes is missing if the module returns another dtype than its input's, or rounds where no flag does.
 
     Raises:
-        NotANormError: there is no form at all.
+        NotANormError: the module has no form.
     """
     others = [name for name, _ in [*module.named_parameters(), *module.named_buffers(), *module.named_children()]]
     if [name for name in others if name != "weight"]:
@@ -80,8 +80,8 @@ def _form(
     leading: tuple[int, ...],
     training: bool,
 ) -> Form:
-    """The form for x of [*leading, hidden_size] and of one dtype, and a weight of another."""
-    bare = torch.nn.Module.__new__(type(module))  # without hooks, and without others' forward pass
+    """The form for x, [*leading, hidden_size], and a weight, with these dtypes."""
+    bare = torch.nn.Module.__new__(type(module))  # without hooks, and without a replaced forward pass
     torch.nn.Module.__init__(bare)
     own = {name: value for name, value in module.__dict__.items() if name not in bare.__dict__ and name not in ATTACHED}
     bare.__dict__.update(own, training=training)
@@ -91,12 +91,12 @@ def _form(
         return type(bare).forward(bare, x)
 
     with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pairs of dtypes that the model need not have
+        warnings.simplefilter("ignore")  # they concern pairs of dtypes that the model may not use
         x = torch.empty(*leading, hidden_size, dtype=x_dtype)
         weight = None if weight_dtype is None else torch.empty(hidden_size, dtype=weight_dtype)
         try:
             graph = make_fx(call)(x, weight).graph
-        except Exception as error:  # whatever other people's code raises for a tensor that it does not expect
+        except Exception as error:  # the model's code may raise anything for a tensor that it does not expect
             first_line = str(error).partition("\n")[0]
             raise NotANormError(f"it cannot be traced: {type(error).__name__}: {first_line}") from error
     return _read(graph, x_dtype)
@@ -104,9 +104,9 @@ def _form(
 
 @dataclass(frozen=True)
 class _Term:
-    """What one operation of a graph computes, in the words of the specification.
+    """The result of one operation of a graph, named as in the specification.
 
-    ``kind`` is x, weight, g, square, mean, mean+eps, root, rstd, n or y.
+    ``kind`` is x, weight, g, square, mean, mean+eps, sqrt, rstd, n or y.
     """
 
     kind: str
@@ -117,7 +117,7 @@ class _Term:
 
 
 def _read(graph: fx.Graph, x_dtype: dtype) -> Form:
-    """The form that a graph's operations, taken in order, amount to."""
+    """The form of the computation of a graph."""
     terms: dict[fx.Node, _Term] = {}
     inputs = iter(("x", "weight"))
     for node in graph.nodes:
@@ -126,7 +126,7 @@ def _read(graph: fx.Graph, x_dtype: dtype) -> Form:
             y = terms.get(result)
             weightless = y is not None and y.kind == "n" and all(term.kind != "weight" for term in terms.values())
             if y is None or not (y.kind == "y" or weightless):
-                raise NotANormError("what it returns is not the row times its reciprocal root times the weight")
+                raise NotANormError("its result is not the row times rstd times the weight")
             if y.dtype != x_dtype:
                 raise NotANormError(f"it returns {str(y.dtype)[6:]} for an input of {str(x_dtype)[6:]}")
             return Form(y.eps, y.offset, y.rounded and y.kind == "y" and x_dtype != _A)
@@ -215,9 +215,9 @@ _RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
     aten.pow.Tensor_Scalar: _power,
     aten.mean.dim: _mean,
     aten.add.Tensor: _plus,
-    aten.add_.Scalar: _plus,  # of F.rms_norm
+    aten.add_.Scalar: _plus,  # in F.rms_norm
     aten.mul.Tensor: _times,
     aten.rsqrt.default: _becomes("mean+eps", "rstd"),
-    aten.sqrt.default: _becomes("mean+eps", "root"),
-    aten.reciprocal.default: _becomes("root", "rstd"),
+    aten.sqrt.default: _becomes("mean+eps", "sqrt"),
+    aten.reciprocal.default: _becomes("sqrt", "rstd"),
 }

@@ -1,7 +1,7 @@
-"""Which modules of a model are replaced, and how they are put back.
+"""Replaces modules of a model, and restores them.
 
-A module is replaced by giving it a subclass of its class: it stays the same object in the same place, with the same
-weight and hooks. What a module keeps for fusednorm is one attribute, ``_fusednorm``.
+A replaced module gets a subclass of its class. It stays the same object in the same place, with the same weight and
+hooks. fusednorm adds one attribute to it, ``_fusednorm``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _logger = logging.getLogger("fusednorm.transformers")
 
 @dataclass(frozen=True)
 class Handed:
-    """The norm of a layer's result, computed with it, for the layer after it."""
+    """The norm of a layer's result, which the layer computed for the next layer."""
 
     total: Tensor
     y: Tensor
@@ -34,25 +34,25 @@ class Handed:
     grad_enabled: bool
 
     def fits(self, x: Tensor) -> bool:
-        """Whether this is the norm of x, with the gradient that it would have."""
+        """Whether this is the norm of x, with the right gradient."""
         return x is self.total and self.version == _version(x) and self.grad_enabled == torch.is_grad_enabled()
 
 
 @dataclass
 class NormState:
-    """Of a norm: what it computes for which dtypes, and what has been computed for it."""
+    """The state of a norm: its forms, and a result that the previous layer computed for it."""
 
     forms: Forms
     handed: Handed | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without results, which a copy would compute itself."""
+        """The state of a copy, without the result, which belongs to one tensor."""
         return {"forms": self.forms, "handed": None}
 
 
 @dataclass
 class LayerState:
-    """Of a layer: the norm that gets its result, None if that is not certain; and the layer that this norm is in."""
+    """The state of a layer: the norm of its result, None if that is not certain; and the layer with this norm."""
 
     following: torch.nn.Module | None = None
     next_layer: torch.nn.Module | None = None
@@ -63,15 +63,15 @@ class _Patched(torch.nn.Module):
     _made_of: tuple[type, type, frozenset[str]]  # the arguments of _patched_class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copies and pickles: names the class that the module had, which can be imported."""
+        """Copies and pickles name the module's original class, because that can be imported."""
         return _new, self._made_of, self.__dict__
 
 
 class PatchedNorm(_Patched):
-    """A norm whose rows fusednorm normalises; goes before the class that the norm had."""
+    """A norm that calls fusednorm; comes before the norm's original class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The norm of one argument, and whatever its class does with others."""
+        """Normalises one argument. For other arguments it calls the original class."""
         x = args[0] if len(args) == 1 and not kwargs else None
         form = self._form(x)
         if form is None or x is None:
@@ -84,7 +84,7 @@ class PatchedNorm(_Patched):
         return rms_norm(x, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The norm of ``residual + x``, and the sum; None where fusing would compute something else."""
+        """The norm of ``residual + x``, and the sum; None where the fused call would compute something else."""
         form = self._form(x)
         if form is None or x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
             return None
@@ -96,7 +96,7 @@ class PatchedNorm(_Patched):
         )
 
     def extra_repr(self) -> str:
-        """What the norm shows, and who computes it."""
+        """The arguments as the original class shows them, and "by fusednorm"."""
         return ", ".join(filter(None, [super().extra_repr(), "by fusednorm"]))
 
     def _form(self, x: Any) -> Form | None:
@@ -108,7 +108,7 @@ class PatchedNorm(_Patched):
 
 
 class PatchedLayer(_Patched):
-    """A layer that adds and normalises at once; goes before the class that the layer had. See ``layers.py``."""
+    """A layer with fused additions; comes before the layer's original class. See ``layers.py``."""
 
     def _add_norm(self, norm: torch.nn.Module, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """``norm(residual + x)``, and the sum."""
@@ -119,11 +119,12 @@ class PatchedLayer(_Patched):
         return norm(total), total
 
     def _add_last(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual + x``, whose norm is kept for the layer after this one."""
+        """``residual + x``. Its norm is kept for the next layer."""
         norm, next_layer = self._fusednorm.following, self._fusednorm.next_layer
         if not isinstance(norm, PatchedNorm) or self._recomputed():
             return residual + x
-        uncounted = is_compiling() or torch.is_inference_mode_enabled()  # writes are, and hooks may write
+        # Writes are not counted then, and hooks may write.
+        uncounted = is_compiling() or torch.is_inference_mode_enabled()
         if uncounted and not all(_bare(module) for module in (self, next_layer, norm) if module is not None):
             return residual + x
         fused = norm.add(x, residual)
@@ -134,19 +135,19 @@ class PatchedLayer(_Patched):
         return total
 
     def _recomputed(self) -> bool:
-        """Whether the backward pass may run this layer again, by itself: then nothing may be kept for the next one."""
+        """Whether the backward pass may run this layer again by itself. Then no norm may be kept for the next layer."""
         if torch.compiler.is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
             return True
         return not is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _version(x: Tensor) -> int | None:
-    """How often x was written to, where that is counted."""
+    """The number of writes to x, where torch counts them."""
     return None if is_compiling() or x.is_inference() else x._version
 
 
 def _bare(module: torch.nn.Module) -> bool:
-    """Whether calling a module is no more than calling its forward pass."""
+    """Whether a call of the module only calls its forward pass."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -159,21 +160,21 @@ def _bare(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """Modules of one class with which the same was done."""
+    """Modules of one class that were treated alike."""
 
     #: The class.
     class_name: str
-    #: How many modules of it.
+    #: The number of modules.
     count: int
     #: Whether they were replaced.
     replaced: bool
-    #: By what; or why not.
+    #: The replacement, or the reason why not.
     what: str
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What of a model is patched.
+    """The patched parts of a model.
 
     Attributes:
         norms: number of norms that fusednorm computes.
@@ -191,14 +192,14 @@ class Counts:
 
 @dataclass(frozen=True, repr=False)
 class Report(Counts):
-    """What :func:`patch` did, and why it left the rest alone; printing it gives a paragraph.
+    """What :func:`patch` replaced, and why it did not replace the rest. ``print`` shows it as a paragraph.
 
     Attributes:
         norms: number of norms that were replaced.
         adds: number of additions that were fused with the norm after them, of which
         across: go from one layer into the next.
         entries: by class.
-        before: what was patched already.
+        before: parts that had been patched before.
     """
 
     entries: tuple[Entry, ...]
@@ -219,11 +220,11 @@ class Report(Counts):
             lines.append("no RMS norm in this model that fusednorm could replace: nothing was changed")
         return "\n".join(lines)
 
-    __repr__ = __str__  # what an interpreter shows of a call's result
+    __repr__ = __str__  # an interpreter shows a call's result by its repr
 
 
 def _count(model: torch.nn.Module) -> Counts:
-    """What of a model is patched now."""
+    """Counts the patched parts of a model."""
     norms = adds = across = 0
     for module in model.modules():
         norms += isinstance(module, PatchedNorm)
@@ -243,18 +244,17 @@ def _check(model: object) -> None:
 
 
 def patch(model: torch.nn.Module) -> Report:
-    """Has fusednorm compute a model's RMS norms, and the additions right before them, with the model's own rounding.
+    """Lets fusednorm compute a model's RMS norms, and the additions right before them, with the model's own rounding.
 
-    Nothing is guessed: a module that does not compute an RMS norm, or rounds where no flag does, is left alone, and so
-    are norms of inputs and arguments that were not foreseen (they go to the module's own code). Patching twice changes
-    nothing.
+    A module that does not compute an RMS norm, or rounds where no flag does, does not change. Calls with unexpected
+    inputs or arguments run the module's own code. A second patch changes nothing.
 
     Args:
         model: any module, of Hugging Face's transformers or not.
 
     Returns:
-        What was done. The logger ``fusednorm.transformers`` is told it too: at level INFO, and at level WARNING where
-        the model has no RMS norm that could be replaced.
+        A report. The logger ``fusednorm.transformers`` gets it too: at level INFO, or at level WARNING if the model has
+        no RMS norm that could be replaced.
 
     Raises:
         TypeError: the model is no module.
@@ -292,15 +292,14 @@ def patch(model: torch.nn.Module) -> Report:
 
 
 def unpatch(model: torch.nn.Module) -> Counts:
-    """Puts everything back that :func:`patch` replaced.
+    """Restores all modules that :func:`patch` replaced.
 
     Returns:
-        What was put back: nothing where the model was not patched. The logger ``fusednorm.transformers`` is told it
-        too, at level INFO.
+        The numbers of restored norms and additions. The logger ``fusednorm.transformers`` gets them too, at level INFO.
 
     Raises:
         TypeError: the model is no module.
-        RuntimeError: the class of a patched module was changed since (FSDP does that); nothing is put back then.
+        RuntimeError: the class of a patched module was changed afterwards (FSDP does that); nothing is restored.
     """
     _check(model)
     undone = _count(model)
@@ -328,7 +327,7 @@ def _may_be_norm(module: torch.nn.Module) -> bool:
 
 
 def _key(module: torch.nn.Module) -> Any:
-    """Equal for modules that compute the same."""
+    """A key that is equal for modules with the same computation."""
     weight = getattr(module, "weight", None)
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
     skipped = {*torch.nn.Module().__dict__, *ATTACHED}
@@ -359,7 +358,7 @@ def _describe(found: Forms) -> str:
 def _patch_layers(
     owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
 ) -> list[tuple[str, int, bool, str | None]]:
-    """Of each layer with norms: its class, additions fused in it, whether its last one is too, or why none is."""
+    """For each layer with norms: its class, its fused additions, whether its last one is fused, or a reason."""
     straight, final = straight_on(type(owner), name)
     done: list[tuple[str, int, bool, str | None]] = []
     for index, layer in enumerate(layers):
@@ -393,7 +392,7 @@ _rewritten = functools.cache(rewritten)
 
 @functools.cache
 def _patched_class(before: type, mixin: type, norms: frozenset[str]) -> type:
-    """A subclass of a module's class under the same name, by which others look for it."""
+    """A subclass of a module's class, with the same name, because other code looks for that name."""
     members: dict[str, Any] = {"__module__": before.__module__, "__qualname__": before.__qualname__}
     members["_made_of"] = before, mixin, norms
     if mixin is PatchedLayer:
@@ -402,13 +401,13 @@ def _patched_class(before: type, mixin: type, norms: frozenset[str]) -> type:
 
 
 def _new(before: type, mixin: type, norms: frozenset[str]) -> torch.nn.Module:
-    """A patched module with nothing in it."""
+    """An empty patched module."""
     patched = _patched_class(before, mixin, norms)
     return cast(torch.nn.Module, object.__new__(patched))
 
 
 def _attach(module: torch.nn.Module, mixin: type, norms: frozenset[str], state: NormState | LayerState) -> str | None:
-    """Patches a module; or says why it cannot be."""
+    """Patches a module, or returns the reason why it cannot be patched."""
     own = type(module).forward
     attached = [module.__dict__[name] for name in ATTACHED if name in module.__dict__]
     if attached and not any(isinstance(method, MethodType) and method.__func__ is own for method in attached):
@@ -419,7 +418,7 @@ def _attach(module: torch.nn.Module, mixin: type, norms: frozenset[str], state: 
 
 
 def _change_class(module: torch.nn.Module, to: type) -> None:
-    """Changes the class, also for who has wrapped the forward pass (accelerate does, to move tensors to a device)."""
+    """Changes the class, also where a wrapper has stored the forward pass (as accelerate's, which moves tensors)."""
     before = type(module).forward
     module.__class__ = to
     for name in ATTACHED:
