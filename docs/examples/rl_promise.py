@@ -2,13 +2,11 @@
 
     python -P docs/examples/rl_promise.py [--steps 8]
 
-A small decoder is trained with REINFORCE. vLLM samples with the same weights, one token at a time, from a KV cache; the
-trainer computes whole sequences, with gradients. Both sides record what goes into each norm and what comes out. This is
-done twice, in processes of their own: with fusednorm on both sides, and with torch's norms in the trainer and vLLM's
-own in the engine. See docs/rl.md.
+REINFORCE trains a small decoder. vLLM samples with the same weights, one token at a time, with a KV cache; the trainer
+computes whole sequences, with gradients. Both sides record the inputs and outputs of each norm. The script does this
+twice, in separate processes: with fusednorm on both sides, and with torch's norms in the trainer and vLLM's own in the
+engine. See docs/rl.md.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -16,42 +14,40 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 import fusednorm
 
 WIDTH, LAYERS, HEADS, HEAD, VOCABULARY, EPS = 256, 4, 4, 64, 128, 1e-6
 PROMPTS, SAMPLES, PROMPT, GENERATED = 8, 8, 8, 24
+KINDS = {"fusednorm": "fusednorm on both sides", "torch": "torch's norms and vLLM's own"}
 
 
 class TorchNorm(nn.Module):
-    """An addition, then torch's norm, as a trainer without fusednorm has them."""
+    """An addition, then torch's norm, as in a trainer without fusednorm."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum, [..., WIDTH]."""
+    def forward(self, x, residual):
         total = x if residual is None else x + residual
         return functional.rms_norm(total, (WIDTH,), self.weight, EPS), total
 
 
-def fused_norm(width: int) -> nn.Module:
-    """fusednorm's, rounding where vLLM does."""
-    return fusednorm.AddRMSNorm(width, EPS, round_sum=False, round_norm=True)
+def fused_norm():
+    """fusednorm's module, which rounds at vLLM's places."""
+    return fusednorm.AddRMSNorm(WIDTH, EPS, round_sum=False, round_norm=True)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Rotary position embedding of [sequences, heads, length, HEAD]."""
+def rotated(x):
+    """Rotary position embedding of [sequences, heads, length, HEAD], as in Llama."""
     angles = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, HEAD, 2) / HEAD)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)  # as Llama does
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
@@ -59,17 +55,16 @@ def rotated(x: Tensor) -> Tensor:
 class Layer(nn.Module):
     """Attention and MLP, each after an addition and a norm; names as in a Llama checkpoint."""
 
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, norm):
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = norm(WIDTH), norm(WIDTH)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self.self_attn, name, nn.Linear(WIDTH, WIDTH, bias=False))
         self.mlp.gate_proj, self.mlp.up_proj = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
         self.mlp.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[sequences, length, WIDTH], what is to be added to the residual stream next, and that stream."""
+    def forward(self, x, residual):
         x, residual = self.input_layernorm(x, residual)
         attention, shape = self.self_attn, (*x.shape[:2], HEADS, HEAD)
         q, k, v = (p(x).view(shape).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -79,14 +74,14 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama, as the trainer has it."""
+    """The trainer's Llama."""
 
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, norm):
         super().__init__()
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.model.layers = nn.ModuleList(Layer(norm) for _ in range(LAYERS))
-        self.model.norm = norm(WIDTH)
+        self.model.norm = norm()
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if "norm" in name:  # ones would hide where a row is rounded
@@ -94,45 +89,59 @@ class Decoder(nn.Module):
             else:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of [sequences, length]."""
+    def forward(self, tokens):
         x, residual = self.model.embed_tokens(tokens), None
         for layer in self.model.layers:
             x, residual = layer(x, residual)
         return self.lm_head(self.model.norm(x, residual)[0])
 
-    def norms(self) -> list[nn.Module]:
-        """In the order in which they are called."""
-        layers = [
-            norm for layer in self.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        ]
-        return [*layers, self.model.norm]
+    def norms(self):
+        """The norms, in the sequence of their calls."""
+        pairs = ((layer.input_layernorm, layer.post_attention_layernorm) for layer in self.model.layers)
+        return [*(norm for pair in pairs for norm in pair), self.model.norm]
+
+    def save(self, folder):
+        """Writes a checkpoint that vLLM can load."""
+        from safetensors.torch import save_file
+        from transformers import LlamaConfig
+
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=HEAD,
+            vocab_size=VOCABULARY,
+            rms_norm_eps=EPS,
+            max_position_embeddings=64,
+        ).save_pretrained(folder)
+        save_file(self.state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
 
 
 class Record:
-    """Rows that went into each norm, and what came out: per norm a list of (x, residual or None, y)."""
+    """The calls of each norm: lists of (x, residual or None, y), all [rows, WIDTH]."""
 
-    def __init__(self) -> None:
-        self.calls: list[list[tuple[Tensor, Tensor | None, Tensor]]] = [[] for _ in range(2 * LAYERS + 1)]
-        self.next = 0
+    def __init__(self):
+        self.calls = [[] for _ in range(2 * LAYERS + 1)]
+        self.next = 0  # the norm that is called next
 
-    def add(self, x: Tensor, residual: Tensor | None, y: Tensor) -> None:
-        """Of the norm whose turn it is."""
-        rows = (None if tensor is None else tensor.detach().reshape(-1, WIDTH) for tensor in (x, residual, y))
-        self.calls[self.next].append(tuple(rows))  # type: ignore[arg-type]
+    def add(self, *operands):
+        self.calls[self.next].append([None if t is None else t.detach().reshape(-1, WIDTH) for t in operands])
         self.next = (self.next + 1) % len(self.calls)
 
-    def rows(self, norm: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    def rows(self, norm):
         """All rows of a norm."""
-        x, residual, y = zip(*self.calls[norm], strict=True)
-        return torch.cat(x), None if residual[0] is None else torch.cat(residual), torch.cat(y)
+        return [None if part[0] is None else torch.cat(part) for part in zip(*self.calls[norm], strict=True)]
 
 
 class Server:
-    """vLLM's engine in this process, with the norms of its requests recorded."""
+    """vLLM's engine in this process. It records the calls of its norms."""
 
-    def __init__(self, folder: str, provider: str) -> None:
+    def __init__(self, folder, provider):
         from vllm import LLM
+        from vllm.ir import ops
 
         self.llm = LLM(
             folder,
@@ -140,38 +149,30 @@ class Server:
             enforce_eager=True,
             skip_tokenizer_init=True,
             max_model_len=64,
-            max_num_seqs=PROMPTS * SAMPLES // 2,  # so that batches differ from the trainer's, and from each other
+            max_num_seqs=PROMPTS * SAMPLES // 2,  # batches then differ from the trainer's, and from each other
             enable_prefix_caching=False,
         )
-        self.record = Record()
-        from vllm.ir import ops
-
-        for name in ("rms_norm", "fused_add_rms_norm"):
-            implementation = getattr(ops, name).impls[provider]
-            assert getattr(ops, name).get_priority()[0] == provider, getattr(ops, name).get_priority()
+        for operation in (ops.rms_norm, ops.fused_add_rms_norm):
+            assert operation.get_priority()[0] == provider, operation.get_priority()
+            implementation = operation.impls[provider]
             implementation.impl_fn = self.recorded(implementation.impl_fn)
 
-    def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A provider's function, whose operands and results are kept."""
+    def recorded(self, function):
+        """A provider's function that records its operands and results."""
 
-        def call(x: Tensor, *arguments: Any) -> Any:
-            x_before = x.clone()
-            residual = arguments[0].clone() if len(arguments) == 4 else None
+        def call(x, *arguments):
+            before = x.clone(), arguments[0].clone() if len(arguments) == 4 else None
             result = function(x, *arguments)
-            y = result if residual is None else result[0]
-            self.record.add(x_before, residual, y.clone())
+            self.record.add(*before, (result if before[1] is None else result[0]).clone())
             return result
 
         return call
 
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Takes the trainer's weights."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-
-    def sample(self, prompts: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """SAMPLES continuations of each prompt, [sequences, GENERATED], and the logs of their probabilities."""
+    def sample(self, weights, prompts, step):
+        """SAMPLES continuations of each prompt, [sequences, GENERATED], and the logarithms of their probabilities."""
         from vllm import SamplingParams
 
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
         self.record = Record()
         how = SamplingParams(n=SAMPLES, seed=step, max_tokens=GENERATED, ignore_eos=True, detokenize=False, logprobs=0)
         requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
@@ -180,22 +181,19 @@ class Server:
         return torch.tensor([list(o.token_ids) for o in found]), torch.tensor(logprobs)
 
 
-def same_rows(server: Record, trainer: Record, modules: list[nn.Module]) -> list[dict[str, int]]:
-    """For each norm: how many of the server's rows the trainer saw too, bit for bit, and what differs given them."""
+def compared(server, trainer, norms):
+    """For each norm: the server's rows, those that also came to the trainer's norm, and the differences."""
     found = []
-    for index, module in enumerate(modules):
-        x, residual, y = server.rows(index)
-        theirs_x, theirs_residual, theirs_y = trainer.rows(index)
-
-        def keys(a: Tensor, b: Tensor | None) -> list[bytes]:
-            joined = a if b is None else torch.cat((a, b), 1)
-            return [row.numpy().tobytes() for row in joined.view(torch.int16)]
-
-        outputs = dict(zip(keys(theirs_x, theirs_residual), theirs_y, strict=True))
-        pairs = [(row, outputs[key]) for key, row in zip(keys(x, residual), y, strict=True) if key in outputs]
-        # The trainer's module, with gradients, on all of the server's rows at once.
-        with torch.enable_grad():
-            again = module(x, residual)[0]
+    for index, norm in enumerate(norms):
+        operands = [server.rows(index), trainer.rows(index)]
+        keys = [
+            [row.numpy().tobytes() for row in torch.cat([t for t in (x, r) if t is not None], 1).view(torch.int16)]
+            for x, r, _ in operands
+        ]
+        theirs = dict(zip(keys[1], operands[1][2], strict=True))
+        x, residual, y = operands[0]
+        pairs = [(row, theirs[key]) for key, row in zip(keys[0], y, strict=True) if key in theirs]
+        again = norm(x, residual)[0]  # the trainer's module, with gradients, on all of the server's rows at once
         found.append(
             {
                 "rows": len(y),
@@ -208,57 +206,29 @@ def same_rows(server: Record, trainer: Record, modules: list[nn.Module]) -> list
     return found
 
 
-def logits_and_rows(decoder: Decoder, tokens: Tensor) -> tuple[Tensor, Record]:
-    """The logits of whole sequences, with a gradient to come, and what the norms saw."""
-    record = Record()
-    hooks = [
-        module.register_forward_hook(lambda _, given, result: record.add(*given, result[0]))
-        for module in decoder.norms()
-    ]
-    logits = decoder(tokens)
-    for hook in hooks:
-        hook.remove()
-    return logits, record
-
-
-def save(decoder: Decoder, folder: str) -> None:
-    """Writes a checkpoint that vLLM can load."""
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=HEAD,
-        vocab_size=VOCABULARY,
-        rms_norm_eps=EPS,
-        max_position_embeddings=64,
-    ).save_pretrained(folder)
-    save_file(decoder.state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
-
-
-def train(norms: str, steps: int) -> list[dict[str, Any]]:
-    """REINFORCE for tokens of the lower half of the vocabulary; what each step found."""
+def train(kind, steps):
+    """REINFORCE for tokens of the lower half of the vocabulary. Returns the findings of each step."""
     torch.manual_seed(0)
-    norm, provider = (fused_norm, "fusednorm") if norms == "fusednorm" else (TorchNorm, "native")
-    decoder = Decoder(norm).bfloat16()
+    decoder = Decoder(fused_norm if kind == "fusednorm" else TorchNorm).bfloat16()
     parameters = list(decoder.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.Adam(masters, 2e-3)
     with tempfile.TemporaryDirectory() as folder:
-        save(decoder, folder)
-        server = Server(folder, provider)
+        decoder.save(folder)
+        server = Server(folder, "fusednorm" if kind == "fusednorm" else "native")
     prompts = torch.randint(VOCABULARY, (PROMPTS, PROMPT))
     found = []
     for step in range(steps):
-        server.load({name: tensor.detach() for name, tensor in decoder.state_dict().items()})
-        sampled, logprobs = server.sample(prompts, step)
-        tokens = torch.cat((prompts.repeat_interleave(SAMPLES, 0), sampled), 1)
-        logits, record = logits_and_rows(decoder, tokens[:, :-1])
+        weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
+        sampled, logprobs = server.sample(weights, prompts, step)
+        tokens, record = torch.cat((prompts.repeat_interleave(SAMPLES, 0), sampled), 1), Record()
+        hooks = [
+            norm.register_forward_hook(lambda _, given, result, record=record: record.add(*given, result[0]))
+            for norm in decoder.norms()
+        ]
+        logits = decoder(tokens[:, :-1])
+        for hook in hooks:
+            hook.remove()
         ours = logits[:, PROMPT - 1 :].float().log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
         rewards = (sampled < VOCABULARY // 2).float().mean(1)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -270,7 +240,7 @@ def train(norms: str, steps: int) -> list[dict[str, Any]]:
                 "logprobs_equal": (difference == 0).double().mean().item(),
                 "logprobs_mean_difference": difference.mean().item(),
                 "logprobs_largest_difference": difference.max().item(),
-                "norms": same_rows(server.record, record, decoder.norms()),
+                "norms": compared(server.record, record, decoder.norms()),
             }
         )
         for master, parameter in zip(masters, parameters, strict=True):
@@ -282,11 +252,11 @@ def train(norms: str, steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def run(norms: str, steps: int) -> list[dict[str, Any]]:
-    """:func:`train` in a process of its own, in which vLLM takes the plug-in or not."""
+def run(kind, steps):
+    """Calls :func:`train` in another process, where the environment decides whether vLLM uses the plug-in."""
     environment = {
         **os.environ,
-        "FUSEDNORM_VLLM": "vllm" if norms == "fusednorm" else "off",
+        "FUSEDNORM_VLLM": "vllm" if kind == "fusednorm" else "off",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -295,74 +265,62 @@ def run(norms: str, steps: int) -> list[dict[str, Any]]:
     }
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        command = [sys.executable, "-P", __file__, "--norms", norms, "--steps", str(steps), "--json", str(out)]
+        command = [sys.executable, "-P", __file__, "--norms", kind, "--steps", str(steps), "--json", str(out)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             sys.exit(done.stdout)
-        found: list[dict[str, Any]] = json.loads(out.read_text())
-        return found
+        return json.loads(out.read_text())
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """What differed, over all steps: a line for each question, a column for each kind of norms."""
+def show(results):
+    """Prints three tables: the differences over all steps, in each norm, and in each step."""
 
-    def norms(steps: list[dict[str, Any]], key: str) -> int:
-        return sum(norm[key] for step in steps for norm in step["norms"])
+    def table(head, *lines):
+        for line in (head, ["---"] * len(head), *lines):
+            print(f"| {' | '.join(line)} |")
 
-    def mean(steps: list[dict[str, Any]], key: str) -> float:
-        return sum(step[key] for step in steps) / len(steps)
+    def answers(steps):
+        total = {key: sum(norm[key] for step in steps for norm in step["norms"]) for key in steps[0]["norms"][0]}
+        mean = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0] if key != "norms"}
+        return {
+            "rows that the server normalised": f"{total['rows']:,}",
+            "the same rows through the trainer's norms: rows that differ": f"{total['rows_differ']:,}",
+            "elements that differ": f"{total['elements_differ'] / total['rows'] / WIDTH:.2%}",
+            "rows that came to the trainer's norms by themselves, bit for bit": f"{total['seen_by_both']:,}",
+            "of these, rows whose norms are equal": f"{total['seen_by_both_outputs_equal']:,}",
+            "log-probabilities that are equal": f"{mean['logprobs_equal']:.1%}",
+            "their mean difference": f"{mean['logprobs_mean_difference']:.1e}",
+            "their largest difference": f"{max(step['logprobs_largest_difference'] for step in steps):.1e}",
+            "reward, first step and last": f"{steps[0]['reward']:.2f}, {steps[-1]['reward']:.2f}",
+        }
 
-    questions: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "rows that the server normalised": lambda steps: f"{norms(steps, 'rows'):,}",
-        "the same rows through the trainer's norms: rows that differ": lambda steps: f"{norms(steps, 'rows_differ'):,}",
-        "elements that differ": lambda steps: f"{norms(steps, 'elements_differ') / norms(steps, 'rows') / WIDTH:.2%}",
-        "rows that came to the trainer's norms by themselves, bit for bit": lambda steps: (
-            f"{norms(steps, 'seen_by_both'):,}"
-        ),
-        "of these, rows whose norms are equal": lambda steps: f"{norms(steps, 'seen_by_both_outputs_equal'):,}",
-        "log-probabilities that are equal": lambda steps: f"{mean(steps, 'logprobs_equal'):.1%}",
-        "their mean difference": lambda steps: f"{mean(steps, 'logprobs_mean_difference'):.1e}",
-        "their largest difference": lambda steps: f"{max(step['logprobs_largest_difference'] for step in steps):.1e}",
-        "reward, first step and last": lambda steps: f"{steps[0]['reward']:.2f}, {steps[-1]['reward']:.2f}",
-    }
-    lines = [["", *results], ["---"] * (len(results) + 1)]
-    lines += [[question, *map(answer, results.values())] for question, answer in questions.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    def share(norm):
+        return f"{sum(n['elements_differ'] for n in norm) / sum(n['rows'] for n in norm) / WIDTH:.1%}"
 
-
-def series(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Two tables: elements that differ in each norm, and differences of log-probabilities in each step."""
-    norms, logprobs = {}, {}
-    for name, steps in results.items():
-        by_norm = zip(*(step["norms"] for step in steps), strict=True)
-        shares = [sum(n["elements_differ"] for n in norm) / sum(n["rows"] for n in norm) / WIDTH for norm in by_norm]
-        norms[name] = [f"{share:.1%}" for share in shares]
-        logprobs[name] = [f"{step['logprobs_mean_difference']:.1e}" for step in steps]
-    lines = []
-    for words, rows in (("elements that differ in norm", norms), ("mean difference in step", logprobs)):
-        counts = [str(count + 1) for count in range(len(next(iter(rows.values()))))]
-        table = [[words, *counts], ["---"] * (len(counts) + 1), *([name, *row] for name, row in rows.items())]
-        lines += ["", *(f"| {' | '.join(line)} |" for line in table)]
-    return "\n".join(lines)
+    columns = [answers(steps) for steps in results.values()]
+    table(["", *results], *([question, *(c[question] for c in columns)] for question in columns[0]))
+    print()
+    by_norm = {name: list(zip(*(step["norms"] for step in steps), strict=True)) for name, steps in results.items()}
+    numbers = [str(norm + 1) for norm in range(2 * LAYERS + 1)]
+    table(["elements that differ in norm", *numbers], *([k, *map(share, norms)] for k, norms in by_norm.items()))
+    print()
+    found = {name: [f"{step['logprobs_mean_difference']:.1e}" for step in steps] for name, steps in results.items()}
+    steps = [str(step + 1) for step in range(len(next(iter(found.values()))))]
+    table(["mean difference in step", *steps], *([name, *values] for name, values in found.items()))
 
 
-KINDS = {"fusednorm": "fusednorm on both sides", "torch": "torch's norms and vLLM's own"}
-
-
-def main() -> None:
-    """Trains with both kinds of norms, prints the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def main():
+    """Trains with both kinds of norms, and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", help="write what every step found to this file")
+    parser.add_argument("--json", help="write the findings of each step to this file")
     parser.add_argument("--norms", choices=list(KINDS), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    results: Any
     if options.norms:
         results = train(options.norms, options.steps)
     else:
-        results = {words: run(norms, options.steps) for norms, words in KINDS.items()}
-        print(table(results))
-        print(series(results))
+        results = {words: run(kind, options.steps) for kind, words in KINDS.items()}
+        show(results)
     if options.json:
         Path(options.json).write_text(json.dumps(results))
 
