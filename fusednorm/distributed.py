@@ -23,8 +23,8 @@ try:
     _register_rule = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
 except (ImportError, AttributeError) as error:  # some of these names are private, and may change
     raise ImportError(
-        f"fusednorm's rules for DTensor need names that torch {torch.__version__} does not have ({error}); install torch "
-        "2.13, or call fusednorm on the local tensors, as inside torch.distributed.tensor.experimental.local_map"
+        f"fusednorm's rules for DTensor need names that torch {torch.__version__} does not have ({error}); install "
+        "torch 2.13, or call fusednorm on the local tensors, as inside torch.distributed.tensor.experimental.local_map"
     ) from error
 
 __all__ = ["SequenceParallel"]
