@@ -192,7 +192,7 @@ def _common(
         choices=list(peers),
         default=list(by_default),
         metavar="NAME",
-        help="measure these other implementations: none or some of "
+        help="measure these implementations: none or some of "
         f"{', '.join(peers)} (default: {'all' if by_default is peers else ', '.join(by_default)})",
     )
     parser.add_argument(
