@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm import registry
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+from fusednorm.call import Forward
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
@@ -34,14 +37,15 @@ SIZES = (128, 896, 4096, 7168, 16384, 65536)
 
 
 def forward(x, residual, weight, size, lanes, alignment=16):
-    return triton_gpu.forward_variant(x, residual, weight, x, False, size, False, True, False, alignment, lanes)
+    kind = ForwardKind(x, residual, weight, x, residual, size, True, False, False, False, alignment)
+    return triton_gpu.forward_variant(kind, lanes)
 
 
 def backward(x, residual, size, lanes):
     accumulator = F64 if x == F64 else F32
     other = None if residual == x else residual
-    kind = (x, residual, residual, x, x, other, x, accumulator, size, False, 16)
-    return triton_gpu.backward_variants(*kind, lanes)
+    kind = BackwardKind(x, residual, residual, x, x, other, x, accumulator, size, False, 16)
+    return triton_gpu.backward_variants(kind, lanes)
 
 
 def variants(x, residual, size, lanes):
@@ -273,15 +277,16 @@ def launches(monkeypatch):
     target = lambda: GPUTarget(found.backend, 90, 32)  # noqa: E731
     monkeypatch.setattr(type(driver), "active", SimpleNamespace(get_current_target=target))
     monkeypatch.setattr(triton_gpu._host, "held", {})
-    monkeypatch.setattr(triton_gpu._host, "ways", {})
+    monkeypatch.setattr(triton_gpu._host, "launchers", {})
     return found
 
 
 def run(backend, x, residual, weight, eps=1e-6, rows=None):
     total, out = torch.empty_like(residual), torch.empty_like(x)
-    strides = (x.stride(0), residual.stride(0), out.stride(0), total.stride(0))
+    strides = tuple((0, t.stride(0)) for t in (x, residual, out, total))
     rows = x.shape[0] if rows is None else rows
-    backend.forward(x, residual, weight, out, total, None, rows, x.shape[1], *strides, eps, 0.0, True, False)
+    operation = registry.operation_of(x, residual, weight, out.dtype, total.dtype, True, False)
+    backend.forward(Forward(x, residual, weight, out, total, None, operation, rows, rows, strides, eps, 0.0))
     return out, total
 
 
@@ -371,10 +376,10 @@ def test_without_triton():
 
 
 def test_too_long_rows_are_refused():
-    signature = fusednorm.explain(torch.ones(1, 8)).signature._replace(hidden_size=triton_host.LONGEST + 1)
+    operation = fusednorm.explain(torch.ones(1, 8)).operation._replace(hidden_size=triton_host.LONGEST + 1)
     for backend in (triton_gpu, triton_cpu):
-        assert "longer than" in backend.unsuitable(signature)[0]
-        assert backend.unsuitable(signature._replace(hidden_size=triton_host.LONGEST)) == []
+        assert "longer than" in backend.unsuitable(operation)[0]
+        assert backend.unsuitable(operation._replace(hidden_size=triton_host.LONGEST)) == []
 
 
 def test_old_versions_are_refused(monkeypatch):
@@ -413,11 +418,11 @@ def test_tritons_own_code_calls_its_launcher(monkeypatch):
     )
     monkeypatch.setattr(type(driver), "active", stand_in)
     monkeypatch.setattr(triton_gpu._host, "held", {})
-    monkeypatch.setattr(triton_gpu._host, "ways", {})
+    monkeypatch.setattr(triton_gpu._host, "launchers", {})
     x, residual, weight = operands(Case(rows=5, hidden=1024).of(BF16))
     run(triton_gpu, x, residual, weight)
     ours, names = Nothing.given, triton_kernels.forward_tile.arg_names
-    variant = triton_gpu.forward_variant(*[BF16] * 4, False, 1024, False, True, False, 16, 32)
+    variant = forward(BF16, BF16, BF16, 1024, 32)
     numbers = (*[1024] * 4, 5, 1e-6, 0.0)
     total, out = torch.empty_like(residual), torch.empty_like(x)
     options = {"num_warps": variant.warps, "enable_fp_fusion": False}

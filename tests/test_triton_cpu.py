@@ -19,9 +19,12 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import registry
-from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
+from fusednorm import packing, registry
+from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+from fusednorm.call import Forward
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
+from fusednorm.run import backward as differentiate
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton_cpu installs it")
 if triton_host.INTERPRETED:
@@ -38,6 +41,13 @@ real = pytest.mark.skipif(
 )
 
 LIB = triton_cpu_host._lib
+
+
+def forward_variant(*kind):
+    """The kernel for a kind of call whose rows begin anywhere."""
+    return triton_cpu.forward_variant(ForwardKind(*kind, 1))
+
+
 POINTER, LONG, WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 
 
@@ -47,21 +57,51 @@ def kernel(operands, numbers, number, reals, calls):
     return kind(lambda *given: calls.append((given, sys.float_info.min / 2 * 1.0)))
 
 
-@pytest.mark.parametrize(("number", "wide"), [(ctypes.c_float, 0), (ctypes.c_double, 1)])
-def test_c_gives_a_kernel_its_arguments(number, wide):
+def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weight_offset=0.0, threads=1):
+    """A call as C takes it, with numbers for addresses: of a forward pass if it has six operands."""
+    of_rows = (0, 1, 3, 4) if len(addresses) == 6 else (0, 1, 2)
+    stride = dict(zip(of_rows, strides, strict=True))
+    kind = packing.KINDS[real]
+    numbers = [len(addresses) != 6, 0, 0, threads, rows, rows, hidden, block, eps, weight_offset]
+    for i, address in enumerate(addresses):
+        numbers += [kind if address else 0, address, 0, stride.get(i, 0)]
+    return packing._CALL.pack(*numbers, *[0] * (46 - len(numbers)))
+
+
+@pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
+def test_c_gives_a_kernel_its_arguments(number, real):
     calls = []
     forward = kernel(6, 6, number, 2, calls)
     address = ctypes.cast(forward, POINTER).value
-    assert LIB.fn_run_forward(address, wide, [1, 2, 0, 4, 5, 0], [*range(10, 16)], 0.1, 1.5, 2, 1) == 0
+    call = packed([1, 2, 0, 4, 5, 6], range(10, 14), 2, 14, real=real, eps=0.1, weight_offset=1.5)
+    assert LIB.fn_run_triton(address, call, 2) == 0
     backward = kernel(9, 7, number, 1, calls)
     address = ctypes.cast(backward, POINTER).value
-    assert LIB.fn_run_backward(address, wide, [*range(1, 10)], [*range(10, 17)], 0.1, 1, 1) == 0
+    call = packed(range(1, 10), (10, 11, 12), 13, 16, block=3, real=real, weight_offset=0.1)
+    assert LIB.fn_run_triton(address, call, 1) == 0
     eps = number(0.1).value
-    given = (1, 2, None, 4, 5, None, *range(10, 16), eps, 1.5)
+    given = (1, 2, None, 4, 5, 6, *range(10, 15), 1, eps, 1.5)
     assert [call for call, _ in calls] == [
         (*given, 0, 0, 0, 2, 1, 1),
         (*given, 1, 0, 0, 2, 1, 1),
-        (*range(1, 10), *range(10, 17), eps, 0, 0, 0, 1, 1, 1),
+        (*range(1, 10), *range(10, 13), 13, 3, 5, 16, eps, 0, 0, 0, 1, 1, 1),
+    ]
+
+
+def test_c_steps_to_the_rows_of_the_outer_level():
+    """A kernel knows rows one stride apart: it is given the first row of its step, and its number there."""
+    calls = []
+    forward = kernel(6, 6, ctypes.c_float, 2, calls)
+    numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0.0, 0.0]
+    for address in (1000, 0, 2000, 3000, 0, 4000):
+        level = (500, 8) if address in (1000, 3000) else (0, 0)
+        numbers += [packing.KINDS[F32] if address else 0, address, *level]
+    call = packing._CALL.pack(*numbers, *[0] * (46 - len(numbers)))
+    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
+    found = [(given[0], given[2], given[3], given[5], given[14]) for given, _ in calls]
+    assert found == [
+        *((1000, 2000, 3000, 4000, row) for row in range(3)),
+        *((1000 + 4 * 500, 2000, 3000 + 4 * 500, 4000 + 4 * 3, row) for row in range(3)),
     ]
 
 
@@ -73,7 +113,8 @@ def test_threads_share_the_programs_and_none_flushes_subnormals():
         calls = []
         forward = kernel(6, 6, ctypes.c_float, 2, calls)
         address = ctypes.cast(forward, POINTER).value
-        assert LIB.fn_run_forward(address, 0, [0] * 6, [0] * 6, 0.0, 0.0, 11, 4) == 0
+        call = packed([4] * 6, [0] * 4, 11, LIB.FN_PARALLEL_ELEMENTS, threads=4)
+        assert LIB.fn_run_triton(address, call, 11) == 0
         assert sys.float_info.min / 2 * float(torch.ones(())) == 0
     finally:
         torch.set_flush_denormal(False)
@@ -82,32 +123,41 @@ def test_threads_share_the_programs_and_none_flushes_subnormals():
 
 
 def test_more_programs_than_triton_counts_are_refused():
-    assert LIB.fn_run_forward(0, 0, [0] * 6, [0] * 6, 0.0, 0.0, 2**31, 1) == 1
-    x = torch.zeros(1, 8)
     program = object.__new__(triton_cpu_host.Program)
-    program.address, program._wide, program._reals = 0, False, 2
-    values = dict.fromkeys((*triton_cpu_host._OPERANDS[2], *triton_cpu_host._NUMBERS[2]), 0)
+    program.address = 0
     with pytest.raises(OverflowError, match="Triton counts them in 32 bits"):
-        program(2**31, 0, {**values, "rows": 2**31, "eps": 0.0, "weight_offset": 0.0})
-    assert x.sum() == 0
+        program(packed([4] * 6, [0] * 4, 2**31, 8), 2**31)
+
+
+def backward_kind(*kind):
+    return BackwardKind(*kind, 1)
+
+
+#: What `cpu/triton_programs.c` gives a kernel, in this order.
+ARGUMENTS = {
+    "forward": "x residual weight out residual_out rstd x_stride residual_stride out_stride residual_out_stride "
+    "hidden_size with_rstd eps weight_offset",
+    "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride rows block "
+    "blocks hidden_size weight_offset",
+}
 
 
 @pytest.mark.parametrize(
     ("variant", "named"),
     [
-        (triton_cpu.forward_variant(BF16, None, None, BF16, False, 64, False, True, False), "forward"),
-        (triton_cpu.forward_variant(F64, F64, F64, F64, True, 64, False, True, False), "forward"),
-        *((v, v.function.__name__) for v in triton_cpu.backward_variants(*[F32] * 8, 64, False).values()),
+        (forward_variant(BF16, None, None, BF16, None, 64, True, False, False, False), "forward"),
+        (forward_variant(F64, F64, F64, F64, F64, 64, True, False, True, False), "forward"),
+        *((v, "backward") for v in triton_cpu.backward_variants(backward_kind(*[F32] * 8, 64, False)).values()),
     ],
     ids=str,
 )
 def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
     """Triton's own front end says what a kernel takes; another order in either place would be silent nonsense."""
-    reals = 2 if named == "forward" else 1
-    names = (*triton_cpu_host._OPERANDS[reals], *triton_cpu_host._NUMBERS[reals])
-    assert (*names, *("eps", "weight_offset")[-reals:]) == tuple(variant.arguments())
+    assert ARGUMENTS[named].split() == list(variant.arguments())
+    pointers, integers = triton_cpu_host._ARGUMENTS[2 if named == "forward" else 1]
     kinds = [kind for kind, _ in variant.arguments().values()]
-    assert all(kind.startswith("*") for kind in kinds[: len(triton_cpu_host._OPERANDS[reals])])
+    assert [kind.startswith("*") for kind in kinds].count(True) == pointers
+    assert kinds[pointers : pointers + integers] == ["i64"] * integers
 
 
 @pytest.mark.parametrize(
@@ -124,10 +174,11 @@ def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
 def test_a_kernel_that_takes_something_else_is_refused(definition):
     found = SimpleNamespace(metadata=SimpleNamespace(name="forward"), asm={"llir": definition})
     program = object.__new__(triton_cpu_host.Program)
-    program._wide, program._reals = False, 2
+    names = SimpleNamespace(arg_names=["eps"])
+    program.variant = SimpleNamespace(accumulator=F32, function=names)
     with pytest.raises(fusednorm.BackendError, match="take other arguments than fusednorm gives them"):
         program._check(found)
-    program._wide = True
+    program.variant = SimpleNamespace(accumulator=F64, function=names)
     if "double" in definition:
         found.asm["llir"] = definition.replace("ptr %0", "ptr readonly captures(address, none) %0")
         program._check(found)
@@ -136,9 +187,9 @@ def test_a_kernel_that_takes_something_else_is_refused(definition):
 def test_no_access_has_a_mask():
     """A mask is a branch for each element where the processor has no masked access: AVX2 in 16 bits, NEON at all."""
     variants = [
-        triton_cpu.forward_variant(BF16, BF16, BF16, BF16, True, 64, True, True, False),
-        triton_cpu.forward_variant(BF16, BF16, BF16, BF16, True, 64, True, False, True),
-        *triton_cpu.backward_variants(*[F16] * 7, F32, 64, True).values(),
+        forward_variant(BF16, BF16, BF16, BF16, BF16, 64, True, False, True, True),
+        forward_variant(BF16, BF16, BF16, BF16, BF16, 64, False, True, True, True),
+        *triton_cpu.backward_variants(backward_kind(*[F16] * 7, F32, 64, True)).values(),
     ]
     for variant in variants:
         ttir = front_end(variant)
@@ -173,14 +224,16 @@ def front_end(variant):
 
 
 def test_kinds_of_calls_that_need_the_same_code_share_it():
-    identity = lambda *kind: triton_cpu.forward_variant(*kind).identity()  # noqa: E731
-    one = identity(BF16, BF16, BF16, BF16, False, 1000, False, True, False)
-    assert identity(BF16, BF16, BF16, BF16, True, 65536, True, True, False) == one
-    assert identity(BF16, BF16, BF16, BF16, False, 65537, False, True, False) != one
-    assert identity(BF16, BF16, BF16, BF16, False, 1000, False, False, False) != one
-    assert identity(F32, F32, F32, F32, False, 1, False, False, True) == identity(
-        F32, F32, F32, F32, False, 1, False, True, False
-    )
+    def identity(dtype, size, rstd, offset, round_sum, round_norm, residual_out=None):
+        kind = (*[dtype] * 4, residual_out or dtype, size, round_sum, round_norm, rstd, offset)
+        return forward_variant(*kind).identity()
+
+    one = identity(BF16, 1000, False, False, True, False)
+    assert identity(BF16, 65536, True, True, True, False) == one
+    assert identity(BF16, 65537, False, False, True, False) != one
+    assert identity(BF16, 1000, False, False, False, False) != one
+    assert identity(BF16, 1000, False, False, True, False, F32) != one
+    assert identity(F32, 1, False, False, False, True) == identity(F32, 1, False, False, True, False)
     assert len({variant.identity() for variant in triton_cpu.commonest()}) == 6
 
 
@@ -191,13 +244,13 @@ def fake(monkeypatch):
     found.compiling.set()
 
     class Loaded:
-        per_program, address = 1, 0
+        address = 0
 
         def __init__(self, variant):
             self.variant = variant
 
-        def __call__(self, programs, device, values):
-            found.calls.append((self.variant, values))
+        def __call__(self, call, programs):
+            found.calls.append((self.variant, call))
 
     def load(variant, only_cached=False):
         if only_cached:
@@ -215,12 +268,12 @@ def fake(monkeypatch):
     compiler = triton_cpu_host.Compiler(load)
     monkeypatch.setattr(compiler, "_by_child", lambda variant: None)
     monkeypatch.setattr(triton_cpu, "_compiler", compiler)
-    monkeypatch.setattr(triton_cpu._host, "ready", compiler.now)
+    monkeypatch.setattr(triton_cpu._host, "load", compiler.now)
     monkeypatch.setattr(triton_cpu._host, "held", {})
-    monkeypatch.setattr(triton_cpu._host, "ways", {})
+    monkeypatch.setattr(triton_cpu._host, "launchers", {})
     monkeypatch.setattr(triton_cpu, "_prewarmed", False)
     monkeypatch.setattr(triton_cpu, "_MODE", "background")
-    monkeypatch.setattr(triton_cpu, "quick", None)
+    monkeypatch.setattr(triton_cpu, "fast_path", None)
     yield found
     found.compiling.set()
     until(lambda: compiler._thread is None or not compiler._thread.is_alive())
@@ -233,14 +286,15 @@ def until(condition):
         time.sleep(0.001)
 
 
-def run(dtype, rows=3, hidden=1000):
+def run(dtype, rows=3, hidden=1000, residual_out=None):
     x, residual, weight = operands(Case(rows=rows, hidden=hidden).of(dtype))
-    total, out = torch.empty_like(residual), torch.empty_like(x)
-    numbers = (rows, hidden, hidden, hidden, hidden, hidden, 1e-6, 0.0, True, False)
-    triton_cpu.forward(x, residual, weight, out, total, None, *numbers)
-    expected = torch.empty_like(x), torch.empty_like(residual)
-    cpu.forward(x, residual, weight, *expected, None, *numbers)
-    return torch.equal(out, expected[0]) and torch.equal(total, expected[1])
+    total = torch.empty_like(residual, dtype=residual_out)
+    operation = registry.operation_of(x, residual, weight, dtype, total.dtype, True, False)
+    strides = ((0, hidden),) * 4
+    call = Forward(x, residual, weight, torch.empty_like(x), total, None, operation, rows, rows, strides, 1e-6, 0.0)
+    triton_cpu.forward(call)
+    out, expected_total, _ = reference.outputs(x, residual, weight, 1e-6, 0.0, True, False, dtype, total.dtype)
+    return torch.equal(call.out, out) and torch.equal(total, expected_total)
 
 
 def plan(dtype):
@@ -274,19 +328,23 @@ def test_the_cpu_backend_takes_calls_until_the_kernel_is_compiled(fake):
     run(BF16, hidden=40_000)
     assert len(fake.loaded) == 7
     assert len(fake.calls) == 3
+    fake.compiling.clear()
+    assert run(BF16, residual_out=F32)  # for which the cpu backend needs two kernels
+    fake.compiling.set()
 
 
-def test_gradients_are_taken_likewise(fake):
+def test_the_cpu_backend_takes_gradients_until_their_kernels_are_compiled(fake):
     fake.compiling.clear()
     x, _, weight = operands(Case(rows=5, hidden=100).of(F32))
-    given = (x, None, x, torch.ones(5), weight, 0.0, F32, None, (True, False, True))
-    got = triton_cpu.backward(*given)
-    for mine, theirs in zip(got, cpu.backward(*given), strict=True):
+    operation = registry.operation_of(x, None, weight, F32, None, True, False)
+    given, needs = (x, None, x, torch.ones(5), weight, 0.0), (True, False, True)
+    got = differentiate(triton_cpu, operation, *given, needs)
+    for mine, theirs in zip(got, reference.gradients(*given, F32, None, needs), strict=True):
         assert mine is theirs is None or torch.equal(mine, theirs)
     assert fake.calls == []
     fake.compiling.set()
     until(lambda: len(fake.loaded) == 9)
-    triton_cpu.backward(*given)
+    differentiate(triton_cpu, operation, *given, needs)
     assert [variant.function.__name__ for variant, _ in fake.calls] == [
         "backward_rows",
         "backward_shares",
@@ -397,10 +455,10 @@ MIXED = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F64, F64)]
 
 def real_variants(x, residual):
     accumulator = F64 if x == F64 else F32
-    yield triton_cpu.forward_variant(x, residual, residual, x, True, 1000, True, True, False)
-    yield triton_cpu.forward_variant(x, None, residual, x, False, 1000, False, True, True)
-    kind = (x, residual, residual, residual, x, residual, residual, accumulator, 1000, True)
-    yield from triton_cpu.backward_variants(*kind).values()
+    yield forward_variant(x, residual, residual, x, residual, 1000, True, False, True, True)
+    yield forward_variant(x, None, residual, x, None, 1000, True, True, False, False)
+    kind = backward_kind(x, residual, residual, residual, x, residual, residual, accumulator, 1000, True)
+    yield from triton_cpu.backward_variants(kind).values()
 
 
 @real
