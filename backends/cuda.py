@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda",)
 
+#: What it knows beyond the first operations.
+FEATURES = ("residual_dtype",)
+
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = "cuda" if path.OPEN else None
 

@@ -22,6 +22,9 @@ SPEC_VERSION = 1
 #: The reference is not tied to a device.
 DEVICES = ("any",)
 
+#: What it knows beyond the first operations.
+FEATURES = ("residual_dtype",)
+
 #: As all of torch's arithmetic on a CPU.
 FLUSHES_WITH_CALLER = True
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
 
+#: What it knows beyond the first operations.
+FEATURES = ("residual_dtype",)
+
 #: Elements in a tile. Eight of them are a segment.
 TILE = reference.SEGMENT // 8
 
@@ -227,7 +230,7 @@ def forward(call: Forward) -> None:
         _host.forward(call)
     except NotYetError:
         backend: Any = cpu
-        (Composition(backend) if cpu.unsuitable(call.operation) else backend).forward(call)
+        (Composition(backend) if call.operation.features else backend).forward(call)
 
 
 def backward(call: Backward) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 #: ROCm's devices are called cuda too. Triton's interpreter takes tensors on the CPU.
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
+#: What it knows beyond the first operations.
+FEATURES = ("residual_dtype",)
+
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384
 

@@ -10,9 +10,8 @@ from torch.autograd import forward_ad
 
 from fusednorm import listeners, run
 from fusednorm.backends import reference
-from fusednorm.call import Flags, RMSNorm
+from fusednorm.call import Flags, RMSNorm, operation_of
 from fusednorm.dispatcher import new_outputs
-from fusednorm.registry import operation_of
 from fusednorm.run import Chosen, backend_of
 
 
@@ -74,13 +73,12 @@ def keep(
     outputs: tuple[Tensor, Tensor | None, Tensor],
 ) -> RMSNorm:
     """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again."""
-    y, total, rstd = outputs
+    _, total, rstd = outputs
     unrounded = total is not None and not flags.round_sum and total.dtype != rstd.dtype
     ctx.save_for_backward(rstd, weight, *((x, residual) if unrounded else (x,) if total is None else (total,)))
     ctx.set_materialize_grads(False)
     ctx.flags = flags
-    dtypes = y.dtype, None if total is None else total.dtype
-    ctx.operation = operation_of(x, residual, weight, *dtypes, bool(flags.round_sum), bool(flags.round_norm))
+    ctx.operation = operation_of(x, residual, weight, flags)
     return cast(RMSNorm, ctx.operation)
 
 

@@ -53,6 +53,11 @@ class RMSNorm(NamedTuple):
         """The type ``A`` of the specification: float64 for a float64 x, else float32."""
         return torch.float64 if self.x == torch.float64 else torch.float32
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What of the operation a backend must know by name: it may be younger than the backend."""
+        return () if self.residual_out == self.residual else ("residual_dtype",)
+
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
         operands = (self.x, self.residual, self.weight, self.out, self.residual_out)
@@ -68,6 +73,23 @@ class RMSNorm(NamedTuple):
 
 #: The operations that there are.
 Operation: TypeAlias = RMSNorm
+
+
+def operation_of(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags, out: Tensor | None = None
+) -> RMSNorm:
+    """The operation that a call with these arguments asks for; they have been checked."""
+    return RMSNorm(
+        x.device,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        None if weight is None else weight.dtype,
+        flags.out_dtype or (x.dtype if out is None else out.dtype),
+        x.shape[-1],
+        flags.round_sum,
+        flags.round_norm,
+        None if residual is None else flags.residual_dtype or residual.dtype,
+    )
 
 
 class Forward(NamedTuple):

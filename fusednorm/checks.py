@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
+from fusednorm.call import Flags
 from fusednorm.layout import Memory, Rows, overlaps_itself, rows_of, share_memory
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
@@ -70,16 +71,16 @@ def check_operands(
             check_memory(name, tensor)
 
 
-def dtypes_of_outputs(
-    x: Tensor,
-    residual: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    residual_dtype: torch.dtype | None,
-) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtypes of out and residual_out (None without a residual): those asked for, of outputs given or of inputs."""
-    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
+def check_flags(
+    flags: Flags, x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None
+) -> Flags:
+    """The flags, numbers as floats: their types and values, and that given outputs have the dtypes asked for."""
+    eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)
+    for name in ("round_sum", "round_norm"):
+        flag = getattr(flags, name)
+        if type(flag) is not bool:
+            raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
+    for name, dtype in (("out_dtype", flags.out_dtype), ("residual_dtype", flags.residual_dtype)):
         if dtype is None:
             continue
         if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
@@ -92,18 +93,19 @@ def dtypes_of_outputs(
                 f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: "
                 f"convert x with x.double(), or pass {name}=torch.float32"
             )
-    if residual_dtype is not None and residual is None:
+    if flags.residual_dtype is not None and residual is None:
         raise TypeError("residual_dtype is given without a residual; leave it out")
-    if out is not None and out_dtype is not None and out.dtype != out_dtype:
+    if out is not None and flags.out_dtype not in (None, out.dtype):
         raise TypeError(
-            f"out must have the dtype out_dtype {str(out_dtype)[6:]}, got {str(out.dtype)[6:]}; pass only one of both"
+            f"out must have the dtype out_dtype {str(flags.out_dtype)[6:]}, got {str(out.dtype)[6:]}; "
+            "pass only one of both"
         )
-    wanted = None if residual is None else residual_dtype or residual.dtype
+    wanted = None if residual is None else flags.residual_dtype or residual.dtype
     if residual_out is not None and wanted is not None and residual_out.dtype != wanted:
         cure = "allocate it with torch.empty_like(residual), or pass residual_dtype=residual_out.dtype"
-        whose = "the residual's dtype" if residual_dtype is None else "the dtype residual_dtype"
+        whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
-    return out_dtype or (x.dtype if out is None else out.dtype), wanted
+    return flags._replace(eps=eps, weight_offset=weight_offset)
 
 
 def check_dense(name: str, tensor: Tensor, cure: str) -> None:
@@ -200,13 +202,6 @@ def number(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must be a number that a float64 holds, got one beyond 1.8e308") from None
-
-
-def check_flags(**flags: object) -> None:
-    """That each is True or False."""
-    for name, flag in flags.items():
-        if type(flag) is not bool:
-            raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
 
 
 def refuse_type(name: str, operand: object) -> NoReturn:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fusednorm import run
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.call import Flags, RMSNorm
-from fusednorm.checks import check_gradients, check_operands, dtypes_of_outputs
+from fusednorm.call import Flags, RMSNorm, operation_of
+from fusednorm.checks import check_flags, check_gradients, check_operands
 from fusednorm.listeners import has_tangent
 from fusednorm.registry import request, request_of_backward, use_backend
 
@@ -108,10 +108,10 @@ def _fake_normalise(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Any, Tensor]:
     check_operands(x, residual, weight, None, None, in_memory=False)
-    dtypes = dtypes_of_outputs(x, residual, None, None, flags.out_dtype, flags.residual_dtype)
+    operation = operation_of(x, residual, weight, check_flags(flags, x, residual, None, None))
     y, total = (
         None if like is None else torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-        for like, dtype in zip((x, residual), dtypes, strict=True)
+        for like, dtype in zip((x, residual), (operation.out, operation.residual_out), strict=True)
     )
     assert y is not None
     return y, total, new_rstd(x)

@@ -10,7 +10,7 @@ import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from fusednorm.call import Backward, Forward, Operation
+from fusednorm.call import Backward, Forward
 from fusednorm.contract import described
 from fusednorm.layout import in_one_level
 
@@ -32,7 +32,7 @@ def adapted(name: str, backend: Backend) -> Backend:
     found: Any = SimpleNamespace(
         DEVICES=backend.DEVICES,
         unavailable=backend.unavailable,
-        unsuitable=lambda operation: _unsuitable(operation) or backend.unsuitable(operation),
+        unsuitable=backend.unsuitable,
         plan=backend.plan,
         forward=lambda call: _forward(backend, call),
         backward=lambda call: _backward(name, backend, call),
@@ -49,12 +49,6 @@ def _takes_operands(function: Any) -> bool:
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) > 1
-
-
-def _unsuitable(operation: Operation) -> list[str]:
-    if operation.residual_out == operation.residual:
-        return []
-    return ["its forward takes operands one by one, and stores sums in the residual's dtype only"]
 
 
 def _forward(backend: Any, call: Forward) -> None:

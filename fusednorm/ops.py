@@ -12,16 +12,17 @@ from torch.overrides import handle_torch_function
 
 from fusednorm import dispatcher, listeners, run
 from fusednorm.autograd import Normalise, Transformed
-from fusednorm.call import Flags
+from fusednorm.call import Flags, operation_of
 from fusednorm.checks import (
     NAMES,
-    dtypes_of_outputs,
+    check_flags,
+    check_operands,
     refuse_grad,
     refuse_nested,
     refuse_type,
     requires_grad,
 )
-from fusednorm.registry import fast_paths, request
+from fusednorm.registry import Explanation, choose, fast_paths, request
 
 
 def fused_add_rms_norm(
@@ -241,6 +242,37 @@ def rms_norm_(
     return beyond_fast_path("rms_norm_", compiling, x, None, weight, x, None, flags)[0]
 
 
+def explain(
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> Explanation:
+    """Which backend ``fused_add_rms_norm(x, residual, weight, ...)`` takes, and why not the others.
+
+    Args:
+        x: [..., N], as in the call.
+        residual: [..., N], or None for ``rms_norm``.
+        weight: [N], or None.
+        round_sum: as in the call.
+        round_norm: as in the call.
+        out: as in the call: only its dtype matters.
+        out_dtype: as in the call.
+        residual_dtype: as in the call.
+
+    Raises:
+        TypeError, ValueError, BackendError: the call would raise them.
+    """
+    flags = Flags(1e-6, 0.0, round_sum, round_norm, out_dtype, residual_dtype)
+    check_operands(x, residual, weight, out, None)
+    return choose(operation_of(x, residual, weight, check_flags(flags, x, residual, out, None), out))
+
+
 def beyond_fast_path(
     name: str,
     compiling: bool,
@@ -311,10 +343,10 @@ def _dispatched(
     """Both outputs of the public function of that name, through torch's dispatcher."""
     if out is None and residual_out is None:
         return dispatcher.new_outputs(x, residual, weight, flags)[:2]
-    dtypes = dtypes_of_outputs(x, residual, out, residual_out, flags.out_dtype, flags.residual_dtype)
+    operation = operation_of(x, residual, weight, check_flags(flags, x, residual, out, residual_out), out)
     if out is None:
-        out = torch.empty_like(x, dtype=dtypes[0], memory_format=torch.contiguous_format)
+        out = torch.empty_like(x, dtype=operation.out, memory_format=torch.contiguous_format)
     if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(residual, dtype=dtypes[1], memory_format=torch.contiguous_format)
+        residual_out = torch.empty_like(residual, dtype=operation.residual_out, memory_format=torch.contiguous_format)
     dispatcher.write(name, x, residual, weight, out, residual_out, flags)
     return out, residual_out

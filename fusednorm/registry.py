@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusednorm import old_style
 from fusednorm.backends import MODULES, NAMES
-from fusednorm.call import Backward, Forward, Operation, RMSNorm
+from fusednorm.call import Backward, Forward, Operation
 from fusednorm.composition import Composition
 from fusednorm.contract import FirstCalls, raised_by
 
@@ -48,6 +48,8 @@ class Backend(Protocol):
     #:
     #: A backend whose arithmetic flushes subnormals where ``torch.set_flush_denormal`` has its caller do so also has
     #: ``FLUSHES_WITH_CALLER = True``: the promises then hold for other callers.
+    #:
+    #: ``FEATURES`` names what of :attr:`fusednorm.call.RMSNorm.features` the backend knows, if anything.
     DEVICES: tuple[str, ...]
 
     def unavailable(self) -> list[str]:
@@ -226,7 +228,9 @@ def _refusal(name: str, operation: Operation) -> list[str]:
     device = operation.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
         return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
-    return _reasons(name, "unavailable") or _reasons(name, "unsuitable", operation)
+    unknown = [feature for feature in operation.features if feature not in getattr(backend, "FEATURES", ())]
+    lacking = [f"its kernels have no {feature}" for feature in unknown]
+    return _reasons(name, "unavailable") or lacking or _reasons(name, "unsuitable", operation)
 
 
 def _plan(name: str, operation: Operation) -> str:
@@ -398,62 +402,6 @@ class Explanation:
         lines += [f"  not {name}: {reason}" for name, reasons in self.passed_over.items() for reason in reasons]
         lines += [f"  requested: {self.request}"] if self.request else []
         return "\n".join(lines)
-
-
-def explain(
-    x: Tensor,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    round_sum: bool = True,
-    round_norm: bool = False,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None,
-) -> Explanation:
-    """Which backend ``fused_add_rms_norm(x, residual, weight, ...)`` takes, and why not the others.
-
-    Args:
-        x: [..., N], as in the call.
-        residual: [..., N], or None for ``rms_norm``.
-        weight: [N], or None.
-        round_sum: as in the call.
-        round_norm: as in the call.
-        out: as in the call: only its dtype matters.
-        out_dtype: as in the call.
-        residual_dtype: as in the call.
-
-    Raises:
-        TypeError, ValueError, BackendError: the call would raise them.
-    """
-    from fusednorm.checks import check_operands, dtypes_of_outputs  # now: it imports this module
-
-    check_operands(x, residual, weight, out, None)
-    out_dtype, residual_dtype = dtypes_of_outputs(x, residual, out, None, out_dtype, residual_dtype)
-    return choose(operation_of(x, residual, weight, out_dtype, residual_dtype, round_sum, round_norm))
-
-
-def operation_of(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    round_sum: bool,
-    round_norm: bool,
-) -> RMSNorm:
-    """What a call with these operands asks for."""
-    return RMSNorm(
-        x.device,
-        x.dtype,
-        None if residual is None else residual.dtype,
-        None if weight is None else weight.dtype,
-        out_dtype,
-        x.shape[-1],
-        round_sum,
-        round_norm,
-        residual_dtype,
-    )
 
 
 @dataclass(frozen=True)

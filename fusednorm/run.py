@@ -9,20 +9,22 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm import fast_path
-from fusednorm.call import Backward, Flags, Forward, Operation
+from fusednorm.call import Backward, Flags, Forward, Operation, operation_of
 from fusednorm.checks import (
     check_flags,
     check_operands,
     check_overlap,
-    dtypes_of_outputs,
-    number,
     refuse_layout,
     rows_to_write,
 )
 from fusednorm.composition import Composition
 from fusednorm.contract import FirstCalls
 from fusednorm.layout import Rows, common_levels, in_levels, packed, rows_of
-from fusednorm.registry import Backend, fast_paths, operation_of, request, select, selected
+from fusednorm.registry import Backend, fast_paths, request, select, selected
+
+#: So many flags the fast path takes; the others must have their defaults.
+FAST = 4
+DEFAULTS = Flags()[FAST:]
 
 #: What serves the calls of an operation.
 Chosen = Backend | FirstCalls | Composition
@@ -49,8 +51,8 @@ def fast_path_first(
 ) -> tuple[Tensor, Any]:
     """As :func:`forward`, by the fast path if that takes the call. The caller has asked who listens."""
     take = fast_paths.get(request())
-    if take is not None and flags.out_dtype is None and flags.residual_dtype is None:
-        found = take(x, residual, weight, out, residual_out, *flags[:4], rstd, False)
+    if take is not None and flags[FAST:] == DEFAULTS:
+        found = take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False)
         if found is not None:
             return found
     return forward(x, residual, weight, flags, out, residual_out, rstd)
@@ -70,10 +72,8 @@ def forward(
     ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square.
     """
     check_operands(x, residual, weight, out, residual_out)
-    eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)
-    check_flags(round_sum=flags.round_sum, round_norm=flags.round_norm)
-    out_dtype, total_dtype = dtypes_of_outputs(x, residual, out, residual_out, flags.out_dtype, flags.residual_dtype)
-    operation = operation_of(x, residual, weight, out_dtype, total_dtype, flags.round_sum, flags.round_norm)
+    flags = check_flags(flags, x, residual, out, residual_out)
+    operation = operation_of(x, residual, weight, flags, out)
     hidden_size = operation.hidden_size
     rows = x.numel() // hidden_size
 
@@ -118,9 +118,9 @@ def forward(
     out_strides, total_strides, x_strides, residual_strides = (s or (0, 0) for s in strides)
 
     if out is None:
-        out = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+        out = torch.empty_like(x, dtype=operation.out, memory_format=torch.contiguous_format)
     if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(residual, dtype=total_dtype, memory_format=torch.contiguous_format)
+        residual_out = torch.empty_like(residual, dtype=operation.residual_out, memory_format=torch.contiguous_format)
     backend = backend_of(operation)
     # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
     for tensor in written:
@@ -129,8 +129,8 @@ def forward(
         call = Forward(
             *(x, residual, weight, out, residual_out, rstd, operation, rows, inner),
             (x_strides, residual_strides, out_strides, total_strides),
-            eps,
-            weight_offset,
+            flags.eps,
+            flags.weight_offset,
         )
         run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
         run(call)

@@ -22,7 +22,7 @@ from fusednorm import doctor, fast_path, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, lacking
-from fusednorm.call import Forward, RMSNorm
+from fusednorm.call import Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
 compiles = pytest.mark.skipif(
@@ -576,7 +576,7 @@ def driver(monkeypatch):
 def forward(x, residual, weight, out, residual_out, eps, weight_offset):
     """A forward pass by the backend, of tensors that lie without gaps."""
     rows, size = x.shape
-    operation = registry.operation_of(x, residual, weight, out.dtype, residual_out.dtype, True, False)
+    operation = operation_of(x, residual, weight, Flags())
     strides = ((0, size),) * 4
     call = Forward(x, residual, weight, out, residual_out, None, operation, rows, rows, strides, eps, weight_offset)
     cuda.forward(call)
@@ -639,7 +639,7 @@ def test_programs_of_a_backward_pass_follow_the_rows(driver, rows, size, program
     """As many threads as have something to do: several blocks of short rows to a program, the more columns of few."""
     h, rstd, weight = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows), torch.zeros(size, dtype=BF16)
     driver.size = 0
-    operation = registry.operation_of(h, h, weight, BF16, BF16, True, False)
+    operation = operation_of(h, h, weight, Flags())
     front_end.backward(cuda, operation, h, None, h, rstd, weight, 0.0, (True, True, True))
     assert tuple(launch.grid_x for launch in driver.launches) == programs
 

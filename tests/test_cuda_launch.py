@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import fast_path, packing, registry, run
+from fusednorm import fast_path, packing, run
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels, reference
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
-from fusednorm.call import Backward, Forward, RMSNorm
+from fusednorm.call import Backward, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 
 pytestmark = pytest.mark.skipif(
@@ -195,7 +195,7 @@ def both_passes(hidden):
     rstd = torch.rand(case.rows)
     numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
     take = fast_path.forward_on({"cuda"})
-    operation = registry.operation_of(x, residual, weight, BF16, BF16, case.round_sum, case.round_norm)
+    operation = operation_of(x, residual, weight, Flags(*numbers))
     one_level = ((0, hidden),) * 4
     call = Forward(x, residual, weight, x, residual, None, operation, 5, 5, one_level, case.eps, case.weight_offset)
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import registry
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
-from fusednorm.call import Forward
+from fusednorm.call import Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
@@ -285,7 +284,7 @@ def run(backend, x, residual, weight, eps=1e-6, rows=None):
     total, out = torch.empty_like(residual), torch.empty_like(x)
     strides = tuple((0, t.stride(0)) for t in (x, residual, out, total))
     rows = x.shape[0] if rows is None else rows
-    operation = registry.operation_of(x, residual, weight, out.dtype, total.dtype, True, False)
+    operation = operation_of(x, residual, weight, Flags())
     backend.forward(Forward(x, residual, weight, out, total, None, operation, rows, rows, strides, eps, 0.0))
     return out, total
 

@@ -22,7 +22,7 @@ import fusednorm
 from fusednorm import packing, registry
 from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
-from fusednorm.call import Forward
+from fusednorm.call import Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 from fusednorm.run import backward as differentiate
 
@@ -289,7 +289,7 @@ def until(condition):
 def run(dtype, rows=3, hidden=1000, residual_out=None):
     x, residual, weight = operands(Case(rows=rows, hidden=hidden).of(dtype))
     total = torch.empty_like(residual, dtype=residual_out)
-    operation = registry.operation_of(x, residual, weight, dtype, total.dtype, True, False)
+    operation = operation_of(x, residual, weight, Flags(residual_dtype=residual_out))
     strides = ((0, hidden),) * 4
     call = Forward(x, residual, weight, torch.empty_like(x), total, None, operation, rows, rows, strides, 1e-6, 0.0)
     triton_cpu.forward(call)
@@ -336,7 +336,7 @@ def test_the_cpu_backend_takes_calls_until_the_kernel_is_compiled(fake):
 def test_the_cpu_backend_takes_gradients_until_their_kernels_are_compiled(fake):
     fake.compiling.clear()
     x, _, weight = operands(Case(rows=5, hidden=100).of(F32))
-    operation = registry.operation_of(x, None, weight, F32, None, True, False)
+    operation = operation_of(x, None, weight, Flags())
     given, needs = (x, None, x, torch.ones(5), weight, 0.0), (True, False, True)
     got = differentiate(triton_cpu, operation, *given, needs)
     for mine, theirs in zip(got, reference.gradients(*given, F32, None, needs), strict=True):
