@@ -1,0 +1,296 @@
+"""Holds two commits beside each other: a refactoring is proved by what does not change.
+
+    python tests/two_commits.py BEFORE AFTER [objects] [ptx] [triton] [--changed PATTERN]
+
+`objects`: the assembly of each cpu/kernel_*.c, by GCC for this machine and for AArch64 where its compiler is. `ptx`:
+the PTX that NVRTC makes of csrc/ for a range of calls. `triton`: Triton's own representation of its kernels, and their
+code for two kinds of GPU. Comments, names and the order of functions do not count. No GPU is needed. All three are
+compared unless some are named.
+
+Differences are printed, one a line. Status 1 if there is one that no `--changed` names (a pattern with * and ?).
+"""
+
+import argparse
+import fnmatch
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RELEASE = ["-std=gnu11", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"]  # CMake's, for a release
+SIZES = (96, 128, 896, 1000, 4096, 7168, 16384, 65536)
+KINDS = (  # x, residual, weight
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("bfloat16", "float32", "float32"),
+    ("float16", None, "float16"),
+    ("float32", "float32", None),
+    ("float64", "bfloat16", "float64"),
+)
+
+
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def renamed(text, names):
+    """The text with each name that matches the pattern replaced by the number of its first appearance."""
+    found = {}
+    return re.sub(names, lambda match: f"@{found.setdefault(match[0], len(found))}", text)
+
+
+class Commit:
+    """A commit's files, and a folder from which Python imports its package, uncompiled."""
+
+    def __init__(self, name, folder):
+        self.name, self.source, self.package = name, folder / "source", folder / "package"
+        archive = subprocess.run(["git", "-C", ROOT, "archive", name], capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(self.source, filter="data")
+        information = self.package / "fusednorm-0.dist-info"
+        information.mkdir(parents=True)
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: fusednorm\nVersion: 0\n")
+        (self.package / "fusednorm").symlink_to(self.source / "fusednorm")
+        for part in ("backends", "csrc"):
+            (self.source / "fusednorm" / part).symlink_to(self.source / part)
+
+    def asked(self, what):
+        """What this file, run with the commit's package, answers: a dictionary."""
+        environment = os.environ | {"PYTHONPATH": str(self.package), "TRITON_DISABLE_LINE_INFO": "1"}
+        with tempfile.TemporaryDirectory() as cache:
+            environment["TRITON_CACHE_DIR"] = cache
+            command = [sys.executable, "-P", __file__, "--answer", what]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        return json.loads(done.stdout)
+
+
+def compilers():
+    """By architecture: a C compiler that finds its headers."""
+    emulation = Path.home() / ".cache" / "fusednorm-emulation"
+    found = {}
+    for name, choices in {
+        "": [os.environ.get("CC", "gcc")],
+        "aarch64 ": ["aarch64-linux-gnu-gcc", *emulation.glob("aarch64-*/bin/aarch64-linux-gnu-gcc")],
+    }.items():
+        for choice in choices:
+            command = [choice, "-fsyntax-only", "-xc", "-include", "math.h", os.devnull]
+            try:
+                works = subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+            except FileNotFoundError:
+                works = False
+            if works:
+                found[name] = choice
+    print("compilers:", ", ".join(map(str, found.values())), flush=True)
+    return found
+
+
+def symbols(assembly):
+    """By name: the lines of each function and each constant."""
+    found, current, names, code = {}, None, set(), True
+    data = re.compile(r"\.(?:byte|[248]byte|value|hword|short|word|long|xword|quad|zero|string|ascii)\b")
+    for line in assembly.splitlines():
+        line = re.sub(r"\s*(?://.*|#(?=\s|APP|NO_APP).*)$", "", line).strip()
+        if label := re.fullmatch(r"([\w.$]+):", line):
+            if code and label[1].startswith(".L"):
+                current.append(line)
+            else:
+                names = {label[1]}
+                current = found[label[1]] = []
+        elif alias := re.fullmatch(r"\.set\s+([\w.$]+),\s*(\S+)", line):
+            found[alias[1]] = [f"alias {alias[2]}"]
+        elif line.startswith((".text", ".section", ".data", ".bss")):
+            code = line.startswith(".text") or ".text" in line
+        elif line.startswith(".size") and code:
+            current = []
+        elif line and names and (not line.startswith(".") or data.match(line)):
+            current.append(line)
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def functions(assembly):
+    """By name: what each function says by itself, and what each exported one says with all that it refers to."""
+    found = symbols(assembly)
+    within = {
+        label: name for name, lines in found.items() for label in re.findall(r"(?m)^(\.L\w+):$", "\n".join(lines))
+    }
+    word, known = re.compile(r"[A-Za-z_.$][\w.$]*"), {}
+
+    def text(name, deep):
+        def told(match):
+            word = match[0]
+            if word in within and within[word] == name:
+                return word
+            target = within.get(word, word)
+            return (whole(target) if deep else "local") if target in found else word
+
+        return renamed(word.sub(told, "\n".join(found[name])), r"\.L\w+")
+
+    def whole(name):
+        if name not in known:
+            known[name] = "recursion"
+            known[name] = digest(text(name, True))
+        return known[name]
+
+    exported = set(re.findall(r"(?m)^\s*\.globa?l\s+(\S+)", assembly))
+    alone = {name: digest(text(name, False)) for name in found if not name.startswith(".L")}
+    return alone, {name: whole(name) for name in sorted(exported & set(found))}
+
+
+def objects(before, after):
+    """Differences between the kernels of the cpu backend."""
+    jobs, differences = [], []
+    for name, compiler in compilers().items():
+        for commit in (before, after):
+            exact = re.findall(r"-f[\w-]+(?:=\w+)?", (commit.source / "cpu/CMakeLists.txt").read_text())
+            more = ["-fno-section-anchors"] if name else []  # else constants have no names
+            for file in sorted((commit.source / "cpu").glob("kernel_*.c")):
+                command = [compiler, *RELEASE, *exact, *more, file]
+                jobs.append(((commit, f"{name}{file.stem}"), command))
+
+    def output(command, *more):
+        return subprocess.run([*command, *more, "-o-"], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        sources = pool.map(lambda job: digest(output(job[1], "-E", "-P")), jobs)
+        files = {(*key, source): command for (key, command), source in zip(jobs, sources, strict=True)}
+        # Most commits change few files: what is the same after the preprocessor is compiled once.
+        once = {(file, source): command for (_, file, source), command in files.items()}
+        compiled = dict(
+            zip(once, pool.map(lambda command: functions(output(command, "-S")), once.values()), strict=True)
+        )
+    results = {(commit, file): compiled[file, source] for commit, file, source in files}
+    empty = {}, {}
+    for file in sorted({file for _, file in results}):
+        (old, old_exported), (new, new_exported) = (results.get((commit, file), empty) for commit in (before, after))
+        if new:
+            print(f"{file}: {len(new)} functions and tables", flush=True)
+        gone, come = Counter(old.values()), Counter(new.values())
+        differences += [f"{file}: {name} (before)" for name in old if old[name] in gone - come]
+        differences += [f"{file}: {name} (after)" for name in new if new[name] in come - gone]
+        differences += [
+            f"{file}: all of {name}"
+            for name in sorted(old_exported.keys() | new_exported.keys())
+            if old_exported.get(name) != new_exported.get(name)
+        ]
+    return differences
+
+
+def compared(what):
+    """Differences between the answers of two commits."""
+
+    def differences(before, after):
+        with ThreadPoolExecutor(2) as pool:
+            old, new = pool.map(lambda commit: commit.asked(what), (before, after))
+        print(f"{what}: {len(new)} compared", flush=True)
+        return [f"{what}: {label}" for label in sorted(old.keys() | new.keys()) if old.get(label) != new.get(label)]
+
+    return differences
+
+
+def kernels(backend, machine, sizes=SIZES):
+    """All kernels of a backend that a range of calls takes; ``machine``: a compute capability, or threads of a warp."""
+    import torch
+
+    for number, size in enumerate(sizes):
+        for kind in KINDS:
+            x, residual, weight = (name and getattr(torch, name) for name in kind)
+            h, accumulator = residual or x, torch.float64 if x == torch.float64 else torch.float32
+            alignment, odd = 32 if number % 2 else x.itemsize, number % 3 == 1
+            flags = size, odd, not odd, odd, alignment
+            yield backend.forward_variant(x, residual, weight, x, number % 2 == 0, *flags, machine)
+            gradients = x, None if residual == x else residual, weight
+            yield from backend.backward_variants(
+                x, residual, h, weight, *gradients, accumulator, size, odd, alignment, machine
+            ).values()
+            yield from backend.backward_variants(
+                x, None, h, weight, x, None, None, accumulator, size, odd, alignment, machine
+            ).values()
+
+
+def answer_ptx():
+    """By kernel and constants: the PTX."""
+    from cuda.bindings import nvrtc
+
+    from fusednorm.backends import cuda
+
+    exact = ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
+    files = {path.name: path.read_bytes() for path in sorted(cuda.SOURCES.glob("*.cu*"))}
+    headers = [name for name in files if name.endswith(".cuh")]
+    found = {}
+    for capability in (75, 80, 90, 100):
+        for variant in kernels(cuda, capability):
+            defines = [f"-D{name}={value}" for name, value in sorted(variant.defines)]
+            label = f"{variant.kernel} sm_{capability} {' '.join(defines)}"
+            if label in found:
+                continue
+            contents = [files[name] for name in headers]
+            _, program = nvrtc.nvrtcCreateProgram(
+                files[f"{variant.kernel}.cu"], b"kernel.cu", len(headers), contents, [name.encode() for name in headers]
+            )
+            options = [option.encode() for option in (f"-arch=compute_{capability}", *exact, *defines)]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+            assert status == 0, label
+            text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+            nvrtc.nvrtcGetPTX(program, text)
+            ptx = re.sub(r"(?m)^\s*//.*\n|\s*//.*$", "", text.decode().rstrip("\0"))
+            found[label] = digest(renamed(ptx, rf"\b_Z\w+|\b{variant.kernel}\w*|\$L\w+"))
+    return found
+
+
+def answer_triton():
+    """By kernel and constants: Triton's representation, PTX, and AMD's assembly."""
+    from triton.backends.compiler import GPUTarget
+
+    from fusednorm.backends import triton_gpu, triton_host
+
+    found = {}
+    for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+        for variant in kernels(triton_gpu, target.warp_size, SIZES[1::2]):
+            name = variant.function.__name__
+            label = f"{name} {target.arch} {variant.arguments()} {variant.all_constants()} {variant.warps} warps"
+            if label in found:
+                continue
+            texts = triton_host.compiled(variant, target).asm
+            ttir = re.sub(r"(?m)^#loc.*\n|\s*loc\(.*\)$", "", texts["ttir"])
+            code = texts["ptx"] if target.backend == "cuda" else texts["amdgcn"]
+            code = re.sub(r"(?m)^\s*(//|;|\.loc|\.file).*\n", "", code)
+            found[label] = digest(renamed(ttir, r"%\w+")) + digest(code)
+    return found
+
+
+PARTS = {"objects": objects, "ptx": compared("ptx"), "triton": compared("triton")}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("before")
+    parser.add_argument("after")
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all of them unless some are named")
+    parser.add_argument("--changed", action="append", default=[], help="a difference that is meant")
+    asked = parser.parse_args()
+    unnamed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = (Commit(getattr(asked, name), Path(folder) / name) for name in ("before", "after"))
+        for part in asked.parts or PARTS:
+            for difference in PARTS[part](before, after):
+                meant = any(fnmatch.fnmatch(difference, f"*{pattern}*") for pattern in asked.changed)
+                unnamed += not meant
+                print(f"{'meant' if meant else 'DIFFERS'}: {difference}", flush=True)
+    print("nothing else differs" if not unnamed else f"{unnamed} differences")
+    sys.exit(unnamed > 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--answer":
+        sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]  # no editable installs
+        json.dump(globals()[f"answer_{sys.argv[2]}"](), sys.stdout)
+    else:
+        main()
