@@ -5,8 +5,7 @@
 #include "ieee.h"
 #include "pages.h"
 
-/* The spec's rowsum: at most this many blocks of rows, which are then halved. */
-enum { LEVELS = 8, ROW_BLOCKS = 1 << LEVELS };
+enum { ROW_BLOCKS = 1 << FN_LEVELS };
 
 struct call {
     struct fn_backward_job job;
@@ -32,37 +31,38 @@ static void add(const struct call *call, void *to, const void *from) {
         for (int64_t i = 0; i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
 }
 
-/* `count` blocks `step` apart from block `first` on; their sum goes where fn_backward_rows says. */
-static void sum_blocks(const struct call *call, int64_t first, int64_t step, int64_t count, void *const *sum, int depth,
-                       struct fn_backward_part *part) {
+/* `count` blocks `step` apart from block `first` on; sums and merged as fn_backward_rows says. */
+static void sum_blocks(const struct call *call, int64_t first, int64_t step, int64_t count, struct fn_sum_stack *sums,
+                       int merged, struct fn_backward_part *part) {
     if (count == 1) {
         int64_t begin = first * call->block, end = begin + call->block;
-        call->kernels->backward_rows(&call->job, begin, end < call->rows ? end : call->rows, sum, depth, part);
+        call->kernels->backward_rows(&call->job, begin, end < call->rows ? end : call->rows, sums, merged, part);
         return;
     }
     int both = first + step < call->blocks; /* else the second half is padding: +0 */
-    sum_blocks(call, first, 2 * step, count / 2, sum, both ? 0 : depth, part);
-    if (both) sum_blocks(call, first + step, 2 * step, count / 2, sum + 1, depth + 1, part);
+    sum_blocks(call, first, 2 * step, count / 2, sums, both ? 0 : merged, part);
+    if (both) sum_blocks(call, first + step, 2 * step, count / 2, sums, merged + 1, part);
 }
 
 static void run_thread(void *argument, int thread, int threads) {
     const struct call *call = argument;
     struct fn_backward_part part = {.scratch = call->scratch + (size_t)thread * call->thread_bytes};
     char *free_row = (char *)part.scratch + fn_backward_scratch_bytes(&call->job);
-    void *sums[1 + LEVELS];
-    for (int k = 0; k < call->levels; k++) sums[1 + k] = free_row + (size_t)k * call->row_bytes;
+    struct fn_sum_stack sums;
+    for (int k = 0; k < call->levels; k++) sums.row[1 + k] = free_row + (size_t)k * call->row_bytes;
     fn_fp_state state = fn_enter_ieee();
     call->kernels->backward_begin(&call->job, part.scratch);
     if (call->job.dweight) {
         for (int64_t s = thread; s < call->subtrees && s < call->blocks; s += threads) {
-            sums[0] = call->sums + (size_t)s * call->row_bytes;
-            sum_blocks(call, s, call->subtrees, call->width / call->subtrees, sums, 0, &part);
+            sums.row[0] = call->sums + (size_t)s * call->row_bytes;
+            sums.count = 0;
+            sum_blocks(call, s, call->subtrees, call->width / call->subtrees, &sums, 0, &part);
         }
     } else {
         int64_t begin = fn_first_row(call->rows, thread, threads), end = fn_first_row(call->rows, thread + 1, threads);
         call->kernels->backward_rows(&call->job, begin, end, NULL, 0, &part);
     }
-    call->kernels->backward_last(&call->job, &part);
+    call->kernels->backward_flush(&call->job, &part);
     fn_leave_ieee(state);
 }
 

@@ -8,9 +8,9 @@
 struct gradient_row {
     const void *dy, *h, *d_total; /* d_total, the gradient of residual_out, may be NULL */
     const float *g; /* weight + offset in whole units, or NULL */
-    /* NULL, or sums of the weight's gradient, in whole units: this row's share + sum[added - 1] + ... + sum[0] goes to sum[0]. */
+    /* NULL, or sums of the weight's gradient, in whole units: sum[0] gets this row's share + sum[merged - 1] + ... + sum[0]. */
     void *const *sum;
-    int added;
+    int merged;
     void *d; /* NULL, or where the gradient of x goes */
     int far; /* whether operands come from memory */
     int stream; /* whether the gradient goes past the caches */
@@ -32,7 +32,7 @@ FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i
     U xhat = u_mul(gradient_operand(kind, row, row->h, i, n), u_set1(row->rstd));
     if (row->sum) {
         U share = u_mul(dy, xhat);
-        for (int k = row->added; k-- > 0;) share = u_add(u_load(F32, row->sum[k], i, UNIT), share);
+        for (int k = row->merged; k-- > 0;) share = u_add(u_load(F32, row->sum[k], i, UNIT), share);
         u_store(F32, *row->sum, i, UNIT, share);
     }
     if (row->d) u_store(F32, products, 0, UNIT, u_mul(weighted(dy, row, i), xhat));
@@ -99,20 +99,15 @@ static void from_float(int kind, const float *from, void *row, int64_t n) {
     else convert(F32, BF16, from, row, n);
 }
 
-/* The kind of all rows, or FN_NONE. */
-static int one_kind(const struct fn_backward_job *job) {
+/* The kind of all rows, or NONE. */
+static int kind_of_rows(const struct fn_backward_job *job) {
     int kind = job->dy_kind;
     int same = job->h_kind == kind && (!job->dx || job->dx_kind == kind) && !job->dresidual &&
                (!job->d_total || job->d_total_kind == kind);
-    return same ? kind : FN_NONE;
-}
-
-static int gradients_by_parity(const struct fn_backward_job *job) {
 #if defined(BF16_BY_PARITY)
-    return one_kind(job) == FN_BF16 && (!job->weight || job->weight_kind == FN_BF16);
-#else
-    return (void)job, 0;
+    if (kind == BF16 && (!job->weight || job->weight_kind == BF16)) kind = BF16P;
 #endif
+    return same ? kind : NONE;
 }
 
 /* In a thread's scratch: g, room for one row of each operand as float, and the sums of a row's segments. */
@@ -139,35 +134,51 @@ FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int
     };
 }
 
-/* Rows of one kind, as fn_backward_rows says; if there are none, what the last one waits for. */
-FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum,
-                             int depth, struct fn_backward_part *part) {
+/* The row whose second pass is pending; its `d` is NULL if there is none. */
+FN_INLINE struct gradient_row pending_row(const struct fn_backward_job *job, const struct fn_backward_part *part,
+                                          const float *g) {
+    if (!part->pending) return (struct gradient_row){0};
+    struct gradient_row row = operands_of(job, part->row, g);
+    row.c = part->c;
+    return row;
+}
+
+/* Rows of one kind, as fn_backward_rows says. */
+FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_t begin, int64_t end,
+                             struct fn_sum_stack *sums, int merged, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
-    struct gradient_row before = {0};
-    if (part->waits) {
-        before = operands_of(job, part->row, room.g);
-        before.c = part->c;
-        if (begin == end && before.d) pass_over(kind, &before, NULL, job->hidden, room.sums);
-    }
+    struct gradient_row before = pending_row(job, part, room.g);
     for (int64_t m = begin; m < end; m++) {
         struct gradient_row row = operands_of(job, m, room.g);
-        int levels = m + 1 < end ? 0 : depth;
-        row.sum = sum ? sum - levels : NULL;
-        row.added = levels + (m > begin);
+        if (sums) {
+            row.merged = (m > begin) + (m + 1 < end ? 0 : merged); /* the sum of the rows before is on the stack too */
+            row.sum = sums->row + sums->count - row.merged;
+            sums->count += 1 - row.merged;
+        }
         float total = before.d ? pass_over(kind, &before, &row, job->hidden, room.sums)
                                : pass_over(kind, NULL, &row, job->hidden, room.sums);
         row.c = total / (float)job->hidden;
         before = row;
     }
-    part->waits = begin < end && before.d;
+    part->pending = before.d != NULL;
     part->row = end - 1;
     part->c = before.c;
 }
 
-#define GRADIENTS(kind)                                                                                           \
-    static void gradients_##kind(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, \
-                                 int depth, struct fn_backward_part *part) {                                      \
-        gradient_rows(kind, job, begin, end, sum, depth, part);                                                   \
+FN_INLINE void flush_row(int kind, const struct fn_backward_job *job, struct fn_backward_part *part) {
+    const struct backward_scratch room = backward_scratch(job, part->scratch);
+    const struct gradient_row row = pending_row(job, part, room.g);
+    if (row.d) pass_over(kind, &row, NULL, job->hidden, room.sums);
+    part->pending = 0;
+}
+
+#define GRADIENTS(kind)                                                                                    \
+    static void gradients_##kind(const struct fn_backward_job *job, int64_t begin, int64_t end,            \
+                                 struct fn_sum_stack *sums, int merged, struct fn_backward_part *part) {   \
+        gradient_rows(kind, job, begin, end, sums, merged, part);                                          \
+    }                                                                                                      \
+    static void flush_##kind(const struct fn_backward_job *job, struct fn_backward_part *part) {           \
+        flush_row(kind, job, part);                                                                        \
     }
 GRADIENTS(F32) GRADIENTS(F16) GRADIENTS(BF16)
 #if defined(BF16_BY_PARITY)
@@ -175,8 +186,8 @@ GRADIENTS(BF16P)
 #endif
 
 /* Rows of several kinds: each is a job of its own, with its operands as float. */
-static void gradients_mixed(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
-                            struct fn_backward_part *part) {
+static void gradients_mixed(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
+                            int merged, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
     int64_t n = job->hidden;
     for (int64_t m = begin; m < end; m++) {
@@ -192,40 +203,41 @@ static void gradients_mixed(const struct fn_backward_job *job, int64_t begin, in
             .dx = dx || dresidual ? (char *)room.d : NULL,
             .hidden = n,
         };
-        int more = m > begin; /* what *sum holds already is then one sum more to add to */
-        gradients_F32(&one, 0, 1, sum && more ? sum + 1 : sum, more + (m + 1 < end ? 0 : depth), part);
-        gradients_F32(&one, 0, 0, NULL, 0, part);
+        /* The sum of the rows before is on the stack too. */
+        gradients_F32(&one, 0, 1, sums, (m > begin) + (m + 1 < end ? 0 : merged), part);
+        flush_F32(&one, part);
         if (dx) from_float(job->dx_kind, room.d, dx, n);
         if (dresidual) from_float(job->dresidual_kind, room.d, dresidual, n);
     }
 }
 
-static fn_backward_rows *gradients(const struct fn_backward_job *job) {
-    if (job->wide) return gradients_f64;
+static const struct {
+    fn_backward_rows *rows;
+    fn_backward_flush *flush;
+} gradients[] = {
+    [NONE] = {gradients_mixed, NULL}, /* nothing is pending after it */
+    [F32] = {gradients_F32, flush_F32},
+    [F16] = {gradients_F16, flush_F16},
+    [BF16] = {gradients_BF16, flush_BF16},
 #if defined(BF16_BY_PARITY)
-    if (gradients_by_parity(job)) return gradients_BF16P;
+    [BF16P] = {gradients_BF16P, flush_BF16P},
 #endif
-    switch (one_kind(job)) {
-    case FN_F32: return gradients_F32;
-    case FN_F16: return gradients_F16;
-    case FN_BF16: return gradients_BF16;
-    default: return gradients_mixed;
-    }
+};
+
+static void backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
+                          int merged, struct fn_backward_part *part) {
+    if (job->wide) gradients_f64(job, begin, end, sums, merged, part);
+    else gradients[kind_of_rows(job)].rows(job, begin, end, sums, merged, part);
 }
 
-static void backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
-                          struct fn_backward_part *part) {
-    gradients(job)(job, begin, end, sum, depth, part);
-}
-
-static void backward_last(const struct fn_backward_job *job, struct fn_backward_part *part) {
-    gradients(job)(job, 0, 0, NULL, 0, part);
+static void backward_flush(const struct fn_backward_job *job, struct fn_backward_part *part) {
+    if (part->pending) gradients[kind_of_rows(job)].flush(job, part);
     if (STREAMS && job->stream) u_stream_end();
 }
 
 /* What a thread does once: g, as its rows will read it. */
 static void backward_begin(const struct fn_backward_job *job, void *scratch) {
-    int kind = gradients_by_parity(job) ? (int)BF16P : job->weight_kind;
+    int kind = kind_of_rows(job) == BF16P ? (int)BF16P : job->weight_kind;
     if (!job->weight) return;
     if (job->wide) {
         begin_f64(job, scratch);
@@ -238,7 +250,7 @@ static void backward_begin(const struct fn_backward_job *job, void *scratch) {
 static void backward_end(const struct fn_backward_job *job, const void *sum) {
     if (job->wide) {
         narrow_from_f64(job->weight_kind, sum, job->dweight, job->hidden);
-    } else if (gradients_by_parity(job)) {
+    } else if (kind_of_rows(job) == BF16P) {
         convert(F32, BF16P, sum, job->dweight, job->hidden);
     } else {
         from_float(job->weight_kind, sum, job->dweight, job->hidden);

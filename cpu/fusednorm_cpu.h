@@ -65,24 +65,32 @@ struct fn_backward_job {
     double weight_offset;
 };
 
+/* The spec's rowsum has at most 2^FN_LEVELS blocks of rows, which are then halved. */
+enum { FN_LEVELS = 8 };
+
+/* Sums of the weight's gradient over blocks of rows, newest last, that are still to be added to each other. */
+struct fn_sum_stack {
+    int count;
+    void *row[FN_LEVELS + 1];
+};
+
 /* A thread's part of it. */
 struct fn_backward_part {
     void *scratch; /* fn_backward_scratch_bytes(job) bytes on a 64-byte border, prepared by `begin` */
-    int waits; /* whether a row waits for its second pass, which is made with the first of the next one */
-    int64_t row; /* that row */
-    float c; /* and what it needs */
+    int pending; /* whether a row's second pass is still to be made: with the first pass of the next row, or by `flush` */
+    int64_t row; /* the number of that row */
+    float c; /* mean(wdy * xhat) of that row */
 };
 
 typedef void fn_backward_begin(const struct fn_backward_job *job, void *scratch);
 /*
- * Rows [begin, end), at least one: dx, dresidual, and, unless `sum` is NULL, the sum over these rows of the weight's
- * gradient, which is added to sum[-1], the result to sum[-2], and so on to sum[-depth], which then has it. *sum and what
- * follows is free for use; with a depth of 0 it takes the sum itself.
+ * Rows [begin, end), at least one: dx, dresidual, and, unless `sums` is NULL, the sum over these rows of the weight's
+ * gradient. The newest `merged` sums of the stack are added to it, the newest first; the result takes their place.
  */
-typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
-                              struct fn_backward_part *part);
-/* What the last row waits for. */
-typedef void fn_backward_last(const struct fn_backward_job *job, struct fn_backward_part *part);
+typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
+                              int merged, struct fn_backward_part *part);
+/* Makes the pending second pass of the last row, and makes all that was written visible to other threads. */
+typedef void fn_backward_flush(const struct fn_backward_job *job, struct fn_backward_part *part);
 /* Rounds the sum over all rows into dweight. A sum's elements are in an order that only the kernels know. */
 typedef void fn_backward_end(const struct fn_backward_job *job, const void *sum);
 
@@ -93,7 +101,7 @@ struct fn_kernels {
     fn_forward_rows *forward_rows;
     fn_backward_begin *backward_begin;
     fn_backward_rows *backward_rows;
-    fn_backward_last *backward_last;
+    fn_backward_flush *backward_flush;
     fn_backward_end *backward_end;
 };
 extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16;

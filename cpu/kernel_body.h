@@ -707,4 +707,4 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
 #include "backward_body.h"
 
 const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
-    forward_rows, backward_begin, backward_rows, backward_last, backward_end};
+    forward_rows, backward_begin, backward_rows, backward_flush, backward_end};

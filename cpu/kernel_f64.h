@@ -91,10 +91,11 @@ static void begin_f64(const struct fn_backward_job *job, double *g) {
         for (int64_t i = 0; i < job->hidden; i++) g[i] += job->weight_offset;
 }
 
-static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum, int depth,
-                          struct fn_backward_part *part) {
+static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
+                          int merged, struct fn_backward_part *part) {
     int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
-    double *g = part->scratch, *dy = g + padded, *xhat = dy + padded, *other = xhat + padded, *partial = sum ? *sum : NULL;
+    double *g = part->scratch, *dy = g + padded, *xhat = dy + padded, *other = xhat + padded;
+    double *partial = sums ? sums->row[sums->count++] : NULL;
     for (int64_t m = begin; m < end; m++) {
         double rstd = ((const double *)job->rstd)[m];
         widen_to_f64(job->dy_kind, job->dy + m * job->dy_stride, dy, n);
@@ -118,8 +119,9 @@ static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int6
         if (job->dx) narrow_from_f64(job->dx_kind, dy, job->dx + m * job->dx_stride, n);
         if (job->dresidual) narrow_from_f64(job->dresidual_kind, dy, job->dresidual + m * job->dresidual_stride, n);
     }
-    for (int k = 0; partial && k < depth; k++) {
-        double *into = sum[-k - 1], *from = sum[-k];
+    for (; partial && merged > 0; merged--) {
+        const double *from = sums->row[--sums->count];
+        double *into = sums->row[sums->count - 1];
         for (int64_t i = 0; i < n; i++) into[i] += from[i];
     }
 }

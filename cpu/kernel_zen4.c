@@ -30,13 +30,13 @@ static void backward_begin_zen4(const struct fn_backward_job *job, void *scratch
     kernels(job->dy_kind)->backward_begin(job, scratch);
 }
 
-static void backward_rows_zen4(const struct fn_backward_job *job, int64_t begin, int64_t end, void *const *sum,
-                               int depth, struct fn_backward_part *part) {
-    kernels(job->dy_kind)->backward_rows(job, begin, end, sum, depth, part);
+static void backward_rows_zen4(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
+                               int merged, struct fn_backward_part *part) {
+    kernels(job->dy_kind)->backward_rows(job, begin, end, sums, merged, part);
 }
 
-static void backward_last_zen4(const struct fn_backward_job *job, struct fn_backward_part *part) {
-    kernels(job->dy_kind)->backward_last(job, part);
+static void backward_flush_zen4(const struct fn_backward_job *job, struct fn_backward_part *part) {
+    kernels(job->dy_kind)->backward_flush(job, part);
 }
 
 static void backward_end_zen4(const struct fn_backward_job *job, const void *sum) {
@@ -44,6 +44,6 @@ static void backward_end_zen4(const struct fn_backward_job *job, const void *sum
 }
 
 const struct fn_kernels fn_kernels_zen4 = {forward_rows_zen4, backward_begin_zen4, backward_rows_zen4,
-                                           backward_last_zen4, backward_end_zen4};
+                                           backward_flush_zen4, backward_end_zen4};
 
 #endif

@@ -212,10 +212,10 @@ MUTANTS = (
         "blocks of rows halved as neighbours",
         "cpu/backward.c",
         "int both = first + step < call->blocks; /* else the second half is padding: +0 */\n"
-        "    sum_blocks(call, first, 2 * step, count / 2, sum, both ? 0 : depth, part);\n"
+        "    sum_blocks(call, first, 2 * step, count / 2, sums, both ? 0 : merged, part);\n"
         "    if (both) sum_blocks(call, first + step, 2 * step, count / 2,",
         "int both = first + step * (count / 2) < call->blocks;\n"
-        "    sum_blocks(call, first, step, count / 2, sum, both ? 0 : depth, part);\n"
+        "    sum_blocks(call, first, step, count / 2, sums, both ? 0 : merged, part);\n"
         "    if (both) sum_blocks(call, first + step * (count / 2), step, count / 2,",
     ),
     Mutant(
@@ -329,31 +329,31 @@ MUTANTS = (
         SAME,
         "half a tree of rows is forgotten where the other half is padding",
         "cpu/backward.c",
-        "sum, both ? 0 : depth, part);",
-        "sum, 0, part);",
+        "sums, both ? 0 : merged, part);",
+        "sums, 0, part);",
     ),
     Mutant(
         SAME,
         "a block's last row is added to the block before it alone",
         "cpu/backward_body.h",
-        "        int levels = m + 1 < end ? 0 : depth;",
-        "        int levels = m + 1 < end ? 0 : depth > 1 ? 1 : depth;",
+        "row.merged = (m > begin) + (m + 1 < end ? 0 : merged);",
+        "row.merged = (m > begin) + (m + 1 < end ? 0 : merged > 1 ? 1 : merged);",
     ),
     Mutant(
         SAME,
         "rows of several types start a sum anew",
         "cpu/backward_body.h",
-        "more + (m + 1 < end ? 0 : depth), part);",
-        "m + 1 < end ? 0 : depth, part);",
+        "sums, (m > begin) + (m + 1 < end ? 0 : merged), part);",
+        "sums, m + 1 < end ? 0 : merged, part);",
     ),
     Mutant(
         SAME,
         "the gradients of a block's last row with another row's mean",
         "cpu/backward_body.h",
-        "        before.c = part->c;\n",
-        "        before.c = 0;\n",
+        "    row.c = part->c;\n",
+        "    row.c = 0;\n",
     ),
-    Mutant(SAME, "another number of blocks of rows", "cpu/backward.c", "ROW_BLOCKS = 1 << LEVELS", "ROW_BLOCKS = 128"),
+    Mutant(SAME, "another number of blocks of rows", "cpu/backward.c", "ROW_BLOCKS = 1 << FN_LEVELS", "ROW_BLOCKS = 128"),
     Mutant(
         SAME,
         "the padding of the products is 0 * rstd",
