@@ -88,8 +88,8 @@ int fn_backward(const struct fn_call *c) {
         .width = 1,
         .kernels = fn_kernels(),
     };
-    call.job.far = rows * call.job.dx_stride >= FN_FAR_BYTES;
-    call.job.stream = call.job.far && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
+    call.job.from_memory = rows * call.job.dx_stride >= FN_FROM_MEMORY_BYTES;
+    call.job.bypass_cache = call.job.from_memory && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;
     while (call.width < call.blocks) call.width *= 2;

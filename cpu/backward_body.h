@@ -8,18 +8,19 @@
 struct gradient_row {
     const void *dy, *h, *d_total; /* d_total, the gradient of residual_out, may be NULL */
     const float *g; /* weight + offset in whole units, or NULL */
-    /* NULL, or sums of the weight's gradient, in whole units: sum[0] gets this row's share + sum[merged - 1] + ... + sum[0]. */
+    /* NULL, or sums of the weight's gradient, in whole units. sum[0] becomes this row's share + sum[merged - 1] + ...
+       + sum[0], added in this order. */
     void *const *sum;
     int merged;
     void *d; /* NULL, or where the gradient of x goes */
-    int far; /* whether operands come from memory */
-    int stream; /* whether the gradient goes past the caches */
+    int from_memory; /* whether operands come from memory */
+    int bypass_cache; /* whether the gradient bypasses the caches */
     float rstd;
     float c; /* of the second pass: mean(wdy * xhat) */
 };
 
 FN_INLINE U gradient_operand(int kind, const struct gradient_row *row, const void *operand, int64_t i, int n) {
-    return row->far ? u_read(kind, operand, i, n) : u_load(kind, operand, i, n);
+    return row->from_memory ? u_read(kind, operand, i, n) : u_load(kind, operand, i, n);
 }
 
 FN_INLINE U weighted(U dy, const struct gradient_row *row, int64_t i) {
@@ -44,7 +45,7 @@ FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, int64_t i
     U wdy = weighted(u_load(kind, row->dy, i, n), row, i);
     U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-row->c))), u_set1(row->rstd)); /* rounding is symmetric: -(xhat * c) */
     if (row->d_total) d = u_add(d, gradient_operand(kind, row, row->d_total, i, n));
-    if (STREAMS && row->stream) u_stream(kind, row->d, i, n, d);
+    if (STREAMS && row->bypass_cache) u_stream(kind, row->d, i, n, d);
     else u_store(kind, row->d, i, n, d);
 }
 
@@ -128,8 +129,8 @@ FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int
         .d_total = job->d_total ? job->d_total + m * job->d_total_stride : NULL,
         .g = job->weight ? g : NULL,
         .d = job->dx ? job->dx + m * job->dx_stride : NULL,
-        .far = job->far,
-        .stream = job->stream,
+        .from_memory = job->from_memory,
+        .bypass_cache = job->bypass_cache,
         .rstd = ((const float *)job->rstd)[m],
     };
 }
@@ -232,7 +233,7 @@ static void backward_rows(const struct fn_backward_job *job, int64_t begin, int6
 
 static void backward_flush(const struct fn_backward_job *job, struct fn_backward_part *part) {
     if (part->pending) gradients[kind_of_rows(job)].flush(job, part);
-    if (STREAMS && job->stream) u_stream_end();
+    if (STREAMS && job->bypass_cache) u_stream_end();
 }
 
 /* What a thread does once: g, as its rows will read it. */

@@ -61,7 +61,7 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     if (job->x_kind == FN_F64) return (size_t)(2 * 8 * padded);
     while (sums * FN_SEGMENT < padded) sums *= 2;
     int64_t bytes = round_up(4 * (kept + sums), FN_ALIGNMENT);
-    return (size_t)(job->stream ? bytes + 8 * kept : bytes);
+    return (size_t)(job->bypass_cache ? bytes + 8 * kept : bytes);
 }
 
 /* The weight, one row of each operand, the sums of segments; each padded to whole segments. */
@@ -78,10 +78,10 @@ static int on_border(const struct fn_operand *o, int64_t hidden) {
 }
 
 /* Whether the outputs are large, made of whole cache lines, and not in the caches already as inputs. */
-static int streams(const struct fn_call *c) {
+static int bypasses_cache(const struct fn_call *c) {
     const struct fn_operand *o = c->operand;
     const int64_t out_item = fn_element_size(o[FN_OUT].kind), residual_item = fn_element_size(o[FN_RESIDUAL_OUT].kind);
-    if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < FN_FAR_BYTES) return 0;
+    if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < FN_FROM_MEMORY_BYTES) return 0;
     /* Short rows of 16-bit values are bound by arithmetic: the detour by scratch would cost more than it saves. */
     if (c->hidden < 256 && out_item == 2) return 0;
     for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
@@ -157,10 +157,10 @@ int fn_forward(const struct fn_call *c) {
     if (elements == 0) return 0;
     int threads = c->threads < c->rows ? (int)c->threads : (int)c->rows;
     if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;
-    call.job.far = elements * (fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind)) >= FN_FAR_BYTES;
+    call.job.from_memory = elements * (fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind)) >= FN_FROM_MEMORY_BYTES;
     call.scratch_bytes = fn_scratch_bytes(&call.job);
-    if (streams(c)) {
-        call.job.stream = call.scratch_bytes;
+    if (bypasses_cache(c)) {
+        call.job.bypass_cache = call.scratch_bytes;
         call.scratch_bytes = fn_scratch_bytes(&call.job);
     }
     void *allocated = NULL;

@@ -20,7 +20,7 @@ enum { FN_ALIGNMENT = 64 }; /* of buffers, in bytes: a cache line */
  * What is as large lies in no cache, for all we know: rows are fetched ahead, and new outputs bypass the caches,
  * which would not hold them until somebody reads them.
  */
-#define FN_FAR_BYTES (8 * 1024 * 1024)
+#define FN_FROM_MEMORY_BYTES (8 * 1024 * 1024)
 
 /* Rows of a forward pass in one level, as the kernels see them. Strides are in bytes, from one row to the next. */
 struct fn_forward_job {
@@ -32,8 +32,8 @@ struct fn_forward_job {
     int64_t hidden;
     int64_t x_stride, residual_stride, out_stride, residual_out_stride;
     double eps, weight_offset;
-    int far; /* whether x and residual come from memory */
-    size_t stream; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
+    int from_memory; /* whether x and residual come from memory */
+    size_t bypass_cache; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
 
 /* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */
@@ -53,8 +53,8 @@ static inline int64_t fn_kept(int64_t hidden) {
  */
 struct fn_backward_job {
     int wide; /* whether rstd is double and sums are taken in it */
-    int far; /* whether operands come from memory */
-    int stream; /* whether dx is large, and made of whole cache lines */
+    int from_memory; /* whether operands come from memory */
+    int bypass_cache; /* whether dx is large, and made of whole cache lines */
     int dy_kind, d_total_kind, h_kind, weight_kind, dx_kind, dresidual_kind;
     const char *dy, *d_total, *h;
     const void *rstd, *weight;
@@ -77,7 +77,7 @@ struct fn_sum_stack {
 /* A thread's part of it. */
 struct fn_backward_part {
     void *scratch; /* fn_backward_scratch_bytes(job) bytes on a 64-byte border, prepared by `begin` */
-    int pending; /* whether a row's second pass is still to be made: with the first pass of the next row, or by `flush` */
+    int pending; /* whether a second pass is still to be made, with the first pass of the next row or by `flush` */
     int64_t row; /* the number of that row */
     float c; /* mean(wdy * xhat) of that row */
 };

@@ -10,6 +10,6 @@
  * then all operands agree on the order, and every NaN that is narrowed was widened from bfloat16 or
  * made by the processor, so that its low 16 bits are zero.
  */
-enum { NONE = FN_NONE, F32 = FN_F32, F16 = FN_F16, BF16 = FN_BF16, BF16P };
+enum { NONE = FN_NONE, F32 = FN_F32, F16 = FN_F16, BF16 = FN_BF16, BF16P, KINDS };
 
 #endif

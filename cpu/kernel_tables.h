@@ -1,0 +1,86 @@
+/*
+ * One function per legal combination of kinds, so that each is compiled with its kinds known; and tables that find it.
+ * Included by forward_body.h. Each list names the combinations for one function; `fn`, a macro, is applied to each:
+ *
+ *   SUMS       x, residual, round_sum: rounding changes no bit where the residual is float or absent
+ *   SCALES     h, norm, weight, offset, out: the second pass reads h as float or as an operand of out's kind
+ *   ONE_KIND   kind, residual, norm: x, residual, h and out are of one kind, and the weight is float
+ *
+ * BF16P takes part in combinations of its own alone (see kinds.h).
+ */
+#define SUMS_OF(fn, x) fn(x, NONE, 0) fn(x, F32, 0) fn(x, F16, 0) fn(x, F16, 1) fn(x, BF16, 0) fn(x, BF16, 1)
+#define SCALES_OF_KINDS(fn, norm, weight, offset)                                   \
+    fn(F32, norm, weight, offset, F32) fn(F32, norm, weight, offset, F16)           \
+    fn(F32, norm, weight, offset, BF16) fn(F16, norm, weight, offset, F16)          \
+    fn(BF16, norm, weight, offset, BF16)
+#define SCALES_OF(fn, norm)                                                         \
+    SCALES_OF_KINDS(fn, norm, NONE, 0)                                              \
+    SCALES_OF_KINDS(fn, norm, F32, 0) SCALES_OF_KINDS(fn, norm, F32, 1)             \
+    SCALES_OF_KINDS(fn, norm, F16, 0) SCALES_OF_KINDS(fn, norm, F16, 1)             \
+    SCALES_OF_KINDS(fn, norm, BF16, 0) SCALES_OF_KINDS(fn, norm, BF16, 1)
+#define ONE_KIND_OF(fn, kind) fn(kind, NONE, NONE) fn(kind, NONE, kind) fn(kind, kind, NONE) fn(kind, kind, kind)
+
+#if defined(BF16_BY_PARITY)
+#define SUMS_BY_PARITY(fn) fn(BF16P, NONE, 0) fn(BF16P, BF16P, 0) fn(BF16P, BF16P, 1)
+#define SCALES_BY_PARITY_OF(fn, norm, weight, offset) \
+    fn(F32, norm, weight, offset, BF16P) fn(BF16P, norm, weight, offset, BF16P)
+#define SCALES_BY_PARITY(fn)                                                         \
+    SCALES_BY_PARITY_OF(fn, NONE, NONE, 0) SCALES_BY_PARITY_OF(fn, BF16P, NONE, 0)   \
+    SCALES_BY_PARITY_OF(fn, NONE, BF16P, 0) SCALES_BY_PARITY_OF(fn, NONE, BF16P, 1)  \
+    SCALES_BY_PARITY_OF(fn, BF16P, BF16P, 0) SCALES_BY_PARITY_OF(fn, BF16P, BF16P, 1)
+#define ONE_KIND_BF16(fn) ONE_KIND_OF(fn, BF16P)
+#else
+#define SUMS_BY_PARITY(fn)
+#define SCALES_BY_PARITY(fn)
+#define ONE_KIND_BF16(fn) ONE_KIND_OF(fn, BF16)
+#endif
+
+#define SUMS(fn) SUMS_OF(fn, F32) SUMS_OF(fn, F16) SUMS_OF(fn, BF16) SUMS_BY_PARITY(fn)
+#define SCALES(fn) SCALES_OF(fn, NONE) SCALES_OF(fn, F16) SCALES_OF(fn, BF16) SCALES_BY_PARITY(fn)
+#define ONE_KIND(fn) fn(F32, NONE, NONE) fn(F32, F32, NONE) ONE_KIND_OF(fn, F16) ONE_KIND_BF16(fn)
+
+typedef void sum_fn(const struct fn_forward_job *, struct batch *);
+#define SUM(x, residual, round_sum)                                                                         \
+    static void sum_##x##_##residual##_##round_sum(const struct fn_forward_job *job, struct batch *batch) { \
+        sum_rows(x, residual, round_sum, job, batch);                                                       \
+    }
+#define SUM_ENTRY(x, residual, round_sum) [x][residual][round_sum] = sum_##x##_##residual##_##round_sum,
+SUMS(SUM)
+static sum_fn *const sums[KINDS][KINDS][2] = {SUMS(SUM_ENTRY)};
+
+typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
+#define SCALE(h, norm, weight, offset, out)                                                        \
+    static void scale_##h##_##norm##_##weight##_##offset##_##out(const struct fn_forward_job *job, \
+                                                                 const struct batch *batch) {      \
+        scale_rows(h, norm, weight, offset, out, job, batch);                                      \
+    }
+#define SCALE_ENTRY(h, norm, weight, offset, out) \
+    [norm][weight][offset][out][h == out] = scale_##h##_##norm##_##weight##_##offset##_##out,
+SCALES(SCALE)
+static scale_fn *const scales[KINDS][KINDS][2][KINDS][2] = {SCALES(SCALE_ENTRY)};
+
+typedef void overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct scale *, char *);
+#define OVERLAP(kind, residual, norm)                                                                              \
+    static void overlap_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, int64_t end, \
+                                                     struct scale *previous, char *scratch) {                      \
+        overlap_rows(kind, residual, norm, job, begin, end, previous, scratch);                                    \
+    }
+#define OVERLAP_ENTRY(kind, residual, norm) \
+    [kind][residual != NONE][norm != NONE] = overlap_##kind##_##residual##_##norm,
+ONE_KIND(OVERLAP)
+static overlap_fn *const overlaps[KINDS][2][2] = {ONE_KIND(OVERLAP_ENTRY)};
+
+/* The most frequent lengths of heads are known to the compiler. */
+typedef void short_fn(const struct fn_forward_job *, int64_t, int64_t, const void *);
+#define SHORT(kind, residual, norm)                                                                              \
+    static void short_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, int64_t end, \
+                                                   const void *weight) {                                         \
+        if (job->hidden == 64) short_rows(kind, residual, norm, 64, job, begin, end, weight);                    \
+        else if (job->hidden == 128) short_rows(kind, residual, norm, 128, job, begin, end, weight);             \
+        else if (job->hidden == 256) short_rows(kind, residual, norm, 256, job, begin, end, weight);             \
+        else short_rows(kind, residual, norm, job->hidden, job, begin, end, weight);                             \
+    }
+#define SHORT_ENTRY(kind, residual, norm) \
+    [kind][residual != NONE][norm != NONE] = short_##kind##_##residual##_##norm,
+ONE_KIND(SHORT)
+static short_fn *const shorts[KINDS][2][2] = {ONE_KIND(SHORT_ENTRY)};
