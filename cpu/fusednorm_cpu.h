@@ -105,9 +105,8 @@ struct fn_kernels {
     fn_backward_end *backward_end;
 };
 extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16;
-extern const struct fn_kernels fn_kernels_zen4, fn_kernels_zen4_wide;
-extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
-const struct fn_kernels *fn_kernels(void); /* those in use */
+extern const struct fn_kernels fn_kernels_zen4, fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
+const struct fn_kernels *fn_kernels(int kind); /* those in use, for an x or a dy of this kind */
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
