@@ -86,7 +86,7 @@ int fn_backward(const struct fn_call *c) {
                 .weight_offset = fn_without_payload(c->weight_offset)},
         .rows = rows,
         .width = 1,
-        .kernels = fn_kernels(dy_kind),
+        .kernels = fn_kernels((int)o[FN_DY].kind),
     };
     call.job.from_memory = rows * call.job.dx_stride >= FN_FROM_MEMORY_BYTES;
     call.job.bypass_cache = call.job.from_memory && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;

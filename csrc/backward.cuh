@@ -1,9 +1,9 @@
-// What the kernels of the backward pass share.
+// Arguments and arithmetic of all kernels of the backward pass.
 #pragma once
 #include "row.cuh"
 
 using Dy = DY_TYPE;
-using DTotal = D_TOTAL_TYPE;  // of the gradient that came for residual_out
+using DTotal = D_TOTAL_TYPE;  // the gradient of residual_out
 using H = H_TYPE;
 using Weight = WEIGHT_TYPE;
 using Dx = DX_TYPE;
@@ -25,7 +25,7 @@ struct Arguments {
     A weight_offset;
 };
 
-// The reciprocal root mean squares of the lane's rows.
+// Loads rstd of the lane's rows.
 __device__ inline void load_rstd(A (&to)[ROWS_IN_LANE], const A* from, const Rows& rows) {
 #pragma unroll
     for (int r = 0; r < ROWS_IN_LANE; r++) {
@@ -34,15 +34,15 @@ __device__ inline void load_rstd(A (&to)[ROWS_IN_LANE], const A* from, const Row
     }
 }
 
-// h times rstd.
+// xhat: h times rstd.
 template <class T> __device__ void normalised(A (&xhat)[VECTOR], const T (&h)[VECTOR], A rstd) {
     widen(xhat, h);
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) xhat[v] *= rstd;
 }
 
-// dy times the weight, h times rstd, and the products whose sum is wanted: +0 beyond the row's end, where rstd may be
-// infinite. Of a row that is not there they may be anything, which nobody reads.
+// wdy: dy times the gain. xhat: h times rstd. products: wdy times xhat, whose sum is needed; +0 beyond the row's end,
+// where 0 * rstd would be NaN if rstd is infinite. For a row number beyond the last row they are never used.
 template <class W>
 __device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECTOR], const Dy (&dy)[VECTOR],
                          const H (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A weight_offset, bool inside) {
@@ -58,16 +58,16 @@ __device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECT
     for (int v = 0; v < VECTOR; v++) products[v] = inside ? wdy[v] * xhat[v] : (A)0;
 }
 
-// What a row adds to the weight's gradient.
+// A row's share of the weight's gradient: dy times xhat.
 template <class T> __device__ void shares_of(A (&shares)[VECTOR], const T (&dy)[VECTOR], const A (&xhat)[VECTOR]) {
     widen(shares, dy);
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) shares[v] *= xhat[v];
 }
 
-// As store_if, for all lanes of a warp together. Memory is written in sectors of 32 bytes: where a vector takes several
-// accesses of 16, two lanes side by side exchange every other part of theirs, so that each access has whole sectors.
-// Only for results that share no memory with an operand, because a lane writes where its neighbour would.
+// As store_if, for all lanes of a warp together. Memory is written in sectors of 32 bytes. Where a vector takes several
+// accesses of 16 bytes, two neighbouring lanes exchange every second part, so that each access writes whole sectors.
+// Results must not share memory with an operand, because a lane writes parts of its neighbour's vector.
 template <class T> __device__ void store_together(bool inside, T* to, const A (&from)[VECTOR]) {
     constexpr int PARTS = PRESENT<T> ? VECTOR * (int)sizeof(T) / AT_ONCE<T> : 0;
     if constexpr (PARTS > 1 && AT_ONCE<T> == 16) {
@@ -85,7 +85,7 @@ template <class T> __device__ void store_together(bool inside, T* to, const A (&
                 const unsigned got = exchanged(second ? low : high, 1);
                 (second ? low : high) = got;
             }
-            // Side by side now are two parts of the first lane's vector, then two of the second's.
+            // The two lanes now hold two adjacent parts of the first lane's vector, then two of the second lane's.
             if (second ? others : inside) at[i] = parts[i];
             if (second ? inside : others) at[PARTS + i] = parts[i + 1];
         }
@@ -94,7 +94,7 @@ template <class T> __device__ void store_together(bool inside, T* to, const A (&
     }
 }
 
-// The gradient of the row that was normalised, and of what it is the sum of; rounded and stored.
+// The gradient of h, the row that was normalised, rounded and stored as the gradient of x and of the residual.
 template <class T>
 __device__ void store_gradients(const A (&wdy)[VECTOR], const A (&xhat)[VECTOR], A c, A rstd, const T (&d_total)[VECTOR],
                                 bool inside, Dx* dx, DResidual* dresidual) {

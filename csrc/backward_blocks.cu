@@ -1,14 +1,17 @@
-// The gradients of blocks of rows, and what each block adds to the weight's gradient: its rows' products, in row order.
+// The gradients of blocks of rows, and the sum of each block's shares of the weight's gradient, added in row order.
+//
+// If a block of threads works on one row (BLOCKS_ROW), a thread adds the shares of its columns in registers. Else a
+// block works on several rows, and writes their shares to shared memory, where a thread adds some adjacent columns.
 #include "backward.cuh"
 
-// Rows that a block of threads works on at a time. It takes the blocks of rows that these hold whole, and at least one.
+// Rows that a block of threads works on at a time. It takes as many whole blocks of rows as these hold, at least one.
 constexpr int TOGETHER = BLOCKS_ROW ? 1 : WARPS * ROWS_PER_WARP;
 
-// Where rows share a block of threads, a thread adds up the products of so many columns side by side.
+// Adjacent columns that a thread adds in shared memory.
 constexpr int SIDE_BY_SIDE = 4;
 
-// Where the product of a column lies in shared memory: in fours, which are shuffled so that neither lanes that write
-// theirs nor lanes that read a row's meet in a bank.
+// Where the share of a column lies in shared memory. Groups of four are permuted, so that there are no bank conflicts,
+// neither between lanes that write their vectors nor between lanes that read a row.
 __device__ inline int place_of(int column) {
     const int four = column / SIDE_BY_SIDE;
     return (four ^ (four / 8 % larger(VECTOR / SIDE_BY_SIDE, 1))) * SIDE_BY_SIDE + column % SIDE_BY_SIDE;
@@ -24,13 +27,13 @@ template <class SHARES> __device__ void keep_shares(SHARES& shares, int row, int
     }
 }
 
-// Adds the products of `rows` rows, the `first` or the `last` of all, to the sums of columns, and stores those that are
-// complete. Where there are several blocks of rows, each begins and ends here.
+// Adds the shares of `rows` rows to the sums of columns, which begin at 0 with the `first` rows, and stores the sums
+// after the `last` rows. If there are `several` blocks of rows, of `block` rows each, all of them begin and end here.
 template <class SHARES>
 __device__ void add_columns(A (&sums)[SIDE_BY_SIDE], SHARES& shares, int rows, int several, int block, bool first,
                             bool last, A* partial, int hidden_size) {
     constexpr int OF_ROW = ROW / SIDE_BY_SIDE;
-    static_assert(BLOCKS_ROW || OF_ROW <= THREADS, "else a thread would have several sums of one block of rows");
+    static_assert(BLOCKS_ROW || OF_ROW <= THREADS, "a thread has one sum of a block of rows");
     for (int i = threadIdx.x; i < several * OF_ROW; i += THREADS) {
         const int column = i % OF_ROW * SIDE_BY_SIDE, begin = i / OF_ROW * block, end = smaller(begin + block, rows);
         if (first) memset(sums, 0, sizeof sums);
@@ -53,7 +56,7 @@ __device__ void add_columns(A (&sums)[SIDE_BY_SIDE], SHARES& shares, int rows, i
 }
 
 extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
-    const int mine = BLOCKS_ROW ? 0 : warp() * ROWS_PER_WARP;  // the first of this warp's among the rows together
+    const int mine = BLOCKS_ROW ? 0 : warp() * ROWS_PER_WARP;  // this warp's first row among the rows together
     const int several = a.block < TOGETHER ? TOGETHER / (int)a.block : 1;
     const long long all = several * a.block, begin = blockIdx.x * all;
     const long long end = begin + all < a.rows ? begin + all : a.rows;
@@ -75,7 +78,7 @@ extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
     load_factors();
     load_rows(d_total, a.d_total, a.d_total_stride, next);
 
-    // The sums of columns: of its own elements' where a row is in a thread's registers, else of some side by side.
+    // If BLOCKS_ROW, the sums of the thread's own columns; else those of the columns that it adds in shared memory.
     A totals[VECTORS][VECTOR] = {}, sums[SIDE_BY_SIDE];
     int turn = 0;
     for (long long first = begin; first < end; first += TOGETHER, turn++) {
@@ -99,7 +102,7 @@ extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
                     keep_shares(shares, mine + row_of(k), column_of(k), share);
                 }
             }
-            if (AHEAD && !last) load_factors();  // on their way while these are worked on
+            if (AHEAD && !last) load_factors();  // registers suffice for the next rows' factors beside these
             A sum = sums_of_rows(products);
             if constexpr (BLOCKS_ROW) {
                 SHARED(A, of_segments, 2 * WARPS);

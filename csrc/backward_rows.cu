@@ -1,4 +1,4 @@
-// The gradients of rows that registers hold.
+// The gradients of rows that fit the registers.
 #include "backward.cuh"
 
 extern "C" __global__ void BOUNDS backward_rows(const Arguments a) {

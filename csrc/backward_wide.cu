@@ -1,8 +1,8 @@
-// The gradients of rows that registers do not hold: a block per row goes through it twice, segment by segment. If KEPT,
-// the second time finds dy and h in shared memory.
+// The gradients of rows that do not fit the registers. A block per row reads it twice, segment by segment. If KEPT, the
+// second pass reads dy and h in shared memory.
 #include "backward.cuh"
 
-static_assert(!KEPT || ALIGNED < 32, "words of 32 bytes are of global memory");
+static_assert(!KEPT || ALIGNED < 32, "only global memory has accesses of 32 bytes");
 
 extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
     SHARED(A, sums, SEGMENTS);
@@ -40,7 +40,7 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
     const A c = sum_of_all_segments(sums, segments) / (A)a.hidden_size;
     let_next_kernel_begin();
 
-    // Every thread finds what it left itself.
+    // Each thread reads what it wrote itself, so no barrier is needed.
     for (int segment = warp(); segment < segments; segment += WARPS) {
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {

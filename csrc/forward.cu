@@ -1,7 +1,7 @@
-// y, residual_out and the reciprocal root mean square of rows that registers hold.
+// y, residual_out and rstd of rows that fit the registers.
 #include "forward.cuh"
 
-// Each row in the registers of a part of a warp, of the warps of a block, or of those of a cluster.
+// A part of a warp, the warps of a block, or those of a cluster hold each row.
 extern "C" __global__ void BOUNDS forward(const Arguments a) {
     const int segment = BLOCKS_ROW ? (blockIdx.x % CLUSTER) * WARPS + warp() : 0;
     const long long first = BLOCKS_ROW ? blockIdx.x / CLUSTER : ((long long)blockIdx.x * WARPS + warp()) * ROWS_PER_WARP;

@@ -1,4 +1,4 @@
-// What the kernels of the forward pass share.
+// Arguments and arithmetic of all kernels of the forward pass.
 #pragma once
 #include "row.cuh"
 
@@ -20,7 +20,7 @@ struct Arguments {
     A eps, weight_offset;
 };
 
-// The row that is normalised; stores the sum if asked to.
+// h, the row that is normalised: x plus the residual, or x alone. Stores the rounded sum if `stored`.
 template <class R, class S>
 __device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, S* residual_out) {
     widen(h, x);
@@ -36,6 +36,7 @@ __device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[
     }
 }
 
+// y: h times rstd, rounded if ROUND_NORM, times the gain.
 template <class W>
 __device__ void normalised(A (&y)[VECTOR], const A (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A offset) {
 #pragma unroll

@@ -1,13 +1,13 @@
-// The same of rows that registers do not hold: a block per row goes through it twice, segment by segment.
+// y, residual_out and rstd of rows that do not fit the registers. A block per row reads it twice, segment by segment.
 //
-// KEPT says where the second time finds the row that is normalised: in shared memory, in global memory (as x, or as
-// residual_out), or nowhere: then it is added again.
+// KEPT says where the second pass reads h, the row that is normalised: in shared memory; in global memory, as x or
+// residual_out; or nowhere: it adds x and the residual again.
 #include "forward.cuh"
 
 constexpr int NOWHERE = 0, IN_MEMORY = 1, IN_SHARED = 2;
-static_assert(KEPT != IN_SHARED || ALIGNED < 32, "words of 32 bytes are of global memory");
+static_assert(KEPT != IN_SHARED || ALIGNED < 32, "only global memory has accesses of 32 bytes");
 
-// Of what type the row that is normalised is.
+// Row: the type of h.
 template <bool FIRST, class T, class OTHER> struct either {
     using type = T;
 };
@@ -53,7 +53,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     if (RSTD && threadIdx.x == 0) a.rstd[blockIdx.x] = rstd;
     let_next_kernel_begin();
 
-    // Every thread finds what it left itself.
+    // Each thread reads what it wrote itself, so no barrier is needed.
     for (int segment = warp(); segment < segments; segment += WARPS) {
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {

@@ -1,20 +1,21 @@
-// What only a GPU can say: the one file with PTX.
+// Instructions of GPUs that C++ has no words for: the only file with PTX.
 #pragma once
 
 constexpr int LANES = 32;
 
-// What registers a thread may use. Left alone, the compiler for older GPUs saves some for another block, and spills. That
-// for newer ones saves them too, where MANY_REGISTERS is not defined: loads then wait for each other.
+// Older GPUs: one block per multiprocessor is enough. Otherwise the compiler leaves registers for a second block, and
+// spills. For newer GPUs it does not spill; but to save registers it makes loads wait for each other, which
+// MANY_REGISTERS prevents.
 #if __CUDA_ARCH__ < 900 || defined(MANY_REGISTERS)
 #define BOUNDS __launch_bounds__(THREADS, 1)
 #else
 #define BOUNDS __launch_bounds__(THREADS)
 #endif
 
-// Memory that the threads of a block share; what lies in it before they write is anything.
+// Memory that the threads of a block share. It is not initialised.
 #define SHARED(TYPE, NAME, COUNT) __shared__ TYPE NAME[COUNT]
 
-// Exact: a narrow type's values are values of the wide one.
+// Exact: every value of the narrow type is a value of the wide one.
 __device__ inline float float_of_half(unsigned short bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -24,7 +25,7 @@ __device__ inline float float_of_half(unsigned short bits) {
 __device__ inline float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
 __device__ inline unsigned bits_of_float(float value) { return __float_as_uint(value); }
 
-// To nearest even. Two at a time, the first in the low half of the word.
+// Rounds two values to nearest even; the first goes to the low half of the word.
 __device__ inline unsigned halves_of_floats(float low, float high) {
     unsigned word;
 #if __CUDA_ARCH__ >= 800
@@ -52,24 +53,25 @@ __device__ inline unsigned bfloat16s_of_floats(float low, float high) {
 #endif
 }
 
-// The memory that a block shares and whose size the launch says.
+// The block's shared memory whose size is an argument of the launch.
 __device__ inline void* shared_of_launch() {
     extern __shared__ uint4 memory[];
     return memory;
 }
 
-// Correctly rounded: NVRTC is told neither to flush subnormals nor to approximate.
+// Correctly rounded, because NVRTC's options keep subnormals and forbid approximations.
 __device__ inline float root(float value) { return sqrtf(value); }
 __device__ inline double root(double value) { return sqrt(value); }
 
-// The value of the lane whose number differs in these bits, and of the lane of this number. All lanes take part.
+// `exchanged` returns the value of lane number (lane ^ distance), `value_of_lane` that of lane number `lane`. All lanes
+// of the warp must call them.
 template <class T> __device__ T exchanged(T value, int distance) { return __shfl_xor_sync(~0u, value, distance); }
 template <class T> __device__ T value_of_lane(T value, int lane) { return __shfl_sync(~0u, value, lane); }
 
 __device__ inline void block_barrier() { __syncthreads(); }
 
-// 32 bytes of global memory, eight words, which GPUs of compute capability 10 and newer read and write at once: in two
-// halves if the compiler cannot say so yet. Older GPUs are never asked to.
+// GPUs of compute capability 10 and newer read and write 32 bytes of global memory, eight words, at once. A compiler
+// that does not know this instruction yet takes two halves. These functions are not called on older GPUs.
 #if __CUDA_ARCH__ >= 1000
 template <class WORDS> __device__ void load_32_bytes(WORDS& to, const void* from) {
     unsigned(&w)[8] = to.word;
@@ -103,10 +105,12 @@ template <class WORDS> __device__ void load_32_bytes(WORDS&, const void*) {}
 template <class WORDS> __device__ void store_32_bytes(void*, const WORDS&) {}
 #endif
 
-// Has the second-level cache, which sees every write, fetch what will be read.
+// Fetches memory into the second-level cache. That is safe before other kernels have ended, because every write goes
+// through this cache.
 __device__ inline void fetch_soon(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// Programmatic dependent launch: waits for all that the kernels before have written; lets the next kernel begin.
+// Programmatic dependent launch: the first waits until everything that earlier kernels wrote can be read; the second
+// lets the next kernel begin.
 __device__ inline void wait_for_kernels_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -119,7 +123,7 @@ __device__ inline void let_next_kernel_begin() {
 #endif
 }
 
-// Clusters: this block's number in its cluster, shared memory of the others, and a barrier in two halves.
+// Clusters: this block's number in its cluster, a store into a block's shared memory, and a barrier in two halves.
 __device__ inline int rank_in_cluster() {
     unsigned rank = 0;
 #if __CUDA_ARCH__ >= 900

@@ -1,4 +1,4 @@
-// The types of operands, how their values are read as A (the type that is computed in), and rounded once from it.
+// The types of operands, and conversions to and from A, the type of all arithmetic. Conversion from A rounds once.
 #pragma once
 #include "machine.cuh"
 
@@ -12,7 +12,7 @@ struct bf16 {
 };
 using f32 = float;
 using f64 = double;
-struct none {};  // of an operand that is absent
+struct none {};  // the type of an operand that is absent
 
 using A = ACCUMULATOR;
 
@@ -23,7 +23,8 @@ template <class T> __device__ A wide(T value) { return (A)value; }
 template <> __device__ inline A wide(f16 value) { return (A)float_of_half(value.bits); }
 template <> __device__ inline A wide(bf16 value) { return (A)float_of_bits((unsigned)value.bits << 16); }
 
-// The last bit of the float is set where anything was lost: then rounding once more, to 16 bits, rounds once.
+// Sets the last bit of the float where the conversion is inexact ("rounding to odd"). Then rounding the float to 16
+// bits gives what rounding the double at once would have given.
 __device__ inline float rounded_to_odd(float value) { return value; }
 __device__ inline float rounded_to_odd(double value) {
     float nearest = (float)value;
@@ -34,8 +35,8 @@ __device__ inline float rounded_to_odd(double value) {
     return float_of_bits(bits | 1);
 }
 
-// COUNT values as A. The 16-bit types are taken in pairs, from the words that were loaded: to take a word apart first
-// costs a GPU another instruction or two for each.
+// Converts COUNT values to A. The 16-bit types go in pairs, straight from the words that were loaded: splitting a word
+// first would cost one or two instructions more per word.
 template <class T, int COUNT> __device__ void widen(A (&to)[COUNT], const T (&from)[COUNT]) {
     if constexpr (sizeof(T) > 2 || COUNT == 1) {
 #pragma unroll
@@ -56,7 +57,7 @@ template <class T, int COUNT> __device__ void widen(A (&to)[COUNT], const T (&fr
     }
 }
 
-// COUNT values, rounded to nearest even: the 16-bit types are rounded and left in pairs.
+// Rounds COUNT values to nearest even. The 16-bit types are rounded in pairs.
 template <class T, int COUNT> __device__ void narrow(T (&to)[COUNT], const A (&from)[COUNT]) {
     if constexpr (sizeof(T) > 2) {
 #pragma unroll

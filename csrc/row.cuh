@@ -1,24 +1,31 @@
-// How a row lies over threads, and its halving sum. What is compiled in:
+// Which thread has which elements of a row, and the row's halving sum. Constants that the compilation defines:
 //
-//   VECTOR   elements side by side that a thread takes together
-//   ALIGNED  bytes of which the address of every such vector is a multiple, of the operand with the narrowest type
-//   ROW      elements of a warp's 1024 that are kept for one row: a power of two from 32 on
-//   WARPS    warps per block: of one row if BLOCKS_ROW, else each with rows of its own
-//   CLUSTER  blocks per row
-//   SEGMENTS of a row that is too long for registers, as a power of two
+//   VECTOR      adjacent elements that a thread loads together
+//   ALIGNED     the address of such a vector, of the operand with the narrowest type, is a multiple of so many bytes
+//   ROW         elements of a warp's 1024 that are reserved for one row: a power of two from 32 on
+//   BLOCKS_ROW  whether all warps of a block work on one row; else each warp has rows of its own
+//   WARPS       warps per block
+//   CLUSTER     blocks per row
+//   SEGMENTS    at least the segments of a row that is too long for registers: a power of two
+//   FULL        whether rows fill their vectors, so that no column need be compared with the row's length
 //
-// Element i of a warp's 1024 belongs to lane (i / VECTOR) % 32. A row longer than 1024 has a warp for each segment.
-// Which thread adds what decides no bits: the tree goes by the elements' numbers in their row alone.
+// A row longer than 1024 has a warp for each segment. Within a warp, the index of an element in its row is
+//
+//   (vector, lane, position)    most significant first: VECTORS_IN_ROW * LANES_PER_ROW * VECTOR == ROW
+//
+// which is the order in which the tree halves: over vectors, then lanes, then positions. The layout decides no bits.
 #pragma once
 #include "numbers.cuh"
 
 constexpr int SEGMENT = 1024;
-constexpr int VECTORS = SEGMENT / LANES / VECTOR;  // of a lane
+constexpr int VECTORS = SEGMENT / LANES / VECTOR;  // that a lane has
 constexpr int LANES_PER_ROW = ROW / VECTOR < LANES ? ROW / VECTOR : LANES;
-constexpr int VECTORS_IN_ROW = ROW / VECTOR / LANES_PER_ROW;  // of a lane
-constexpr int ROWS_IN_LANE = VECTORS / VECTORS_IN_ROW;
+constexpr int VECTORS_IN_ROW = ROW / VECTOR / LANES_PER_ROW;  // that a lane has of one row
+static_assert(VECTORS_IN_ROW * LANES_PER_ROW * VECTOR == ROW, "the three fields of an element's index");
+constexpr int ROWS_IN_LANE = VECTORS / VECTORS_IN_ROW;  // of which a lane has elements
+constexpr int LANES_PER_SUM = LANES_PER_ROW / ROWS_IN_LANE;  // that end with the sum of the same row
 constexpr int ROWS_PER_WARP = SEGMENT / ROW;
-constexpr int ROWS_APART = LANES / LANES_PER_ROW;  // from a row of a lane's to its next
+constexpr int ROWS_APART = LANES / LANES_PER_ROW;  // from one row of a lane to the lane's next row
 constexpr int THREADS = WARPS * LANES;
 
 __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -27,7 +34,7 @@ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ inline int lane() { return threadIdx.x % LANES; }
 __device__ inline int warp() { return threadIdx.x / LANES; }
 
-// Where the lane's vector `k` lies: its column in its segment or row, and the row's number in the warp.
+// The position of the lane's vector `k`: its column in its segment or row, and its row's number in the warp.
 __device__ inline int column_of(int k) {
     return (k % VECTORS_IN_ROW) * (LANES * VECTOR) + (lane() % LANES_PER_ROW) * VECTOR;
 }
@@ -35,23 +42,23 @@ __device__ inline int row_of(int k) {
     return (k / VECTORS_IN_ROW) * ROWS_APART + lane() / LANES_PER_ROW;
 }
 
-// What a warp has: `count` rows from `first` on, of which it takes 1024 columns at most from `begin` on.
+// The rows of a warp: `count` rows from `first` on, and of these at most 1024 columns, from `begin` on.
 struct Rows {
     long long first;
     int count, begin, hidden_size;
 
-    // Whether the lane's vector `k` is in them: whether they are so long, and whether they are so many.
+    // Whether the lane's vector `k` exists: whether rows are long enough for it, and whether there are enough rows.
     __device__ bool have_column(int k) const { return FULL || begin + column_of(k) < hidden_size; }
     __device__ bool have(int k) const { return have_column(k) && (BLOCKS_ROW || row_of(k) < count); }
 
-    // Where it lies in an operand whose rows are `stride` apart: from the lane's first, which takes the multiplication.
+    // Its index in an operand whose rows are `stride` apart. Only the lane's first vector takes a multiplication.
     __device__ long long at(int k, long long stride) const {
         const long long first_of_lane = (first + row_of(0)) * stride + begin + column_of(0);
         return first_of_lane + (k / VECTORS_IN_ROW) * (ROWS_APART * stride) + (k % VECTORS_IN_ROW) * (LANES * VECTOR);
     }
 };
 
-// Those before the row `end`; none or fewer where `first` is not.
+// The warp's rows from `first` on that are before the row `end`; `count` is 0 or less if there are none.
 __device__ inline Rows rows_of_warp(long long first, long long end, int begin, int hidden_size) {
     return {first, end - first < ROWS_PER_WARP ? (int)(end - first) : ROWS_PER_WARP, begin, hidden_size};
 }
@@ -63,7 +70,7 @@ template <> struct alignas(2) Words<2> {
     unsigned short word[1];
 };
 
-// Bytes of an operand that are read or written at once.
+// Bytes of an operand that one access reads or writes.
 template <class T> constexpr int AT_ONCE = larger(sizeof(T), smaller(VECTOR * sizeof(T), ALIGNED));
 
 template <class T> __device__ void load(T (&to)[VECTOR], const T* from) {
@@ -89,7 +96,7 @@ template <class T, int COUNT> __device__ void store(T* to, const T (&from)[COUNT
     }
 }
 
-// The vector there, or zeros.
+// Loads the vector if it is inside, else zeros.
 template <class T> __device__ void load_if(bool inside, T (&to)[VECTOR], const T* from) {
     if constexpr (PRESENT<T>) {
         if (inside) load(to, from);
@@ -97,20 +104,20 @@ template <class T> __device__ void load_if(bool inside, T (&to)[VECTOR], const T
     }
 }
 
-// The lane's vectors of an operand whose rows are `stride` apart.
+// Loads the lane's vectors of an operand whose rows are `stride` apart.
 template <class T>
 __device__ void load_rows(T (&to)[VECTORS][VECTOR], const T* from, long long stride, const Rows& rows) {
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) load_if(rows.have(k), to[k], from + rows.at(k, stride));
 }
 
-// The weight of the lane's columns.
+// Loads the weight of the lane's columns.
 template <class T> __device__ void load_weight(T (&to)[VECTORS_IN_ROW][VECTOR], const T* from, const Rows& rows) {
 #pragma unroll
     for (int k = 0; k < VECTORS_IN_ROW; k++) load_if(rows.have_column(k), to[k], from + rows.begin + column_of(k));
 }
 
-// Rounds and stores, if there is somewhere to.
+// Rounds and stores the vector if it is inside and the operand is present.
 template <class T> __device__ void store_if(bool inside, T* to, const A (&from)[VECTOR]) {
     if constexpr (PRESENT<T>) {
         T rounded[VECTOR];
@@ -119,7 +126,7 @@ template <class T> __device__ void store_if(bool inside, T* to, const A (&from)[
     }
 }
 
-// The weight plus its offset.
+// The gain: the weight plus its offset.
 template <class T> __device__ void gain(A (&to)[VECTOR], const T (&weight)[VECTOR], A weight_offset) {
     widen(to, weight);
     if (OFFSET) {
@@ -138,8 +145,8 @@ template <int COUNT, int N> __device__ void halve(A (&values)[N]) {
     }
 }
 
-// Adds COUNT values of lanes that are DISTANCE apart, then half as far, and so on. Of several values each lane keeps one
-// half and gives the other away: bits of the lane's number then stand for bits of the value's.
+// Adds COUNT values of lanes that are DISTANCE apart, then half as far, and so on. If there are several values, a lane
+// keeps one half of them and gives the other half away: a bit of the lane's number then selects the half.
 template <int COUNT, int DISTANCE, int N> __device__ void add_lanes(A (&values)[N]) {
     if constexpr (DISTANCE > 0) {
         constexpr int LEFT = larger(COUNT / 2, 1);
@@ -154,10 +161,20 @@ template <int COUNT, int DISTANCE, int N> __device__ void add_lanes(A (&values)[
     }
 }
 
-// The sums of the warp's rows, or of its segment, from the elements to be added. A lane gets the sum of the row
-// lane % LANES_PER_ROW * ROWS_IN_LANE / LANES_PER_ROW of those that it has elements of; see `of_row`.
+// The sums of the warp's rows, or of its segment. LANES_PER_SUM adjacent lanes return the sum of the same row; see
+// `of_row` and `row_of_sum`.
 //
-// Of the bits of an element's number, those of the vector come first, then those of the lane, then those in the vector.
+// An example: ROW is 64 and VECTOR is 8, so a row has eight lanes and a lane has one vector of each of four rows. Let p
+// be the number of the lane among the eight, r that of the row among the lane's four, and v the position in the vector,
+// with the bits p2 p1 p0, r1 r0 and v2 v1 v0. A row's element p2 p1 p0 v2 v1 v0 is added over p2 first, over v0 last.
+//
+//   step                      adds over    values of a lane after it       and the lane's number says
+//                                          32, numbered r1 r0 v2 v1 v0
+//   add_lanes, distance 4     p2           16, numbered r0 v2 v1 v0        p2 = r1
+//   add_lanes, distance 2     p1            8, numbered v2 v1 v0           p1 = r0
+//   add_lanes, distance 1     p0            4, numbered v1 v0              p0 = v2
+//   exchanged, distance 1     v2            4, numbered v1 v0              (both lanes have the same)
+//   halve                     v1, v0        1: the sum of row r = p2 p1    lanes 2r and 2r + 1 have it
 __device__ inline A sums_of_rows(const A (&elements)[VECTORS][VECTOR]) {
     constexpr int COUNT = ROWS_IN_LANE * VECTOR;
     A sums[COUNT];
@@ -173,8 +190,8 @@ __device__ inline A sums_of_rows(const A (&elements)[VECTORS][VECTOR]) {
         }
     }
     add_lanes<COUNT, LANES_PER_ROW / 2>(sums);
-    // Lanes that far apart hold different rows, then different elements of a vector.
-    constexpr int APART = LANES_PER_ROW / ROWS_IN_LANE / 2;
+    // Lanes at this distance or a smaller one hold different positions of the same row; at larger ones, different rows.
+    constexpr int APART = LANES_PER_SUM / 2;
     constexpr int LEFT = larger(COUNT / LANES_PER_ROW, 1);
 #pragma unroll
     for (int i = 0; (VECTOR >> i) > LEFT; i++) {
@@ -185,15 +202,15 @@ __device__ inline A sums_of_rows(const A (&elements)[VECTORS][VECTOR]) {
     return sums[0];
 }
 
-// The value that the lanes with the sum of a lane's row `r` have.
+// Broadcasts the value for the lane's row `r` from a lane that holds it.
 __device__ inline A of_row(A value, int r) {
     if constexpr (ROWS_PER_WARP == 1) return value;
-    else return value_of_lane(value, lane() / LANES_PER_ROW * LANES_PER_ROW + r * (LANES_PER_ROW / ROWS_IN_LANE));
+    else return value_of_lane(value, lane() / LANES_PER_ROW * LANES_PER_ROW + r * LANES_PER_SUM);
 }
 
-// The row that the sum of a lane is of, by its number in the warp.
+// The number in the warp of the row whose sum this lane holds.
 __device__ inline int row_of_sum() {
-    return lane() % LANES_PER_ROW * ROWS_IN_LANE / LANES_PER_ROW * ROWS_APART + lane() / LANES_PER_ROW;
+    return lane() % LANES_PER_ROW / LANES_PER_SUM * ROWS_APART + lane() / LANES_PER_ROW;
 }
 
 __device__ constexpr int padded(int count) {
@@ -202,13 +219,13 @@ __device__ constexpr int padded(int count) {
     return power;
 }
 
-// A row's sum from the sums of its segments, which its warps bring; `sums` is room in shared memory for all, and
-// may be used again after the next call with another.
+// A row's sum, from the sum of each warp's segment. `sums` is shared memory for all of them. It may be used again after
+// the next call, which must be given other memory.
 template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
     constexpr int IN_ROW = CLUSTER * WARPS, PADDED = padded(IN_ROW), COUNT = larger(PADDED / LANES, 1);
     if constexpr (CLUSTER > 1) {
         int segment = rank_in_cluster() * WARPS + warp();
-        cluster_wait();  // for all blocks to be there, or to have read what was here
+        cluster_wait();  // until all blocks have started, or have read the sums before these
         if (lane() < CLUSTER) store_in_block(sums[segment], lane(), sum);
         cluster_arrive();
         cluster_wait();
@@ -230,7 +247,7 @@ template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
     return halves[0];
 }
 
-// The same for a row that one block goes through segment by segment: the sums are all there, SEGMENTS at most.
+// The same for a row that one block reads segment by segment: `sums` has all of them already, SEGMENTS at most.
 template <class SUMS> __device__ A sum_of_all_segments(SUMS& sums, int segments) {
     for (int half = padded(segments) / 2; half > 0; half /= 2) {
         block_barrier();
@@ -240,6 +257,7 @@ template <class SUMS> __device__ A sum_of_all_segments(SUMS& sums, int segments)
     return sums[0];
 }
 
+// rstd.
 __device__ inline A reciprocal_root(A sum_of_squares, int hidden_size, A eps) {
     return (A)1 / root(sum_of_squares / (A)hidden_size + eps);
 }

@@ -1,8 +1,8 @@
-// What a block of rows adds to the weight's gradient, a vector of columns per thread: its rows' products, in row order.
+// The sum of each block of rows' shares of the weight's gradient, added in row order. A thread has a vector of columns.
 #define MANY_REGISTERS
 #include "backward.cuh"
 
-constexpr int TOGETHER = 8;  // rows that are on their way at a time
+constexpr int TOGETHER = 8;  // rows that are loaded before the first is added
 
 template <int COUNT> __device__ void add_rows(A (&total)[VECTOR], const Arguments& a, long long first, int column) {
     Dy dy[COUNT][VECTOR];
@@ -24,7 +24,7 @@ template <int COUNT> __device__ void add_rows(A (&total)[VECTOR], const Argument
     }
 }
 
-// Fewer rows than twice COUNT.
+// Adds the rows from `first` to `end`, fewer than twice COUNT.
 template <int COUNT>
 __device__ void add_last_rows(A (&total)[VECTOR], const Arguments& a, long long first, long long end, int column) {
     const bool enough = first + COUNT <= end;

@@ -1,13 +1,13 @@
-// The weight's gradient: what the blocks of rows add to it, added up by halving. A lane per column.
+// The weight's gradient: the sums of the blocks of rows, added by halving. A lane has one column.
 //
-// Each lane adds IN_LANE blocks of rows, and as many warps share columns as there are blocks for: the fewer blocks, the
-// more columns a block of threads has. Block b is the b % together-th warp's: halves of numbers above that are added in
-// the lane, those below across warps.
+// A lane adds at most IN_LANE blocks, so `together` warps share their columns: the fewer blocks of rows there are, the
+// fewer warps share, and the more columns a block of threads has. Of these warps, warp w sums blocks w, w + together,
+// w + 2 * together, ...: the upper levels of the tree in registers, the lower ones across warps in shared memory.
 #include "backward.cuh"
 
 extern "C" __global__ void BOUNDS weight_sum(const Arguments a) {
     const int blocks = (int)a.blocks;
-    int levels = 0;  // of halves across warps
+    int levels = 0;  // of the tree, across warps
 #pragma unroll
     for (int most = IN_LANE; most < WARPS * IN_LANE; most *= 2) levels += blocks > most;
     const int together = 1 << levels, mine = warp() & (together - 1);
