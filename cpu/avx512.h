@@ -1,6 +1,6 @@
 /*
  * The operations of pairs.h for AVX-512 (F, BW, DQ, VL). Tails are masked. Included by the files
- * kernel_<isa>.c, which may define FOR_ZEN4, for what was measured to be otherwise there, or HAS_VBMI2.
+ * kernel_<isa>.c, which may define FOR_ZEN4, where other instructions were measured to be faster, or HAS_VBMI2.
  */
 #include <immintrin.h>
 #include <stdint.h>
@@ -24,8 +24,8 @@ FN_INLINE float v_halve(V x) {
 }
 
 /*
- * Eight rows at once: where a vector is halved, the halves of two vectors are put together, and half as many vectors are
- * left. Returns two floats of each row, of rows L and L + 4 in 128-bit lane L.
+ * Halves eight rows at once: each step puts the halves of two vectors into one, so that half as many vectors are left.
+ * Returns two floats of each row: 128-bit lane L has those of rows L and L + 4.
  */
 FN_INLINE V halve_eight(V r0, V r1, V r2, V r3, V r4, V r5, V r6, V r7) {
 #define BY_8(p, q) v_add(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xee))
@@ -46,7 +46,7 @@ FN_INLINE void halve_rows(int by_parity, const float *units, float *sums) {
     V a = by_parity ? EIGHT(A) : EIGHT(A_AND_B), b = by_parity ? EIGHT(B) : a;
     V sum = v_add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
     if (by_parity) sum = v_add(sum, _mm512_permute_ps(sum, 0x4e));
-    const __m256i rows = _mm256_set_epi32(13, 9, 5, 1, 12, 8, 4, 0); /* where they are */
+    const __m256i rows = _mm256_set_epi32(13, 9, 5, 1, 12, 8, 4, 0); /* their places */
     _mm256_store_ps(sums, _mm512_castps512_ps256(_mm512_permutexvar_ps(_mm512_castsi256_si512(rows), sum)));
 #undef A
 #undef B
@@ -99,7 +99,7 @@ FN_INLINE H2 h2_bf16(V a, V b) {
 #define BF16_BY_PARITY 1
 FN_INLINE V bf16_even(H2 h) { return _mm512_castsi512_ps(_mm512_slli_epi32(h, 16)); }
 FN_INLINE V bf16_odd(H2 h) { return _mm512_castsi512_ps(_mm512_and_si512(h, _mm512_set1_epi32((int)0xffff0000))); }
-/* Of 32-bit lanes e and o: their upper words, and their lower ones, in the order e0 o0 e1 o1 ... */
+/* The upper words of the 32-bit lanes of e and o, in the order e0 o0 e1 o1 ...; and their lower words. */
 #if defined(FOR_ZEN4)
 #define UPPER_WORDS                                                                                    \
     _mm512_set_epi16(63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17,                   \
@@ -108,7 +108,7 @@ FN_INLINE H2 upper_words(H2 e, H2 o) { return _mm512_permutex2var_epi16(e, UPPER
 FN_INLINE H2 lower_words(H2 e, H2 o) {
     return _mm512_permutex2var_epi16(e, _mm512_sub_epi16(UPPER_WORDS, _mm512_set1_epi16(1)), o);
 }
-#else /* Intel splits that permutation into three operations. The operand that ends here comes first: it is overwritten. */
+#else /* Intel splits that permutation into three operations. The first operand is overwritten: it is not used again. */
 FN_INLINE H2 from_upper(H2 upper, H2 lower) {
     return _mm512_ternarylogic_epi32(upper, _mm512_set1_epi32((int)0xffff0000), lower, 0xe2);
 }
@@ -123,9 +123,9 @@ FN_INLINE H2 lower_words(H2 e, H2 o) { return from_upper(_mm512_slli_epi32(o, 16
 #endif
 
 /*
- * Both vectors at once: the upper words of all, and the lower words with the last bit set where the
- * upper is odd, so that "more than half a unit" is one comparison that rounds ties to even too. The
- * conversion that AVX512_BF16 has is no faster: it flushes subnormals, which have to be looked out for.
+ * Narrows both vectors at once. A lower word's last bit is set where the upper word is odd: then one
+ * comparison, "more than half a unit", rounds ties to even too. The conversion of AVX512_BF16 is no
+ * faster: it flushes subnormals, so they would have to be treated separately.
  */
 FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     H2 e = _mm512_castps_si512(even), o = _mm512_castps_si512(odd);
@@ -137,8 +137,8 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
 
 #if defined(FOR_ZEN4)
 /*
- * In halves, because Zen 4 reads memory a sixth slower when a loop touches each line once: a second
- * access, even a mere prefetch, sets its prefetchers going. Fetching further ahead is slower there.
+ * Two loads, because Zen 4 reads memory a sixth slower when a loop accesses each line once: a second
+ * access, even a prefetch, starts its prefetchers. Fetching further ahead is slower there.
  */
 #define READS 1
 FN_INLINE V v_read(const void *p) {

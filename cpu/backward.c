@@ -12,13 +12,14 @@ struct call {
     const struct fn_kernels *kernels;
     int64_t rows, block, blocks, width; /* rows per block; blocks, and the next power of two */
     /*
-     * Of P values, P being a power of two, halving pairs k with k + P/2. So the sum of all is the sum of the
-     * even ones plus the sum of the odd ones, each halved by itself, and so on: S sums of blocks s, s + S,
-     * s + 2S ... are independent of each other, and threads share them out. S changes no bit.
+     * Halving adds value k + P/2 to value k, if there are P values and P is a power of two. So the sum of all is the
+     * sum of the even ones plus the sum of the odd ones, each halved by itself, and so on. Let S be a smaller power of
+     * two: the sums of blocks s, s + S, s + 2S, ... for each s < S are independent, so threads share them. S changes
+     * no bit.
      */
-    int64_t subtrees;
-    int levels; /* of halving within one of them */
-    size_t row_bytes, thread_bytes; /* of a row of sums; of a thread's scratch with its rows of sums */
+    int64_t subtrees; /* S */
+    int levels; /* of one such sum's tree */
+    size_t row_bytes, thread_bytes; /* sizes: a row of sums; a thread's scratch with its rows of sums */
     char *sums; /* a row for each subtree */
     char *scratch;
 };
@@ -95,7 +96,7 @@ int fn_backward(const struct fn_call *c) {
     while (call.width < call.blocks) call.width *= 2;
     int threads = c->threads < call.blocks ? (int)c->threads : (int)call.blocks;
     if (rows * hidden < FN_PARALLEL_ELEMENTS || threads < 1) threads = 1;
-    int64_t shares = threads > 1 ? 4 * (int64_t)threads : 1; /* several each, so that none waits long for another */
+    int64_t shares = threads > 1 ? 4 * (int64_t)threads : 1; /* several each: threads end at about the same time */
     for (call.subtrees = 1; call.subtrees < shares && call.subtrees < call.width;) call.subtrees *= 2;
     while (call.subtrees << call.levels < call.width) call.levels++;
 
@@ -111,10 +112,9 @@ int fn_backward(const struct fn_call *c) {
     fn_parallel(run_thread, &call, threads);
     if (call.job.dweight) {
         fn_fp_state state = fn_enter_ieee();
-        for (int64_t width = call.subtrees; width > 1; width /= 2)
-            for (int64_t s = 0; s < width / 2; s++)
-                if (s + width / 2 < call.blocks)
-                    add(&call, call.sums + (size_t)s * call.row_bytes, call.sums + (size_t)(s + width / 2) * call.row_bytes);
+        for (int64_t half = call.subtrees / 2; half > 0; half /= 2)
+            for (int64_t s = 0; s < half && s + half < call.blocks; s++)
+                add(&call, call.sums + (size_t)s * call.row_bytes, call.sums + (size_t)(s + half) * call.row_bytes);
         call.kernels->backward_end(&call.job, call.sums);
         fn_leave_ieee(state);
     }

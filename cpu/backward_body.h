@@ -1,8 +1,8 @@
 /*
- * Gradients, over the operations that kernel_body.h lists; included by it. A row takes two passes: the sum that every
- * element's gradient needs, and the gradients. The second is made together with the first of the row that comes next:
- * memory is read in order, one new row at a time, while the row before lies in the caches; and what a row waits for
- * between its passes overlaps with work on the other.
+ * Gradients, over the operations that kernel_body.h lists; included by it. A row takes two passes: the first computes a
+ * sum that the gradient of every element needs, the second the gradients. The second pass of a row is made together
+ * with the first pass of the next row. So memory is read in order, one new row at a time, while the caches hold the row
+ * before; and the end of a row's sum overlaps with work on the other row.
  */
 
 struct gradient_row {
@@ -12,11 +12,11 @@ struct gradient_row {
        + sum[0], added in this order. */
     void *const *sum;
     int merged;
-    void *d; /* NULL, or where the gradient of x goes */
+    void *d; /* NULL, or the gradient of x */
     int from_memory; /* whether operands come from memory */
     int bypass_cache; /* whether the gradient bypasses the caches */
     float rstd;
-    float c; /* of the second pass: mean(wdy * xhat) */
+    float c; /* mean(wdy * xhat), for the second pass */
 };
 
 FN_INLINE U gradient_operand(int kind, const struct gradient_row *row, const void *operand, int64_t i, int n) {
@@ -27,7 +27,7 @@ FN_INLINE U weighted(U dy, const struct gradient_row *row, int64_t i) {
     return row->g ? u_mul(dy, u_load(F32, row->g, i, UNIT)) : dy;
 }
 
-/* First pass: the share of the weight's gradient, and the products whose sum is wanted. */
+/* First pass: the share of the weight's gradient, and the products that the row's sum adds. */
 FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i, int n, float *products) {
     U dy = gradient_operand(kind, row, row->dy, i, n);
     U xhat = u_mul(gradient_operand(kind, row, row->h, i, n), u_set1(row->rstd));
@@ -49,7 +49,7 @@ FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, int64_t i
     else u_store(kind, row->d, i, n, d);
 }
 
-/* The first pass of `row`, which gives treesum(wdy * xhat), with the second of `before`; either may be NULL. */
+/* The first pass of `row`, which returns treesum(wdy * xhat), and the second pass of `before`; either may be NULL. */
 FN_INLINE float pass_over(int kind, const struct gradient_row *before, const struct gradient_row *row, int64_t hidden,
                           float *sums) {
     _Alignas(64) float products[FN_SEGMENT];
@@ -64,7 +64,7 @@ FN_INLINE float pass_over(int kind, const struct gradient_row *before, const str
         if (done < n) {
             if (row) multiply_unit(kind, row, begin + done, (int)(n - done), products + done);
             if (before) gradient_unit(kind, before, begin + done, (int)(n - done));
-            /* Padding is +0, also where 0 * rstd is not. */
+            /* Padding is +0, also where 0 * rstd is NaN. */
             for (int64_t k = n - done; k < UNIT; k++)
                 products[done + (kind == BF16P ? k % 2 * (UNIT / 2) + k / 2 : k)] = 0;
             done += UNIT;
@@ -76,7 +76,7 @@ FN_INLINE float pass_over(int kind, const struct gradient_row *before, const str
     return segments ? halve_sums(sums, segments) : 0;
 }
 
-/* `from` as float, or as it is: whole units are written, of which n elements count. */
+/* Converts n elements of a row. Float rows have room for whole units, which are read and written whole. */
 FN_INLINE void convert(int from_kind, int to_kind, const void *from, void *to, int64_t n) {
     for (int64_t i = 0; i < n; i += UNIT) {
         int left = n - i < UNIT ? (int)(n - i) : UNIT;
@@ -85,7 +85,7 @@ FN_INLINE void convert(int from_kind, int to_kind, const void *from, void *to, i
     }
 }
 
-/* A row as float: in place if it is, else in `room`. */
+/* A row as float: itself if it is float, else converted into `room`. */
 static const void *as_float(int kind, const void *row, float *room, int64_t n) {
     if (kind == FN_F32 || !row) return row;
     if (kind == FN_F16) convert(F16, F32, row, room, n);
@@ -111,7 +111,7 @@ static int kind_of_rows(const struct fn_backward_job *job) {
     return same ? kind : NONE;
 }
 
-/* In a thread's scratch: g, room for one row of each operand as float, and the sums of a row's segments. */
+/* A thread's scratch: g, one row of each operand as float, and the sums of a row's segments. */
 struct backward_scratch {
     float *g, *dy, *h, *d_total, *d, *sums;
 };
@@ -236,7 +236,7 @@ static void backward_flush(const struct fn_backward_job *job, struct fn_backward
     if (STREAMS && job->bypass_cache) u_stream_end();
 }
 
-/* What a thread does once: g, as its rows will read it. */
+/* Run once by each thread: g, in the order in which its rows read it. */
 static void backward_begin(const struct fn_backward_job *job, void *scratch) {
     int kind = kind_of_rows(job) == BF16P ? (int)BF16P : job->weight_kind;
     if (!job->weight) return;
@@ -247,7 +247,7 @@ static void backward_begin(const struct fn_backward_job *job, void *scratch) {
     widen_weight(kind, job->weight, (float)job->weight_offset, job->hidden, scratch);
 }
 
-/* The weight's gradient, rounded to its type. */
+/* The weight's gradient, rounded to the weight's type. */
 static void backward_end(const struct fn_backward_job *job, const void *sum) {
     if (job->wide) {
         narrow_from_f64(job->weight_kind, sum, job->dweight, job->hidden);

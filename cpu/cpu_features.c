@@ -1,4 +1,4 @@
-/* What this processor, and its operating system, can run. On AArch64 NEON is part of the base. */
+/* The instruction sets that this processor and its operating system can run. AArch64 always has NEON. */
 #include "fusednorm_cpu.h"
 #include "target.h"
 
@@ -30,7 +30,7 @@ static void cpuid(unsigned leaf, unsigned registers[4]) {
 static unsigned saved_registers(void) {
     unsigned leaf1[4];
     cpuid(1, leaf1);
-    if (!(leaf1[ECX] & 1u << 27)) return 0; /* no OSXSAVE, no XGETBV */
+    if (!(leaf1[ECX] & 1u << 27)) return 0; /* without OSXSAVE there is no XGETBV */
 #if defined(_MSC_VER)
     return (unsigned)_xgetbv(0);
 #else
@@ -76,7 +76,7 @@ int fn_is_zen4(void) {
 #include <sys/auxv.h>
 #include <sys/prctl.h>
 
-/* The numbers are Linux's, older C libraries have no names for them. */
+/* Linux defines these numbers; older C libraries have no names for them. */
 int fn_has_neon_bf16(void) { return (getauxval(AT_HWCAP2) & 1ul << 14) != 0; } /* HWCAP2_BF16 */
 
 int fn_has_sve(void) {

@@ -1,4 +1,4 @@
-/* The C library of the cpu backend: what Python calls, and what its files share. */
+/* The C library of the cpu backend: the functions that Python calls, and the declarations that its files share. */
 #ifndef FUSEDNORM_CPU_H
 #define FUSEDNORM_CPU_H
 
@@ -17,8 +17,8 @@ enum { FN_ALIGNMENT = 64 }; /* of buffers, in bytes: a cache line */
 #define FN_PARALLEL_ELEMENTS (32 * 1024)
 
 /*
- * What is as large lies in no cache, for all we know: rows are fetched ahead, and new outputs bypass the caches,
- * which would not hold them until somebody reads them.
+ * Working sets of this size are assumed not to be cached: rows are fetched ahead, and new outputs bypass the caches,
+ * which would no longer hold them when they are read.
  */
 #define FN_FROM_MEMORY_BYTES (8 * 1024 * 1024)
 
@@ -41,7 +41,7 @@ typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, in
 
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
 
-/* As many elements may be kept as float between the passes: of several short rows, or one row in whole segments. */
+/* The elements that scratch holds as float between the passes: several short rows, or one row in whole segments. */
 enum { FN_KEPT = 4 * FN_SEGMENT };
 static inline int64_t fn_kept(int64_t hidden) {
     return hidden <= FN_KEPT ? FN_KEPT : (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
@@ -52,7 +52,7 @@ static inline int64_t fn_kept(int64_t hidden) {
  * residual_out had no gradient, weight where there was none. dweight has the weight's type.
  */
 struct fn_backward_job {
-    int wide; /* whether rstd is double and sums are taken in it */
+    int wide; /* whether rstd is double and sums are computed in double */
     int from_memory; /* whether operands come from memory */
     int bypass_cache; /* whether dx is large, and made of whole cache lines */
     int dy_kind, d_total_kind, h_kind, weight_kind, dx_kind, dresidual_kind;
@@ -74,7 +74,7 @@ struct fn_sum_stack {
     void *row[FN_LEVELS + 1];
 };
 
-/* A thread's part of it. */
+/* The state of one thread in a backward pass. */
 struct fn_backward_part {
     void *scratch; /* fn_backward_scratch_bytes(job) bytes on a 64-byte border, prepared by `begin` */
     int pending; /* whether a second pass is still to be made, with the first pass of the next row or by `flush` */
@@ -91,7 +91,7 @@ typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, 
                               int merged, struct fn_backward_part *part);
 /* Makes the pending second pass of the last row, and makes all that was written visible to other threads. */
 typedef void fn_backward_flush(const struct fn_backward_job *job, struct fn_backward_part *part);
-/* Rounds the sum over all rows into dweight. A sum's elements are in an order that only the kernels know. */
+/* Rounds the sum over all rows into dweight. Only the kernels know the order of a sum's elements. */
 typedef void fn_backward_end(const struct fn_backward_job *job, const void *sum);
 
 size_t fn_backward_scratch_bytes(const struct fn_backward_job *job);
@@ -104,20 +104,21 @@ struct fn_kernels {
     fn_backward_flush *backward_flush;
     fn_backward_end *backward_end;
 };
-extern const struct fn_kernels fn_kernels_scalar, fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16;
-extern const struct fn_kernels fn_kernels_zen4, fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
+extern const struct fn_kernels fn_kernels_scalar;
+extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
+extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
 const struct fn_kernels *fn_kernels(int kind); /* those in use, for an x or a dy of this kind */
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
-int fn_has_avx512(void); /* F, BW, DQ and VL, likewise */
-int fn_has_avx512_fp16(void); /* and VBMI2, with all of that */
-int fn_is_zen4(void); /* with all but FP16 */
+int fn_has_avx512(void); /* F, BW, DQ and VL, and an operating system that saves the registers */
+int fn_has_avx512_fp16(void); /* AVX-512 with VBMI2 and FP16 */
+int fn_is_zen4(void); /* with AVX-512, and without FP16 */
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */
 int fn_has_sve_bf16(void);
 
-/* Where a thread's share of the rows begins: whole rows, in order; written so that rows * threads cannot overflow. */
+/* The first row of a thread's share of the rows. It is written so that rows * threads cannot overflow. */
 static inline int64_t fn_first_row(int64_t rows, int thread, int threads) {
     int64_t share = rows / threads, more = rows % threads;
     return share * thread + (thread < more ? thread : more);
@@ -129,12 +130,12 @@ void fn_parallel(fn_task *task, void *argument, int threads);
 const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
 void fn_after_fork(void); /* this process is a forked child: from now on everything runs on the calling thread */
 
-/* dispatch.c: the instruction sets compiled in. The best that is usable is the last. */
+/* dispatch.c: the instruction sets compiled in. The last usable one is the best. */
 int fn_isa_count(void);
 const char *fn_isa_name(int isa);
 int fn_isa_usable(int isa);
 
-/* The one in use, in the whole process; narrowest until set. */
+/* The instruction set in use, in the whole process: the first one until it is set. */
 int fn_isa(void);
 void fn_use_isa(int isa);
 

@@ -1,4 +1,4 @@
-/* float16 and bfloat16 one value at a time, in integer arithmetic that needs no instruction set. */
+/* Conversions of one float16 or bfloat16 value, in integer arithmetic that every processor has. */
 #ifndef FUSEDNORM_HALF_H
 #define FUSEDNORM_HALF_H
 
@@ -48,9 +48,9 @@ FN_INLINE uint16_t f16_from_f32(float value) {
 }
 
 /*
- * Rounds to float with the last bit set where anything was lost ("round to odd"). Rounding that
- * to a shorter type then gives what rounding the double at once would have given (Boldo and
- * Melquiond, Emulation of FMA and correctly rounded sums, IEEE TC 2008, theorem on double rounding).
+ * Rounds to float, and sets the last bit if that was inexact ("round to odd"). Rounding the result
+ * to a shorter type then gives the same value as rounding the double at once (Boldo and Melquiond,
+ * Emulation of FMA and correctly rounded sums, IEEE TC 2008, theorem on double rounding).
  */
 FN_INLINE float f32_odd_from_f64(double value) {
     float rounded = (float)value;

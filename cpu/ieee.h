@@ -1,4 +1,4 @@
-/* The arithmetic that the spec asks for, whatever mode the calling thread is in. */
+/* Switches a thread to the arithmetic of the spec, and back to the caller's. */
 #ifndef FUSEDNORM_IEEE_H
 #define FUSEDNORM_IEEE_H
 
@@ -8,8 +8,8 @@
 #include "target.h"
 
 /*
- * The spec wants every operation rounded to nearest even with subnormals kept, whatever the
- * calling thread has set (torch.set_flush_denormal, a library built with -ffast-math).
+ * The spec rounds every operation to nearest even and keeps subnormals. The calling thread may have
+ * set another mode (torch.set_flush_denormal, a library built with -ffast-math).
  */
 #if defined(FN_X86_64)
 #include <xmmintrin.h>
@@ -38,7 +38,7 @@ static inline uint64_t read_fpcr(void) {
 static inline void write_fpcr(uint64_t value) { __asm__ volatile("msr fpcr, %0" : : "r"(value) : "memory"); }
 #endif
 typedef uint64_t fn_fp_state;
-#define NOT_IEEE 0x5c00003ull /* AHP, FZ, rounding mode, AH, FIZ; FZ16 touches no operation used here */
+#define NOT_IEEE 0x5c00003ull /* AHP, FZ, rounding mode, AH, FIZ; FZ16 affects no operation used here */
 #define DEFAULT_NAN 0x2000000ull /* DN: every operation's NaN is 0x7fc00000, which rounding in integers keeps */
 static inline fn_fp_state fn_enter_ieee(void) {
     fn_fp_state state = read_fpcr(), wanted = (state & ~NOT_IEEE) | DEFAULT_NAN;
@@ -54,7 +54,7 @@ static inline fn_fp_state fn_enter_ieee(void) { return 0; }
 static inline void fn_leave_ieee(fn_fp_state state) { (void)state; }
 #endif
 
-/* A NaN of the caller's, eps or an offset, made the one whose low bits are zero: integer rounding relies on that. */
+/* Replaces a NaN that the caller gives as eps or an offset: rounding in integers takes NaNs whose low bits are zero. */
 static inline double fn_without_payload(double number) { return number == number ? number : (double)NAN; }
 
 #endif

@@ -24,7 +24,7 @@ FN_INLINE float v_halve(V x) {
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
 }
 
-/* A window on eight set and eight clear lanes: the first n are set. */
+/* A mask whose first n lanes are set: a part of eight set lanes and eight clear ones. */
 FN_INLINE __m256i first8(int n) {
     static const int32_t lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
     return _mm256_loadu_si256((const __m256i *)(lanes + 8 - n));
@@ -35,7 +35,7 @@ FN_INLINE V v_load_n(const void *p, int n) { return _mm256_maskload_ps(p, first8
 FN_INLINE void v_store(void *p, V x) { _mm256_storeu_ps(p, x); }
 FN_INLINE void v_store_n(void *p, int n, V x) { _mm256_maskstore_ps(p, first8(n), x); }
 
-/* 16-bit lanes have no masked load here: pairs go by mask, and a last odd element by itself. */
+/* AVX2 has no masked load of 16-bit lanes: pairs are loaded by mask, and a last odd element by itself. */
 FN_INLINE H2 h2_load_n(const void *p, int n) {
     __m256i h = _mm256_maskload_epi32(p, first8(n / 2));
     uint16_t last = 0;
@@ -60,7 +60,8 @@ FN_INLINE __m128i hi128(H2 h) { return _mm256_extracti128_si256(h, 1); }
 FN_INLINE V f16_lo(H2 h) { return _mm256_cvtph_ps(lo128(h)); }
 FN_INLINE V f16_hi(H2 h) { return _mm256_cvtph_ps(hi128(h)); }
 FN_INLINE H2 h2_f16(V a, V b) {
-    return _mm256_set_m128i(_mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    __m128i lo = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), hi = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
+    return _mm256_set_m128i(hi, lo);
 }
 
 FN_INLINE V bf16_lo(H2 h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(lo128(h)), 16)); }

@@ -1,7 +1,8 @@
 /*
- * The kernels for AVX-512 with VBMI2 and FP16 (Sapphire Rapids and later). The latter adds float16 without widening it.
- * The sum is the spec's, which is rounded to float first: rounding twice is harmless from 2 * 11 + 2 bits on (Figueroa,
- * When is double rounding innocuous?, SIGNUM Newsletter 1995), and float has 24. All 2^32 pairs were compared.
+ * The kernels for AVX-512 with VBMI2 and FP16 (Sapphire Rapids and later). FP16 adds float16 without widening it. The
+ * spec rounds the sum to float first, but the result is the same: rounding twice is harmless if the longer type has at
+ * least 2 * 11 + 2 bits (Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 1995), and float has 24. All
+ * 2^32 pairs were compared.
  */
 #include "target.h"
 

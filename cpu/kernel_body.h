@@ -1,41 +1,33 @@
 /*
  * The kernels, written once. A file kernel_<isa>.c defines ISA and the operations below for its
- * instruction set (most by way of pairs.h) and then includes this file. Work is done in units, as
- * many floats as the instruction set likes to hold at once.
+ * instruction set (most of them through pairs.h) and then includes this file. A unit is the number of
+ * floats that the instruction set works on best.
  *
  *   UNIT                       floats in a unit: a power of two that divides 128, known when the
  *                              program runs
- *   U                          a unit; never in an array or a struct, since SVE's types have no size
+ *   U                          a unit; never in an array or a struct, because SVE's types have no size
  *   u_set1 u_add u_mul         each one correctly rounded IEEE operation
- *   u_round                    to a 16-bit kind, to nearest even, and back
- *   u_load                     widens n <= UNIT elements of a row, and fills up with +0
- *   u_store                    rounds, stores n <= UNIT elements, and returns what was stored; only
- *                              results of u_add and u_mul are ever rounded (here and by u_round)
+ *   u_round                    rounds to a 16-bit kind, to nearest even, and widens again
+ *   u_load                     widens n <= UNIT elements of a row, and fills the rest with +0
+ *   u_store                    rounds, stores n <= UNIT elements, and returns the stored values; it and
+ *                              u_round round results of u_add and u_mul only
  *   u_halve                    v[:n/2] + v[n/2:] until one value is left
  *
- * and, where memory wants to be read otherwise than the caches, READS or READS_AHEAD and
+ * A file may also define:
  *
- *   u_read                     u_load, for what no cache holds yet
- *
- * and, where the second pass of a row is better not made together with the first of the next, ROW_BY_ROW;
- *
- * and, where float16 can be added without widening, with the same bits, ADDS_F16 and
- *
- *   u_add_f16                  rounds x + y to float16, stores it, and returns what was stored
- *
- * and, where u_load and u_store know the kind BF16P, BF16_BY_PARITY; and, where an ordinary store would
- * first read the line that it overwrites, STREAMS and
- *
- *   u_stream                   like u_store, but past the caches where n is UNIT; on a border of 64 bytes
- *   u_stream_end               makes other threads see what u_stream has stored
- *
- * and, where it is cheaper to halve a whole batch of units at once, HALVES_ROWS and
- *
- *   halve_rows                 u_halve of each of BATCH units, which are stored as floats one after the other
- *
- * and, where UNIT is not known to the compiler, OPAQUE_INDEX and
- *
- *   u_index                    the same index, but what it was computed from is hidden from the compiler
+ *   READS or READS_AHEAD       where memory is read faster by other instructions than the caches:
+ *   u_read                       u_load, for operands that no cache holds yet
+ *   ROW_BY_ROW                 where it is slower to make a row's second pass together with the next row's first
+ *   ADDS_F16                   where float16 can be added without widening, with the same bits:
+ *   u_add_f16                    rounds x + y to float16, stores the sum, and returns it
+ *   BF16_BY_PARITY             where u_load and u_store know the kind BF16P
+ *   STREAMS                    where an ordinary store first reads the line that it overwrites:
+ *   u_stream                     u_store, but it bypasses the caches if n is UNIT; aligned to 64 bytes
+ *   u_stream_end                 makes the stores of u_stream visible to other threads
+ *   HALVES_ROWS                where it is cheaper to halve a whole batch of units at once:
+ *   halve_rows                   u_halve of each of BATCH units, stored as consecutive floats
+ *   OPAQUE_INDEX               where the compiler does not know UNIT:
+ *   u_index                      returns its argument, but hides from the compiler how it was computed
  *
  * Sums of a segment follow the spec's tree: v = v[:n/2] + v[n/2:]. Elements that are 128 or more apart
  * are added as whole units, down to UNIT apart in `sum_units`, and the rest in `u_halve`.
@@ -81,9 +73,9 @@
 #define u_index(i) (i)
 #endif
 
-enum { BATCH = 8 }; /* rows that go through the passes together, at most */
+enum { BATCH = 8 }; /* the most rows that go through the passes together */
 
-/* Keeps GCC from unrolling a loop so far that vectors no longer fit the registers. */
+/* Otherwise GCC unrolls a loop so far that its vectors no longer fit the registers. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define FN_ROLLED _Pragma("GCC unroll 1")
 #else
@@ -103,7 +95,7 @@ enum { BATCH = 8 }; /* rows that go through the passes together, at most */
 #define FN_JOIN_(a, b) a##_##b
 #define FN_JOIN(a, b) FN_JOIN_(a, b)
 
-/* The first three levels of a tree, over eight units that lie `apart` from each other. */
+/* The first three levels of a tree, over eight units that are `apart` from each other. */
 #define SUM_OF_EIGHT(unit, apart)                                                                      \
     u_add(u_add(u_add(unit(0 * (apart)), unit(4 * (apart))), u_add(unit(2 * (apart)), unit(6 * (apart)))), \
           u_add(u_add(unit(1 * (apart)), unit(5 * (apart))), u_add(unit(3 * (apart)), unit(7 * (apart)))))

@@ -1,6 +1,6 @@
 /*
- * The same for float64 rows, in plain C for the compiler to vectorise: this type is for checking
- * gradients and references, and its widest loops are bound by memory anyway.
+ * Both passes for float64 rows, in plain C that the compiler vectorises: float64 serves to check gradients and
+ * references, and its longest loops are bound by memory anyway.
  */
 
 static void widen_to_f64(int kind, const void *row, double *out, int64_t n) {

@@ -1,4 +1,4 @@
-/* The kernels for NEON as every Armv8.0 processor has it: no arithmetic in fp16 or bf16 is needed. */
+/* The kernels for NEON of Armv8.0, without arithmetic in fp16 or bf16: every AArch64 processor runs them. */
 #include "target.h"
 
 #if defined(FN_AARCH64)
@@ -8,7 +8,7 @@
 
 /*
  * Rounds to nearest even in integer arithmetic: adds just under half a unit, and one more (tst is -1)
- * where the unit is odd. Of a NaN the low 16 bits are zero (see dispatch.c).
+ * where the unit is odd. The low 16 bits of a NaN are zero (see DEFAULT_NAN in ieee.h).
  */
 FN_INLINE uint32x4_t half_unit(V x) {
     uint32x4_t odd = vtstq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x10000));

@@ -1,7 +1,7 @@
 /*
  * The kernels for NEON with FEAT_BF16 (Neoverse V1 and N2, Apple M2, and later). Its conversion rounds
- * to nearest even and keeps subnormals, as long as FPCR.AH is clear; its bfloat16 products round
- * otherwise than the spec, and are not used.
+ * to nearest even and keeps subnormals, as long as FPCR.AH is clear. Its bfloat16 products round
+ * differently from the spec, and are not used.
  */
 #include "target.h"
 

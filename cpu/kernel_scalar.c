@@ -1,9 +1,9 @@
-/* The kernels for any processor, a float at a time. */
+/* The kernels for any processor, one float at a time. */
 #include "half.h"
 
 #define ISA scalar
 #define LANES 1
-#define ROW_BY_ROW 1 /* arithmetic is all that counts: the second pass beside the first costs a fifth, for want of registers */
+#define ROW_BY_ROW 1 /* arithmetic is the limit: two passes together take a fifth longer, for want of registers */
 
 typedef float V;
 typedef struct {

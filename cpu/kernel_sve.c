@@ -10,7 +10,7 @@ FN_TARGET("arch=armv8.2-a+sve")
 
 #define ISA sve
 
-/* Rounds to nearest even in integer arithmetic; of a NaN the low 16 bits are zero (see dispatch.c). */
+/* Rounds to nearest even in integer arithmetic; the low 16 bits of a NaN are zero (see DEFAULT_NAN in ieee.h). */
 FN_INLINE svuint32_t narrow_bf16(U x) {
     svuint32_t bits = svreinterpret_u32_f32(x), odd = svand_n_u32_x(all(), svlsr_n_u32_x(all(), bits, 16), 1);
     return svlsr_n_u32_x(all(), svadd_u32_x(all(), svadd_n_u32_x(all(), odd, 0x7fff), bits), 16);

@@ -1,4 +1,4 @@
-/* The operations of pairs.h that every Armv8.0 processor has: all but narrowing to bfloat16. */
+/* The operations of pairs.h on NEON of Armv8.0, except narrowing to bfloat16. */
 #include <arm_neon.h>
 #include <stdint.h>
 #include <string.h>

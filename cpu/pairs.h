@@ -6,36 +6,27 @@
  *   V, H2                      a vector of LANES floats; one of 2 * LANES 16-bit values
  *   v_set1 v_add v_mul         each one correctly rounded IEEE operation
  *   v_load v_store             unaligned
- *   v_load_n v_store_n         only the first n of LANES; a load fills up with +0
+ *   v_load_n v_store_n         the first n of LANES only; a load fills the rest with +0
  *   v_halve                    v[:n/2] + v[n/2:] until one value is left
  *   h2_load h2_store h2_load_n h2_store_n      the same for 2 * LANES 16-bit values
  *   f16_lo f16_hi h2_f16       widen each half; narrow two vectors to nearest even
- *   bf16_lo bf16_hi h2_bf16    likewise
+ *   bf16_lo bf16_hi h2_bf16    the same for bfloat16
  *
- * and, where taking LANES 16-bit values from memory is cheaper than taking them from half a register,
- * HALVES_FROM_MEMORY and
+ * A file may also define:
  *
- *   f16_load bf16_load         widen LANES values
- *   f16_store bf16_store       round, store, and return what was stored
- *
- * and, where memory wants to be read otherwise than the caches, READS and
- *
- *   v_read                     v_load, for what no cache holds yet
- *
- * or, where it wants to be asked for ahead, READS_AHEAD;
- *
- * and, where float16 can be added without widening, with the same bits, ADDS_F16 and
- *
- *   h2_add_f16                 rounds to nearest even
- *
- * and, where an ordinary store would first read the line that it overwrites, STREAMS, u_stream_end, and
- *
- *   v_stream h2_stream         store past the caches, aligned
- *
- * and, where widening by parity is cheaper than widening by halves, BF16_BY_PARITY and
- *
- *   bf16_even bf16_odd         widen the even and the odd elements
- *   h2_bf16_parity             narrow them back; a NaN must have zero low bits (see kind BF16P)
+ *   HALVES_FROM_MEMORY         where loading LANES 16-bit values is cheaper than taking half a register:
+ *   f16_load bf16_load           widen LANES values
+ *   f16_store bf16_store         round, store, and return the stored values
+ *   READS                      where memory is read faster by other instructions than the caches:
+ *   v_read                       v_load, for operands that no cache holds yet
+ *   READS_AHEAD                where memory is read faster if it is fetched ahead
+ *   ADDS_F16                   where float16 can be added without widening, with the same bits:
+ *   h2_add_f16                   rounds to nearest even
+ *   STREAMS, u_stream_end      where an ordinary store first reads the line that it overwrites:
+ *   v_stream h2_stream           aligned stores that bypass the caches
+ *   BF16_BY_PARITY             where widening by parity is cheaper than widening by halves:
+ *   bf16_even bf16_odd           widen the even and the odd elements
+ *   h2_bf16_parity               narrows them back; a NaN must have zero low bits (see kind BF16P)
  */
 #include <stdint.h>
 
@@ -91,7 +82,7 @@ FN_INLINE U u_read(int kind, const void *row, int64_t i, int n) {
     return kind == F32 && n == UNIT ? (U){v_read(p), v_read(p + LANES)} : u_load(kind, row, i, n);
 }
 #elif defined(READS_AHEAD)
-/* Fetches the unit that is so many bytes later; half as many and four times as many were slower from memory. */
+/* Fetches the unit that is AHEAD bytes later; half as many and four times as many were slower from memory. */
 enum { AHEAD = 1024 };
 FN_INLINE void fetch_ahead(int kind, const void *row, int64_t i) {
     const char *p = (const char *)row + i * (kind == F32 ? 4 : 2) + AHEAD;
@@ -154,7 +145,7 @@ FN_INLINE U u_stream(int kind, void *row, int64_t i, int n, U value) {
 }
 #endif
 
-/* By parity the nearest elements are in different vectors, and come last. */
+/* By parity, neighbours are in different vectors, which are therefore added last. */
 FN_INLINE float u_halve(int by_parity, U u) {
     if (by_parity) return v_halve(u.a) + v_halve(u.b);
     return v_halve(v_add(u.a, u.b));

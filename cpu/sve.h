@@ -1,6 +1,6 @@
 /*
- * The operations of kernel_body.h on SVE vectors of any length that is a power of two; tails are
- * masked. Only narrowing to bfloat16 is left to the files that include this.
+ * The operations of kernel_body.h on SVE vectors of any length that is a power of two, except narrowing
+ * to bfloat16, which the files that include this define. Tails are masked.
  */
 #include <arm_sve.h>
 #include <stdint.h>
@@ -15,7 +15,7 @@ typedef svfloat32_t U;
 FN_INLINE svbool_t all(void) { return svptrue_b32(); }
 FN_INLINE svbool_t first(int n) { return n == UNIT ? all() : svwhilelt_b32_s32(0, n); }
 
-/* GCC would keep and step a pointer for every access of a loop, more than there are registers, not one index. */
+/* Otherwise GCC keeps a pointer for every access of a loop, more than there are registers, instead of one index. */
 #define OPAQUE_INDEX
 FN_INLINE int64_t u_index(int64_t i) {
     __asm__("" : "+r"(i));
@@ -26,7 +26,7 @@ FN_INLINE U u_set1(float value) { return svdup_n_f32(value); }
 FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
 FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
 
-/* 16-bit values are worked on in the lower halves of 32-bit lanes, where loads put them. */
+/* 16-bit values are in the lower halves of 32-bit lanes, where loads put them. */
 FN_INLINE U widen(int kind, svuint32_t h) {
     if (kind == F16) return svcvt_f32_f16_x(all(), svreinterpret_f16_u32(h));
     return svreinterpret_f32_u32(svlsl_n_u32_x(all(), h, 16));
@@ -56,7 +56,7 @@ FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
     return widen(kind, h);
 }
 
-/* compact brings the upper half down. There is an instruction that adds all lanes (faddv), neighbours first. */
+/* compact moves the upper half down. The instruction that adds all lanes (faddv) adds neighbours first. */
 FN_INLINE float u_halve(int by_parity, U u) {
     (void)by_parity;
     for (int n = UNIT / 2; n > 0; n /= 2) u = u_add(u, svcompact_f32(svnot_b_z(all(), svwhilelt_b32_s32(0, n)), u));

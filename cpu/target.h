@@ -1,4 +1,4 @@
-/* Compiles the rest of a file for one instruction set, with no compiler flag. */
+/* Compiles the rest of a file for one instruction set, without a compiler flag. */
 #ifndef FUSEDNORM_TARGET_H
 #define FUSEDNORM_TARGET_H
 
@@ -28,7 +28,7 @@
 #define FN_INLINE static inline __attribute__((always_inline))
 #endif
 
-/* Bring memory that is read soon into the first cache, or as near as the second. The address need not be one. */
+/* Fetch memory that is read soon into the first cache, or into the second. The address need not be valid. */
 #if defined(_MSC_VER) && !defined(__clang__)
 #define FN_PREFETCH(address) ((void)(address))
 #define FN_PREFETCH_2(address) ((void)(address))
@@ -43,12 +43,13 @@
 #define FN_AARCH64 1
 #endif
 
-/* Of extensions that compilers have learnt lately: those that this compiler knows. */
-#if defined(FN_X86_64) && ((defined(__clang__) && __clang_major__ >= 14 && !defined(_MSC_VER)) || (!defined(__clang__) && __GNUC__ >= 12))
+/* Extensions that only newer compilers know. */
+#if defined(FN_X86_64) && ((defined(__clang__) && __clang_major__ >= 14 && !defined(_MSC_VER)) || \
+                           (!defined(__clang__) && __GNUC__ >= 12))
 #define FN_AVX512_FP16 1
 #endif
 
-/* Of AArch64's extensions: what can be detected on this system, and has a name that this compiler knows. */
+/* AArch64's extensions that can be detected on this system, and that this compiler knows. */
 #if defined(FN_AARCH64) && defined(__linux__) && (__GNUC__ >= 10 || (defined(__clang__) && __clang_major__ >= 17))
 #define FN_NEON_BF16 1
 #define FN_SVE 1

@@ -30,14 +30,14 @@ static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*omp_thread)(void);
 static int (*omp_threads)(void);
 
-/* A child has the parent's memory but not its threads: a parallel region would wait for them for ever. */
+/* A child process has its parent's memory but not its threads: a parallel region would wait for them for ever. */
 static int forked;
 
 void fn_after_fork(void) { forked = 1; }
 
 static void find_runtime(void) {
     pthread_atfork(NULL, NULL, fn_after_fork);
-    /* Through void **, because C has no cast from an object pointer to a function pointer. */
+    /* Assigned as void *, because C has no cast from an object pointer to a function pointer. */
     *(void **)&omp_thread = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
     *(void **)&omp_threads = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
     if (omp_thread && omp_threads) *(void **)&gomp_parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
@@ -53,7 +53,7 @@ struct region {
     void *argument;
 };
 
-/* The team may be smaller than asked for (inside another parallel region, or at a thread limit). */
+/* The team may be smaller than requested (inside another parallel region, or at a thread limit). */
 static void run_member(void *argument) {
     const struct region *region = argument;
     region->task(region->argument, omp_thread(), omp_threads());
