@@ -241,6 +241,23 @@ class Input:
         found = getattr(fusednorm, function + ("_" if in_place else ""))(*given, **self.flags, **outputs)
         return found if self.fused else (found,)
 
+    def gradients(self):
+        """A function that returns the gradients of some operands, through the outputs that have gradients; or None."""
+        needed = [name for name in ("x", "residual", "weight") if name in self.tensors and self.random.random() < 0.8]
+        names = [name for name in ("dy", "d_total") if name in self.tensors]
+        floating = all(tensor.is_floating_point() for tensor in self.tensors.values())
+
+        def gradients():
+            operands = {
+                name: tensor.detach().requires_grad_(name in needed and floating)
+                for name, tensor in self.tensors.items()
+            }
+            outputs = dict(zip(("dy", "d_total"), self.call(operands), strict=False))
+            incoming = [operands[name].detach() for name in names]
+            return torch.autograd.grad([outputs[name] for name in names], [operands[n] for n in needed], incoming)
+
+        return gradients if needed and names else None
+
 
 def same(got, wanted):
     """Whether two tensors, or nothing, have the same bits, NaN being NaN and +0 being -0."""
@@ -351,21 +368,10 @@ def check_call(given):
 
 def check_gradient(given):
     """Backward, through one output or both, to all operands or some."""
-    random = given.random
-    needed = [name for name in ("x", "residual", "weight") if name in given.tensors and random.random() < 0.8]
-    floating = all(tensor.is_floating_point() for tensor in given.tensors.values())
-    names = [name for name in ("dy", "d_total") if name in given.tensors]
     before = {name: given.memories[placed[0]].bytes.clone() for name, placed in given.placed.items()}
 
-    def gradients():
-        operands = {
-            name: tensor.detach().requires_grad_(name in needed and floating) for name, tensor in given.tensors.items()
-        }
-        outputs = dict(zip(("dy", "d_total"), given.call(operands), strict=False))
-        incoming = [operands[name].detach() for name in names]
-        return torch.autograd.grad([outputs[name] for name in names], [operands[n] for n in needed], incoming)
-
-    if not needed or not names:
+    gradients = given.gradients()
+    if gradients is None:
         return "returned"
     found = {}
     for backend in ("reference", "cpu"):

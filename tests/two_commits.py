@@ -1,26 +1,31 @@
 """Holds two commits beside each other: a refactoring is proved by what does not change.
 
-    python tests/two_commits.py BEFORE AFTER [objects] [ptx] [triton] [--changed PATTERN]
+    python tests/two_commits.py BEFORE AFTER [objects] [ptx] [triton] [calls] [bench] [--changed PATTERN]
 
 `objects`: the assembly of each cpu/kernel_*.c, by GCC for this machine and for AArch64 where its compiler is. `ptx`:
 the PTX that NVRTC makes of csrc/ for a range of calls. `triton`: Triton's own representation of its kernels, and their
-code for two kinds of GPU. Comments, names and the order of functions do not count. No GPU is needed. All three are
-compared unless some are named.
+code for two kinds of GPU. Comments, names and the order of functions do not count. No GPU is needed. `calls`: the
+results and the errors of tests/fuzz.py's inputs, forward and backward, bit by bit and word by word. `bench`: the time
+of calls of the cpu backend, in two processes in turn; a ratio above 1.05 is a difference. All are compared unless some
+are named. `calls` and `bench` compile both commits, which takes cmake and ninja.
 
 Differences are printed, one a line. Status 1 if there is one that no `--changed` names (a pattern with * and ?).
 """
 
 import argparse
 import fnmatch
+import functools
 import hashlib
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import timeit
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +53,7 @@ def renamed(text, names):
 
 
 class Commit:
-    """A commit's files, and a folder from which Python imports its package, uncompiled."""
+    """A commit's files, and folders from which Python imports its package: uncompiled, and installed."""
 
     def __init__(self, name, folder):
         self.name, self.source, self.package = name, folder / "source", folder / "package"
@@ -58,18 +63,41 @@ class Commit:
         information = self.package / "fusednorm-0.dist-info"
         information.mkdir(parents=True)
         (information / "METADATA").write_text("Metadata-Version: 2.1\nName: fusednorm\nVersion: 0\n")
-        (self.package / "fusednorm").symlink_to(self.source / "fusednorm")
-        for part in ("backends", "csrc"):
-            (self.source / "fusednorm" / part).symlink_to(self.source / part)
+        for part in ("fusednorm", "backends", "csrc"):
+            shutil.copytree(self.source / part, self.package / "fusednorm" / part.replace("fusednorm", ""))
 
-    def asked(self, what):
-        """What this file, run with the commit's package, answers: a dictionary."""
-        environment = os.environ | {"PYTHONPATH": str(self.package), "TRITON_DISABLE_LINE_INFO": "1"}
-        with tempfile.TemporaryDirectory() as cache:
-            environment["TRITON_CACHE_DIR"] = cache
-            command = [sys.executable, "-P", __file__, "--answer", what]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        return json.loads(done.stdout)
+    @functools.cached_property
+    def installed(self):
+        """A folder."""
+        folder = self.package.with_name("installed")
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            folder,
+        ]
+        subprocess.run([*command, self.source], check=True)
+        return folder
+
+    def started(self, package, *what):
+        """This file, run with the commit's package."""
+        environment = os.environ | {"PYTHONPATH": str(package), "TRITON_DISABLE_LINE_INFO": "1"}
+        command = [sys.executable, "-P", __file__, "--answer", *map(str, what)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+
+    def asked(self, package, *what):
+        """What it answers: a dictionary."""
+        with self.started(package, *what) as process:
+            answer = process.communicate()[0]
+        if process.returncode:
+            sys.exit(f"{self.name}: {what} ends with status {process.returncode}")
+        return json.loads(answer)
 
 
 def compilers():
@@ -144,7 +172,7 @@ def functions(assembly):
     return alone, {name: whole(name) for name in sorted(exported & set(found))}
 
 
-def objects(before, after):
+def objects(before, after, asked):
     """Differences between the kernels of the cpu backend."""
     jobs, differences = [], []
     for name, compiler in compilers().items():
@@ -183,16 +211,36 @@ def objects(before, after):
     return differences
 
 
-def compared(what):
-    """Differences between the answers of two commits."""
+def compared(what, package):
+    """A function: differences between the answers of two commits."""
 
-    def differences(before, after):
+    def differences(before, after, asked):
+        packages = [getattr(commit, package) for commit in (before, after)]
         with ThreadPoolExecutor(2) as pool:
-            old, new = pool.map(lambda commit: commit.asked(what), (before, after))
+            old, new = pool.map(lambda c, p: c.asked(p, what, asked.seed, asked.calls), (before, after), packages)
         print(f"{what}: {len(new)} compared", flush=True)
         return [f"{what}: {label}" for label in sorted(old.keys() | new.keys()) if old.get(label) != new.get(label)]
 
     return differences
+
+
+def bench(before, after, asked):
+    """Cells of which the times differ by more than 5 %: the least of each commit's."""
+    with before.started(before.installed, "bench") as old, after.started(after.installed, "bench") as new:
+        cells = json.loads(old.stdout.readline())
+        assert cells == json.loads(new.stdout.readline())
+        times = {cell: {old: [], new: []} for cell in cells}
+        for turn in range(asked.turns):
+            for cell in cells:
+                for process in (old, new) if turn % 2 else (new, old):
+                    print(cell, file=process.stdin)
+                    times[cell][process].append(float(process.stdout.readline()))
+        old.stdin.close()
+        new.stdin.close()
+    ratios = {cell: min(times[cell][new]) / min(times[cell][old]) for cell in cells}
+    for cell, ratio in ratios.items():
+        print(f"{ratio:6.3f}  {min(times[cell][old]) * 1e6:10.2f} us  {cell}")
+    return [f"bench: {cell}: {ratio:.3f}" for cell, ratio in ratios.items() if ratio > 1.05]
 
 
 def kernels(backend, machine, sizes=SIZES):
@@ -215,7 +263,7 @@ def kernels(backend, machine, sizes=SIZES):
             ).values()
 
 
-def answer_ptx():
+def answer_ptx(*_):
     """By kernel and constants: the PTX."""
     from cuda.bindings import nvrtc
 
@@ -241,12 +289,15 @@ def answer_ptx():
             text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
             nvrtc.nvrtcGetPTX(program, text)
             ptx = re.sub(r"(?m)^\s*//.*\n|\s*//.*$", "", text.decode().rstrip("\0"))
+            ptx = re.sub(r"(?m)^\.global .* \w+ = .*;\n", "", ptx)  # named constants, which code has as numbers
             found[label] = digest(renamed(ptx, rf"\b_Z\w+|\b{variant.kernel}\w*|\$L\w+"))
     return found
 
 
-def answer_triton():
+def answer_triton(*_):
     """By kernel and constants: Triton's representation, PTX, and AMD's assembly."""
+    cache = tempfile.TemporaryDirectory()
+    os.environ["TRITON_CACHE_DIR"] = cache.name
     from triton.backends.compiler import GPUTarget
 
     from fusednorm.backends import triton_gpu, triton_host
@@ -266,7 +317,88 @@ def answer_triton():
     return found
 
 
-PARTS = {"objects": objects, "ptx": compared("ptx"), "triton": compared("triton")}
+def answer_calls(seed, count):
+    """By thousand inputs of tests/fuzz.py: what they return, or raise."""
+    import fuzz
+    import torch
+
+    import fusednorm
+    from fusednorm.backends import cpu
+
+    def told(given):
+        function = given.gradients() if given.gradient else lambda: given.call(given.tensors, given.in_place)
+        try:
+            results = function() if function else ()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".encode()
+        parts = [
+            str((t.dtype, t.shape)).encode()
+            + t.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+            for t in results
+        ]
+        return b"".join(parts)
+
+    memories = {name: fuzz.Memory() for name in fuzz.NAMES}
+    fusednorm.rms_norm(torch.ones(1, 2))  # opens the fast path
+    found = {}
+    for begin in range(0, int(count), 1000):
+        total = hashlib.sha256()
+        for number in range(begin, begin + 1000):
+            given = fuzz.Input(seed, number, memories)
+            given.fill()
+            torch.set_num_threads(given.threads)
+            with cpu.use_variant(given.isa):
+                total.update(told(given))
+        found[f"{begin} to {begin + 999}"] = total.hexdigest()
+    return found
+
+
+def bench_cells():
+    """By name: calls to be timed."""
+    import torch
+
+    import fusednorm
+
+    def cell(dtype, rows, hidden, odd, backward):
+        x, residual = (torch.randn(rows, hidden * (1 + odd)).to(dtype)[:, :: 1 + odd] for _ in range(2))
+        weight, dy = torch.randn(hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
+        if not backward:
+            return lambda: fusednorm.fused_add_rms_norm(x, residual, weight)
+        leaves = [operand.requires_grad_() for operand in (x, residual, weight)]
+        outputs = fusednorm.fused_add_rms_norm(*leaves)
+        return lambda: torch.autograd.grad(outputs, leaves, (dy, dy), retain_graph=True)
+
+    return {
+        f"{'backward' if backward else 'forward'}, {'slow' if odd else 'fast'} path, {rows} x {hidden} {dtype}": cell(
+            getattr(torch, dtype), rows, hidden, odd, backward
+        )
+        for backward in (0, 1)
+        for odd in (0, 1)
+        for dtype in ("bfloat16", "float16", "float32")
+        for rows, hidden in ((1, 4096), (256, 4096), (2048, 128), (2048, 4096))
+    }
+
+
+def answer_bench():
+    """Prints the names of the cells, then times each one that is asked for: seconds per call."""
+    import torch
+
+    torch.set_num_threads(1)
+    cells = bench_cells()
+    print(json.dumps(list(cells)), flush=True)
+    for line in sys.stdin:
+        timer = timeit.Timer(cells[line.strip()])
+        number = max(1, int(2e-3 / timer.timeit(1)))
+        print(min(timer.repeat(5, number)) / number, flush=True)
+
+
+PARTS = {
+    "objects": objects,
+    "ptx": compared("ptx", "package"),
+    "triton": compared("triton", "package"),
+    "calls": compared("calls", "installed"),
+    "bench": bench,
+}
 
 
 def main():
@@ -275,12 +407,15 @@ def main():
     parser.add_argument("after")
     parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all of them unless some are named")
     parser.add_argument("--changed", action="append", default=[], help="a difference that is meant")
+    parser.add_argument("--calls", type=int, default=100_000, help="how many inputs")
+    parser.add_argument("--seed", type=int, default=1, help="which inputs")
+    parser.add_argument("--turns", type=int, default=10, help="how often each call is timed in each process")
     asked = parser.parse_args()
     unnamed = 0
     with tempfile.TemporaryDirectory() as folder:
         before, after = (Commit(getattr(asked, name), Path(folder) / name) for name in ("before", "after"))
         for part in asked.parts or PARTS:
-            for difference in PARTS[part](before, after):
+            for difference in PARTS[part](before, after, asked):
                 meant = any(fnmatch.fnmatch(difference, f"*{pattern}*") for pattern in asked.changed)
                 unnamed += not meant
                 print(f"{'meant' if meant else 'DIFFERS'}: {difference}", flush=True)
@@ -290,7 +425,10 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1] == "--answer":
+        sys.path.append(str(Path(__file__).parent))
         sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]  # no editable installs
-        json.dump(globals()[f"answer_{sys.argv[2]}"](), sys.stdout)
+        answer = globals()[f"answer_{sys.argv[2]}"](*sys.argv[3:])
+        if answer is not None:
+            json.dump(answer, sys.stdout)
     else:
         main()
