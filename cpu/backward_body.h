@@ -8,8 +8,10 @@
 struct gradient_row {
     const void *dy, *h, *d_total; /* d_total, the gradient of residual_out, may be NULL */
     const float *g; /* weight + offset in whole units, or NULL */
-    /* NULL, or sums of the weight's gradient, in whole units. sum[0] becomes this row's share + sum[merged - 1] + ...
-       + sum[0], added in this order. */
+    /*
+     * NULL, or sums of the weight's gradient, in whole units: sum[0] becomes this row's share + sum[merged - 1] + ... +
+     * sum[0], added in this order.
+     */
     void *const *sum;
     int merged;
     void *d; /* NULL, or the gradient of x */

@@ -243,55 +243,71 @@ def bench(before, after, asked):
     return [f"bench: {cell}: {ratio:.3f}" for cell, ratio in ratios.items() if ratio > 1.05]
 
 
+def calls_of(backend):
+    """A commit's own functions that choose the kernel of a forward pass and those of a backward pass."""
+    try:
+        from fusednorm.backends import cuda_kernels
+        from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+    except ImportError:  # an older commit: no types for kinds of calls
+        return backend.forward_variant, backend.backward_variants
+    chooser = cuda_kernels if backend.__name__.endswith("cuda") else backend
+
+    def forward(x, residual, weight, out, rstd, size, offset, round_sum, round_norm, alignment, machine):
+        kind = ForwardKind(x, residual, weight, out, residual, size, round_sum, round_norm, rstd, offset, alignment)
+        return chooser.forward_variant(kind, machine)
+
+    return forward, lambda *kind: chooser.backward_variants(BackwardKind(*kind[:-1]), kind[-1])
+
+
 def kernels(backend, machine, sizes=SIZES):
-    """All kernels of a backend that a range of calls takes; ``machine``: a compute capability, or threads of a warp."""
+    """The kernels that a range of calls takes, by the call; ``machine``: a compute capability, or threads of a warp."""
     import torch
 
+    forward, backward = calls_of(backend)
     for number, size in enumerate(sizes):
         for kind in KINDS:
             x, residual, weight = (name and getattr(torch, name) for name in kind)
             h, accumulator = residual or x, torch.float64 if x == torch.float64 else torch.float32
             alignment, odd = 32 if number % 2 else x.itemsize, number % 3 == 1
-            flags = size, odd, not odd, odd, alignment
-            yield backend.forward_variant(x, residual, weight, x, number % 2 == 0, *flags, machine)
-            gradients = x, None if residual == x else residual, weight
-            yield from backend.backward_variants(
-                x, residual, h, weight, *gradients, accumulator, size, odd, alignment, machine
-            ).values()
-            yield from backend.backward_variants(
-                x, None, h, weight, x, None, None, accumulator, size, odd, alignment, machine
-            ).values()
+            label = f"{kind} x {size}, aligned to {alignment}"
+            yield label, forward(x, residual, weight, x, number % 2 == 0, size, odd, not odd, odd, alignment, machine)
+            rest = accumulator, size, odd, alignment, machine
+            other = None if residual == x else residual
+            for variant in backward(x, residual, h, weight, x, other, weight, *rest).values():
+                yield f"{label}, all gradients", variant
+            for variant in backward(x, None, h, weight, x, None, None, *rest).values():
+                yield f"{label}, gradient of x", variant
 
 
 def answer_ptx(*_):
-    """By kernel and constants: the PTX."""
+    """By kernel and call: the PTX."""
     from cuda.bindings import nvrtc
 
+    import fusednorm
     from fusednorm.backends import cuda
 
     exact = ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
-    files = {path.name: path.read_bytes() for path in sorted(cuda.SOURCES.glob("*.cu*"))}
+    files = {path.name: path.read_bytes() for path in (Path(fusednorm.__file__).parent / "csrc").glob("*.cu*")}
     headers = [name for name in files if name.endswith(".cuh")]
-    found = {}
-    for capability in (75, 80, 90, 100):
-        for variant in kernels(cuda, capability):
-            defines = [f"-D{name}={value}" for name, value in sorted(variant.defines)]
-            label = f"{variant.kernel} sm_{capability} {' '.join(defines)}"
-            if label in found:
-                continue
-            contents = [files[name] for name in headers]
-            _, program = nvrtc.nvrtcCreateProgram(
-                files[f"{variant.kernel}.cu"], b"kernel.cu", len(headers), contents, [name.encode() for name in headers]
-            )
-            options = [option.encode() for option in (f"-arch=compute_{capability}", *exact, *defines)]
-            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-            assert status == 0, label
-            text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
-            nvrtc.nvrtcGetPTX(program, text)
-            ptx = re.sub(r"(?m)^\s*//.*\n|\s*//.*$", "", text.decode().rstrip("\0"))
-            ptx = re.sub(r"(?m)^\.global .* \w+ = .*;\n", "", ptx)  # named constants, which code has as numbers
-            found[label] = digest(renamed(ptx, rf"\b_Z\w+|\b{variant.kernel}\w*|\$L\w+"))
-    return found
+    contents, names = [files[name] for name in headers], [name.encode() for name in headers]
+
+    @functools.cache
+    def compiled(kernel, defines, capability):
+        _, program = nvrtc.nvrtcCreateProgram(files[f"{kernel}.cu"], b"kernel.cu", len(headers), contents, names)
+        options = [f"-arch=compute_{capability}", *exact, *(f"-D{name}={value}" for name, value in defines)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        assert status == 0, (kernel, defines)
+        text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+        nvrtc.nvrtcGetPTX(program, text)
+        ptx = re.sub(r"(?m)^\s*//.*\n|\s*//.*$", "", text.decode().rstrip("\0"))
+        ptx = re.sub(r"(?m)^\.global .* \w+ = .*;\n", "", ptx)  # named constants, which code has as numbers
+        return digest(renamed(ptx, rf"\b_Z\w+|\b{kernel}\w*|\$L\w+"))
+
+    return {
+        f"{variant.kernel} sm_{capability}: {label}": compiled(variant.kernel, variant.defines, capability)
+        for capability in (75, 80, 90, 100)
+        for label, variant in kernels(cuda, capability)
+    }
 
 
 def answer_triton(*_):
@@ -304,16 +320,12 @@ def answer_triton(*_):
 
     found = {}
     for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-        for variant in kernels(triton_gpu, target.warp_size, SIZES[1::2]):
-            name = variant.function.__name__
-            label = f"{name} {target.arch} {variant.arguments()} {variant.all_constants()} {variant.warps} warps"
-            if label in found:
-                continue
+        for label, variant in kernels(triton_gpu, target.warp_size, SIZES[1::2]):
             texts = triton_host.compiled(variant, target).asm
             ttir = re.sub(r"(?m)^#loc.*\n|\s*loc\(.*\)$", "", texts["ttir"])
             code = texts["ptx"] if target.backend == "cuda" else texts["amdgcn"]
             code = re.sub(r"(?m)^\s*(//|;|\.loc|\.file).*\n", "", code)
-            found[label] = digest(renamed(ttir, r"%\w+")) + digest(code)
+            found[f"{variant.function.__name__} {target.arch}: {label}"] = digest(renamed(ttir, r"%\w+")) + digest(code)
     return found
 
 
