@@ -136,7 +136,7 @@ static float halve_sums(float *sums, int64_t count) {
 
 #include "kernel_f64.h"
 
-/* weight + offset as float, in whole units; ones if there is no weight. */
+/* The gain (weight + offset) as float, in whole units; ones if there is no weight. */
 static void widen_weight(int kind, const void *weight, float offset, int64_t hidden, float *g) {
     for (int64_t i = 0; i < hidden; i += UNIT) {
         int n = hidden - i < UNIT ? (int)(hidden - i) : UNIT;

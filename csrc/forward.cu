@@ -33,7 +33,7 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
         SHARED(A, sums, CLUSTER * WARPS);
         sum = sum_of_segments(sum, sums);
     }
-    const A rstd = reciprocal_root(sum, a.hidden_size, a.eps);
+    const A rstd = rstd_of(sum, a.hidden_size, a.eps);
     if (RSTD) {
         bool mine = BLOCKS_ROW ? threadIdx.x == 0 && segment == 0 : first + row_of_sum() < a.rows;
         if (mine) a.rstd[first + (BLOCKS_ROW ? 0 : row_of_sum())] = rstd;

@@ -49,7 +49,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
         const A sum = sums_of_rows(squares);
         if (lane() == 0) sums[segment] = sum;
     }
-    const A rstd = reciprocal_root(sum_of_all_segments(sums, segments), a.hidden_size, a.eps);
+    const A rstd = rstd_of(sum_of_all_segments(sums, segments), a.hidden_size, a.eps);
     if (RSTD && threadIdx.x == 0) a.rstd[blockIdx.x] = rstd;
     let_next_kernel_begin();
 

@@ -257,7 +257,7 @@ template <class SUMS> __device__ A sum_of_all_segments(SUMS& sums, int segments)
     return sums[0];
 }
 
-// rstd.
-__device__ inline A reciprocal_root(A sum_of_squares, int hidden_size, A eps) {
+// rstd, the reciprocal of the root mean square.
+__device__ inline A rstd_of(A sum_of_squares, int hidden_size, A eps) {
     return (A)1 / root(sum_of_squares / (A)hidden_size + eps);
 }
