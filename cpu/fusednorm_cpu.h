@@ -8,7 +8,7 @@
 #error "fusednorm promises bits: build it without -ffast-math"
 #endif
 
-enum { FN_ALIGNMENT = 64 }; /* of buffers, in bytes: a cache line */
+enum { FN_ALIGNMENT = 64 }; /* bytes to which buffers are aligned: a cache line */
 
 /* Elements in one segment of the spec's summation tree. */
 #define FN_SEGMENT 1024
