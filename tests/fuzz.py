@@ -390,7 +390,7 @@ def fuzz(seed, first, count, seconds, progress):
     memories = {name: Memory() for name in (*NAMES, "image")}
     tried, end = Counter(), time.monotonic() + seconds
     with fusednorm.use_backend("cpu"):
-        fusednorm.rms_norm(torch.ones(1, 2))  # opens the quick way, which every input then meets open
+        fusednorm.rms_norm(torch.ones(1, 2))  # opens the fast path, which every input then meets open
     for number in itertools.count(first):
         if (count is not None and number == first + count) or time.monotonic() > end:
             break

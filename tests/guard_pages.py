@@ -96,8 +96,8 @@ def isas(lib, text):
 class Calls:
     """Makes calls whose operands lie in such memory. ``forward`` and ``backward`` say in words what they did."""
 
-    def __init__(self, lib, memory, largest):
-        self._lib = lib
+    def __init__(self, extension, memory, largest):
+        self._extension = extension
         self.memory = {name: memory(largest) for name in FORWARD + BACKWARD}
         self._say = lambda call: None
         self.made = 0
@@ -113,13 +113,21 @@ class Calls:
             found.append(self.memory[name].place(count * BYTES[dtype], at_end) if BYTES[dtype] else 0)
         return found
 
-    def _done(self):
+    def _run(self, operands, strides, **fields):
+        """fn_run; ``operands``: dtypes and addresses, in the order of ``struct fn_call``; strides of the first ones."""
+        call = self._extension.ffi.new("struct fn_call *", {"inner": fields["rows"], **fields})
+        for i, (dtype, address) in enumerate(operands):
+            operand = call.operand[i]
+            operand.kind, operand.address = NAMES.index(dtype), address
+            operand.stride = strides if address else 0
+        if self._extension.lib.fn_run(call):
+            raise MemoryError
         self.made += 1
         for memory in self.memory.values():
             memory.clear()
 
     def forward(self, dtypes, rows, hidden, gap, flags, offset, in_place, at_end, threads=1):
-        """fn_forward; ``dtypes``: of x, residual, weight and out."""
+        """A forward pass; ``dtypes``: of x, residual, weight and out."""
         x, residual, weight, out = dtypes
         accumulator = "float64" if x == "float64" else "float32"
         operands = dict(zip(FORWARD, (x, residual, weight, out, residual, accumulator), strict=True))
@@ -128,13 +136,11 @@ class Calls:
         if in_place:
             found[3] = found[0] if out == x else found[3]
             found[4] = found[1]
-        kinds = map(NAMES.index, dtypes)
-        if self._lib.fn_forward(*kinds, flags, *found, rows, hidden, *[hidden + gap] * 4, 1e-6, offset, threads):
-            raise MemoryError
-        self._done()
+        fields = {"flags": flags, "eps": 1e-6, "weight_offset": offset, "threads": threads}
+        self._run(zip(operands.values(), found, strict=True), hidden + gap, rows=rows, hidden=hidden, **fields)
 
     def backward(self, dtypes, wants_weight, rows, hidden, gap, offset, at_end, threads=1):
-        """fn_backward; ``dtypes``: of dy, d_total, h, weight, dx and dresidual. Of the results, rows have no gaps."""
+        """A backward pass; ``dtypes``: of dy, d_total, h, weight, dx and dresidual. The results' rows have no gaps."""
         dy, d_total, h, weight, dx, dresidual = dtypes
         wide = "float64" in dtypes
         dweight = weight if wants_weight else "none"
@@ -143,12 +149,13 @@ class Calls:
         made |= {"dx": dx, "dresidual": dresidual, "dweight": dweight}
         self._say(f"backward {given | made} {rows=} {hidden=} {gap=} {offset=} {at_end=}")
         found = self._place(given, rows, hidden, gap, at_end) + self._place(made, rows, hidden, 0, at_end)
-        kinds = map(NAMES.index, dtypes)
-        if self._lib.fn_backward(wide, *kinds, *found, rows, hidden, *[hidden + gap] * 3, offset, threads):
-            raise MemoryError
-        self._done()
+        operands = list(zip([*given.values(), *made.values()], found, strict=True))
+        operands.insert(-1, ("none", 0))  # scratch of GPU kernels
+        fields = {"pass": BACKWARD_PASS, "weight_offset": offset, "threads": threads}
+        self._run(operands, hidden + gap, rows=rows, hidden=hidden, **fields)
 
 
+BACKWARD_PASS = 1  # FN_BACKWARD
 FORWARD = ("x", "residual", "weight", "out", "residual_out", "rstd")
 BACKWARD = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "dweight")
 
@@ -201,7 +208,7 @@ def main():
     extension = load()
     usable = isas(extension.lib, extension.ffi.string)
     largest = 9 * 1024 * 1024 + PAGE
-    calls = Calls(extension.lib, Heap if arguments.heap else Guarded, largest)
+    calls = Calls(extension, Heap if arguments.heap else Guarded, largest)
     if arguments.verbose:
         calls.verbose()
     for name in [arguments.isa] if arguments.isa else usable:

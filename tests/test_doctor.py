@@ -168,25 +168,23 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
         def unavailable(self):
             return []
 
-        def unsuitable(self, signature):
+        def unsuitable(self, operation):
             return []
 
-        def plan(self, signature):
+        def plan(self, operation):
             return "wrong"
 
-        def forward(self, x, residual, weight, out, residual_out, rstd, rows, *rest):
-            reference.forward(x, residual, weight, out, residual_out, rstd, rows, *rest)
-            out.view(torch.int16)[-1, -1] ^= is_wrong(residual, rows)
+        def forward(self, call):
+            reference.forward(call)
+            call.out.view(torch.int16)[-1, -1] ^= is_wrong(call.residual, call.rows)
 
-        def backward(self, *given):
-            dx, *others = reference.backward(*given)
+        def backward(self, call):
+            reference.backward(call)
             if promise == "gradients":
-                dx = dx.clone()
-                dx.view(torch.int16)[-1, -1] ^= 1
-            return dx, *others
+                call.dx.view(torch.int16)[-1, -1] ^= 1
 
     monkeypatch.setattr(registry, "_registered", {"off_by_one_bit": OffByOneBit()})
-    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "_selected", {})
     status, text = printed(proof.check)
     assert status == 1
     (line,) = (line for line in text.splitlines() if "off_by_one_bit" in line)
@@ -201,13 +199,13 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
 
 def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
     class Picky(type(reference)):
-        def unsuitable(signature):
+        def unsuitable(operation):
             return ["it computes in float32 only"]
 
     picky = Picky("picky")
     vars(picky).update({**vars(reference), "unsuitable": Picky.unsuitable})
     monkeypatch.setattr(registry, "_registered", {"picky": picky})
-    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "_selected", {})
     status, text = printed(proof.check)
     assert status == 0
     (line,) = (line for line in text.splitlines() if "picky" in line)

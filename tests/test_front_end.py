@@ -14,7 +14,7 @@ from torch import tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, quick, registry, rms_norm, rms_norm_
+from fusednorm import fast_path, fused_add_rms_norm, fused_add_rms_norm_, registry, rms_norm, rms_norm_
 
 X = torch.arange(24.0).reshape(3, 8)
 BIG = torch.zeros(3, 16)
@@ -198,13 +198,13 @@ def quantised():
         (lambda: fusednorm.prewarm(8, device="gpu"), ValueError, says("device gpu is not here", "finds cpu")),
     ],
 )
-@pytest.mark.parametrize("opened", [False, True], ids=["long way", "quick way"])
+@pytest.mark.parametrize("opened", [False, True], ids=["Python", "fast path"])
 def test_bad_input(monkeypatch, call, error, message, opened):
-    """On the quick way too, which takes calls like those that the long way has taken before."""
+    """On the fast path too, which takes calls like those that Python has taken before."""
     fused_add_rms_norm(X, X, X[0])
     if not opened:
-        for order in list(registry.quick):
-            monkeypatch.delitem(registry.quick, order)
+        for request in list(registry.fast_paths):
+            monkeypatch.delitem(registry.fast_paths, request)
     before = X.clone(), BIG.clone()
     with pytest.raises(error, match=message):
         call()
@@ -251,7 +251,7 @@ def memory(*shape):
 )
 def test_shared_memory(call, message):
     """What overlaps is refused before anything is written; rows that only interleave are not."""
-    for hidden_size in (5, 8, 16):  # opens the quick way, which has a check of its own
+    for hidden_size in (5, 8, 16):  # opens the fast path, which has a check of its own
         apart = torch.ones(3, hidden_size)
         for weight in (None, apart[0]):
             fused_add_rms_norm(apart, apart, weight)
@@ -363,7 +363,7 @@ class Wrapper(torch.Tensor):
 
 
 def test_tensors_without_memory():
-    """Refused, on the quick way too, which an earlier call of the same types opens."""
+    """Refused, on the fast path too, which an earlier call of the same types opens."""
     for _ in range(2):
         fused_add_rms_norm(X, X, X[0])
         fused_add_rms_norm_(X.clone(), X.clone(), X[0])
@@ -379,69 +379,69 @@ def test_tensors_without_memory():
                 call()
 
 
-def test_the_quick_way_takes_what_is_usual_and_nothing_else():
+def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     """Where torch has DLPack's exchange API. What it does not take, it leaves untouched."""
     from fusednorm.backends import cpu
 
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        assert cpu.quick is None
+        assert cpu.fast_path is None
         return
-    take = quick.way({"cpu"})
+    take = fast_path.forward_on({"cpu"})
     x, grad = torch.ones(3, 8), torch.ones(3, 8, requires_grad=True)
 
-    def way(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0, rstd=None, ask=True):
+    def run(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0, rstd=None, ask=True):
         return take(x, residual, weight, out, residual_out, eps, offset, True, False, rstd, ask)
 
     matrix = torch.ones(4, 24)
 
     usual = {
-        "norm": way(x),
-        "fused": way(x, x, x[0]),
-        "parameter": way(x, x.half(), torch.nn.Parameter(x[0], requires_grad=False)),
-        "in place": way(x.clone(), x, x[0], x.clone(), x.clone()),
-        "float64": way(x.double(), x, x[0].bfloat16()),
-        "detached": way(grad.detach()),
-        "gaps": way(matrix[:, :8], matrix[:, 8:16], None, matrix[:, 16:]),
-        "gaps in place": way(matrix[:, :8], matrix[:, 8:16], None, matrix[:, :8], matrix[:, 8:16]),
-        "expanded": way(x[:1].expand(3, 8), x),
-        "rstd": way(x, x, rstd=torch.empty(3)),
+        "norm": run(x),
+        "fused": run(x, x, x[0]),
+        "parameter": run(x, x.half(), torch.nn.Parameter(x[0], requires_grad=False)),
+        "in place": run(x.clone(), x, x[0], x.clone(), x.clone()),
+        "float64": run(x.double(), x, x[0].bfloat16()),
+        "detached": run(grad.detach()),
+        "gaps": run(matrix[:, :8], matrix[:, 8:16], None, matrix[:, 16:]),
+        "gaps in place": run(matrix[:, :8], matrix[:, 8:16], None, matrix[:, :8], matrix[:, 8:16]),
+        "expanded": run(x[:1].expand(3, 8), x),
+        "rstd": run(x, x, rstd=torch.empty(3)),
     }
     with torch.no_grad():
-        usual["no_grad"] = way(grad, x)
+        usual["no_grad"] = run(grad, x)
     for name, outputs in usual.items():
         assert outputs is not None, name
         assert (outputs[1] is None) == (name in ("norm", "detached")), name
     unusual = {
-        "no tensor": lambda out: way([1.0], out=out),
-        "nothing": lambda out: way(None, x, out=out),
-        "rows that are not one stride apart": lambda out: way(torch.ones(2, 3, 8)[:, :2]),
-        "every other element": lambda out: way(torch.ones(3, 16)[:, ::2], out=out),
-        "transposed": lambda out: way(torch.ones(8, 3).t(), out=out),
-        "residual of another shape": lambda out: way(x, torch.ones(8, 3), out=out),
-        "weight of another size": lambda out: way(x, None, torch.ones(7), out=out),
-        "weight of two dimensions": lambda out: way(x, None, torch.ones(1, 8), out=out),
-        "meta": lambda out: way(x.to("meta"), out=out),
-        "sparse": lambda out: way(x.to_sparse(), out=out),
-        "integers": lambda out: way(x.int(), out=out),
-        "complex": lambda out: way(x.to(torch.complex64), out=out),
-        "float64 weight": lambda out: way(x, None, x[0].double(), out=out),
-        "subclass": lambda out: way(x.as_subclass(type("Mine", (torch.Tensor,), {})), out=out),
-        "gradient": lambda out: way(grad, out=out),
-        "gradient of the weight": lambda out: way(x, None, grad[0], out=out),
-        "no rows": lambda out: way(x[:0], out=out[:0]),
-        "scalar": lambda out: way(x[0, 0], out=out),
-        "eps of another type": lambda out: way(x, eps=1, out=out),
-        "offset of another type": lambda out: way(x, offset=torch.ones(()), out=out),
-        "overlap": lambda out: way(out[:2], out=out[1:]),
-        "overlap of columns": lambda out: way(out[:, :5], out=out[:, 4:]),
-        "overlap of an output with itself": lambda out: way(x, out=out[:1].expand(3, 8)),
-        "overlap of the outputs": lambda out: way(x, x, None, out, out),
-        "overlap with the weight": lambda out: way(x, None, out[1], out),
-        "rstd of another type": lambda out: way(x, rstd=torch.empty(3).double(), out=out),
-        "rstd of another size": lambda out: way(x, rstd=torch.empty(2), out=out),
-        "rstd with gaps": lambda out: way(x, rstd=torch.empty(3, 2)[:, 0], out=out),
-        "residual_out of another type": lambda out: way(x, x.half(), None, out, x.clone()),
-        "residual_out without residual": lambda out: way(x, None, None, out, out),
+        "no tensor": lambda out: run([1.0], out=out),
+        "nothing": lambda out: run(None, x, out=out),
+        "rows that are not one stride apart": lambda out: run(torch.ones(2, 3, 8)[:, :2]),
+        "every other element": lambda out: run(torch.ones(3, 16)[:, ::2], out=out),
+        "transposed": lambda out: run(torch.ones(8, 3).t(), out=out),
+        "residual of another shape": lambda out: run(x, torch.ones(8, 3), out=out),
+        "weight of another size": lambda out: run(x, None, torch.ones(7), out=out),
+        "weight of two dimensions": lambda out: run(x, None, torch.ones(1, 8), out=out),
+        "meta": lambda out: run(x.to("meta"), out=out),
+        "sparse": lambda out: run(x.to_sparse(), out=out),
+        "integers": lambda out: run(x.int(), out=out),
+        "complex": lambda out: run(x.to(torch.complex64), out=out),
+        "float64 weight": lambda out: run(x, None, x[0].double(), out=out),
+        "subclass": lambda out: run(x.as_subclass(type("Mine", (torch.Tensor,), {})), out=out),
+        "gradient": lambda out: run(grad, out=out),
+        "gradient of the weight": lambda out: run(x, None, grad[0], out=out),
+        "no rows": lambda out: run(x[:0], out=out[:0]),
+        "scalar": lambda out: run(x[0, 0], out=out),
+        "eps of another type": lambda out: run(x, eps=1, out=out),
+        "offset of another type": lambda out: run(x, offset=torch.ones(()), out=out),
+        "overlap": lambda out: run(out[:2], out=out[1:]),
+        "overlap of columns": lambda out: run(out[:, :5], out=out[:, 4:]),
+        "overlap of an output with itself": lambda out: run(x, out=out[:1].expand(3, 8)),
+        "overlap of the outputs": lambda out: run(x, x, None, out, out),
+        "overlap with the weight": lambda out: run(x, None, out[1], out),
+        "rstd of another type": lambda out: run(x, rstd=torch.empty(3).double(), out=out),
+        "rstd of another size": lambda out: run(x, rstd=torch.empty(2), out=out),
+        "rstd with gaps": lambda out: run(x, rstd=torch.empty(3, 2)[:, 0], out=out),
+        "residual_out of another type": lambda out: run(x, x.half(), None, out, x.clone()),
+        "residual_out without residual": lambda out: run(x, None, None, out, out),
     }
     for name, call in unusual.items():
         out = torch.full((3, 8), 7.0)
@@ -451,33 +451,33 @@ def test_the_quick_way_takes_what_is_usual_and_nothing_else():
     with pytest.raises(TypeError, match="takes 11 arguments, got 1"):
         take(x)
     with FlopCounterMode(display=False):
-        assert way(x) is None
-        assert way(x, ask=False) is not None  # the caller has asked
+        assert run(x) is None
+        assert run(x, ask=False) is not None  # the caller has asked
     with torch.device("cpu"):
-        assert way(x) is not None
+        assert run(x) is not None
     for stranger in (None, 12345, x):  # what an add-on to another version of torch may have set instead
-        assert quick._open(stranger) is False
-    assert way(x) is not None
-    assert quick.way({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None, True) is None
+        assert fast_path._open(stranger) is False
+    assert run(x) is not None
+    assert fast_path.forward_on({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None, True) is None
 
 
-@pytest.mark.skipif(not quick.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
-def test_the_quick_way_back_takes_what_is_usual_and_nothing_else():
+@pytest.mark.skipif(not fast_path.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
+def test_the_fast_path_of_gradients_takes_what_is_usual_and_nothing_else():
     """What it does not take, it leaves untouched. Its bits are compared by the tests of gradients."""
     h, dy, rstd, weight = torch.rand(3, 8), torch.rand(3, 8), torch.rand(3), torch.rand(8)
 
-    def way(device=quick.CPU, dy=dy, total=None, h=h, rstd=rstd, weight=weight, dx=None, dweight=None, offset=0.0):
-        return quick.backward(device, dy, total, h, rstd, weight, dx, None, None, dweight, 1, offset)
+    def run(device=fast_path.CPU, dy=dy, total=None, h=h, rstd=rstd, weight=weight, dx=None, dweight=None, offset=0.0):
+        return fast_path.backward(device, dy, total, h, rstd, weight, dx, None, None, dweight, 1, offset)
 
     wide = torch.cat([dy, h], dim=1)
-    assert way(dx=torch.empty(3, 8)) is True
+    assert run(dx=torch.empty(3, 8)) is True
     expected, got = torch.empty(2, 3, 8)
-    assert way(dx=expected, dweight=torch.empty(8)) is True
-    assert way(dx=got, dy=wide[:, :8], h=wide[:, 8:]) is True
+    assert run(dx=expected, dweight=torch.empty(8)) is True
+    assert run(dx=got, dy=wide[:, :8], h=wide[:, 8:]) is True
     assert torch.equal(got, expected)
-    assert way(dx=got, dy=dy[:1].expand(3, 8), total=wide[:, :8], weight=torch.nn.Parameter(weight)) is True
+    assert run(dx=got, dy=dy[:1].expand(3, 8), total=wide[:, :8], weight=torch.nn.Parameter(weight)) is True
     for name, given in {
-        "another device": {"device": quick.CUDA},
+        "another device": {"device": fast_path.CUDA},
         "no gradient": {"dy": None},
         "no tensor": {"dy": [1.0]},
         "transposed": {"dy": torch.rand(8, 3).t()},
@@ -494,12 +494,12 @@ def test_the_quick_way_back_takes_what_is_usual_and_nothing_else():
         "single elements": {"h": h[:, :1], "dy": dy[:, :1], "weight": weight[:1]},
     }.items():
         dx = torch.full((3, 8), 7.0)
-        assert way(dx=dx, **given) is False, name
+        assert run(dx=dx, **given) is False, name
         assert dx.eq(7).all(), name
     with pytest.raises(TypeError, match="takes 12 arguments, got 1"):
-        quick.backward(h)
+        fast_path.backward(h)
     with pytest.raises(TypeError, match="real number"):
-        way(offset="1")
+        run(offset="1")
 
 
 class ExchangeApi(ctypes.Structure):
@@ -508,7 +508,7 @@ class ExchangeApi(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("version", "a", "b", "c", "d", "tensor_from", "current_stream")]
 
 
-@pytest.mark.skipif(not quick.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
+@pytest.mark.skipif(not fast_path.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
 @pytest.mark.parametrize(("function", "raised"), [("PyList_Append", SystemError), ("PyObject_IsTrue", None)])
 def test_errors_that_the_fast_path_hands_on(function, raised):
     """A RuntimeError of DLPack's is Python's to report; what is not about the tensor is raised as it is."""
@@ -518,20 +518,20 @@ def test_errors_that_the_fast_path_hands_on(function, raised):
     api = ExchangeApi(version=1, tensor_from=failing)  # the major version is in the low half
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    gradients = (quick.CPU, X, None, X, X[:, 0], None, torch.empty_like(X), None, None, None, 1, 0.0)
-    take, call = quick.way({"cpu"}), (X, None, None, None, None, 1e-6, 0.0, True, False, None, True)
+    gradients = (fast_path.CPU, X, None, X, X[:, 0], None, torch.empty_like(X), None, None, None, 1, 0.0)
+    take, call = fast_path.forward_on({"cpu"}), (X, None, None, None, None, 1e-6, 0.0, True, False, None, True)
     try:
-        assert quick._open(capsule(ctypes.addressof(api), b"dlpack_exchange_api", None))
+        assert fast_path._open(capsule(ctypes.addressof(api), b"dlpack_exchange_api", None))
         if raised:
             with pytest.raises(raised):
                 take(*call)
             with pytest.raises(raised):
-                quick.backward(*gradients)
+                fast_path.backward(*gradients)
         else:
             assert take(*call) is None
-            assert quick.backward(*gradients) is False
+            assert fast_path.backward(*gradients) is False
     finally:
-        assert quick._open(quick._api)
+        assert fast_path._open(fast_path._api)
     assert take(*call) is not None
 
 
@@ -548,7 +548,7 @@ def _flags(tensor):
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="takes Linux with huge pages")
-@pytest.mark.skipif(not quick.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
+@pytest.mark.skipif(not fast_path.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
 def test_large_new_outputs_ask_for_huge_pages():
     """Not what the caller passes: how its memory is managed is the caller's business."""
     shape = (2048, 1024)

@@ -43,7 +43,7 @@ def test_one_element_beyond_is_noticed(isa, at_end, name):
     import guard_pages
     extension = guard_pages.load()
     extension.lib.fn_use_isa(guard_pages.isas(extension.lib, extension.ffi.string)[{isa!r}])
-    calls = guard_pages.Calls(extension.lib, guard_pages.Guarded, 1 << 16)
+    calls = guard_pages.Calls(extension, guard_pages.Guarded, 1 << 16)
     make = lambda: calls.{call}({types}, *{[True] if call == "backward" else []}, 3, 45, 0, {between}, {at_end})
     make()
     print("whole", flush=True)

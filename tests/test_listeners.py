@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, listeners, ops, quick, rms_norm, rms_norm_
+from fusednorm import fast_path, fused_add_rms_norm, fused_add_rms_norm_, listeners, ops, rms_norm, rms_norm_
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -75,10 +75,10 @@ def asked_by(request, monkeypatch):
         return
     monkeypatch.setattr(listeners, "_TESTED", ())
     assert listeners.in_cpp() == (0, 0, 0)
-    quick._open(quick._api)
+    fast_path._open(fast_path._api)
     yield
     monkeypatch.undo()
-    quick._open(quick._api)
+    fast_path._open(fast_path._api)
 
 
 def test_torchs_cpp_is_asked():
@@ -409,10 +409,10 @@ if "{name}" == "_library.autograd":
 else:
     del torch.{name}
 import fusednorm
-from fusednorm import listeners, quick
+from fusednorm import fast_path, listeners
 asked = "{name}" != "_library.autograd"
 assert listeners.MISSING == ["{name.rpartition(".")[2]}"] * asked, listeners.MISSING
-assert quick.OPEN == (not asked and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
+assert fast_path.OPEN == (not asked and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
 x, weight = torch.randn(3, 16), torch.rand(16)
 with fusednorm.use_backend("reference"):
     expected = fusednorm.fused_add_rms_norm(x, x, weight)

@@ -125,7 +125,7 @@ def test_signals_during_calls():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no interval timers")
-@pytest.mark.parametrize("columns", [512, 513], ids=["quick way", "long way"])
+@pytest.mark.parametrize("columns", [512, 513], ids=["fast path", "Python"])
 def test_an_interrupt_leaves_a_call_made_or_not_made(columns):
     """A hundred times: x and the residual are both as before or both written, and what is written has been counted."""
     out = python(f"""
@@ -162,8 +162,8 @@ def test_what_an_interrupted_call_may_have_written_is_counted(monkeypatch):
     """The interrupt comes as soon as the backend has written, before anything else can happen."""
     x = torch.rand(3, 16)[:, :8]
 
-    def interrupted(*arguments):
-        write(*arguments)
+    def interrupted(call):
+        write(call)
         raise KeyboardInterrupt
 
     with fusednorm.use_backend("reference"):

@@ -139,10 +139,10 @@ def test_triton_interpret_is_read_as_triton_reads_it(monkeypatch, value):
 
 
 @pytest.fixture
-def no_order():
-    token = registry._order.set("")
+def no_request():
+    token = registry._request.set("")
     yield
-    registry._order.reset(token)
+    registry._request.reset(token)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ DRIVER = {"__init__.py": "__version__ = '3.9.0'", "runtime/__init__.py": ""}
     ],
     ids=["missing library", "damaged", "fails", "empty", "no version", "odd version", "old"],
 )
-@pytest.mark.usefixtures("no_order")
+@pytest.mark.usefixtures("no_request")
 def test_a_triton_that_cannot_be_used(package, files, reason):
     """Both backends say why, with a cure; the list has it, and without an order nobody is disturbed."""
     package(files)
