@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 try:
     _fast_path: Any = import_module("fusednorm._fast_path")
-    _lib: Any = import_module("fusednorm._cpu").lib
-    _ffi: Any = import_module("fusednorm._cpu").ffi
 except ImportError:  # the cpu backend says why
     _fast_path = None
 
@@ -111,7 +109,8 @@ def open_triton_cpu(longest: int) -> str | None:
 
 
 def _address(function: str) -> int:
-    return int(_ffi.cast("uintptr_t", _ffi.addressof(_lib, function)))
+    library = import_module("fusednorm._cpu")  # now: a call on a GPU needs none of it
+    return int(library.ffi.cast("uintptr_t", library.ffi.addressof(library.lib, function)))
 
 
 def hold_triton(call: bytes, kernel: int) -> None:

@@ -52,8 +52,11 @@ def test_one_wrong_bit_is_caught_and_named(tmp_path):
     source, packages = tmp_path / "source", tmp_path / "packages"
     shutil.copytree(EXAMPLE, source)
     module = source / "fusednorm_numpy.py"
-    right = "    if rstd is not None:\n        rstd.copy_"
-    wrong = "    if hidden_size == 1025 and out.dtype == torch.bfloat16:\n        out.view(torch.int16)[..., -1] ^= 1\n"
+    right = "    if call.rstd is not None:\n        call.rstd.copy_"
+    wrong = (
+        "    if operation.hidden_size == 1025 and operation.out == torch.bfloat16:\n"
+        "        call.out.view(torch.int16)[..., -1] ^= 1\n"
+    )
     assert module.read_text().count(right) == 1
     module.write_text(module.read_text().replace(right, wrong + right))
     install(source, packages)

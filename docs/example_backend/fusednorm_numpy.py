@@ -11,11 +11,11 @@ def unavailable():
     return []
 
 
-def unsuitable(signature):
-    return ["it computes in float32 only"] if signature.x == torch.float64 else []
+def unsuitable(operation):
+    return ["it computes in float32 only"] if operation.x == torch.float64 else []
 
 
-def plan(signature):
+def plan(operation):
     return "NumPy, one operation after the other"
 
 
@@ -45,35 +45,38 @@ def rowsum(v):
     return halved(np.stack([np.add.accumulate(v[i : i + block], 0)[-1] for i in range(0, len(v), block)], -1))
 
 
+def gain(call):
+    weight = widened(call.weight)
+    return weight + np.float32(call.weight_offset) if call.weight_offset else weight
+
+
 @np.errstate(all="ignore")
-def forward(x, residual, weight, out, residual_out, rstd, rows, hidden_size, *arguments):
-    *_strides, eps, weight_offset, round_sum, round_norm = arguments
-    h = widened(x)
-    if residual is not None:
-        h = h + widened(residual)
-        total = rounded(h, residual.dtype)
-        h = widened(total) if round_sum else h
-    r = np.float32(1) / np.sqrt(treesum(h * h) / np.float32(hidden_size) + np.float32(eps))
+def forward(call):
+    operation, h = call.operation, widened(call.x)
+    if call.residual is not None:
+        h = h + widened(call.residual)
+        total = rounded(h, operation.residual_out)
+        h = widened(total) if operation.round_sum else h
+    r = np.float32(1) / np.sqrt(treesum(h * h) / np.float32(operation.hidden_size) + np.float32(call.eps))
     n = h * r[..., None]
-    n = widened(rounded(n, x.dtype)) if round_norm else n
-    if residual is not None:
-        residual_out.copy_(total)
-    out.copy_(rounded(n if weight is None else n * gain(weight, weight_offset), out.dtype))
-    if rstd is not None:
-        rstd.copy_(torch.from_numpy(np.asarray(r)))
-
-
-def gain(weight, weight_offset):
-    return widened(weight) + np.float32(weight_offset) if weight_offset else widened(weight)
+    n = widened(rounded(n, operation.x)) if operation.round_norm else n
+    if call.residual is not None:
+        call.residual_out.copy_(total)
+    call.out.copy_(rounded(n if call.weight is None else n * gain(call), operation.out))
+    if call.rstd is not None:
+        call.rstd.copy_(torch.from_numpy(np.asarray(r)))
 
 
 @np.errstate(all="ignore")
-def backward(dy, d_residual_out, h, rstd, weight, weight_offset, x_dtype, residual_dtype, needs):
-    d, r = widened(dy), widened(rstd)[..., None]
-    xhat = widened(h) * r
-    wdy = d if weight is None else d * gain(weight, weight_offset)
-    dh = (wdy - xhat * (treesum(wdy * xhat) / np.float32(h.shape[-1]))[..., None]) * r
-    dh = dh if d_residual_out is None else dh + widened(d_residual_out)
-    dw = rowsum((d * xhat).reshape(-1, h.shape[-1])) if needs[2] else None
-    dtypes = (x_dtype, residual_dtype, weight.dtype if needs[2] else None)
-    return tuple(rounded(g, t) if need else None for g, t, need in zip((dh, dh, dw), dtypes, needs, strict=True))
+def backward(call):
+    d, r = widened(call.dy), widened(call.rstd)[..., None]
+    xhat = widened(call.h) * r
+    wdy = d if call.weight is None else d * gain(call)
+    dh = (wdy - xhat * (treesum(wdy * xhat) / np.float32(call.operation.hidden_size))[..., None]) * r
+    dh = dh if call.d_residual_out is None else dh + widened(call.d_residual_out)
+    for output in (call.dx, call.dresidual):
+        if output is not None:
+            output.copy_(rounded(dh, output.dtype))
+    if call.dweight is not None:
+        dw = rowsum((d * xhat).reshape(-1, call.operation.hidden_size))
+        call.dweight.copy_(rounded(dw, call.dweight.dtype))
