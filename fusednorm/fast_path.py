@@ -91,9 +91,10 @@ def open_to(explanation: Explanation, fast_paths: dict[str, FastPath]) -> None:
 
 def open_cpu() -> str | None:
     """Lets CPU tensors through to the C library; returns their type of device, None if there is no fast path."""
-    if not OPEN:
+    address = _address("fn_run")
+    if address is None:
         return None
-    _fast_path.open_cpu(_address("fn_run"))
+    _fast_path.open_cpu(address)
     return "cpu"
 
 
@@ -102,14 +103,21 @@ def open_triton_cpu(longest: int) -> str | None:
 
     ``longest``: the longest rows that the kernels take which :func:`hold_triton` is given.
     """
-    if not OPEN:
+    address = _address("fn_run_triton")
+    if address is None:
         return None
-    _fast_path.open_triton(_address("fn_run_triton"), longest)
+    _fast_path.open_triton(address, longest)
     return "triton_cpu"
 
 
-def _address(function: str) -> int:
-    library = import_module("fusednorm._cpu")  # now: a call on a GPU needs none of it
+def _address(function: str) -> int | None:
+    """The address of a function of the C library; None if there is no fast path or no library."""
+    if not OPEN:
+        return None
+    try:
+        library = import_module("fusednorm._cpu")  # now: a call on a GPU needs none of it
+    except ImportError:  # the cpu backend says why
+        return None
     return int(library.ffi.cast("uintptr_t", library.ffi.addressof(library.lib, function)))
 
 
