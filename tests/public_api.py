@@ -25,6 +25,8 @@ RECORD = Path(__file__).with_suffix(".txt")
 MODULES = (
     "fusednorm",
     "fusednorm.registry",
+    "fusednorm.call",
+    "fusednorm.layout",
     "fusednorm.distributed",
     "fusednorm.transformers",
     "fusednorm.compat.flag_gems",
@@ -35,21 +37,24 @@ MODULES = (
     "fusednorm.compat.vllm",
 )
 
-#: What `fusednorm.registry` shares with backends; the rest of it is the front end's own.
-OF_THE_REGISTRY = (
-    "Backend",
-    "BackendError",
-    "BackendInfo",
-    "Explanation",
-    "Signature",
-    "register_backend",
-    "use_backend",
-)
+#: Names that the front end shares with backends and callers, in modules whose other names are its own.
+SHARED = {
+    "fusednorm.registry": [
+        "Backend",
+        "BackendError",
+        "BackendInfo",
+        "Explanation",
+        "register_backend",
+        "use_backend",
+    ],
+    "fusednorm.call": ["Operation", "RMSNorm", "Forward", "Backward"],
+    "fusednorm.layout": ["in_one_level"],
+}
 
 
 def names(module):
-    if module.__name__ == "fusednorm.registry":
-        return list(OF_THE_REGISTRY)
+    if module.__name__ in SHARED:
+        return SHARED[module.__name__]
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     return sorted(n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_")
@@ -78,7 +83,9 @@ def of_class(name, value):
 def of_module(module):
     for name in names(module):
         value, full = getattr(module, name), f"{module.__name__}.{name}"
-        if inspect.isclass(value):
+        if inspect.isclass(value) and value.__name__ != name:
+            yield f"{full} = {value.__name__}"
+        elif inspect.isclass(value):
             yield from of_class(full, value)
         elif inspect.isfunction(value):
             yield f"{full}{signature(value)}"
