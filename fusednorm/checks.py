@@ -235,11 +235,11 @@ def refuse_nested(name: str) -> NoReturn:
     raise TypeError(f"{name} must be a dense tensor, got a nested one; pass its rows, {name}.values()")
 
 
-def refuse_layout(name: str, tensor: Tensor) -> NoReturn:
+def refuse_layout(name: str, tensor: Tensor, levels: str = "at most two levels of strides without overlap") -> NoReturn:
     """The error for an operand that is written and whose rows lie otherwise than kernels can write them."""
     raise ValueError(
-        f"{name} is written in place, so its last dimension must be contiguous and its rows must lie in at most two "
-        f"levels of strides without overlap; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass "
+        f"{name} is written in place, so its last dimension must be contiguous and its rows must lie in {levels}; "
+        f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass "
         "a contiguous tensor, or call the function that returns new ones"
     )
 

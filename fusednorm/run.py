@@ -110,7 +110,7 @@ def forward(
     # The levels of what is written come first: inputs can be copied.
     inner, strides = common_levels((out_rows, total_rows, x_rows, residual_rows))
     if strides[1] is None and residual_out is not None:
-        refuse_layout("residual_out", residual_out)
+        refuse_layout("residual_out", residual_out, "the same two levels of strides as out")
     if strides[2] is None:
         x, strides[2] = packed(x), (inner * hidden_size, hidden_size)
     if strides[3] is None and residual is not None:
