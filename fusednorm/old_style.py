@@ -51,10 +51,10 @@ def _takes_operands(function: Any) -> bool:
     return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) > 1
 
 
-def _forward(backend: Any, call: Forward) -> None:
+def _forward(backend: Any, call: Forward) -> object:
     with in_one_level(call) as one:
         operation, strides = one.operation, [stride for _, stride in one.strides]
-        backend.forward(
+        return backend.forward(  # type: ignore[no-any-return]
             *(*one[:6], one.rows, operation.hidden_size, *strides),
             *(one.eps, one.weight_offset, operation.round_sum, operation.round_norm),
         )
@@ -71,10 +71,10 @@ def _backward(name: str, backend: Any, call: Backward) -> None:
             "of x, the residual and the weight, with None for each that `needs` does not ask for"
         )
     for what, gradient, output in zip(("x", "the residual", "the weight"), found, outputs, strict=True):
+        if described(gradient) != described(output):
+            raise TypeError(
+                f"backend {name!r} returned {described(gradient)} for the gradient of {what}; it must return "
+                f"{described(output)}"
+            )
         if output is not None:
-            if described(gradient) != described(output):
-                raise TypeError(
-                    f"backend {name!r} returned {described(gradient)} for the gradient of {what}; it must return "
-                    f"{described(output)}"
-                )
             output.copy_(gradient)
