@@ -67,13 +67,13 @@ class Composition:
                 call,
                 parts[0],
                 call.x,
-                call.residual.to(operation.residual_out),
+                call.residual.to(operation.residual_out, memory_format=torch.contiguous_format),
                 call.residual_out,
                 (x_strides, packed, out_strides, total_strides),
             )
             return
         # The exact sum, in place of the residual, and the row that it gives if it is not to be rounded.
-        total = call.residual.to(operation.accumulator, copy=True)
+        total = call.residual.to(operation.accumulator, copy=True, memory_format=torch.contiguous_format)
         self._run(call, parts[0], call.x, total, total, (x_strides, packed, out_strides, packed))
         call.residual_out.copy_(reference.rounded(total, call.residual_out.dtype))
         if operation.round_sum:

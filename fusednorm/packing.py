@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,13 +65,3 @@ def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Ten
         *_operand(partial),
         *_operand(dweight),
     )
-
-
-def matches(ffi: Any, lib: Any) -> bool:
-    """Whether the compiled library has the same structure, and the same numbers for dtypes and flags."""
-    names = ("FN_NONE", "FN_F32", "FN_F16", "FN_BF16", "FN_F64", "FN_ROUND_SUM", "FN_ROUND_NORM")
-    return ffi.sizeof("struct fn_call") == _CALL.size and [getattr(lib, name) for name in names] == [
-        *KINDS.values(),
-        ROUND_SUM,
-        ROUND_NORM,
-    ]

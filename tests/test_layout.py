@@ -174,9 +174,9 @@ def test_levels_that_overlap_are_refused():
     """In place; where they are only read, each row is a row."""
     x = torch.arange(60.0).as_strided((3, 4, 8), (8, 4, 1))
     before = x.clone()
-    with pytest.raises(ValueError, match="x is written in place, .* at most two levels of strides without overlap"):
+    with pytest.raises(ValueError, match=r"x is written in place, .* at most two levels of strides without overlap"):
         rms_norm_(x)
-    q, k, _, qkv = views()
+    q, _, _, qkv = views()
     with pytest.raises(ValueError, match="x shares memory with residual"):
         fused_add_rms_norm_(q, qkv[:, 1 : 1 + HEADS])
     assert torch.equal(x, before)
@@ -200,7 +200,7 @@ def test_outputs_in_levels_that_differ_are_refused():
     x = torch.rand(2, 2, 3, 8)
     out, residual_out = torch.zeros(2, 2, 4, 8)[:, :, :3], torch.zeros(2, 3, 3, 8)[:, :2]
     assert (rows_of(out), rows_of(residual_out)) == ((4, 3, 32, 8), (2, 6, 72, 8))
-    with pytest.raises(ValueError, match="residual_out is written in place, .* the same two levels of strides as out"):
+    with pytest.raises(ValueError, match=r"residual_out is written in place, .* the same two levels of strides as out"):
         fused_add_rms_norm(x, x, out=out, residual_out=residual_out)
     assert not out.any()
     y, total = fused_add_rms_norm(x, out, residual_out=residual_out)  # an input in other levels is copied

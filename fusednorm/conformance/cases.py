@@ -40,7 +40,7 @@ def differing(a, b):
 
 @dataclass(frozen=True)
 class Case:
-    """One call. A dtype of None: the operand is absent (out: x's dtype)."""
+    """One call. A dtype of None: the operand is absent (out: x's dtype; residual_out: the residual's)."""
 
     rows: int = 3
     hidden: int = 1029
@@ -54,6 +54,7 @@ class Case:
     round_norm: bool = False
     data: str = "normal"
     seed: int = 0
+    residual_out: torch.dtype | None = None
 
     def of(self, dtype, **changes):
         """The case with one dtype for all operands, except for the changes."""
@@ -68,14 +69,13 @@ def call(case, x, residual, weight, **outputs):
     """Calls the public function; returns y and the sum (None without a residual)."""
     if residual is None:
         return fusednorm.rms_norm(x, weight, case.eps, **case.flags, **outputs), None
-    return fusednorm.fused_add_rms_norm(
-        x, residual, weight, case.eps, round_sum=case.round_sum, **case.flags, **outputs
-    )
+    flags = {"round_sum": case.round_sum, "residual_dtype": case.residual_out, **case.flags}
+    return fusednorm.fused_add_rms_norm(x, residual, weight, case.eps, **flags, **outputs)
 
 
 def gradients(case, dy, d_total, leaves):
     """The gradients of the case's operands."""
-    y, total = call(case, *leaves)
+    y, total = call(case, *leaves, out_dtype=case.out)
     wanted = [leaf for leaf in leaves if leaf is not None]
     return (
         torch.autograd.grad((y, total), wanted, (dy, d_total))
@@ -86,7 +86,8 @@ def gradients(case, dy, d_total, leaves):
 
 def incoming(case):
     """The incoming gradients of y and of the sum."""
-    dy, d_total, _ = operands(replace(case, seed=1, data="normal"))
+    dtypes = {"x": case.out or case.x, "residual": case.residual_out or case.residual}
+    dy, d_total, _ = operands(replace(case, seed=1, data="normal", **dtypes))
     return dy, d_total
 
 
@@ -94,7 +95,7 @@ def expected_gradients(case, leaves, dy, d_total):
     """The oracle's gradients, on the CPU, which :func:`gradients` must return."""
     with torch.no_grad():
         flags = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-        _, _, rstd, h = oracle.forward(*leaves, *flags)
+        _, _, rstd, h = oracle.forward(*leaves, *flags, residual_out_dtype=case.residual_out)
         found = oracle.backward(dy, d_total, h, rstd, leaves[2], case.weight_offset, case.x, case.residual)
     present = [(array, leaf) for array, leaf in zip(found, leaves, strict=True) if leaf is not None]
     return [torch.from_numpy(array).to(leaf.dtype) for array, leaf in present]
@@ -188,15 +189,12 @@ def expected(case, by):
 
     The reference is compared with the oracle, and every other backend with the reference.
     """
-    x, residual, weight = _operands(case)
-    out_dtype = case.out or case.x
-    if by == "reference":
-        y, total, *_ = oracle.forward(
-            x, residual, weight, case.eps, case.weight_offset, case.round_sum, case.round_norm, out_dtype
-        )
-        return torch.from_numpy(y).to(out_dtype), None if total is None else torch.from_numpy(total).to(case.residual)
     flags = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-    return reference.outputs(x, residual, weight, *flags, out_dtype, case.residual)[:2]
+    dtypes = (case.out or case.x, case.residual_out or case.residual)
+    if by == "reference":
+        y, total, *_ = oracle.forward(*_operands(case), *flags, *dtypes)
+        return torch.from_numpy(y).to(dtypes[0]), None if total is None else torch.from_numpy(total).to(dtypes[1])
+    return reference.outputs(*_operands(case), *flags, *dtypes)[:2]
 
 
 class Guarded:

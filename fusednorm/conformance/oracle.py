@@ -71,13 +71,23 @@ def accumulator(x):
 
 
 @np.errstate(all="ignore")
-def forward(x, residual, weight, eps=1e-6, weight_offset=0.0, round_sum=True, round_norm=False, out_dtype=None):
+def forward(
+    x,
+    residual,
+    weight,
+    eps=1e-6,
+    weight_offset=0.0,
+    round_sum=True,
+    round_norm=False,
+    out_dtype=None,
+    residual_out_dtype=None,
+):
     """Returns y, residual_out (None without a residual), both as float64 arrays, and rstd and h in the accumulator."""
     acc = accumulator(x)
     h, total = to_numpy(x).astype(acc), None
     if residual is not None:
         h = h + to_numpy(residual).astype(acc)
-        total = round_to(h, residual.dtype)
+        total = round_to(h, residual_out_dtype or residual.dtype)
         if round_sum:
             h = total.astype(acc)
     mean = treesum(h * h) / acc(h.shape[-1])
