@@ -67,6 +67,8 @@ class Case:
 
 def call(case, x, residual, weight, **outputs):
     """Calls the public function; returns y and the sum (None without a residual)."""
+    if "out" not in outputs:
+        outputs["out_dtype"] = case.out
     if residual is None:
         return fusednorm.rms_norm(x, weight, case.eps, **case.flags, **outputs), None
     flags = {"round_sum": case.round_sum, "residual_dtype": case.residual_out, **case.flags}
@@ -75,7 +77,7 @@ def call(case, x, residual, weight, **outputs):
 
 def gradients(case, dy, d_total, leaves):
     """The gradients of the case's operands."""
-    y, total = call(case, *leaves, out_dtype=case.out)
+    y, total = call(case, *leaves)
     wanted = [leaf for leaf in leaves if leaf is not None]
     return (
         torch.autograd.grad((y, total), wanted, (dy, d_total))

@@ -70,6 +70,14 @@ def test_mixed_dtypes(mode, agree, x, residual, weight):
         check(Case(rows, hidden, x, residual, weight, weight_offset=offset), agree)
 
 
+@pytest.mark.parametrize("round_sum", [True, False])
+@pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
+def test_dtypes_of_outputs(mode, agree, x, round_sum):
+    """Incoming gradients have the dtypes of the outputs, which are not those of x and the residual."""
+    for residual, out, stored in ((BF16, F32, F32), (F32, F16, BF16), (F16, BF16, F16)):
+        check(Case(4, 45, x, residual, F32, out, round_sum=round_sum, residual_out=stored), agree)
+
+
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
 def test_data(mode, agree, dtype, data):
