@@ -80,8 +80,8 @@ class Heap:
 
 def load():
     """The extension, without the package around it."""
-    (folder,) = importlib.util.find_spec("fusednorm").submodule_search_locations
-    (file,) = [f for f in Path(folder).glob("_cpu.*") if f.suffix in (".so", ".pyd")]
+    folders = importlib.util.find_spec("fusednorm").submodule_search_locations  # two of an editable install
+    (file,) = [f for folder in folders for f in Path(folder).glob("_cpu.*") if f.suffix in (".so", ".pyd")]
     spec = importlib.util.spec_from_file_location("fusednorm._cpu", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
