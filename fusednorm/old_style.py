@@ -54,7 +54,7 @@ def _takes_operands(function: Any) -> bool:
 def _forward(backend: Any, call: Forward) -> object:
     with in_one_level(call) as one:
         operation, strides = one.operation, [stride for _, stride in one.strides]
-        return backend.forward(  # type: ignore[no-any-return]
+        return backend.forward(
             *(*one[:6], one.rows, operation.hidden_size, *strides),
             *(one.eps, one.weight_offset, operation.round_sum, operation.round_norm),
         )

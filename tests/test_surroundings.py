@@ -284,7 +284,7 @@ def test_folders_with_spaces_and_letters_of_all_kinds(usual, tmp_path):
     os.chdir(os.environ["PYTHONPATH"])
     {textwrap.indent(RESULT, "    ").strip()}
     from fusednorm import doctor
-    from fusednorm.backends import cuda
+    from fusednorm.backends import cuda_compiler as cuda
     path = cuda.cache_directory() / "kernel.bin"
     cuda._write(path, b"code")
     print(os.path.dirname(fusednorm.__file__) == os.path.abspath("fusednorm"))
