@@ -77,7 +77,7 @@ def _placed(schema: OpSchema) -> dict[str, DTensorSpec]:
     names = [argument.name for argument in schema.op._schema.arguments]
     return {
         name: operand.strategies[0].output_spec
-        for name, operand in zip(names, schema.args_schema, strict=True)
+        for name, operand in zip(names, schema.args_schema, strict=False)  # torch leaves out defaults at the end
         if isinstance(operand, OpStrategy)
     }
 
@@ -143,7 +143,7 @@ def _backward(schema: OpSchema) -> Any:
     shares = DTensorSpec(
         rows.mesh, tuple(Replicate() if placement.is_replicate() else Partial() for placement in rows.placements)
     )
-    needs = cast(Sequence[bool], schema.args_schema[-1])
+    needs = cast(Sequence[bool], schema.args_schema[10])
     # A gradient that is not needed is an empty tensor, the same on every rank.
     outputs = tuple(spec if need else whole for spec, need in zip((rows, rows, shares), needs, strict=True))
     return _strategy(outputs, operands, rows)

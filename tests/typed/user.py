@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 import fusednorm
+from fusednorm.call import Backward, Forward, Operation
 from fusednorm.compat import vllm
 from fusednorm.distributed import SequenceParallel
-from fusednorm.registry import BackendInfo, Explanation
+from fusednorm.registry import Backend, BackendInfo, Explanation
 from fusednorm.transformers import Report, patch
 
 
@@ -26,12 +27,39 @@ class Block(torch.nn.Module):
         return assert_type(self.last.forward(y), Tensor)
 
 
+class Mine:
+    """A backend."""
+
+    DEVICES = ("cpu",)
+
+    def unavailable(self) -> list[str]:
+        return []
+
+    def unsuitable(self, operation: Operation) -> list[str]:
+        return [f"{operation.name} is too wide"] if operation.hidden_size > 8 else []
+
+    def plan(self, operation: Operation) -> str:
+        return f"like {operation.x}"
+
+    def forward(self, call: Forward) -> None:
+        call.out.copy_(call.x)
+
+    def backward(self, call: Backward) -> None:
+        if call.dx is not None:
+            call.dx.copy_(call.dy)
+
+
+mine: Backend = Mine()
+fusednorm.register_backend("mine", mine)
 x, weight = torch.randn(2, 8), torch.ones(8)
 assert_type(fusednorm.fused_add_rms_norm(x, x, weight, 1e-6, round_sum=False), tuple[Tensor, Tensor])
 assert_type(fusednorm.fused_add_rms_norm_(x, x.clone(), weight), tuple[Tensor, Tensor])
 assert_type(fusednorm.rms_norm(x, out=torch.empty_like(x)), Tensor)
 assert_type(fusednorm.rms_norm_(x, weight), Tensor)
+assert_type(fusednorm.rms_norm(x, out_dtype=torch.bfloat16), Tensor)
+assert_type(fusednorm.fused_add_rms_norm(x, x, residual_dtype=torch.float16), tuple[Tensor, Tensor])
 assert_type(fusednorm.explain(x, x), Explanation)
+assert_type(fusednorm.explain(x, x).operation, Operation)
 assert_type(fusednorm.backends(), list[BackendInfo])
 assert_type(fusednorm.SPEC_VERSION, int)
 assert_type(patch(Block(8)), Report)
