@@ -1,6 +1,7 @@
 """Operands and calls for the tests: every dtype, layout and kind of data, in guarded memory."""
 
 import functools
+import itertools
 import struct
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,28 @@ PAYLOAD = struct.unpack("d", struct.pack("Q", 0x7FFFFFFFFFFFFFFF))[0]
 
 #: Whether a tensor may begin between two elements, which torch allows on a CPU only.
 BETWEEN_ELEMENTS = True
+
+
+#: Whether tests make every call of a product: ``--everything``.
+EVERYTHING = False
+
+
+def covering(*axes, allowed=lambda *row: True):
+    """Rows of the axes' product: few, but any two values of two axes stand together in one of them.
+
+    Most faults take one value, or two that meet. With :data:`EVERYTHING`, every row. ``allowed`` tells rows that exist
+    from those that do not.
+    """
+    rows = [row for row in itertools.product(*axes) if allowed(*row)]
+    if EVERYTHING:
+        return rows
+    pairs = [frozenset(itertools.combinations(enumerate(row), min(2, len(row)))) for row in rows]
+    missing, chosen = set().union(*pairs), set()
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
+        missing -= pairs[best]
+        chosen.add(best)
+    return [rows[index] for index in sorted(chosen)]
 
 
 def dtype_name(dtype):

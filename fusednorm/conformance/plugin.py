@@ -36,7 +36,9 @@ PROMISES = ("same bits", "golden vectors", "fused equals unfused", "a row is a r
 def pytest_addoption(parser):
     group = parser.getgroup("fusednorm")
     group.addoption("--backend", help="backends to test, with commas between; default: FUSEDNORM_BACKEND, or all")
-    group.addoption("--everything", action="store_true", help="leave out nothing, however long it takes")
+    group.addoption(
+        "--everything", action="store_true", help="no test and no call of a product is left out; takes hours"
+    )
     group.addoption("--certificate", type=Path, metavar="FILE", help="write the certificate as JSON")
     group.addoption("--modes", help="fail unless backends and variants are exactly these, with commas between")
 
@@ -44,6 +46,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "promise(name): which promise of the specification a test is about")
     config.addinivalue_line("markers", "large: takes gigabytes of memory or of address space, or millions of elements")
+    cases.EVERYTHING = config.getoption("--everything", False)
     interpret_where_there_is_no_driver(wanted(config))
     config.pluginmanager.register(Certificate(config), "fusednorm certificate")
     # Where a processor is emulated, a kernel that is not found must not go unnoticed.

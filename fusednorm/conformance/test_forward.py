@@ -20,6 +20,7 @@ from fusednorm.conformance.cases import (
     Case,
     Guarded,
     call,
+    covering,
     dtype_name,
     expected,
     operands,
@@ -87,9 +88,9 @@ def test_order_of_additions(mode, agree, hidden):
 @pytest.mark.parametrize("hidden", SIZES)
 def test_sizes(mode, agree, hidden):
     # The cpu backend processes four rows and more together.
-    for rows, dtype in itertools.product((1,) if hidden > 16384 else (3, 5) if hidden < 1024 else (5,), DTYPES):
-        check(Case(rows=rows, hidden=hidden).of(dtype), mode, agree)
-        check(Case(rows=rows, hidden=hidden).of(dtype, residual=None), mode, agree)
+    counts = (1,) if hidden > 16384 else (3, 5) if hidden < 1024 else (5,)
+    for rows, dtype, with_residual in covering(counts, DTYPES, (True, False)):
+        check(Case(rows=rows, hidden=hidden).of(dtype, residual=dtype if with_residual else None), mode, agree)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 19, 64, 83, 128, 255, 257, 513])
@@ -137,18 +138,13 @@ def test_rows_beyond_the_cache(mode, agree, case):
 @pytest.mark.parametrize("residual", [None, *DTYPES], ids=dtype_name)
 @pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
 def test_dtypes(mode, agree, x, residual):
-    """Every mix of dtypes, with each of the four roundings, with and without a whole segment."""
+    """Every mix of dtypes, and with each of them the four roundings; sizes with a whole segment and without."""
     if residual == F64 and x != F64:
         pytest.skip("float64 operands go with a float64 x only")
-    for weight, out in itertools.product((None, *DTYPES), (None, *DTYPES)):
-        if F64 in (weight, out) and x != F64:
-            continue
-        for hidden, (round_sum, round_norm) in zip(
-            (1091, 45, 1024, 200), itertools.product((True, False), (True, False)), strict=True
-        ):
-            offset = 1.0 if hidden in (45, 1024) else 0.0
-            case = Case(2, hidden, x, residual, weight, out, 1e-5, offset, round_sum, round_norm)
-            check(case, mode, agree)
+    dtypes = [dtype for dtype in (None, *DTYPES) if dtype != F64 or x == F64]
+    flags = [(1091, 0.0, True, True), (45, 1.0, True, False), (1024, 1.0, False, True), (200, 0.0, False, False)]
+    for weight, out, (hidden, offset, round_sum, round_norm) in covering(dtypes, dtypes, flags):
+        check(Case(2, hidden, x, residual, weight, out, 1e-5, offset, round_sum, round_norm), mode, agree)
 
 
 @pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
@@ -165,11 +161,9 @@ def test_dtypes_of_sums(mode, agree, x):
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_data(mode, agree, dtype, data):
-    for hidden, round_sum, round_norm in itertools.product((77, 128, 1200), (True, False), (True, False)):
-        case = Case(rows=7, hidden=hidden, data=data, round_sum=round_sum, round_norm=round_norm)
-        check(case.of(dtype), mode, agree)
-        check(case.of(dtype, residual=F32 if dtype != F64 else F64), mode, agree)
-        check(case.of(dtype, residual=None, weight=None), mode, agree)
+    others = ((dtype, dtype), (F32 if dtype != F64 else F64, dtype), (None, None))
+    for hidden, (residual, weight), *flags in covering((77, 128, 1200), others, (True, False), (True, False)):
+        check(Case(7, hidden, dtype, residual, weight, None, 1e-6, 0.0, *flags, data), mode, agree)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_name)

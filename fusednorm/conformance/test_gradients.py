@@ -1,6 +1,5 @@
 """Gradients have the specification's bits, on every backend."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from fusednorm.conformance.cases import (
     PAYLOAD,
     Case,
     call,
+    covering,
     dtype_name,
     expected_gradients,
     gradients,
@@ -34,9 +34,8 @@ def test_gradients(mode, agree, x, residual):
     """dx, dresidual and dweight against the oracle, for every rounding, through either output and both."""
     if residual == F64 and x != F64:
         pytest.skip("float64 operands go with a float64 x only")
-    for hidden, rows, round_sum, round_norm in itertools.product((5, 1100), (1, 3, 600), (True, False), (True, False)):
-        if rows == 600 and hidden == 1100:
-            continue
+    shapes = ((1, 5), (1, 1100), (3, 5), (3, 1100), (600, 5))
+    for (rows, hidden), round_sum, round_norm in covering(shapes, (True, False), (True, False)):
         flags = {"weight_offset": 1.0, "round_sum": round_sum, "round_norm": round_norm}
         case = Case(rows=rows, hidden=hidden, x=x, residual=residual, weight=x, **flags)
         check(case, agree)

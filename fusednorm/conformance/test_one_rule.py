@@ -1,6 +1,5 @@
 """Fused equals unfused, and a row is a row: the second and the third promise of docs/spec.md."""
 
-import itertools
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, dtype_name, operands
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, covering, dtype_name, operands
 
 pytestmark = pytest.mark.promise("a row is a row")
 
@@ -29,18 +28,18 @@ def threads():
 def test_fused_equals_unfused(mode, agree, x, residual):
     """Compares with `s = x + residual; rms_norm(s, weight)`, where torch rounds the sum to the residual's dtype."""
     residual = F64 if x == F64 else residual
-    for hidden, data in itertools.product((1, 33, 128, 1500, 4096), ("normal", "ties", "outliers", "subnormal")):
+    sizes, kinds = (1, 33, 128, 1500, 4096), ("normal", "ties", "outliers", "subnormal")
+    for hidden, data, (round_norm, offset) in covering(sizes, kinds, ((False, 0.0), (True, 1.0))):
         case = Case(rows=4, hidden=hidden, x=x, residual=residual, weight=x, data=data)
         gx, gresidual, weight = operands(case)
         s = (gx.to(torch.promote_types(F32, x)) + gresidual.to(torch.promote_types(F32, x))).to(residual)
-        for round_norm, offset in ((False, 0.0), (True, 1.0)):
-            flags = {"round_norm": round_norm, "weight_offset": offset}
-            y, total = fusednorm.fused_add_rms_norm(gx, gresidual, weight, **flags)
-            agree(total, s, f"{case}: the sum")
-            if round_norm and x != residual:
-                continue  # rms_norm(s) would round to the residual's dtype, the fused call to x's
-            unfused = fusednorm.rms_norm(s, weight, **flags, out=torch.empty_like(y))
-            agree(y, unfused, f"{case}: y")
+        flags = {"round_norm": round_norm, "weight_offset": offset}
+        y, total = fusednorm.fused_add_rms_norm(gx, gresidual, weight, **flags)
+        agree(total, s, f"{case}: the sum")
+        if round_norm and x != residual:
+            continue  # rms_norm(s) would round to the residual's dtype, the fused call to x's
+        unfused = fusednorm.rms_norm(s, weight, **flags, out=torch.empty_like(y))
+        agree(y, unfused, f"{case}: y")
 
 
 # Row counts on both sides of every threshold of the backends: threads, and rows per thread.
@@ -63,18 +62,15 @@ def test_rows_do_not_depend_on_the_batch(mode, agree, dtype, hidden):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_rows_do_not_depend_on_stride_and_alignment(mode, agree, dtype):
-    for hidden in (1, 16, 77, 1030):
+    for hidden, gap, offset, misaligned in covering((1, 16, 77, 1030), (0, 1, 64), (0, 1, 5), (0, 1, 3)):
         x, residual, weight = operands(Case(rows=5, hidden=hidden).of(dtype))
         plain, plain_total = fusednorm.fused_add_rms_norm(x, residual, weight)
-        for gap, offset, misaligned in itertools.product((0, 1, 64), (0, 1, 5), (0, 1, 3)):
-            layout = (hidden + gap, offset, misaligned)
-            gx, gresidual, gout, gtotal = (Guarded(5, hidden, dtype, *layout) for _ in range(4))
-            gx.filled(x), gresidual.filled(residual)
-            fusednorm.fused_add_rms_norm(
-                gx.tensor, gresidual.tensor, weight, out=gout.tensor, residual_out=gtotal.tensor
-            )
-            agree(gout.tensor, plain, f"hidden {hidden}, layout {layout}")
-            agree(gtotal.tensor, plain_total, f"hidden {hidden}, layout {layout}, the sum")
+        layout = (hidden + gap, offset, misaligned)
+        gx, gresidual, gout, gtotal = (Guarded(5, hidden, dtype, *layout) for _ in range(4))
+        gx.filled(x), gresidual.filled(residual)
+        fusednorm.fused_add_rms_norm(gx.tensor, gresidual.tensor, weight, out=gout.tensor, residual_out=gtotal.tensor)
+        agree(gout.tensor, plain, f"hidden {hidden}, layout {layout}")
+        agree(gtotal.tensor, plain_total, f"hidden {hidden}, layout {layout}, the sum")
 
 
 # Sizes at which new outputs bypass the cache on x86: in whole vectors, in tails, and several rows at once.
