@@ -1,7 +1,84 @@
-"""The conformance kit's plug-in, which pyproject.toml names, serves these tests too: its matrix, its comparisons."""
+"""The kit's plug-in, which pyproject.toml names, serves these tests too: its matrix, its comparisons.
 
+Where no device of Triton's is here, its backends run in Triton's interpreter; there, and where PTX is executed, tests
+that would take too long are left out.
+"""
+
+import os
+import re
+import subprocess
 import sys
+import types
 from pathlib import Path
+
+import pytest
+
+from fusednorm.conformance import plugin
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "clients")]  # helpers beside the tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Chooses Triton's interpreter, which Triton and fusednorm look for when they are imported: nothing has done so."""
+    names = plugin.wanted(config)
+    if names in (["triton"], ["triton_cpu"]) and "TRITON_INTERPRET" not in os.environ and not plugin.EMULATED:
+        code = "from triton.runtime.driver import driver; print(driver.active.get_current_target().backend)"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        if not found or (found == "cpu") != (names == ["triton_cpu"]):
+            os.environ["TRITON_INTERPRET"] = "1"
+    if plugin.interpreted():
+        patch_language_once()
+
+
+def patch_language_once():
+    """Makes Triton's interpreter patch its language once per launch and module, instead of at every call in a kernel.
+
+    Most of its time goes there. Triton 3.9 does it so; with another version the tests are merely slow.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        scope = types.SimpleNamespace(restore=lambda: None) if id(function.__globals__) in patched else patch(function)
+        patched.add(id(function.__globals__))
+        restore = scope.restore
+        scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+#: Tests of the kit that all such backends leave out: most mixes of dtypes, and most sizes.
+MOST = (
+    r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
+    r"test_mixed_dtypes\[\w+-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
+    r"test_sizes\[\w+-(?!(1|8|33|64|128|768|1024|1025|1029|2048|4097|5120|7168|18432|40999|262144)\])|"
+    r"number_of_threads|rows_of_one_type|"
+)
+#: What else takes too long: in the interpreter many rows and long ones; where PTX is executed many kernels, because
+#: each must be compiled. `--everything` leaves out nothing.
+LEFT_OUT = {
+    "cuda": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64",
+    "triton": MOST + r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
+    r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
+    "triton, executed": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes|test_mixed_dtypes|"
+    r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999|262144)\]|"
+    r"test_(gradients|fused_equals_unfused)\[\w+-float",
+    "triton_cpu": MOST
+    + r"test_one_rule|test_rows|-\d{4,}\]|test_gradients\[|test_a_hundred|test_layouts|test_row_counts|"
+    r"test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|test_large_gradients|formula|"
+    r"test_any_call|test_dtypes\[\w+-float64|test_data\[\w+-float(16|64)-(nan row|subnormal)",
+}
+
+
+def pytest_collection_modifyitems(config, items):
+    names = plugin.wanted(config)
+    if len(names) != 1 or config.getoption("--everything") or not (plugin.EMULATED or plugin.interpreted()):
+        return
+    executed = ", executed" if plugin.EMULATED and names == ["triton"] else ""
+    left_out = re.compile(LEFT_OUT.get(names[0] + executed, "$^"))
+    config.hook.pytest_deselected(items=[item for item in items if left_out.search(item.nodeid)])
+    items[:] = [item for item in items if not left_out.search(item.nodeid)]

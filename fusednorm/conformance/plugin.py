@@ -8,10 +8,6 @@ fusednorm.conformance.plugin`` there are some. (A plug-in that every run of pyte
 import functools
 import json
 import os
-import re
-import subprocess
-import sys
-import types
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,9 +32,7 @@ PROMISES = ("same bits", "golden vectors", "fused equals unfused", "a row is a r
 def pytest_addoption(parser):
     group = parser.getgroup("fusednorm")
     group.addoption("--backend", help="backends to test, with commas between; default: FUSEDNORM_BACKEND, or all")
-    group.addoption(
-        "--everything", action="store_true", help="no test and no call of a product is left out; takes hours"
-    )
+    group.addoption("--everything", action="store_true", help="make every call of each product, which may take hours")
     group.addoption("--certificate", type=Path, metavar="FILE", help="write the certificate as JSON")
     group.addoption("--modes", help="fail unless backends and variants are exactly these, with commas between")
 
@@ -47,7 +41,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "promise(name): which promise of the specification a test is about")
     config.addinivalue_line("markers", "large: takes gigabytes of memory or of address space, or millions of elements")
     cases.EVERYTHING = config.getoption("--everything", False)
-    interpret_where_there_is_no_driver(wanted(config))
     config.pluginmanager.register(Certificate(config), "fusednorm certificate")
     # Where a processor is emulated, a kernel that is not found must not go unnoticed.
     expected, found = config.getoption("--modes", None), ",".join(map(str, modes(config)))
@@ -62,44 +55,11 @@ def wanted(config):
     return [registry.known_as(name) or name for name in names]
 
 
-def interpret_where_there_is_no_driver(names):
-    """A Triton backend runs in Triton's interpreter, on the CPU's memory, unless its device is here.
-
-    Triton and fusednorm look for the interpreter when they are imported, and nothing has imported them yet.
-    """
-    if names in (["triton"], ["triton_cpu"]) and "TRITON_INTERPRET" not in os.environ and not EMULATED:
-        code = "from triton.runtime.driver import driver; print(driver.active.get_current_target().backend)"
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
-        if not found or (found == "cpu") != (names == ["triton_cpu"]):
-            os.environ["TRITON_INTERPRET"] = "1"
-    if interpreted():
-        quicken_the_interpreter()
-
-
 def interpreted():
     """Whether Triton's interpreter is on."""
     from fusednorm.backends import triton_host
 
     return triton_host.INTERPRETED and not triton_host.missing()
-
-
-def quicken_the_interpreter():
-    """Has Triton's interpreter patch its language once per launch and module, and not at every call within a kernel.
-
-    Most of its time goes there. Triton 3.9's way of doing it is assumed: with another the tests are merely slow.
-    """
-    from triton.runtime import interpreter
-
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(function):
-        scope = types.SimpleNamespace(restore=lambda: None) if id(function.__globals__) in patched else patch(function)
-        patched.add(id(function.__globals__))
-        restore = scope.restore
-        scope.restore = lambda: (patched.clear(), restore())
-        return scope
-
-    interpreter._patch_lang = patch_once
 
 
 @dataclass(frozen=True)
@@ -225,40 +185,10 @@ def agree(mode, request):
     request.node.user_properties.append(("comparisons", [str(mode), dict(counts)]))
 
 
-#: What would take too long where a whole test run is for one backend that has no device here: in Triton's interpreter
-#: too many rows, or too long ones; where PTX is executed too many kernels, each of which takes time to compile.
-#: `--everything` leaves out nothing. First what all leave out: most mixes of dtypes, and most sizes.
-MOST = (
-    r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
-    r"test_mixed_dtypes\[\w+-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
-    r"test_sizes\[\w+-(?!(1|8|33|64|128|768|1024|1025|1029|2048|4097|5120|7168|18432|40999|262144)\])|"
-    r"number_of_threads|rows_of_one_type|"
-)
-LEFT_OUT = {
-    "cuda": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64",
-    "triton": MOST + r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
-    r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
-    "triton, executed": MOST + r"test_rows_beyond_the_cache|test_any_call|test_dtypes|test_mixed_dtypes|"
-    r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999|262144)\]|"
-    r"test_(gradients|fused_equals_unfused)\[\w+-float",
-    "triton_cpu": MOST
-    + r"test_one_rule|test_rows|-\d{4,}\]|test_gradients\[|test_a_hundred|test_layouts|test_row_counts|"
-    r"test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|test_large_gradients|formula|"
-    r"test_any_call|test_dtypes\[\w+-float64|test_data\[\w+-float(16|64)-(nan row|subnormal)",
-}
-
-
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     for item in items:
         if marker := item.get_closest_marker("promise"):
             item.user_properties.append(("promise", marker.args[0]))
-    (name,) = asked if len(asked := wanted(config)) == 1 else (None,)
-    executed = ", executed" if EMULATED and name == "triton" else ""
-    left_out = LEFT_OUT.get(f"{name}{executed}") if interpreted() or EMULATED else None
-    if left_out and not config.getoption("--everything", False):
-        chosen = [item for item in items if not re.search(left_out, item.nodeid)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
 
 
 def pytest_report_header(config):
