@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import os
 import subprocess
 import tempfile
@@ -16,9 +17,27 @@ PARTS = ["driver.cpp", "machine.cpp", "memory.cpp", "instructions.cpp"]
 
 def build(folder):
     """Compiles the machine, and the fences that Python is to be started with."""
+    folder.mkdir(exist_ok=True)
     subprocess.run(["g++", *FLAGS, *(HERE / part for part in PARTS), "-o", folder / "machine.so"], check=True)
     fences = [HERE / "fences.c", "-o", folder / "fences.so"]
     subprocess.run(["gcc", "-O2", "-fPIC", "-shared", "-fno-builtin", *fences], check=True)
+
+
+def kept(folder):
+    """A folder below this one with the machine, which is compiled unless it is there.
+
+    The folder's name depends on the sources, the compiler and what the compiler finds out about this processor.
+    """
+    asked = (["--version"], ["-march=native", "-Q", "--help=target"])
+    answers = [subprocess.run(["g++", *options], capture_output=True, check=True).stdout for options in asked]
+    sources = [path.read_bytes() for path in sorted(HERE.iterdir()) if path.suffix in (".c", ".cpp", ".h", ".py")]
+    name = hashlib.sha256(b"\0".join(answers + sources)).hexdigest()[:16]
+    found = folder / f"machine-{name}"
+    if not found.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as new:
+            build(Path(new) / "machine")
+            (Path(new) / "machine").rename(found)
+    return found
 
 
 @functools.cache
