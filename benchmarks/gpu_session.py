@@ -31,7 +31,7 @@ STEPS = {
     "gpu_triton": (40, (*TEST, "triton", "tests/test_gpu.py", "tests/test_large.py")),
     "bench": (100, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--backends", "cuda", "triton")),
     "bench_backward": (60, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--ops", "backward")),
-    "host": (30, ("python", "-P", "benchmarks/cuda_host.py")),
+    "host": (30, ("python", "-P", "benchmarks/gpu_host_cost.py", "cuda")),
     "train": (60, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--train", "--minutes", "0.1")),
     "profile": (60, ("python", "-P", "benchmarks/gpu_profile.py", "--json", "OUT/profile.json")),
     **{

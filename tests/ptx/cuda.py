@@ -90,7 +90,15 @@ class Driver:
 
 
 def install(capability):
-    """Has the `cuda` backend take tensors in the CPU's memory, as a GPU of this compute capability would.
+    """Has the `cuda` backend launch its kernels in the machine, as on a GPU of this compute capability."""
+    from fusednorm.backends import cuda
+
+    _, nvrtc = cuda.bindings()
+    stand_in(Driver(), Compiler(nvrtc), capability)
+
+
+def stand_in(driver, nvrtc, capability):
+    """Has the `cuda` backend take tensors in the CPU's memory, with this driver and this compiler.
 
     The fast path is opened once more: to it they are on a GPU.
     """
@@ -99,12 +107,9 @@ def install(capability):
     from fusednorm import fast_path
     from fusednorm.backends import cuda, cuda_compiler
 
-    _, nvrtc = cuda_compiler.bindings()
-    driver = Driver()
     if fast_path.OPEN:
         assert fast_path._open(driver.exchange_api(torch.Tensor.__dlpack_c_exchange_api__))
-    both = driver, Compiler(nvrtc)
-    cuda_compiler.bindings = lambda: both
+    cuda_compiler.bindings = lambda: (driver, nvrtc)
     cuda.DEVICES = ("cuda", "cpu")
     cuda.unavailable = list
     cuda.capability = lambda device: capability
