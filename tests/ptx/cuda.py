@@ -91,9 +91,9 @@ class Driver:
 
 def install(capability):
     """Has the `cuda` backend launch its kernels in the machine, as on a GPU of this compute capability."""
-    from fusednorm.backends import cuda
+    from fusednorm.backends import cuda_compiler
 
-    _, nvrtc = cuda.bindings()
+    _, nvrtc = cuda_compiler.bindings()
     stand_in(Driver(), Compiler(nvrtc), capability)
 
 
