@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm.distributed
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 
 from ranks import on_ranks
 
@@ -64,9 +64,27 @@ def same(actual, expected, placements=None):
     assert torch.equal(whole, expected), (whole, expected)
 
 
+def all_same(actual, expected, placements=None):
+    for one, wanted in zip(actual, expected, strict=True):
+        same(one, wanted.detach(), placements)
+
+
+def split(full, *rows, where=None, grad=False):
+    """x and the residual with their rows there, and the weight on every rank."""
+    everywhere = [Replicate()] * len(rows)
+    return [placed(t, *(rows if t.ndim > 1 else everywhere), where=where, grad=grad) for t in full]
+
+
+def of_one_process(call, full, incoming):
+    """What the call returns, and its gradients."""
+    leaves = [t.clone().requires_grad_() for t in full]
+    outputs = call(*leaves)
+    return outputs, torch.autograd.grad(outputs, leaves, incoming[: len(outputs)])
+
+
 def shares(placements):
     """Where a weight's gradient lies, if the rows lie there."""
-    return [p if p.is_replicate() else Partial() for p in placements]
+    return tuple(p if p.is_replicate() else Partial() for p in placements)
 
 
 def collectives(function):
@@ -82,38 +100,24 @@ def collectives(function):
 @pytest.mark.parametrize("with_residual", [True, False], ids=["add", "norm"])
 def test_rows_stay_where_they_are(shape, sharding, with_residual):
     """Forward and backward, without one collective: even, uneven, and on fewer rows than ranks."""
-    placements = [SHARDINGS[sharding]]
-    x, residual, weight = tensors(*shape)
-    dy, d_total, _ = tensors(*shape, seed=1)
+    where, operands = SHARDINGS[sharding], (0, 1, 2) if with_residual else (0, 2)
+    full, incoming = [tensors(*shape)[i] for i in operands], tensors(*shape, seed=1)[:2]
 
-    def call(x, residual, weight):
-        flags = {"weight_offset": 0.5, "round_norm": True}
-        if with_residual:
-            return fused_add_rms_norm(x, residual, weight, 1e-5, **flags)
-        return (rms_norm(x, weight, 1e-5, **flags),)
+    def call(*operands):
+        function = fused_add_rms_norm if with_residual else rms_norm
+        outputs = function(*operands, 1e-5, weight_offset=0.5, round_norm=True)
+        return outputs if with_residual else (outputs,)
 
-    def gradients(outputs, leaves, incoming):
-        return torch.autograd.grad(outputs, leaves, incoming[: len(outputs)])
-
-    leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
-    expected = call(*leaves)
-    wanted = [leaves[0], leaves[1], leaves[2]] if with_residual else [leaves[0], leaves[2]]
-    expected_gradients = gradients(expected, wanted, (dy, d_total))
-
-    parts = [placed(x, *placements, grad=True), placed(residual, *placements, grad=True)]
-    parts.append(placed(weight, Replicate(), grad=True))
-    incoming = [placed(t, *placements) for t in (dy, d_total)]
-    outputs, counts = collectives(lambda: call(*parts))
-    assert counts == {}, counts
-    for actual, wanted_output in zip(outputs, expected, strict=True):
-        same(actual, wanted_output.detach(), placements)
-    inputs = parts if with_residual else [parts[0], parts[2]]
-    found, counts = collectives(lambda: gradients(outputs, inputs, incoming))
-    assert counts == {}, counts
-    for actual, wanted_gradient in zip(found[:-1], expected_gradients[:-1], strict=True):
-        same(actual, wanted_gradient, placements)
-    assert found[-1].placements == tuple(shares(placements))
-    assert found[-1].to_local().shape == weight.shape
+    expected, expected_gradients = of_one_process(call, full, incoming)
+    parts = split(full, where, grad=True)
+    given = split(incoming, where)[: len(expected)]
+    outputs, forward = collectives(lambda: call(*parts))
+    found, backward = collectives(lambda: torch.autograd.grad(outputs, parts, given))
+    assert forward == backward == {}
+    all_same(outputs, expected, [where])
+    all_same(found[:-1], expected_gradients[:-1], [where])
+    assert found[-1].placements == shares([where])
+    assert found[-1].to_local().shape == full[-1].shape
     if sharding == "replicated":
         same(found[-1], expected_gradients[-1])
 
@@ -147,19 +151,12 @@ def in_parts(tensor, placement):
 @pytest.mark.parametrize("move", MOVES)
 def test_what_cannot_stay_moves_to_the_rows(move):
     *placements, rows, expected_counts = MOVES[move]
-    full = tensors(8, 8)
-    dy, d_total, _ = tensors(8, 8, seed=1)
-    leaves = [t.clone().requires_grad_() for t in full]
-    expected = fused_add_rms_norm(*leaves)
-    expected_gradients = torch.autograd.grad(expected, leaves, (dy, d_total))
-
-    parts = [in_parts(t, p) for t, p in zip(full, placements, strict=True)]
-    for part in parts:
-        part.requires_grad_()
+    full, (dy, d_total, _) = tensors(8, 8), tensors(8, 8, seed=1)
+    expected, expected_gradients = of_one_process(fused_add_rms_norm, full, (dy, d_total))
+    parts = [in_parts(t, p).requires_grad_() for t, p in zip(full, placements, strict=True)]
     outputs, counts = collectives(lambda: fused_add_rms_norm(*parts))
     assert counts == expected_counts, counts
-    for actual, wanted in zip(outputs, expected, strict=True):
-        same(actual, wanted.detach(), [rows])
+    all_same(outputs, expected, [rows])
     if placements[1] == Replicate():
         same(rms_norm(parts[0], parts[2]), rms_norm(full[0], full[2]), [rows])
 
@@ -168,15 +165,13 @@ def test_what_cannot_stay_moves_to_the_rows(move):
         incoming = [in_parts(t, p) for t, p in zip((dy, d_total), placements, strict=True)]
         found = torch.autograd.grad(outputs, parts, incoming, retain_graph=True)
         where = rows if rows.is_shard() or not placements[0].is_shard() else placements[0]
-        for actual, wanted in zip(found[:2], expected_gradients[:2], strict=True):
-            same(actual, wanted, [where])
-        assert found[2].placements == tuple(shares([where]))
+        all_same(found[:2], expected_gradients[:2], [where])
+        assert found[2].placements == shares([where])
 
 
 @on_ranks(2)
 def test_gradients_that_are_not_needed_are_empty_everywhere():
-    x, residual, weight = tensors(4, 6)
-    parts = [placed(t, Shard(1)) for t in (x, residual)] + [placed(weight, Replicate())]
+    parts = split(tensors(4, 6), Shard(1))
     _, total, rstd = torch.ops.fusednorm.fused_add_rms_norm(*parts, 1e-5, 0.0, True, False)
     for needs in itertools.product((True, False), repeat=3):
         found = torch.ops.fusednorm.backward(
@@ -189,54 +184,54 @@ def test_gradients_that_are_not_needed_are_empty_everywhere():
 
 
 @on_ranks(2, 4)
+@pytest.mark.parametrize("shape", [(4, 6), (3, 1)], ids=["even", "fewer"])
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_in_place(sharding):
+def test_in_place(sharding, shape):
     """What is written lies where it lay; the tensors are the same objects, and their memory is."""
-    placements = [SHARDINGS[sharding]]
-    for shape in ((4, 6), (3, 1)):
-        x, residual, weight = tensors(*shape)
-        expected = fused_add_rms_norm(x, residual, weight, 1e-5, round_sum=False)
-        parts = [placed(x, *placements), placed(residual, *placements), placed(weight, Replicate())]
-        local = [part.to_local() for part in parts[:2]]
-        outputs, counts = collectives(lambda parts=parts: fused_add_rms_norm_(*parts, 1e-5, round_sum=False))
-        assert counts == {}, counts
-        assert outputs[0] is parts[0]
-        assert outputs[1] is parts[1]
-        for actual, part, wanted in zip(outputs, local, expected, strict=True):
-            assert torch.equal(actual.to_local(), part)
-            same(actual, wanted, placements)
-        y, counts = collectives(lambda parts=parts: rms_norm_(parts[0], parts[2]))
-        assert counts == {}, counts
-        assert y is parts[0]
-        same(y, rms_norm(expected[0], weight), placements)
-        x = placed(expected[0].clone(), *placements)
-        same(rms_norm_(x, placed(weight, Shard(0))), rms_norm(expected[0], weight), placements)
+    where, (x, residual, weight) = SHARDINGS[sharding], tensors(*shape)
+    expected = fused_add_rms_norm(x, residual, weight, 1e-5, round_sum=False)
+    parts = split((x, residual, weight), where)
+    local = [part.to_local() for part in parts[:2]]
+    outputs, counts = collectives(lambda: fused_add_rms_norm_(*parts, 1e-5, round_sum=False))
+    assert counts == {}, counts
+    all_same(outputs, expected, [where])
+    for actual, part, memory in zip(outputs, parts[:2], local, strict=True):
+        assert actual is part
+        assert torch.equal(actual.to_local(), memory)
+    y, counts = collectives(lambda: rms_norm_(parts[0], parts[2]))
+    assert counts == {}, counts
+    assert y is parts[0]
+    same(y, rms_norm(expected[0], weight), [where])
+    x = placed(expected[0].clone(), where)
+    same(rms_norm_(x, placed(weight, Shard(0))), rms_norm(expected[0], weight), [where])
+
+
+REFUSED = (  # where x and the residual lie, and the name of the one that would have to move
+    ((Shard(2), Shard(2)), "x"),
+    ((Shard(2), Shard(1)), "x"),
+    ((Shard(1), Shard(2)), "residual"),
+    ((Shard(0), Shard(1)), "residual"),
+    ((Shard(0), Replicate()), "residual"),
+    ((Replicate(), Shard(0)), "x"),
+    ((Partial(), Shard(0)), "x"),
+    ((Shard(0), Partial()), "residual"),
+    ((Partial(), Partial()), "x"),
+)
 
 
 @on_ranks(2)
-def test_in_place_refuses_to_move_what_it_writes():
-    x, residual, weight = tensors(4, 6)
-    whole = placed(weight, Replicate())
-    for placements, name in (
-        ((Shard(2), Shard(2)), "x"),
-        ((Shard(2), Shard(1)), "x"),
-        ((Shard(1), Shard(2)), "residual"),
-        ((Shard(0), Shard(1)), "residual"),
-        ((Shard(0), Replicate()), "residual"),
-        ((Replicate(), Shard(0)), "x"),
-        ((Partial(), Shard(0)), "x"),
-        ((Shard(0), Partial()), "residual"),
-        ((Partial(), Partial()), "x"),
-    ):
-        parts = [in_parts(t, p) for t, p in zip((x, residual), placements, strict=True)]
-        before = [part.to_local().clone() for part in parts]
-        with pytest.raises(RuntimeError, match=f"^{name} is written in place, .* call the function that returns new"):
-            fused_add_rms_norm_(*parts, whole)
-        for part, kept in zip(parts, before, strict=True):
-            assert torch.equal(part.to_local(), kept)
-        if placements[0] in (Shard(2), Partial()):
-            with pytest.raises(RuntimeError, match=r"^x is written in place, .* call the function"):
-                rms_norm_(parts[0], whole)
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_in_place_refuses_to_move_what_it_writes(index):
+    placements, name = REFUSED[index]
+    *operands, weight = tensors(4, 6)
+    weight, parts = placed(weight, Replicate()), [in_parts(t, p) for t, p in zip(operands, placements, strict=True)]
+    before = [part.to_local().clone() for part in parts]
+    with pytest.raises(RuntimeError, match=f"^{name} is written in place, .* call the function that returns new"):
+        fused_add_rms_norm_(*parts, weight)
+    assert all(torch.equal(part.to_local(), kept) for part, kept in zip(parts, before, strict=True))
+    if placements[0] in (Shard(2), Partial()):
+        with pytest.raises(RuntimeError, match=r"^x is written in place, .* call the function"):
+            rms_norm_(parts[0], weight)
 
 
 @on_ranks(2)
@@ -273,43 +268,35 @@ def test_dtensors_and_plain_tensors_do_not_mix():
 @on_ranks(2)
 def test_calls_that_differ_share_no_decision():
     """Dtypes, flags, and which gradients are needed, one after the other on one shape."""
-    where = [Shard(0)]
+    where = Shard(0)
     dtypes = [(BF16, F32, BF16), (F32, BF16, F16), (F64, F64, F32), (F32, F32, None)]
     needs = [need for need in itertools.product((False, True), repeat=3) if any(need)]
-    flags = [
-        {"eps": eps, "weight_offset": offset, "round_sum": not rounded, "round_norm": rounded}
-        for eps, offset, rounded in ((1e-6, 0.0, False), (1e-2, 1.0, True))
-    ]
-    for (x, residual, weight), need, flag in itertools.product(dtypes, needs, flags):
-        full = tensors(2, 3, x, residual, weight)
-        dy, d_total, _ = tensors(2, 3, x, residual, weight, seed=1)
-        leaves = [None if t is None else t.clone().requires_grad_(n) for t, n in zip(full, need, strict=True)]
+    flags = [(1e-6, 0.0, True, False), (1e-2, 1.0, False, True)]
+    for kind, need, (eps, offset, round_sum, round_norm) in covering(dtypes, needs, flags):
+        flag = {"eps": eps, "weight_offset": offset, "round_sum": round_sum, "round_norm": round_norm}
+        full, (dy, d_total, _) = tensors(2, 3, *kind), tensors(2, 3, *kind, seed=1)
+        present = [(t, n) for t, n in zip(full, need, strict=True) if t is not None]
+        leaves = [t.clone().requires_grad_(n) for t, n in present]
         parts = [
-            None if t is None else placed(t, *(where if t.ndim > 1 else [Replicate()]), grad=n)
-            for t, n in zip(full, need, strict=True)
+            part.requires_grad_(n) for part, (_, n) in zip(split([t for t, _ in present], where), present, strict=True)
         ]
-        expected, outputs = fused_add_rms_norm(*leaves, **flag), fused_add_rms_norm(*parts, **flag)
-        for actual, wanted in zip(outputs, expected, strict=True):
-            same(actual, wanted.detach(), where)
-        if not outputs[0].requires_grad:
-            continue
-        for through in ((0,), (1,), (0, 1)):
-            if through == (1,) and need[:2] == (False, False):
+        none = [None] * (3 - len(present))
+        expected, outputs = fused_add_rms_norm(*leaves, *none, **flag), fused_add_rms_norm(*parts, *none, **flag)
+        all_same(outputs, expected, [where])
+        for through in ([0], [1], [0, 1]):
+            if not any(outputs[i].requires_grad for i in through):
                 continue  # the sum does not depend on the weight
-            given = [(dy, d_total)[i] for i in through]
-            torch.autograd.backward([expected[i] for i in through], given, retain_graph=True)
-            given = [placed(t, *where) for t in given]
-            torch.autograd.backward([outputs[i] for i in through], given, retain_graph=True)
+            for results, given in ((expected, (dy, d_total)), (outputs, split((dy, d_total), where))):
+                torch.autograd.backward([results[i] for i in through], [given[i] for i in through], retain_graph=True)
             for leaf, part in zip(leaves, parts, strict=True):
-                if leaf is None or leaf.grad is None:
-                    assert part is None or part.grad is None
+                if leaf.grad is None:
+                    assert part.grad is None
                 elif part.ndim == 1:
                     assert part.grad.dtype == leaf.dtype
-                    assert part.grad.placements == tuple(shares(where))
+                    assert part.grad.placements == shares([where])
                 else:
-                    same(part.grad, leaf.grad, where)
-                if leaf is not None:
-                    leaf.grad = part.grad = None
+                    same(part.grad, leaf.grad, [where])
+                leaf.grad = part.grad = None
 
 
 def signs(batch, sequence, hidden, seed):
@@ -345,56 +332,48 @@ def test_the_weights_gradient_is_the_sum_of_the_ranks(sharding):
         same(found, a + b, [Partial()])
 
 
+TWO_DIMENSIONS = (  # where x, the residual, and the rows lie
+    ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(1))),
+    ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (Shard(0), Shard(0))),
+    ((Shard(1), Replicate()), (Shard(1), Replicate()), (Shard(1), Replicate())),
+    ((Shard(0), Shard(2)), (Shard(0), Shard(1)), (Shard(0), Shard(1))),
+    ((Shard(0), Shard(2)), (Replicate(), Replicate()), (Shard(0), Replicate())),
+)
+
+
 @on_ranks(4)
-def test_two_dimensions_of_ranks():
+@pytest.mark.parametrize("index", range(len(TWO_DIMENSIONS)))
+def test_two_dimensions_of_ranks(index):
     """Batches on one, sequences or pending sums on the other."""
-    where = mesh(2, 2)
-    full = tensors(5, 6)
-    dy, d_total, _ = tensors(5, 6, seed=1)
-    leaves = [t.clone().requires_grad_() for t in full]
-    expected = fused_add_rms_norm(*leaves)
-    expected_gradients = torch.autograd.grad(expected, leaves, (dy, d_total))
-    for x, residual, rows in (
-        ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(1))),
-        ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (Shard(0), Shard(0))),
-        ((Shard(1), Replicate()), (Shard(1), Replicate()), (Shard(1), Replicate())),
-        ((Shard(0), Shard(2)), (Shard(0), Shard(1)), (Shard(0), Shard(1))),
-        ((Shard(0), Shard(2)), (Replicate(), Replicate()), (Shard(0), Replicate())),
-    ):
-        parts = [placed(full[0], *x, where=where, grad=True), placed(full[1], *residual, where=where, grad=True)]
-        parts.append(placed(full[2], Replicate(), Replicate(), where=where, grad=True))
-        outputs, counts = collectives(lambda parts=parts: fused_add_rms_norm(*parts))
-        assert (counts == {}) == (x == residual), counts
-        for actual, wanted in zip(outputs, expected, strict=True):
-            same(actual, wanted.detach(), rows)
-        incoming = [placed(t, *rows, where=where) for t in (dy, d_total)]
-        found = torch.autograd.grad(outputs, parts, incoming)
-        for actual, wanted in zip(found[:2], expected_gradients[:2], strict=True):
-            same(actual, wanted)
-        assert found[2].placements == tuple(shares(rows))
+    x, residual, rows = TWO_DIMENSIONS[index]
+    where, full, incoming = mesh(2, 2), tensors(5, 6), tensors(5, 6, seed=1)[:2]
+    expected, expected_gradients = of_one_process(fused_add_rms_norm, full, incoming)
+    given = zip(full, (x, residual, (Replicate(), Replicate())), strict=True)
+    parts = [placed(t, *placements, where=where, grad=True) for t, placements in given]
+    outputs, counts = collectives(lambda: fused_add_rms_norm(*parts))
+    assert (counts == {}) == (x == residual), counts
+    all_same(outputs, expected, rows)
+    found = torch.autograd.grad(outputs, parts, split(incoming, *rows, where=where))
+    all_same(found[:2], expected_gradients[:2])
+    assert found[2].placements == shares(rows)
 
 
 @on_ranks(4)
 def test_rows_that_were_flattened():
     """[batch, sequence, N] as [batch * sequence, N]: ranks then hold rows that are not one after the other."""
-    where = mesh(2, 2)
-    x, residual, weight = tensors(4, 6)
-    parts = [placed(t, Shard(0), Shard(1), where=where).flatten(0, 1) for t in (x, residual)]
-    parts.append(placed(weight, Replicate(), Replicate(), where=where))
-    outputs, counts = collectives(lambda: fused_add_rms_norm(*parts))
+    full = tensors(4, 6)
+    *rows, weight = split(full, Shard(0), Shard(1), where=mesh(2, 2))
+    parts = [t.flatten(0, 1) for t in rows]
+    outputs, counts = collectives(lambda: fused_add_rms_norm(*parts, weight))
     assert counts == {}, counts
-    for actual, wanted in zip(outputs, fused_add_rms_norm(x, residual, weight), strict=True):
-        same(actual, wanted.flatten(0, 1), parts[0].placements)
+    all_same(outputs, [t.flatten(0, 1) for t in fused_add_rms_norm(*full)], parts[0].placements)
 
 
 @on_ranks(2)
 def test_operands_on_different_ranks_are_refused():
-    x, residual, weight = tensors(4, 6)
-    other = init_device_mesh("cpu", (2, 1))
+    full, other = tensors(4, 6), init_device_mesh("cpu", (2, 1))
     with pytest.raises(RuntimeError, match="cross-mesh"):
-        fused_add_rms_norm(
-            placed(x, Shard(0)), placed(residual, Shard(0)), placed(weight, Replicate(), Replicate(), where=other)
-        )
+        fused_add_rms_norm(*split(full[:2], Shard(0)), placed(full[2], Replicate(), Replicate(), where=other))
 
 
 @on_ranks(2, 4)
@@ -457,8 +436,7 @@ def test_torchs_sequence_parallel_may_not_lose_the_residual():
         norm(a, b)
     plain = fusednorm.AddRMSNorm(HIDDEN, dtype=BF16)
     same(norm(a)[0], plain(x)[0].detach())
-    for actual, wanted in zip(norm(a, residual=b), plain(x, residual), strict=True):
-        same(actual, wanted.detach())
+    all_same(norm(a, residual=b), plain(x, residual))
     before = fusednorm.AddRMSNorm(HIDDEN, dtype=BF16)
     before.register_forward_pre_hook(lambda module, inputs: None)
     before.register_forward_pre_hook(lambda module, inputs: inputs)
@@ -689,12 +667,10 @@ def test_compiled():
         fused_add_rms_norm_(x, residual, weight)
         return rms_norm_(x, weight), residual
 
-    parts = [placed(t, *(Shard(1),) if t.ndim > 1 else (Replicate(),)) for t in full]
+    parts = split(full, Shard(1))
     backend = aot_autograd(fw_compiler=compiler)
     for function in (forward, in_place):
-        outputs = torch.compile(function, fullgraph=True, backend=backend)(*parts)
-        for actual, wanted in zip(outputs, function(*full), strict=True):
-            same(actual, wanted, [Shard(1)])
+        all_same(torch.compile(function, fullgraph=True, backend=backend)(*parts), function(*full), [Shard(1)])
     leaves = [part.requires_grad_() for part in parts]
     compiled = torch.compile(forward, fullgraph=True, backend=backend)
     found = [torch.autograd.grad(function(*leaves), leaves, incoming) for function in (forward, compiled)]
