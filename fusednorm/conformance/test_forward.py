@@ -89,7 +89,7 @@ def test_order_of_additions(mode, agree, hidden):
 def test_sizes(mode, agree, hidden):
     # The cpu backend processes four rows and more together.
     counts = (1,) if hidden > 16384 else (3, 5) if hidden < 1024 else (5,)
-    for rows, dtype, with_residual in covering(counts, DTYPES, (True, False)):
+    for rows, dtype, with_residual in covering(counts, DTYPES, (True, False), turn=hidden):
         check(Case(rows=rows, hidden=hidden).of(dtype, residual=dtype if with_residual else None), mode, agree)
 
 
@@ -143,7 +143,8 @@ def test_dtypes(mode, agree, x, residual):
         pytest.skip("float64 operands go with a float64 x only")
     dtypes = [dtype for dtype in (None, *DTYPES) if dtype != F64 or x == F64]
     flags = [(1091, 0.0, True, True), (45, 1.0, True, False), (1024, 1.0, False, True), (200, 0.0, False, False)]
-    for weight, out, (hidden, offset, round_sum, round_norm) in covering(dtypes, dtypes, flags):
+    turn = sum(dtypes.index(dtype) for dtype in (x, residual))
+    for weight, out, (hidden, offset, round_sum, round_norm) in covering(dtypes, dtypes, flags, turn=turn):
         check(Case(2, hidden, x, residual, weight, out, 1e-5, offset, round_sum, round_norm), mode, agree)
 
 
@@ -162,7 +163,8 @@ def test_dtypes_of_sums(mode, agree, x):
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_data(mode, agree, dtype, data):
     others = ((dtype, dtype), (F32 if dtype != F64 else F64, dtype), (None, None))
-    for hidden, (residual, weight), *flags in covering((77, 128, 1200), others, (True, False), (True, False)):
+    turn = DATA.index(data) + DTYPES.index(dtype)
+    for hidden, (residual, weight), *flags in covering((77, 128, 1200), others, *[(True, False)] * 2, turn=turn):
         check(Case(7, hidden, dtype, residual, weight, None, 1e-6, 0.0, *flags, data), mode, agree)
 
 
