@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+
 COLUMNS = ("registers", "stack", "shared", "access", "shuffles", "barriers")
 
 
@@ -36,6 +38,12 @@ def range_of(widths):
     return f"{max(widths)}/{min(widths)}"
 
 
+def kinds(dtype, size, alignment):
+    """The kinds of both passes, all operands of one dtype."""
+    forward = ForwardKind(*[dtype] * 5, size, True, False, False, False, alignment)
+    return forward, BackwardKind(*[dtype] * 5, None, dtype, torch.float32, size, False, alignment)
+
+
 class Cuda:
     """Kernels that NVRTC compiles."""
 
@@ -45,18 +53,20 @@ class Cuda:
 
     def kernels(self, dtype, size, target):
         """The kernels of both passes, all operands of one dtype."""
-        from fusednorm.backends import cuda
+        from fusednorm.backends import cuda_kernels
 
         number = int(target.removeprefix("sm_"))
-        forward = cuda.forward_variant(dtype, dtype, dtype, dtype, False, size, False, True, False, 32, number)
-        kind = (dtype, dtype, dtype, dtype, dtype, None, dtype, torch.float32, size, False, 32)
-        return {"forward": forward, **cuda.backward_variants(*kind, number)}
+        forward, backward = kinds(dtype, size, 32)
+        return {
+            "forward": cuda_kernels.forward_variant(forward, number),
+            **cuda_kernels.backward_variants(backward, number),
+        }
 
     def compiled(self, variant, target):
         """Machine code."""
-        from fusednorm.backends import cuda
+        from fusednorm.backends import cuda_compiler
 
-        return cuda.compiled(variant, int(target.removeprefix("sm_")))
+        return cuda_compiler.compiled(variant, int(target.removeprefix("sm_")))
 
     def cells(self, variant, code, target):
         """The columns."""
@@ -98,9 +108,8 @@ class Triton:
         from fusednorm.backends import triton_gpu
 
         lanes = self.target(target).warp_size
-        forward = triton_gpu.forward_variant(dtype, dtype, dtype, dtype, False, size, False, True, False, 16, lanes)
-        kind = (dtype, dtype, dtype, dtype, dtype, None, dtype, torch.float32, size, False, 16)
-        return {"forward": forward, **triton_gpu.backward_variants(*kind, lanes)}
+        forward, backward = kinds(dtype, size, 16)
+        return {"forward": triton_gpu.forward_variant(forward, lanes), **triton_gpu.backward_variants(backward, lanes)}
 
     def compiled(self, variant, target):
         """What Triton makes of it."""

@@ -31,6 +31,9 @@ from typing import Any
 import torch
 
 import fusednorm
+from fusednorm import run
+from fusednorm.backends.kernel_kinds import ForwardKind
+from fusednorm.call import Flags, Forward, operation_of
 
 ROUNDS = 15
 Calls = dict[str, Callable[[], object]]
@@ -116,16 +119,25 @@ def measured(calls: Calls, number: int) -> None:
         print(f"  {name:34} {statistics.median(values):6.2f} us")
 
 
+def call_of(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, total: torch.Tensor
+) -> Forward:
+    """A forward pass of one row, as the front end passes it to a backend."""
+    operation = operation_of(x, residual, weight, Flags())
+    return Forward(x, residual, weight, out, total, None, operation, 1, 1, ((0, 4096),) * 4, 1e-6, 0.0)
+
+
 def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
     """The table for `cuda`."""
     from fusednorm.autograd import normalise
-    from fusednorm.backends import cuda
+    from fusednorm.backends import cuda, cuda_compiler
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from ptx.cuda import stand_in
 
     wide = torch.zeros(2, 8192, dtype=torch.bfloat16)
     out, total, rstd = torch.empty_like(x), torch.empty_like(residual), torch.zeros(1)
+    call = call_of(x, residual, weight, out, total)
     launching: Calls = {
         "fused_add_rms_norm_": lambda: fusednorm.fused_add_rms_norm_(x, residual, weight),
         "fused_add_rms_norm, out=": lambda: fusednorm.fused_add_rms_norm(
@@ -135,11 +147,11 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
         "rms_norm_": lambda: fusednorm.rms_norm_(x, weight),
         "rms_norm": lambda: fusednorm.rms_norm(x, weight),
         "fused_add_rms_norm_, gaps": lambda: fusednorm.fused_add_rms_norm_(wide[:, :4096], wide[:, 4096:], weight),
-        "fused_add_rms_norm, and rstd": lambda: normalise(x, residual, weight, 1e-6, 0.0, True, False),
-        "the backend's forward": lambda: cuda.forward(
-            *(x, residual, weight, out, total, None, 1, 4096, 4096, 4096, 4096, 4096), *(1e-6, 0.0, True, False)
+        "fused_add_rms_norm, and rstd": lambda: normalise(x, residual, weight, Flags()),
+        "the backend's forward": lambda: cuda.forward(call),
+        "backward": lambda: run.backward(
+            cuda, call.operation, x, None, residual, rstd, weight, 0.0, (True, True, True)
         ),
-        "backward": lambda: cuda.backward(x, None, residual, rstd, weight, 0.0, x.dtype, x.dtype, (True, True, True)),
     }
     others: Calls = {
         "two slices of columns": lambda: (wide[:, :4096], wide[:, 4096:]),
@@ -148,9 +160,9 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
     }
     driver = Driver()
     stand_in(driver, None, 90)
-    cuda.kept = lambda variant, capability: b""
-    for call in launching.values():
-        call()
+    cuda_compiler.from_cache = lambda variant, capability: b""
+    for function in launching.values():
+        function()
     launches = ctypes.c_long.in_dll(driver.library, "launches")
     before, number = launches.value, 5000
     measured(launching | others, number)
@@ -188,7 +200,8 @@ def with_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     )
     driver.set_active(h100)
     triton_gpu.DEVICES = ("cpu",)
-    variant = triton_gpu.forward_variant(*[torch.bfloat16] * 4, False, 4096, False, True, False, 16, 32)
+    kind = ForwardKind(*[torch.bfloat16] * 5, 4096, True, False, False, False, 16)
+    variant = triton_gpu.forward_variant(kind, 32)
     constants = variant.all_constants()
 
     def bound() -> None:
@@ -197,15 +210,14 @@ def with_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
             **constants, num_warps=variant.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
+    call = call_of(x, residual, weight, x, residual)
     calls: Calls = {
         "fused_add_rms_norm_": lambda: fusednorm.fused_add_rms_norm_(x, residual, weight),
-        "the backend's forward": lambda: triton_gpu.forward(
-            x, residual, weight, x, residual, None, 1, 4096, *[4096] * 4, 1e-6, 0.0, True, False
-        ),
+        "the backend's forward": lambda: triton_gpu.forward(call),
         "Triton's binder": bound,
     }
-    for call in calls.values():
-        call()
+    for function in calls.values():
+        function()
     measured(calls, 2000)
 
 

@@ -18,6 +18,7 @@ import torch
 from triton.runtime.driver import driver
 
 from fusednorm.backends import triton_cpu, triton_host
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
 
 #: A processor as LLVM calls it, and what it stands for.
 PROCESSORS = {
@@ -69,8 +70,9 @@ def main() -> None:
     print("|---|---|---|---:|---:|---:|---:|---:|")
     for dtype in arguments.dtypes.split(","):
         t = getattr(torch, dtype)
-        variants = {"forward": triton_cpu.forward_variant(t, t, t, t, True, 4096, False, True, False)}
-        variants |= triton_cpu.backward_variants(t, t, t, t, t, None, t, torch.float32, 4096, False)
+        forward = ForwardKind(*[t] * 5, 4096, True, False, True, False, 1)
+        backward = BackwardKind(*[t] * 5, None, t, torch.float32, 4096, False, 1)
+        variants = {"forward": triton_cpu.forward_variant(forward), **triton_cpu.backward_variants(backward)}
         for kernel, variant in variants.items():
             llvm = triton_host.compiled(variant, target).asm["llir"]
             for processor, (_, what) in PROCESSORS.items():
