@@ -205,13 +205,13 @@ def _hold(packed: bytes, device: int, variants: Mapping[str, Variant]) -> None:
 
 
 def _launch(
-    packed: bytes, device: int, operands: dict[str, Tensor | None], variants: Callable[[], Mapping[str, Variant]]
+    packed: bytes, device: int, call: Forward | Backward, variants: Callable[[], Mapping[str, Variant]]
 ) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
     stream = _stream(device)
     status = path.launch_cuda(packed, stream)
     if status == path.NOT_HELD:
-        check_addresses(**operands)
+        check_addresses(call)
         _hold(packed, device, variants())
         status = path.launch_cuda(packed, stream)
     if status:
@@ -221,15 +221,17 @@ def _launch(
 
 def forward(call: Forward) -> None:
     """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
-    with in_one_level(call) as one:
-        device = one.operation.device.index or 0
-        names = ("x", "residual", "weight", "out", "residual_out", "rstd")
-        _launch(
-            packing.pack_forward(one),
-            device,
-            dict(zip(names, one[:6], strict=True)),
-            lambda: {"forward": forward_variant(ForwardKind.of(one), capability(device))},
-        )
+    if call.inner != call.rows:
+        with in_one_level(call) as one:
+            forward(one)
+        return
+    device = call.operation.device.index or 0
+    _launch(
+        packing.pack_forward(call),
+        device,
+        call,
+        lambda: {"forward": forward_variant(ForwardKind.of(call), capability(device))},
+    )
 
 
 def backward_on_fast_path(
@@ -256,10 +258,9 @@ def backward(call: Backward) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
     one, partial = call.in_one_level(), scratch_of(call)
     device = one.operation.device.index or 0
-    names = ("dy", "d_residual_out", "h", "rstd", "weight", "dx", "dresidual", "dweight")
     _launch(
         packing.pack_backward(one, 1, blocks_of(one.rows)[0], partial),
         device,
-        dict(zip(names, one[:8], strict=True)),
+        one,
         lambda: backward_variants(BackwardKind.of(one, partial), capability(device)),
     )

@@ -169,14 +169,14 @@ def ceiling(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def check_addresses(**operands: Tensor | None) -> None:
+def check_addresses(call: Forward | Backward) -> None:
     """Raises where an operand begins between two elements, where a GPU reads nothing.
 
     Raises:
         ValueError: it names the operand.
     """
-    for name, tensor in operands.items():
-        if tensor is not None and tensor.data_ptr() % tensor.itemsize:
+    for name, tensor in zip(call._fields, call, strict=True):
+        if isinstance(tensor, Tensor) and tensor.data_ptr() % tensor.itemsize:
             raise ValueError(
                 f"{name} begins at an address that is no multiple of {tensor.itemsize}, between two elements, which "
                 f"GPUs cannot read; pass {name}.clone()"

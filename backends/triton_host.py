@@ -303,7 +303,7 @@ class Host:
 
     def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Forward | Backward) -> list[Any]:
         if not self.unaligned:
-            check_addresses(**{name: t for name, t in call._asdict().items() if isinstance(t, Tensor)})
+            check_addresses(call)
         found = []
         for variant in variants.values():
             identity = (key[0], *variant.identity())
@@ -328,27 +328,31 @@ class Host:
 
     def forward(self, call: Forward) -> None:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
-        with in_one_level(call) as one, _current(one.operation.device):
-            kind, launch = self.for_forward(one)
-            x_strides, residual_strides, out_strides, total_strides = one.strides
+        if call.inner != call.rows:
+            with in_one_level(call) as one:
+                self.forward(one)
+            return
+        with _current(call.operation.device):
+            kind, launch = self.for_forward(call)
+            x_strides, residual_strides, out_strides, total_strides = call.strides
             values = {
-                "x": self.pointer(one.x),
-                "residual": self.pointer(one.residual),
-                "weight": self.pointer(one.weight),
-                "out": self.pointer(one.out),
-                "residual_out": self.pointer(one.residual_out),
-                "rstd": self.pointer(one.rstd),
+                "x": self.pointer(call.x),
+                "residual": self.pointer(call.residual),
+                "weight": self.pointer(call.weight),
+                "out": self.pointer(call.out),
+                "residual_out": self.pointer(call.residual_out),
+                "rstd": self.pointer(call.rstd),
                 "x_stride": x_strides[1],
                 "residual_stride": residual_strides[1],
                 "out_stride": out_strides[1],
                 "residual_out_stride": total_strides[1],
-                "rows": one.rows,
+                "rows": call.rows,
                 "hidden_size": kind.hidden_size,
                 "with_rstd": int(kind.rstd),
-                "eps": one.eps,
-                "weight_offset": one.weight_offset,
+                "eps": call.eps,
+                "weight_offset": call.weight_offset,
             }
-            launch(-(-one.rows // launch.variant.per_program), values)
+            launch(-(-call.rows // launch.variant.per_program), values)
 
     def backward(self, call: Backward) -> None:
         """Launches kernels; see :class:`fusednorm.registry.Backend`."""

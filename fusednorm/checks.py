@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import NoReturn, cast
+from typing import NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -76,10 +76,13 @@ def check_flags(
 ) -> Flags:
     """The flags, numbers as floats: their types and values, and that given outputs have the dtypes asked for."""
     eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)
-    for name in ("round_sum", "round_norm"):
-        flag = getattr(flags, name)
+    for name, flag in (("round_sum", flags.round_sum), ("round_norm", flags.round_norm)):
         if type(flag) is not bool:
             raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
+    if eps is not flags.eps or weight_offset is not flags.weight_offset:
+        flags = flags._replace(eps=eps, weight_offset=weight_offset)
+    if flags.out_dtype is flags.residual_dtype is residual_out is None:
+        return flags
     for name, dtype in (("out_dtype", flags.out_dtype), ("residual_dtype", flags.residual_dtype)):
         if dtype is None:
             continue
@@ -105,7 +108,7 @@ def check_flags(
         cure = "allocate it with torch.empty_like(residual), or pass residual_dtype=residual_out.dtype"
         whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
-    return flags._replace(eps=eps, weight_offset=weight_offset)
+    return flags
 
 
 def check_dense(name: str, tensor: Tensor, cure: str) -> None:
@@ -214,7 +217,7 @@ def refuse_type(name: str, operand: object) -> NoReturn:
     raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
 
 
-def _as_called(name: str, output: Tensor, x: Tensor, residual: Tensor | None) -> str:
+def _as_called(name: str, output: Tensor, x: Tensor | None, residual: Tensor | None) -> str:
     """What the caller calls an output: x or residual if it is that tensor, as it is in place."""
     inputs = [("x", x), ("residual", residual)]
     if name == "residual_out":
@@ -244,40 +247,38 @@ def refuse_layout(name: str, tensor: Tensor, levels: str = "at most two levels o
     )
 
 
+#: An operand, and how its rows lie; both None where it is absent.
+Lying: TypeAlias = tuple[Tensor | None, Rows | None]
+
+
 def check_overlap(
-    out: tuple[Tensor, Rows] | None,
-    residual_out: tuple[Tensor, Rows] | None,
-    x: tuple[Tensor, Rows],
-    residual: tuple[Tensor, Rows] | None,
-    weight: Tensor | None,
-    hidden_size: int,
+    out: Lying, residual_out: Lying, x: Lying, residual: Lying, weight: Tensor | None, hidden_size: int
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory."""
-
-    def called(name: str, output: Tensor) -> str:
-        return _as_called(name, output, x[0], None if residual is None else residual[0])
-
-    inputs = [("x", *x, Memory.of(*x, hidden_size))]
-    if residual is not None:
-        inputs.append(("residual", *residual, Memory.of(*residual, hidden_size)))
-    weights = None if weight is None else Memory.of(weight, Rows(1, 1, 0, hidden_size), hidden_size)
+    inputs = [
+        (name, tensor, rows, Memory.of(tensor, rows, hidden_size))
+        for name, (tensor, rows) in (("x", x), ("residual", residual))
+        if tensor is not None and rows is not None
+    ]
+    if weight is not None:
+        row = Rows(1, 1, 0, hidden_size)
+        inputs.append(("weight", weight, row, Memory.of(weight, row, hidden_size)))
     before = None
-    for name, output in (("out", out), ("residual_out", residual_out)):
-        if output is None:
+    for name, (tensor, rows) in (("out", out), ("residual_out", residual_out)):
+        if tensor is None or rows is None:
             continue
-        tensor, rows = output
-        memory = Memory.of(tensor, rows, hidden_size)
+        memory = next((memory for _, other, _, memory in inputs if other is tensor), None)
+        memory = memory or Memory.of(tensor, rows, hidden_size)
         for other_name, other, other_rows, other_memory in inputs:
-            if other is tensor:
+            if other is tensor or memory.end <= other_memory.begin or other_memory.end <= memory.begin:
                 continue
             same = memory.begin == other_memory.begin and rows == other_rows and tensor.dtype == other.dtype
-            if not same and share_memory(memory, other_memory):
-                _refuse_overlap(called(name, tensor), other_name)
-        if weights is not None and share_memory(memory, weights):
-            _refuse_overlap(called(name, tensor), "weight")
+            if not (same and other is not weight) and share_memory(memory, other_memory):
+                _refuse_overlap(_as_called(name, tensor, x[0], residual[0]), other_name)
         if before is not None and share_memory(memory, before):
-            cure = f"pass {called(name, tensor)}.clone() and take the results that the call returns"
-            _refuse_overlap(called(name, tensor), called("out", cast("tuple[Tensor, Rows]", out)[0]), cure)
+            called = _as_called(name, tensor, x[0], residual[0])
+            cure = f"pass {called}.clone() and take the results that the call returns"
+            _refuse_overlap(called, _as_called("out", cast(Tensor, out[0]), x[0], residual[0]), cure)
         before = memory
 
 

@@ -19,8 +19,11 @@ from fusednorm.checks import (
 )
 from fusednorm.composition import Composition
 from fusednorm.contract import FirstCalls
-from fusednorm.layout import Rows, common_levels, in_levels, packed, rows_of
+from fusednorm.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import Backend, fast_paths, request, select, selected
+
+#: The strides of an operand that is absent.
+NONE = (0, 0)
 
 #: So many flags the fast path takes; the others must have their defaults.
 FAST = 4
@@ -77,45 +80,47 @@ def forward(
     hidden_size = operation.hidden_size
     rows = x.numel() // hidden_size
 
+    in_place, total_in_place = out is x, residual_out is not None and residual_out is residual
     x_rows = rows_of(x)
     if x_rows is None:
-        if out is x or residual_out is x:
+        if in_place or residual_out is x:
             refuse_layout("x", x)
         x, x_rows = packed(x), Rows(1, rows, 0, hidden_size)
-    residual_rows = None
+    residual_rows = total_rows = None
     if residual is not None:
+        total_rows = new = Rows(1, rows, 0, hidden_size)
         residual_rows = rows_of(residual)
         if residual_rows is None:
-            if out is residual or residual_out is residual:
+            if total_in_place or out is residual:
                 refuse_layout("residual", residual)
-            residual, residual_rows = packed(residual), Rows(1, rows, 0, hidden_size)
+            residual, residual_rows = packed(residual), new
     if weight is not None:
         weight = packed(weight)
 
-    new = Rows(1, rows, 0, hidden_size)
-    out_rows = new if out is None else rows_to_write("out", out, hidden_size, x, residual)
-    total_rows = None if residual is None else new
-    if residual_out is not None:
+    out_rows = x_rows
+    if out is None:
+        out_rows = Rows(1, rows, 0, hidden_size)
+    elif not in_place or overlaps_itself(x_rows, hidden_size):
+        out_rows = rows_to_write("out", out, hidden_size, x, residual)
+    if total_in_place and residual_rows is not None and not overlaps_itself(residual_rows, hidden_size):
+        total_rows = residual_rows
+    elif residual_out is not None:
         total_rows = rows_to_write("residual_out", residual_out, hidden_size, x, residual)
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
     if rows and written:
         check_overlap(
-            None if out is None else (out, out_rows),
-            None if residual_out is None or total_rows is None else (residual_out, total_rows),
-            (x, x_rows),
-            None if residual is None or residual_rows is None else (residual, residual_rows),
-            weight,
-            hidden_size,
+            (out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows), weight, hidden_size
         )
     # The levels of what is written come first: inputs can be copied.
-    inner, strides = common_levels((out_rows, total_rows, x_rows, residual_rows))
-    if strides[1] is None and residual_out is not None:
-        refuse_layout("residual_out", residual_out, "the same two levels of strides as out")
-    if strides[2] is None:
-        x, strides[2] = packed(x), (inner * hidden_size, hidden_size)
-    if strides[3] is None and residual is not None:
-        residual, strides[3] = packed(residual), (inner * hidden_size, hidden_size)
-    out_strides, total_strides, x_strides, residual_strides = (s or (0, 0) for s in strides)
+    inner, (out_strides, total_strides, x_strides, residual_strides) = common_levels(
+        (out_rows, total_rows, x_rows, residual_rows)
+    )
+    if total_strides is None and residual_out is not None:
+        refuse_layout("residual_out", residual_out)
+    if x_strides is None:
+        x, x_strides = packed(x), (inner * hidden_size, hidden_size)
+    if residual_strides is None and residual is not None:
+        residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
 
     if out is None:
         out = torch.empty_like(x, dtype=operation.out, memory_format=torch.contiguous_format)
@@ -128,7 +133,7 @@ def forward(
     if rows:
         call = Forward(
             *(x, residual, weight, out, residual_out, rstd, operation, rows, inner),
-            (x_strides, residual_strides, out_strides, total_strides),
+            (x_strides, residual_strides or NONE, out_strides or NONE, total_strides or NONE),
             flags.eps,
             flags.weight_offset,
         )
