@@ -88,6 +88,10 @@ class Input:
         if self.fused:
             self.flags["round_sum"] = random.random() < 0.6
         self.in_place = not self.gradient and random.random() < 0.2
+        self.dtypes = {}  # of new outputs
+        for name in ("out_dtype", *(("residual_dtype",) if self.fused else ())):
+            if not self.in_place and random.random() < 0.15:
+                self.dtypes[name] = self.some_dtype()
         self.shape = self.some_shape()
         others = [name for name in NAMES if name not in ("x", *(() if self.fused else ("residual", "residual_out")))]
         self.place("x", self.x, self.shape)
@@ -130,7 +134,9 @@ class Input:
         if name in ("dy", "d_total"):
             if not self.gradient:
                 return
-            dtype = self.x if name == "dy" else self.placed["residual"][2] if "residual" in self.placed else None
+            dtype = self.dtypes.get("out_dtype", self.x)
+            if name == "d_total":
+                dtype = self.dtypes.get("residual_dtype", self.placed["residual"][2]) if self.fused else None
             if dtype is not None and random.random() < 0.9:
                 self.place(name, dtype, shape)
             return
@@ -141,8 +147,10 @@ class Input:
                 return
             shape = shape[-1:]
         dtype = self.some_dtype()
+        if name == "out" and random.random() < 0.97:
+            dtype = self.dtypes.get("out_dtype", dtype)
         if name == "residual_out" and random.random() < 0.97:
-            dtype = self.placed["residual"][2]
+            dtype = self.dtypes.get("residual_dtype", self.placed["residual"][2])
         if random.random() < 0.01:
             shape = random.choice(((), (*shape, 1), shape[1:], (*shape[:-1], sum(shape[-1:]) + 1)))
         sharing = random.random()
@@ -226,7 +234,7 @@ class Input:
 
     def __str__(self):
         name = ("fused_add_rms_norm" if self.fused else "rms_norm") + ("_" if self.in_place else "")
-        lines = [f"{name}, {self.flags}, {self.isa}, {self.threads} threads{', gradients' if self.gradient else ''}"]
+        lines = [f"{name}, {self.flags | self.dtypes}, {self.isa}, {self.threads} threads{', gradients' if self.gradient else ''}"]
         lines += [
             f"  {name}: {str(dtype)[6:]}{list(shape)}, strides {list(strides)}, byte {offset} of the memory of {memory}"
             for name, (memory, offset, dtype, strides, shape) in self.placed.items()
@@ -238,7 +246,7 @@ class Input:
         outputs = {name: tensors[name] for name in OUTPUTS if name in tensors}
         function = "fused_add_rms_norm" if self.fused else "rms_norm"
         given = [tensors["x"], *([tensors["residual"]] if self.fused else []), tensors.get("weight")]
-        found = getattr(fusednorm, function + ("_" if in_place else ""))(*given, **self.flags, **outputs)
+        found = getattr(fusednorm, function + ("_" if in_place else ""))(*given, **self.flags, **self.dtypes, **outputs)
         return found if self.fused else (found,)
 
     def gradients(self):
@@ -292,12 +300,22 @@ def rows(tensor):
 
 
 def may_be_written(tensor):
-    """Whether its rows have no gaps, lie one stride apart, and share nothing."""
-    begins = rows(tensor)
+    """Whether its rows have no gaps, lie in at most two levels of strides, and share nothing."""
     every = addresses(tensor)
-    if begins is None or numpy.bincount(every - every.min()).max() > 1:
-        return False
-    return len(set(numpy.diff(begins).tolist())) < 2
+    return rows(tensor) is not None and numpy.bincount(every - every.min()).max() == 1 and inner(tensor) is not None
+
+
+def inner(tensor):
+    """How many rows lie one stride apart before another stride comes; None if there are more than two strides."""
+    begins = rows(tensor)
+    steps = numpy.diff(begins)
+    other = numpy.flatnonzero(steps != steps[:1])
+    found = other[0] + 1 if len(other) else len(begins)
+    if len(begins) % found:
+        return None
+    levels = begins.reshape(-1, found)
+    once = len(set(numpy.diff(levels[:, 0]).tolist())) < 2
+    return found if once and (levels - levels[:, :1] == levels[0] - levels[0, 0]).all() else None
 
 
 def exactly(output, operand):
@@ -310,6 +328,8 @@ def may_be_refused(given, written):
     """Whether a layout or an overlap is a reason to refuse the call."""
     if not all(may_be_written(tensor) for tensor in written.values()):
         return True
+    if len({inner(tensor) for tensor in written.values()} - {len(rows(tensor)) for tensor in written.values()}) > 1:
+        return True  # in levels that differ
     readable = {"x", "residual"} - set(written)  # an output may be exactly such an operand
     for output in written.values():
         for other_name, other in {**given, **written}.items():

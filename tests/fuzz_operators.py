@@ -87,8 +87,14 @@ class Call:
         random = self.random
         return random.choice(NUMBERS), random.choice(NUMBERS), random.random() < 0.5, random.random() < 0.5
 
+    def dtypes(self, count):
+        """Of so many outputs; often none."""
+        allowed = (*DTYPES, *STRANGE) if self.wrong else DTYPES[:3]
+        return [None if self.random.random() < 0.7 else self.random.choice(allowed) for _ in range(count)]
+
     def of_rms_norm(self):
-        return self.operand(dtype=self.dtype), self.operand(self.shape[-1:], absent=0.2), *self.flags()
+        x, weight = self.operand(dtype=self.dtype), self.operand(self.shape[-1:], absent=0.2)
+        return x, weight, *self.flags(), *self.dtypes(1)
 
     def of_fused_add_rms_norm(self):
         return (
@@ -96,6 +102,7 @@ class Call:
             self.operand(),
             self.operand(self.shape[-1:], absent=0.2),
             *self.flags(),
+            *self.dtypes(2),
         )
 
     def of_into(self):

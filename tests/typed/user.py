@@ -30,7 +30,7 @@ class Block(torch.nn.Module):
 class Mine:
     """A backend."""
 
-    DEVICES = ("cpu",)
+    DEVICES: tuple[str, ...] = ("cpu",)
 
     def unavailable(self) -> list[str]:
         return []
