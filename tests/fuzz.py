@@ -234,9 +234,8 @@ class Input:
 
     def __str__(self):
         name = ("fused_add_rms_norm" if self.fused else "rms_norm") + ("_" if self.in_place else "")
-        lines = [
-            f"{name}, {self.flags | self.dtypes}, {self.isa}, {self.threads} threads{', gradients' if self.gradient else ''}"
-        ]
+        flags, gradients = self.flags | self.dtypes, ", gradients" if self.gradient else ""
+        lines = [f"{name}, {flags}, {self.isa}, {self.threads} threads{gradients}"]
         lines += [
             f"  {name}: {str(dtype)[6:]}{list(shape)}, strides {list(strides)}, byte {offset} of the memory of {memory}"
             for name, (memory, offset, dtype, strides, shape) in self.placed.items()
