@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from numbers import Real
 from typing import NoReturn, TypeAlias, cast
 
@@ -13,6 +14,8 @@ from fusednorm.call import Flags
 from fusednorm.layout import Memory, Rows, overlaps_itself, rows_of, share_memory
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
+WEIGHT = NAMES.index("weight")
+_PLAIN = (Tensor, torch.nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -30,6 +33,8 @@ def check_operands(
     in_memory: bool = True,
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
+    if _usual((x, residual, weight, out, residual_out)):
+        return
     operands = dict(zip(NAMES, (x, residual, weight, out, residual_out), strict=True))
     for name, tensor in operands.items():
         if tensor is None and name != "x":
@@ -81,7 +86,7 @@ def check_flags(
             raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
     if eps is not flags.eps or weight_offset is not flags.weight_offset:
         flags = flags._replace(eps=eps, weight_offset=weight_offset)
-    if flags.out_dtype is flags.residual_dtype is residual_out is None:
+    if residual_out is None and flags.out_dtype is None and flags.residual_dtype is None:
         return flags
     for name, dtype in (("out_dtype", flags.out_dtype), ("residual_dtype", flags.residual_dtype)):
         if dtype is None:
@@ -109,6 +114,25 @@ def check_flags(
         whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
     return flags
+
+
+def _usual(operands: tuple[Tensor | None, ...]) -> bool:
+    """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
+    x = operands[0]
+    if x is None or type(x) not in _PLAIN or x.is_nested:
+        return False
+    shape, device = x.shape, x.device
+    for i, tensor in enumerate(operands):
+        if tensor is None or (i and tensor is x and i != WEIGHT):
+            continue
+        if type(tensor) not in _PLAIN or tensor.is_nested or tensor.layout is not torch.strided:
+            return False
+        dtype = tensor.dtype
+        if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
+            return False
+        if tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape) or not tensor.data_ptr():
+            return False
+    return len(shape) > 0
 
 
 def check_dense(name: str, tensor: Tensor, cure: str) -> None:
@@ -251,26 +275,42 @@ def refuse_layout(name: str, tensor: Tensor, levels: str = "at most two levels o
 Lying: TypeAlias = tuple[Tensor | None, Rows | None]
 
 
+def _apart(operands: tuple[Lying, ...], hidden_size: int) -> bool:
+    """Whether each operand ends before the next one begins, but for one that is passed twice: the usual case."""
+    spans: list[tuple[int, int]] = []
+    before: list[Tensor] = []
+    for tensor, rows in operands:
+        if tensor is None or rows is None or any(tensor is other for other in before):
+            continue
+        before.append(tensor)
+        outer, inner, outer_stride, stride = rows
+        begin, last = tensor.data_ptr(), (outer - 1) * outer_stride + (inner - 1) * stride
+        spans.append((begin, begin + (last + hidden_size) * tensor.itemsize))
+    spans.sort()
+    return all(one[1] <= other[0] for one, other in pairwise(spans))
+
+
 def check_overlap(
     out: Lying, residual_out: Lying, x: Lying, residual: Lying, weight: Tensor | None, hidden_size: int
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory."""
+    row = Rows(1, 1, 0, hidden_size)
+    if _apart((x, residual, (weight, row), out, residual_out), hidden_size):
+        return
     inputs = [
         (name, tensor, rows, Memory.of(tensor, rows, hidden_size))
         for name, (tensor, rows) in (("x", x), ("residual", residual))
         if tensor is not None and rows is not None
     ]
     if weight is not None:
-        row = Rows(1, 1, 0, hidden_size)
         inputs.append(("weight", weight, row, Memory.of(weight, row, hidden_size)))
     before = None
     for name, (tensor, rows) in (("out", out), ("residual_out", residual_out)):
         if tensor is None or rows is None:
             continue
-        memory = next((memory for _, other, _, memory in inputs if other is tensor), None)
-        memory = memory or Memory.of(tensor, rows, hidden_size)
+        memory = Memory.of(tensor, rows, hidden_size)
         for other_name, other, other_rows, other_memory in inputs:
-            if other is tensor or memory.end <= other_memory.begin or other_memory.end <= memory.begin:
+            if other is tensor:
                 continue
             same = memory.begin == other_memory.begin and rows == other_rows and tensor.dtype == other.dtype
             if not (same and other is not weight) and share_memory(memory, other_memory):

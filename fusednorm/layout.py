@@ -75,13 +75,16 @@ def packed(tensor: Tensor) -> Tensor:
 def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | None]]:
     """Rows per outer step, the same for all operands, and the strides of each; None for an operand without them."""
     inner = 1
+    strides: list[Strides | None] = []
     for rows in operands:
         if rows is None:
+            strides.append(None)
             continue
-        inner = rows.inner
-        if rows.outer > 1:
+        outer, inner, _, stride = rows
+        if outer > 1:
             return inner, [None if rows is None else rows.in_levels_of(inner) for rows in operands]
-    return inner, [None if rows is None else (0, rows.stride) for rows in operands]
+        strides.append((0, stride))
+    return inner, strides
 
 
 def in_levels(operands: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[Strides]]:

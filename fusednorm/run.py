@@ -81,14 +81,15 @@ def forward(
     rows = x.numel() // hidden_size
 
     in_place, total_in_place = out is x, residual_out is not None and residual_out is residual
+    new = Rows(1, rows, 0, hidden_size)
     x_rows = rows_of(x)
     if x_rows is None:
         if in_place or residual_out is x:
             refuse_layout("x", x)
-        x, x_rows = packed(x), Rows(1, rows, 0, hidden_size)
+        x, x_rows = packed(x), new
     residual_rows = total_rows = None
     if residual is not None:
-        total_rows = new = Rows(1, rows, 0, hidden_size)
+        total_rows = new
         residual_rows = rows_of(residual)
         if residual_rows is None:
             if total_in_place or out is residual:
@@ -99,7 +100,7 @@ def forward(
 
     out_rows = x_rows
     if out is None:
-        out_rows = Rows(1, rows, 0, hidden_size)
+        out_rows = new
     elif not in_place or overlaps_itself(x_rows, hidden_size):
         out_rows = rows_to_write("out", out, hidden_size, x, residual)
     if total_in_place and residual_rows is not None and not overlaps_itself(residual_rows, hidden_size):
@@ -123,9 +124,9 @@ def forward(
         residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
 
     if out is None:
-        out = torch.empty_like(x, dtype=operation.out, memory_format=torch.contiguous_format)
+        out = _new(x, operation.out)
     if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(residual, dtype=operation.residual_out, memory_format=torch.contiguous_format)
+        residual_out = _new(residual, operation.residual_out)
     backend = backend_of(operation)
     # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
     for tensor in written:
@@ -140,6 +141,13 @@ def forward(
         run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
         run(call)
     return out, residual_out
+
+
+def _new(like: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A contiguous output; without the dtype where it is the same, which is faster."""
+    if dtype is like.dtype:
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def backward(
