@@ -137,27 +137,20 @@ FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int
     };
 }
 
-/* The row whose second pass is pending; its `d` is NULL if there is none. */
-FN_INLINE struct gradient_row pending_row(const struct fn_backward_job *job, const struct fn_backward_part *part,
-                                          const float *g) {
-    if (!part->pending) return (struct gradient_row){0};
-    struct gradient_row row = operands_of(job, part->row, g);
-    row.c = part->c;
-    return row;
-}
-
 /* Rows of one kind, as fn_backward_rows says. */
 FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_t begin, int64_t end,
                              struct fn_sum_stack *sums, int merged, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
-    struct gradient_row before = pending_row(job, part, room.g);
+    struct gradient_row before = {0};
+    if (part->pending) {
+        before = operands_of(job, part->row, room.g);
+        before.c = part->c;
+    }
     for (int64_t m = begin; m < end; m++) {
         struct gradient_row row = operands_of(job, m, room.g);
-        if (sums) {
-            row.merged = (m > begin) + (m + 1 < end ? 0 : merged); /* the sum of the rows before is on the stack too */
-            row.sum = sums->row + sums->count - row.merged;
-            sums->count += 1 - row.merged;
-        }
+        row.merged = (m > begin) + (m + 1 < end ? 0 : merged); /* the sum of the rows before is on the stack too */
+        row.sum = sums ? sums->row + sums->count - row.merged : NULL;
+        if (sums) sums->count += 1 - row.merged;
         float total = before.d ? pass_over(kind, &before, &row, job->hidden, room.sums)
                                : pass_over(kind, NULL, &row, job->hidden, room.sums);
         row.c = total / (float)job->hidden;
@@ -170,8 +163,9 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
 
 FN_INLINE void flush_row(int kind, const struct fn_backward_job *job, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
-    const struct gradient_row row = pending_row(job, part, room.g);
-    if (row.d) pass_over(kind, &row, NULL, job->hidden, room.sums);
+    struct gradient_row row = operands_of(job, part->row, room.g);
+    row.c = part->c;
+    pass_over(kind, &row, NULL, job->hidden, room.sums);
     part->pending = 0;
 }
 
@@ -208,7 +202,7 @@ static void gradients_mixed(const struct fn_backward_job *job, int64_t begin, in
         };
         /* The sum of the rows before is on the stack too. */
         gradients_F32(&one, 0, 1, sums, (m > begin) + (m + 1 < end ? 0 : merged), part);
-        flush_F32(&one, part);
+        if (part->pending) flush_F32(&one, part);
         if (dx) from_float(job->dx_kind, room.d, dx, n);
         if (dresidual) from_float(job->dresidual_kind, room.d, dresidual, n);
     }

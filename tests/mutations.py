@@ -350,8 +350,8 @@ MUTANTS = (
         SAME,
         "the gradients of a block's last row with another row's mean",
         "cpu/backward_body.h",
-        "    row.c = part->c;\n",
-        "    row.c = 0;\n",
+        "        before.c = part->c;\n",
+        "        before.c = 0;\n",
     ),
     Mutant(
         SAME, "another number of blocks of rows", "cpu/backward.c", "ROW_BLOCKS = 1 << FN_LEVELS", "ROW_BLOCKS = 128"
