@@ -343,11 +343,11 @@ def answer_calls(seed, count):
             results = function() if function else ()
         except Exception as error:
             return f"{type(error).__name__}: {error}".encode()
-        parts = [
-            str((t.dtype, t.shape)).encode()
-            + t.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
-            for t in results
-        ]
+        parts = []
+        for result in results:
+            values = result.detach().masked_fill(result.isnan(), torch.nan)  # NaN is NaN
+            image = values.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            parts += [str((values.dtype, values.shape)).encode(), image.numpy().tobytes()]
         return b"".join(parts)
 
     memories = {name: fuzz.Memory() for name in fuzz.NAMES}
