@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from numbers import Real
 from typing import NoReturn, TypeAlias, cast
 
@@ -278,16 +277,21 @@ Lying: TypeAlias = tuple[Tensor | None, Rows | None]
 def _apart(operands: tuple[Lying, ...], hidden_size: int) -> bool:
     """Whether each operand ends before the next one begins, but for one that is passed twice: the usual case."""
     spans: list[tuple[int, int]] = []
-    before: list[Tensor] = []
+    before: set[int] = set()
     for tensor, rows in operands:
-        if tensor is None or rows is None or any(tensor is other for other in before):
+        if tensor is None or rows is None or id(tensor) in before:
             continue
-        before.append(tensor)
+        before.add(id(tensor))
         outer, inner, outer_stride, stride = rows
         begin, last = tensor.data_ptr(), (outer - 1) * outer_stride + (inner - 1) * stride
         spans.append((begin, begin + (last + hidden_size) * tensor.itemsize))
     spans.sort()
-    return all(one[1] <= other[0] for one, other in pairwise(spans))
+    end = 0
+    for begin, after in spans:
+        if begin < end:
+            return False
+        end = after
+    return True
 
 
 def check_overlap(

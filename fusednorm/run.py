@@ -82,7 +82,7 @@ def forward(
 
     in_place, total_in_place = out is x, residual_out is not None and residual_out is residual
     new = Rows(1, rows, 0, hidden_size)
-    x_rows = rows_of(x)
+    x_rows = new if _is_packed(x) else rows_of(x)
     if x_rows is None:
         if in_place or residual_out is x:
             refuse_layout("x", x)
@@ -90,7 +90,7 @@ def forward(
     residual_rows = total_rows = None
     if residual is not None:
         total_rows = new
-        residual_rows = rows_of(residual)
+        residual_rows = new if _is_packed(residual) else rows_of(residual)
         if residual_rows is None:
             if total_in_place or out is residual:
                 refuse_layout("residual", residual)
@@ -143,10 +143,14 @@ def forward(
     return out, residual_out
 
 
+def _is_packed(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
 def _new(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A contiguous output; without the dtype where it is the same, which is faster."""
-    if dtype is like.dtype:
-        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    """A contiguous output."""
+    if dtype is like.dtype and like.is_contiguous():
+        return torch.empty_like(like)  # which takes half as long as with arguments
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
