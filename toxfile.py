@@ -1,7 +1,7 @@
 """A part of tox's configuration: its environments that name one folder share what is installed there.
 
 tox makes an environment anew when it finds another environment's name in the folder. These environments have the same
-dependencies, so that the name does not matter.
+dependencies, so that the name does not matter. They run one after the other: `tox -p` is not for them.
 """
 
 from contextlib import contextmanager
