@@ -1443,7 +1443,7 @@ def first_failure(folder, mutant):
         first = [kit + name for name in ("golden", "gradients", "forward", "one_rule")]
         others = []
         if mutant.backend == "cuda":
-            first = [folder / "tests/test_cuda_quick.py", *first]
+            first = [folder / "tests/test_cuda_launch.py", *first]
     elif mutant.what.partition(":")[0] in ONE_FILE:
         first, others = list(folder.glob(f"tests/**/test_{mutant.what.partition(':')[0].lower()}.py")), []
     files = dict.fromkeys(map(str, [*first, *others]))
