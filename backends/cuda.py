@@ -94,7 +94,7 @@ def unavailable() -> list[str]:
         return [f"NVRTC cannot be used ({error}); {_CURE}"]
     try:
         found = cuda_compiler.driver_version()
-    except RuntimeError as error:  # likewise; or it lacks the function, or the function fails
+    except RuntimeError as error:  # the library is missing or damaged, or it lacks the function, or the function fails
         return [f"NVIDIA's driver cannot be used ({error}); `nvidia-smi` shows whether others can use it"]
     needed = max(_OLDEST_DRIVER, compiler[0] * 1000)  # a driver loads what is compiled for its major version of CUDA
     if found < needed:

@@ -151,7 +151,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises OSError where somebody else can write to the folder, or where it is none."""
+    """Raises OSError if other users can write to the folder, or if it is no folder."""
     found = folder.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{str(folder)!r} is no folder")
@@ -173,7 +173,7 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _read(path: Path) -> bytes | None:
-    """What :func:`_write` wrote; None if the file is missing, damaged, or may be somebody else's."""
+    """The code that :func:`_write` wrote; None if the file is missing or damaged, or if others may have written it."""
     try:
         _check_folder(path.parent)
         with open(path, "rb", opener=_open_file) as file:

@@ -59,8 +59,8 @@ def accumulator(x_dtype: torch.dtype) -> torch.dtype:
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` rounded to nearest even to ``dtype``, once. Derivatives are passed straight through.
 
-    torch converts float64 to float16 and bfloat16 by way of float32, which rounds twice. Rounding to odd on the
-    way (the last bit set where anything was lost) makes the second rounding come out as the only one.
+    torch converts float64 to float16 and bfloat16 through float32, which rounds twice. The first rounding here is to
+    odd (the last bit is set where anything was lost): then the second one gives what rounding once would give.
     """
     if value.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
         return value.to(dtype)
@@ -156,7 +156,7 @@ def divided(value: Tensor, divisor: float) -> Tensor:
     return value / torch.full_like(value, divisor)
 
 
-def reciprocal_root(h: Tensor, eps: float) -> Tensor:
+def rstd_of(h: Tensor, eps: float) -> Tensor:
     """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h."""
     mean = divided(treesum(h * h), h.shape[-1])
     r = square_root(mean + constant(eps, mean))
@@ -205,7 +205,7 @@ def outputs(
         total = rounded(h, residual_dtype)
         if round_sum:
             h = total.to(dtype)
-    r = reciprocal_root(h, eps)
+    r = rstd_of(h, eps)
     n = h * r.unsqueeze(-1)
     if round_norm:
         n = rounded(n, x.dtype).to(dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_kernels import gain, narrowed, normalised, quotient, reciprocal_root, widened
+from fusednorm.backends.triton_kernels import gain, narrowed, normalised, quotient, rstd_of, widened
 
 #: What a pass has and does, added up: KEEP, for example, stores the sums in the first pass, and not in the second.
 ADD, KEEP, ROUND_SUM, ROUND_NORM, WEIGHT = (tl.constexpr(1 << bit) for bit in range(5))
@@ -191,9 +191,9 @@ def square(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constex
 def normalise(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """Writes the normalised elements of the row that :func:`added` knows."""
     h = added(row, at, left, FLAGS, A, SIZE)
-    x, root, weight, weight_offset, out_row = more
+    x, row_rstd, weight, weight_offset, out_row = more
     g = gain_of(weight, at, left, weight_offset, A, SIZE) if WEIGHT & FLAGS else None
-    y = normalised(h, root, g, x.dtype.element_ty, ROUND_NORM & FLAGS, A)
+    y = normalised(h, row_rstd, g, x.dtype.element_ty, ROUND_NORM & FLAGS, A)
     put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
 
 
@@ -224,10 +224,10 @@ def forward(
     x_row, out_row = x + number * x_stride, out + number * out_stride
     residual_row, total_row = residual + number * residual_stride, residual_out + number * residual_out_stride
     row = (x_row, residual_row, total_row)
-    root = reciprocal_root(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
+    row_rstd = rstd_of(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
     if with_rstd != 0:
-        tl.store(rstd + number + tl.arange(0, 1), root)
-    more = (x, root, weight, weight_offset, out_row)
+        tl.store(rstd + number + tl.arange(0, 1), row_rstd)
+    more = (x, row_rstd, weight, weight_offset, out_row)
     if KEEP & FLAGS:
         over_row(normalise, (total_row, total_row, total_row), more, hidden_size, ~ADD & FLAGS, A, TILE // 4)
     else:
@@ -246,20 +246,20 @@ def weighted(dy_row, weight, at, left, weight_offset, FLAGS: tl.constexpr, A: tl
 @triton.jit
 def product(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """The products whose sum a gradient needs."""
-    dy_row, h_row, root, weight, weight_offset = row
-    xhat = widened(got(h_row, at, left, SIZE), A) * root
+    dy_row, h_row, row_rstd, weight, weight_offset = row
+    xhat = widened(got(h_row, at, left, SIZE), A) * row_rstd
     value = weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE) * xhat
-    # 0 times an infinite root would be NaN.
+    # 0 times an infinite rstd would be NaN.
     return value if left is None else tl.where(tl.arange(0, SIZE) < left, value, 0)
 
 
 @triton.jit
 def differentiate(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """Writes the gradients of these elements."""
-    dy_row, h_row, root, weight, weight_offset = row
+    dy_row, h_row, row_rstd, weight, weight_offset = row
     c, d_total_row, dx_row, dresidual_row = more
     wdy = weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE)
-    d = (wdy - (widened(got(h_row, at, left, SIZE), A) * root) * c) * root
+    d = (wdy - (widened(got(h_row, at, left, SIZE), A) * row_rstd) * c) * row_rstd
     if D_TOTAL & FLAGS:
         d = d + widened(got(d_total_row, at, left, SIZE), A)
     if DX & FLAGS:
@@ -295,8 +295,8 @@ def backward_rows(
 ):
     """The gradients of a row."""
     number = tl.program_id(0).to(tl.int64)
-    root = tl.load(rstd + number + tl.arange(0, 1))
-    row = (dy + number * dy_stride, h + number * h_stride, root, weight, weight_offset)
+    row_rstd = tl.load(rstd + number + tl.arange(0, 1))
+    row = (dy + number * dy_stride, h + number * h_stride, row_rstd, weight, weight_offset)
     total = sum_of_row(product, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
     c = quotient(total, tl.full((1,), hidden_size, A), A)
     d_total_row = d_total + number * d_total_stride

@@ -161,7 +161,7 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
         elif gradients:
             variants["rows"] = variant(kernels.backward_wide, {**row, "TILES": tiles, **shape}, warps)
         if kind.dweight:
-            # Rows on their way at a time: as many as registers hold.
+            # Rows that are loaded at a time: as many as registers hold.
             constants = {"AT_ONCE": 8 if vector * (kind.dy.itemsize + kind.h.itemsize) <= 32 else 4, "TILE": width}
             variants["shares"] = variant(kernels.weight_blocks, constants, 1, Share.COLUMNS_OF_BLOCKS, width)
     if kind.dweight:

@@ -75,7 +75,7 @@ def quotient(a, b, A: tl.constexpr):
 
 
 @triton.jit
-def reciprocal_root(sum_of_squares, hidden_size, eps, A: tl.constexpr):
+def rstd_of(sum_of_squares, hidden_size, eps, A: tl.constexpr):
     """``1 / sqrt(mean(h^2) + eps)``."""
     n = tl.full(sum_of_squares.shape, hidden_size, A)
     mean = quotient(sum_of_squares, n, A) + tl.full(sum_of_squares.shape, eps, A)
@@ -249,11 +249,11 @@ def forward_tile(
     h = added(x + row * x_stride, residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
     # Now, so that it is there when the sum is.
     g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
-    root = reciprocal_root(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
+    row_rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
     if rstd is not None:
-        row_of_root = first + tl.arange(0, ROWS)
-        tl.store(rstd + row_of_root, root, mask=row_of_root < rows)
-    y = normalised(h, per_element(root, SEGMENTS, DEPTH), g, x.dtype.element_ty, ROUND_NORM, A)
+        row_of_rstd = first + tl.arange(0, ROWS)
+        tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
+    y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, x.dtype.element_ty, ROUND_NORM, A)
     tl.store(out + row * out_stride + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
 
@@ -298,10 +298,10 @@ def forward_wide(
         inside = None if N % TILE == 0 else at < N
         h = added(x_row, residual_row, residual_out_row if KEPT else None, at, inside, ROUND_SUM, A)
         sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
-    root = reciprocal_root(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
+    row_rstd = rstd_of(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
     if rstd is not None:
-        tl.store(rstd + row + tl.arange(0, 1), root)
-    root = tl.reshape(root, (1, 1))
+        tl.store(rstd + row + tl.arange(0, 1), row_rstd)
+    row_rstd = tl.reshape(row_rstd, (1, 1))
     if KEPT and residual is not None:
         tl.debug_barrier()  # another thread may have stored what this one reads
     for tile in range(tl.cdiv(N, TILE)):
@@ -312,7 +312,7 @@ def forward_wide(
         else:
             h = added(x_row, residual_row, residual_out_row, at, inside, ROUND_SUM, A)
         g = None if weight is None else gain_at(weight, at, inside, weight_offset, OFFSET, A)
-        y = normalised(h, root, g, x.dtype.element_ty, ROUND_NORM, A)
+        y = normalised(h, row_rstd, g, x.dtype.element_ty, ROUND_NORM, A)
         tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
 
 
@@ -327,7 +327,7 @@ def weighted(dy, weight, column, inside, weight_offset, OFFSET: tl.constexpr, A:
 
 @triton.jit
 def products(wdy, xhat, inside):
-    """The products whose sum a gradient needs; +0 outside, also where 0 times an infinite root is not."""
+    """The products whose sum a gradient needs; +0 outside, also where 0 times an infinite rstd is not."""
     product = wdy * xhat
     if inside is not None:
         product = tl.where(inside, product, 0)
@@ -376,14 +376,14 @@ def backward_tile(
     wdy = weighted(
         loaded(dy + row * dy_stride + column, inside, A), weight, column, inside_row, weight_offset, OFFSET, A
     )
-    row_of_root = first + tl.arange(0, ROWS)
-    root = per_element(tl.load(rstd + row_of_root, mask=row_of_root < rows, other=0), SEGMENTS, DEPTH)
-    xhat = loaded(h + row * h_stride + column, inside, A) * root
+    row_of_rstd = first + tl.arange(0, ROWS)
+    row_rstd = per_element(tl.load(rstd + row_of_rstd, mask=row_of_rstd < rows, other=0), SEGMENTS, DEPTH)
+    xhat = loaded(h + row * h_stride + column, inside, A) * row_rstd
     # Now, so that it is there when the sum is.
     further = None if d_total is None else stored(d_total + row * d_total_stride + column, inside)
     sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
     c = per_element(quotient(sums, tl.full((ROWS,), N, A), A), SEGMENTS, DEPTH)
-    d = (wdy - xhat * c) * root
+    d = (wdy - xhat * c) * row_rstd
     if further is not None:
         d = d + widened(further, A)
     dx_rows = None if dx is None else dx + row * N
@@ -423,26 +423,26 @@ def backward_blocks(
     begin = tl.program_id(0).to(tl.int64) * block
     end = tl.minimum(begin + block, rows)
     dy_next, h_next = stored(dy + begin * dy_stride + column, inside), stored(h + begin * h_stride + column, inside)
-    root_next = tl.load(rstd + begin + tl.arange(0, 1))
+    rstd_next = tl.load(rstd + begin + tl.arange(0, 1))
     for row in range(begin, end):
-        dy_row, h_row, root = widened(dy_next, A), widened(h_next, A), tl.reshape(root_next, (1, 1))
-        # What is loaded before the sum is on its way while that is added up. There are registers for 16 bits.
+        dy_row, h_row, row_rstd = widened(dy_next, A), widened(h_next, A), tl.reshape(rstd_next, (1, 1))
+        # A load before the sum overlaps with it. There are registers for 16-bit operands only.
         BITS: tl.constexpr = 0 if d_total is None else dy.dtype.element_ty.primitive_bitwidth
         EARLY: tl.constexpr = BITS == 16 and d_total.dtype.element_ty.primitive_bitwidth == 16
         if EARLY:
             d_row = stored(d_total + row * d_total_stride + column, inside)
-        xhat = h_row * root
+        xhat = h_row * row_rstd
         total = total + dy_row * xhat
         wdy = dy_row if g is None else dy_row * g
         following = row + 1
         there = following + tl.arange(0, 1) < end
-        root_next = tl.load(rstd + following + tl.arange(0, 1), mask=there, other=0)
+        rstd_next = tl.load(rstd + following + tl.arange(0, 1), mask=there, other=0)
         there = tl.reshape(there, (1, 1)) if inside is None else inside & tl.reshape(there, (1, 1))
         dy_next = stored(dy + following * dy_stride + column, there)
         h_next = stored(h + following * h_stride + column, there)
         sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), SEGMENTS, VECTOR), 1, SEGMENTS)
         c = tl.reshape(quotient(sums, tl.full((1,), N, A), A), (1, 1))
-        d = (wdy - xhat * c) * root
+        d = (wdy - xhat * c) * row_rstd
         if EARLY:
             d = d + widened(d_row, A)
         elif d_total is not None:
@@ -487,7 +487,7 @@ def backward_wide(
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     row = tl.program_id(0).to(tl.int64)
     dy_row, h_row = dy + row * dy_stride, h + row * h_stride
-    root = tl.reshape(tl.load(rstd + row + tl.arange(0, 1)), (1, 1))
+    row_rstd = tl.reshape(tl.load(rstd + row + tl.arange(0, 1)), (1, 1))
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     index = tl.arange(0, TILES)[:, None]
     sums = tl.zeros((TILES, SEGMENTS), A)
@@ -495,7 +495,7 @@ def backward_wide(
         at = tile * TILE + column
         inside = None if N % TILE == 0 else at < N
         wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
-        product = products(wdy, loaded(h_row + at, inside, A) * root, inside)
+        product = products(wdy, loaded(h_row + at, inside, A) * row_rstd, inside)
         sums = tl.where(index == tile, sums_of_segments(product, SEGMENTS, VECTOR)[None, :], sums)
     total = halved(tl.reshape(sums, (1, TILES * SEGMENTS)))
     c = tl.reshape(quotient(total, tl.full((1,), N, A), A), (1, 1))
@@ -503,7 +503,7 @@ def backward_wide(
         at = tile * TILE + column
         inside = None if N % TILE == 0 else at < N
         wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
-        d = (wdy - (loaded(h_row + at, inside, A) * root) * c) * root
+        d = (wdy - (loaded(h_row + at, inside, A) * row_rstd) * c) * row_rstd
         if d_total is not None:
             d = d + loaded(d_total + row * d_total_stride + at, inside, A)
         dx_row = None if dx is None else dx + row * N
@@ -533,7 +533,7 @@ def weight_blocks(
     AT_ONCE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A block's share of the weight's gradient, TILE columns per program; AT_ONCE rows are on their way at a time."""
+    """A block's share of the weight's gradient, TILE columns per program; AT_ONCE rows are loaded at a time."""
     tiles = tl.cdiv(hidden_size.to(tl.int32), TILE)
     begin = (tl.program_id(0) // tiles).to(tl.int64) * block
     column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)

@@ -48,7 +48,7 @@ struct fn_call {
     struct fn_operand operand[FN_OPERANDS];
 };
 
-/* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where nobody has said how long they are. */
+/* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where their length is not given. */
 static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
 
 _Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (10 + 4 * FN_OPERANDS) * 8,

@@ -154,16 +154,16 @@ static struct {
     PyObject *variable[MOST][3];
     function count_function_modes;
     PyObject *function_mode_at, *default_device_mode;
-    /* What torch's C++ answers to the questions and to the count; NULL where it has to be asked by way of Python. */
+    /* torch's C++ functions for the questions and the count; NULL where Python's functions must be called. */
     int64_t (*dispatch_modes)(void), (*function_modes)(void);
     void *const *(*trace)(void); /* where the pointer to the state of a trace is */
 } listeners;
 
 /*
- * Whether somebody listens who must see the operation, as fusednorm/listeners.py tells in detail; -1 with a
+ * Whether a mode, a tracer or a transform must see the operation, as fusednorm/listeners.py tells in detail; -1 with a
  * Python error. torch's own function mode for a default device, which a program leaves on, does not listen.
  */
-static int somebody_listens(void) {
+static int call_is_heard(void) {
     if (listeners.trace) {
         if (listeners.dispatch_modes() || *listeners.trace()) return 1;
     } else {
@@ -348,7 +348,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
-    int others = arguments[ASK] == Py_True ? somebody_listens() : 0;
+    int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
     if (!others) others = records_gradient(arguments, EPS);
     if (others < 0) return NULL;
     if (others || (triton && !fn_has_triton_kernel(&c))) return refuse();

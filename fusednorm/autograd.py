@@ -26,7 +26,7 @@ class Rstd(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, eps: float) -> Tensor:
         """``h`` is [..., N] of the accumulator type; the result is [...]."""
-        return reference.reciprocal_root(h, eps)
+        return reference.rstd_of(h, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The operations as torch knows them: ``torch.ops.fusednorm``.
 
 Only tracing (``torch.compile``, ``torch.export``) and tensors without memory of their own (fake ones, ``vmap``, wrapper
-subclasses) go this way; a plain call does not, because torch's dispatcher would cost more than the call.
+subclasses) use them; a plain call does not, because torch's dispatcher would cost more than the call.
 """
 
 from __future__ import annotations

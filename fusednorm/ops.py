@@ -111,13 +111,13 @@ def fused_add_rms_norm_(
     """:func:`fused_add_rms_norm` in place: the normalised rows land in ``x``, the sum in ``residual``.
 
     Args:
-        x: [..., N]; each row contiguous, and all rows one stride apart.
-        residual: [..., N], likewise; must not share memory with x.
-        weight: see :func:`fused_add_rms_norm`, as for the rest.
-        eps: see there.
-        weight_offset: see there.
-        round_sum: see there.
-        round_norm: see there.
+        x: [..., N]; each row contiguous, in at most two levels of strides (as heads of a tensor of q, k and v).
+        residual: [..., N]; its rows lie in the same levels of strides; must not share memory with x.
+        weight: see :func:`fused_add_rms_norm`.
+        eps: see :func:`fused_add_rms_norm`.
+        weight_offset: see :func:`fused_add_rms_norm`.
+        round_sum: see :func:`fused_add_rms_norm`.
+        round_norm: see :func:`fused_add_rms_norm`.
 
     Returns:
         ``x`` and ``residual``.
@@ -165,11 +165,11 @@ def rms_norm(
     """RMS-normalises the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
-        x: [..., N]; see :func:`fused_add_rms_norm`, as for the rest.
+        x: [..., N]; see :func:`fused_add_rms_norm`.
         weight: [N], or None.
-        eps: see there.
-        weight_offset: see there.
-        round_norm: see there.
+        eps: see :func:`fused_add_rms_norm`.
+        weight_offset: see :func:`fused_add_rms_norm`.
+        round_norm: see :func:`fused_add_rms_norm`.
         out: [..., N] to write to, in its own dtype. May be x itself.
         out_dtype: see :func:`fused_add_rms_norm`.
 
@@ -214,11 +214,11 @@ def rms_norm_(
     """:func:`rms_norm` in place: the normalised rows land in ``x``.
 
     Args:
-        x: [..., N]; each row contiguous, and all rows one stride apart.
+        x: [..., N]; each row contiguous, in at most two levels of strides (as heads of a tensor of q, k and v).
         weight: see :func:`rms_norm`, as for the rest.
-        eps: see there.
-        weight_offset: see there.
-        round_norm: see there.
+        eps: see :func:`fused_add_rms_norm`.
+        weight_offset: see :func:`fused_add_rms_norm`.
+        round_norm: see :func:`fused_add_rms_norm`.
 
     Returns:
         ``x``.

@@ -156,7 +156,7 @@ def load(name: str) -> Backend:
     if plug_in is not None:  # else another thread has registered it meanwhile
         try:
             _register(name, plug_in.load())
-        except (Exception, SystemExit) as error:  # somebody else's package, whose import may do anything
+        except (Exception, SystemExit) as error:  # another package, whose import may raise anything
             raise BackendError(
                 f"its entry point fails ({type(error).__name__}: {error}); repair or uninstall the package that has it"
             ) from error
@@ -376,7 +376,7 @@ class Explanation:
         return load(self.backend)
 
     def depends_on_operation(self) -> bool:
-        """Whether another call on this device might go to another backend, or in another way to this one."""
+        """Whether another call on this device might go to another backend, or to this one without a composition."""
         device = self.operation.device.type
         others = any(
             {device, "any"} & set(_devices(name)) and not load(name).unavailable() for name in self.passed_over
@@ -428,7 +428,7 @@ def backends() -> list[BackendInfo]:
     for name in known():
         try:
             reasons = _reasons(name, "unavailable")
-        except Exception as error:  # somebody else's code: its fault is a line in the list
+        except Exception as error:  # another package's code: its fault is a line in the list
             if name in NAMES:
                 raise
             reasons = [str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"]
