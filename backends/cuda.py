@@ -49,7 +49,7 @@ OLDEST = 75
 #: The oldest driver, by the version of CUDA that it is for: it launches clusters, and says where its functions are.
 _OLDEST_DRIVER = 12000
 
-#: Bytes of shared memory that a launch may ask for of a function that was not prepared for more: 48 KiB in all.
+#: Bytes of dynamic shared memory that a launch may have without cuFuncSetAttribute: 48 KiB with the static ones.
 _SHARED_UNASKED = 16384
 
 #: What is called of NVIDIA's Python bindings of the driver, and of those of NVRTC.

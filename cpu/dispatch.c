@@ -62,7 +62,7 @@ enum { STACK_SCRATCH = 48 * 1024 };
 
 static int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/* Two rows of float64; or rows that are kept, one row's segments' sums padded to a power of two, and two rows as long for streaming. */
+/* float64: two rows. Else: kept rows, the sums of one row's segments (padded to 2^k), and two rows if outputs bypass the cache. */
 size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     int64_t padded = round_up(job->hidden, FN_SEGMENT), kept = fn_kept(job->hidden), sums = 1;
     if (job->x_kind == FN_F64) return (size_t)(2 * 8 * padded);

@@ -228,9 +228,15 @@ def _refusal(name: str, operation: Operation) -> list[str]:
     device = operation.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
         return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
-    unknown = [feature for feature in operation.features if feature not in getattr(backend, "FEATURES", ())]
-    lacking = [f"its kernels have no {feature}" for feature in unknown]
-    return _reasons(name, "unavailable") or lacking or _reasons(name, "unsuitable", operation)
+    return _reasons(name, "unavailable") or _unknown(backend, operation) or _reasons(name, "unsuitable", operation)
+
+
+def _unknown(backend: Backend, operation: Operation) -> list[str]:
+    """Why a backend cannot take an operation that may be younger than the backend; empty if it can."""
+    for feature in operation.features:
+        if feature not in getattr(backend, "FEATURES", ()):
+            return [f"its kernels have no {feature}"]
+    return []
 
 
 def _plan(name: str, operation: Operation) -> str:
