@@ -299,7 +299,8 @@ def check_overlap(
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory."""
     row = Rows(1, 1, 0, hidden_size)
-    if _apart((x, residual, (weight, row), out, residual_out), hidden_size):
+    both_are_one = out[0] is residual_out[0]
+    if not both_are_one and _apart((x, residual, (weight, row), out, residual_out), hidden_size):
         return
     inputs = [
         (name, tensor, rows, Memory.of(tensor, rows, hidden_size))
