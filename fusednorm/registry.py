@@ -254,13 +254,14 @@ def choose(operation: Operation) -> Explanation:
     passed_over: dict[str, list[str]] = {}
     for name in _candidates(requested):
         reasons = _refusal(name, operation)
-        parts = Composition.parts(operation) if reasons else ()
         if not reasons:
             return Explanation(name, _plan(name, operation), operation, requested, passed_over)
-        if parts and not any(_refusal(name, part) for part in parts):
+        parts = Composition.parts(operation)
+        of_parts = [reason for part in parts for reason in _refusal(name, part)]
+        if parts and not of_parts:
             plan = f"{Composition.in_words(operation)}: {_plan(name, parts[0])}"
             return Explanation(name, plan, operation, requested, passed_over, composed=True)
-        passed_over[name] = reasons
+        passed_over[name] = list(dict.fromkeys((*reasons, *of_parts)))
     lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
     source = "FUSEDNORM_BACKEND" if requested == ENVIRONMENT else "use_backend"
     raise BackendError(

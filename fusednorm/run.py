@@ -117,7 +117,7 @@ def forward(
         (out_rows, total_rows, x_rows, residual_rows)
     )
     if total_strides is None and residual_out is not None:
-        refuse_layout("residual_out", residual_out)
+        refuse_layout("residual_out", residual_out, "the same two levels of strides as out")
     if x_strides is None:
         x, x_strides = packed(x), (inner * hidden_size, hidden_size)
     if residual_strides is None and residual is not None:
