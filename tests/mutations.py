@@ -21,18 +21,21 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
 #: A mutant whose description begins so is run against the file of tests of that name alone.
-ONE_FILE = ("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Listeners", "Derivatives", "Fuzz", "Torch")
+ONE_FILE = (
+    *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
+    *("Derivatives", "Fuzz", "Torch"),
+)
 
 
 class Mutant(NamedTuple):
     """A promise, and a replacement in one file that breaks it."""
 
     promise: str
-    what: str
+    fault: str
     file: str
     old: str
     new: str
-    #: The one backend that the tests then run on; empty: all of this machine, and what is tested of others.
+    #: The one backend that the tests then run on; empty: all of this machine, and tests without a backend.
     backend: str = ""
 
 
@@ -417,7 +420,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "the padding keeps what the row before left there",
+        "the padding keeps values of the row before",
         "cpu/forward_body.h",
         "for (; i < width; i += UNIT) u_store(F32, squares, i, UNIT, u_set1(0));",
         "",
@@ -452,24 +455,24 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "streamed although not on a border",
+        "the cache bypassed although rows are not on a border",
         "cpu/dispatch.c",
-        "return !(((uintptr_t)row | (uintptr_t)stride | (uintptr_t)bytes) % FN_ALIGNMENT);",
+        "return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);",
         "return 1;",
     ),
     Mutant(
         ROW,
         "the last thread's rows forgotten",
         "cpu/dispatch.c",
-        "end = fn_first_row(call->rows, thread + 1, threads);",
-        "end = begin + call->rows / threads;",
+        "end = fn_first_row(rows, thread + 1, threads);",
+        "end = begin + rows / threads;",
     ),
     Mutant(
         ROW,
         "the residual read with x's stride",
-        "backends/cpu.py",
-        "        x_stride,\n        residual_stride,\n        out_stride,\n        residual_out_stride,\n        eps",
-        "        x_stride,\n        x_stride,\n        out_stride,\n        residual_out_stride,\n        eps",
+        "cpu/dispatch.c",
+        "o[FN_RESIDUAL].stride * fn",
+        "o[FN_X].stride * fn",
     ),
     Mutant(
         ROW,
@@ -490,105 +493,137 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "partial overlap accepted",
-        "fusednorm/ops.py",
-        "    if rows and (out is not None",
-        "    if False and (out is not None",
+        "Front_end: partial overlap accepted",
+        "fusednorm/run.py",
+        "    if rows and written:",
+        "    if False and written:",
     ),
     Mutant(
         ROW,
-        "the quick way lets the outputs overlap",
-        "cpu/quick.c",
-        "for (int i = X; i < out; i++)",
-        "for (int i = X; i < OUT; i++)",
+        "the fast path lets the outputs overlap",
+        "cpu/fast_path.c",
+        "for (int i = FN_X; i < out; i++)",
+        "for (int i = FN_X; i < FN_OUT; i++)",
     ),
     Mutant(
         SAME,
-        "the quick way forgets to round the normalised row",
-        "cpu/quick.c",
+        "the fast path forgets to round the normalised row",
+        "cpu/fast_path.c",
         "(arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0)",
         "0",
     ),
     Mutant(
         ROW,
-        "the quick way takes rows that are not one stride apart",
-        "cpu/quick.c",
+        "the fast path takes rows that are not one stride apart",
+        "cpu/fast_path.c",
         "else if (t->strides[i] != following) return -1;",
         "",
     ),
     Mutant(
         ROW,
-        "the quick way overlooks columns that meet",
-        "cpu/quick.c",
+        "the fast path overlooks columns that meet",
+        "cpu/fast_path.c",
         "return a.bytes <= between && between + b.bytes <= a.step;",
         "return 1;",
     ),
     Mutant(
         SAME,
-        "the quick way back takes gaps in rstd",
-        "cpu/quick_backward.c",
-        "if (fn_elements(&o[i]) != (i == PARTIAL ? c.blocks * c.hidden : elements)) Py_RETURN_FALSE;",
-        "(void)elements;",
+        "the fast path of a backward pass takes gaps in rstd",
+        "cpu/fast_path_backward.c",
+        "if (fn_elements(&t[i]) != rows * (i == FN_BACKWARD_RSTD ? 1 : c->hidden)) return 0;",
+        "(void)rows;",
     ),
     Mutant(
         SAME,
-        "the quick way back loses the stride of h",
-        "cpu/quick_backward.c",
-        "o[DY].stride, o[D_TOTAL].stride, o[H].stride",
-        "o[DY].stride, o[D_TOTAL].stride, c->hidden",
+        "the backward pass loses the stride of h",
+        "cpu/backward.c",
+        ".h_stride = o[FN_H].stride * ",
+        ".h_stride = hidden * ",
     ),
     Mutant(
         SAME,
-        "CUDA: the quick way back forgets the weight's offset",
-        "cpu/quick_cuda.c",
-        "wanted.options = BACKWARD | (c->weight_offset != 0 ? OFFSET : 0)",
-        "wanted.options = BACKWARD | 0",
+        "CUDA: backward passes with and without a weight offset share kernels",
+        "cpu/cuda_launch.c",
+        "(c->weight_offset != 0 ? OFFSET : 0)",
+        "(c->weight_offset != 0 && c->pass == FN_FORWARD ? OFFSET : 0)",
         "cuda",
     ),
     Mutant(
         SAME,
-        "CUDA: the quick way overlooks strides that are not aligned",
-        "cpu/quick_cuda.c",
-        "if (strides >> i & 1) low |=",
+        "CUDA: the launcher overlooks strides that are not aligned",
+        "cpu/cuda_launch.c",
+        "if (f->of_rows >> i & 1) low |=",
         "if (0) low |=",
         "cuda",
     ),
     Mutant(
         SAME,
-        "CUDA: the quick way back launches too few programs",
-        "cpu/quick_cuda.c",
+        "CUDA: the launcher starts too few programs of a backward pass",
+        "cpu/cuda_launch.c",
         "times = blocks;",
         "times = 1;",
         "cuda",
     ),
     Mutant(
         SAME,
-        "CUDA: the fast path launches a program for several blocks of many rows",
-        "cpu/quick_cuda.c",
-        "per_program > block ? per_program / block : 1",
+        "CUDA: the launcher starts a program for several blocks of many rows",
+        "cpu/cuda_launch.c",
+        "per_program > c->block ? per_program / c->block : 1",
         "per_program",
         "cuda",
     ),
     Mutant(
         ROW,
         "CUDA: a program for each block of few rows",
-        "backends/gpu_host.py",
-        "max(per_program // block, 1)",
+        "cpu/cuda_launch.c",
+        "per_program > c->block ? per_program / c->block : 1",
         "1",
     ),
     Mutant(
         ROW,
         "CUDA: as many programs for few sums as for many",
-        "backends/gpu_host.py",
-        "ceiling(-(-blocks // IN_LANE))",
-        "32",
+        "cpu/cuda_launch.c",
+        "more < blocks; more *= 2) per_program /= 2;",
+        "more < BLOCKS_IN_LANE * 32; more *= 2) per_program /= 2;",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: Python counts fewer programs than C",
+        "backends/kernel_kinds.py",
+        "(blocks if share == Share.COLUMNS_OF_BLOCKS else 1)",
+        "1",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: Python and C number the shares differently",
+        "backends/kernel_kinds.py",
+        "    COLUMNS_OF_BLOCKS = 2\n",
+        "    COLUMNS_OF_BLOCKS = 3\n",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: the kernels of a backward pass are not given the number of blocks",
+        "cpu/cuda_launch.c",
+        "i < (backward ? 3 : 1)",
+        "i < (backward ? 2 : 1)",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: calls with a sum of another dtype share kernels",
+        "cpu/cuda_launch.c",
+        "1 << FN_WEIGHT | 1 << FN_OUT | 1 << FN_RESIDUAL_OUT},",
+        "1 << FN_WEIGHT | 1 << FN_OUT},",
+        "cuda",
     ),
     Mutant(
         ROW,
-        "the quick way does not tell autograd what it wrote",
-        "cpu/quick.c",
-        "if (written[0] || written[1]) {",
-        "if (0) {",
+        "the fast path does not tell autograd which tensors it wrote",
+        "cpu/fast_path.c",
+        "if (!written[0] && !written[1]) return 0;",
+        "if (!written[0] || !written[1] || 1) return 0;",
     ),
     Mutant(ROW, "a forked child waits for its parent's threads", "cpu/threads.c", "forked = 1;", "forked = 0;"),
     Mutant(
@@ -609,7 +644,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Triton: lanes keep what they give away",
+        "Triton: lanes keep the values that they give away",
         "backends/triton_kernels.py",
         "exchanged(tl.where(upper, first, second))",
         "exchanged(tl.where(upper, second, first))",
@@ -682,8 +717,8 @@ MUTANTS = (
         SAME,
         "Triton: blocks added in another order",
         "backends/triton_kernels.py",
-        "tl.reshape(halved_first(shares), (TILE,))",
-        "tl.sum(tl.reshape(shares, (BLOCKS, TILE)), axis=0)",
+        "tl.reshape(halved_first(shares, 1), (TILE,))",
+        "tl.sum(shares, axis=0)",
         "triton",
     ),
     Mutant(
@@ -704,7 +739,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Triton on CPUs: what is left of a row in the wrong tile",
+        "Triton on CPUs: the end of a row in the wrong tile",
         "backends/triton_cpu_kernels.py",
         "tile = hidden_size // TILE % 4",
         "tile = hidden_size // TILE % 2",
@@ -720,16 +755,16 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Triton on CPUs: the second pass finds what was rounded",
+        "Triton on CPUs: the second pass reads the rounded sum",
         "backends/triton_cpu.py",
-        "KEEP=residual is not None and (exact_sum or round_sum),",
-        "KEEP=residual is not None,",
+        "KEEP=adds and (exact_sum or kind.round_sum),",
+        "KEEP=adds,",
         "triton_cpu",
     ),
     Mutant(
         SAME,
         "Triton_cpu: kernels keep the caller's arithmetic",
-        "cpu/programs.c",
+        "cpu/triton_programs.c",
         "fn_fp_state state = fn_enter_ieee();",
         "fn_fp_state state = 0;",
     ),
@@ -742,7 +777,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "Triton_cpu: a fork does not wait for what is loaded",
+        "Triton_cpu: a fork does not wait for a kernel that is being loaded",
         "backends/triton_cpu_host.py",
         "before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._in_child",
         "before=lambda: None, after_in_child=self._in_child",
@@ -750,9 +785,16 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton_cpu: C's arguments in another order",
-        "backends/triton_cpu_host.py",
-        '"x_stride", "residual_stride", "out_stride", "residual_out_stride", "hidden_size", "roots"',
-        '"x_stride", "out_stride", "residual_stride", "residual_out_stride", "hidden_size", "roots"',
+        "cpu/triton_programs.c",
+        "o[FN_RESIDUAL].stride, o[FN_OUT].stride, o[FN_RESIDUAL_OUT].stride",
+        "o[FN_OUT].stride, o[FN_RESIDUAL].stride, o[FN_RESIDUAL_OUT].stride",
+    ),
+    Mutant(
+        ROW,
+        "Triton_cpu: rstd of each step of the outer level in one place",
+        "cpu/triton_programs.c",
+        "i == FN_RSTD ? c->inner : o[i].outer_stride",
+        "o[i].outer_stride",
     ),
     Mutant(
         SAME,
@@ -764,14 +806,14 @@ MUTANTS = (
     Mutant(
         ROW,
         "Triton: names that are gone are not asked for",
-        "backends/gpu_host.py",
+        "backends/kernel_kinds.py",
         "found = operator.attrgetter(name)(package)",
         "return True",
     ),
     Mutant(
         ROW,
         "Triton: arguments that names no longer take are not asked for",
-        "backends/gpu_host.py",
+        "backends/kernel_kinds.py",
         "return not arguments or set(arguments) <= set(inspect.signature(found).parameters)",
         "return found is not None",
     ),
@@ -809,25 +851,27 @@ MUTANTS = (
         ROW,
         "Triton: wide accesses to rows that begin anywhere",
         "backends/triton_gpu.py",
-        "        alignment >= 16,\n        bits=INTERPRETED,",
+        "        kind.alignment >= 16,\n        bits=INTERPRETED,",
         "        True,\n        bits=INTERPRETED,",
     ),
     Mutant(
         ROW,
         "Triton: a kernel for each kind of call",
-        "backends/gpu_host.py",
-        "identity = (device, *variant.identity())",
-        "identity = (device, id(variant))",
+        "backends/triton_host.py",
+        "identity = (key[0], *variant.identity())",
+        "identity = (key[0], id(variant))",
     ),
     Mutant(
         SAME,
         "CUDA: multiplications are fused with additions",
-        "backends/cuda.py",
+        "backends/cuda_compiler.py",
         '"--fmad=false"',
         '"--fmad=true"',
         "cuda",
     ),
-    Mutant(SAME, "CUDA: nobody waits for a block's threads", "csrc/machine.cuh", "__syncthreads();", "", "cuda"),
+    Mutant(
+        SAME, "CUDA: a block's threads do not wait for each other", "csrc/machine.cuh", "__syncthreads();", "", "cuda"
+    ),
     Mutant(
         SAME,
         "CUDA: half of a warp's lanes are said to exchange",
@@ -846,7 +890,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "CUDA: what the kernel before wrote is not waited for",
+        "CUDA: a kernel does not wait for the kernel before",
         "csrc/machine.cuh",
         'asm volatile("griddepcontrol.wait;" ::: "memory");',
         "",
@@ -1008,9 +1052,9 @@ MUTANTS = (
     ),
     Mutant(
         FUSED,
-        "CUDA: a wide row is kept as it is stored, whatever is asked for",
-        "backends/cuda.py",
-        "int(residual is None or row == residual)",
+        "CUDA: a wide row is always kept as it is stored",
+        "backends/cuda_kernels.py",
+        "int(kind.residual_out is None or row == kind.residual_out)",
         "1",
         "cuda",
     ),
@@ -1025,7 +1069,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: wide accesses to rows that begin anywhere",
-        "backends/gpu_host.py",
+        "backends/kernel_kinds.py",
         "return low & -low",
         "return 32",
         "cuda",
@@ -1041,7 +1085,7 @@ MUTANTS = (
         ROW,
         "CUDA: the current GPU's age decides",
         "backends/cuda.py",
-        "found = capability(signature.device.index)",
+        "found = capability(operation.device.index)",
         "found = capability(None)",
     ),
     Mutant(
@@ -1055,56 +1099,74 @@ MUTANTS = (
         ROW,
         "CUDA: a thread without a context gets none",
         "backends/cuda.py",
-        "        _have_context(device)\n",
-        "",
+        'checked(driver.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")',
+        "pass",
     ),
     Mutant(
         ROW,
-        "CUDA: the fast path launches on whichever GPU is the current one",
-        "cpu/quick_cuda.c",
-        "if (driver.current_device(&device) || device != wanted->device) {",
+        "CUDA: the launcher uses whichever GPU is the current one",
+        "cpu/cuda_launch.c",
+        "if (driver.current_device(&device) || device != c->device) {",
         "if (driver.current_device(&device)) {",
         "cuda",
     ),
     Mutant(
         ROW,
-        "CUDA: the fast path launches where no GPU is the current one",
-        "cpu/quick_cuda.c",
+        "CUDA: the launcher starts kernels where no GPU is the current one",
+        "cpu/cuda_launch.c",
         "driver.current_device(&device) || device",
         "!driver.current_device(&device) && device",
         "cuda",
     ),
     Mutant(
         ROW,
-        "CUDA: the fast path leaves the context in which the caller launches",
-        "cpu/quick_cuda.c",
-        "driver.current_device(&device) || device != wanted->device",
+        "CUDA: the launcher leaves the context in which the caller launches",
+        "cpu/cuda_launch.c",
+        "driver.current_device(&device) || device != c->device",
         "driver.current_device(&device) || 1",
         "cuda",
     ),
     Mutant(
         ROW,
-        "CUDA: the fast path does not put the caller's context back",
-        "cpu/quick_cuda.c",
+        "CUDA: the launcher does not put the caller's context back",
+        "cpu/cuda_launch.c",
         "    if (pushed) driver.pop(&popped);\n",
         "    (void)popped, (void)pushed;\n",
         "cuda",
     ),
     Mutant(
         ROW,
-        "CUDA: a table of kernels that grows forgets what it held",
-        "cpu/quick_cuda.c",
+        "CUDA: a table of kernels that grows forgets the kernels that it held",
+        "cpu/cuda_launch.c",
         "        if (before[i].count) *place_of(&before[i].key) = before[i];\n",
         "        (void)before[i];\n",
         "cuda",
     ),
-    Mutant(SAME, "CUDA: fused multiply-add", "backends/cuda.py", "--fmad=false", "--fmad=true"),
-    Mutant(ROW, "CUDA: damaged code is loaded", "backends/cuda.py", "_checksum(path, code) == checksum", "True"),
-    Mutant(ROW, "CUDA: another kernel's code is loaded", "backends/cuda.py", "path.name.encode() + code", "code"),
+    Mutant(
+        SAME,
+        "CUDA: fused multiply-add",
+        "backends/cuda_compiler.py",
+        "--fmad=false",
+        "--fmad=true",
+    ),
+    Mutant(
+        ROW,
+        "CUDA: damaged code is loaded",
+        "backends/cuda_compiler.py",
+        "_checksum(path, code) == checksum",
+        "True",
+    ),
+    Mutant(
+        ROW,
+        "CUDA: another kernel's code is loaded",
+        "backends/cuda_compiler.py",
+        "path.name.encode() + code",
+        "code",
+    ),
     Mutant(
         ROW,
         "CUDA: others' code is loaded",
-        "backends/cuda.py",
+        "backends/cuda_compiler.py",
         "not (_is_ours(found) and stat.S_ISREG(found.st_mode))",
         "False",
     ),
@@ -1131,7 +1193,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Distributed: what is written in place is redistributed",
+        "Distributed: operands that are written in place are redistributed",
         "fusednorm/distributed.py",
         "if spec.placements != rows.placements:",
         "if False:",
@@ -1159,7 +1221,7 @@ MUTANTS = (
     ),
     Mutant(
         FUSED,
-        "Distributed: the style forgets what is given by name",
+        "Distributed: the style forgets arguments that are given by name",
         "fusednorm/distributed.py",
         "{name: sharded(value) for name, value in kwargs.items()}",
         "kwargs",
@@ -1183,15 +1245,15 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Distributed: nobody registers the rules",
-        "fusednorm/ops.py",
+        "Distributed: the rules are not registered",
+        "fusednorm/dispatcher.py",
         "if tensor is not None and any(",
         "if tensor is None and any(",
     ),
     Mutant(
         SAME,
         "Distributed: the rules are loaded for plain tensors too",
-        "fusednorm/ops.py",
+        "fusednorm/dispatcher.py",
         "any(isinstance(operand, tensor.DTensor) for operand in operands)",
         "operands",
     ),
@@ -1247,21 +1309,21 @@ MUTANTS = (
     Mutant(
         SAME,
         "Listeners: the fast path does not count dispatch modes",
-        "cpu/quick.c",
+        "cpu/fast_path.c",
         "if (listeners.dispatch_modes() || *listeners.trace()) return 1;",
         "if (*listeners.trace()) return 1;",
     ),
     Mutant(
         SAME,
         "Listeners: the fast path does not look for a trace",
-        "cpu/quick.c",
+        "cpu/fast_path.c",
         "if (listeners.dispatch_modes() || *listeners.trace()) return 1;",
         "if (listeners.dispatch_modes()) return 1;",
     ),
     Mutant(
         SAME,
         "Listeners: function modes are not asked for by the fast path",
-        "cpu/quick.c",
+        "cpu/fast_path.c",
         "if (modes != 1) return modes != 0;",
         "return 0;",
     ),
@@ -1275,7 +1337,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Listeners: a default device listens",
-        "cpu/quick.c",
+        "cpu/fast_path.c",
         "int ours = (PyObject *)Py_TYPE(mode) == listeners.default_device_mode;",
         "int ours = 0;",
     ),
@@ -1295,7 +1357,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Listeners: nobody is heard while gradients are computed",
+        "Listeners: listeners do not see how gradients are computed",
         "fusednorm/autograd.py",
         "if backend is not None and not listeners.below(dy, d_total, h, rstd, weight):",
         "if backend is not None:",
@@ -1353,8 +1415,8 @@ MUTANTS = (
         SAME,
         "Registry: a backward pass in another thread forgets the request",
         "fusednorm/library.py",
-        "request = request_of_backward()",
-        "request = order()",
+        "requested = request_of_backward()",
+        "requested = request()",
     ),
     Mutant(
         SAME,
@@ -1365,42 +1427,42 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Registry: what forward returns is not looked at",
+        "Registry: a pass may return something",
         "fusednorm/contract.py",
         "if found is not None:",
         "if False:",
     ),
     Mutant(
         SAME,
-        "Registry: what forward leaves unwritten is not seen",
+        "Registry: outputs that forward leaves unwritten are not seen",
         "fusednorm/contract.py",
         "            if missing:",
         "            if False:",
     ),
     Mutant(
         SAME,
-        "Registry: what the caller gave is filled",
+        "Registry: outputs that the caller gave are filled",
         "fusednorm/contract.py",
         " or any(output is tensor for tensor in given)",
         "",
     ),
     Mutant(
         SAME,
-        "Registry: gradients of another shape or dtype are taken",
-        "fusednorm/contract.py",
-        "if returned != wanted:",
+        "Registry: gradients of another shape or dtype are taken from a backend of the old style",
+        "fusednorm/old_style.py",
+        "if described(gradient) != described(output):",
         "if False:",
     ),
     Mutant(
         SAME,
-        "Registry: a backend is looked at in every call",
+        "Registry: every call of an operation is checked",
         "fusednorm/contract.py",
         "        self._forward = self._backend.forward\n",
         "",
     ),
     Mutant(
         SAME,
-        "Registry: what marks an output is a NaN that arithmetic returns",
+        "Registry: outputs are marked by a NaN that arithmetic returns",
         "fusednorm/contract.py",
         "0x7FA5A5A5",
         "0x7FE5A5A5",
@@ -1412,7 +1474,151 @@ MUTANTS = (
         "        error.add_note(",
         "        str(",
     ),
+    Mutant(
+        SAME,
+        "Call: a composition rounds the sum to the residual's dtype",
+        "fusednorm/composition.py",
+        "reference.rounded(total, call.residual_out.dtype)",
+        "reference.rounded(total, call.residual.dtype)",
+    ),
+    Mutant(
+        SAME,
+        "Call: a composition writes the exact sum to the residual",
+        "fusednorm/composition.py",
+        "copy=True, ",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "Call: a composition converts a residual that it would have to keep",
+        "fusednorm/composition.py",
+        "return torch.promote_types(operation.residual, operation.residual_out) == operation.residual_out",
+        "return True",
+    ),
+    Mutant(
+        SAME,
+        "Call: a composition adds +0 to the sum",
+        "fusednorm/composition.py",
+        "(operation.hidden_size,), -0.0,",
+        "(operation.hidden_size,), 0.0,",
+    ),
+    Mutant(
+        SAME,
+        "Call: residual_dtype is ignored",
+        "fusednorm/call.py",
+        "flags.residual_dtype or residual.dtype",
+        "residual.dtype",
+    ),
+    Mutant(
+        SAME,
+        "Call: out_dtype is ignored",
+        "fusednorm/call.py",
+        "flags.out_dtype or (x.dtype if out is None else out.dtype)",
+        "x.dtype if out is None else out.dtype",
+    ),
+    Mutant(
+        SAME,
+        "Call: calls with dtypes of outputs take the fast path",
+        "fusednorm/run.py",
+        "if take is not None and flags[FAST:] == DEFAULTS:",
+        "if take is not None:",
+    ),
+    Mutant(
+        SAME,
+        "Call: kernels without residual_dtype are given such calls",
+        "fusednorm/registry.py",
+        " or lacking or ",
+        " or ",
+    ),
+    Mutant(
+        SAME,
+        "Call: the residual is packed with the strides of x",
+        "fusednorm/packing.py",
+        "residual.data_ptr(), *residual_strides)",
+        "residual.data_ptr(), *x_strides)",
+    ),
+    Mutant(
+        SAME,
+        "Call: the gradients of x and of the residual are packed in each other's place",
+        "fusednorm/packing.py",
+        "        *_operand(dx),\n        *_operand(dresidual),\n",
+        "        *_operand(dresidual),\n        *_operand(dx),\n",
+    ),
+    Mutant(
+        ROW,
+        "Layout: the residual stays in the first step of the outer level",
+        "cpu/dispatch.c",
+        "outer_bytes(&c->operand[FN_RESIDUAL], outer)",
+        "outer_bytes(&c->operand[FN_RESIDUAL], 0 * outer)",
+    ),
+    Mutant(
+        ROW,
+        "Layout: rstd of each step of the outer level in one place",
+        "cpu/dispatch.c",
+        "(char *)job.rstd + first *",
+        "(char *)job.rstd + 0 * first *",
+    ),
+    Mutant(
+        ROW,
+        "Layout: rows of all steps of the outer level one stride apart",
+        "cpu/dispatch.c",
+        "first + c->inner < end ? first + c->inner : end;",
+        "end;",
+    ),
+    Mutant(
+        ROW,
+        "Layout: the strides of the outer level are lost",
+        "fusednorm/layout.py",
+        "        if outer > 1:\n            return inner,",
+        "        if False:\n            return inner,",
+    ),
+    Mutant(
+        ROW,
+        "Layout: operands in other levels are read in the levels of the first",
+        "fusednorm/layout.py",
+        "return (inner * self.stride, self.stride) if self.outer == 1 else None",
+        "return inner * self.stride, self.stride",
+    ),
+    Mutant(
+        ROW,
+        "Layout: rows of an outer level with gaps are taken for rows one stride apart",
+        "fusednorm/layout.py",
+        "if levels and stride == levels[-1][0] * levels[-1][1]:",
+        "if levels:",
+    ),
+    Mutant(
+        SAME,
+        "Registry: a backend of the old style is given a call",
+        "fusednorm/old_style.py",
+        "if not any(_takes_operands(function) for function in (backend.forward, backend.backward)):",
+        "if True:",
+    ),
+    Mutant(
+        ROW,
+        "Registry: a backend of the old style is given the strides of the outer level",
+        "fusednorm/old_style.py",
+        "[stride for _, stride in one.strides]",
+        "[stride for stride, _ in one.strides]",
+    ),
+    Mutant(
+        ROW,
+        "Registry: copies of outputs in two levels are not copied back",
+        "fusednorm/layout.py",
+        "    if out is not call.out:\n",
+        "    if False:\n",
+    ),
 )
+
+
+def misplaced(mutants=MUTANTS):
+    """Why mutants cannot be made: their text is not found exactly once."""
+    found = []
+    for mutant in mutants:
+        path = ROOT / mutant.file
+        count = path.read_text().count(mutant.old) if path.exists() else 0
+        if count != 1:
+            found.append(f"{mutant.fault}: {mutant.file} has {mutant.old!r} {count} times, and must have it once")
+    return found
 
 
 def build(mutant, folder):
@@ -1438,14 +1644,15 @@ def first_failure(folder, mutant):
     tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", "--pyargs")
     kit = "fusednorm.conformance.test_"
     first = [kit + name for name in ("forward", "one_rule", "golden", "gradients")]
-    others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name != "test_install.py"]
+    never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
+    others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name not in never]
     if mutant.backend:  # interpreted: the quickest first
         first = [kit + name for name in ("golden", "gradients", "forward", "one_rule")]
         others = []
         if mutant.backend == "cuda":
             first = [folder / "tests/test_cuda_launch.py", *first]
-    elif mutant.what.partition(":")[0] in ONE_FILE:
-        first, others = list(folder.glob(f"tests/**/test_{mutant.what.partition(':')[0].lower()}.py")), []
+    elif mutant.fault.partition(":")[0] in ONE_FILE:
+        first, others = list(folder.glob(f"tests/**/test_{mutant.fault.partition(':')[0].lower()}.py")), []
     files = dict.fromkeys(map(str, [*first, *others]))
     command = (sys.executable, "-P", "-m", *tests, *files)
     if mutant.backend == "cuda":  # -s: what ends the process is not lost
@@ -1468,11 +1675,10 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     only = parser.parse_args().only
-    chosen = [m for m in MUTANTS if only in m.what]
+    chosen = [m for m in MUTANTS if only in m.fault]
     survivors = 0
-    for mutant in chosen:  # before the first is built, which takes a while
-        if mutant.old not in (ROOT / mutant.file).read_text():
-            sys.exit(f"{mutant.file} no longer contains what the mutant {mutant.what!r} replaces: {mutant.old!r}")
+    if wrong := misplaced(chosen):  # before the first is built, which takes a while
+        sys.exit("\n".join(wrong))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for mutant in chosen:
@@ -1480,7 +1686,7 @@ def main():
             killer = first_failure(folder, mutant)
             survivors += killer is None
             print(
-                f"{'SURVIVED' if killer is None else 'caught'}: {mutant.promise}: {mutant.what}: {killer or ''}",
+                f"{'SURVIVED' if killer is None else 'caught'}: {mutant.promise}: {mutant.fault}: {killer or ''}",
                 flush=True,
             )
         build(None, folder)

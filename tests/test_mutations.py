@@ -1,0 +1,28 @@
+"""The faults of tests/mutations.py, without making one: that takes minutes each."""
+
+from mutations import MUTANTS, ONE_FILE, ROOT, misplaced
+
+
+def test_every_fault_has_its_place():
+    assert misplaced() == []
+
+
+def test_a_fault_without_its_place_is_found():
+    """A renamed file, a line that is gone, and one that is there twice."""
+    mutant = MUTANTS[0]
+    wrong = (
+        mutant._replace(file="cpu/gone.c"),
+        mutant._replace(old="no such line"),
+        mutant._replace(old="\n"),
+    )
+    assert misplaced((mutant, *wrong)) == [line for one in wrong for line in misplaced((one,))]
+    assert len(misplaced(wrong)) == 3
+
+
+def test_every_fault_changes_the_text_and_has_a_name_of_its_own():
+    assert [mutant.fault for mutant in MUTANTS if mutant.old == mutant.new] == []
+    assert len({mutant.fault for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_every_file_of_tests_exists():
+    assert [name for name in ONE_FILE if not list(ROOT.glob(f"tests/**/test_{name.lower()}.py"))] == []
