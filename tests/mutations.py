@@ -1529,7 +1529,7 @@ MUTANTS = (
         SAME,
         "Call: kernels without residual_dtype are given such calls",
         "fusednorm/registry.py",
-        " or lacking or ",
+        " or _unknown(backend, operation) or ",
         " or ",
     ),
     Mutant(
