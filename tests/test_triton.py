@@ -17,6 +17,7 @@ from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
 from fusednorm.call import Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
+from fusednorm.run import backward as differentiate
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
 if triton_host.INTERPRETED:
@@ -316,7 +317,8 @@ def test_rows_eps_and_strides_never_compile_again(launches):
     for rows in (1, 3, 255, 256, 1000):
         x, residual, weight = operands(Case(rows=rows, hidden=64).of(F32))
         needs = (True, True, True)
-        triton_gpu.backward(x, residual, x, torch.ones(rows), weight, 0.0, F32, F32, needs)
+        operation = operation_of(x, residual, weight, Flags())
+        differentiate(triton_gpu, operation, x, residual, x, torch.ones(rows), weight, 0.0, needs)
     assert len(launches.compiled) == 2 + 3  # the rows, the blocks' shares of the weight's gradient, and their sum
 
 
