@@ -1499,13 +1499,6 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Call: a composition adds +0 to the sum",
-        "fusednorm/composition.py",
-        "(operation.hidden_size,), -0.0,",
-        "(operation.hidden_size,), 0.0,",
-    ),
-    Mutant(
-        SAME,
         "Call: residual_dtype is ignored",
         "fusednorm/call.py",
         "flags.residual_dtype or residual.dtype",
