@@ -3,8 +3,8 @@
     tox -e mutations
 
 Each mutant is a copy of the repository with one text replaced, installed over this environment's fusednorm; the tests
-must then fail. Exit status 1 if a mutant survives. `--only TEXT` runs the mutants whose description contains the text;
-it may be given several times.
+must then fail. Exit status 1 if a mutant survives, or if a test that notices a mutant fails without one too. `--only
+TEXT` runs the mutants whose description contains the text; it may be given several times.
 """
 
 import argparse
@@ -1636,12 +1636,20 @@ def build(mutant, folder):
     subprocess.run((sys.executable, "-m", *install), check=True)
 
 
-def first_failure(folder, mutant):
-    """The name of a test that fails, or None. Those of the matrix go first: the kernels are theirs to guard."""
+def run_tests(folder, backend, tests):
+    """Runs tests until one fails; on one backend if it has a name."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
-    if mutant.backend:
-        clean["FUSEDNORM_BACKEND"] = mutant.backend
-    tests = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", "--pyargs")
+    if backend:
+        clean["FUSEDNORM_BACKEND"] = backend
+    options = ("pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", "--pyargs")
+    command = (sys.executable, "-P", "-m", *options, *tests)
+    if backend == "cuda":  # -s: the last words of a process that dies are not lost
+        command = (folder / "tests/emulation/ptx", "cuda", "--sm", "90", "--", *command, "-s")
+    return subprocess.run(command, env=clean, capture_output=True, text=True)
+
+
+def first_failure(folder, mutant):
+    """A test that fails, or how the tests end; None if all pass. The kit goes first: it guards the kernels."""
     kit = "fusednorm.conformance.test_"
     first = [kit + name for name in ("forward", "one_rule", "golden", "gradients")]
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
@@ -1653,11 +1661,7 @@ def first_failure(folder, mutant):
             first = [folder / "tests/test_cuda_launch.py", *first]
     elif mutant.fault.partition(":")[0] in ONE_FILE:
         first, others = list(folder.glob(f"tests/**/test_{mutant.fault.partition(':')[0].lower()}.py")), []
-    files = dict.fromkeys(map(str, [*first, *others]))
-    command = (sys.executable, "-P", "-m", *tests, *files)
-    if mutant.backend == "cuda":  # -s: what ends the process is not lost
-        command = (folder / "tests/emulation/ptx", "cuda", "--sm", "90", "--", *command, "-s")
-    done = subprocess.run(command, env=clean, capture_output=True, text=True)
+    done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
     if done.returncode == 0:
         return None
     found = [line for line in done.stderr.splitlines() if line.startswith("executed PTX:")]
@@ -1668,7 +1672,7 @@ def first_failure(folder, mutant):
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode != 1 or not failed:
         sys.exit(f"the tests did not run:\n{done.stdout}{done.stderr}")
-    return failed[0].split("/")[-1]
+    return failed[0]
 
 
 def main():
@@ -1676,7 +1680,7 @@ def main():
     parser.add_argument("--only", action="append", default=[])
     only = parser.parse_args().only or [""]
     chosen = [m for m in MUTANTS if any(text in m.fault for text in only)]
-    survivors = 0
+    survivors, killers = 0, set()
     if wrong := misplaced(chosen):  # before the first is built, which takes a while
         sys.exit("\n".join(wrong))
     with tempfile.TemporaryDirectory() as name:
@@ -1685,13 +1689,16 @@ def main():
             build(mutant, folder)
             killer = first_failure(folder, mutant)
             survivors += killer is None
-            print(
-                f"{'SURVIVED' if killer is None else 'caught'}: {mutant.promise}: {mutant.fault}: {killer or ''}",
-                flush=True,
-            )
+            if killer and "::" in killer:
+                killers.add((mutant.backend, killer.partition("[")[0]))
+            how = "SURVIVED" if killer is None else "caught"
+            print(f"{how}: {mutant.promise}: {mutant.fault}: {(killer or '').split('/')[-1]}", flush=True)
         build(None, folder)
+        broken = [test for backend, test in sorted(killers) if run_tests(folder, backend, [test]).returncode]
+    for test in broken:
+        print(f"{test} fails without a mutant too, and shows nothing")
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
-    return int(survivors > 0)
+    return int(bool(survivors or broken))
 
 
 if __name__ == "__main__":
