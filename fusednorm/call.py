@@ -55,7 +55,7 @@ class RMSNorm(NamedTuple):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What of the operation a backend must know by name: it may be younger than the backend."""
+        """The parts of the operation that a backend must know by name, because they may be younger than the backend."""
         return () if self.residual_out == self.residual else ("residual_dtype",)
 
     def dtypes(self) -> list[torch.dtype]:
@@ -130,14 +130,14 @@ class Backward(NamedTuple):
     dy: Tensor
     #: [..., N], the gradient of residual_out, or None.
     d_residual_out: Tensor | None
-    #: [..., N], the rows that were normalised: residual_out, or x where there was no residual.
+    #: [..., N], the rows that were normalised, that is residual_out, or x where there was no residual.
     h: Tensor
     #: [...] of the accumulator type, contiguous, from the forward pass.
     rstd: Tensor
     #: [N], contiguous, or None.
     weight: Tensor | None
-    #: [..., N], receives the gradient of the sum, rounded to its dtype: to that of x, which is also the residual's
-    #: gradient where both have one dtype; to that of the residual where x needs none.
+    #: [..., N], receives the gradient of the sum, rounded to its dtype. That is x's dtype, and then also the residual's
+    #: gradient if both have one dtype; or the residual's, if x needs no gradient.
     dx: Tensor | None
     #: [..., N], receives the same, rounded to the residual's dtype, if both gradients are wanted and differ; or None.
     dresidual: Tensor | None
