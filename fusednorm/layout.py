@@ -27,17 +27,6 @@ class Rows(NamedTuple):
         return (inner * self.stride, self.stride) if self.outer == 1 else None
 
 
-def row_stride(tensor: Tensor) -> int | None:
-    """The stride, in elements, that leads from each row of a [..., N] tensor to the next; None if there is none.
-
-    The rows are those of ``tensor.reshape(-1, N)``, and each must itself be contiguous.
-    """
-    if tensor.is_contiguous() and not tensor.is_neg():
-        return tensor.shape[-1]
-    rows = rows_of(tensor)
-    return rows.stride if rows is not None and rows.outer == 1 else None
-
-
 def rows_of(tensor: Tensor) -> Rows | None:
     """The rows of a [..., N] tensor in one level or two, each row contiguous; None if they lie otherwise.
 

@@ -16,7 +16,7 @@ import fusednorm
 from fusednorm import BackendError, contract, registry
 from fusednorm.backends import cpu, reference
 from fusednorm.call import RMSNorm
-from fusednorm.layout import row_stride
+from fusednorm.layout import Rows, rows_of
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -298,7 +298,7 @@ def old_forward(x, residual, weight, out, residual_out, rstd, rows, hidden_size,
     """As backends were written before calls were values: 16 arguments."""
     *strides, eps, weight_offset, round_sum, round_norm = arguments
     for tensor, stride in zip((x, residual, out, residual_out), strides, strict=True):
-        assert tensor is None or (row_stride(tensor), tensor.numel()) == (stride, rows * hidden_size)
+        assert tensor is None or rows_of(tensor) == Rows(1, rows, 0, stride)
     flags = (eps, weight_offset, round_sum, round_norm)
     residual_dtype = None if residual is None else residual.dtype
     y, total, r = reference.outputs(x, residual, weight, *flags, out.dtype, residual_dtype)
