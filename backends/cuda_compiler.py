@@ -168,7 +168,7 @@ def _checksum(path: Path, code: bytes) -> bytes:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Opens a file, not what a link points to, and without waiting for whoever writes to a pipe."""
+    """Opens a file. It follows no link, and does not wait for a writer at the other end of a pipe."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -39,12 +39,12 @@ def pack_forward(call: Forward, threads: int = 1) -> bytes:
     x_strides, residual_strides, out_strides, total_strides = strides
     return _pack(
         *(0, flags, device, threads, rows, inner, hidden_size, 0, eps, weight_offset),
-        *(KINDS[x.dtype], x.data_ptr(), *x_strides),
-        *(_ABSENT if residual is None else (KINDS[residual.dtype], residual.data_ptr(), *residual_strides)),
-        *(_ABSENT if weight is None else (KINDS[weight.dtype], weight.data_ptr(), 0, 0)),
-        *(KINDS[out.dtype], out.data_ptr(), *out_strides),
-        *(_ABSENT if residual_out is None else (KINDS[residual_out.dtype], residual_out.data_ptr(), *total_strides)),
-        *(_ABSENT if rstd is None else (KINDS[rstd.dtype], rstd.data_ptr(), 0, 0)),
+        *_operand(x, x_strides),
+        *_operand(residual, residual_strides),
+        *_operand(weight),
+        *_operand(out, out_strides),
+        *_operand(residual_out, total_strides),
+        *_operand(rstd),
         *_NONE_LEFT,
     )
 

@@ -52,7 +52,7 @@ def fast_path_first(
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """As :func:`forward`, by the fast path if that takes the call. The caller has asked who listens."""
+    """As :func:`forward`, by the fast path if that takes the call. The caller knows that no mode must see it."""
     take = fast_paths.get(request())
     if take is not None and flags[FAST:] == DEFAULTS:
         found = take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False)
@@ -144,6 +144,7 @@ def forward(
 
 
 def _is_packed(tensor: Tensor) -> bool:
+    """The usual case of :func:`rows_of`, whose answer is then known: it takes a quarter of the time."""
     return tensor.is_contiguous() and not tensor.is_neg()
 
 

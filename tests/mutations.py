@@ -1529,8 +1529,8 @@ MUTANTS = (
         SAME,
         "Call: the residual is packed with the strides of x",
         "fusednorm/packing.py",
-        "residual.data_ptr(), *residual_strides)",
-        "residual.data_ptr(), *x_strides)",
+        "_operand(residual, residual_strides)",
+        "_operand(residual, x_strides)",
     ),
     Mutant(
         SAME,
