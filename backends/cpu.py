@@ -139,5 +139,4 @@ def backward(call: Backward) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    call = call.in_one_level()  # its copies live until the kernels end
     _run(packing.pack_backward(call, torch.get_num_threads()), call.operation)

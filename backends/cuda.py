@@ -29,7 +29,6 @@ from fusednorm.backends.kernel_kinds import (
     lacking,
     scratch_of,
 )
-from fusednorm.layout import in_one_level
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
@@ -221,10 +220,6 @@ def _launch(
 
 def forward(call: Forward) -> None:
     """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
-    if call.inner != call.rows:
-        with in_one_level(call) as one:
-            forward(one)
-        return
     device = call.operation.device.index or 0
     _launch(
         packing.pack_forward(call),
@@ -256,11 +251,11 @@ def backward_on_fast_path(
 
 def backward(call: Backward) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
-    one, partial = call.in_one_level(), scratch_of(call)
-    device = one.operation.device.index or 0
+    partial = scratch_of(call)
+    device = call.operation.device.index or 0
     _launch(
-        packing.pack_backward(one, 1, blocks_of(one.rows)[0], partial),
+        packing.pack_backward(call, 1, blocks_of(call.rows)[0], partial),
         device,
-        one,
-        lambda: backward_variants(BackwardKind.of(one, partial), capability(device)),
+        call,
+        lambda: backward_variants(BackwardKind.of(call, partial), capability(device)),
     )

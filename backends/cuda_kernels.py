@@ -131,6 +131,7 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         "OFFSET": int(kind.offset),
         "ROUND_SUM": int(kind.round_sum),
         "ROUND_NORM": int(kind.round_norm),
+        "TWO_LEVELS": int(kind.two_levels),
         **layout.defines(),
     }
     shared = 0
@@ -186,7 +187,8 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         shared: int = 0,
     ) -> Variant:
         names = {name: _NAMES[dtype if name in used else None] for name, dtype in types.items()}
-        defines = {**names, "OFFSET": int(kind.offset), **layout.defines(), "WARPS": warps, **more}
+        flags = {"OFFSET": int(kind.offset), "TWO_LEVELS": int(kind.two_levels)}
+        defines = {**names, **flags, **layout.defines(), "WARPS": warps, **more}
         cluster = int(defines["CLUSTER"])
         return Variant(kernel, tuple(defines.items()), warps * 32, cluster, share, per_program, shared)
 

@@ -44,6 +44,8 @@ class ForwardKind(NamedTuple):
     offset: bool
     #: Bytes of which every row of every operand begins at a multiple.
     alignment: int
+    #: Whether rows lie in two levels.
+    two_levels: bool = False
 
     @classmethod
     def of(cls, call: Forward) -> ForwardKind:
@@ -59,6 +61,7 @@ class ForwardKind(NamedTuple):
             call.rstd is not None,
             call.weight_offset != 0,
             _alignment(tuple(rows), (call.weight, call.rstd)),
+            call.inner != call.rows,
         )
 
     @classmethod
@@ -95,6 +98,8 @@ class BackwardKind(NamedTuple):
     offset: bool
     #: Bytes of which every row of every operand begins at a multiple.
     alignment: int
+    #: Whether rows lie in two levels.
+    two_levels: bool = False
 
     @classmethod
     def of(cls, call: Backward, partial: Tensor | None) -> BackwardKind:
@@ -113,6 +118,7 @@ class BackwardKind(NamedTuple):
             call.operation.hidden_size,
             call.weight_offset != 0,
             _alignment(tuple(rows), others),
+            call.inner != call.rows,
         )
 
     def dtypes(self) -> list[torch.dtype]:

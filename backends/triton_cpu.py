@@ -100,6 +100,7 @@ def forward_variant(kind: ForwardKind) -> Variant:
         ROUND_SUM=adds and kind.round_sum and not exact_sum,
         ROUND_NORM=kind.round_norm and kind.x != accumulator and (kind.weight is not None or kind.out != kind.x),
         WEIGHT=kind.weight is not None,
+        TWO_LEVELS=kind.two_levels,
     )
     dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
     dtypes |= {"residual_out": kind.residual_out, "rstd": accumulator}
@@ -132,15 +133,18 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
         )
 
     variants = {}
+    two_levels = _flags(TWO_LEVELS=kind.two_levels)
     read: dict[str, torch.dtype | None] = {"dy": kind.dy, "h": kind.h}
     if kind.dx or kind.dresidual:
         operands = {"d_total": kind.d_residual_out, "weight": kind.weight}
         operands |= {"dx": kind.dx, "dresidual": kind.dresidual}
         flags = _flags(**{name.upper(): dtype is not None for name, dtype in operands.items()})
-        constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size)}
+        constants = {"FLAGS": flags + two_levels, "SEGMENTS": _segments(kind.hidden_size)}
         variants["rows"] = variant(kernels.backward_rows, constants, Share.ROWS, 1, {**read, **operands})
     if kind.dweight:
-        variants["shares"] = variant(kernels.backward_shares, {}, Share.COLUMNS_OF_BLOCKS, TILE, read)
+        variants["shares"] = variant(
+            kernels.backward_shares, {"FLAGS": two_levels}, Share.COLUMNS_OF_BLOCKS, TILE, read
+        )
         variants["weight"] = variant(kernels.backward_weight, {}, Share.COLUMNS, TILE, {"dweight": kind.dweight})
     return variants
 
@@ -189,8 +193,9 @@ class _Host(Host):
         held = super()._hold(key, variants, call)
         if fast_path is not None and isinstance(call, Forward):
             operation = call.operation
-            # The fast path knows one dtype for the residual and the sum.
-            if _segments(operation.hidden_size) == _FEWEST_SEGMENTS and operation.residual_out == operation.residual:
+            # The fast path knows one dtype for the residual and the sum, and one level of rows.
+            usual = operation.residual_out == operation.residual and call.inner == call.rows
+            if usual and _segments(operation.hidden_size) == _FEWEST_SEGMENTS:
                 path.hold_triton(packing.pack_forward(call), held[0].address)
         return held
 
@@ -205,7 +210,7 @@ class _CompiledHost(_Host):
 
     def backward(self, call: Backward) -> None:
         """Runs kernels; see :class:`fusednorm.registry.Backend`."""
-        call, partial = call.in_one_level(), scratch_of(call)
+        partial = scratch_of(call)
         block, blocks = blocks_of(call.rows)
         packed = packing.pack_backward(call, torch.get_num_threads(), block, partial)
         kind, programs = self.for_backward(call, partial)

@@ -4,8 +4,8 @@ Rows may have any length: only the number of segments, as a power of two, is com
 processors have an instruction for a masked access to 16-bit values, and without one LLVM makes a branch for each
 element. What follows a row's last whole tile is read and written in pieces, each twice as long as the next.
 
-Every kernel of a pass takes the same arguments, those of its type in ``cpu/programs.h``; an operand that is absent is a
-null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else.
+Every kernel of a pass takes the same arguments, those of its type in ``cpu/triton_programs.c``; an operand that is
+absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_kernels import gain, narrowed, normalised, quotient, rstd_of, widened
+from fusednorm.backends.triton_kernels import gain, narrowed, normalised, quotient, rows_at, rstd_of, widened
 
 #: What a pass has and does, added up: KEEP, for example, stores the sums in the first pass, and not in the second.
 ADD, KEEP, ROUND_SUM, ROUND_NORM, WEIGHT = (tl.constexpr(1 << bit) for bit in range(5))
-D_TOTAL, DX, DRESIDUAL = (tl.constexpr(1 << bit) for bit in range(5, 8))
+D_TOTAL, DX, DRESIDUAL, TWO_LEVELS = (tl.constexpr(1 << bit) for bit in range(5, 9))
 
 
 @triton.jit
@@ -209,6 +209,11 @@ def forward(
     residual_stride,
     out_stride,
     residual_out_stride,
+    inner,
+    x_jump,
+    residual_jump,
+    out_jump,
+    residual_out_jump,
     hidden_size,
     with_rstd,
     eps,
@@ -221,8 +226,11 @@ def forward(
 ):
     """Normalises a row, and stores rstd if ``with_rstd``. With KEEP the second pass finds the sums in residual_out."""
     number = tl.program_id(0).to(tl.int64)
-    x_row, out_row = x + number * x_stride, out + number * out_stride
-    residual_row, total_row = residual + number * residual_stride, residual_out + number * residual_out_stride
+    levels = inner if TWO_LEVELS & FLAGS else None
+    x_row = rows_at(x, number, x_stride, x_jump, levels)
+    residual_row = rows_at(residual, number, residual_stride, residual_jump, levels)
+    out_row = rows_at(out, number, out_stride, out_jump, levels)
+    total_row = rows_at(residual_out, number, residual_out_stride, residual_out_jump, levels)
     row = (x_row, residual_row, total_row)
     row_rstd = rstd_of(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
     if with_rstd != 0:
@@ -282,6 +290,10 @@ def backward_rows(
     dy_stride,
     d_total_stride,
     h_stride,
+    inner,
+    dy_jump,
+    d_total_jump,
+    h_jump,
     rows,
     block,
     blocks,
@@ -296,21 +308,39 @@ def backward_rows(
     """The gradients of a row."""
     number = tl.program_id(0).to(tl.int64)
     row_rstd = tl.load(rstd + number + tl.arange(0, 1))
-    row = (dy + number * dy_stride, h + number * h_stride, row_rstd, weight, weight_offset)
+    levels = inner if TWO_LEVELS & FLAGS else None
+    dy_row, h_row = rows_at(dy, number, dy_stride, dy_jump, levels), rows_at(h, number, h_stride, h_jump, levels)
+    row = (dy_row, h_row, row_rstd, weight, weight_offset)
     total = sum_of_row(product, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
     c = quotient(total, tl.full((1,), hidden_size, A), A)
-    d_total_row = d_total + number * d_total_stride
+    d_total_row = rows_at(d_total, number, d_total_stride, d_total_jump, levels)
     dx_row, dresidual_row = dx + number * hidden_size, dresidual + number * hidden_size
     over_row(differentiate, row, (c, d_total_row, dx_row, dresidual_row), hidden_size, FLAGS, A, TILE // 4)
 
 
 @triton.jit
-def share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, at, left, A: tl.constexpr, SIZE: tl.constexpr):
+def share_of_block(
+    dy,
+    h,
+    rstd,
+    begin,
+    end,
+    dy_stride,
+    h_stride,
+    levels,
+    dy_jump,
+    h_jump,
+    at,
+    left,
+    A: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     """What the rows from ``begin`` to ``end`` add to the weight's gradient."""
     total = tl.zeros((SIZE,), A)
     for row in range(begin, end):
-        xhat = widened(got(h + row * h_stride, at, left, SIZE), A) * tl.load(rstd + row)
-        total += widened(got(dy + row * dy_stride, at, left, SIZE), A) * xhat
+        h_row, dy_row = rows_at(h, row, h_stride, h_jump, levels), rows_at(dy, row, dy_stride, dy_jump, levels)
+        xhat = widened(got(h_row, at, left, SIZE), A) * tl.load(rstd + row)
+        total += widened(got(dy_row, at, left, SIZE), A) * xhat
     return total
 
 
@@ -328,12 +358,17 @@ def backward_shares(
     dy_stride,
     d_total_stride,
     h_stride,
+    inner,
+    dy_jump,
+    d_total_jump,
+    h_jump,
     rows,
     block,
     blocks,
     hidden_size,
     weight_offset,
     A: tl.constexpr,
+    FLAGS: tl.constexpr,
     TILE: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
@@ -343,11 +378,14 @@ def backward_shares(
     at = (tl.program_id(0) % tiles) * TILE
     begin, end = number * block, tl.minimum(number * block + block, rows)
     share = partial + number * hidden_size
+    levels = inner if TWO_LEVELS & FLAGS else None
     if at + TILE <= hidden_size:
-        put(share, at, None, share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, at, None, A, TILE), TILE)
+        total = share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, None, A, TILE)
+        put(share, at, None, total, TILE)
     else:
         left = hidden_size - at
-        put(share, at, left, share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, at, left, A, TILE), TILE)
+        total = share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, A, TILE)
+        put(share, at, left, total, TILE)
 
 
 @triton.jit
@@ -378,6 +416,10 @@ def backward_weight(
     dy_stride,
     d_total_stride,
     h_stride,
+    inner,
+    dy_jump,
+    d_total_jump,
+    h_jump,
     rows,
     block,
     blocks,

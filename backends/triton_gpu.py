@@ -125,6 +125,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         bits=INTERPRETED,
         warps=warps,
         per_program=rows,
+        two_levels=kind.two_levels,
     )
 
 
@@ -149,7 +150,7 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     ) -> Variant:
         divisor = math.gcd(kind.hidden_size, 16)
         compiled_in = (function, dtypes, kind.accumulator, constants, kind.alignment >= 16, divisor, INTERPRETED)
-        return Variant(*compiled_in, warps, share, per_program)
+        return Variant(*compiled_in, warps, share, per_program, two_levels=kind.two_levels)
 
     variants = {}
     gradients = bool(kind.dx or kind.dresidual)

@@ -29,7 +29,6 @@ from fusednorm.backends.kernel_kinds import (
     scratch_of,
 )
 from fusednorm.call import Backward, Forward
-from fusednorm.layout import in_one_level
 from fusednorm.registry import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
@@ -135,6 +134,8 @@ class Variant:
     per_program: int = 1
     #: Whether operands that are absent are null pointers, which kernels with and without them take alike.
     null: bool = False
+    #: Whether rows lie in two levels.
+    two_levels: bool = False
 
     def programs(self, rows: int, hidden_size: int, block: int, blocks: int) -> int:
         """How many programs are launched."""
@@ -159,7 +160,7 @@ class Variant:
         found: dict[str, tuple[str, int]] = {}
         constants = self.all_constants()
         for name in self.function.arg_names:
-            operand = self.dtypes.get(name.removesuffix("_stride"))
+            operand = self.dtypes.get(name.removesuffix("_stride").removesuffix("_jump"))
             if name in constants:
                 continue
             if name in self.dtypes and self.null:
@@ -168,7 +169,9 @@ class Variant:
                 found[name] = ("constexpr" if operand is None else self.pointer(operand), 16 if self.aligned else 1)
             elif name in ("eps", "weight_offset"):
                 found[name] = (_NAMES[self.accumulator], 1)
-            elif name.endswith("_stride") and operand is not None:
+            elif (name.endswith("_jump") or name == "inner") and not (self.two_levels or self.null):
+                found[name] = ("constexpr", 1)
+            elif name.endswith(("_stride", "_jump")) and operand is not None:
                 found[name] = ("i64", 16 // operand.itemsize if self.aligned else 1)
             else:
                 found[name] = ("i64", self.divisor if name == "hidden_size" else 1)
@@ -243,8 +246,9 @@ class Interpreted:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self._function = variant.function
-        self._names = list(variant.arguments())
-        self._constants = variant.all_constants()
+        arguments = variant.arguments()
+        self._names = [name for name, (kind, _) in arguments.items() if kind != "constexpr"]
+        self._constants = {**dict.fromkeys(arguments.keys() - self._names), **variant.all_constants()}
 
     def __call__(self, programs: int, values: dict[str, Any]) -> None:
         import numpy
@@ -265,6 +269,21 @@ def pointer_or_null(tensor: Tensor | None) -> Any:
     if INTERPRETED:
         return pointer(torch.empty(1) if tensor is None else tensor)
     return 0 if tensor is None else tensor.data_ptr()
+
+
+#: The names of the strides and jumps of a forward pass's operands, and of a backward pass's.
+_OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residual", "out", "residual_out"))
+_OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
+
+
+def _places(call: Forward | Backward, names: tuple[tuple[str, str], ...]) -> dict[str, int]:
+    """Where rows lie, as ``begin_of`` in ``triton_kernels.py`` takes it."""
+    inner = call.inner
+    places = {"inner": inner}
+    for (stride_name, jump_name), (outer_stride, stride) in zip(names, call.strides, strict=True):
+        places[stride_name] = stride
+        places[jump_name] = outer_stride - inner * stride
+    return places
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -328,24 +347,16 @@ class Host:
 
     def forward(self, call: Forward) -> None:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
-        if call.inner != call.rows:
-            with in_one_level(call) as one:
-                self.forward(one)
-            return
         with _current(call.operation.device):
             kind, launch = self.for_forward(call)
-            x_strides, residual_strides, out_strides, total_strides = call.strides
             values = {
+                **_places(call, _OF_FORWARD),
                 "x": self.pointer(call.x),
                 "residual": self.pointer(call.residual),
                 "weight": self.pointer(call.weight),
                 "out": self.pointer(call.out),
                 "residual_out": self.pointer(call.residual_out),
                 "rstd": self.pointer(call.rstd),
-                "x_stride": x_strides[1],
-                "residual_stride": residual_strides[1],
-                "out_stride": out_strides[1],
-                "residual_out_stride": total_strides[1],
                 "rows": call.rows,
                 "hidden_size": kind.hidden_size,
                 "with_rstd": int(kind.rstd),
@@ -356,12 +367,12 @@ class Host:
 
     def backward(self, call: Backward) -> None:
         """Launches kernels; see :class:`fusednorm.registry.Backend`."""
-        call, partial = call.in_one_level(), scratch_of(call)
-        dy_strides, total_strides, h_strides = call.strides
+        partial = scratch_of(call)
         block, blocks = blocks_of(call.rows)
         with _current(call.operation.device):
             kind, launchers = self.for_backward(call, partial)
             values = {
+                **_places(call, _OF_BACKWARD),
                 "dy": self.pointer(call.dy),
                 "d_total": self.pointer(call.d_residual_out),
                 "h": self.pointer(call.h),
@@ -371,9 +382,6 @@ class Host:
                 "dresidual": self.pointer(call.dresidual),
                 "partial": self.pointer(partial),
                 "dweight": self.pointer(call.dweight),
-                "dy_stride": dy_strides[1],
-                "d_total_stride": total_strides[1],
-                "h_stride": h_strides[1],
                 "rows": call.rows,
                 "block": block,
                 "blocks": blocks,

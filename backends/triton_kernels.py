@@ -177,6 +177,20 @@ def per_element(value, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
+def rows_at(operand, row, stride, jump, inner):
+    """Where rows of an operand begin; None if it is absent.
+
+    Rows in two levels go a jump further after every ``inner`` rows, which is None where they lie in one level.
+    """
+    if operand is None:
+        return None
+    elif inner is None:
+        return operand + row * stride
+    else:
+        return operand + (row * stride + row // inner * jump)
+
+
+@triton.jit
 def stored(pointers, inside):
     """What lies there, and 0 outside; ``inside`` may be None: everywhere."""
     if inside is None:
@@ -223,6 +237,11 @@ def forward_tile(
     residual_stride,
     out_stride,
     residual_out_stride,
+    inner,
+    x_jump,
+    residual_jump,
+    out_jump,
+    residual_out_jump,
     rows,
     eps,
     weight_offset,
@@ -244,9 +263,9 @@ def forward_tile(
     inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
     every_row = row < rows if inside_row is None else inside_row & (row < rows)
     inside = inside_row if ROWS == 1 else every_row
-    residual_rows = None if residual is None else residual + row * residual_stride
-    residual_out_rows = None if residual is None else residual_out + row * residual_out_stride
-    h = added(x + row * x_stride, residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
+    residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
+    residual_out_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
+    h = added(rows_at(x, row, x_stride, x_jump, inner), residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
     # Now, so that it is there when the sum is.
     g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
     row_rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
@@ -254,7 +273,7 @@ def forward_tile(
         row_of_rstd = first + tl.arange(0, ROWS)
         tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
     y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, x.dtype.element_ty, ROUND_NORM, A)
-    tl.store(out + row * out_stride + column, narrowed(y, out.dtype.element_ty), mask=inside)
+    tl.store(rows_at(out, row, out_stride, out_jump, inner) + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -269,6 +288,11 @@ def forward_wide(
     residual_stride,
     out_stride,
     residual_out_stride,
+    inner,
+    x_jump,
+    residual_jump,
+    out_jump,
+    residual_out_jump,
     rows,
     eps,
     weight_offset,
@@ -287,9 +311,9 @@ def forward_wide(
     """One row per program, tile by tile, twice. KEPT: the second pass finds the row in residual_out, or in x."""
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     row = tl.program_id(0).to(tl.int64)
-    x_row, out_row = x + row * x_stride, out + row * out_stride
-    residual_row = None if residual is None else residual + row * residual_stride
-    residual_out_row = None if residual is None else residual_out + row * residual_out_stride
+    x_row, out_row = rows_at(x, row, x_stride, x_jump, inner), rows_at(out, row, out_stride, out_jump, inner)
+    residual_row = rows_at(residual, row, residual_stride, residual_jump, inner)
+    residual_out_row = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     index = tl.arange(0, TILES)[:, None]
     sums = tl.zeros((TILES, SEGMENTS), A)
@@ -355,6 +379,10 @@ def backward_tile(
     dy_stride,
     d_total_stride,
     h_stride,
+    inner,
+    dy_jump,
+    d_total_jump,
+    h_jump,
     rows,
     weight_offset,
     N: tl.constexpr,
@@ -374,13 +402,21 @@ def backward_tile(
     every_row = row < rows if inside_row is None else inside_row & (row < rows)
     inside = inside_row if ROWS == 1 else every_row
     wdy = weighted(
-        loaded(dy + row * dy_stride + column, inside, A), weight, column, inside_row, weight_offset, OFFSET, A
+        loaded(rows_at(dy, row, dy_stride, dy_jump, inner) + column, inside, A),
+        weight,
+        column,
+        inside_row,
+        weight_offset,
+        OFFSET,
+        A,
     )
     row_of_rstd = first + tl.arange(0, ROWS)
     row_rstd = per_element(tl.load(rstd + row_of_rstd, mask=row_of_rstd < rows, other=0), SEGMENTS, DEPTH)
-    xhat = loaded(h + row * h_stride + column, inside, A) * row_rstd
+    xhat = loaded(rows_at(h, row, h_stride, h_jump, inner) + column, inside, A) * row_rstd
     # Now, so that it is there when the sum is.
-    further = None if d_total is None else stored(d_total + row * d_total_stride + column, inside)
+    further = (
+        None if d_total is None else stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + column, inside)
+    )
     sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
     c = per_element(quotient(sums, tl.full((ROWS,), N, A), A), SEGMENTS, DEPTH)
     d = (wdy - xhat * c) * row_rstd
@@ -404,6 +440,10 @@ def backward_blocks(
     dy_stride,
     d_total_stride,
     h_stride,
+    inner,
+    dy_jump,
+    d_total_jump,
+    h_jump,
     rows,
     block,
     weight_offset,
@@ -422,7 +462,10 @@ def backward_blocks(
     total = tl.zeros((DEPTH * SEGMENTS, WIDTH), A)
     begin = tl.program_id(0).to(tl.int64) * block
     end = tl.minimum(begin + block, rows)
-    dy_next, h_next = stored(dy + begin * dy_stride + column, inside), stored(h + begin * h_stride + column, inside)
+    dy_next, h_next = (
+        stored(rows_at(dy, begin, dy_stride, dy_jump, inner) + column, inside),
+        stored(rows_at(h, begin, h_stride, h_jump, inner) + column, inside),
+    )
     rstd_next = tl.load(rstd + begin + tl.arange(0, 1))
     for row in range(begin, end):
         dy_row, h_row, row_rstd = widened(dy_next, A), widened(h_next, A), tl.reshape(rstd_next, (1, 1))
@@ -430,7 +473,7 @@ def backward_blocks(
         BITS: tl.constexpr = 0 if d_total is None else dy.dtype.element_ty.primitive_bitwidth
         EARLY: tl.constexpr = BITS == 16 and d_total.dtype.element_ty.primitive_bitwidth == 16
         if EARLY:
-            d_row = stored(d_total + row * d_total_stride + column, inside)
+            d_row = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + column, inside)
         xhat = h_row * row_rstd
         total = total + dy_row * xhat
         wdy = dy_row if g is None else dy_row * g
@@ -438,15 +481,15 @@ def backward_blocks(
         there = following + tl.arange(0, 1) < end
         rstd_next = tl.load(rstd + following + tl.arange(0, 1), mask=there, other=0)
         there = tl.reshape(there, (1, 1)) if inside is None else inside & tl.reshape(there, (1, 1))
-        dy_next = stored(dy + following * dy_stride + column, there)
-        h_next = stored(h + following * h_stride + column, there)
+        dy_next = stored(rows_at(dy, following, dy_stride, dy_jump, inner) + column, there)
+        h_next = stored(rows_at(h, following, h_stride, h_jump, inner) + column, there)
         sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), SEGMENTS, VECTOR), 1, SEGMENTS)
         c = tl.reshape(quotient(sums, tl.full((1,), N, A), A), (1, 1))
         d = (wdy - xhat * c) * row_rstd
         if EARLY:
             d = d + widened(d_row, A)
         elif d_total is not None:
-            d = d + loaded(d_total + row * d_total_stride + column, inside, A)
+            d = d + loaded(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + column, inside, A)
         dx_row = None if dx is None else dx + row * N
         dresidual_row = None if dresidual is None else dresidual + row * N
         stored_gradients(d, dx_row, dresidual_row, column, inside)
@@ -472,6 +515,10 @@ def backward_wide(
     dy_stride,
     d_total_stride,
     h_stride,
+    inner,
+    dy_jump,
+    d_total_jump,
+    h_jump,
     rows,
     weight_offset,
     N: tl.constexpr,
@@ -486,7 +533,7 @@ def backward_wide(
     """The gradients of one row per program, tile by tile, twice."""
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     row = tl.program_id(0).to(tl.int64)
-    dy_row, h_row = dy + row * dy_stride, h + row * h_stride
+    dy_row, h_row = rows_at(dy, row, dy_stride, dy_jump, inner), rows_at(h, row, h_stride, h_jump, inner)
     row_rstd = tl.reshape(tl.load(rstd + row + tl.arange(0, 1)), (1, 1))
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     index = tl.arange(0, TILES)[:, None]
@@ -505,17 +552,17 @@ def backward_wide(
         wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
         d = (wdy - (loaded(h_row + at, inside, A) * row_rstd) * c) * row_rstd
         if d_total is not None:
-            d = d + loaded(d_total + row * d_total_stride + at, inside, A)
+            d = d + loaded(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + at, inside, A)
         dx_row = None if dx is None else dx + row * N
         dresidual_row = None if dresidual is None else dresidual + row * N
         stored_gradients(d, dx_row, dresidual_row, at, inside)
 
 
 @triton.jit
-def share_of_row(dy, h, rstd, row, dy_stride, h_stride, column, inside, A: tl.constexpr):
+def share_of_row(dy_row, h_row, rstd_of_row, column, inside, A: tl.constexpr):
     """What a row adds to the weight's gradient."""
-    xhat = loaded(h + row * h_stride + column, inside, A) * tl.load(rstd + row)
-    return loaded(dy + row * dy_stride + column, inside, A) * xhat
+    xhat = loaded(h_row + column, inside, A) * tl.load(rstd_of_row)
+    return loaded(dy_row + column, inside, A) * xhat
 
 
 @triton.jit
@@ -526,6 +573,9 @@ def weight_blocks(
     partial,
     dy_stride,
     h_stride,
+    inner,
+    dy_jump,
+    h_jump,
     rows,
     block,
     hidden_size,
@@ -543,9 +593,13 @@ def weight_blocks(
     total = tl.zeros((TILE,), A)
     for first in range(begin, rest, AT_ONCE):
         for k in tl.static_range(AT_ONCE):
-            total = total + share_of_row(dy, h, rstd, first + k, dy_stride, h_stride, column, inside, A)
+            dy_row = rows_at(dy, first + k, dy_stride, dy_jump, inner)
+            h_row = rows_at(h, first + k, h_stride, h_jump, inner)
+            total = total + share_of_row(dy_row, h_row, rstd + (first + k), column, inside, A)
     for row in range(rest, end):
-        total = total + share_of_row(dy, h, rstd, row, dy_stride, h_stride, column, inside, A)
+        dy_row = rows_at(dy, row, dy_stride, dy_jump, inner)
+        h_row = rows_at(h, row, h_stride, h_jump, inner)
+        total = total + share_of_row(dy_row, h_row, rstd + row, column, inside, A)
     at = (tl.program_id(0) // tiles).to(tl.int64) * hidden_size + column
     tl.store(partial + at, total, mask=inside)
 

@@ -126,9 +126,9 @@ FN_INLINE struct backward_scratch backward_scratch(const struct fn_backward_job 
 
 FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int64_t m, const float *g) {
     return (struct gradient_row){
-        .dy = job->dy + m * job->dy_stride,
-        .h = job->h + m * job->h_stride,
-        .d_total = job->d_total ? job->d_total + m * job->d_total_stride : NULL,
+        .dy = fn_row_of_dy(job, m),
+        .h = fn_row_of_h(job, m),
+        .d_total = fn_row_of_d_total(job, m),
         .g = job->weight ? g : NULL,
         .d = job->dx ? job->dx + m * job->dx_stride : NULL,
         .from_memory = job->from_memory,
@@ -190,10 +190,10 @@ static void gradients_mixed(const struct fn_backward_job *job, int64_t begin, in
     for (int64_t m = begin; m < end; m++) {
         char *dx = job->dx ? job->dx + m * job->dx_stride : NULL;
         char *dresidual = job->dresidual ? job->dresidual + m * job->dresidual_stride : NULL;
-        const char *d_total = job->d_total ? job->d_total + m * job->d_total_stride : NULL;
+        const char *d_total = fn_row_of_d_total(job, m);
         const struct fn_backward_job one = {
-            .dy = as_float(job->dy_kind, job->dy + m * job->dy_stride, room.dy, n),
-            .h = as_float(job->h_kind, job->h + m * job->h_stride, room.h, n),
+            .dy = as_float(job->dy_kind, fn_row_of_dy(job, m), room.dy, n),
+            .h = as_float(job->h_kind, fn_row_of_h(job, m), room.h, n),
             .d_total = as_float(job->d_total_kind, d_total, room.d_total, n),
             .rstd = (const float *)job->rstd + m,
             .weight = job->weight,

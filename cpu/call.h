@@ -48,6 +48,12 @@ struct fn_call {
     struct fn_operand operand[FN_OPERANDS];
 };
 
+/* Row i of an operand begins i * stride + i / inner * jump elements after its address. */
+static inline int64_t fn_jump(const struct fn_call *c, int operand) {
+    const struct fn_operand *o = &c->operand[operand];
+    return c->inner == c->rows ? 0 : o->outer_stride - c->inner * o->stride;
+}
+
 /* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where their length is not given. */
 static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
 

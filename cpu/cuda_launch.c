@@ -238,10 +238,16 @@ static void pack(const struct fn_call *c, char *to) {
     const int64_t numbers[] = {c->rows, c->block, fn_blocks(c)};
     const int32_t hidden = (int32_t)c->hidden;
     const double reals[] = {c->eps, c->weight_offset};
+    const int two_levels = c->inner != c->rows;
     size_t at = 0;
+    if (two_levels) append(to, &at, &c->inner, sizeof(int64_t));
     for (int i = 0; i < f->operands; i++) append(to, &at, &c->operand[i].address, sizeof(uintptr_t));
-    for (int i = 0; i < f->operands; i++)
-        if (f->of_rows >> i & 1) append(to, &at, &c->operand[i].stride, sizeof(int64_t));
+    for (int i = 0; i < f->operands; i++) {
+        if (!(f->of_rows >> i & 1)) continue;
+        const int64_t jump = fn_jump(c, i);
+        append(to, &at, &c->operand[i].stride, sizeof(int64_t));
+        if (two_levels) append(to, &at, &jump, sizeof(int64_t));
+    }
     for (int i = 0; i < (backward ? 3 : 1); i++) append(to, &at, &numbers[i], sizeof(int64_t));
     append(to, &at, &hidden, sizeof hidden);
     for (int i = backward; i < 2; i++) {
@@ -249,10 +255,6 @@ static void pack(const struct fn_call *c, char *to) {
         if (is_wide(c)) append(to, &at, &reals[i], sizeof(double));
         else append(to, &at, &narrow, sizeof narrow);
     }
-    if (c->inner == c->rows) return;
-    for (int i = 0; i < f->operands; i++)
-        if (f->of_rows >> i & 1) append(to, &at, &c->operand[i].outer_stride, sizeof(int64_t));
-    append(to, &at, &c->inner, sizeof(int64_t));
 }
 
 /*

@@ -62,8 +62,24 @@ struct fn_backward_job {
     void *dweight;
     int64_t hidden;
     int64_t dy_stride, d_total_stride, h_stride, dx_stride, dresidual_stride;
+    /* Where rows lie in two levels, jumps that follow after every `inner` rows; else 0. */
+    int64_t dy_jump, d_total_jump, h_jump, inner;
     double weight_offset;
 };
+
+/* Row m of an operand that is only read. */
+static inline const char *fn_row(const char *operand, int64_t m, int64_t stride, int64_t jump, int64_t inner) {
+    return operand + m * stride + (jump ? m / inner * jump : 0);
+}
+static inline const char *fn_row_of_dy(const struct fn_backward_job *job, int64_t m) {
+    return fn_row(job->dy, m, job->dy_stride, job->dy_jump, job->inner);
+}
+static inline const char *fn_row_of_h(const struct fn_backward_job *job, int64_t m) {
+    return fn_row(job->h, m, job->h_stride, job->h_jump, job->inner);
+}
+static inline const char *fn_row_of_d_total(const struct fn_backward_job *job, int64_t m) {
+    return job->d_total ? fn_row(job->d_total, m, job->d_total_stride, job->d_total_jump, job->inner) : NULL;
+}
 
 /* The spec's rowsum has at most 2^FN_LEVELS blocks of rows, which are then halved. */
 enum { FN_LEVELS = 8 };
@@ -141,8 +157,8 @@ void fn_use_isa(int isa);
 
 /*
  * Runs a call as docs/spec.md says. Operands may be unaligned. An output of a forward pass may be the very memory of an
- * input of the same element size and strides; every other overlap is undefined. The rows of a backward pass lie in one
- * level, and there is at least one. Returns 0, or 1 if there was no memory for the rows' buffers: then nothing is written.
+ * input of the same element size and strides; every other overlap is undefined. A backward pass has one row at least.
+ * Returns 0, or 1 if there was no memory for the rows' buffers: then nothing is written.
  */
 typedef int fn_run_fn(const struct fn_call *call);
 fn_run_fn fn_run;

@@ -98,8 +98,8 @@ static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int6
     double *partial = sums ? sums->row[sums->count++] : NULL;
     for (int64_t m = begin; m < end; m++) {
         double rstd = ((const double *)job->rstd)[m];
-        widen_to_f64(job->dy_kind, job->dy + m * job->dy_stride, dy, n);
-        widen_to_f64(job->h_kind, job->h + m * job->h_stride, xhat, n);
+        widen_to_f64(job->dy_kind, fn_row_of_dy(job, m), dy, n);
+        widen_to_f64(job->h_kind, fn_row_of_h(job, m), xhat, n);
         for (int64_t i = 0; i < n; i++) xhat[i] *= rstd;
         if (partial && m == begin)
             for (int64_t i = 0; i < n; i++) partial[i] = dy[i] * xhat[i];
@@ -113,7 +113,7 @@ static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int6
         double c = sum_f64(other, padded) / (double)n;
         for (int64_t i = 0; i < n; i++) dy[i] = (dy[i] - xhat[i] * c) * rstd;
         if (job->d_total) {
-            widen_to_f64(job->d_total_kind, job->d_total + m * job->d_total_stride, other, n);
+            widen_to_f64(job->d_total_kind, fn_row_of_d_total(job, m), other, n);
             for (int64_t i = 0; i < n; i++) dy[i] += other[i];
         }
         if (job->dx) narrow_from_f64(job->dx_kind, dy, job->dx + m * job->dx_stride, n);

@@ -6,11 +6,13 @@
 
 /* The arguments of a kernel: operands, strides and other integers, `eps` and the weight's offset, and the program. */
 #define FORWARD(REAL) \
-    void (*)(void *, void *, void *, void *, void *, void *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, REAL, \
-             REAL, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t)
+    void (*)(void *, void *, void *, void *, void *, void *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, \
+             int64_t, int64_t, int64_t, int64_t, int64_t, REAL, REAL, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, \
+             uint32_t)
 #define BACKWARD(REAL) \
     void (*)(void *, void *, void *, void *, void *, void *, void *, void *, void *, int64_t, int64_t, int64_t, int64_t, \
-             int64_t, int64_t, int64_t, REAL, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t)
+             int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, REAL, uint32_t, uint32_t, uint32_t, uint32_t, \
+             uint32_t, uint32_t)
 
 struct grid {
     uintptr_t kernel;
@@ -18,22 +20,17 @@ struct grid {
     int64_t programs;
 };
 
-/* Program i of a forward pass is row i. Its kernel knows one level of rows: here the operands step to the outer level's. */
-static void run_forward(const struct grid *g, int64_t program) {
+static void run_forward(const struct grid *g, uint32_t program) {
     const struct fn_call *c = g->call;
     const struct fn_operand *o = c->operand;
-    const int64_t outer = program / c->inner;
-    const uint32_t inner = (uint32_t)(program % c->inner), programs = (uint32_t)g->programs;
     void *p[FN_FORWARD_OPERANDS];
-    for (int i = 0; i < FN_FORWARD_OPERANDS; i++) {
-        int64_t step = i == FN_RSTD ? c->inner : o[i].outer_stride;
-        p[i] = (void *)(o[i].address + (uintptr_t)(outer * step * fn_element_size(o[i].kind)));
-    }
+    for (int i = 0; i < FN_FORWARD_OPERANDS; i++) p[i] = (void *)o[i].address;
 #define CALL(REAL) \
     ((FORWARD(REAL))g->kernel)(p[FN_X], p[FN_RESIDUAL], p[FN_WEIGHT], p[FN_OUT], p[FN_RESIDUAL_OUT], p[FN_RSTD], \
                                o[FN_X].stride, o[FN_RESIDUAL].stride, o[FN_OUT].stride, o[FN_RESIDUAL_OUT].stride, \
-                               c->hidden, o[FN_RSTD].kind != FN_NONE, (REAL)c->eps, (REAL)c->weight_offset, inner, 0, 0, \
-                               programs, 1, 1)
+                               c->inner, fn_jump(c, FN_X), fn_jump(c, FN_RESIDUAL), fn_jump(c, FN_OUT), \
+                               fn_jump(c, FN_RESIDUAL_OUT), c->hidden, o[FN_RSTD].kind != FN_NONE, (REAL)c->eps, \
+                               (REAL)c->weight_offset, program, 0, 0, (uint32_t)g->programs, 1, 1)
     if (o[FN_X].kind == FN_F64) CALL(double);
     else CALL(float);
 #undef CALL
@@ -47,8 +44,9 @@ static void run_backward(const struct grid *g, uint32_t program) {
 #define CALL(REAL) \
     ((BACKWARD(REAL))g->kernel)(p[FN_DY], p[FN_D_RESIDUAL_OUT], p[FN_H], p[FN_BACKWARD_RSTD], p[FN_BACKWARD_WEIGHT], \
                                 p[FN_DX], p[FN_DRESIDUAL], p[FN_PARTIAL], p[FN_DWEIGHT], o[FN_DY].stride, \
-                                o[FN_D_RESIDUAL_OUT].stride, o[FN_H].stride, c->rows, c->block, fn_blocks(c), c->hidden, \
-                                (REAL)c->weight_offset, program, 0, 0, (uint32_t)g->programs, 1, 1)
+                                o[FN_D_RESIDUAL_OUT].stride, o[FN_H].stride, c->inner, fn_jump(c, FN_DY), \
+                                fn_jump(c, FN_D_RESIDUAL_OUT), fn_jump(c, FN_H), c->rows, c->block, fn_blocks(c), \
+                                c->hidden, (REAL)c->weight_offset, program, 0, 0, (uint32_t)g->programs, 1, 1)
     if (o[FN_BACKWARD_RSTD].kind == FN_F64) CALL(double);
     else CALL(float);
 #undef CALL
@@ -59,7 +57,7 @@ static void run_thread(void *argument, int thread, int threads) {
     int64_t begin = fn_first_row(g->programs, thread, threads), end = fn_first_row(g->programs, thread + 1, threads);
     fn_fp_state state = fn_enter_ieee();
     for (int64_t program = begin; program < end; program++)
-        if (g->call->pass == FN_FORWARD) run_forward(g, program);
+        if (g->call->pass == FN_FORWARD) run_forward(g, (uint32_t)program);
         else run_backward(g, (uint32_t)program);
     fn_leave_ieee(state);
 }

@@ -10,7 +10,7 @@ using Dx = DX_TYPE;
 using DResidual = DRESIDUAL_TYPE;
 using DWeight = DWEIGHT_TYPE;
 
-struct Arguments {
+struct Arguments : Levels {
     const Dy* dy;
     const DTotal* d_total;
     const H* h;
@@ -20,7 +20,8 @@ struct Arguments {
     DResidual* dresidual;
     A* partial;  // [blocks, hidden_size]: what each block of rows adds to the weight's gradient
     DWeight* dweight;
-    long long dy_stride, d_total_stride, h_stride, rows, block, blocks;
+    Strides dy_strides, d_total_strides, h_strides;
+    long long rows, block, blocks;
     int hidden_size;
     A weight_offset;
 };

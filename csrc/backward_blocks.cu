@@ -68,15 +68,15 @@ extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
     DTotal d_total[VECTORS][VECTOR];
     A rstd_of_next[ROWS_IN_LANE];
     Weight weight[VECTORS_IN_ROW][VECTOR];
-    Rows next = rows_of_warp(begin + mine, end, BLOCKS_ROW ? warp() * SEGMENT : 0, a.hidden_size);
+    Rows next = rows_of_warp(a, begin + mine, end, BLOCKS_ROW ? warp() * SEGMENT : 0, a.hidden_size);
     const auto load_factors = [&] {
-        load_rows(dy, a.dy, a.dy_stride, next);
-        load_rows(h, a.h, a.h_stride, next);
+        load_rows(dy, a.dy, a.dy_strides, next);
+        load_rows(h, a.h, a.h_strides, next);
         load_rstd(rstd_of_next, a.rstd, next);
     };
     load_weight(weight, a.weight, next);
     load_factors();
-    load_rows(d_total, a.d_total, a.d_total_stride, next);
+    load_rows(d_total, a.d_total, a.d_total_strides, next);
 
     // If BLOCKS_ROW, the sums of the thread's own columns; else those of the columns that it adds in shared memory.
     A totals[VECTORS][VECTOR] = {}, sums[SIDE_BY_SIDE];
@@ -85,7 +85,7 @@ extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
         SHARED(A, shares, BLOCKS_ROW ? 1 : WARPS * SEGMENT);
         const bool last = first + TOGETHER >= end;
         const Rows rows = next;
-        next = rows_of_warp(first + TOGETHER + mine, end, rows.begin, a.hidden_size);
+        next = rows_of_warp(a, first + TOGETHER + mine, end, rows.begin, a.hidden_size);
         if (BLOCKS_ROW || rows.count > 0) {
             A wdy[VECTORS][VECTOR], xhat[VECTORS][VECTOR], products[VECTORS][VECTOR], rstd[ROWS_IN_LANE];
             memcpy(rstd, rstd_of_next, sizeof rstd);
@@ -118,7 +118,7 @@ extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
             }
             if (!last) {
                 if (!AHEAD) load_factors();
-                load_rows(d_total, a.d_total, a.d_total_stride, next);
+                load_rows(d_total, a.d_total, a.d_total_strides, next);
             }
         }
         if (last) let_next_kernel_begin();

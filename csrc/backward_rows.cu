@@ -7,15 +7,15 @@ extern "C" __global__ void BOUNDS backward_rows(const Arguments a) {
     if (CLUSTER > 1) cluster_arrive();
     wait_for_kernels_before();
 
-    const Rows rows = rows_of_warp(first, a.rows, segment * SEGMENT, a.hidden_size);
+    const Rows rows = rows_of_warp(a, first, a.rows, segment * SEGMENT, a.hidden_size);
     Dy dy[VECTORS][VECTOR];
     H h[VECTORS][VECTOR];
     DTotal d_total[VECTORS][VECTOR];
     A rstd[ROWS_IN_LANE];
     Weight weight[VECTORS_IN_ROW][VECTOR];
-    load_rows(dy, a.dy, a.dy_stride, rows);
-    load_rows(h, a.h, a.h_stride, rows);
-    load_rows(d_total, a.d_total, a.d_total_stride, rows);
+    load_rows(dy, a.dy, a.dy_strides, rows);
+    load_rows(h, a.h, a.h_strides, rows);
+    load_rows(d_total, a.d_total, a.d_total_strides, rows);
     load_rstd(rstd, a.rstd, rows);
     load_weight(weight, a.weight, rows);
     let_next_kernel_begin();

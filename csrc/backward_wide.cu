@@ -10,8 +10,8 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
     H* const kept_h = reinterpret_cast<H*>(kept_dy + a.hidden_size);
     wait_for_kernels_before();
     const long long row = blockIdx.x;
-    const Dy* const dy_row = a.dy + row * a.dy_stride;
-    const H* const h_row = a.h + row * a.h_stride;
+    const Dy* const dy_row = a.dy + a.begin_of(row, a.dy_strides);
+    const H* const h_row = a.h + a.begin_of(row, a.h_strides);
     const A rstd = a.rstd[row];
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
 
@@ -54,7 +54,7 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
             load_if(inside, dy, (KEPT ? kept_dy : dy_row) + column);
             load_if(inside, h, (KEPT ? kept_h : h_row) + column);
             load_if(inside, weight, a.weight + column);
-            load_if(inside, d_total, a.d_total + row * a.d_total_stride + column);
+            load_if(inside, d_total, a.d_total + a.begin_of(row, a.d_total_strides) + column);
             A wdy[VECTOR], xhat[VECTOR], products[VECTOR];
             weighted(wdy, xhat, products, dy, h, rstd, weight, a.weight_offset, inside);
             store_gradients(wdy, xhat, c, rstd, d_total, inside, a.dx + at, a.dresidual + at);

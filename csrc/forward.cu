@@ -12,19 +12,19 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     }
     wait_for_kernels_before();
 
-    const Rows rows = rows_of_warp(first, a.rows, segment * SEGMENT, a.hidden_size);
+    const Rows rows = rows_of_warp(a, first, a.rows, segment * SEGMENT, a.hidden_size);
     X x[VECTORS][VECTOR];
     Residual residual[VECTORS][VECTOR];
     Weight weight[VECTORS_IN_ROW][VECTOR];
-    load_rows(x, a.x, a.x_stride, rows);
-    load_rows(residual, a.residual, a.residual_stride, rows);
+    load_rows(x, a.x, a.x_strides, rows);
+    load_rows(residual, a.residual, a.residual_strides, rows);
     load_weight(weight, a.weight, rows);
     let_next_kernel_begin();
 
     A h[VECTORS][VECTOR], squares[VECTORS][VECTOR];
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
-        added(h[k], x[k], residual[k], rows.have(k), a.residual_out + rows.at(k, a.residual_out_stride));
+        added(h[k], x[k], residual[k], rows.have(k), a.residual_out + rows.at(k, a.residual_out_strides));
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) squares[k][v] = h[k][v] * h[k][v];
     }
@@ -42,6 +42,6 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     for (int k = 0; k < VECTORS; k++) {
         A y[VECTOR];
         normalised(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % VECTORS_IN_ROW], a.weight_offset);
-        store_if(rows.have(k), a.out + rows.at(k, a.out_stride), y);
+        store_if(rows.have(k), a.out + rows.at(k, a.out_strides), y);
     }
 }

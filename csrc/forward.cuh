@@ -8,14 +8,15 @@ using ResidualOut = RESIDUAL_OUT_TYPE;
 using Weight = WEIGHT_TYPE;
 using Out = OUT_TYPE;
 
-struct Arguments {
+struct Arguments : Levels {
     const X* x;
     const Residual* residual;
     const Weight* weight;
     Out* out;
     ResidualOut* residual_out;
     A* rstd;
-    long long x_stride, residual_stride, out_stride, residual_out_stride, rows;
+    Strides x_strides, residual_strides, out_strides, residual_out_strides;
+    long long rows;
     int hidden_size;
     A eps, weight_offset;
 };

@@ -20,10 +20,10 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     SHARED(A, sums, SEGMENTS);
     Row* const kept = static_cast<Row*>(shared_of_launch());
     wait_for_kernels_before();
-    const X* const x_row = a.x + blockIdx.x * a.x_stride;
-    const Residual* const residual_row = a.residual + blockIdx.x * a.residual_stride;
-    ResidualOut* const residual_out_row = a.residual_out + blockIdx.x * a.residual_out_stride;
-    Out* const out_row = a.out + blockIdx.x * a.out_stride;
+    const X* const x_row = a.x + a.begin_of(blockIdx.x, a.x_strides);
+    const Residual* const residual_row = a.residual + a.begin_of(blockIdx.x, a.residual_strides);
+    ResidualOut* const residual_out_row = a.residual_out + a.begin_of(blockIdx.x, a.residual_out_strides);
+    Out* const out_row = a.out + a.begin_of(blockIdx.x, a.out_strides);
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
 
     for (int segment = warp(); segment < segments; segment += WARPS) {

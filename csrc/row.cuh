@@ -8,6 +8,7 @@
 //   CLUSTER     blocks per row
 //   SEGMENTS    at least the segments of a row that is too long for registers: a power of two
 //   FULL        whether rows fill their vectors, so that no column need be compared with the row's length
+//   TWO_LEVELS  whether rows lie in two levels: `inner` rows one stride apart, and then a jump
 //
 // A row longer than 1024 has a warp for each segment. Within a warp, the index of an element in its row is
 //
@@ -42,8 +43,28 @@ __device__ inline int row_of(int k) {
     return (k / VECTORS_IN_ROW) * ROWS_APART + lane() / LANES_PER_ROW;
 }
 
+// The strides of an operand's rows, in elements.
+struct Strides {
+    long long stride;
+#if TWO_LEVELS
+    long long jump;  // what leads from the end of the inner level to its next begin, beyond the stride
+#endif
+};
+
+// Where a row begins, in elements from the first row.
+struct Levels {
+#if TWO_LEVELS
+    long long inner;
+    __device__ long long begin_of(long long row, Strides strides) const {
+        return row * strides.stride + row / inner * strides.jump;
+    }
+#else
+    __device__ long long begin_of(long long row, Strides strides) const { return row * strides.stride; }
+#endif
+};
+
 // The rows of a warp: `count` rows from `first` on, and of these at most 1024 columns, from `begin` on.
-struct Rows {
+struct Rows : Levels {
     long long first;
     int count, begin, hidden_size;
 
@@ -56,11 +77,15 @@ struct Rows {
         const long long first_of_lane = (first + row_of(0)) * stride + begin + column_of(0);
         return first_of_lane + (k / VECTORS_IN_ROW) * (ROWS_APART * stride) + (k % VECTORS_IN_ROW) * (LANES * VECTOR);
     }
+    __device__ long long at(int k, Strides strides) const {
+        if (TWO_LEVELS) return begin_of(first + row_of(k), strides) + begin + column_of(k);
+        return at(k, strides.stride);
+    }
 };
 
 // The warp's rows from `first` on that are before the row `end`; `count` is 0 or less if there are none.
-__device__ inline Rows rows_of_warp(long long first, long long end, int begin, int hidden_size) {
-    return {first, end - first < ROWS_PER_WARP ? (int)(end - first) : ROWS_PER_WARP, begin, hidden_size};
+__device__ inline Rows rows_of_warp(const Levels& levels, long long first, long long end, int begin, int hidden_size) {
+    return {levels, first, end - first < ROWS_PER_WARP ? (int)(end - first) : ROWS_PER_WARP, begin, hidden_size};
 }
 
 template <int BYTES> struct alignas(BYTES) Words {
@@ -104,11 +129,11 @@ template <class T> __device__ void load_if(bool inside, T (&to)[VECTOR], const T
     }
 }
 
-// Loads the lane's vectors of an operand whose rows are `stride` apart.
+// Loads the lane's vectors of an operand.
 template <class T>
-__device__ void load_rows(T (&to)[VECTORS][VECTOR], const T* from, long long stride, const Rows& rows) {
+__device__ void load_rows(T (&to)[VECTORS][VECTOR], const T* from, Strides strides, const Rows& rows) {
 #pragma unroll
-    for (int k = 0; k < VECTORS; k++) load_if(rows.have(k), to[k], from + rows.at(k, stride));
+    for (int k = 0; k < VECTORS; k++) load_if(rows.have(k), to[k], from + rows.at(k, strides));
 }
 
 // Loads the weight of the lane's columns.

@@ -10,8 +10,8 @@ template <int COUNT> __device__ void add_rows(A (&total)[VECTOR], const Argument
     A rstd[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        load(dy[i], a.dy + (first + i) * a.dy_stride + column);
-        load(h[i], a.h + (first + i) * a.h_stride + column);
+        load(dy[i], a.dy + a.begin_of(first + i, a.dy_strides) + column);
+        load(h[i], a.h + a.begin_of(first + i, a.h_strides) + column);
         rstd[i] = a.rstd[first + i];
     }
 #pragma unroll

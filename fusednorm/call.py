@@ -151,19 +151,6 @@ class Backward(NamedTuple):
     strides: tuple[Strides, Strides, Strides]
     weight_offset: float
 
-    def in_one_level(self) -> Backward:
-        """The same pass with all rows of an operand one stride apart: operands whose rows lie otherwise are copied."""
-        if self.inner == self.rows:
-            return self
-        n = self.operation.hidden_size
-        dy, d_residual_out, h = (t if t is None else t.contiguous() for t in self[:3])
-        assert dy is not None
-        assert h is not None
-        packed = (self.rows * n, n)
-        return self._replace(
-            dy=dy, d_residual_out=d_residual_out, h=h, inner=self.rows, strides=(packed, packed, packed)
-        )
-
     def outputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Where the gradients of x, the residual and the weight go; None for each that needs no memory of its own."""
         if self.dx is not None and self.dx.dtype != self.operation.x:

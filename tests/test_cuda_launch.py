@@ -317,15 +317,16 @@ FIELDS = {
 }
 
 
+@pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("real", [F32, F64], ids=["float", "double"])
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-def test_arguments_lie_as_in_the_sources(passes, real):
+def test_arguments_lie_as_in_the_sources(passes, real, levels):
     """Every field that C packs is where a compiler puts it in `Arguments` of csrc/forward.cuh and csrc/backward.cuh."""
     packed = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def launch(config, function, arguments, extra):
-        packed.append(ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], 160))
+        packed.append(ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], 192))
         return 0
 
     names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
@@ -335,12 +336,15 @@ def test_arguments_lie_as_in_the_sources(passes, real):
     strided = [name.removesuffix("_stride") for name in fields if name.endswith("_stride")]
     operands = fields[: fields.index(f"{strided[0]}_stride")]
     value = {name: 1000 + 64 * i for i, name in enumerate(fields)}
-    value |= {"rows": 77 * 3, "block": 3, "blocks": 77, "eps": 1.5, "weight_offset": 2.5}
-    flat = [passes == "backward", 0, 0, 1, value["rows"], value["rows"], value["hidden_size"], value.get("block", 0)]
+    value |= {"rows": 77 * 3, "block": 3, "blocks": 77, "eps": 1.5, "weight_offset": 2.5, "inner": 77 * 3 // levels}
+    flat = [passes == "backward", 0, 0, 1, value["rows"], value["inner"], value["hidden_size"], value.get("block", 0)]
     flat += [value.get("eps", 0.0), value["weight_offset"]]
     for name in operands:
-        flat += [packing.KINDS[real], value[name] * 8, 0, value[f"{name}_stride"] if name in strided else 0]
+        stride = value[f"{name}_stride"] if name in strided else 0
+        flat += [packing.KINDS[real], value[name] * 8, 7 + 200 * stride if stride else 0, stride]
         value[name] *= 8
+        if stride and levels == 2:
+            value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
     call = packing._CALL.pack(*flat, *[0] * (46 - len(flat)))
     try:
         fast_path.hold_cuda(call, 0, ((0, 32, 64, 0, 1, False, Share.ROWS),))
@@ -348,14 +352,17 @@ def test_arguments_lie_as_in_the_sources(passes, real):
     finally:
         nothing_held()
     kinds = {"hidden_size": "i", "eps": "f" if real == F32 else "d", "weight_offset": "f" if real == F32 else "d"}
-    offsets = ", ".join(f"(unsigned char)__INTADDR__(&((Arguments*)0)->{name})" for name in fields)
+    if levels == 2:
+        fields += ["inner", *(f"{name}_jump" for name in strided)]
+    members = [re.sub("_(stride|jump)$", r"_strides.\1", name) for name in fields]
+    offsets = ", ".join(f"(unsigned char)__INTADDR__(&((Arguments*)0)->{name})" for name in members)
     source = f'#include "{passes}.cuh"\n__device__ unsigned char offsets[] = {{{offsets}}};\n'
     _, nvrtc = cuda_compiler.bindings()
     types = {"F32": "f32", "F64": "f64"}[str(real)[6:].replace("float", "F")]
     named = ("X", "RESIDUAL", "RESIDUAL_OUT", "WEIGHT", "OUT", "DY", "D_TOTAL", "H", "DX", "DRESIDUAL", "DWEIGHT")
     defines = [f"-D{name}_TYPE={types}" for name in named]
     shape = {"RSTD": 1, "OFFSET": 1, "ROUND_SUM": 1, "ROUND_NORM": 0, "VECTOR": 1, "ALIGNED": 4, "ROW": 1024}
-    shape |= {"WARPS": 4, "CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0}
+    shape |= {"WARPS": 4, "CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0, "TWO_LEVELS": levels - 1}
     defines += [f"-D{name}={number}" for name, number in shape.items()]
     headers = {name: text for name, text in cuda_compiler._sources().items() if name.endswith(".cuh")}
     given = (len(headers), list(headers.values()), [name.encode() for name in headers])

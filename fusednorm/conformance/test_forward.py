@@ -247,6 +247,35 @@ def test_layouts(mode, agree, dtype, layout):
             m.check()
 
 
+@pytest.mark.parametrize("hidden", [31, 128, 1050, 18_432])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_rows_in_two_levels(mode, agree, dtype, hidden):
+    """Some heads of a tensor that has more: one stride leads from head to head, and another from token to token."""
+    tokens, heads = (67, 3) if hidden == 128 else (3, 2)
+    case = Case(rows=tokens * heads, hidden=hidden).of(dtype)
+    x, residual, weight = (t if t.dim() == 1 else t.view(tokens, heads, hidden) for t in operands(case))
+    y, total = (t.view(tokens, heads, hidden) for t in expected(case, mode.backend))
+    memory = [Guarded(tokens * (heads + gap), hidden, dtype, hidden + 8) for gap in (1, 2, 3, 4)]
+    every = [m.tensor.zero_().unflatten(0, (tokens, -1)) for m in memory]
+    gx, gresidual, gout, gtotal = (t[:, 1 : 1 + heads] for t in every)
+    gx.copy_(x)
+    gresidual.copy_(residual)
+    call(case, gx, gresidual, weight, out=gout, residual_out=gtotal)
+    fusednorm.fused_add_rms_norm_(gx, gresidual, weight)
+    for got, wanted, what in (
+        (gout, y, "out"),
+        (gtotal, total, "the sum"),
+        (gx, y, "x"),
+        (gresidual, total, "residual"),
+    ):
+        agree(got.contiguous(), wanted, f"{case}, {what} in two levels")
+        got.copy_(0)
+    agree(call(case, x.transpose(0, 1), residual.transpose(0, 1), weight)[0], y.transpose(0, 1), "heads before tokens")
+    for m, t in zip(memory, every, strict=True):
+        m.check()
+        assert not t.bool().any(), "a call wrote to other heads"
+
+
 def test_layouts_that_take_a_copy(mode, agree):
     """Inputs whose rows have no common stride, or whose last dimension is not contiguous."""
     case = Case(rows=12, hidden=40).of(BF16)

@@ -125,6 +125,26 @@ def test_layouts_of_incoming_gradients(mode, agree, dtype):
         check(Case(hidden=40).of(dtype, residual=None), agree, change)
 
 
+@pytest.mark.parametrize("hidden", [40, 128, 1100, 18_432])
+@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
+def test_rows_in_two_levels(mode, agree, dtype, hidden):
+    """Heads of a tensor of q, k and v: h, and what autograd hands to a norm of each head."""
+    tokens, heads = (300, 2) if hidden == 128 else (3, 2)
+    for residual in (None, dtype):
+        case = Case(rows=tokens * heads, hidden=hidden).of(dtype, residual=residual)
+        leaves = [None if leaf is None else leaf.requires_grad_() for leaf in operands(case)]
+        dy, d_total = incoming(case)
+        wanted = expected_gradients(case, leaves, dy, d_total)
+        *rows, dy, d_total = (None if t is None else heads_of(t, tokens) for t in (*leaves[:2], dy, d_total))
+        for index, got in enumerate(gradients(case, dy, d_total, [*rows, leaves[2]])):
+            agree(got.view(wanted[index].shape), wanted[index], f"{case} in two levels, gradient {index}")
+
+
+def heads_of(rows, tokens):
+    """The same rows as [tokens, heads, hidden] between other heads."""
+    return torch.nn.functional.pad(rows.unflatten(0, (tokens, -1)), (0, 0, 1, 2))[:, 1:-2]
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
 def test_gradients_do_not_depend_on_the_number_of_threads(mode, dtype):
     before = torch.get_num_threads()
