@@ -246,9 +246,8 @@ class Interpreted:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self._function = variant.function
-        arguments = variant.arguments()
-        self._names = [name for name, (kind, _) in arguments.items() if kind != "constexpr"]
-        self._constants = {**dict.fromkeys(arguments.keys() - self._names), **variant.all_constants()}
+        self._names = list(variant.arguments())
+        self._constants = variant.all_constants()
 
     def __call__(self, programs: int, values: dict[str, Any]) -> None:
         import numpy
@@ -276,13 +275,13 @@ _OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residu
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
 
-def _places(call: Forward | Backward, names: tuple[tuple[str, str], ...]) -> dict[str, int]:
-    """Where rows lie, as ``begin_of`` in ``triton_kernels.py`` takes it."""
-    inner = call.inner
+def _places(call: Forward | Backward, names: tuple[tuple[str, str], ...]) -> dict[str, int | None]:
+    """Where rows lie, as ``rows_at`` in ``triton_kernels.py`` takes it."""
+    inner = None if call.inner == call.rows else call.inner
     places = {"inner": inner}
     for (stride_name, jump_name), (outer_stride, stride) in zip(names, call.strides, strict=True):
         places[stride_name] = stride
-        places[jump_name] = outer_stride - inner * stride
+        places[jump_name] = None if inner is None else outer_stride - inner * stride
     return places
 
 

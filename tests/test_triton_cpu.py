@@ -71,38 +71,34 @@ def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weig
 @pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
 def test_c_gives_a_kernel_its_arguments(number, real):
     calls = []
-    forward = kernel(6, 6, number, 2, calls)
+    forward = kernel(6, 11, number, 2, calls)
     address = ctypes.cast(forward, POINTER).value
     call = packed([1, 2, 0, 4, 5, 6], range(10, 14), 2, 14, real=real, eps=0.1, weight_offset=1.5)
     assert LIB.fn_run_triton(address, call, 2) == 0
-    backward = kernel(9, 7, number, 1, calls)
+    backward = kernel(9, 11, number, 1, calls)
     address = ctypes.cast(backward, POINTER).value
     call = packed(range(1, 10), (10, 11, 12), 13, 16, block=3, real=real, weight_offset=0.1)
     assert LIB.fn_run_triton(address, call, 1) == 0
     eps = number(0.1).value
-    given = (1, 2, None, 4, 5, 6, *range(10, 15), 1, eps, 1.5)
+    given = (1, 2, None, 4, 5, 6, *range(10, 14), 2, 0, 0, 0, 0, 14, 1, eps, 1.5)
     assert [call for call, _ in calls] == [
         (*given, 0, 0, 0, 2, 1, 1),
         (*given, 1, 0, 0, 2, 1, 1),
-        (*range(1, 10), *range(10, 13), 13, 3, 5, 16, eps, 0, 0, 0, 1, 1, 1),
+        (*range(1, 10), *range(10, 13), 13, 0, 0, 0, 13, 3, 5, 16, eps, 0, 0, 0, 1, 1, 1),
     ]
 
 
-def test_c_steps_to_the_rows_of_the_outer_level():
-    """A kernel knows rows one stride apart: it is given the first row of its step, and its number there."""
+def test_c_gives_a_kernel_the_jumps_of_the_outer_level():
     calls = []
-    forward = kernel(6, 6, ctypes.c_float, 2, calls)
+    forward = kernel(6, 11, ctypes.c_float, 2, calls)
     numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0.0, 0.0]
     for address in (1000, 0, 2000, 3000, 0, 4000):
         level = (500, 8) if address in (1000, 3000) else (0, 0)
         numbers += [packing.KINDS[F32] if address else 0, address, *level]
     call = packing._CALL.pack(*numbers, *[0] * (46 - len(numbers)))
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
-    found = [(given[0], given[2], given[3], given[5], given[14]) for given, _ in calls]
-    assert found == [
-        *((1000, 2000, 3000, 4000, row) for row in range(3)),
-        *((1000 + 4 * 500, 2000, 3000 + 4 * 500, 4000 + 4 * 3, row) for row in range(3)),
-    ]
+    assert [given[6:17] for given, _ in calls] == [(8, 0, 8, 0, 3, 476, 0, 476, 0, 8, 1)] * 6
+    assert [given[19] for given, _ in calls] == list(range(6))
 
 
 def test_threads_share_the_programs_and_none_flushes_subnormals():
@@ -111,14 +107,14 @@ def test_threads_share_the_programs_and_none_flushes_subnormals():
         pytest.skip("this processor cannot flush subnormals")
     try:
         calls = []
-        forward = kernel(6, 6, ctypes.c_float, 2, calls)
+        forward = kernel(6, 11, ctypes.c_float, 2, calls)
         address = ctypes.cast(forward, POINTER).value
         call = packed([4] * 6, [0] * 4, 11, LIB.FN_PARALLEL_ELEMENTS, threads=4)
         assert LIB.fn_run_triton(address, call, 11) == 0
         assert sys.float_info.min / 2 * float(torch.ones(())) == 0
     finally:
         torch.set_flush_denormal(False)
-    assert sorted(call[14] for call, _ in calls) == list(range(11))
+    assert sorted(call[19] for call, _ in calls) == list(range(11))
     assert all(subnormal > 0 for _, subnormal in calls)
 
 
@@ -136,9 +132,9 @@ def backward_kind(*kind):
 #: What `cpu/triton_programs.c` gives a kernel, in this order.
 ARGUMENTS = {
     "forward": "x residual weight out residual_out rstd x_stride residual_stride out_stride residual_out_stride "
-    "hidden_size with_rstd eps weight_offset",
-    "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride rows block "
-    "blocks hidden_size weight_offset",
+    "inner x_jump residual_jump out_jump residual_out_jump hidden_size with_rstd eps weight_offset",
+    "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride inner dy_jump "
+    "d_total_jump h_jump rows block blocks hidden_size weight_offset",
 }
 
 
@@ -167,7 +163,7 @@ def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
         "define void @forward() #0 {",
         "nothing",
         "define void @forward("
-        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 6 + ["i64"] * 6 + ["double"] * 2 + ["i32"] * 6))
+        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 6 + ["i64"] * 11 + ["double"] * 2 + ["i32"] * 6))
         + ") #0 {",
     ],
 )
