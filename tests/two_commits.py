@@ -5,7 +5,8 @@
 `objects`: the assembly of each cpu/kernel_*.c, by GCC for this machine and for AArch64 where its compiler is. `ptx`:
 the PTX that NVRTC makes of csrc/ for a range of calls. `triton`: Triton's own representation of its kernels, and their
 code for two kinds of GPU. Comments, names and the order of functions do not count. No GPU is needed. `calls`: the
-results and the errors of tests/fuzz.py's inputs, forward and backward, bit by bit and word by word. `bench`: the time
+results and the errors of the inputs of this tests/fuzz.py, forward and backward, bit by bit and word by word; those
+that differ are counted by what they were and are, numbers left out. `bench`: the time
 of calls of the cpu backend, in two processes in turn; a ratio above 1.05 is a difference. All are compared unless some
 are named. `calls` and `bench` compile both commits, which takes cmake and ninja.
 
@@ -224,6 +225,24 @@ def compared(what, package):
     return differences
 
 
+def calls(before, after, asked):
+    """Kinds of differences between the outcomes of calls."""
+    what = "calls", asked.seed, asked.calls
+    found, count = Counter(), 0
+    with before.started(before.installed, *what) as old, after.started(after.installed, *what) as new:
+        for was, now in zip(old.stdout, new.stdout, strict=True):
+            count += 1
+            if was != now:
+                found[
+                    tuple(
+                        re.sub(r"(?<=returned ).*|[\[\d\], ]*\d[\[\d\], ]*", "#", text.strip()) for text in (was, now)
+                    )
+                ] += 1
+    assert count == asked.calls
+    print(f"calls: {count} compared", flush=True)
+    return [f"calls: {number} times {was!r}, now {now!r}" for (was, now), number in found.most_common()]
+
+
 def bench(before, after, asked):
     """Cells of which the times differ by more than 5 %: the least of each commit's."""
     with before.started(before.installed, "bench") as old, after.started(after.installed, "bench") as new:
@@ -330,7 +349,7 @@ def answer_triton(*_):
 
 
 def answer_calls(seed, count):
-    """By thousand inputs of tests/fuzz.py: what they return, or raise."""
+    """Prints, for each input of tests/fuzz.py, what it returns, as a digest, or raises."""
     import fuzz
     import torch
 
@@ -342,27 +361,22 @@ def answer_calls(seed, count):
         try:
             results = function() if function else ()
         except Exception as error:
-            return f"{type(error).__name__}: {error}".encode()
-        parts = []
+            return f"{type(error).__name__}: {error}".replace("\n", " ")
+        parts = hashlib.sha256()
         for result in results:
             values = result.detach().masked_fill(result.isnan(), torch.nan)  # NaN is NaN
             image = values.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-            parts += [str((values.dtype, values.shape)).encode(), image.numpy().tobytes()]
-        return b"".join(parts)
+            parts.update(str((values.dtype, values.shape)).encode() + image.numpy().tobytes())
+        return f"returned {parts.hexdigest()[:16]}"
 
     memories = {name: fuzz.Memory() for name in fuzz.NAMES}
     fusednorm.rms_norm(torch.ones(1, 2))  # opens the fast path
-    found = {}
-    for begin in range(0, int(count), 1000):
-        total = hashlib.sha256()
-        for number in range(begin, begin + 1000):
-            given = fuzz.Input(seed, number, memories)
-            given.fill()
-            torch.set_num_threads(given.threads)
-            with cpu.use_variant(given.isa):
-                total.update(told(given))
-        found[f"{begin} to {begin + 999}"] = total.hexdigest()
-    return found
+    for number in range(int(count)):
+        given = fuzz.Input(int(seed), number, memories)
+        given.fill()
+        torch.set_num_threads(given.threads)
+        with cpu.use_variant(given.isa):
+            print(told(given), flush=number % 1000 == 0)
 
 
 def bench_cells():
@@ -408,7 +422,7 @@ PARTS = {
     "objects": objects,
     "ptx": compared("ptx", "package"),
     "triton": compared("triton", "package"),
-    "calls": compared("calls", "installed"),
+    "calls": calls,
     "bench": bench,
 }
 
