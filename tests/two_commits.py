@@ -229,15 +229,15 @@ def calls(before, after, asked):
     """Kinds of differences between the outcomes of calls."""
     what = "calls", asked.seed, asked.calls
     found, count = Counter(), 0
+
+    def kind(text):
+        return "returned" if text.startswith("returned") else re.sub(r"[\[\d\], ]*\d[\[\d\], ]*", "#", text.strip())
+
     with before.started(before.installed, *what) as old, after.started(after.installed, *what) as new:
         for was, now in zip(old.stdout, new.stdout, strict=True):
             count += 1
             if was != now:
-                found[
-                    tuple(
-                        re.sub(r"(?<=returned ).*|[\[\d\], ]*\d[\[\d\], ]*", "#", text.strip()) for text in (was, now)
-                    )
-                ] += 1
+                found[kind(was), kind(now)] += 1
     assert count == asked.calls
     print(f"calls: {count} compared", flush=True)
     return [f"calls: {number} times {was!r}, now {now!r}" for (was, now), number in found.most_common()]
