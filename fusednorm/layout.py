@@ -33,15 +33,12 @@ def rows_of(tensor: Tensor) -> Rows | None:
     Heads of a view into a tensor of q, k and v lie in two levels: one stride leads from token to token, and another
     from head to head.
     """
-    if tensor.is_neg():  # its memory holds the negatives
-        return None
-    if tensor.is_contiguous():
-        hidden = tensor.shape[-1]
-        return Rows(1, tensor.numel() // hidden, 0, hidden)
     *sizes, hidden = tensor.shape
     *strides, last = tensor.stride()
-    if last != 1 and hidden != 1:
+    if (last != 1 and hidden != 1) or tensor.is_neg():  # a negative tensor's memory holds the negatives
         return None
+    if tensor.is_contiguous():
+        return Rows(1, tensor.numel() // hidden, 0, hidden)
     levels: list[list[int]] = []  # number of rows and stride, the innermost level first
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:
@@ -58,7 +55,7 @@ def rows_of(tensor: Tensor) -> Rows | None:
 
 def packed(tensor: Tensor) -> Tensor:
     """The tensor if it is contiguous, else a copy that is."""
-    return tensor.resolve_neg().contiguous()
+    return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()
 
 
 def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | None]]:
