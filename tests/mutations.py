@@ -1571,8 +1571,8 @@ MUTANTS = (
         SAME,
         "Call: the residual is packed with the strides of x",
         "fusednorm/packing.py",
-        "_operand(residual, residual_strides)",
-        "_operand(residual, x_strides)",
+        "residual.data_ptr(), *residual_strides",
+        "residual.data_ptr(), *x_strides",
     ),
     Mutant(
         SAME,
