@@ -797,6 +797,7 @@ MUTANTS = (
         "backends/triton_cpu_kernels.py",
         "    levels = inner if TWO_LEVELS & FLAGS else None\n    x_row",
         "    levels = None\n    x_row",
+        "triton_cpu",
     ),
     Mutant(
         ROW,
@@ -804,6 +805,7 @@ MUTANTS = (
         "backends/triton_cpu_kernels.py",
         "    levels = inner if TWO_LEVELS & FLAGS else None\n    if at",
         "    levels = None\n    if at",
+        "triton_cpu",
     ),
     Mutant(
         ROW,
@@ -811,6 +813,7 @@ MUTANTS = (
         "backends/triton_kernels.py",
         "(row * stride + row // inner * jump)",
         "row * stride",
+        "triton",
     ),
     Mutant(
         ROW,
@@ -818,6 +821,7 @@ MUTANTS = (
         "csrc/row.cuh",
         "row * strides.stride + row / inner * strides.jump",
         "row * strides.stride",
+        "cuda",
     ),
     Mutant(
         ROW,
@@ -825,6 +829,7 @@ MUTANTS = (
         "backends/kernel_kinds.py",
         "            _alignment(tuple(rows), others),\n            call.inner != call.rows,",
         "            _alignment(tuple(rows), others),\n            False,",
+        "cuda",
     ),
     Mutant(
         ROW,
@@ -832,6 +837,7 @@ MUTANTS = (
         "cpu/fusednorm_cpu.h",
         "(jump ? m / inner * jump : 0)",
         "0",
+        "cpu",
     ),
     Mutant(
         ROW,
@@ -839,6 +845,7 @@ MUTANTS = (
         "cpu/backward.c",
         ".d_total_jump = fn_jump(c, FN_D_RESIDUAL_OUT)",
         ".d_total_jump = 0 * fn_jump(c, FN_D_RESIDUAL_OUT)",
+        "cpu",
     ),
     Mutant(
         SAME,
