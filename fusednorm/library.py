@@ -86,7 +86,8 @@ def _backward(
     out_dtype: torch.dtype | None = None,
     residual_out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs)
+    checked = (dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs, out_dtype, residual_out_dtype)
+    check_gradients(*checked)
     weight_dtype = None if weight is None else weight.dtype
     dtypes = (x_dtype, residual_dtype, weight_dtype, out_dtype or x_dtype)
     residual_out_dtype = None if residual_dtype is None else residual_out_dtype or residual_dtype
@@ -154,9 +155,10 @@ def _fake_backward(
     round_sum: bool,
     round_norm: bool,
     needs: list[bool],
-    *_: Any,
+    *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_gradients(dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs, in_memory=False)
+    checked = (dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs, *dtypes)
+    check_gradients(*checked, in_memory=False)
     need_x, need_residual, need_weight = needs
     return (
         h.new_empty(h.shape, dtype=x_dtype) if need_x else h.new_empty(0),

@@ -357,3 +357,15 @@ def test_a_call_as_c_reads_it():
     rows = [described(q, levels), described(k, (64, 16)), described(v, (128, 8))]
     others = (rstd, weight, dx, dresidual, partial, dweight)
     assert packed_operands(found) == [*rows, *map(described, others)]
+
+
+@pytest.mark.parametrize("name", ["out_dtype", "residual_out_dtype"])
+def test_the_backward_operator_looks_at_the_dtypes_of_the_outputs(name):
+    x = torch.ones(2, 8)
+    arguments = (x, None, x, torch.ones(2), None, 0.0, F32, F32, True, False, [True, False, False])
+    for dtype, words in ((torch.int8, "must be float16, bfloat16, float32 or float64, got int8"), (F64, "is float64")):
+        for device in ("cpu", "meta"):
+            with pytest.raises(TypeError, match=f"{name} {words}"):
+                torch.ops.fusednorm.backward(
+                    *(a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments), **{name: dtype}
+                )
