@@ -34,6 +34,7 @@ from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.ops import explain, fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.prewarm import prewarm
 from fusednorm.registry import BackendError, register_backend, use_backend
+from fusednorm.two_norms import rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.version import __version__
 
 if TYPE_CHECKING:
@@ -57,5 +58,7 @@ __all__ = [
     "register_backend",
     "rms_norm",
     "rms_norm_",
+    "rms_norm_add_rms_norm",
+    "rms_norm_add_rms_norm_",
     "use_backend",
 ]

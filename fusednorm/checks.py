@@ -30,11 +30,12 @@ def check_operands(
     residual_out: Tensor | None,
     *,
     in_memory: bool = True,
+    weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
     if _usual((x, residual, weight, out, residual_out)):
         return
-    operands = dict(zip(NAMES, (x, residual, weight, out, residual_out), strict=True))
+    operands = {"x": x, "residual": residual, weight_name: weight, "out": out, "residual_out": residual_out}
     for name, tensor in operands.items():
         if tensor is None and name != "x":
             continue
@@ -59,10 +60,10 @@ def check_operands(
         if name == "x":
             if tensor.dim() == 0 or tensor.shape[-1] == 0:
                 raise ValueError(f"x must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
-        elif name == "weight":
+        elif name == weight_name:
             if tensor.shape != x.shape[-1:]:
                 raise ValueError(
-                    f"weight must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}, "
+                    f"{name} must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}, "
                     f"got {list(tensor.shape)}"
                 )
         elif tensor.shape != x.shape:
@@ -113,6 +114,19 @@ def check_flags(
         whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
     return flags
+
+
+def check_between(between: torch.dtype | None, x: Tensor) -> None:
+    """The dtype of what passes between two operations."""
+    if between is None:
+        return
+    if between is not torch.float32:
+        raise TypeError(
+            f"between must be None or torch.float32, got {between!r}; leave it out for x's dtype, which separate calls "
+            "would pass on"
+        )
+    if x.dtype == torch.float64:
+        raise TypeError("between is float32 while x is float64, whose rows it would round; leave it out")
 
 
 def _usual(operands: tuple[Tensor | None, ...]) -> bool:

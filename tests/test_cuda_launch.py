@@ -69,6 +69,17 @@ def test_forward():
     assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None, True) is None
 
 
+def test_sums_of_another_dtype_have_kernels_of_their_own():
+    """Calls that differ in nothing else, one after the other."""
+    for stored in (BF16, F32, F16, BF16):
+        case = Case(rows=5, hidden=72, residual_out=stored).of(BF16)
+        y, total = expected(case, "cuda")
+        with fusednorm.use_backend("cuda"):
+            got, got_total = call(case, *operands(case))
+        assert not differing(got, y).any(), stored
+        assert not differing(got_total, total).any(), stored
+
+
 @pytest.mark.parametrize("needs", [(True, True, True), (True, True, False), (False, False, True)])
 @pytest.mark.parametrize(
     "case",

@@ -109,6 +109,55 @@ def vectors():
     return made
 
 
+#: The golden vectors of ``rms_norm_add_rms_norm``.
+TWO_NORMS = Path(__file__).parent / "golden-two-norms.json"
+
+_NAMES = ("x", "residual", "weight", "next_weight")
+
+
+def results_of_two_norms(vector):
+    """The results of ``rms_norm_add_rms_norm`` on the current backend: outputs and gradients, by name."""
+    leaves = {name: decoded(vector[name]) for name in _NAMES}
+    present = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
+    between = vector["between"] and getattr(torch, vector["between"])
+    outputs = fusednorm.rms_norm_add_rms_norm(*leaves.values(), **vector["flags"], between=between)
+    incoming = decoded(vector["dy"]), decoded(vector["d_residual_out"])
+    gradients = torch.autograd.grad(outputs, tuple(present.values()), incoming)
+    return dict(zip(("out", "residual_out", *(f"d_{name}" for name in present)), (*outputs, *gradients), strict=True))
+
+
+def vectors_of_two_norms():
+    """All vectors of ``rms_norm_add_rms_norm``, computed by the current backend; none that the oracle contradicts."""
+    made = []
+    for case, between, next_eps in (
+        (Case(2, 33).of(BF16), None, 1e-6),
+        (Case(2, 33).of(BF16), "float32", 1e-3),
+        (Case(2, 130, F16, F16, F32, weight_offset=1.0, data="ties"), "float32", 1e-6),
+        (Case(2, 130, BF16, F32, BF16, round_norm=True), None, 1e-6),
+        (Case(2, 100, F16, BF16, None, round_sum=False), None, 1e-5),
+        (Case(2, 1025).of(F32), None, 1e-6),
+        (Case(2, 70, F64, F16, F32, weight_offset=0.5), None, 1e-6),
+        (Case(2, 64, data="nan row").of(BF16), None, 1e-6),
+        (Case(2, 64, data="zeros").of(F32), None, 0.0),
+    ):
+        x, residual, weight = operands(case)
+        next_weight = operands(Case(case.rows, case.hidden, weight=case.weight, seed=2))[2]
+        dy, d_residual_out, _ = operands(Case(case.rows, case.hidden, case.x, case.residual, seed=1))
+        flags = {"eps": case.eps, "next_eps": next_eps, "weight_offset": case.weight_offset}
+        vector = {"between": between, "flags": flags | {"round_sum": case.round_sum, "round_norm": case.round_norm}}
+        inputs = dict(zip(_NAMES, (x, residual, weight, next_weight), strict=True))
+        vector |= {name: encoded(t) for name, t in {**inputs, "dy": dy, "d_residual_out": d_residual_out}.items()}
+        found = results_of_two_norms(vector)
+        asked = (case.eps, next_eps, between and getattr(torch, between), case.weight_offset, case.round_sum)
+        wanted = oracle.two_norms(tuple(inputs.values()), (dy, d_residual_out), *asked, case.round_norm)
+        wanted = [array for array, leaf in zip(wanted, (x, x, *inputs.values()), strict=True) if leaf is not None]
+        for (name, got), array in zip(found.items(), wanted, strict=True):
+            if differing(got.detach().double(), torch.from_numpy(array)).any():
+                sys.exit(f"{case}: the oracle has other values for {name}; nothing was written")
+        made.append(vector | {"expected": {name: encoded(t) for name, t in found.items()}})
+    return made
+
+
 def contradictions(vector):
     """The names of the expected tensors for which the oracle has other values."""
     x, residual, weight, dy, d_residual_out = (
@@ -136,7 +185,10 @@ def main():
     for case, vector in zip(CASES, made, strict=True):
         if wrong := contradictions(vector):
             sys.exit(f"{case}: the oracle has other values for {', '.join(wrong)}; nothing was written")
+    with fusednorm.use_backend("reference"):
+        two_norms = vectors_of_two_norms()
     path(fusednorm.SPEC_VERSION).write_text(json.dumps(made, indent=1) + "\n")
+    TWO_NORMS.write_text(json.dumps(two_norms, indent=1) + "\n")
 
 
 if __name__ == "__main__":

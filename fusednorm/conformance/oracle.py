@@ -101,6 +101,24 @@ def forward(
     return round_to(y, out_dtype or x.dtype), total, rstd, h
 
 
+def two_norms(
+    leaves, incoming, eps, next_eps, between, weight_offset, round_sum, round_norm, out_dtype=None, residual_dtype=None
+):
+    """Outputs and gradients of ``rms_norm_add_rms_norm``, as float64 arrays (None where there is no such operand).
+
+    ``leaves``: x, the residual, both weights. ``incoming``: the gradients of both outputs.
+    """
+    x, residual, weight, next_weight = leaves
+    passed = between or x.dtype
+    y1, _, rstd1, h1 = forward(x, None, weight, eps, weight_offset, round_sum, round_norm, passed)
+    rows = torch.from_numpy(y1).to(passed)
+    flags = (next_eps, weight_offset, round_sum, round_norm, out_dtype or x.dtype, residual_dtype)
+    y, total, rstd2, h2 = forward(rows, residual, next_weight, *flags)
+    d1, dresidual, dnext = backward(*incoming, h2, rstd2, next_weight, weight_offset, passed, residual.dtype)
+    dx, _, dweight = backward(torch.from_numpy(d1).to(passed), None, h1, rstd1, weight, weight_offset, x.dtype, None)
+    return y, total, dx, dresidual, dweight, dnext
+
+
 @np.errstate(all="ignore")
 def backward(dy, d_total, h, rstd, weight, weight_offset, x_dtype, residual_dtype):
     """Returns dx, dresidual, dweight as float64 arrays (None where there is no such operand)."""

@@ -1,0 +1,178 @@
+"""Two norms, one before the addition and one after it: a composition of plain operations (docs/spec.md, section 8)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function
+
+from fusednorm import listeners
+from fusednorm.checks import check_between, check_operands, number, refuse_grad, refuse_type, requires_grad
+from fusednorm.ops import fused_add_rms_norm, rms_norm
+
+
+def rms_norm_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    next_eps: float | None = None,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMS-normalises x, adds the residual, and RMS-normalises the sum, as Gemma 2, Gemma 3 and GLM-4 do.
+
+    The same bits as ``fused_add_rms_norm(rms_norm(x, weight, eps), residual, next_weight, next_eps)``: docs/spec.md,
+    section 8.
+
+    Args:
+        x: [..., N], float16, bfloat16, float32 or float64, any strides.
+        residual: [..., N], x's shape, any of these dtypes (float64 only if x is float64, here and below).
+        weight: [N], of the norm before the addition; None multiplies by nothing.
+        next_weight: [N], of the norm after it; None multiplies by nothing.
+        eps: of the norm before the addition: added to the mean of squares, unitless.
+        next_eps: of the norm after it; None: ``eps``.
+        between: the dtype to which the first norm's rows are rounded before the addition: x's if None, or
+            ``torch.float32``, which leaves rows of a 16-bit x unrounded.
+        weight_offset: added to both weights; see :func:`fusednorm.fused_add_rms_norm`, also for the rest.
+        round_sum: normalise the sum as rounded to the residual's dtype.
+        round_norm: round what each norm normalises to the dtype of its input before it meets the weight.
+        out: [..., N] to write the normalised sum to. May be x or residual itself.
+        residual_out: [..., N] to write the sum to. May be x or residual itself.
+        out_dtype: the dtype of the normalised sum; x's if None.
+        residual_dtype: the dtype that the sum is rounded to; the residual's if None.
+
+    Returns:
+        The normalised sum and the sum, each in its dtype, or ``out`` and ``residual_out`` if given.
+
+    Raises:
+        TypeError: an operand is no tensor, or of a dtype that does not fit; ``between`` is another dtype.
+        ValueError: shapes, devices or memory do not fit.
+        RuntimeError: ``out`` or ``residual_out`` is given and an operand requires grad.
+        BackendError: the requested backends cannot take the call.
+    """
+    if residual is None:
+        refuse_type("residual", residual)
+    if not is_dynamo_compiling():
+        operands = (x, residual, weight, next_weight, out, residual_out)
+        if listeners.override(*operands):
+            return handle_torch_function(
+                rms_norm_add_rms_norm,
+                operands,
+                x,
+                residual,
+                weight,
+                next_weight,
+                eps,
+                next_eps=next_eps,
+                between=between,
+                weight_offset=weight_offset,
+                round_sum=round_sum,
+                round_norm=round_norm,
+                out=out,
+                residual_out=residual_out,
+                out_dtype=out_dtype,
+                residual_dtype=residual_dtype,
+            )
+        # Both operations check their operands, but the second one knows them by other names.
+        if not listeners.transform(*operands):
+            check_operands(x, residual, next_weight, out, residual_out, in_memory=False, weight_name="next_weight")
+    check_between(between, x)
+    written = out is not None or residual_out is not None
+    if written and _recorded(x, residual, weight, next_weight, out, residual_out):
+        refuse_grad("rms_norm_add_rms_norm")
+    if next_eps is None:
+        next_eps = eps
+    elif type(next_eps) is not float:
+        next_eps = number("next_eps", next_eps)
+    if between is not None and out is None and out_dtype is None:
+        out_dtype = x.dtype  # of x, and not of what passes between the operations
+    y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
+    return fused_add_rms_norm(
+        y,
+        residual,
+        next_weight,
+        next_eps,
+        weight_offset=weight_offset,
+        round_sum=round_sum,
+        round_norm=round_norm,
+        out=out,
+        residual_out=residual_out,
+        out_dtype=out_dtype,
+        residual_dtype=residual_dtype,
+    )
+
+
+def rms_norm_add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    next_eps: float | None = None,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm_add_rms_norm` in place: the normalised sum lands in ``x``, the sum in ``residual``.
+
+    Args:
+        x: [..., N]; each row contiguous, in at most two levels of strides (as heads of a tensor of q, k and v).
+        residual: [..., N]; its rows lie in the same levels of strides; must not share memory with x.
+        weight: see :func:`rms_norm_add_rms_norm`, as for the rest.
+        next_weight: see :func:`rms_norm_add_rms_norm`.
+        eps: see :func:`rms_norm_add_rms_norm`.
+        next_eps: see :func:`rms_norm_add_rms_norm`.
+        between: see :func:`rms_norm_add_rms_norm`.
+        weight_offset: see :func:`rms_norm_add_rms_norm`.
+        round_sum: see :func:`rms_norm_add_rms_norm`.
+        round_norm: see :func:`rms_norm_add_rms_norm`.
+
+    Returns:
+        ``x`` and ``residual``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`rms_norm_add_rms_norm`.
+    """
+    if _recorded(x, residual, weight, next_weight):
+        refuse_grad("rms_norm_add_rms_norm_")
+    return rms_norm_add_rms_norm(
+        x,
+        residual,
+        weight,
+        next_weight,
+        eps,
+        next_eps=next_eps,
+        between=between,
+        weight_offset=weight_offset,
+        round_sum=round_sum,
+        round_norm=round_norm,
+        out=x,
+        residual_out=residual,
+    )
+
+
+def _recorded(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> bool:
+    """Whether autograd would have to record the call."""
+    return is_grad_enabled() and (
+        requires_grad(x, residual, weight, out, residual_out) or requires_grad(x, None, next_weight)
+    )
