@@ -187,10 +187,10 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         shared: int = 0,
     ) -> Variant:
         names = {name: _NAMES[dtype if name in used else None] for name, dtype in types.items()}
-        flags = {"OFFSET": int(kind.offset), "TWO_LEVELS": int(kind.two_levels)}
-        defines = {**names, **flags, **layout.defines(), "WARPS": warps, **more}
-        cluster = int(defines["CLUSTER"])
-        return Variant(kernel, tuple(defines.items()), warps * 32, cluster, share, per_program, shared)
+        numbers = {"OFFSET": int(kind.offset), "TWO_LEVELS": int(kind.two_levels), **layout.defines(), "WARPS": warps}
+        numbers |= more
+        defines: tuple[tuple[str, str | int], ...] = (*names.items(), *numbers.items())
+        return Variant(kernel, defines, warps * 32, numbers["CLUSTER"], share, per_program, shared)
 
     variants = {}
     gradients = bool(kind.dx or kind.dresidual)

@@ -171,20 +171,21 @@ def check_gradients(
     h: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
+    asked: tuple[torch.dtype, torch.dtype | None, torch.dtype | None, torch.dtype | None],
     needs: list[bool],
-    out_dtype: torch.dtype | None = None,
-    residual_out_dtype: torch.dtype | None = None,
     *,
     in_memory: bool = True,
 ) -> None:
-    """That the operands of a backward pass fit each other: kernels follow their shapes and dtypes without looking."""
+    """That the operands of a backward pass fit each other: kernels follow their shapes and dtypes without looking.
+
+    ``asked``: the dtypes of x, the residual, out and residual_out, None where there is none or it is the default.
+    """
+    x_dtype = asked[0]
     operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
-    dtypes = {name: operand.dtype for name, operand in operands.items() if operand is not None}
-    given = {"residual_dtype": residual_dtype, "out_dtype": out_dtype, "residual_out_dtype": residual_out_dtype}
-    dtypes |= {name: dtype for name, dtype in given.items() if dtype is not None}
-    for name, dtype in {"x_dtype": x_dtype, **dtypes}.items():
+    names = ("x_dtype", "residual_dtype", "out_dtype", "residual_out_dtype")
+    dtypes = {name: dtype for name, dtype in zip(names, asked, strict=True) if dtype is not None}
+    dtypes |= {name: operand.dtype for name, operand in operands.items() if operand is not None}
+    for name, dtype in dtypes.items():
         if dtype not in FLOATS:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {str(dtype)[6:]}")
         if dtype == torch.float64 and x_dtype != torch.float64:

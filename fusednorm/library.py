@@ -86,12 +86,12 @@ def _backward(
     out_dtype: torch.dtype | None = None,
     residual_out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    checked = (dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs, out_dtype, residual_out_dtype)
-    check_gradients(*checked)
+    dtypes = (x_dtype, residual_dtype, out_dtype, residual_out_dtype)
+    check_gradients(dy, d_residual_out, h, rstd, weight, dtypes, needs)
     weight_dtype = None if weight is None else weight.dtype
-    dtypes = (x_dtype, residual_dtype, weight_dtype, out_dtype or x_dtype)
+    operands_dtypes = (x_dtype, residual_dtype, weight_dtype, out_dtype or x_dtype)
     residual_out_dtype = None if residual_dtype is None else residual_out_dtype or residual_dtype
-    operation = RMSNorm(h.device, *dtypes, h.shape[-1], round_sum, round_norm, residual_out_dtype)
+    operation = RMSNorm(h.device, *operands_dtypes, h.shape[-1], round_sum, round_norm, residual_out_dtype)
     requested = request_of_backward()
     with nullcontext() if requested == request() else use_backend(requested):
         backend = run.backend_of(operation)
@@ -155,10 +155,11 @@ def _fake_backward(
     round_sum: bool,
     round_norm: bool,
     needs: list[bool],
-    *dtypes: torch.dtype | None,
+    out_dtype: torch.dtype | None = None,
+    residual_out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    checked = (dy, d_residual_out, h, rstd, weight, x_dtype, residual_dtype, needs, *dtypes)
-    check_gradients(*checked, in_memory=False)
+    dtypes = (x_dtype, residual_dtype, out_dtype, residual_out_dtype)
+    check_gradients(dy, d_residual_out, h, rstd, weight, dtypes, needs, in_memory=False)
     need_x, need_residual, need_weight = needs
     return (
         h.new_empty(h.shape, dtype=x_dtype) if need_x else h.new_empty(0),

@@ -1459,7 +1459,7 @@ MUTANTS = (
         SAME,
         "Fuzz: the backward operator trusts its operands",
         "fusednorm/library.py",
-        "    check_gradients(*checked)\n",
+        "    check_gradients(dy, d_residual_out, h, rstd, weight, dtypes, needs)\n",
         "",
     ),
     Mutant(
