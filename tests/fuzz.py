@@ -303,7 +303,9 @@ def rows(tensor):
 def may_be_written(tensor):
     """Whether its rows have no gaps, lie in at most two levels of strides, and share nothing."""
     every = addresses(tensor)
-    return rows(tensor) is not None and numpy.bincount(every - every.min()).max() == 1 and inner(tensor) is not None
+    if rows(tensor) is None or not len(every):
+        return rows(tensor) is not None
+    return numpy.bincount(every - every.min()).max() == 1 and inner(tensor) is not None
 
 
 def inner(tensor):
@@ -329,6 +331,7 @@ def may_be_refused(given, written):
     """Whether a layout or an overlap is a reason to refuse the call."""
     if not all(may_be_written(tensor) for tensor in written.values()):
         return True
+    given, written = ({name: t for name, t in tensors.items() if t.numel()} for tensors in (given, written))
     if len({inner(tensor) for tensor in written.values()} - {len(rows(tensor)) for tensor in written.values()}) > 1:
         return True  # in levels that differ
     readable = {"x", "residual"} - set(written)  # an output may be exactly such an operand
