@@ -97,6 +97,39 @@ class RoundedToOdd(torch.autograd.Function):
         return tangent.to(torch.float32)
 
 
+def widened(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` converted to a dtype that holds all its values. Its derivative is rounded once."""
+    if dtype != torch.float64 or value.dtype not in (torch.float16, torch.bfloat16):
+        return value.to(dtype)
+    return Widened.apply(value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Widened(torch.autograd.Function):
+    """float16 or bfloat16 as float64; torch would round the gradient to float32 first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        """``value`` is of any shape."""
+        return value.to(torch.float64)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keeps the dtype."""
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The gradient, rounded once to the dtype of the value."""
+        return rounded(gradient, ctx.dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        """The tangent, in float64."""
+        return tangent.to(torch.float64)
+
+
 def halved(value: Tensor) -> Tensor:
     """Sums the last dimension, padded with +0 to a power of two, by ``v = v[:n/2] + v[n/2:]`` until one is left."""
     n = 1
@@ -122,13 +155,19 @@ def rowsum(value: Tensor) -> Tensor:
     if rows == 0:
         return value.sum(0)
     block = -(-rows // min(rows, ROW_BLOCKS))
-    sums = []
-    for begin in range(0, rows, block):
-        total = value[begin]
-        for row in value[begin + 1 : begin + block]:
-            total = total + row
-        sums.append(total)
-    return halved(torch.stack(sums, dim=-1))
+    whole = rows // block * block
+    sums = in_order(value[:whole].reshape(-1, block, value.shape[1]).movedim(1, 0))
+    if whole < rows:
+        sums = torch.cat((sums, in_order(value[whole:]).unsqueeze(0)))
+    return halved(sums.movedim(0, -1))
+
+
+def in_order(values: Tensor) -> Tensor:
+    """Sums the first dimension, one after the other."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def square_root(value: Tensor) -> Tensor:
@@ -211,6 +250,67 @@ def outputs(
         n = rounded(n, x.dtype).to(dtype)
     g = gain(weight, weight_offset, dtype)
     return rounded(n if g is None else n * g, out_dtype), total, r
+
+
+def added(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """The plain addition of the specification's compositions, [..., N]: in the accumulator type, rounded once.
+
+    Gradients are rounded once to the operands' dtypes.
+    """
+    if x.dtype == residual.dtype == dtype:
+        return x + residual
+    wide = accumulator(x.dtype)
+    return rounded(widened(x, wide) + widened(residual, wide), dtype)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """The plain scaling of the specification, [..., N]: in the accumulator type, rounded to x's dtype."""
+    wide = x.to(accumulator(x.dtype))
+    return rounded(wide * constant(factor, wide), x.dtype)
+
+
+def affine(
+    n: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    rounded_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The weight and the bias of normalised rows, as the specification's compositions write them.
+
+    Args:
+        n: [..., N] or [..., H, N] of the accumulator type.
+        weight: [N] or [H, N], or None.
+        bias: [N] or [H, N], or None.
+        weight_offset: added to the weight.
+        rounded_to: the dtype that n is rounded to before it meets the weight, or None.
+        out_dtype: the dtype of the result.
+    """
+    y = n if rounded_to is None else rounded(n, rounded_to).to(n.dtype)
+    g = gain(weight, weight_offset, n.dtype)
+    y = y if g is None else y * g
+    return rounded(y if bias is None else y + bias.to(n.dtype), out_dtype)
+
+
+def affine_gradients(
+    dy: Tensor,
+    n: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of n, the weight and the bias of :func:`affine`; of a head's, over the rows of that head."""
+
+    def summed(gradient: Tensor, like: Tensor) -> Tensor:
+        return rounded(rowsum(gradient.reshape(-1, like.numel())).reshape(like.shape), like.dtype)
+
+    d, g = dy.to(n.dtype), gain(weight, weight_offset, n.dtype)
+    dn = None if not needs[0] else d if g is None else d * g
+    dweight = summed(d * n, weight) if needs[1] and weight is not None else None
+    dbias = summed(d, bias) if needs[2] and bias is not None else None
+    return dn, dweight, dbias
 
 
 def forward(call: Forward) -> None:

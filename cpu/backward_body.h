@@ -240,7 +240,7 @@ static void backward_begin(const struct fn_backward_job *job, void *scratch) {
         begin_f64(job, scratch);
         return;
     }
-    widen_weight(kind, job->weight, (float)job->weight_offset, job->hidden, scratch);
+    widen_weight(kind, job->weight, (float)job->weight_offset, 1, job->hidden, scratch);
 }
 
 /* The weight's gradient, rounded to the weight's type. */

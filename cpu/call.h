@@ -12,12 +12,13 @@ static inline int fn_element_size(int64_t kind) {
     return kind == FN_NONE ? 0 : kind == FN_F32 ? 4 : kind == FN_F64 ? 8 : 2;
 }
 
-enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2 };
+/* FN_SCALE_ONLY: x times `eps`, rounded to out's kind, and nothing else. */
+enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4 };
 
 enum fn_pass { FN_FORWARD, FN_BACKWARD };
 
-/* The operands of a forward pass, as in `Forward` of fusednorm/call.py. */
-enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_FORWARD_OPERANDS };
+/* The operands of a forward pass, as in `Forward` of fusednorm/call.py; and a bias, which only the fast path passes. */
+enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_BIAS, FN_FORWARD_OPERANDS };
 
 /*
  * The operands of a backward pass, as in `Backward` of fusednorm/call.py. FN_PARTIAL, [blocks, hidden], is scratch of GPU
@@ -29,6 +30,9 @@ enum {
 };
 
 enum { FN_OPERANDS = FN_BACKWARD_OPERANDS };
+
+/* A chain has at most so many calls. */
+enum { FN_CHAIN = 2 };
 
 /* Row i begins i / inner * outer_stride + i % inner * stride elements after the address. */
 struct fn_operand {
@@ -44,6 +48,12 @@ struct fn_call {
     int64_t threads; /* at most so many, on a CPU */
     int64_t rows, inner, hidden; /* where all rows are one stride apart, inner is rows */
     int64_t block; /* rows of a block, where there is FN_PARTIAL */
+    /*
+     * Calls of a chain that follow in memory, on a CPU: each takes as x the rows that the one before it wrote as out.
+     * Those rows have a kind and a stride, and no address: they are kept in a buffer only.
+     */
+    int64_t following;
+    int64_t heads; /* row i takes row i % heads of a weight or a bias whose stride is not 0; 1 without such operands */
     double eps, weight_offset;
     struct fn_operand operand[FN_OPERANDS];
 };
@@ -57,7 +67,7 @@ static inline int64_t fn_jump(const struct fn_call *c, int operand) {
 /* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where their length is not given. */
 static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
 
-_Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (10 + 4 * FN_OPERANDS) * 8,
+_Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (12 + 4 * FN_OPERANDS) * 8,
                "fusednorm/packing.py packs fields of 8 bytes without gaps");
 
 #endif

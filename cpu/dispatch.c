@@ -71,6 +71,11 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     return (size_t)(job->bypass_cache ? bytes + 8 * kept : bytes);
 }
 
+/* The weight and the bias as float, of all heads. */
+static size_t affine_bytes(const struct fn_forward_job *job) {
+    return job->x_kind == FN_F64 ? 0 : (size_t)(2 * 4 * job->heads * fn_float_row(job->hidden));
+}
+
 /* The weight, one row of each operand, the sums of segments; each padded to whole segments. */
 size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
     int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
@@ -84,8 +89,16 @@ static int on_border(const struct fn_operand *o, int64_t hidden) {
     return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);
 }
 
-/* Whether the outputs are large, made of whole cache lines, and not in the caches already as inputs. */
-static int bypasses_cache(const struct fn_call *c) {
+/* Whether an input of these calls lies at this address. */
+static int is_input(const struct fn_call *calls, int count, uintptr_t address) {
+    for (int k = 0; k < count; k++)
+        if (calls[k].operand[FN_X].address == address || calls[k].operand[FN_RESIDUAL].address == address) return 1;
+    return 0;
+}
+
+/* Whether the outputs of the last call are large, made of whole cache lines, and not in the caches already as inputs. */
+static int bypasses_cache(const struct fn_call *calls, int count) {
+    const struct fn_call *c = &calls[count - 1];
     const struct fn_operand *o = c->operand;
     const int64_t out_item = fn_element_size(o[FN_OUT].kind), residual_item = fn_element_size(o[FN_RESIDUAL_OUT].kind);
     if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < FN_FROM_MEMORY_BYTES) return 0;
@@ -93,60 +106,93 @@ static int bypasses_cache(const struct fn_call *c) {
     if (c->hidden < 256 && out_item == 2) return 0;
     for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
         if (!o[i].kind) continue;
-        if (o[i].address == o[FN_X].address || o[i].address == o[FN_RESIDUAL].address || !on_border(&o[i], c->hidden)) return 0;
+        if (is_input(calls, count, o[i].address) || !on_border(&o[i], c->hidden)) return 0;
     }
     return 1;
 }
 
-struct call {
+/* One call of a chain. */
+struct part {
     const struct fn_call *given;
     struct fn_forward_job job; /* of the first rows, and of all where they lie in one level */
     fn_forward_rows *forward_rows;
-    size_t scratch_bytes;
-    char *scratch; /* one buffer per thread, or NULL: on the stack */
+};
+
+/*
+ * Calls that each take the rows which the one before wrote. They run one after the other on a block of rows, and then on
+ * the next block, so that what passes between them stays in the caches.
+ */
+struct chain {
+    struct part part[FN_CHAIN];
+    int count;
+    int64_t block; /* rows */
+    size_t passed_bytes; /* of a block's rows between two parts */
+    size_t thread_bytes; /* a thread's buffer: the passed rows, then the kernels' scratch */
+    char *buffers; /* one per thread, or NULL: on the stack */
 };
 
 static int64_t outer_bytes(const struct fn_operand *o, int64_t outer) { return outer * o->outer_stride * fn_element_size(o->kind); }
 
 /* Rows [begin, end), which may lie in several steps of the outer level. */
-static void run_rows(const struct call *call, int64_t begin, int64_t end, void *scratch) {
-    const struct fn_call *c = call->given;
+static void run_rows(const struct part *part, const struct fn_forward_job *given, int64_t begin, int64_t end, void *scratch) {
+    const struct fn_call *c = part->given;
     if (c->inner == c->rows) {
-        call->forward_rows(&call->job, begin, end, scratch);
+        part->forward_rows(given, begin, end, scratch);
         return;
     }
     for (int64_t row = begin; row < end;) {
         const int64_t outer = row / c->inner, first = outer * c->inner;
         const int64_t next = first + c->inner < end ? first + c->inner : end;
-        struct fn_forward_job job = call->job;
+        struct fn_forward_job job = *given;
         job.x += outer_bytes(&c->operand[FN_X], outer);
         job.out += outer_bytes(&c->operand[FN_OUT], outer);
         if (job.residual) job.residual += outer_bytes(&c->operand[FN_RESIDUAL], outer);
         if (job.residual_out) job.residual_out += outer_bytes(&c->operand[FN_RESIDUAL_OUT], outer);
         if (job.rstd) job.rstd = (char *)job.rstd + first * fn_element_size(c->operand[FN_RSTD].kind);
-        call->forward_rows(&job, row - first, next - first, scratch);
+        job.first_row = first;
+        part->forward_rows(&job, row - first, next - first, scratch);
         row = next;
     }
 }
 
-static void run_on_stack(const struct call *call, int64_t begin, int64_t end) {
-    _Alignas(64) char scratch[STACK_SCRATCH];
-    run_rows(call, begin, end, scratch);
+/* Rows [begin, end) through all parts, a block at a time. What passes between two parts lies where `passed` points. */
+static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, char *passed, void *scratch) {
+    for (int64_t row = begin; row < end; row += chain->block) {
+        const int64_t next = end - row < chain->block ? end : row + chain->block;
+        for (int k = 0; k < chain->count; k++) {
+            const struct part *part = &chain->part[k];
+            struct fn_forward_job job = part->job;
+            /* Row number `row` is the first one there. */
+            if (k > 0) job.x = passed - row * job.x_stride;
+            if (k < chain->count - 1) job.out = passed - row * job.out_stride;
+            run_rows(part, &job, row, next, scratch);
+        }
+    }
+}
+
+static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t end, char *buffer) {
+    if (chain->count == 1) run_rows(&chain->part[0], &chain->part[0].job, begin, end, buffer);
+    else run_blocks(chain, begin, end, buffer, buffer + chain->passed_bytes);
+}
+
+static void run_on_stack(const struct chain *chain, int64_t begin, int64_t end) {
+    _Alignas(64) char buffer[STACK_SCRATCH];
+    run_part_of_rows(chain, begin, end, buffer);
 }
 
 static void run_thread(void *argument, int thread, int threads) {
-    const struct call *call = argument;
-    const int64_t rows = call->given->rows;
+    const struct chain *chain = argument;
+    const int64_t rows = chain->part[0].given->rows;
     int64_t begin = fn_first_row(rows, thread, threads), end = fn_first_row(rows, thread + 1, threads);
     fn_fp_state state = fn_enter_ieee();
-    if (call->scratch) run_rows(call, begin, end, call->scratch + (size_t)thread * call->scratch_bytes);
-    else run_on_stack(call, begin, end);
+    if (chain->buffers) run_part_of_rows(chain, begin, end, chain->buffers + (size_t)thread * chain->thread_bytes);
+    else run_on_stack(chain, begin, end);
     fn_leave_ieee(state);
 }
 
-int fn_forward(const struct fn_call *c) {
+static struct part part_of(const struct fn_call *c) {
     const struct fn_operand *o = c->operand;
-    struct call call = {
+    struct part part = {
         .given = c,
         .job = {.x_kind = (int)o[FN_X].kind, .residual_kind = (int)o[FN_RESIDUAL].kind, .weight_kind = (int)o[FN_WEIGHT].kind,
                 .out_kind = (int)o[FN_OUT].kind, .flags = (int)c->flags, .x = (const char *)o[FN_X].address,
@@ -157,28 +203,58 @@ int fn_forward(const struct fn_call *c) {
                 .residual_stride = o[FN_RESIDUAL].stride * fn_element_size(o[FN_RESIDUAL].kind),
                 .out_stride = o[FN_OUT].stride * fn_element_size(o[FN_OUT].kind),
                 .residual_out_stride = o[FN_RESIDUAL_OUT].stride * fn_element_size(o[FN_RESIDUAL_OUT].kind),
-                .eps = fn_without_payload(c->eps), .weight_offset = fn_without_payload(c->weight_offset)},
+                .eps = fn_without_payload(c->eps), .weight_offset = fn_without_payload(c->weight_offset),
+                .bias_kind = (int)o[FN_BIAS].kind, .bias = (const void *)o[FN_BIAS].address, .heads = c->heads,
+                .weight_stride = o[FN_WEIGHT].stride * fn_element_size(o[FN_WEIGHT].kind),
+                .bias_stride = o[FN_BIAS].stride * fn_element_size(o[FN_BIAS].kind)},
         .forward_rows = fn_kernels((int)o[FN_X].kind)->forward_rows,
     };
-    const int64_t elements = c->rows * c->hidden;
+    part.job.from_memory =
+        c->rows * c->hidden * (fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind)) >= FN_FROM_MEMORY_BYTES;
+    return part;
+}
+
+/* So many bytes pass between two parts, unless ONE_KIND_ROWS of kernel_body.h, from which on rows overlap, are more. */
+enum { BLOCK_BYTES = 64 * 1024, BLOCK_ROWS = 4 };
+
+int fn_forward(const struct fn_call *calls, int count) {
+    const int64_t rows = calls->rows, elements = rows * calls->hidden;
     if (elements == 0) return 0;
-    int threads = c->threads < c->rows ? (int)c->threads : (int)c->rows;
+    struct chain chain = {.count = count};
+    size_t scratch_bytes = 0;
+    for (int k = 0; k < count; k++) {
+        chain.part[k] = part_of(&calls[k]);
+        struct fn_forward_job *job = &chain.part[k].job;
+        size_t bytes = fn_scratch_bytes(job);
+        if (k == count - 1 && bypasses_cache(calls, count)) {
+            job->bypass_cache = bytes;
+            bytes = fn_scratch_bytes(job);
+        }
+        if (job->bias || job->heads > 1) {
+            job->affine = bytes;
+            bytes += affine_bytes(job);
+        }
+        if (bytes > scratch_bytes) scratch_bytes = bytes;
+        if (k == 0) continue;
+        const int64_t row_bytes = job->x_stride;
+        chain.block = BLOCK_BYTES / row_bytes > BLOCK_ROWS ? BLOCK_BYTES / row_bytes : BLOCK_ROWS;
+        if (chain.block > rows) chain.block = rows;
+        chain.passed_bytes = (size_t)round_up(chain.block * row_bytes, FN_ALIGNMENT);
+    }
+    int threads = calls->threads < rows ? (int)calls->threads : (int)rows;
     if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;
-    call.job.from_memory = elements * (fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind)) >= FN_FROM_MEMORY_BYTES;
-    call.scratch_bytes = fn_scratch_bytes(&call.job);
-    if (bypasses_cache(c)) {
-        call.job.bypass_cache = call.scratch_bytes;
-        call.scratch_bytes = fn_scratch_bytes(&call.job);
-    }
+    chain.thread_bytes = chain.passed_bytes + scratch_bytes;
     void *allocated = NULL;
-    if (call.scratch_bytes > STACK_SCRATCH) {
-        allocated = malloc(call.scratch_bytes * (size_t)threads + FN_ALIGNMENT);
+    if (chain.thread_bytes > STACK_SCRATCH) {
+        allocated = malloc(chain.thread_bytes * (size_t)threads + FN_ALIGNMENT);
         if (!allocated) return 1;
-        call.scratch = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
+        chain.buffers = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
     }
-    fn_parallel(run_thread, &call, threads);
+    fn_parallel(run_thread, &chain, threads);
     free(allocated);
     return 0;
 }
 
-int fn_run(const struct fn_call *call) { return call->pass == FN_BACKWARD ? fn_backward(call) : fn_forward(call); }
+int fn_run(const struct fn_call *call) {
+    return call->pass == FN_BACKWARD ? fn_backward(call) : fn_forward(call, 1 + (int)call->following);
+}

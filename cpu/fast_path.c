@@ -121,6 +121,13 @@ static PyObject *call_function(const function *f, PyObject *argument) {
     return argument ? PyObject_CallFunctionObjArgs(f->object, argument, NULL) : PyObject_CallNoArgs(f->object);
 }
 
+/*
+ * Python's arguments: the operands that users may give, then the others. Those from FIRST_WEIGHT on are of a norm of x
+ * before the addition, if there is one: it has the flags and the weight_offset of the norm after the addition.
+ */
+enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, ARGUMENTS };
+enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN_IS_F32, NEXT_NORM, ARGUMENTS_OF_CHAIN };
+
 static function is_grad_enabled, increment_version;
 static descrgetfunc get_requires_grad; /* of the descriptor `requires_grad`, which Python would look up each time */
 
@@ -134,16 +141,21 @@ static int truth(PyObject *new_reference) {
 
 static int answer(const function *question) { return truth(call_function(question, NULL)); }
 
+static int requires_gradient(PyObject *operand) {
+    return operand == Py_None ? 0 : truth(get_requires_grad(requires_grad, operand, (PyObject *)tensor_type));
+}
+
 /* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */
-static int records_gradient(PyObject *const *operands, int count) {
+static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
     int records = answer(&is_grad_enabled);
     if (records <= 0) return records;
-    for (int i = 0; i < count; i++) {
-        if (operands[i] == Py_None || (i >= FN_OUT && operands[i] == operands[i - FN_OUT])) continue;
-        records = truth(get_requires_grad(requires_grad, operands[i], (PyObject *)tensor_type));
+    for (int i = 0; i < EPS; i++) {
+        if (i >= FN_OUT && arguments[i] == arguments[i - FN_OUT]) continue;
+        records = requires_gradient(arguments[i]);
         if (records) return records;
     }
-    return 0;
+    records = requires_gradient(arguments[BIAS]);
+    return !records && count > FIRST_WEIGHT ? requires_gradient(arguments[FIRST_WEIGHT]) : records;
 }
 
 /* What fusednorm/listeners.py asks: functions, and dictionary, name and value of variables. */
@@ -221,9 +233,6 @@ static int open_listeners(PyObject *questions, PyObject *variables, PyObject *fu
 /* None: Python must make the call. */
 static PyObject *refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
 
-/* Python's arguments: the operands that users may give, then these. */
-enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, ARGUMENTS };
-
 /* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
 typedef struct {
     uintptr_t begin;
@@ -233,7 +242,8 @@ typedef struct {
 static extent extent_of(const struct fn_call *c, int i) {
     const struct fn_operand *o = &c->operand[i];
     int64_t item = fn_element_size(o->kind);
-    return (extent){o->address, i == FN_WEIGHT ? 1 : c->rows, o->stride * item, c->hidden * item};
+    const int64_t rows = i != FN_WEIGHT && i != FN_BIAS ? c->rows : o->stride ? c->heads : 1;
+    return (extent){o->address, rows, o->stride * item, c->hidden * item};
 }
 
 /* Whether two operands share no memory, as far as that is cheap to tell: apart, or columns of one matrix. */
@@ -247,7 +257,7 @@ static int apart(extent a, extent b) {
 }
 
 /* Whether the outputs' rows share memory with each other, or with an operand other than exactly x or the residual. */
-static int overlap(const struct fn_call *c) {
+static int overlap(const struct fn_call *c, const struct fn_call *first) {
     const struct fn_operand *o = c->operand;
     for (int out = FN_OUT; out <= FN_RESIDUAL_OUT; out++) {
         if (!o[out].kind) continue;
@@ -259,25 +269,40 @@ static int overlap(const struct fn_call *c) {
             int same = a.begin == b.begin && a.step == b.step && o[out].kind == o[i].kind;
             if (!(same && i < FN_WEIGHT) && !apart(a, b)) return 1;
         }
+        if (o[FN_BIAS].kind && !apart(a, extent_of(c, FN_BIAS))) return 1;
+        if (first && first->operand[FN_WEIGHT].kind && !apart(a, extent_of(first, FN_WEIGHT))) return 1;
     }
     return 0;
+}
+
+/* Whether a weight or a bias fits x: a row for all heads, or a row for each of x's last dimension but one. */
+static int fits(const tensor *t, const tensor *x, struct fn_call *c, int operand, int of_heads) {
+    if (t->ndim == 1) {
+        c->operand[operand].stride = 0;
+        return t->shape[0] == c->hidden;
+    }
+    if (!of_heads || t->ndim != 2 || x->ndim < 2 || t->shape[1] != c->hidden || t->shape[0] != x->shape[x->ndim - 2]) return 0;
+    c->heads = t->shape[0];
+    return 1;
 }
 
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call *c) {
     struct fn_operand *o = c->operand;
-    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type) return 0;
+    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type ||
+        Py_TYPE(arguments[X_SCALE]) != &PyFloat_Type)
+        return 0;
     if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return 0;
     if (!fn_read(arguments[FN_X], &t[FN_X], &o[FN_X]) || t[FN_X].ndim == 0) return 0;
     for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS; i++) {
-        PyObject *given = arguments[i == FN_RSTD ? RSTD : i];
+        PyObject *given = arguments[i == FN_RSTD ? RSTD : i == FN_BIAS ? BIAS : i];
         o[i] = (struct fn_operand){.kind = FN_NONE};
         if (given == Py_None) continue;
         int same = i == FN_OUT ? FN_X : FN_RESIDUAL; /* in place */
         if ((i == FN_OUT || i == FN_RESIDUAL_OUT) && given == arguments[same]) o[i] = o[same], t[i] = t[same];
         else if (!fn_read(given, &t[i], &o[i])) return 0;
         if (!fn_same_device(&t[i], &t[FN_X])) return 0;
-        if (i != FN_WEIGHT && i != FN_RSTD && !fn_same_shape(&t[i], &t[FN_X])) return 0;
+        if (i != FN_WEIGHT && i < FN_RSTD && !fn_same_shape(&t[i], &t[FN_X])) return 0;
         if (o[i].kind == FN_F64 && o[FN_X].kind != FN_F64) return 0;
     }
     if (o[FN_RESIDUAL_OUT].kind && o[FN_RESIDUAL_OUT].kind != o[FN_RESIDUAL].kind) return 0;
@@ -287,9 +312,12 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     c->rows = 1;
     for (int i = 0; i < t[FN_X].ndim - 1; i++) c->rows *= t[FN_X].shape[i];
     c->inner = c->rows;
-    c->block = 0;
+    c->block = c->following = 0;
+    c->heads = 1;
+    const int public = arguments[ASK] == Py_True; /* the operators of torch.ops have one row for all heads */
     /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
-    if (c->hidden == 1 || (o[FN_WEIGHT].kind && (t[FN_WEIGHT].ndim != 1 || t[FN_WEIGHT].shape[0] != c->hidden))) return 0;
+    if (c->hidden == 1 || (o[FN_WEIGHT].kind && !fits(&t[FN_WEIGHT], &t[FN_X], c, FN_WEIGHT, public))) return 0;
+    if (o[FN_BIAS].kind && !fits(&t[FN_BIAS], &t[FN_X], c, FN_BIAS, public)) return 0;
     if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (o[FN_X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
         return 0;
     c->flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
@@ -299,11 +327,43 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     return 1;
 }
 
+/* A call before the one that is read already: it takes x, and its rows pass to the next one. */
+static void put_before(const struct fn_call *next, struct fn_call *c, int64_t passed_kind) {
+    struct fn_operand *o = c->operand;
+    *c = *next;
+    o[FN_RESIDUAL] = o[FN_WEIGHT] = o[FN_RESIDUAL_OUT] = o[FN_RSTD] = o[FN_BIAS] = (struct fn_operand){.kind = FN_NONE};
+    o[FN_OUT] = (struct fn_operand){.kind = passed_kind, .stride = c->hidden};
+    c->following = c->heads = 1;
+}
+
+/* Reads the arguments of a norm before the addition. Returns 0 as read_arguments does. */
+static int read_first_norm(PyObject *const *arguments, const tensor *x, const struct fn_call *next, struct fn_call *c) {
+    struct fn_operand *o = c->operand;
+    if (Py_TYPE(arguments[FIRST_EPS]) != &PyFloat_Type || !PyBool_Check(arguments[BETWEEN_IS_F32])) return 0;
+    put_before(next, c, arguments[BETWEEN_IS_F32] == Py_True ? FN_F32 : next->operand[FN_X].kind);
+    if (arguments[FIRST_WEIGHT] != Py_None) {
+        tensor t;
+        if (!fn_read(arguments[FIRST_WEIGHT], &t, &o[FN_WEIGHT]) || !fn_same_device(&t, x)) return 0;
+        if (!fits(&t, x, c, FN_WEIGHT, 0) || (o[FN_WEIGHT].kind == FN_F64 && o[FN_X].kind != FN_F64)) return 0;
+    }
+    c->eps = PyFloat_AsDouble(arguments[FIRST_EPS]);
+    /* A float64 x, and a sum without a residual: Python reports the errors. */
+    return next->operand[FN_RESIDUAL].kind && !(o[FN_X].kind == FN_F64 && o[FN_OUT].kind == FN_F32);
+}
+
+/* x times a factor before the addition. */
+static void scale_first(double factor, const struct fn_call *next, struct fn_call *c) {
+    put_before(next, c, next->operand[FN_X].kind);
+    c->flags = FN_SCALE_ONLY;
+    c->eps = factor;
+}
+
 /* Allocates the outputs that are not given. Returns 0, or nonzero if one is no plain tensor, or -1 with a Python error. */
-static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_call *c) {
+static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_call *c, int normalises) {
+    const int wanted[2] = {normalises, c->operand[FN_RESIDUAL].kind != FN_NONE};
     for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
         struct fn_operand *o = &c->operand[i];
-        if (o->kind || (i == FN_RESIDUAL_OUT && !c->operand[FN_RESIDUAL].kind)) {
+        if (o->kind || !wanted[i - FN_OUT]) {
             outputs[i - FN_OUT] = Py_NewRef(arguments[i]);
             continue;
         }
@@ -337,27 +397,37 @@ static int count_writes(PyObject *const outputs[2], const int written[2]) {
 
 /* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
 static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
-    struct fn_call c;
+    struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
     tensor t[FN_FORWARD_OPERANDS];
-    if (count != ARGUMENTS) {
-        PyErr_Format(PyExc_TypeError, "forward takes %d arguments, got %zd", ARGUMENTS, count);
+    if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN) {
+        PyErr_Format(PyExc_TypeError, "forward takes %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN, count);
         return NULL;
     }
-    if (!read_arguments(arguments, t, &c)) return refuse();
+    if (!read_arguments(arguments, t, c)) return refuse();
+    const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
+    if (count == ARGUMENTS_OF_CHAIN) {
+        first = calls;
+        if (!read_first_norm(arguments, &t[FN_X], c, first)) return refuse();
+    } else if (x_scale != 1) {
+        first = calls;
+        scale_first(x_scale, c, first);
+    }
     const int32_t device = t[FN_X].device.type;
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
+    if ((first || c->heads > 1 || c->operand[FN_BIAS].kind) && (triton || device != DL_CPU)) return refuse();
     int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
-    if (!others) others = records_gradient(arguments, EPS);
+    if (!others) others = records_gradient(arguments, count);
     if (others < 0) return NULL;
-    if (others || (triton && !fn_has_triton_kernel(&c))) return refuse();
+    if (others || (triton && !fn_has_triton_kernel(c))) return refuse();
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
-    const int written[2] = {c.operand[FN_OUT].kind != FN_NONE, c.operand[FN_RESIDUAL_OUT].kind != FN_NONE};
-    int failed = allocate(arguments, outputs, &c);
-    if (!failed) failed = overlap(&c);
-    if (!failed) failed = run(&c, &t[FN_X], triton);
+    const int written[2] = {c->operand[FN_OUT].kind != FN_NONE, c->operand[FN_RESIDUAL_OUT].kind != FN_NONE};
+    int failed = allocate(arguments, outputs, c, count == ARGUMENTS || arguments[NEXT_NORM] == Py_True);
+    if (!failed) failed = overlap(c, first);
+    if (first) c->operand[FN_X] = first->operand[FN_OUT];
+    if (!failed) failed = run(first ? first : c, &t[FN_X], triton);
     if (!failed) failed = count_writes(outputs, written);
     if (!failed) result = PyTuple_Pack(2, outputs[0], outputs[1]);
     else if (failed > 0) result = refuse();
@@ -405,8 +475,10 @@ static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
 
 static PyMethodDef forward_method = {
     "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
-    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask)\n--\n\n"
-    "The outputs (any operand but x may be None), or None if nothing was done and Python must make the call."};
+    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask, bias, x_scale[, "
+    "first_weight, first_eps, between_is_float32, next_norm])\n--\n\nThe outputs (any operand but x may be None), or None if nothing was "
+    "done and Python must make the call. The last arguments ask for a norm of x before the addition, and say whether a "
+    "norm follows the addition."};
 
 static PyObject *forward_on(PyObject *module, PyObject *arguments) {
     (void)module;

@@ -10,7 +10,7 @@ ffibuilder.cdef("""
         int64_t outer_stride, stride;
     };
     struct fn_call {
-        int64_t pass, flags, device, threads, rows, inner, hidden, block;
+        int64_t pass, flags, device, threads, rows, inner, hidden, block, following, heads;
         double eps, weight_offset;
         struct fn_operand operand[9];
     };

@@ -4,6 +4,15 @@
  * strategies, which differ in the rows that they work on between the passes of a row.
  */
 
+/* The weight plus its offset, and the bias: rows of float, one for all heads or one per head. */
+struct affine {
+    const float *gain, *bias;
+    int64_t gain_stride, bias_stride, heads; /* strides in elements, 0 where there is one row */
+};
+
+/* The head of the row after this head's. A division per row would take a tenth of a short row's time. */
+static int64_t head_after(const struct affine *a, int64_t head) { return head + 1 == a->heads ? 0 : head + 1; }
+
 /* Optional outputs of the first pass. */
 struct extra_outputs {
     float *h; /* where h is kept as float, or NULL if the second pass can read it from an operand */
@@ -56,13 +65,14 @@ FN_INLINE float rstd_of(float sum_of_squares, int64_t hidden, double eps) {
 struct scale {
     float rstd, offset;
     const void *h, *weight;
+    const float *bias; /* only read if the row is affine */
     void *out;
     int bypass_cache; /* whether out bypasses the caches */
     const char *next_x, *next_residual; /* the next row, which is fetched meanwhile; h if there is nothing to fetch */
 };
 
-FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t i, int n,
-                          int bypass_cache) {
+FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int affine, int out, const struct scale *s, int64_t i,
+                          int n, int bypass_cache) {
     /* Floats that were stored by parity have n elements in both halves of a unit, and room for all of it. */
     U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
     if (norm != NONE) y = u_round(norm, y);
@@ -71,14 +81,15 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int out, cons
         if (offset) g = u_add(g, u_set1(s->offset));
         y = u_mul(y, g);
     }
+    if (affine) y = u_add(y, u_load(F32, s->bias, i, out == BF16P ? UNIT : n));
     if (STREAMS && bypass_cache) u_stream(out, s->out, i, n, y);
     else u_store(out, s->out, i, n, y);
 }
 
 /* Part of the second pass of the previous row, of the same kind; its weight is float. */
-FN_INLINE void scale_eight(int kind, int norm, const struct scale *previous, int64_t i) {
+FN_INLINE void scale_eight(int kind, int norm, int affine, const struct scale *previous, int64_t i) {
     for (int k = 0; k < 8; k++)
-        scale_unit(kind, norm, F32, 0, kind, previous, u_index(i + k * UNIT), UNIT, previous->bypass_cache);
+        scale_unit(kind, norm, F32, 0, affine, kind, previous, u_index(i + k * UNIT), UNIT, previous->bypass_cache);
 }
 
 FN_INLINE U u_square(U u) { return u_mul(u, u); }
@@ -96,14 +107,14 @@ FN_INLINE U column(int x, int residual, int round_sum, const struct row *row, in
  * computes on the operands in its caches while it waits for memory.
  */
 FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct row *row, int64_t i, int add, int square,
-                              float *columns, int norm, const struct scale *previous) {
+                              float *columns, int norm, int affine, const struct scale *previous) {
     FN_ROLLED
     for (int c = 0; c < 128; c += UNIT) {
         if (add)
             for (int k = 0; k < 8; k++)
                 add_residual(x, residual, round_sum, 0, row, u_index(i + 8 * c + k * UNIT), UNIT);
         if (square) u_store(F32, columns, c, UNIT, column(x, residual, round_sum, row, i - FN_SEGMENT + c));
-        if (add && previous) scale_eight(x, norm, previous, i + 8 * c);
+        if (add && previous) scale_eight(x, norm, affine, previous, i + 8 * c);
     }
 }
 
@@ -113,7 +124,7 @@ FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct r
  * either order.
  */
 FN_INLINE void sum_segments_in_cache(int x, int residual, int round_sum, const struct row *row, int64_t segments,
-                                     int norm, const struct scale *previous) {
+                                     int norm, int affine, const struct scale *previous) {
     _Alignas(64) float columns[128];
     for (int64_t s = 0; s < segments; s++) {
         FN_ROLLED
@@ -121,7 +132,7 @@ FN_INLINE void sum_segments_in_cache(int x, int residual, int round_sum, const s
 #define SQUARE(k) u_square(add_residual(x, residual, round_sum, 1, row, u_index(s * FN_SEGMENT + c + (k)), UNIT))
             u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
 #undef SQUARE
-            if (previous) scale_eight(x, norm, previous, s * FN_SEGMENT + 8 * c);
+            if (previous) scale_eight(x, norm, affine, previous, s * FN_SEGMENT + 8 * c);
         }
         row->sums[s] = u_halve(x == BF16P, sum_units(columns, 128));
     }
@@ -129,15 +140,15 @@ FN_INLINE void sum_segments_in_cache(int x, int residual, int round_sum, const s
 
 /* The sums of the squares of `segments` whole segments. */
 FN_INLINE void sum_segments(int x, int residual, int round_sum, const struct row *row, int64_t segments, int norm,
-                            const struct scale *previous) {
+                            int affine, const struct scale *previous) {
     _Alignas(64) float columns[128];
     if (segments == 0) return;
-    add_and_square(x, residual, round_sum, row, 0, 1, 0, columns, norm, previous);
+    add_and_square(x, residual, round_sum, row, 0, 1, 0, columns, norm, affine, previous);
     for (int64_t s = 1; s < segments; s++) {
-        add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, 1, 1, columns, norm, previous);
+        add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, 1, 1, columns, norm, affine, previous);
         row->sums[s - 1] = u_halve(x == BF16P, sum_units(columns, 128));
     }
-    add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, 0, 1, columns, norm, NULL);
+    add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, 0, 1, columns, norm, affine, NULL);
     row->sums[segments - 1] = u_halve(x == BF16P, sum_units(columns, 128));
 }
 
@@ -165,18 +176,18 @@ FN_INLINE U sum_short_segment(int x, int residual, int round_sum, const struct r
  * `previous`, of the same kind, is made together with it, unless that is NULL.
  */
 FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, const struct row *row, int64_t hidden,
-                        int norm, const struct scale *previous) {
+                        int norm, int affine, const struct scale *previous) {
     int64_t segments = hidden / FN_SEGMENT, sums = segments, i = segments * FN_SEGMENT;
     if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && !from_memory)
-        sum_segments_in_cache(x, residual, round_sum, row, segments, norm, previous);
+        sum_segments_in_cache(x, residual, round_sum, row, segments, norm, affine, previous);
     else
         FN_UNSWITCH(!STREAMS && (residual == NONE ? x : residual) != F32 && row->extra,
-                    sum_segments(x, residual, round_sum, row, segments, norm, previous));
+                    sum_segments(x, residual, round_sum, row, segments, norm, affine, previous));
     if (i < hidden)
         row->sums[sums++] = u_halve(x == BF16P, sum_short_segment(x, residual, round_sum, row, i, hidden - i));
     if (previous) {
-        for (; i + UNIT <= hidden; i += UNIT) scale_unit(x, norm, F32, 0, x, previous, i, UNIT, previous->bypass_cache);
-        if (i < hidden) scale_unit(x, norm, F32, 0, x, previous, i, (int)(hidden - i), 0);
+        for (; i + UNIT <= hidden; i += UNIT) scale_unit(x, norm, F32, 0, affine, x, previous, i, UNIT, previous->bypass_cache);
+        if (i < hidden) scale_unit(x, norm, F32, 0, affine, x, previous, i, (int)(hidden - i), 0);
     }
     return halve_sums(row->sums, sums);
 }
@@ -189,6 +200,7 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
 enum { BATCH_BYTES = 16 * 1024 };
 struct batch {
     int64_t rows;
+    const struct affine *affine; /* NULL: no bias, and one row of the weight for all heads */
     float *kept, *sums; /* in scratch: rows of h, or NULL if they are not kept; sums of segments */
     const char *h; /* the rows of h for the second pass */
     int64_t h_stride; /* in bytes */
@@ -198,11 +210,8 @@ struct batch {
     float rstd[BATCH]; /* the sums of squares until the first pass is over */
 };
 
-/* The room for a row of h in scratch, in floats. */
-static int64_t kept_row(int64_t hidden) { return (hidden + 127) / 128 * 128; }
-
 static int64_t batch_rows(const struct fn_forward_job *job) {
-    int64_t element = fn_element_size(job->x_kind) + fn_element_size(job->residual_kind), room = kept_row(job->hidden);
+    int64_t element = fn_element_size(job->x_kind) + fn_element_size(job->residual_kind), room = fn_float_row(job->hidden);
     int64_t rows = BATCH_BYTES / element < FN_KEPT ? BATCH_BYTES / element / room : FN_KEPT / room;
     return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
 }
@@ -223,21 +232,21 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
             .extra = extra.h || extra.residual_out ? &extra : NULL,
             .sums = batch->sums,
         };
-        batch->rstd[k] = sum_row(x, residual, round_sum, from_memory, &row, hidden, NONE, NULL);
+        batch->rstd[k] = sum_row(x, residual, round_sum, from_memory, &row, hidden, NONE, 0, NULL);
     }
 }
 
 /* A row from its end to its beginning, because the nearest cache still holds the end. */
-FN_INLINE void scale_row(int h, int norm, int weight, int offset, int out, const struct scale *s, int64_t hidden,
-                         int bypass_cache) {
+FN_INLINE void scale_row(int h, int norm, int weight, int offset, int affine, int out, const struct scale *s,
+                         int64_t hidden, int bypass_cache) {
     int64_t i = hidden / UNIT * UNIT;
-    if (i < hidden) scale_unit(h, norm, weight, offset, out, s, i, (int)(hidden - i), 0);
+    if (i < hidden) scale_unit(h, norm, weight, offset, affine, out, s, i, (int)(hidden - i), 0);
     for (int64_t done = 0; (i = u_index(i - UNIT)) >= 0; done += 2 * UNIT) {
         if (READS_AHEAD && out != F32) {
             FN_PREFETCH_2(s->next_x + done);
             FN_PREFETCH_2(s->next_residual + done);
         }
-        scale_unit(h, norm, weight, offset, out, s, i, UNIT, bypass_cache);
+        scale_unit(h, norm, weight, offset, affine, out, s, i, UNIT, bypass_cache);
     }
 }
 
@@ -246,23 +255,25 @@ FN_INLINE void scale_row(int h, int norm, int weight, int offset, int out, const
  * row to be read backwards and the next one forwards. So the next row is fetched meanwhile, if it comes from memory, is
  * long enough for that to matter, and short enough to stay in the second cache.
  */
-FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, const struct fn_forward_job *job,
+FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int affine, int out, const struct fn_forward_job *job,
                           const struct batch *batch) {
     int64_t hidden = job->hidden;
     int ahead = job->from_memory && hidden >= FN_SEGMENT && hidden <= 8 * FN_SEGMENT;
-    for (int64_t k = 0; k < batch->rows; k++) {
+    int64_t head = affine ? job->first_row % batch->affine->heads : 0;
+    for (int64_t k = 0; k < batch->rows; k++, head = affine ? head_after(batch->affine, head) : 0) {
         const struct scale s = {
             .rstd = batch->rstd[k],
             .offset = (float)job->weight_offset,
             .h = batch->h + k * batch->h_stride,
-            .weight = job->weight,
+            .weight = affine ? batch->affine->gain + head * batch->affine->gain_stride : job->weight,
+            .bias = affine ? batch->affine->bias + head * batch->affine->bias_stride : NULL,
             .out = job->out + k * job->out_stride,
             .next_x = ahead ? job->x + (k + batch->rows) * job->x_stride : batch->h,
             .next_residual =
                 ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
         };
-        if (STREAMS && batch->bypass_cache) scale_row(h, norm, weight, offset, out, &s, hidden, 1);
-        else scale_row(h, norm, weight, offset, out, &s, hidden, 0);
+        if (STREAMS && batch->bypass_cache) scale_row(h, norm, weight, offset, affine, out, &s, hidden, 1);
+        else scale_row(h, norm, weight, offset, affine, out, &s, hidden, 0);
     }
 }
 
@@ -272,11 +283,12 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int out, cons
  * `previous` is the row before `begin`, and in the end the last row, whose second pass is left to the caller. If the
  * outputs bypass the caches, residual_out lies in scratch until a row's second pass: there is room for two rows.
  */
-FN_INLINE void overlap_rows(int kind, int residual, int norm, const struct fn_forward_job *job, int64_t begin,
-                            int64_t end, struct scale *previous, char *scratch) {
+FN_INLINE void overlap_rows(int kind, int residual, int norm, int affine, const struct fn_forward_job *job, int64_t begin,
+                            int64_t end, struct scale *previous, char *scratch, const struct affine *a) {
     int from_memory = job->from_memory;
     int64_t hidden = job->hidden, kept = (int64_t)sizeof(float) * fn_kept(hidden);
     struct scale copy = *previous; /* stores cannot alias a local copy, so the compiler keeps it in registers */
+    int64_t head = affine ? (job->first_row + begin - 1) % a->heads : 0;
     for (int64_t m = begin; m < end; m++) {
         char *residual_out = residual == NONE ? NULL : job->residual_out + m * job->residual_out_stride;
         const struct extra_outputs extra = {.residual_out = copy.bypass_cache ? residual_out : NULL};
@@ -287,10 +299,15 @@ FN_INLINE void overlap_rows(int kind, int residual, int norm, const struct fn_fo
             .extra = &extra,
             .sums = (float *)(scratch + kept),
         };
-        float sum = sum_row(kind, residual, 1, from_memory, &row, hidden, norm, &copy);
+        float sum = sum_row(kind, residual, 1, from_memory, &row, hidden, norm, affine, &copy);
         copy.rstd = rstd_of(sum, hidden, job->eps);
         copy.h = residual == NONE ? row.x : row.residual_out;
         copy.out = job->out + m * job->out_stride;
+        if (affine) {
+            head = head_after(a, head);
+            copy.weight = a->gain + head * a->gain_stride;
+            copy.bias = a->bias + head * a->bias_stride;
+        }
         if (job->rstd) ((float *)job->rstd)[m] = copy.rstd;
     }
     *previous = copy;
@@ -310,10 +327,10 @@ FN_INLINE U sum_short_row(int kind, int residual, const struct row *row, int64_t
  * Rows [begin, end) of one kind, shorter than a segment. The last levels of several rows' trees are halved together,
  * and their roots are computed together.
  */
-FN_INLINE void short_rows(int kind, int residual, int norm, int64_t hidden, const struct fn_forward_job *job,
-                          int64_t begin, int64_t end, const void *weight) {
+FN_INLINE void short_rows(int kind, int residual, int norm, int affine, int64_t hidden, const struct fn_forward_job *job,
+                          int64_t begin, int64_t end, const void *weight, const struct affine *a) {
     _Alignas(64) float units[BATCH * 128], rstd[BATCH];
-    int64_t batch = batch_rows(job);
+    int64_t batch = batch_rows(job), head = affine ? (job->first_row + begin) % a->heads : 0;
     for (int64_t m = begin; m < end; m += batch) {
         int64_t rows = end - m < batch ? end - m : batch;
         for (int64_t k = 0; k < rows; k++) {
@@ -328,18 +345,33 @@ FN_INLINE void short_rows(int kind, int residual, int norm, int64_t hidden, cons
         halve_rows(kind == BF16P, units, rstd);
         for (int k = 0; k < BATCH; k++) rstd[k] = rstd_of(rstd[k], hidden, job->eps);
         if (job->rstd) memcpy((float *)job->rstd + m, rstd, (size_t)rows * sizeof(float));
-        for (int64_t k = 0; k < rows; k++) {
+        for (int64_t k = 0; k < rows; k++, head = affine ? head_after(a, head) : 0) {
             const struct scale s = {
                 .rstd = rstd[k],
                 .h = residual == NONE ? job->x + (m + k) * job->x_stride
                                       : job->residual_out + (m + k) * job->residual_out_stride,
-                .weight = weight,
+                .weight = affine ? a->gain + head * a->gain_stride : weight,
+                .bias = affine ? a->bias + head * a->bias_stride : NULL,
                 .out = job->out + (m + k) * job->out_stride,
             };
             int64_t i = 0;
-            for (; i + UNIT <= hidden; i += UNIT) scale_unit(kind, norm, F32, 0, kind, &s, u_index(i), UNIT, 0);
-            if (i < hidden) scale_unit(kind, norm, F32, 0, kind, &s, i, (int)(hidden - i), 0);
+            for (; i + UNIT <= hidden; i += UNIT) scale_unit(kind, norm, F32, 0, affine, kind, &s, u_index(i), UNIT, 0);
+            if (i < hidden) scale_unit(kind, norm, F32, 0, affine, kind, &s, i, (int)(hidden - i), 0);
         }
+    }
+}
+
+/* Rows [begin, end): the sum alone. */
+FN_INLINE void add_rows(int x, int residual, const struct fn_forward_job *job, int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) {
+        const struct row row = {
+            .x = job->x + m * job->x_stride,
+            .residual = job->residual + m * job->residual_stride,
+            .residual_out = job->residual_out + m * job->residual_out_stride,
+        };
+        int64_t i = 0;
+        for (; i + UNIT <= job->hidden; i += UNIT) add_residual(x, residual, 1, 0, &row, u_index(i), UNIT);
+        if (i < job->hidden) add_residual(x, residual, 1, 0, &row, i, (int)(job->hidden - i));
     }
 }
 
@@ -357,7 +389,8 @@ static int by_parity(const struct fn_forward_job *job) {
 #if defined(BF16_BY_PARITY)
     return job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
            (job->residual_kind == FN_NONE || job->residual_kind == FN_BF16) &&
-           (job->weight_kind == FN_NONE || job->weight_kind == FN_BF16);
+           (job->weight_kind == FN_NONE || job->weight_kind == FN_BF16) &&
+           (job->bias_kind == FN_NONE || job->bias_kind == FN_BF16);
 #else
     return (void)job, 0;
 #endif
@@ -385,8 +418,30 @@ static struct plan plan_of(const struct fn_forward_job *job) {
 /* The weight plus its offset, as float: in scratch, unless the weight is that already. Ones if there is no weight. */
 static const void *float_weight(const struct fn_forward_job *job, const struct plan *p, float *scratch) {
     if (p->weight == F32 && !p->offset) return job->weight;
-    widen_weight(p->weight, job->weight, (float)job->weight_offset, job->hidden, scratch);
+    widen_weight(p->weight, job->weight, (float)job->weight_offset, 1, job->hidden, scratch);
     return scratch;
+}
+
+/* The weight and the bias as rows of float: in scratch, unless they are that already. Without a bias -0, as y + -0 is y. */
+static struct affine affine_of(const struct fn_forward_job *job, const struct plan *p, float *scratch) {
+    const int64_t room = fn_float_row(job->hidden);
+    const float offset = (float)job->weight_offset;
+    const int bias = p->out == BF16P && job->bias_kind ? BF16P : job->bias_kind;
+    struct affine a = {job->weight, job->bias, job->weight_stride / 4, job->bias_stride / 4, job->heads};
+    if (p->weight != F32 || p->offset) {
+        a.gain = scratch;
+        a.gain_stride = job->weight_stride ? room : 0;
+        for (int64_t h = 0; h < (job->weight_stride ? job->heads : 1); h++)
+            widen_weight(p->weight, (const char *)job->weight + h * job->weight_stride, offset, 1, job->hidden, scratch + h * room);
+    }
+    scratch += job->heads * room;
+    if (bias != F32) {
+        a.bias = scratch;
+        a.bias_stride = job->bias_stride ? room : 0;
+        for (int64_t h = 0; h < (job->bias_stride ? job->heads : 1); h++)
+            widen_weight(bias, (const char *)job->bias + h * job->bias_stride, 0, -0.0f, job->hidden, scratch + h * room);
+    }
+    return a;
 }
 
 /* The job whose first row is row m. */
@@ -394,6 +449,7 @@ static struct fn_forward_job job_from(const struct fn_forward_job *job, int64_t 
     struct fn_forward_job part = *job;
     part.x += m * job->x_stride;
     part.out += m * job->out_stride;
+    part.first_row += m;
     if (job->rstd) part.rstd = (float *)job->rstd + m;
     if (job->residual_kind) {
         part.residual += m * job->residual_stride;
@@ -410,19 +466,27 @@ static void first_pass(const struct plan *p, const struct fn_forward_job *part, 
 }
 
 static void second_pass(const struct plan *p, const struct fn_forward_job *part, const struct batch *batch) {
-    scales[p->norm][p->weight][p->offset][p->out][p->h == p->out](part, batch);
+    if (batch->affine) affine_scales[p->norm][p->out][p->h == p->out](part, batch);
+    else scales[p->norm][p->weight][p->offset][p->out][p->h == p->out](part, batch);
 }
 
 /* Long rows of one kind: the first pass of each with the second pass of the row before it. */
 static void forward_overlapped(const struct plan *p, const struct fn_forward_job *job, int64_t begin, int64_t end,
-                               char *scratch) {
+                               char *scratch, const struct affine *affine) {
     int bypass_cache = STREAMS && job->bypass_cache;
     int64_t kept = (int64_t)sizeof(float) * fn_kept(job->hidden);
-    struct batch batch = {.rows = 1, .sums = (float *)(scratch + kept), .bypass_cache = bypass_cache};
-    struct fn_forward_job first = job_from(job, begin), last = job_from(job, end - 1);
-    struct scale previous = {
-        .weight = float_weight(job, p, (float *)scratch), .out = first.out, .bypass_cache = bypass_cache,
+    struct batch batch = {
+        .rows = 1, .affine = affine, .sums = (float *)(scratch + kept), .bypass_cache = bypass_cache,
     };
+    struct fn_forward_job first = job_from(job, begin), last = job_from(job, end - 1);
+    struct scale previous = {.out = first.out, .bypass_cache = bypass_cache};
+    if (affine) {
+        const int64_t head = first.first_row % affine->heads;
+        previous.weight = affine->gain + head * affine->gain_stride;
+        previous.bias = affine->bias + head * affine->bias_stride;
+    } else {
+        previous.weight = float_weight(job, p, (float *)scratch);
+    }
     if (bypass_cache && p->residual) {
         batch.residual_out = first.residual_out;
         first.residual_out = scratch + job->bypass_cache + kept; /* the next row lies before it */
@@ -430,7 +494,9 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
     first_pass(p, &first, &batch);
     previous.rstd = batch.rstd[0];
     previous.h = p->residual ? first.residual_out : first.x;
-    overlaps[p->x][p->residual != NONE][p->norm != NONE](job, begin + 1, end, &previous, scratch);
+    const int residual = p->residual != NONE, norm = p->norm != NONE;
+    if (affine) affine_overlaps[p->x][residual][norm](job, begin + 1, end, &previous, scratch, affine);
+    else overlaps[p->x][residual][norm](job, begin + 1, end, &previous, scratch);
     batch.rstd[0] = previous.rstd;
     batch.h = previous.h;
     second_pass(p, &last, &batch);
@@ -438,11 +504,12 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
 
 /* Any rows, a batch at a time. */
 static void forward_batched(const struct plan *p, const struct fn_forward_job *job, int64_t begin, int64_t end,
-                            char *scratch) {
-    int64_t rows = batch_rows(job), row_bytes = (int64_t)sizeof(float) * kept_row(job->hidden);
+                            char *scratch, const struct affine *affine) {
+    int64_t rows = batch_rows(job), row_bytes = (int64_t)sizeof(float) * fn_float_row(job->hidden);
     struct batch batch = {
         .kept = p->keep ? (float *)scratch : NULL,
         .sums = (float *)scratch + fn_kept(job->hidden),
+        .affine = affine,
         .bypass_cache = STREAMS && job->bypass_cache,
     };
     for (int64_t m = begin; m < end; m += rows) {
@@ -461,6 +528,15 @@ static void forward_batched(const struct plan *p, const struct fn_forward_job *j
     }
 }
 
+/* x times a number, which takes the place of rstd. */
+static void scale_only(const struct plan *p, const struct fn_forward_job *job, int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) {
+        const struct fn_forward_job part = job_from(job, m);
+        const struct batch batch = {.rows = 1, .h = part.x, .rstd = {(float)job->eps}};
+        second_pass(p, &part, &batch);
+    }
+}
+
 /* Fewer rows are not worth widening the weight for. */
 enum { ONE_KIND_ROWS = 4 };
 
@@ -470,13 +546,29 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         return;
     }
     const struct plan p = plan_of(job);
+    if (!p.out) {
+        adds[p.x][p.residual](job, begin, end);
+        return;
+    }
+    if (job->flags & FN_SCALE_ONLY) {
+        scale_only(&p, job, begin, end);
+        return;
+    }
     int one_kind = !ROW_BY_ROW && end - begin >= ONE_KIND_ROWS && p.x == p.out && p.h == p.out && !p.keep &&
                    overlaps[p.x][0][0]; /* BF16 has none where BF16P has */
+    struct affine rows;
+    const struct affine *affine = NULL;
+    if (job->affine) {
+        rows = affine_of(job, &p, (float *)((char *)scratch + job->affine));
+        affine = &rows;
+    }
     if (one_kind && job->hidden >= FN_SEGMENT)
-        forward_overlapped(&p, job, begin, end, scratch);
+        forward_overlapped(&p, job, begin, end, scratch, affine);
+    else if (one_kind && !job->bypass_cache && affine)
+        affine_shorts[p.x][p.residual != NONE][p.norm != NONE](job, begin, end, affine);
     else if (one_kind && !job->bypass_cache)
         shorts[p.x][p.residual != NONE][p.norm != NONE](job, begin, end, float_weight(job, &p, scratch));
     else
-        forward_batched(&p, job, begin, end, scratch);
+        forward_batched(&p, job, begin, end, scratch, affine);
     if (STREAMS && job->bypass_cache) u_stream_end();
 }

@@ -32,6 +32,14 @@ struct fn_forward_job {
     int64_t hidden;
     int64_t x_stride, residual_stride, out_stride, residual_out_stride;
     double eps, weight_offset;
+    /*
+     * A bias, or rows of the weight and of the bias for each of `heads` heads: row i takes row (first_row + i) % heads of
+     * an operand whose stride is not 0. `affine` is where in scratch the kernels keep such rows as float; 0: neither.
+     */
+    int bias_kind;
+    const void *bias;
+    int64_t heads, weight_stride, bias_stride, first_row;
+    size_t affine;
     int from_memory; /* whether x and residual come from memory */
     size_t bypass_cache; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
@@ -43,6 +51,9 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job);
 
 /* The elements that scratch holds as float between the passes: several short rows, or one row in whole segments. */
 enum { FN_KEPT = 4 * FN_SEGMENT };
+/* The room for a row as float in scratch, in elements. */
+static inline int64_t fn_float_row(int64_t hidden) { return (hidden + 127) / 128 * 128; }
+
 static inline int64_t fn_kept(int64_t hidden) {
     return hidden <= FN_KEPT ? FN_KEPT : (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
 }
@@ -164,7 +175,7 @@ typedef int fn_run_fn(const struct fn_call *call);
 fn_run_fn fn_run;
 
 /* dispatch.c and backward.c */
-int fn_forward(const struct fn_call *call);
+int fn_forward(const struct fn_call *calls, int count);
 int fn_backward(const struct fn_call *call);
 
 #endif

@@ -136,12 +136,12 @@ static float halve_sums(float *sums, int64_t count) {
 
 #include "kernel_f64.h"
 
-/* The gain (weight + offset) as float, in whole units; ones if there is no weight. */
-static void widen_weight(int kind, const void *weight, float offset, int64_t hidden, float *g) {
+/* The gain (weight + offset), or a bias, as float, in whole units; filled if there is none. */
+static void widen_weight(int kind, const void *weight, float offset, float fill, int64_t hidden, float *g) {
     for (int64_t i = 0; i < hidden; i += UNIT) {
         int n = hidden - i < UNIT ? (int)(hidden - i) : UNIT;
         U u;
-        if (kind == NONE) u = u_set1(1);
+        if (kind == NONE) u = u_set1(fill);
         else if (kind == F32) u = u_load(F32, weight, i, n);
         else if (kind == F16) u = u_load(F16, weight, i, n);
         else if (kind == BF16) u = u_load(BF16, weight, i, n);

@@ -70,16 +70,27 @@ static void forward_rows_f64(const struct fn_forward_job *job, int64_t begin, in
             narrow_from_f64(job->residual_kind, h, residual_out, n);
             if (job->flags & FN_ROUND_SUM) widen_to_f64(job->residual_kind, residual_out, h, n);
         }
+        if (!job->out_kind) continue;
+        if (job->flags & FN_SCALE_ONLY) {
+            for (int64_t i = 0; i < n; i++) h[i] *= job->eps;
+            narrow_from_f64(job->out_kind, h, job->out + m * job->out_stride, n);
+            continue;
+        }
         for (int64_t i = 0; i < n; i++) other[i] = h[i] * h[i];
         for (int64_t i = n; i < padded; i++) other[i] = 0;
         double rstd = 1 / sqrt(sum_f64(other, padded) / (double)n + job->eps);
         if (job->rstd) ((double *)job->rstd)[m] = rstd;
         for (int64_t i = 0; i < n; i++) h[i] *= rstd;
+        const int64_t head = (job->first_row + m) % job->heads;
         if (job->weight_kind) {
-            widen_to_f64(job->weight_kind, job->weight, other, n);
+            widen_to_f64(job->weight_kind, (const char *)job->weight + head * job->weight_stride, other, n);
             if (job->weight_offset != 0)
                 for (int64_t i = 0; i < n; i++) other[i] += job->weight_offset;
             for (int64_t i = 0; i < n; i++) h[i] *= other[i];
+        }
+        if (job->bias) {
+            widen_to_f64(job->bias_kind, (const char *)job->bias + head * job->bias_stride, other, n);
+            for (int64_t i = 0; i < n; i++) h[i] += other[i];
         }
         narrow_from_f64(job->out_kind, h, job->out + m * job->out_stride, n);
     }

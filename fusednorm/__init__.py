@@ -31,10 +31,10 @@ from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.modules import AddRMSNorm, RMSNorm
+from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.ops import explain, fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.prewarm import prewarm
 from fusednorm.registry import BackendError, register_backend, use_backend
-from fusednorm.two_norms import rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.version import __version__
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ __all__ = [
     "register_backend",
     "rms_norm",
     "rms_norm_",
+    "rms_norm_add",
+    "rms_norm_add_",
     "rms_norm_add_rms_norm",
     "rms_norm_add_rms_norm_",
     "use_backend",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
-from fusednorm.layout import Memory, Rows, overlaps_itself, rows_of, share_memory
+from fusednorm.layout import Memory, Rows, overlaps_itself, packed, rows_of, share_memory
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
@@ -129,6 +129,21 @@ def check_between(between: torch.dtype | None, x: Tensor) -> None:
         raise TypeError("between is float32 while x is float64, whose rows it would round; leave it out")
 
 
+def check_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """A weight and a bias: [N], or [H, N] for x of [..., H, N]."""
+    for name, operand in (("weight", weight), ("bias", bias)):
+        row = operand
+        if isinstance(operand, Tensor) and operand.dim() == 2:
+            check_dense(name, operand, f"{name}.to_dense() makes one")
+            if operand.shape != x.shape[-2:]:
+                raise ValueError(
+                    f"{name} has two dimensions, a row for each head, so it must have the shape of x's last two "
+                    f"{list(x.shape[-2:])}, got {list(operand.shape)}; pass [{x.shape[-1]}] for one row for all heads"
+                )
+            row = operand.new_empty(x.shape[-1])  # each row is to fit as one for all heads does
+        check_operands(x, None, row, None, None, in_memory=False, weight_name=name)
+
+
 def _usual(operands: tuple[Tensor | None, ...]) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
@@ -224,7 +239,11 @@ def _expands(tensor: Tensor, to: Tensor) -> bool:
 
 
 #: What leaving out an argument means, and what stands for it in torch.
-_LEFT_OUT = {"eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps", "weight_offset": "0.0"}
+_LEFT_OUT = {
+    "eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps",
+    "weight_offset": "0.0",
+    "x_scale": "1.0",
+}
 
 
 def number(name: str, value: object) -> float:
@@ -346,6 +365,30 @@ def check_overlap(
         before = memory
 
 
+def check_written(
+    given: dict[str, Tensor], x: Tensor, residual: Tensor | None, next_weight: Tensor | None = None
+) -> None:
+    """Outputs of a composition, by name: apart from each other, and from a weight that is read after the writes."""
+    hidden_size = x.shape[-1]
+    written = [
+        (
+            _as_called(name, tensor, x, residual),
+            Memory.of(tensor, rows_to_write(name, tensor, hidden_size, x, residual), hidden_size),
+        )
+        for name, tensor in given.items()
+    ]
+    if x.numel() == 0:
+        return
+    if next_weight is not None:
+        weight = Memory.of(packed(next_weight), Rows(1, 1, 0, hidden_size), hidden_size)
+        for name, memory in written:
+            if share_memory(memory, weight):
+                _refuse_overlap(name, "next_weight")
+    if len(written) == 2 and share_memory(written[0][1], written[1][1]):
+        (out, _), (residual_out, _) = written
+        _refuse_overlap(residual_out, out, f"pass {residual_out}.clone() and take the results that the call returns")
+
+
 def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
     cure = cure or f"pass {other}.clone()"
     raise ValueError(
@@ -354,24 +397,15 @@ def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
     )
 
 
-def requires_grad(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> bool:
+def requires_grad(*operands: Tensor | None) -> bool:
     """Whether an operand requires grad."""
     try:
-        return (
-            x.requires_grad
-            or (residual is not None and residual.requires_grad)
-            or (weight is not None and weight.requires_grad)
-            or (out is not None and out.requires_grad)
-            or (residual_out is not None and residual_out.requires_grad)
-        )
+        for operand in operands:
+            if operand is not None and operand.requires_grad:
+                return True
     except AttributeError:  # not a tensor, which the checks to come report
-        return False
+        pass
+    return False
 
 
 def refuse_grad(name: str) -> NoReturn:

@@ -94,7 +94,9 @@ def _rows(*operands: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(operands[0].mesh, tuple(found[0] if found else Replicate() for found in shardings))
 
 
-def _strategy(outputs: tuple[DTensorSpec, ...] | None, operands: dict[str, DTensorSpec], rows: DTensorSpec) -> Any:
+def _strategy(
+    outputs: tuple[DTensorSpec, ...] | DTensorSpec | None, operands: dict[str, DTensorSpec], rows: DTensorSpec
+) -> Any:
     """The only strategy: operands with rows have the placement ``rows``, and every rank has the whole weight."""
     inputs = [_replicated(rows) if name == "weight" else rows for name in operands]
     return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
@@ -109,7 +111,8 @@ def _forward(schema: OpSchema) -> Any:
     schema.get_mesh_from_args()  # refuses operands on different meshes
     operands = _placed(schema)
     rows = _rows(*(operands[name] for name in ("x", "residual") if name in operands))
-    return _strategy((rows,) * len(schema.op._schema.returns), operands, rows)
+    outputs = len(schema.op._schema.returns)
+    return _strategy((rows,) * outputs if outputs > 1 else rows, operands, rows)
 
 
 def _in_place(schema: OpSchema) -> Any:
@@ -158,5 +161,6 @@ _register("rms_norm", _forward)
 _register("fused_add_rms_norm_", _in_place)
 _register("rms_norm_", _in_place)
 _register("into", _in_place)
+_register("add", _forward)
 # The arguments from x_dtype on determine the outputs, so DTensor's cache of decisions must distinguish them.
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))

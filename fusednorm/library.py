@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fusednorm import run
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
+from fusednorm.backends import reference
 from fusednorm.call import Flags, RMSNorm, operation_of
-from fusednorm.checks import check_flags, check_gradients, check_operands
+from fusednorm.checks import check_affine, check_flags, check_gradients, check_operands
 from fusednorm.listeners import has_tangent
 from fusednorm.registry import request, request_of_backward, use_backend
 
@@ -35,6 +36,12 @@ SCHEMAS = {
     "fused_add_rms_norm_": f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
     "rms_norm_": f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
     "into": f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
+    "add": "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor",
+    "scale": "(Tensor x, float factor) -> Tensor",
+    "affine": "(Tensor n, Tensor? weight, Tensor? bias, float weight_offset, ScalarType? rounded_to, "
+    "ScalarType out_dtype) -> Tensor",
+    "affine_backward": "(Tensor dy, Tensor n, Tensor? weight, Tensor? bias, float weight_offset, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
     "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
     "ScalarType? out_dtype=None, ScalarType? residual_out_dtype=None) -> (Tensor, Tensor, Tensor)",
@@ -102,6 +109,42 @@ def _backward(
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 
 
+def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    _check_add(x, residual, dtype)
+    return reference.added(x, residual, dtype).contiguous()
+
+
+def _check_add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> None:
+    check_operands(x, residual, None, None, None, in_memory=False)
+    check_flags(Flags(residual_dtype=dtype), x, residual, None, None)
+
+
+def _scale(x: Tensor, factor: float) -> Tensor:
+    return reference.scaled(x, factor).contiguous()
+
+
+def _affine(
+    n: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    rounded_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    check_affine(n, weight, bias)
+    return reference.affine(n, weight, bias, weight_offset, rounded_to, out_dtype).contiguous()
+
+
+def _affine_backward(
+    dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_affine(n, weight, bias)
+    need_n, need_weight, need_bias = needs
+    found = reference.affine_gradients(dy, n, weight, bias, weight_offset, (need_n, need_weight, need_bias))
+    dn, dweight, dbias = (n.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
+    return dn.clone() if dn is dy else dn, dweight, dbias
+
+
 # The fake ones check as the real ones do: torch calls them too where one operand of several is a meta tensor.
 
 
@@ -143,6 +186,32 @@ def _fake_rms_norm_(x: Tensor, weight: Tensor | None, *_: Any) -> None:
     _fake_into(x, None, weight, x, None)
 
 
+def _fake_add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    _check_add(x, residual, dtype)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _fake_scale(x: Tensor, factor: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_affine(
+    n: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, rounded_to: Any, out_dtype: torch.dtype
+) -> Tensor:
+    check_affine(n, weight, bias)
+    return torch.empty_like(n, dtype=out_dtype, memory_format=torch.contiguous_format)
+
+
+def _fake_affine_backward(
+    dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    dn, dweight, dbias = (
+        n.new_empty(0) if like is None or not need else torch.empty_like(like, memory_format=torch.contiguous_format)
+        for like, need in zip((n, weight, bias), needs, strict=True)
+    )
+    return dn, dweight, dbias
+
+
 def _fake_backward(
     dy: Tensor,
     d_residual_out: Tensor | None,
@@ -174,6 +243,10 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_add_rms_norm_": (_fused_add_rms_norm_, _fake_fused_add_rms_norm_),
     "rms_norm_": (_rms_norm_, _fake_rms_norm_),
     "into": (_into, _fake_into),
+    "add": (_add, _fake_add),
+    "scale": (_scale, _fake_scale),
+    "affine": (_affine, _fake_affine),
+    "affine_backward": (_affine_backward, _fake_affine_backward),
     "backward": (_backward, _fake_backward),
 }
 
@@ -203,10 +276,44 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     keep(ctx, x, None, weight, Flags(*flags), (output[0], None, output[1]))
 
 
+def _gradients_of_sum(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+    needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+    return *(reference.rounded(d_total, dtype) if need else None for dtype, need in needed), None
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Tensor, Tensor, torch.dtype], output: Tensor) -> None:
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+
+
+def _gradients_of_scale(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.fusednorm.scale(dy, ctx.factor), None
+
+
+def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.factor = inputs[1]
+
+
+def _gradients_of_affine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needs, (n, weight, bias) = ctx.needs_input_grad[:3], ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        found: Any = reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs)
+    else:
+        found = torch.ops.fusednorm.affine_backward(dy, n, weight, bias, ctx.weight_offset, list(needs))
+    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), None, None, None
+
+
+def _keep_affine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.weight_offset = inputs[3]
+
+
 #: Backward pass, and what is kept for it, of the operations that have one.
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_add_rms_norm": (_gradients_of_fused, _keep_fused),
     "rms_norm": (_gradients_of_norm, _keep_norm),
+    "add": (_gradients_of_sum, _keep_sum),
+    "scale": (_gradients_of_scale, _keep_scale),
+    "affine": (_gradients_of_affine, _keep_affine),
 }
 
 

@@ -10,13 +10,17 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, listeners, run
+from fusednorm import dispatcher, listeners, plain, run
 from fusednorm.autograd import Normalise, Transformed
+from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags, operation_of
 from fusednorm.checks import (
     NAMES,
+    check_affine,
     check_flags,
     check_operands,
+    check_written,
+    number,
     refuse_grad,
     refuse_nested,
     refuse_type,
@@ -31,6 +35,8 @@ def fused_add_rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    bias: Tensor | None = None,
+    x_scale: float = 1.0,
     weight_offset: float = 0.0,
     round_sum: bool = True,
     round_norm: bool = False,
@@ -47,8 +53,11 @@ def fused_add_rms_norm(
     Args:
         x: [..., N], float16, bfloat16, float32 or float64, any strides.
         residual: [..., N], x's shape, any of these dtypes (float64 only if x is float64, here and below).
-        weight: [N], any of these dtypes; None multiplies by nothing.
+        weight: [N], or [H, N] for an x of [..., H, N] (a row for each head), any of these dtypes; None multiplies by
+            nothing.
         eps: added to the mean of squares, unitless.
+        bias: [N] or [H, N], added to the row after the weight, before the row is rounded; None adds nothing.
+        x_scale: multiplies x before the addition, rounded to x's dtype, as Granite and MiniCPM do.
         weight_offset: added to the weight; 1.0 gives Gemma's ``1 + weight``.
         round_sum: normalise the sum as rounded to the residual's dtype (as an unfused add does), not as it was before.
         round_norm: round the normalised row to x's dtype before it meets the weight (as Hugging Face's Llama does).
@@ -74,10 +83,24 @@ def fused_add_rms_norm(
     if not compiling:
         take = fast_paths.get(request())
         if take is not None and out_dtype is None and residual_dtype is None:
-            result = take(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, None, True)
+            result = take(
+                x,
+                residual,
+                weight,
+                out,
+                residual_out,
+                eps,
+                weight_offset,
+                round_sum,
+                round_norm,
+                None,
+                True,
+                bias,
+                x_scale,
+            )
             if result is not None:
                 return result
-        operands = (x, residual, weight, out, residual_out)
+        operands = (x, residual, weight, bias, out, residual_out)
         if listeners.override(*operands):
             return handle_torch_function(
                 fused_add_rms_norm,
@@ -86,6 +109,8 @@ def fused_add_rms_norm(
                 residual,
                 weight,
                 eps,
+                bias=bias,
+                x_scale=x_scale,
                 weight_offset=weight_offset,
                 round_sum=round_sum,
                 round_norm=round_norm,
@@ -95,6 +120,8 @@ def fused_add_rms_norm(
                 residual_dtype=residual_dtype,
             )
     flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    if bias is not None or x_scale != 1.0 or _of_heads(weight):
+        return _composed("fused_add_rms_norm", compiling, x, residual, weight, bias, x_scale, out, residual_out, flags)
     return beyond_fast_path("fused_add_rms_norm", compiling, x, residual, weight, out, residual_out, flags)
 
 
@@ -104,6 +131,8 @@ def fused_add_rms_norm_(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    bias: Tensor | None = None,
+    x_scale: float = 1.0,
     weight_offset: float = 0.0,
     round_sum: bool = True,
     round_norm: bool = False,
@@ -115,6 +144,8 @@ def fused_add_rms_norm_(
         residual: [..., N]; its rows lie in the same levels of strides; must not share memory with x.
         weight: see :func:`fused_add_rms_norm`.
         eps: see :func:`fused_add_rms_norm`.
+        bias: see :func:`fused_add_rms_norm`.
+        x_scale: see :func:`fused_add_rms_norm`.
         weight_offset: see :func:`fused_add_rms_norm`.
         round_sum: see :func:`fused_add_rms_norm`.
         round_norm: see :func:`fused_add_rms_norm`.
@@ -132,10 +163,12 @@ def fused_add_rms_norm_(
     if not compiling:
         take = fast_paths.get(request())
         if take is not None:
-            result = take(x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None, True)
+            result = take(
+                x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None, True, bias, x_scale
+            )
             if result is not None:
                 return result
-        operands = (x, residual, weight)
+        operands = (x, residual, weight, bias)
         if listeners.override(*operands):
             return handle_torch_function(
                 fused_add_rms_norm_,
@@ -144,11 +177,15 @@ def fused_add_rms_norm_(
                 residual,
                 weight,
                 eps,
+                bias=bias,
+                x_scale=x_scale,
                 weight_offset=weight_offset,
                 round_sum=round_sum,
                 round_norm=round_norm,
             )
     flags = Flags(eps, weight_offset, round_sum, round_norm)
+    if bias is not None or x_scale != 1.0 or _of_heads(weight):
+        return _composed("fused_add_rms_norm_", compiling, x, residual, weight, bias, x_scale, x, residual, flags)
     return beyond_fast_path("fused_add_rms_norm_", compiling, x, residual, weight, x, residual, flags)
 
 
@@ -157,6 +194,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    bias: Tensor | None = None,
     weight_offset: float = 0.0,
     round_norm: bool = False,
     out: Tensor | None = None,
@@ -166,8 +204,9 @@ def rms_norm(
 
     Args:
         x: [..., N]; see :func:`fused_add_rms_norm`.
-        weight: [N], or None.
+        weight: [N], [H, N] or None; see :func:`fused_add_rms_norm`.
         eps: see :func:`fused_add_rms_norm`.
+        bias: [N], [H, N] or None; see :func:`fused_add_rms_norm`.
         weight_offset: see :func:`fused_add_rms_norm`.
         round_norm: see :func:`fused_add_rms_norm`.
         out: [..., N] to write to, in its own dtype. May be x itself.
@@ -184,22 +223,25 @@ def rms_norm(
     if not compiling:
         take = fast_paths.get(request())
         if take is not None and out_dtype is None:
-            result = take(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True)
+            result = take(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
             if result is not None:
                 return result[0]
-        if listeners.override(x, weight, out):
+        if listeners.override(x, weight, bias, out):
             return handle_torch_function(
                 rms_norm,
-                (x, weight, out),
+                (x, weight, bias, out),
                 x,
                 weight,
                 eps,
+                bias=bias,
                 weight_offset=weight_offset,
                 round_norm=round_norm,
                 out=out,
                 out_dtype=out_dtype,
             )
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
+    if bias is not None or _of_heads(weight):
+        return _composed("rms_norm", compiling, x, None, weight, bias, 1.0, out, None, flags)[0]
     return beyond_fast_path("rms_norm", compiling, x, None, weight, out, None, flags)[0]
 
 
@@ -208,6 +250,7 @@ def rms_norm_(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    bias: Tensor | None = None,
     weight_offset: float = 0.0,
     round_norm: bool = False,
 ) -> Tensor:
@@ -217,6 +260,7 @@ def rms_norm_(
         x: [..., N]; each row contiguous, in at most two levels of strides (as heads of a tensor of q, k and v).
         weight: see :func:`rms_norm`, as for the rest.
         eps: see :func:`fused_add_rms_norm`.
+        bias: see :func:`rms_norm`.
         weight_offset: see :func:`fused_add_rms_norm`.
         round_norm: see :func:`fused_add_rms_norm`.
 
@@ -231,14 +275,23 @@ def rms_norm_(
     if not compiling:
         take = fast_paths.get(request())
         if take is not None:
-            result = take(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True)
+            result = take(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
             if result is not None:
                 return result[0]
-        if listeners.override(x, weight):
+        if listeners.override(x, weight, bias):
             return handle_torch_function(
-                rms_norm_, (x, weight), x, weight, eps, weight_offset=weight_offset, round_norm=round_norm
+                rms_norm_,
+                (x, weight, bias),
+                x,
+                weight,
+                eps,
+                bias=bias,
+                weight_offset=weight_offset,
+                round_norm=round_norm,
             )
     flags = Flags(eps, weight_offset, True, round_norm)
+    if bias is not None or _of_heads(weight):
+        return _composed("rms_norm_", compiling, x, None, weight, bias, 1.0, x, None, flags)[0]
     return beyond_fast_path("rms_norm_", compiling, x, None, weight, x, None, flags)[0]
 
 
@@ -298,6 +351,47 @@ def beyond_fast_path(
         y, total, _ = Normalise.apply(x, residual, weight, *flags)  # type: ignore[no-untyped-call]
         return y, total
     return run.forward(x, residual, weight, flags, out, residual_out)
+
+
+def _of_heads(weight: Tensor | None) -> bool:
+    """Whether a weight has a row for each head."""
+    return isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def _composed(
+    name: str,
+    compiling: bool,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    x_scale: float,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    flags: Flags,
+) -> tuple[Tensor, Any]:
+    """Both outputs of the public function of that name, out of plain operations: docs/spec.md, section 8."""
+    written = {"out": out, "residual_out": residual_out}
+    given = {key: tensor for key, tensor in written.items() if tensor is not None}
+    if given and is_grad_enabled() and requires_grad(x, residual, weight, bias, *given.values()):
+        refuse_grad(name)
+    if not compiling and not listeners.transform(x, residual, weight, bias, *given.values()):
+        check_operands(x, residual, None, out, residual_out, in_memory=False)
+        check_affine(x, weight, bias)
+    flags = check_flags(flags, x, residual, out, residual_out)
+    factor = number("x_scale", x_scale)
+    if given and not compiling and not _heard_below(x, residual, None, out, residual_out):
+        check_written(given, x, residual)
+    if factor != 1.0:
+        x = plain.scale(x, factor)
+    if bias is None and not _of_heads(weight):
+        return beyond_fast_path(name.rstrip("_"), compiling, x, residual, weight, out, residual_out, flags)
+    out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
+    rounded_to, offset = x.dtype if flags.round_norm else None, flags.weight_offset
+    flags = flags._replace(weight_offset=0.0, round_norm=False, out_dtype=accumulator(x.dtype))
+    rows, total = beyond_fast_path(name.rstrip("_"), compiling, x, residual, None, None, None, flags)
+    y = plain.affine(rows, weight, bias, offset, rounded_to, out_dtype)
+    return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)
 
 
 def _heard_below(*operands: Tensor | None) -> bool:

@@ -21,7 +21,7 @@ KINDS: dict[torch.dtype | None, int] = {
 #: The numbers that C has for flags: ``enum fn_flag``.
 ROUND_SUM, ROUND_NORM = 1, 2
 
-_CALL = struct.Struct("=8q2d36q")
+_CALL = struct.Struct("=10q2d36q")
 _pack = _CALL.pack
 _ABSENT = (0, 0, 0, 0)
 _NONE_LEFT = 3 * _ABSENT
@@ -38,7 +38,18 @@ def pack_forward(call: Forward, threads: int = 1) -> bytes:
     x_strides, residual_strides, out_strides, total_strides = strides
     # Written out, because this is a tenth of a short call.
     return _pack(
-        *(0, round_sum * ROUND_SUM + round_norm * ROUND_NORM, device.index or 0, threads, rows, inner, hidden_size, 0),
+        *(
+            0,
+            round_sum * ROUND_SUM + round_norm * ROUND_NORM,
+            device.index or 0,
+            threads,
+            rows,
+            inner,
+            hidden_size,
+            0,
+            0,
+            1,
+        ),
         *(eps, weight_offset, KINDS[x_type], x.data_ptr(), *x_strides),
         *(_ABSENT if residual is None else (KINDS[residual_type], residual.data_ptr(), *residual_strides)),
         *(_ABSENT if weight is None else (KINDS[weight_type], weight.data_ptr(), 0, 0)),
@@ -54,7 +65,7 @@ def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Ten
     dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, operation, rows, inner, strides, weight_offset = call
     device, hidden_size = operation.device.index or 0, operation.hidden_size
     return _pack(
-        *(1, 0, device, threads, rows, inner, hidden_size, block, 0.0, weight_offset),
+        *(1, 0, device, threads, rows, inner, hidden_size, block, 0, 1, 0.0, weight_offset),
         *_operand(dy, strides[0]),
         *_operand(d_residual_out, strides[1]),
         *_operand(h, strides[2]),

@@ -69,8 +69,9 @@ class Backend(Protocol):
 
 
 #: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm
-#: and rstd, unchecked, and whether it must look for a mode that has to see the call. It returns both outputs (the
-#: second None without a residual), or None if it did nothing.
+#: and rstd, unchecked, whether it must look for a mode that has to see the call, the bias and x_scale. Those of a norm
+#: before the addition may follow: its weight, its eps, whether ``between`` is float32, and whether a norm follows the
+#: addition. It returns both outputs (the second None without a residual), or None if it did nothing.
 FastPath = Callable[..., "tuple[Tensor, Any] | None"]
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")

@@ -55,7 +55,7 @@ def fast_path_first(
     """As :func:`forward`, by the fast path if that takes the call. The caller knows that no mode must see it."""
     take = fast_paths.get(request())
     if take is not None and flags[FAST:] == DEFAULTS:
-        found = take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False)
+        found = take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False, None, 1.0)
         if found is not None:
             return found
     return forward(x, residual, weight, flags, out, residual_out, rstd)

@@ -115,7 +115,7 @@ class Calls:
 
     def _run(self, operands, strides, **fields):
         """fn_run; ``operands``: dtypes and addresses, in the order of ``struct fn_call``; strides of the first ones."""
-        call = self._extension.ffi.new("struct fn_call *", {"inner": fields["rows"], **fields})
+        call = self._extension.ffi.new("struct fn_call *", {"inner": fields["rows"], "heads": 1, **fields})
         for i, (dtype, address) in enumerate(operands):
             operand = call.operand[i]
             operand.kind, operand.address = NAMES.index(dtype), address

@@ -313,7 +313,8 @@ def test_all_is_chosen_before_anything_is_written(monkeypatch):
 @compiled
 def test_c_has_the_fields_that_python_packs():
     """Each at the place where `struct fn_call` has it, by cffi; and the same numbers for dtypes and flags."""
-    fields = ["pass", "flags", "device", "threads", "rows", "inner", "hidden", "block", "eps", "weight_offset"]
+    fields = ["pass", "flags", "device", "threads", "rows", "inner", "hidden", "block", "following", "heads"]
+    fields += ["eps", "weight_offset"]
     offsets = [FFI.offsetof("struct fn_call", name) for name in fields]
     for operand, name in itertools.product(range(9), ("kind", "address", "outer_stride", "stride")):
         offsets.append(FFI.offsetof("struct fn_call", "operand", operand, name))

@@ -14,7 +14,7 @@ import torch
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, rms_norm
-from fusednorm.compat import flag_gems, flashinfer, functional, liger, sgl_kernel, vllm
+from fusednorm.compat import flag_gems, flashinfer, functional, liger, quack, sgl_kernel, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
 from compat_bounds import agree, disagree
@@ -184,6 +184,47 @@ def test_functional(dtype, shape):
     expected = torch.autograd.grad(rms_norm(*leaves, EPS), leaves, torch.ones_like(flat_x))
     for actual, wanted in zip(gradients, expected, strict=True):
         same(actual.reshape(wanted.shape), wanted)
+
+
+@dtypes
+@pytest.mark.parametrize("heads", [False, True], ids=["rows", "heads"])
+def test_quack(dtype, heads):
+    """Values and gradients, with and without each operand, and both shapes of weights."""
+    x, residual, weight = (tensor.requires_grad_() for tensor in of(dtype))
+    bias = of(F32, seed=1)[2].requires_grad_()
+    if heads:
+        x, residual = (t.detach().view(3, 2, 136).requires_grad_() for t in (x, residual))
+        weight, bias = (torch.stack((t, t + 1)).detach().requires_grad_() for t in (weight, bias))
+    options = {"weight_offset": 1.0, "out_dtype": F32}
+    for given in (None, residual):
+        for b in (None, bias):
+            leaves = [t for t in (x, weight, b, given) if t is not None]
+            if given is None:
+                wanted = rms_norm(x, weight, 1e-6, bias=b, **options), x
+                found = quack.rmsnorm(x, weight, b, None, F32, prenorm=True, weight_offset=1.0)
+                assert found[1] is x
+                wanted, found = wanted[:1], found[:1]
+            else:
+                options["residual_dtype"] = F16
+                wanted = fused_add_rms_norm(x, given, weight, 1e-6, bias=b, round_sum=False, **options)
+                found = quack.rmsnorm(x, weight, b, given, F32, F16, 1e-6, True, 1.0)
+                same(quack.rmsnorm(x, weight, b, given, weight_offset=1.0, out_dtype=F32), wanted[0])
+            gradients = [
+                torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs])
+                for outputs in (found, wanted)
+            ]
+            for actual, expected in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):
+                same(actual, expected)
+            options.pop("residual_dtype", None)
+
+
+def test_quack_module():
+    module = quack.QuackRMSNorm(136).to(BF16)
+    x, _, weight = of(BF16)
+    module.load_state_dict({"weight": weight})
+    same(module(x), rms_norm(x, weight, 1e-6))
+    assert repr(module) == "QuackRMSNorm((136,), eps=1e-06, elementwise_affine=True)"
+    same(quack.rmsnorm(x, residual_dtype=F32, prenorm=True)[1], x.float())
 
 
 def test_functional_has_torchs_signature():

@@ -108,7 +108,11 @@ def quantised():
         (lambda: rms_norm(tensor(1.0)), ValueError, says("x must be [..., N] with N of at least 1, got shape []")),
         (lambda: rms_norm(torch.empty(3, 0)), ValueError, says("N of at least 1, got shape [3, 0]")),
         (lambda: rms_norm(X, X[0, :7]), ValueError, says("weight must have shape [8]", "[3, 8]", "got [7]")),
-        (lambda: rms_norm(X, X[:1]), ValueError, says("weight must have shape [8]", "got [1, 8]")),
+        (
+            lambda: rms_norm(X, X[:1]),
+            ValueError,
+            says("weight has two dimensions, a row for each head", "[3, 8]", "got [1, 8]"),
+        ),
         (
             lambda: fused_add_rms_norm(X, X[:1]),
             ValueError,
@@ -369,8 +373,20 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     take = fast_path.forward_on({"cpu"})
     x, grad = torch.ones(3, 8), torch.ones(3, 8, requires_grad=True)
 
-    def run(x, residual=None, weight=None, out=None, residual_out=None, eps=1e-6, offset=0.0, rstd=None, ask=True):
-        return take(x, residual, weight, out, residual_out, eps, offset, True, False, rstd, ask)
+    def run(
+        x,
+        residual=None,
+        weight=None,
+        out=None,
+        residual_out=None,
+        eps=1e-6,
+        offset=0.0,
+        rstd=None,
+        ask=True,
+        bias=None,
+        x_scale=1.0,
+    ):
+        return take(x, residual, weight, out, residual_out, eps, offset, True, False, rstd, ask, bias, x_scale)
 
     matrix = torch.ones(4, 24)
 
@@ -385,6 +401,9 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "gaps in place": run(matrix[:, :8], matrix[:, 8:16], None, matrix[:, :8], matrix[:, 8:16]),
         "expanded": run(x[:1].expand(3, 8), x),
         "rstd": run(x, x, rstd=torch.empty(3)),
+        "bias": run(x, x, bias=x[0]),
+        "heads": run(x, x, x.bfloat16(), bias=x),
+        "scaled": run(x, x, x_scale=0.5),
     }
     with torch.no_grad():
         usual["no_grad"] = run(grad, x)
@@ -417,6 +436,10 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "overlap of an output with itself": lambda out: run(x, out=out[:1].expand(3, 8)),
         "overlap of the outputs": lambda out: run(x, x, None, out, out),
         "overlap with the weight": lambda out: run(x, None, out[1], out),
+        "overlap with the bias": lambda out: run(x, None, None, out, bias=out[1]),
+        "bias of other heads": lambda out: run(x, None, x, out, bias=torch.ones(2, 8)),
+        "gradient of the bias": lambda out: run(x, out=out, bias=grad[0]),
+        "scale of another type": lambda out: run(x, x, out=out, x_scale=1),
         "rstd of another type": lambda out: run(x, rstd=torch.empty(3).double(), out=out),
         "rstd of another size": lambda out: run(x, rstd=torch.empty(2), out=out),
         "rstd with gaps": lambda out: run(x, rstd=torch.empty(3, 2)[:, 0], out=out),
@@ -428,7 +451,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         assert call(out) is None, name
         assert out.eq(7).all(), name
         assert out._version == 0, name
-    with pytest.raises(TypeError, match="takes 11 arguments, got 1"):
+    with pytest.raises(TypeError, match="takes 13 or 17 arguments, got 1"):
         take(x)
     with FlopCounterMode(display=False):
         assert run(x) is None
@@ -438,7 +461,9 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     for stranger in (None, 12345, x):  # what an add-on to another version of torch may have set instead
         assert fast_path._open(stranger) is False
     assert run(x) is not None
-    assert fast_path.forward_on({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None, True) is None
+    assert (
+        fast_path.forward_on({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0) is None
+    )
 
 
 @pytest.mark.skipif(not fast_path.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
@@ -499,7 +524,10 @@ def test_errors_that_the_fast_path_hands_on(function, raised):
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     gradients = (fast_path.CPU, X, None, X, X[:, 0], None, torch.empty_like(X), None, None, None, 1, 0.0)
-    take, call = fast_path.forward_on({"cpu"}), (X, None, None, None, None, 1e-6, 0.0, True, False, None, True)
+    take, call = (
+        fast_path.forward_on({"cpu"}),
+        (X, None, None, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0),
+    )
     try:
         assert fast_path._open(capsule(ctypes.addressof(api), b"dlpack_exchange_api", None))
         if raised:

@@ -109,26 +109,31 @@ def vectors():
     return made
 
 
-#: The golden vectors of ``rms_norm_add_rms_norm``.
-TWO_NORMS = Path(__file__).parent / "golden-two-norms.json"
+#: The golden vectors of the compositions.
+COMPOSITIONS = Path(__file__).parent / "golden-compositions.json"
 
-_NAMES = ("x", "residual", "weight", "next_weight")
+#: The operands and the outputs of each composition; each output has a gradient, in the same order.
+_NAMES = {
+    "rms_norm_add": (("x", "residual", "weight"), ("residual_out",)),
+    "rms_norm_add_rms_norm": (("x", "residual", "weight", "next_weight"), ("out", "residual_out")),
+}
 
 
-def results_of_two_norms(vector):
-    """The results of ``rms_norm_add_rms_norm`` on the current backend: outputs and gradients, by name."""
-    leaves = {name: decoded(vector[name]) for name in _NAMES}
+def results_of_composition(vector):
+    """The results of a composition on the current backend: outputs and gradients, by name."""
+    names, outputs = _NAMES[vector["function"]]
+    leaves = {name: decoded(vector[name]) for name in names}
     present = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
-    between = vector["between"] and getattr(torch, vector["between"])
-    outputs = fusednorm.rms_norm_add_rms_norm(*leaves.values(), **vector["flags"], between=between)
-    incoming = decoded(vector["dy"]), decoded(vector["d_residual_out"])
-    gradients = torch.autograd.grad(outputs, tuple(present.values()), incoming)
-    return dict(zip(("out", "residual_out", *(f"d_{name}" for name in present)), (*outputs, *gradients), strict=True))
+    flags = {**vector["flags"], "between": vector["between"] and getattr(torch, vector["between"])}
+    found = getattr(fusednorm, vector["function"])(*leaves.values(), **flags)
+    found = dict(zip(outputs, found if isinstance(found, tuple) else (found,), strict=True))
+    incoming = [decoded(vector[f"d_{name}"]) for name in outputs]
+    gradients = torch.autograd.grad(tuple(found.values()), tuple(present.values()), incoming)
+    return found | {f"d_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
 
 
-def vectors_of_two_norms():
-    """All vectors of ``rms_norm_add_rms_norm``, computed by the current backend; none that the oracle contradicts."""
-    made = []
+def _composition_cases():
+    """Function, case, ``between``, and the flags that a case does not have."""
     for case, between, next_eps in (
         (Case(2, 33).of(BF16), None, 1e-6),
         (Case(2, 33).of(BF16), "float32", 1e-3),
@@ -140,20 +145,31 @@ def vectors_of_two_norms():
         (Case(2, 64, data="nan row").of(BF16), None, 1e-6),
         (Case(2, 64, data="zeros").of(F32), None, 0.0),
     ):
+        yield "rms_norm_add_rms_norm", case, between, {"next_eps": next_eps, "round_sum": case.round_sum}
+        yield "rms_norm_add", case, between, {}
+
+
+def vectors_of_compositions():
+    """All vectors of compositions, computed by the current backend; none that the oracle contradicts."""
+    made = []
+    for function, case, between, flags in _composition_cases():
+        names, outputs = _NAMES[function]
         x, residual, weight = operands(case)
         next_weight = operands(Case(case.rows, case.hidden, weight=case.weight, seed=2))[2]
-        dy, d_residual_out, _ = operands(Case(case.rows, case.hidden, case.x, case.residual, seed=1))
-        flags = {"eps": case.eps, "next_eps": next_eps, "weight_offset": case.weight_offset}
-        vector = {"between": between, "flags": flags | {"round_sum": case.round_sum, "round_norm": case.round_norm}}
-        inputs = dict(zip(_NAMES, (x, residual, weight, next_weight), strict=True))
-        vector |= {name: encoded(t) for name, t in {**inputs, "dy": dy, "d_residual_out": d_residual_out}.items()}
-        found = results_of_two_norms(vector)
-        asked = (case.eps, next_eps, between and getattr(torch, between), case.weight_offset, case.round_sum)
-        wanted = oracle.two_norms(tuple(inputs.values()), (dy, d_residual_out), *asked, case.round_norm)
-        wanted = [array for array, leaf in zip(wanted, (x, x, *inputs.values()), strict=True) if leaf is not None]
-        for (name, got), array in zip(found.items(), wanted, strict=True):
+        inputs = {"x": x, "residual": residual, "weight": weight, "next_weight": next_weight}
+        inputs = {name: inputs[name] for name in names}
+        d_out, d_residual_out, _ = operands(Case(case.rows, case.hidden, case.x, case.residual, seed=1))
+        incoming = {"d_out": d_out, "d_residual_out": d_residual_out}
+        incoming = {f"d_{name}": incoming[f"d_{name}"] for name in outputs}
+        flags = {"eps": case.eps, "weight_offset": case.weight_offset, "round_norm": case.round_norm, **flags}
+        vector = {"function": function, "between": between, "flags": flags}
+        vector |= {name: encoded(t) for name, t in {**inputs, **incoming}.items()}
+        found = results_of_composition(vector)
+        asked = {**flags, "between": between and getattr(torch, between)}
+        wanted = getattr(oracle, function)(tuple(inputs.values()), tuple(incoming.values()), **asked)
+        for (name, got), array in zip(found.items(), (w for w in wanted if w is not None), strict=True):
             if differing(got.detach().double(), torch.from_numpy(array)).any():
-                sys.exit(f"{case}: the oracle has other values for {name}; nothing was written")
+                sys.exit(f"{function}, {case}: the oracle has other values for {name}; nothing was written")
         made.append(vector | {"expected": {name: encoded(t) for name, t in found.items()}})
     return made
 
@@ -186,9 +202,9 @@ def main():
         if wrong := contradictions(vector):
             sys.exit(f"{case}: the oracle has other values for {', '.join(wrong)}; nothing was written")
     with fusednorm.use_backend("reference"):
-        two_norms = vectors_of_two_norms()
+        compositions = vectors_of_compositions()
     path(fusednorm.SPEC_VERSION).write_text(json.dumps(made, indent=1) + "\n")
-    TWO_NORMS.write_text(json.dumps(two_norms, indent=1) + "\n")
+    COMPOSITIONS.write_text(json.dumps(compositions, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,22 +101,100 @@ def forward(
     return round_to(y, out_dtype or x.dtype), total, rstd, h
 
 
-def two_norms(
-    leaves, incoming, eps, next_eps, between, weight_offset, round_sum, round_norm, out_dtype=None, residual_dtype=None
+@np.errstate(all="ignore")
+def affine(
+    leaves,
+    incoming,
+    eps,
+    x_scale=1.0,
+    weight_offset=0.0,
+    round_sum=True,
+    round_norm=False,
+    out_dtype=None,
+    residual_dtype=None,
 ):
-    """Outputs and gradients of ``rms_norm_add_rms_norm``, as float64 arrays (None where there is no such operand).
+    """Outputs and gradients of the norm with a bias, with weights of heads, and with a scaled x, as float64 arrays.
+
+    ``leaves``: x, the residual, the weight and the bias; None where there is none, and in the results.
+    """
+    x, residual, weight, bias = leaves
+    acc = accumulator(x)
+    scaled = _rounded(to_numpy(x).astype(acc) * acc(x_scale), x.dtype) if x_scale != 1 else x
+    wide = torch.float64 if acc is np.float64 else torch.float32
+    flags = (eps, 0.0, round_sum, False, wide, residual_dtype)
+    n, total, rstd, h = forward(scaled, residual, None, *flags)
+    n = n.astype(acc)
+    g = np.ones((), acc) if weight is None else to_numpy(weight).astype(acc)
+    if weight is not None and weight_offset != 0:
+        g = g + acc(weight_offset)
+    y = (round_to(n, x.dtype).astype(acc) if round_norm else n) * g
+    if bias is not None:
+        y = y + to_numpy(bias).astype(acc)
+    dy, d_total = to_numpy(incoming[0]).astype(acc), incoming[1] if residual is not None else None
+    shares = dy * n, dy
+    dweight, dbias = (
+        None if leaf is None else round_to(rowsum(share.reshape(-1, leaf.numel())), leaf.dtype).reshape(leaf.shape)
+        for leaf, share in zip((weight, bias), shares, strict=True)
+    )
+    residual_dtype = None if residual is None else residual.dtype
+    dx, dresidual, _ = backward(torch.from_numpy(dy * g), d_total, h, rstd, None, 0.0, x.dtype, residual_dtype)
+    if x_scale != 1:
+        dx = round_to(dx.astype(acc) * acc(x_scale), x.dtype)
+    return round_to(y, out_dtype or x.dtype), total, dx, dresidual, dweight, dbias
+
+
+def _first_norm(x, weight, eps, between, weight_offset, round_norm):
+    """Rows of the norm before an addition, rounded to what passes, and a function: from their gradient to x's."""
+    passed = between or x.dtype
+    y, _, rstd, h = forward(x, None, weight, eps, weight_offset, True, round_norm, passed)
+
+    def gradients(dy):
+        dx, _, dweight = backward(_rounded(dy, passed), None, h, rstd, weight, weight_offset, x.dtype, None)
+        return dx, dweight
+
+    return _rounded(y, passed), gradients
+
+
+def _rounded(array, dtype):
+    return torch.from_numpy(round_to(array, dtype)).to(dtype)
+
+
+def rms_norm_add_rms_norm(
+    leaves,
+    incoming,
+    eps,
+    next_eps,
+    between=None,
+    weight_offset=0.0,
+    round_sum=True,
+    round_norm=False,
+    out_dtype=None,
+    residual_dtype=None,
+):
+    """Outputs and gradients, as float64 arrays (None where there is no such operand).
 
     ``leaves``: x, the residual, both weights. ``incoming``: the gradients of both outputs.
     """
     x, residual, weight, next_weight = leaves
-    passed = between or x.dtype
-    y1, _, rstd1, h1 = forward(x, None, weight, eps, weight_offset, round_sum, round_norm, passed)
-    rows = torch.from_numpy(y1).to(passed)
+    rows, gradients = _first_norm(x, weight, eps, between, weight_offset, round_norm)
     flags = (next_eps, weight_offset, round_sum, round_norm, out_dtype or x.dtype, residual_dtype)
-    y, total, rstd2, h2 = forward(rows, residual, next_weight, *flags)
-    d1, dresidual, dnext = backward(*incoming, h2, rstd2, next_weight, weight_offset, passed, residual.dtype)
-    dx, _, dweight = backward(torch.from_numpy(d1).to(passed), None, h1, rstd1, weight, weight_offset, x.dtype, None)
+    y, total, rstd, h = forward(rows, residual, next_weight, *flags)
+    d_rows, dresidual, dnext = backward(*incoming, h, rstd, next_weight, weight_offset, rows.dtype, residual.dtype)
+    dx, dweight = gradients(d_rows)
     return y, total, dx, dresidual, dweight, dnext
+
+
+@np.errstate(all="ignore")
+def rms_norm_add(leaves, incoming, eps, between=None, weight_offset=0.0, round_norm=False, residual_dtype=None):
+    """The output and the gradients, as float64 arrays; ``leaves``: x, the residual, the weight."""
+    x, residual, weight = leaves
+    acc = accumulator(x)
+    rows, gradients = _first_norm(x, weight, eps, between, weight_offset, round_norm)
+    stored = residual_dtype or residual.dtype
+    total = round_to(to_numpy(rows).astype(acc) + to_numpy(residual).astype(acc), stored)
+    d_total = to_numpy(incoming[0]).astype(np.float64)
+    dx, dweight = gradients(d_total)
+    return total, dx, round_to(d_total, residual.dtype), dweight
 
 
 @np.errstate(all="ignore")

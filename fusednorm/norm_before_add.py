@@ -1,15 +1,28 @@
-"""Two norms, one before the addition and one after it: a composition of plain operations (docs/spec.md, section 8)."""
+"""A norm before the addition, with another norm after it or none: compositions (docs/spec.md, section 8)."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners
-from fusednorm.checks import check_between, check_operands, number, refuse_grad, refuse_type, requires_grad
+from fusednorm import listeners, plain
+from fusednorm.call import Flags
+from fusednorm.checks import (
+    check_between,
+    check_flags,
+    check_operands,
+    check_written,
+    number,
+    refuse_grad,
+    refuse_type,
+    requires_grad,
+)
 from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.registry import fast_paths, request
 
 
 def rms_norm_add_rms_norm(
@@ -63,6 +76,14 @@ def rms_norm_add_rms_norm(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
+        take = fast_paths.get(request())
+        if take is not None and out_dtype is None and residual_dtype is None and between in _PASSED:
+            second = eps if next_eps is None else next_eps
+            common = (second, weight_offset, round_sum, round_norm, None, True, None, 1.0)
+            first = (weight, eps, between is not None, True)
+            result = take(x, residual, next_weight, out, residual_out, *common, *first)
+            if result is not None:
+                return result
         operands = (x, residual, weight, next_weight, out, residual_out)
         if listeners.override(*operands):
             return handle_torch_function(
@@ -87,9 +108,11 @@ def rms_norm_add_rms_norm(
         if not listeners.transform(*operands):
             check_operands(x, residual, next_weight, out, residual_out, in_memory=False, weight_name="next_weight")
     check_between(between, x)
-    written = out is not None or residual_out is not None
-    if written and _recorded(x, residual, weight, next_weight, out, residual_out):
-        refuse_grad("rms_norm_add_rms_norm")
+    given = {name: t for name, t in (("out", out), ("residual_out", residual_out)) if t is not None}
+    if given and is_grad_enabled() and requires_grad(x, residual, weight, next_weight, out, residual_out):
+        refuse_grad("rms_norm_add_rms_norm_" if out is x and residual_out is residual else "rms_norm_add_rms_norm")
+    if given and not (is_dynamo_compiling() or listeners.below(x, residual, next_weight, *given.values())):
+        check_written(given, x, residual, next_weight)
     if next_eps is None:
         next_eps = eps
     elif type(next_eps) is not float:
@@ -146,8 +169,6 @@ def rms_norm_add_rms_norm_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`rms_norm_add_rms_norm`.
     """
-    if _recorded(x, residual, weight, next_weight):
-        refuse_grad("rms_norm_add_rms_norm_")
     return rms_norm_add_rms_norm(
         x,
         residual,
@@ -164,15 +185,121 @@ def rms_norm_add_rms_norm_(
     )
 
 
-def _recorded(
+def rms_norm_add(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor | None,
-    next_weight: Tensor | None,
-    out: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
     residual_out: Tensor | None = None,
-) -> bool:
-    """Whether autograd would have to record the call."""
-    return is_grad_enabled() and (
-        requires_grad(x, residual, weight, out, residual_out) or requires_grad(x, None, next_weight)
+    residual_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """RMS-normalises x and adds the residual, as OLMo 2 does: the same bits as ``rms_norm(x, weight, eps) + residual``.
+
+    docs/spec.md, section 8.
+
+    Args:
+        x: [..., N], float16, bfloat16, float32 or float64, any strides.
+        residual: [..., N], x's shape, any of these dtypes (float64 only if x is float64, here and below).
+        weight: [N]; None multiplies by nothing.
+        eps: added to the mean of squares, unitless.
+        between: the dtype to which the normalised rows are rounded before the addition: x's if None, or
+            ``torch.float32``, which leaves rows of a 16-bit x unrounded.
+        weight_offset: see :func:`fusednorm.rms_norm`, as for ``round_norm``.
+        round_norm: see :func:`fusednorm.rms_norm`.
+        residual_out: [..., N] to write the sum to. May be x or residual itself.
+        residual_dtype: the dtype that the sum is rounded to; the residual's if None.
+
+    Returns:
+        The sum, in the residual's dtype or ``residual_dtype``; ``residual_out`` if given.
+
+    Raises:
+        TypeError: an operand is no tensor, or of a dtype that does not fit; ``between`` is another dtype.
+        ValueError: shapes, devices or memory do not fit.
+        RuntimeError: ``residual_out`` is given and an operand requires grad.
+        BackendError: the requested backends cannot take the call.
+    """
+    if residual is None:
+        refuse_type("residual", residual)
+    if not is_dynamo_compiling():
+        take = fast_paths.get(request())
+        if take is not None and residual_dtype is None and between in _PASSED:
+            common = (eps, weight_offset, True, round_norm, None, True, None, 1.0)
+            result = take(x, residual, None, None, residual_out, *common, weight, eps, between is not None, False)
+            if result is not None:
+                return cast(Tensor, result[1])
+        operands = (x, residual, weight, residual_out)
+        if listeners.override(*operands):
+            return handle_torch_function(
+                rms_norm_add,
+                operands,
+                x,
+                residual,
+                weight,
+                eps,
+                between=between,
+                weight_offset=weight_offset,
+                round_norm=round_norm,
+                residual_out=residual_out,
+                residual_dtype=residual_dtype,
+            )
+        if not listeners.transform(*operands):
+            check_operands(x, residual, weight, None, residual_out, in_memory=False)
+    check_between(between, x)
+    flags = check_flags(
+        Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype), x, residual, None, residual_out
     )
+    if residual_out is not None and is_grad_enabled() and requires_grad(x, residual, weight, residual_out):
+        refuse_grad("rms_norm_add_" if residual_out is residual else "rms_norm_add")
+    if residual_out is not None and not (is_dynamo_compiling() or listeners.below(x, residual, residual_out)):
+        check_written({"residual_out": residual_out}, x, residual)
+    y = rms_norm(x, weight, flags.eps, weight_offset=flags.weight_offset, round_norm=round_norm, out_dtype=between)
+    total = plain.add(y, residual, residual_dtype or residual.dtype)
+    return total if residual_out is None else residual_out.copy_(total)
+
+
+def rms_norm_add_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+) -> Tensor:
+    """:func:`rms_norm_add` in place: the sum lands in ``residual``; x is left as it is.
+
+    Args:
+        x: [..., N], any strides.
+        residual: [..., N]; each row contiguous, in at most two levels of strides.
+        weight: see :func:`rms_norm_add`, as for the rest.
+        eps: see :func:`rms_norm_add`.
+        between: see :func:`rms_norm_add`.
+        weight_offset: see :func:`rms_norm_add`.
+        round_norm: see :func:`rms_norm_add`.
+
+    Returns:
+        ``residual``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`rms_norm_add`.
+    """
+    return rms_norm_add(
+        x,
+        residual,
+        weight,
+        eps,
+        between=between,
+        weight_offset=weight_offset,
+        round_norm=round_norm,
+        residual_out=residual,
+    )
+
+
+#: What ``between`` may be.
+_PASSED = (None, torch.float32)

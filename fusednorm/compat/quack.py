@@ -1,0 +1,89 @@
+"""quack's RMS norm, with its gradients: ``quack.rmsnorm`` and ``quack.rmsnorm.QuackRMSNorm``.
+
+quack normalises the sum as it was before it is rounded for the caller: ``round_sum=False``. Its rstd
+comes from ``rsqrt.approx``, whose bits no other device has: fusednorm has the bits of its own specification.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fusednorm import ops
+
+__all__ = ["QuackRMSNorm", "rmsnorm"]
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    weight_offset: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMS-normalises x, or the sum of x and the residual: :func:`fusednorm.fused_add_rms_norm`.
+
+    Args:
+        x: [..., N], or [..., H, N] where the weight or the bias has a row for each head.
+        weight: [N] or [H, N], or None.
+        bias: [N] or [H, N], or None.
+        residual: [..., N], or None.
+        out_dtype: the dtype of the normalised rows; x's if None.
+        residual_dtype: the dtype of the sum; the residual's if None.
+        eps: added to the mean of squares.
+        prenorm: return the sum too.
+        weight_offset: added to the weight.
+
+    Returns:
+        The normalised rows; with ``prenorm`` also the sum, or x in ``residual_dtype`` where there is no residual.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
+    """
+    if residual is None:
+        y = ops.rms_norm(x, weight, eps, bias=bias, weight_offset=weight_offset, out_dtype=out_dtype)
+        return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
+    y, total = ops.fused_add_rms_norm(
+        x,
+        residual,
+        weight,
+        eps,
+        bias=bias,
+        weight_offset=weight_offset,
+        round_sum=False,
+        out_dtype=out_dtype,
+        residual_dtype=residual_dtype,
+    )
+    return (y, total) if prenorm else y
+
+
+class QuackRMSNorm(torch.nn.RMSNorm):
+    """quack's module: ``torch.nn.RMSNorm`` with :func:`rmsnorm`, and with 1e-6 as the default of ``eps``.
+
+    Args:
+        dim: N, the hidden size.
+        eps: added to the mean of squares.
+        elementwise_affine: whether there is a weight.
+        device: of the weight.
+        dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, eps, elementwise_affine, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., N] in x's dtype."""
+        return ops.rms_norm(x, self.weight, cast(float, self.eps))

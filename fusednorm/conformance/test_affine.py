@@ -1,0 +1,100 @@
+"""A bias, weights and biases of heads, and a scaled x have the bits of plain operations, on every backend."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm.conformance import oracle
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
+
+#: Heads of the weight and of the bias: None for a row of all heads, 0 for no operand.
+HEADS = (None, 3)
+
+
+def check(case, agree, weight_heads, bias_heads, x_scale=1.0):
+    """Compares outputs and all gradients with the oracle's, and calls with given outputs and in place with both."""
+    x, residual, _ = (None if t is None else t.unflatten(0, (-1, 3)) for t in (*operands(case)[:2], None))
+    weight, bias = (
+        None if heads == 0 else torch.stack([operands(replace(case, seed=seed + k))[2] for k in range(heads or 1)])
+        for heads, seed in ((weight_heads, 10), (bias_heads, 20))
+    )
+    weight, bias = (t if t is None or len(t) > 1 else t[0] for t in (weight, bias))
+    dtypes = {"x": case.out or case.x, "residual": case.residual_out or case.residual}
+    d_out, d_total, _ = operands(replace(case, seed=1, data="normal", **dtypes))
+    fused = residual is not None
+    incoming = [t.unflatten(0, (-1, 3)) for t in ((d_out, d_total) if fused else (d_out,))]
+    flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
+    asked = {"out_dtype": case.out}
+    if fused:
+        flags |= {"round_sum": case.round_sum, "x_scale": x_scale}
+        asked |= {"residual_dtype": case.residual_out}
+    about = f"{case}, heads of the weight {weight_heads}, of the bias {bias_heads}, x_scale {x_scale}"
+    leaves = [x, residual, weight, bias]
+    wanted = oracle.affine(leaves, incoming, case.eps, **flags, **asked)
+
+    name = "fused_add_rms_norm" if fused else "rms_norm"
+    call, in_place = getattr(fusednorm, name), getattr(fusednorm, name + "_")
+    given = [x, residual, weight] if fused else [x, weight]
+    present = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
+    outputs = listed(call(*given, case.eps, bias=bias, **flags, **asked))
+    found = [*outputs, *torch.autograd.grad(outputs, present, incoming)]
+    for got, array in zip(found, [array for array in wanted if array is not None], strict=True):
+        agree(got, torch.from_numpy(array).to(got.dtype), about)
+
+    given, bias = [None if leaf is None else leaf.detach() for leaf in given], None if bias is None else bias.detach()
+    memory = [torch.empty_like(output) for output in outputs]
+    names = ("out", "residual_out")[: len(memory)]
+    asked.pop("out_dtype")
+    call(*given, case.eps, bias=bias, **flags, **asked, **dict(zip(names, memory, strict=True)))
+    for output, new in zip(memory, outputs, strict=True):
+        agree(output, new, f"{about}, given outputs")
+    if case.out is None and case.residual_out is None:
+        for output, new in zip(listed(in_place(*given, case.eps, bias=bias, **flags)), outputs, strict=True):
+            agree(output, new, f"{about}, in place")
+
+
+def listed(outputs):
+    """The outputs of a function that returns one or several."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_bias_and_heads(mode, agree, dtype):
+    """Every rounding, with a row for all heads, a row for each, and none."""
+    axes = ((True, False), (True, False), (0.0, 1.0), (*HEADS, 0), (*HEADS, 0), (1.0, 0.22), (128, 1029))
+    for round_sum, round_norm, offset, weight_heads, bias_heads, x_scale, hidden in covering(
+        *axes, turn=DTYPES.index(dtype)
+    ):
+        flags = {"round_sum": round_sum, "round_norm": round_norm, "weight_offset": offset}
+        case = replace(Case(6, hidden).of(dtype), **flags)
+        check(case, agree, weight_heads, bias_heads, x_scale)
+        check(replace(case, residual=None), agree, weight_heads, bias_heads)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("x", [BF16, F16, F32, F64], ids=dtype_name)
+def test_mixed_dtypes(mode, agree, x):
+    axes = ((BF16, F32), (F16, F32), (None, F32), (None, F16), HEADS)
+    for residual, weight, out, stored, heads in covering(*axes):
+        check(Case(6, 45, x, residual, weight, out, residual_out=stored), agree, heads, heads, 0.5)
+
+
+@pytest.mark.promise("same bits")
+def test_many_rows(mode, agree):
+    """Blocks of rows whose last one is shorter, in the sums of the gradients of heads."""
+    check(Case(3 * 515, 24).of(BF16), agree, 3, 3)
+
+
+@pytest.mark.promise("fused equals unfused")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_each_head_is_a_norm_of_its_own(mode, agree, dtype):
+    x, residual, weight = operands(Case(6, 128).of(dtype))
+    heads = torch.stack((weight, weight * 2, weight * 3))
+    y, total = fusednorm.fused_add_rms_norm(x.view(2, 3, 128), residual.view(2, 3, 128), heads)
+    for k in range(3):
+        wanted = fusednorm.fused_add_rms_norm(x[k::3], residual[k::3], heads[k])
+        agree(y[:, k], wanted[0], f"head {k}")
+        agree(total[:, k], wanted[1], f"the sum of head {k}")

@@ -1,0 +1,103 @@
+"""A norm before the addition has the bits of plain operations one after the other, on every backend."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm.conformance import golden, oracle
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
+
+SMALL = (33, 128, 1029)
+
+
+def check(case, agree, between=None, next_eps=None):
+    """Compares outputs and all gradients with the oracle's, and calls with given outputs and in place with both."""
+    next_weight = operands(replace(case, seed=2, weight=case.weight and case.residual))[2]
+    d_out, d_total, _ = operands(
+        replace(case, seed=1, data="normal", x=case.out or case.x, residual=case.residual_out or case.residual)
+    )
+    flags = {"between": between, "weight_offset": case.weight_offset, "round_norm": case.round_norm}
+    more = {"round_sum": case.round_sum, "next_eps": case.eps if next_eps is None else next_eps}
+    dtypes = {"out_dtype": case.out, "residual_dtype": case.residual_out}
+    for function, with_next, incoming, asked in (
+        ("rms_norm_add", False, (d_total,), {"residual_dtype": case.residual_out}),
+        ("rms_norm_add_rms_norm", True, (d_out, d_total), more | dtypes),
+    ):
+        call, about = getattr(fusednorm, function), f"{function}, {case}, {between}, {next_eps}"
+        leaves = [*operands(case), *([next_weight] if with_next else [])]
+        wanted = getattr(oracle, function)(leaves, incoming, case.eps, **flags, **asked)
+        present = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
+        outputs = listed(call(*leaves, case.eps, **flags, **asked))
+        found = [*outputs, *torch.autograd.grad(outputs, present, incoming)]
+        for got, array in zip(found, [array for array in wanted if array is not None], strict=True):
+            agree(got, torch.from_numpy(array).to(got.dtype), about)
+
+        leaves = [None if leaf is None else leaf.detach() for leaf in leaves]
+        given = [torch.empty_like(output) for output in outputs]
+        asked = {name: value for name, value in asked.items() if name != "out_dtype"}
+        names = ("out", "residual_out")[-len(given) :]
+        call(*leaves, case.eps, **flags, **asked, **dict(zip(names, given, strict=True)))
+        for name, output, new in zip(names, given, outputs, strict=True):
+            agree(output, new, f"{name} of {about}")
+        if case.out is None and case.residual_out is None:
+            asked = {name: value for name, value in asked.items() if name != "residual_dtype"}
+            in_place = listed(getattr(fusednorm, function + "_")(*leaves, case.eps, **flags, **asked))
+            for output, new in zip(in_place, outputs, strict=True):
+                agree(output, new, f"{about}, in place")
+
+
+def listed(outputs):
+    """The outputs of a function that returns one or several."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_flags(mode, agree, dtype):
+    """Every rounding, with the default between the operations and with float32."""
+    between = (None,) if dtype == F64 else (None, F32)
+    axes = (between, (True, False), (True, False), (0.0, 1.0), (None, 1e-3), SMALL)
+    for passed, round_sum, round_norm, offset, next_eps, hidden in covering(*axes, turn=DTYPES.index(dtype)):
+        flags = {"round_sum": round_sum, "round_norm": round_norm, "weight_offset": offset}
+        check(replace(Case(hidden=hidden).of(dtype), **flags), agree, passed, next_eps)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("x", [BF16, F16, F32, F64], ids=dtype_name)
+def test_mixed_dtypes(mode, agree, x):
+    for residual, weight, out, stored in covering((BF16, F32), (None, F16, F32), (None, F32), (None, F16)):
+        check(Case(4, 45, x, residual, weight, out, residual_out=stored), agree)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("data", ["nan row", "inf row", "zeros", "subnormal", "overflowing", "ties"])
+def test_data(mode, agree, data):
+    for dtype in (BF16, F16, F32):
+        check(Case(hidden=100, data=data).of(dtype), agree)
+
+
+@pytest.mark.promise("fused equals unfused")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_separate_calls(mode, agree, dtype):
+    """A norm, an addition of torch's own, and a norm."""
+    for hidden in SMALL:
+        x, residual, weight = operands(Case(hidden=hidden).of(dtype))
+        y, total = fusednorm.rms_norm_add_rms_norm(x, residual, weight, weight, 1e-5, next_eps=1e-6)
+        sums = fusednorm.rms_norm(x, weight, 1e-5) + residual
+        agree(total, sums, f"the sum of {hidden}")
+        agree(fusednorm.rms_norm_add(x, residual, weight, 1e-5), sums, f"the sum alone of {hidden}")
+        agree(y, fusednorm.rms_norm(sums, weight, 1e-6), f"rows of {hidden}")
+
+
+VECTORS = json.loads(golden.COMPOSITIONS.read_text())
+
+
+@pytest.mark.promise("golden vectors")
+@pytest.mark.parametrize("index", range(len(VECTORS)))
+def test_golden_vectors(mode, agree, index):
+    """Outputs and gradients of every backend, from stored inputs."""
+    for name, tensor in golden.results_of_composition(VECTORS[index]).items():
+        agree(tensor.detach(), golden.decoded(VECTORS[index]["expected"][name]), f"vector {index}, {name}")

@@ -1,0 +1,86 @@
+"""The plain operations beside the norm, out of which compositions are made: docs/spec.md, section 8.
+
+Each goes through torch's dispatcher if a tracer, a mode or a tensor must see it: a compiler that saw torch's own
+operations would leave out roundings between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from fusednorm import dispatcher, listeners
+from fusednorm.backends import reference
+
+
+def _seen(*operands: Tensor | None) -> bool:
+    """Whether the dispatcher must see a call. Transforms of ``torch.func`` see the functions of autograd instead."""
+    return is_dynamo_compiling() or (listeners.below(*operands) and not listeners.transform(*operands))
+
+
+def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.added`."""
+    if _seen(x, residual):
+        return cast(Tensor, dispatcher.operations(x, residual).add(x, residual, dtype))
+    return reference.added(x, residual, dtype)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x * factor, [..., N], rounded to x's dtype; see :func:`fusednorm.backends.reference.scaled`."""
+    if _seen(x):
+        return cast(Tensor, dispatcher.operations(x).scale(x, factor))
+    return reference.scaled(x, factor)
+
+
+def affine(
+    n: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    rounded_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """n * gain + bias, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.affine`."""
+    operands = (n, weight, bias)
+    arguments = (*operands, weight_offset, rounded_to, out_dtype)
+    if _seen(*operands):
+        return cast(Tensor, dispatcher.operations(*operands).affine(*arguments))
+    return cast(Tensor, Affine.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+class Affine(torch.autograd.Function):
+    """:func:`affine` with the specification's gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        """See :func:`affine`."""
+        return reference.affine(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps the operands."""
+        ctx.save_for_backward(*inputs[:3])
+        ctx.save_for_forward(*inputs[:3])
+        ctx.weight_offset = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """See :func:`fusednorm.backends.reference.affine_gradients`."""
+        n, weight, bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        return *reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, n_tangent: Any, weight_tangent: Any, bias_tangent: Any, *_: None) -> Tensor:
+        """The tangent; roundings are passed straight through."""
+        n, weight, _bias = ctx.saved_tensors
+        gain = reference.gain(weight, ctx.weight_offset, n.dtype)
+        tangent = torch.zeros_like(n) if n_tangent is None else n_tangent if gain is None else n_tangent * gain
+        if weight_tangent is not None:
+            tangent = tangent + n * weight_tangent.to(n.dtype)
+        return tangent if bias_tangent is None else tangent + bias_tangent.to(n.dtype)

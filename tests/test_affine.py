@@ -1,0 +1,200 @@
+"""A bias, weights of heads and a scaled x: what is refused, who sees the call, and which path it takes."""
+
+import itertools
+
+import pytest
+import torch
+from torch.func import vmap
+from torch.overrides import TorchFunctionMode
+
+import fusednorm
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, rms_norm, rms_norm_
+from fusednorm.backends import cpu
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
+
+X, RESIDUAL, WEIGHT = (t.view(2, 3, 64) if t.dim() > 1 else t for t in operands(Case(6, 64).of(F32)))
+HEADS = torch.stack((WEIGHT, WEIGHT + 1, WEIGHT + 2))
+LEAF = X.clone().requires_grad_()
+
+
+def same(a, b):
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: rms_norm(X, HEADS[:2]), ValueError, r"weight has two dimensions.* last two \[3, 64\], got \[2, 64\]"),
+        (lambda: rms_norm(X[0, 0], HEADS), ValueError, r"weight has two dimensions.* last two \[64\], got \[3, 64\]"),
+        (
+            lambda: rms_norm(X, bias=HEADS.mT),
+            ValueError,
+            r"bias has two dimensions.* last two \[3, 64\], got \[64, 3\]",
+        ),
+        (lambda: rms_norm(X, bias=WEIGHT[:5]), ValueError, r"bias must have shape \[64\]"),
+        (lambda: rms_norm(X, bias=WEIGHT.double()), TypeError, "bias is float64 while x is float32"),
+        (lambda: rms_norm(X, HEADS.double()), TypeError, "weight is float64 while x is float32"),
+        (lambda: rms_norm(X, bias=3.0), TypeError, "bias must be a torch.Tensor, got float"),
+        (lambda: rms_norm(X, bias=HEADS.to_sparse()), TypeError, "bias must be a dense tensor"),
+        (lambda: fused_add_rms_norm(X, RESIDUAL, x_scale="2"), TypeError, "x_scale must be a number, got str"),
+        (
+            lambda: fused_add_rms_norm(X, RESIDUAL, x_scale=None),
+            TypeError,
+            "x_scale must be a number.*leave it out for 1",
+        ),
+        (lambda: rms_norm_(LEAF, HEADS), RuntimeError, r"rms_norm_\(\): one of the arguments requires grad"),
+        (lambda: rms_norm_(X, bias=LEAF[0]), RuntimeError, r"rms_norm_\(\): one of the arguments requires grad"),
+        (lambda: fused_add_rms_norm_(X, X[:, :], HEADS), ValueError, "residual shares memory with x"),
+        (lambda: fused_add_rms_norm(X, RESIDUAL, HEADS, out=X, residual_out=X), ValueError, "x shares memory with x"),
+        (lambda: rms_norm(X, HEADS, out=X[:, :1].expand(2, 3, 64)), ValueError, "out is written in place, so"),
+    ],
+)
+def test_what_is_refused_is_named(call, error, words):
+    kept = X.clone()
+    for _ in range(2):  # the first call opens the fast path
+        with pytest.raises(error, match=words):
+            call()
+        assert torch.equal(X, kept)
+        rms_norm(X)
+
+
+def separately(x, residual, weight, bias, x_scale, flags):
+    """The same call where autograd records it, which the fast path does not take."""
+    leaf = x.detach().clone().requires_grad_()
+    if residual is None:
+        return (rms_norm(leaf, weight, bias=bias, **flags).detach(),)
+    found = fused_add_rms_norm(leaf, residual, weight, bias=bias, x_scale=x_scale, **flags)
+    return tuple(output.detach() for output in found)
+
+
+@pytest.mark.skipif(not cpu.fast_path, reason="takes the fast path to the C library")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 64), (1, 3, 128), (5, 3, 100), (700, 3, 64), (1, 2, 4096), (9, 2, 4096), (3, 5, 1029), (2, 1, 40000)],
+)
+def test_c_takes_the_usual_calls(monkeypatch, threads, shape):
+    before = torch.get_num_threads()
+    for dtype, (weighted, biased), flags in itertools.product(
+        (BF16, F16, F32, F64),
+        (("heads", "heads"), ("row", "row"), ("heads", None), (None, "row"), ("heads", "row"), ("row", None)),
+        ({}, {"weight_offset": 1.0, "round_norm": True}),
+    ):
+        tokens, heads, hidden = shape
+        x, residual, _ = operands(Case(tokens * heads, hidden).of(dtype))
+        rows = torch.stack([operands(Case(1, hidden, seed=k).of(dtype))[2] for k in range(2 * heads)])
+        of = {"heads": slice(heads), "row": 0}
+        weight = None if weighted is None else rows[of[weighted]]
+        bias = None if biased is None else rows.flip(0)[of[biased]]
+        x, residual = x.view(shape), residual.view(shape)
+        for r, x_scale in ((None, 1.0), (residual, 1.0), (residual, 0.22)):
+            wanted = separately(x, r, weight, bias, x_scale, flags)
+            with monkeypatch.context() as patch:
+                patch.setattr(ops, "beyond_fast_path", None)
+                torch.set_num_threads(threads)
+                if r is None:
+                    assert torch.equal(rms_norm(x, weight, bias=bias, **flags), wanted[0])
+                    assert torch.equal(rms_norm_(x.clone(), weight, bias=bias, **flags), wanted[0])
+                else:
+                    options = {"bias": bias, "x_scale": x_scale, **flags}
+                    assert same(fused_add_rms_norm(x, r, weight, **options), wanted)
+                    assert same(fused_add_rms_norm_(x.clone(), r.clone(), weight, **options), wanted)
+                torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not cpu.fast_path, reason="takes the fast path to the C library")
+def test_large_outputs(monkeypatch):
+    """Outputs that bypass the caches."""
+    for dtype in (BF16, F32):
+        x, residual, weight = operands(Case(1030, 4096).of(dtype))
+        wanted = separately(x, residual, weight, weight, 0.5, {})
+        monkeypatch.setattr(ops, "beyond_fast_path", None)
+        assert same(fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5), wanted)
+        monkeypatch.undo()
+
+
+def test_outputs_that_share_memory_with_a_bias():
+    """The fast path leaves such calls to Python, where everything is read before anything is written."""
+    for _ in range(2):
+        x = X.clone()
+        assert torch.equal(rms_norm_(x, x[1], bias=x[0]), rms_norm(X, X[1], bias=X[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_gradients_are_derivatives():
+    x, residual, weight, heads = (
+        t.double().detach() for t in (X[..., :5], RESIDUAL[..., :5], WEIGHT[:5], HEADS[:, :5])
+    )
+    for leaves in ((x, residual, heads, weight), (x, residual, weight, heads)):
+        leaves = [t.clone().requires_grad_() for t in leaves]
+
+        def call(x, residual, weight, bias):
+            return fused_add_rms_norm(x, residual, weight, bias=bias, x_scale=0.3, weight_offset=1.0)
+
+        assert torch.autograd.gradcheck(call, leaves)
+        assert torch.autograd.gradgradcheck(call, leaves)
+        assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, check_backward_ad=False)
+
+
+def test_compiled_in_one_graph():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def call(x, residual, weight, bias):
+        return fused_add_rms_norm(x, residual, weight, bias=bias, x_scale=0.3, round_norm=True)
+
+    x, residual, weight, heads = (t.to(BF16) for t in (X, RESIDUAL, WEIGHT, HEADS))
+    for how in (backend, "aot_eager"):
+        compiled = torch.compile(call, fullgraph=True, backend=how)
+        for w, b in ((heads, weight), (weight, heads)):
+            leaves, more = ([t.clone().requires_grad_() for t in (x, residual, w, b)] for _ in range(2))
+            found, wanted = compiled(*leaves), call(*more)
+            assert same(found, wanted)
+            assert same(torch.autograd.grad(found, leaves, wanted), torch.autograd.grad(wanted, more, wanted))
+    assert {"fusednorm.scale", "fusednorm.affine"} <= set(seen)
+
+
+def test_a_function_mode_sees_one_call():
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append((function, *(kwargs or {}).keys()))
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        rms_norm(X, HEADS, bias=WEIGHT)
+        fused_add_rms_norm(X, RESIDUAL, x_scale=0.5)
+    assert [function for function, *_ in seen] == [rms_norm, fused_add_rms_norm]
+    assert "bias" in seen[0]
+    assert "x_scale" in seen[1]
+
+
+def test_a_batch_of_calls_is_one_call():
+    def call(x, residual):
+        return fused_add_rms_norm(x, residual, HEADS, bias=WEIGHT, x_scale=0.5)
+
+    assert same(vmap(call)(X, RESIDUAL), call(X, RESIDUAL))
+
+
+def test_rows_in_two_levels_in_place():
+    """Heads of a tensor of q, k and v."""
+    qkv = torch.randn(4, 9, 64, generator=torch.Generator().manual_seed(0))
+    kept = qkv.clone()
+    wanted = rms_norm(kept[:, 3:6], HEADS, bias=WEIGHT)
+    assert rms_norm_(qkv[:, 3:6], HEADS, bias=WEIGHT).data_ptr() == qkv[:, 3:6].data_ptr()
+    assert torch.equal(qkv[:, 3:6], wanted)
+    assert torch.equal(qkv[:, :3], kept[:, :3])
+    assert torch.equal(qkv[:, 6:], kept[:, 6:])
+
+
+def test_no_weight_multiplies_by_nothing():
+    """With an out dtype too: the rows that a composition begins with."""
+    x = X.to(F16)
+    assert torch.equal(rms_norm(x, bias=torch.full((64,), -0.0)), rms_norm(x))
+    assert rms_norm(x, None, out_dtype=F32).dtype == F32
+    assert torch.equal(rms_norm(x, None, out_dtype=F32).to(F16), rms_norm(x))
+    assert fusednorm.rms_norm(X.double(), bias=WEIGHT).dtype == F64
