@@ -82,13 +82,15 @@ def _placed(schema: OpSchema) -> dict[str, DTensorSpec]:
     }
 
 
-def _rows(*operands: DTensorSpec) -> DTensorSpec:
+def _rows(*operands: DTensorSpec, whole: int = 1) -> DTensorSpec:
     """The common placement of the rows of [..., N] operands: on each mesh dimension that of the first that shards rows.
 
     A mesh dimension on which no operand shards rows is replicated: partial sums are reduced, and parts of rows joined.
+    So many dimensions at the end stay whole: a row, or all heads.
     """
+    most = operands[0].ndim
     shardings = [
-        [placement for placement in candidates if getattr(placement, "dim", operands[0].ndim) < operands[0].ndim - 1]
+        [placement for placement in candidates if getattr(placement, "dim", most) < most - whole]
         for candidates in zip(*(operand.placements for operand in operands), strict=True)
     ]
     return DTensorSpec(operands[0].mesh, tuple(found[0] if found else Replicate() for found in shardings))
@@ -97,8 +99,8 @@ def _rows(*operands: DTensorSpec) -> DTensorSpec:
 def _strategy(
     outputs: tuple[DTensorSpec, ...] | DTensorSpec | None, operands: dict[str, DTensorSpec], rows: DTensorSpec
 ) -> Any:
-    """The only strategy: operands with rows have the placement ``rows``, and every rank has the whole weight."""
-    inputs = [_replicated(rows) if name == "weight" else rows for name in operands]
+    """The only strategy: operands with rows have the placement ``rows``; every rank has the whole weight and bias."""
+    inputs = [_replicated(rows) if name in ("weight", "bias") else rows for name in operands]
     return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
 
@@ -137,19 +139,48 @@ def _refuse_placement(name: str, spec: DTensorSpec, schema: OpSchema) -> NoRetur
     )
 
 
+def _rows_of_heads(operands: dict[str, DTensorSpec], *names: str) -> DTensorSpec:
+    """The common placement of rows, where a weight or a bias may have a row for each head."""
+    of_heads = any(operands[name].ndim == 2 for name in ("weight", "bias") if name in operands)
+    return _rows(*(operands[name] for name in names), whole=2 if of_heads else 1)
+
+
+def _affine(schema: OpSchema) -> Any:
+    """The rows stay where they are; heads that have a row each are joined."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    rows = _rows_of_heads(operands, "n")
+    return _strategy(rows, operands, rows)
+
+
+def _affine_backward(schema: OpSchema) -> Any:
+    """As :func:`_backward`, for the rows, the weight and the bias."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    rows = _rows_of_heads(operands, "n", "dy")
+    needs = cast(Sequence[bool], schema.args_schema[5])
+    return _strategy(_gradients(rows, (rows, _shares(rows), _shares(rows)), needs), operands, rows)
+
+
+def _shares(rows: DTensorSpec) -> DTensorSpec:
+    """Where the gradient of a row of all ranks lies: each rank that has other rows has a share of it."""
+    return DTensorSpec(
+        rows.mesh, tuple(Replicate() if placement.is_replicate() else Partial() for placement in rows.placements)
+    )
+
+
+def _gradients(rows: DTensorSpec, placed: tuple[DTensorSpec, ...], needs: Sequence[bool]) -> tuple[DTensorSpec, ...]:
+    """A gradient that is not needed is an empty tensor, the same on every rank."""
+    return tuple(spec if need else _replicated(rows) for spec, need in zip(placed, needs, strict=True))
+
+
 def _backward(schema: OpSchema) -> Any:
     """Gradients of rows have the rows' placement; the weight's gradient is Partial on dimensions that shard rows."""
     schema.get_mesh_from_args()
     operands = _placed(schema)
     rows = _rows(*(operands[name] for name in ("h", "dy", "d_residual_out") if name in operands))
-    whole = _replicated(rows)
-    shares = DTensorSpec(
-        rows.mesh, tuple(Replicate() if placement.is_replicate() else Partial() for placement in rows.placements)
-    )
     needs = cast(Sequence[bool], schema.args_schema[10])
-    # A gradient that is not needed is an empty tensor, the same on every rank.
-    outputs = tuple(spec if need else whole for spec, need in zip((rows, rows, shares), needs, strict=True))
-    return _strategy(outputs, operands, rows)
+    return _strategy(_gradients(rows, (rows, rows, _shares(rows)), needs), operands, rows)
 
 
 def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSchemaInfo | None = None) -> None:
@@ -162,5 +193,8 @@ _register("fused_add_rms_norm_", _in_place)
 _register("rms_norm_", _in_place)
 _register("into", _in_place)
 _register("add", _forward)
+_register("scale", _forward)
+_register("affine", _affine)
 # The arguments from x_dtype on determine the outputs, so DTensor's cache of decisions must distinguish them.
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
+_register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=5))

@@ -56,6 +56,27 @@ def test_opcheck(dtype):
     opcheck(ops.backward.default, (x, None, x, rstd, None, 0.0, dtype, None, True, False, [True, False, False]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_opcheck_of_plain_operations(dtype):
+    """Those out of which compositions are made."""
+    ops = torch.ops.fusednorm
+    x, residual, weight = operands(Case(rows=6, hidden=33).of(dtype))
+    wide = torch.float64 if dtype == F64 else F32
+    heads = torch.stack((weight, weight + 1, weight + 2))
+    for leaf in (False, True):
+        a, b, c, d = (t.clone().requires_grad_(leaf) for t in (x, residual, weight, heads))
+        n = x.to(wide).view(2, 3, 33).requires_grad_(leaf)
+        opcheck(ops.add.default, (a, b, F32))
+        opcheck(ops.add.default, (a, b.detach(), dtype))
+        opcheck(ops.scale.default, (a, 0.3))
+        opcheck(ops.affine.default, (n, d, c, 0.5, dtype, dtype))
+        opcheck(ops.affine.default, (n, None, c, 0.0, None, F32))
+        opcheck(ops.affine.default, (n, c, None, 0.0, None, dtype))
+    dy, n = x.view(2, 3, 33), residual.to(wide).view(2, 3, 33)
+    opcheck(ops.affine_backward.default, (dy, n, heads, weight, 0.5, [True, True, True]))
+    opcheck(ops.affine_backward.default, (dy, n, None, weight, 0.0, [False, False, True]))
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 def test_compiled_and_eager_are_the_same_bits(dtype):
     """Functions, in place and not, with gradients, in one graph."""

@@ -26,7 +26,14 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm.distributed
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_,
+    rms_norm,
+    rms_norm_,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+)
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 
 from ranks import on_ranks
@@ -120,6 +127,43 @@ def test_rows_stay_where_they_are(shape, sharding, with_residual):
     assert found[-1].to_local().shape == full[-1].shape
     if sharding == "replicated":
         same(found[-1], expected_gradients[-1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_compositions(sharding):
+    """Rows stay where they are. Heads that have a row each are joined, where they lie on several ranks."""
+    x, residual, weight = tensors(4, 6)
+    incoming = tensors(4, 6, seed=1)[:2]
+    heads = torch.stack([weight + k for k in range(6)])
+    calls = {
+        "bias": (
+            lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b, x_scale=0.5, round_norm=True),
+            weight,
+            weight + 1,
+        ),
+        "heads": (lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b), heads, weight),
+        "sum": (lambda x, r, w, b: (rms_norm_add(x, r, w), x + b), weight, weight + 1),
+        "two norms": (lambda x, r, w, b: rms_norm_add_rms_norm(x, r, w, b, between=F32), weight, weight + 1),
+    }
+    for name, (call, w, b) in calls.items():
+        given = incoming[::-1] if name == "sum" else incoming
+        expected, gradients = of_one_process(call, (x, residual, w, b), given)
+        leaves = [placed(t, sharding, grad=True) for t in (x, residual)]
+        leaves += [placed(t, Replicate(), grad=True) for t in (w, b)]
+        outputs, forward = collectives(lambda call=call, leaves=leaves: call(*leaves))
+        parts = [placed(t, output.placements[0]) for t, output in zip(given, outputs, strict=True)]
+        found = torch.autograd.grad(outputs, leaves, parts)
+        all_same(outputs, expected)
+        all_same(found[:2], gradients[:2])
+        of_rows = {Shard(0): Partial(), Shard(1): Partial(), Replicate(): Replicate()}[sharding]
+        joined = name == "heads" and sharding == Shard(1)
+        assert outputs[1].placements == (sharding,)
+        assert forward == ({"all_gather_into_tensor": 1} if joined else {}), name
+        assert found[2].placements == ((Replicate() if joined else of_rows),)
+        if found[2].placements == (Replicate(),):
+            same(found[2], gradients[2])
+        assert found[2].to_local().shape == w.shape
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
