@@ -17,8 +17,11 @@ enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4 };
 
 enum fn_pass { FN_FORWARD, FN_BACKWARD };
 
-/* The operands of a forward pass, as in `Forward` of fusednorm/call.py; and a bias, which only the fast path passes. */
-enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_BIAS, FN_FORWARD_OPERANDS };
+/* The operands of a forward pass, as in `Forward` of fusednorm/call.py. */
+enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_FORWARD_OPERANDS };
+
+/* A bias: the fast path passes it to the C library, whose kernels alone know it. */
+enum { FN_BIAS = FN_FORWARD_OPERANDS, FN_FORWARD_OPERANDS_IN_C };
 
 /*
  * The operands of a backward pass, as in `Backward` of fusednorm/call.py. FN_PARTIAL, [blocks, hidden], is scratch of GPU

@@ -294,7 +294,7 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
         return 0;
     if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return 0;
     if (!fn_read(arguments[FN_X], &t[FN_X], &o[FN_X]) || t[FN_X].ndim == 0) return 0;
-    for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS; i++) {
+    for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS_IN_C; i++) {
         PyObject *given = arguments[i == FN_RSTD ? RSTD : i == FN_BIAS ? BIAS : i];
         o[i] = (struct fn_operand){.kind = FN_NONE};
         if (given == Py_None) continue;
@@ -398,7 +398,7 @@ static int count_writes(PyObject *const outputs[2], const int written[2]) {
 /* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
 static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
     struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
-    tensor t[FN_FORWARD_OPERANDS];
+    tensor t[FN_FORWARD_OPERANDS_IN_C];
     if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN) {
         PyErr_Format(PyExc_TypeError, "forward takes %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN, count);
         return NULL;

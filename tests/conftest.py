@@ -54,6 +54,8 @@ def patch_language_once():
 #: Tests of the kit that all such backends leave out: most mixes of dtypes, and most sizes.
 MOST = (
     r"test_norm_before_add.py::test_(flags|mixed_dtypes|data)|"
+    r"test_affine.py::test_(bias|mixed_dtypes|many)|test_(separate_calls|each_head_is\w+)\[\w+-(?!bfloat16)|"
+    r"test_norm_before_add.py::test_golden_vectors\[\w+-(?!(0|3|6|9|20|23)\])|"
     r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
     r"test_mixed_dtypes\[\w+-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
     r"test_sizes\[\w+-(?!(1|8|33|64|128|768|1024|1025|1029|2048|4097|5120|7168|18432|40999|262144)\])|"

@@ -9,6 +9,7 @@ computes them. The script refuses to write if the oracle, which shares no code w
 import json
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -114,9 +115,16 @@ COMPOSITIONS = Path(__file__).parent / "golden-compositions.json"
 
 #: The operands and the outputs of each composition; each output has a gradient, in the same order.
 _NAMES = {
+    "rms_norm": (("x", "weight", "bias"), ("out",)),
+    "fused_add_rms_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
     "rms_norm_add": (("x", "residual", "weight"), ("residual_out",)),
     "rms_norm_add_rms_norm": (("x", "residual", "weight", "next_weight"), ("out", "residual_out")),
 }
+
+
+def _dtypes(flags):
+    """Flags of a vector as a call takes them."""
+    return {**flags, "between": getattr(torch, flags["between"])} if flags.get("between") else flags
 
 
 def results_of_composition(vector):
@@ -124,8 +132,7 @@ def results_of_composition(vector):
     names, outputs = _NAMES[vector["function"]]
     leaves = {name: decoded(vector[name]) for name in names}
     present = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
-    flags = {**vector["flags"], "between": vector["between"] and getattr(torch, vector["between"])}
-    found = getattr(fusednorm, vector["function"])(*leaves.values(), **flags)
+    found = getattr(fusednorm, vector["function"])(**leaves, **_dtypes(vector["flags"]))
     found = dict(zip(outputs, found if isinstance(found, tuple) else (found,), strict=True))
     incoming = [decoded(vector[f"d_{name}"]) for name in outputs]
     gradients = torch.autograd.grad(tuple(found.values()), tuple(present.values()), incoming)
@@ -133,7 +140,7 @@ def results_of_composition(vector):
 
 
 def _composition_cases():
-    """Function, case, ``between``, and the flags that a case does not have."""
+    """Function, case, heads of the weight and of the bias (0: one row for all), and the flags that a case lacks."""
     for case, between, next_eps in (
         (Case(2, 33).of(BF16), None, 1e-6),
         (Case(2, 33).of(BF16), "float32", 1e-3),
@@ -145,29 +152,52 @@ def _composition_cases():
         (Case(2, 64, data="nan row").of(BF16), None, 1e-6),
         (Case(2, 64, data="zeros").of(F32), None, 0.0),
     ):
-        yield "rms_norm_add_rms_norm", case, between, {"next_eps": next_eps, "round_sum": case.round_sum}
-        yield "rms_norm_add", case, between, {}
+        flags = {"between": between, "next_eps": next_eps, "round_sum": case.round_sum}
+        yield "rms_norm_add_rms_norm", case, 0, 0, flags
+        yield "rms_norm_add", case, 0, 0, {"between": between}
+    for case, weight_heads, bias_heads, x_scale in (
+        (Case(4, 33).of(BF16), 0, 0, 1.0),
+        (Case(4, 33, BF16, F32, F16, round_norm=True), 2, 0, 0.22),
+        (Case(4, 130).of(F16, weight_offset=1.0, data="ties"), 2, 2, 0.5),
+        (Case(4, 40).of(F32, round_sum=False), 0, 2, 3.0),
+        (Case(4, 70, F64, F16, None), 0, 0, 0.1),
+        (Case(4, 64, data="nan row").of(BF16), 2, 2, 1.0),
+    ):
+        yield "fused_add_rms_norm", case, weight_heads, bias_heads, {"round_sum": case.round_sum, "x_scale": x_scale}
+        yield "rms_norm", replace(case, residual=None), weight_heads, bias_heads, {}
+
+
+def _rows(case, heads, seed):
+    """A weight or a bias."""
+    rows = [operands(Case(case.rows, case.hidden, weight=case.weight, seed=seed + k))[2] for k in range(heads or 1)]
+    return rows[0] if not heads else torch.stack(rows)
 
 
 def vectors_of_compositions():
     """All vectors of compositions, computed by the current backend; none that the oracle contradicts."""
     made = []
-    for function, case, between, flags in _composition_cases():
+    for function, case, weight_heads, bias_heads, flags in _composition_cases():
         names, outputs = _NAMES[function]
         x, residual, weight = operands(case)
-        next_weight = operands(Case(case.rows, case.hidden, weight=case.weight, seed=2))[2]
-        inputs = {"x": x, "residual": residual, "weight": weight, "next_weight": next_weight}
-        inputs = {name: inputs[name] for name in names}
+        inputs = {"x": x, "residual": residual, "weight": weight, "next_weight": _rows(case, 0, 2), "bias": None}
+        if "bias" in names:
+            inputs["weight"] = None if weight is None else _rows(case, weight_heads, 10)
+            inputs["bias"] = _rows(replace(case, weight=case.weight or F32), bias_heads, 20)
         d_out, d_residual_out, _ = operands(Case(case.rows, case.hidden, case.x, case.residual, seed=1))
         incoming = {"d_out": d_out, "d_residual_out": d_residual_out}
+        if weight_heads or bias_heads:
+            rows = {**inputs, **incoming}
+            rows = {name: t.unflatten(0, (-1, 2)) for name, t in rows.items() if t is not None and t.shape == x.shape}
+            inputs = {name: rows.get(name, t) for name, t in inputs.items()}
+            incoming = {name: rows.get(name, t) for name, t in incoming.items()}
+        inputs = {name: inputs[name] for name in names}
         incoming = {f"d_{name}": incoming[f"d_{name}"] for name in outputs}
         flags = {"eps": case.eps, "weight_offset": case.weight_offset, "round_norm": case.round_norm, **flags}
-        vector = {"function": function, "between": between, "flags": flags}
+        vector = {"function": function, "flags": flags}
         vector |= {name: encoded(t) for name, t in {**inputs, **incoming}.items()}
         found = results_of_composition(vector)
-        asked = {**flags, "between": between and getattr(torch, between)}
-        wanted = getattr(oracle, function)(tuple(inputs.values()), tuple(incoming.values()), **asked)
-        for (name, got), array in zip(found.items(), (w for w in wanted if w is not None), strict=True):
+        wanted = oracle.of_composition(function, inputs, tuple(incoming.values()), _dtypes(flags))
+        for (name, got), array in zip(found.items(), wanted, strict=True):
             if differing(got.detach().double(), torch.from_numpy(array)).any():
                 sys.exit(f"{function}, {case}: the oracle has other values for {name}; nothing was written")
         made.append(vector | {"expected": {name: encoded(t) for name, t in found.items()}})

@@ -101,6 +101,15 @@ def forward(
     return round_to(y, out_dtype or x.dtype), total, rstd, h
 
 
+def of_composition(function, inputs, incoming, flags):
+    """Outputs and gradients of the public function of that name, as float64 arrays; of operands that are there."""
+    if "bias" in inputs:
+        found = affine([inputs.get(name) for name in ("x", "residual", "weight", "bias")], incoming, **flags)
+    else:
+        found = globals()[function](tuple(inputs.values()), incoming, **flags)
+    return [array for array in found if array is not None]
+
+
 @np.errstate(all="ignore")
 def affine(
     leaves,
