@@ -115,7 +115,7 @@ static int bypasses_cache(const struct fn_call *calls, int count) {
 struct part {
     const struct fn_call *given;
     struct fn_forward_job job; /* of the first rows, and of all where they lie in one level */
-    fn_forward_rows *forward_rows;
+    const struct fn_kernels *kernels;
 };
 
 /*
@@ -137,7 +137,7 @@ static int64_t outer_bytes(const struct fn_operand *o, int64_t outer) { return o
 static void run_rows(const struct part *part, const struct fn_forward_job *given, int64_t begin, int64_t end, void *scratch) {
     const struct fn_call *c = part->given;
     if (c->inner == c->rows) {
-        part->forward_rows(given, begin, end, scratch);
+        part->kernels->forward_rows(given, begin, end, scratch);
         return;
     }
     for (int64_t row = begin; row < end;) {
@@ -150,7 +150,7 @@ static void run_rows(const struct part *part, const struct fn_forward_job *given
         if (job.residual_out) job.residual_out += outer_bytes(&c->operand[FN_RESIDUAL_OUT], outer);
         if (job.rstd) job.rstd = (char *)job.rstd + first * fn_element_size(c->operand[FN_RSTD].kind);
         job.first_row = first;
-        part->forward_rows(&job, row - first, next - first, scratch);
+        part->kernels->forward_rows(&job, row - first, next - first, scratch);
         row = next;
     }
 }
@@ -171,8 +171,11 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
 }
 
 static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t end, char *buffer) {
-    if (chain->count == 1) run_rows(&chain->part[0], &chain->part[0].job, begin, end, buffer);
-    else run_blocks(chain, begin, end, buffer, buffer + chain->passed_bytes);
+    const struct part *part = chain->part;
+    void *scratch = buffer + chain->passed_bytes;
+    if (chain->count == 1) run_rows(part, &part->job, begin, end, scratch);
+    else if (part->given->inner != part->given->rows || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
+        run_blocks(chain, begin, end, buffer, scratch);
 }
 
 static void run_on_stack(const struct chain *chain, int64_t begin, int64_t end) {
@@ -207,14 +210,14 @@ static struct part part_of(const struct fn_call *c) {
                 .bias_kind = (int)o[FN_BIAS].kind, .bias = (const void *)o[FN_BIAS].address, .heads = c->heads,
                 .weight_stride = o[FN_WEIGHT].stride * fn_element_size(o[FN_WEIGHT].kind),
                 .bias_stride = o[FN_BIAS].stride * fn_element_size(o[FN_BIAS].kind)},
-        .forward_rows = fn_kernels((int)o[FN_X].kind)->forward_rows,
+        .kernels = fn_kernels((int)o[FN_X].kind),
     };
     part.job.from_memory =
         c->rows * c->hidden * (fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind)) >= FN_FROM_MEMORY_BYTES;
     return part;
 }
 
-/* So many bytes pass between two parts, unless ONE_KIND_ROWS of kernel_body.h, from which on rows overlap, are more. */
+/* So many bytes pass between two parts, unless ONE_KIND_ROWS of forward_body.h, from which on rows overlap, are more. */
 enum { BLOCK_BYTES = 64 * 1024, BLOCK_ROWS = 4 };
 
 int fn_forward(const struct fn_call *calls, int count) {
@@ -239,7 +242,8 @@ int fn_forward(const struct fn_call *calls, int count) {
         const int64_t row_bytes = job->x_stride;
         chain.block = BLOCK_BYTES / row_bytes > BLOCK_ROWS ? BLOCK_BYTES / row_bytes : BLOCK_ROWS;
         if (chain.block > rows) chain.block = rows;
-        chain.passed_bytes = (size_t)round_up(chain.block * row_bytes, FN_ALIGNMENT);
+        const int64_t passed = chain.block * row_bytes, gain = 4 * fn_float_row(calls->hidden);
+        chain.passed_bytes = (size_t)round_up(passed > gain ? passed : gain, FN_ALIGNMENT);
     }
     int threads = calls->threads < rows ? (int)calls->threads : (int)rows;
     if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;

@@ -47,6 +47,13 @@ struct fn_forward_job {
 /* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */
 typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch);
 
+/*
+ * Normalises rows [begin, end) as `first` says, and passes them to `next`, which adds the residual and normalises again.
+ * Returns 0, having done nothing, where another way is needed. `gain` has room for fn_float_row(hidden) floats.
+ */
+typedef int fn_two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin,
+                              int64_t end, void *scratch, float *gain);
+
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
 
 /* The elements that scratch holds as float between the passes: several short rows, or one row in whole segments. */
@@ -126,6 +133,7 @@ size_t fn_backward_scratch_bytes(const struct fn_backward_job *job);
 /* The functions that each file kernel_<isa>.c defines. */
 struct fn_kernels {
     fn_forward_rows *forward_rows;
+    fn_two_norms_rows *two_norms_rows;
     fn_backward_begin *backward_begin;
     fn_backward_rows *backward_rows;
     fn_backward_flush *backward_flush;

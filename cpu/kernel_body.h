@@ -153,7 +153,9 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
 
 #include "forward_body.h"
 
+#include "two_norms_body.h"
+
 #include "backward_body.h"
 
 const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
-    forward_rows, backward_begin, backward_rows, backward_flush, backward_end};
+    forward_rows, two_norms_rows, backward_begin, backward_rows, backward_flush, backward_end};
