@@ -1225,8 +1225,8 @@ MUTANTS = (
         ROW,
         "Distributed: parts of rows are normalised by themselves",
         "fusednorm/distributed.py",
-        "operands[0].ndim - 1]",
-        "operands[0].ndim]",
+        "< most - whole]",
+        "< most]",
     ),
     Mutant(
         ROW,
@@ -1260,7 +1260,7 @@ MUTANTS = (
         SAME,
         "Distributed: a gradient that is not needed is sharded",
         "fusednorm/distributed.py",
-        "spec if need else whole for",
+        "spec if need else _replicated(rows) for",
         "spec for",
     ),
     Mutant(
@@ -1284,8 +1284,8 @@ MUTANTS = (
         ROW,
         "Distributed: rows of a flattened batch are gathered",
         "fusednorm/distributed.py",
-        'if getattr(placement, "dim", operands[0].ndim) < operands[0].ndim - 1',
-        "if placement.is_shard() and placement.dim < operands[0].ndim - 1",
+        'if getattr(placement, "dim", most) < most - whole',
+        "if placement.is_shard() and placement.dim < most - whole",
     ),
     Mutant(
         SAME,
@@ -1685,6 +1685,20 @@ MUTANTS = (
         "cpu/forward_body.h",
         "        if (i < job->hidden) add_residual(x, residual, 1, 0, &row, i, (int)(job->hidden - i));\n",
         "",
+    ),
+    Mutant(
+        SAME,
+        "Distributed: heads with a row each lie on several ranks",
+        "fusednorm/distributed.py",
+        "whole=2 if of_heads else 1",
+        "whole=1",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_before_add: the second norm of float rows takes the first one's eps",
+        "cpu/two_norms_body.h",
+        "next->hidden, next->eps);",
+        "next->hidden, first->eps);",
     ),
     Mutant(
         FUSED,
