@@ -12,8 +12,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="operands lie between pages guarded by mprotect")
-def test_ten_seconds():
-    command = [sys.executable, "-P", HERE / "fuzz.py", "--minutes", "0.17"]
+def test_five_seconds():
+    command = [sys.executable, "-P", HERE / "fuzz.py", "--minutes", "0.085"]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout)  # the seed, and the inputs tried
     assert done.returncode == 0, done.stdout + done.stderr
@@ -21,12 +21,12 @@ def test_ten_seconds():
         assert int(re.search(rf"(\d+) {kind}", done.stdout)[1]) > 0, kind
 
 
-def test_five_thousand_calls_of_operators():
+def test_two_thousand_calls_of_operators():
     """Operands of every wrong kind, as torch.ops.fusednorm may be given them."""
     seed = str(random.SystemRandom().randrange(2**31))
-    command = [sys.executable, "-P", "-W", "ignore", HERE / "fuzz_operators.py", "--calls", "5000", "--seed", seed]
+    command = [sys.executable, "-P", "-W", "ignore", HERE / "fuzz_operators.py", "--calls", "2000", "--seed", seed]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    raised, returned = map(int, re.search(r"5000 calls: (\d+) raised, (\d+) returned", done.stdout).groups())
-    assert min(raised, returned) > 300
+    raised, returned = map(int, re.search(r"2000 calls: (\d+) raised, (\d+) returned", done.stdout).groups())
+    assert min(raised, returned) > 120

@@ -19,7 +19,7 @@ import torch
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import compare, environment, proof, registry
+from fusednorm import compare, environment, listeners, proof, registry
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 
 ROOT = Path(__file__).parents[1]
@@ -314,3 +314,44 @@ def test_the_table_names_tests_that_exist():
         assert named, row
         for file, name in named:
             assert re.search(rf"^def {name}\(", (ROOT / file).read_text("utf-8"), re.MULTILINE), (file, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"_C.{question.__name__}" for question in listeners.QUESTIONS),
+        "_C._len_torch_function_stack",
+        "autograd.profiler._is_profiler_enabled",
+        "_library.autograd",
+    ],
+)
+def test_a_name_that_torch_no_longer_has(name):
+    """Where torch lacks a name that is not public, calls go through its dispatcher: slower, and right."""
+    code = f"""
+import sys, torch
+import torch.utils._device  # torch's own code takes the name from here on
+class Gone:
+    def find_spec(name, *_):
+        if name == "torch._library.autograd":
+            raise ImportError(name)
+if "{name}" == "_library.autograd":
+    import torch._library.autograd
+    del sys.modules["torch._library.autograd"]
+    sys.meta_path.insert(0, Gone)
+else:
+    del torch.{name}
+import fusednorm
+from fusednorm import fast_path, listeners
+asked = "{name}" != "_library.autograd"
+assert listeners.MISSING == ["{name.rpartition(".")[2]}"] * asked, listeners.MISSING
+assert fast_path.OPEN == (not asked and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
+x, weight = torch.randn(3, 16), torch.rand(16)
+with fusednorm.use_backend("reference"):
+    expected = fusednorm.fused_add_rms_norm(x, x, weight)
+assert all(map(torch.equal, fusednorm.fused_add_rms_norm(x, x, weight), expected))
+assert torch.equal(fusednorm.rms_norm_(x.clone(), weight), fusednorm.rms_norm(x, weight))
+leaf = x.clone().requires_grad_()
+fusednorm.rms_norm(leaf, weight).sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
