@@ -1,9 +1,12 @@
 """A part of tox's configuration: its environments that name one folder share what is installed there.
 
+Beside them, the environment `aarch64` is prepared in the background, because one core does nothing meanwhile.
+
 tox makes an environment anew when it finds another environment's name in the folder. These environments have the same
 dependencies, so that the name does not matter. They run one after the other: `tox -p` is not for them.
 """
 
+import subprocess
 from contextlib import contextmanager
 
 from tox.plugin import impl
@@ -32,6 +35,31 @@ class Shared(VirtualEnvRunner):
     @property
     def cache(self):
         return AnyName(self.env_dir)
+
+
+#: What tox was asked to do, until the preparation begins.
+SESSION = []
+
+
+@impl
+def tox_add_core_config(core_conf, state):
+    """Keeps what tox was asked to do."""
+    SESSION.append(state)
+
+
+@impl
+def tox_on_install(tox_env, arguments, section, of_type):
+    """Prepares the emulated processor of `aarch64` while the first environment is installed, where both are asked for.
+
+    `aarch64` runs the same command. It waits for this one, and says what went wrong.
+    """
+    while SESSION:
+        state = SESSION.pop()
+        if {"aarch64", "types"} <= set(state.envs.iter()):
+            root = state.conf.core["tox_root"]
+            command = [root / "tests" / "emulation" / "aarch64", "--install", root]
+            nothing = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
+            subprocess.Popen(command, cwd=root, start_new_session=True, **nothing)
 
 
 @impl

@@ -120,6 +120,13 @@ def test_outputs_that_share_memory_with_a_bias():
         assert torch.equal(rms_norm_(x, x[1], bias=x[0]), rms_norm(X, X[1], bias=X[0]))
 
 
+def test_each_operand_may_need_a_gradient():
+    rms_norm(X)  # opens the fast path
+    for index in range(4):
+        x, r, w, b = (t.clone().requires_grad_(i == index) for i, t in enumerate((X, RESIDUAL, HEADS, WEIGHT)))
+        assert fused_add_rms_norm(x, r, w, bias=b)[0].requires_grad
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_gradients_are_derivatives():
     x, residual, weight, heads = (

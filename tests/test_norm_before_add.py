@@ -122,14 +122,25 @@ def test_blocks_of_large_outputs(monkeypatch):
 
 def test_outputs_that_share_memory_with_a_weight():
     """The fast path leaves such calls to Python: the first weight is read before anything is written."""
+    x, residual, _ = operands(Case(100, 64).of(F32))  # several blocks of rows
     for _ in range(2):  # the first call opens the fast path
-        memory, residual = X.clone(), RESIDUAL.clone()
-        wanted = rms_norm_add_rms_norm(X, RESIDUAL, X[1])
-        assert same(rms_norm_add_rms_norm_(memory, residual, memory[1]), wanted)
-        memory = X.clone()
+        memory = x.clone()
+        wanted = rms_norm_add_rms_norm(x, residual, x[1])
+        assert same(rms_norm_add_rms_norm_(memory, residual.clone(), memory[1]), wanted)
+        memory = x.clone()
         with pytest.raises(ValueError, match="shares memory with next_weight"):
-            rms_norm_add_rms_norm_(memory, RESIDUAL.clone(), None, memory[1])
-        assert torch.equal(memory, X)
+            rms_norm_add_rms_norm_(memory, residual.clone(), None, memory[1])
+        assert torch.equal(memory, x)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_each_operand_may_need_a_gradient(index):
+    for function, count in ((rms_norm_add, 3), (rms_norm_add_rms_norm, 4)):
+        function(X, RESIDUAL)  # opens the fast path
+        given = [t.clone().requires_grad_(i == index) for i, t in enumerate((X, RESIDUAL, WEIGHT, WEIGHT)[:count])]
+        outputs = function(*given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert outputs[0].requires_grad == (index < count)
 
 
 def test_in_place_refuses_what_requires_grad():
