@@ -58,7 +58,7 @@ def tox_on_install(tox_env, arguments, section, of_type):
         if {"aarch64", "types"} <= set(state.envs.iter()):
             root = state.conf.core["tox_root"]
             command = [root / "tests" / "emulation" / "aarch64", "--install", root]
-            nothing = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
+            nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             subprocess.Popen(command, cwd=root, start_new_session=True, **nothing)
 
 
