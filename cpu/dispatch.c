@@ -173,8 +173,10 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
 static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t end, char *buffer) {
     const struct part *part = chain->part;
     void *scratch = buffer + chain->passed_bytes;
-    if (chain->count == 1) run_rows(part, &part->job, begin, end, scratch);
-    else if (part->given->inner != part->given->rows || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
+    const int one_level = part->given->inner == part->given->rows;
+    if (chain->count == 1)
+        run_rows(part, &part->job, begin, end, scratch);
+    else if (!one_level || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
         run_blocks(chain, begin, end, buffer, scratch);
 }
 
@@ -212,8 +214,8 @@ static struct part part_of(const struct fn_call *c) {
                 .bias_stride = o[FN_BIAS].stride * fn_element_size(o[FN_BIAS].kind)},
         .kernels = fn_kernels((int)o[FN_X].kind),
     };
-    part.job.from_memory =
-        c->rows * c->hidden * (fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind)) >= FN_FROM_MEMORY_BYTES;
+    const int64_t read = fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind);
+    part.job.from_memory = c->rows * c->hidden * read >= FN_FROM_MEMORY_BYTES;
     return part;
 }
 

@@ -476,9 +476,9 @@ static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
 static PyMethodDef forward_method = {
     "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
     "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask, bias, x_scale[, "
-    "first_weight, first_eps, between_is_float32, next_norm])\n--\n\nThe outputs (any operand but x may be None), or None if nothing was "
-    "done and Python must make the call. The last arguments ask for a norm of x before the addition, and say whether a "
-    "norm follows the addition."};
+    "first_weight, first_eps, between_is_float32, next_norm])\n--\n\nThe outputs (any operand but x may be None), or None "
+    "if nothing was done and Python must make the call. The last arguments ask for a norm of x before the addition, and "
+    "say whether a norm follows the addition."};
 
 static PyObject *forward_on(PyObject *module, PyObject *arguments) {
     (void)module;

@@ -186,7 +186,8 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
     if (i < hidden)
         row->sums[sums++] = u_halve(x == BF16P, sum_short_segment(x, residual, round_sum, row, i, hidden - i));
     if (previous) {
-        for (; i + UNIT <= hidden; i += UNIT) scale_unit(x, norm, F32, 0, affine, x, previous, i, UNIT, previous->bypass_cache);
+        for (; i + UNIT <= hidden; i += UNIT)
+            scale_unit(x, norm, F32, 0, affine, x, previous, i, UNIT, previous->bypass_cache);
         if (i < hidden) scale_unit(x, norm, F32, 0, affine, x, previous, i, (int)(hidden - i), 0);
     }
     return halve_sums(row->sums, sums);
@@ -432,7 +433,8 @@ static struct affine affine_of(const struct fn_forward_job *job, const struct pl
         a.gain = scratch;
         a.gain_stride = job->weight_stride ? room : 0;
         for (int64_t h = 0; h < (job->weight_stride ? job->heads : 1); h++)
-            widen_weight(p->weight, (const char *)job->weight + h * job->weight_stride, offset, 1, job->hidden, scratch + h * room);
+            widen_weight(p->weight, (const char *)job->weight + h * job->weight_stride, offset, 1, job->hidden,
+                         scratch + h * room);
     }
     scratch += job->heads * room;
     if (bias != F32) {

@@ -22,7 +22,8 @@ FN_INLINE U add_normed(const struct first_norm *first, const struct row *row, in
 }
 
 /* The last n elements of a row, as a unit that is still to be halved. */
-FN_INLINE U add_normed_part(const struct first_norm *first, const struct row *row, int64_t begin, int64_t n, float *squares) {
+FN_INLINE U add_normed_part(const struct first_norm *first, const struct row *row, int64_t begin, int64_t n,
+                            float *squares) {
     int64_t width = UNIT, i = 0;
     while (width < n) width *= 2;
     for (; i + UNIT <= n; i += UNIT) u_store(F32, squares, i, UNIT, add_normed(first, row, u_index(begin + i), UNIT));
