@@ -37,7 +37,7 @@ from guard_pages import PAGE, Guarded
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROOM = 96 * 1024  # bytes that an operand may reach over
 OUTPUTS = ("out", "residual_out")
-NAMES = ("x", "residual", "weight", *OUTPUTS, "dy", "d_total")
+NAMES = ("x", "residual", "weight", "bias", *OUTPUTS, "dy", "d_total")
 NORMAL = torch.randn(2 * ROOM // 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -87,6 +87,7 @@ class Input:
         self.fused = random.random() < 0.7
         if self.fused:
             self.flags["round_sum"] = random.random() < 0.6
+            self.flags["x_scale"] = random.choice((*5 * (1.0,), 0.22, -1e-3, 3e38, 1))
         self.in_place = not self.gradient and random.random() < 0.2
         self.dtypes = {}  # of new outputs
         for name in ("out_dtype", *(("residual_dtype",) if self.fused else ())):
@@ -142,10 +143,10 @@ class Input:
             return
         if name in OUTPUTS and (self.gradient or self.in_place or random.random() < 0.4):
             return
-        if name == "weight":
-            if random.random() < 0.2:
+        if name in ("weight", "bias"):
+            if random.random() < (0.2 if name == "weight" else 0.75):
                 return
-            shape = shape[-1:]
+            shape = shape[-2:] if random.random() < 0.2 else shape[-1:]
         dtype = self.some_dtype()
         if name == "out" and random.random() < 0.97:
             dtype = self.dtypes.get("out_dtype", dtype)
@@ -247,12 +248,14 @@ class Input:
         outputs = {name: tensors[name] for name in OUTPUTS if name in tensors}
         function = "fused_add_rms_norm" if self.fused else "rms_norm"
         given = [tensors["x"], *([tensors["residual"]] if self.fused else []), tensors.get("weight")]
-        found = getattr(fusednorm, function + ("_" if in_place else ""))(*given, **self.flags, **self.dtypes, **outputs)
+        options = {**self.flags, **self.dtypes, **outputs, "bias": tensors.get("bias")}
+        found = getattr(fusednorm, function + ("_" if in_place else ""))(*given, **options)
         return found if self.fused else (found,)
 
     def gradients(self):
         """A function that returns the gradients of some operands, through the outputs that have gradients; or None."""
-        needed = [name for name in ("x", "residual", "weight") if name in self.tensors and self.random.random() < 0.8]
+        leaves = ("x", "residual", "weight", "bias")
+        needed = [name for name in leaves if name in self.tensors and self.random.random() < 0.8]
         names = [name for name in ("dy", "d_total") if name in self.tensors]
         floating = all(tensor.is_floating_point() for tensor in self.tensors.values())
 
