@@ -195,9 +195,9 @@ static void run_thread(void *argument, int thread, int threads) {
     fn_leave_ieee(state);
 }
 
-static struct part part_of(const struct fn_call *c) {
+static void prepare(struct part *part, const struct fn_call *c) {
     const struct fn_operand *o = c->operand;
-    struct part part = {
+    *part = (struct part){
         .given = c,
         .job = {.x_kind = (int)o[FN_X].kind, .residual_kind = (int)o[FN_RESIDUAL].kind, .weight_kind = (int)o[FN_WEIGHT].kind,
                 .out_kind = (int)o[FN_OUT].kind, .flags = (int)c->flags, .x = (const char *)o[FN_X].address,
@@ -215,8 +215,7 @@ static struct part part_of(const struct fn_call *c) {
         .kernels = fn_kernels((int)o[FN_X].kind),
     };
     const int64_t read = fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind);
-    part.job.from_memory = c->rows * c->hidden * read >= FN_FROM_MEMORY_BYTES;
-    return part;
+    part->job.from_memory = c->rows * c->hidden * read >= FN_FROM_MEMORY_BYTES;
 }
 
 /* So many bytes pass between two parts, unless ONE_KIND_ROWS of forward_body.h, from which on rows overlap, are more. */
@@ -225,10 +224,14 @@ enum { BLOCK_BYTES = 64 * 1024, BLOCK_ROWS = 4 };
 int fn_forward(const struct fn_call *calls, int count) {
     const int64_t rows = calls->rows, elements = rows * calls->hidden;
     if (elements == 0) return 0;
-    struct chain chain = {.count = count};
+    struct chain chain; /* without an initializer: that would take as long as a short row */
     size_t scratch_bytes = 0;
+    chain.count = count;
+    chain.block = 0;
+    chain.passed_bytes = 0;
+    chain.buffers = NULL;
     for (int k = 0; k < count; k++) {
-        chain.part[k] = part_of(&calls[k]);
+        prepare(&chain.part[k], &calls[k]);
         struct fn_forward_job *job = &chain.part[k].job;
         size_t bytes = fn_scratch_bytes(job);
         if (k == count - 1 && bypasses_cache(calls, count)) {
