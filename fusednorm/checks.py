@@ -397,15 +397,17 @@ def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
     )
 
 
-def requires_grad(*operands: Tensor | None) -> bool:
+def requires_grad(x: Tensor, residual: Tensor | None, weight: Tensor | None, *others: Tensor | None) -> bool:
     """Whether an operand requires grad."""
     try:
-        for operand in operands:
-            if operand is not None and operand.requires_grad:
-                return True
+        return (
+            x.requires_grad
+            or (residual is not None and residual.requires_grad)
+            or (weight is not None and weight.requires_grad)
+            or (bool(others) and any(operand is not None and operand.requires_grad for operand in others))
+        )
     except AttributeError:  # not a tensor, which the checks to come report
-        pass
-    return False
+        return False
 
 
 def refuse_grad(name: str) -> NoReturn:

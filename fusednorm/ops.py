@@ -355,7 +355,7 @@ def beyond_fast_path(
 
 def _of_heads(weight: Tensor | None) -> bool:
     """Whether a weight has a row for each head."""
-    return isinstance(weight, Tensor) and weight.dim() == 2
+    return getattr(weight, "ndim", 1) == 2
 
 
 def _composed(
