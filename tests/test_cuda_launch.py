@@ -29,7 +29,7 @@ def test_forward():
 
     def fast(case, x, residual, weight, out=None, residual_out=None):
         numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-        return take(x, residual, weight, out, residual_out, *numbers, None, True)
+        return take(x, residual, weight, out, residual_out, *numbers, None, True, None, 1.0)
 
     for case in (
         Case(rows=5, hidden=968).of(BF16),
@@ -66,7 +66,7 @@ def test_forward():
         assert torch.equal(memory, before)
     unaligned = torch.zeros(5 * 968 + 1, dtype=BF16)[1:].view(5, 968)
     assert fast(case, unaligned, residual, weight) is None
-    assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None, True) is None
+    assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0) is None
 
 
 def test_sums_of_another_dtype_have_kernels_of_their_own():
@@ -221,7 +221,7 @@ def both_passes(hidden):
 
     yield (
         python_forward,
-        lambda: take(x, residual, weight, None, None, *numbers, None, True),
+        lambda: take(x, residual, weight, None, None, *numbers, None, True, None, 1.0),
         expected(case, "cuda"),
         hold_forward,
     )
@@ -349,15 +349,15 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     value = {name: 1000 + 64 * i for i, name in enumerate(fields)}
     value |= {"rows": 77 * 3, "block": 3, "blocks": 77, "eps": 1.5, "weight_offset": 2.5, "inner": 77 * 3 // levels}
     flat = [passes == "backward", 0, 0, 1, value["rows"], value["inner"], value["hidden_size"], value.get("block", 0)]
-    flat += [value.get("eps", 0.0), value["weight_offset"]]
+    flat += [0, 1, value.get("eps", 0.0), value["weight_offset"]]
     for name in operands:
         stride = value[f"{name}_stride"] if name in strided else 0
         flat += [packing.KINDS[real], value[name] * 8, 7 + 200 * stride if stride else 0, stride]
         value[name] *= 8
         if stride and levels == 2:
             value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
-    call = packing._CALL.pack(*flat, *[0] * (46 - len(flat)))
     try:
+        call = packing._CALL.pack(*flat, *[0] * (packing._CALL.size // 8 - len(flat)))
         fast_path.hold_cuda(call, 0, ((0, 32, 64, 0, 1, False, Share.ROWS),))
         assert fast_path.launch_cuda(call, 0) == 0
     finally:
