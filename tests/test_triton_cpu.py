@@ -62,10 +62,10 @@ def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weig
     of_rows = (0, 1, 3, 4) if len(addresses) == 6 else (0, 1, 2)
     stride = dict(zip(of_rows, strides, strict=True))
     kind = packing.KINDS[real]
-    numbers = [len(addresses) != 6, 0, 0, threads, rows, rows, hidden, block, eps, weight_offset]
+    numbers = [len(addresses) != 6, 0, 0, threads, rows, rows, hidden, block, 0, 1, eps, weight_offset]
     for i, address in enumerate(addresses):
         numbers += [kind if address else 0, address, 0, stride.get(i, 0)]
-    return packing._CALL.pack(*numbers, *[0] * (46 - len(numbers)))
+    return packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
 
 
 @pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
@@ -91,11 +91,11 @@ def test_c_gives_a_kernel_its_arguments(number, real):
 def test_c_gives_a_kernel_the_jumps_of_the_outer_level():
     calls = []
     forward = kernel(6, 11, ctypes.c_float, 2, calls)
-    numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0.0, 0.0]
+    numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0, 1, 0.0, 0.0]
     for address in (1000, 0, 2000, 3000, 0, 4000):
         level = (500, 8) if address in (1000, 3000) else (0, 0)
         numbers += [packing.KINDS[F32] if address else 0, address, *level]
-    call = packing._CALL.pack(*numbers, *[0] * (46 - len(numbers)))
+    call = packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
     assert [given[6:17] for given, _ in calls] == [(8, 0, 8, 0, 3, 476, 0, 476, 0, 8, 1)] * 6
     assert [given[19] for given, _ in calls] == list(range(6))
