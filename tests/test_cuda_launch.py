@@ -66,7 +66,8 @@ def test_forward():
         assert torch.equal(memory, before)
     unaligned = torch.zeros(5 * 968 + 1, dtype=BF16)[1:].view(5, 968)
     assert fast(case, unaligned, residual, weight) is None
-    assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0) is None
+    flags = (1e-6, 0.0, True, False, None, True, None, 1.0)
+    assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, *flags) is None
 
 
 def test_sums_of_another_dtype_have_kernels_of_their_own():
