@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_kernels import gain, narrowed, normalised, quotient, rows_at, rstd_of, widened
+from fusednorm.backends.triton_numbers import gain, narrowed, normalised, quotient, rows_at, rstd_of, widened
 
 #: What a pass has and does, added up: KEEP, for example, stores the sums in the first pass, and not in the second.
 ADD, KEEP, ROUND_SUM, ROUND_NORM, WEIGHT = (tl.constexpr(1 << bit) for bit in range(5))

@@ -631,7 +631,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton: neighbours added first",
-        "backends/triton_kernels.py",
+        "backends/triton_numbers.py",
         "(value.shape[0], 2, value.shape[1] // 2)), axis=1)",
         "(value.shape[0], value.shape[1] // 2, 2)), axis=2)",
         "triton",
@@ -678,7 +678,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton: ties away from even",
-        "backends/triton_kernels.py",
+        "backends/triton_numbers.py",
         "bits + 0x7FFF + ((bits >> 16) & 1)",
         "bits + 0x8000",
         "triton",
@@ -686,7 +686,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton: float64 rounded twice on its way to 16 bits",
-        "backends/triton_kernels.py",
+        "backends/triton_numbers.py",
         "value = rounded_to_odd(value)",
         "value = value.to(tl.float32)",
         "triton",
@@ -810,7 +810,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "Triton: the outer level of rows is lost",
-        "backends/triton_kernels.py",
+        "backends/triton_numbers.py",
         "(row * stride + row // inner * jump)",
         "row * stride",
         "triton",
@@ -889,8 +889,8 @@ MUTANTS = (
         "self._kernel[programs, 1, 1](*",
         "self._kernel.run(programs, 1, 1, 0, self._kernel.function, self._kernel.packed_metadata, None, None, None, *",
     ),
-    Mutant(SAME, "Triton: divides roughly", "backends/triton_kernels.py", "tl.div_rn(a, b)", "a / b"),
-    Mutant(SAME, "Triton: takes roots roughly", "backends/triton_kernels.py", "tl.sqrt_rn(mean)", "tl.sqrt(mean)"),
+    Mutant(SAME, "Triton: divides roughly", "backends/triton_numbers.py", "tl.div_rn(a, b)", "a / b"),
+    Mutant(SAME, "Triton: takes roots roughly", "backends/triton_numbers.py", "tl.sqrt_rn(mean)", "tl.sqrt(mean)"),
     Mutant(
         SAME,
         "Triton: the eps of a float64 call in float32",
