@@ -44,7 +44,10 @@ struct fn_forward_job {
     size_t bypass_cache; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
 
-/* Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border. */
+/*
+ * Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border and, from job->affine on,
+ * two rows of float for each head.
+ */
 typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch);
 
 /*

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 import fusednorm
 from fusednorm import norm_before_add, rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.backends import cpu
-from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, listed, operands
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
 LEAF = X.clone().requires_grad_()
@@ -138,8 +138,7 @@ def test_each_operand_may_need_a_gradient(index):
     for function, count in ((rms_norm_add, 3), (rms_norm_add_rms_norm, 4)):
         function(X, RESIDUAL)  # opens the fast path
         given = [t.clone().requires_grad_(i == index) for i, t in enumerate((X, RESIDUAL, WEIGHT, WEIGHT)[:count])]
-        outputs = function(*given)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = listed(function(*given))
         assert outputs[0].requires_grad == (index < count)
 
 

@@ -89,6 +89,11 @@ class Case:
         return {"weight_offset": self.weight_offset, "round_norm": self.round_norm}
 
 
+def listed(outputs):
+    """The outputs of a function that returns one or several."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def call(case, x, residual, weight, **outputs):
     """Calls the public function; returns y and the sum (None without a residual)."""
     if "out" not in outputs:

@@ -16,7 +16,7 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import BF16, F16, F32, F64, INTEGERS, Case, differing, dtype_name, operands
+from fusednorm.conformance.cases import BF16, F16, F32, F64, INTEGERS, Case, differing, dtype_name, listed, operands
 
 FORMATS = {2: "H", 4: "I", 8: "Q"}
 
@@ -133,7 +133,7 @@ def results_of_composition(vector):
     leaves = {name: decoded(vector[name]) for name in names}
     present = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
     found = getattr(fusednorm, vector["function"])(**leaves, **_dtypes(vector["flags"]))
-    found = dict(zip(outputs, found if isinstance(found, tuple) else (found,), strict=True))
+    found = dict(zip(outputs, listed(found), strict=True))
     incoming = [decoded(vector[f"d_{name}"]) for name in outputs]
     gradients = torch.autograd.grad(tuple(found.values()), tuple(present.values()), incoming)
     return found | {f"d_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}

@@ -7,7 +7,7 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, listed, operands
 
 #: Heads of the weight and of the bias: None for a row of all heads, 0 for no operand.
 HEADS = (None, 3)
@@ -15,7 +15,7 @@ HEADS = (None, 3)
 
 def check(case, agree, weight_heads, bias_heads, x_scale=1.0):
     """Compares outputs and all gradients with the oracle's, and calls with given outputs and in place with both."""
-    x, residual, _ = (None if t is None else t.unflatten(0, (-1, 3)) for t in (*operands(case)[:2], None))
+    x, residual = (None if t is None else t.unflatten(0, (-1, 3)) for t in operands(case)[:2])
     weight, bias = (
         None if heads == 0 else torch.stack([operands(replace(case, seed=seed + k))[2] for k in range(heads or 1)])
         for heads, seed in ((weight_heads, 10), (bias_heads, 20))
@@ -53,11 +53,6 @@ def check(case, agree, weight_heads, bias_heads, x_scale=1.0):
     if case.out is None and case.residual_out is None:
         for output, new in zip(listed(in_place(*given, case.eps, bias=bias, **flags)), outputs, strict=True):
             agree(output, new, f"{about}, in place")
-
-
-def listed(outputs):
-    """The outputs of a function that returns one or several."""
-    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @pytest.mark.promise("same bits")

@@ -8,7 +8,7 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import golden, oracle
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, listed, operands
 
 SMALL = (33, 128, 1029)
 
@@ -47,11 +47,6 @@ def check(case, agree, between=None, next_eps=None):
             in_place = listed(getattr(fusednorm, function + "_")(*leaves, case.eps, **flags, **asked))
             for output, new in zip(in_place, outputs, strict=True):
                 agree(output, new, f"{about}, in place")
-
-
-def listed(outputs):
-    """The outputs of a function that returns one or several."""
-    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @pytest.mark.promise("same bits")
