@@ -25,6 +25,7 @@ import fusednorm
 from fusednorm import compare, devices, doctor, proof, registry
 from fusednorm.bench import cells, plots, train
 from fusednorm.bench.cells import WrongBitsError
+from fusednorm.measured import OPERATIONS, OPS
 from fusednorm.peers import PEERS
 
 #: Exit statuses: the user interrupted the command; its arguments cannot be used, or nothing was measured.
@@ -100,6 +101,13 @@ def command_line() -> argparse.ArgumentParser:
     beside.add_argument(
         "--hidden-size", type=_count, default=4096, metavar="N", help="elements of a row (default 4096)"
     )
+    beside.add_argument(
+        "--op",
+        choices=OPERATIONS,
+        default="add_norm",
+        metavar="OP",
+        help=f"measure this operation: {', '.join(OPERATIONS)} (default: add_norm)",
+    )
     speed = command(
         "bench",
         "compare fusednorm's bits, then time fusednorm, a copy, and every other implementation on this machine",
@@ -118,9 +126,9 @@ def command_line() -> argparse.ArgumentParser:
     speed.add_argument(
         "--ops",
         nargs="+",
-        choices=cells.OPS,
+        choices=OPS,
         metavar="OP",
-        help=f"time these operations: {', '.join(cells.OPS)} (default: add_norm and backward)",
+        help=f"time these operations: {', '.join(OPS)} (default: add_norm and backward)",
     )
     speed.add_argument("--shapes", nargs="+", type=_shape, metavar="MxN", help="rows x hidden size, such as 1x4096")
     speed.add_argument(
@@ -304,6 +312,7 @@ def comparison(arguments: argparse.Namespace) -> int:
             arguments.dtypes or compare.DTYPES,
             arguments.hidden_size,
             arguments.device,
+            arguments.op,
             starting=status.update,
         )
     if not found["findings"] and not found["interrupted"]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fusednorm import doctor
 from fusednorm.backends.reference import rounded
-from fusednorm.peers import PEERS, Implementation, MissingError, implementations, in_a_line
+from fusednorm.measured import OPERATIONS, as_tuple
+from fusednorm.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
 
 DTYPES = ("bfloat16", "float16", "float32")
 EPS = 1e-6
@@ -77,15 +78,15 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
     return (ordinal(a) - ordinal(b)).abs()
 
 
-def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The formula in float64, rounded to x's dtype once, at the end.
+def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float, op: str = "add_norm") -> Tensor:
+    """The first output of an operation's formula in float64, rounded to x's dtype once, at the end.
 
     The errors of float64 are about 2^-52 of y. So where y is that near the middle between two numbers of float32 (about
     one element in 10^8), the result may be one ulp from the nearest number.
     """
-    total = x.double() + residual.double()
-    y = total / (total.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-    return rounded(y, x.dtype)
+    operation = OPERATIONS[op]
+    inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
+    return rounded(as_tuple(operation.formula(*inputs, weight.double(), eps))[0], x.dtype)
 
 
 def operands(dtype: torch.dtype, hidden_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,8 +117,16 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 
 @torch.no_grad()
-def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor) -> Finding:
-    """Measures one implementation in one dtype. An error that it raises is part of the finding.
+def measure(
+    implementation: Implementation,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    wanted: Tensor,
+    *,
+    op: str = "add_norm",
+) -> Finding:
+    """Measures one implementation of an operation in one dtype. An error that it raises is part of the finding.
 
     Args:
         implementation: from one of :data:`fusednorm.peers.PEERS`, or any other.
@@ -125,11 +134,14 @@ def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight:
         residual: [ROWS, N].
         weight: [N].
         wanted: [ROWS, N], see :func:`exact`.
+        op: of :data:`fusednorm.measured.OPERATIONS`; the implementation has it.
     """
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
+    if op != "add_norm" and implementation.name != COMPILED:
+        found.rounds = OPERATIONS[op].rounds
     before = torch.get_num_threads()
     try:
-        call = implementation.pure(weight, EPS)
+        call = implementation.pure(weight, EPS, op)
         y = _checked(call(x, residual), x)
         apart = ulps(y, wanted)
         found.max_ulp, found.mean_ulp = int(apart.max()), apart.double().mean().item()
@@ -139,7 +151,7 @@ def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight:
         alone = torch.cat([call(x[row : row + 1], residual[row : row + 1]) for row in range(ROWS)])
         found.differing_batches = [m for m in BATCHES if _differ(call(x[:m], residual[:m]), alone[:m])]
         if x.device.type == "cpu":
-            found.differing_threads = _threaded(implementation, x, residual, weight)
+            found.differing_threads = _threaded(implementation, x, residual, weight, op)
     except Exception as error:  # another library's code may raise anything, which is then its result
         found.error = in_a_line(error)
     finally:
@@ -147,12 +159,12 @@ def measure(implementation: Implementation, x: Tensor, residual: Tensor, weight:
     return found
 
 
-def _threaded(implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor) -> list[int]:
+def _threaded(implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, op: str) -> list[int]:
     """The numbers of threads that return other bits than one thread."""
 
     def outputs(count: int) -> list[Tensor]:
         torch.set_num_threads(count)
-        call = implementation.pure(weight, EPS)
+        call = implementation.pure(weight, EPS, op)
         return [call(x[:m], residual[:m]) for m in THREADED]
 
     one, *others = threads()
@@ -165,6 +177,7 @@ def report(
     dtypes: Iterable[str] = DTYPES,
     hidden_size: int = 4096,
     device: torch.device | str = "cpu",
+    op: str = "add_norm",
     *,
     starting: Callable[[str], object] = str,
 ) -> dict[str, Any]:
@@ -177,13 +190,14 @@ def report(
         dtypes: of :data:`DTYPES`.
         hidden_size: N.
         device: as torch names it.
+        op: of :data:`fusednorm.measured.OPERATIONS`; implementations without it are missing.
         starting: called with the name of each next measurement.
     """
     where = torch.device(device)
     given = {}
     for dtype in dtypes:
         on_cpu = operands(getattr(torch, dtype), hidden_size)
-        given[dtype] = [tensor.to(where) for tensor in (*on_cpu, exact(*on_cpu, EPS))]
+        given[dtype] = [tensor.to(where) for tensor in (*on_cpu, exact(*on_cpu, EPS, op))]
     findings: dict[str, list[Finding]] = {dtype: [] for dtype in given}
     missing = {}
     interrupted = False
@@ -191,19 +205,23 @@ def report(
     try:
         for name in names:
             try:
-                here = implementations(name, where)
+                found = implementations(name, where)
+                here = [implementation for implementation in found if implementation.of(op) is not None]
+                if not here:
+                    raise MissingError(f"it has no {op}")
             except MissingError as reason:
                 missing[name] = str(reason)
                 continue
             for implementation, dtype in itertools.product(here, given):
                 starting(f"{implementation.name}, {dtype}")
-                findings[dtype].append(measure(implementation, *given[dtype]))
+                findings[dtype].append(measure(implementation, *given[dtype], op=op))
     except KeyboardInterrupt:
         interrupted = True
     machine = doctor.report()
     return {
         **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
         "device": doctor.device_name(where),
+        "op": op,
         "rows": ROWS,
         "hidden_size": hidden_size,
         "eps": EPS,
@@ -232,7 +250,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
         console.width = max(console.width, 140)
     counts = found["threads"] or []
     console.print(
-        f"[bold]{found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, "
+        f"[bold]{found['op']}, {found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, "
         f"on {doctor.measured_on(found)}",
         highlight=False,
     )

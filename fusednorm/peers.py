@@ -9,16 +9,18 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fusednorm
+from fusednorm.measured import OPERATIONS, as_tuple
 
-#: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual.
-Call = Callable[[Tensor, Tensor], Any]
+#: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual. For another
+#: operation of fusednorm/measured.py: its inputs -> its outputs.
+Call = Callable[..., Any]
 
 
 #: The peer that compiles for every shape, which takes seconds.
@@ -38,14 +40,20 @@ class Implementation(NamedTuple):
     in_place: bool = False
     #: Whether a call has gradients.
     gradients: bool = False
-    #: As ``build``, for a norm without a residual (x -> y), where that is another function.
-    build_norm: Callable[[Tensor, float], Callable[[Tensor], Tensor]] | None = None
+    #: As ``build``, for operations other than "add_norm".
+    others: Mapping[str, Callable[[Tensor, float], Call]] = {}
 
-    def pure(self, weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """Returns a call: x and the residual -> y, which writes to neither."""
-        call = self.build(weight, eps)
+    def of(self, op: str) -> Callable[[Tensor, float], Call] | None:
+        """As ``build``, for an operation of :data:`fusednorm.measured.OPERATIONS`; None if it has no such function."""
+        return self.build if op == "add_norm" else self.others.get(op)
+
+    def pure(self, weight: Tensor, eps: float, op: str = "add_norm") -> Callable[[Tensor, Tensor], Tensor]:
+        """Returns a call: x and the residual -> the first output of an operation, which writes to neither."""
+        build, inputs = self.of(op), OPERATIONS[op].inputs
+        assert build is not None
+        call = build(weight, eps)
         if not self.in_place:
-            return lambda x, residual: call(x, residual)[0]
+            return lambda *given: as_tuple(call(*given[:inputs]))[0]
 
         def on_copies(x: Tensor, residual: Tensor) -> Tensor:
             y = x.clone()
@@ -93,44 +101,40 @@ def ours(device: torch.device) -> list[Implementation]:
             )
 
         rounds = ", ".join(["sum"] * round_sum + ["norm"] * round_norm) or "nothing"
-        return Implementation("fusednorm", version, rounds, build)
+        others = {op: of(op) for op in OPERATIONS if op != "add_norm" and (round_sum, round_norm) == (True, False)}
+        return Implementation("fusednorm", version, rounds, build, others=others)
+
+    def of(op: str) -> Callable[[Tensor, float], Call]:
+        return lambda weight, eps: OPERATIONS[op].calls(weight, eps).new
 
     return [implementation(*flags) for flags in ((True, False), (True, True), (False, False), (False, True))]
 
 
-def _unfused(weight: Tensor, eps: float) -> Call:
-    norm = _norm(weight, eps)
+def _of_formulas(name: str, rounds: str, compile_it: Callable[[Call], Call]) -> list[Implementation]:
+    """The formulas in torch."""
 
-    def call(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return norm(total), total
+    def of(op: str) -> Callable[[Tensor, float], Call]:
+        formula = OPERATIONS[op].formula
+        return lambda weight, eps: compile_it(lambda *given: formula(*given, weight, eps))
 
-    return call
-
-
-def _norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    others = {op: of(op) for op in OPERATIONS if op != "add_norm"}
+    return [Implementation(name, torch.__version__, rounds, of("add_norm"), gradients=True, others=others)]
 
 
 def eager(device: torch.device) -> list[Implementation]:
-    """``F.rms_norm(x + residual, ...)``."""
-    return [Implementation("torch eager", torch.__version__, "sum", _unfused, gradients=True, build_norm=_norm)]
+    """The formula, such as ``F.rms_norm(x + residual, ...)``."""
+    return _of_formulas("torch eager", "sum", lambda call: call)
 
 
 def compiled(device: torch.device) -> list[Implementation]:
-    """``F.rms_norm(x + residual, ...)`` under ``torch.compile``, compiled again for each number of threads."""
+    """The formula under ``torch.compile``, compiled again for each number of threads."""
 
-    def build(weight: Tensor, eps: float) -> Call:
+    def compile_it(call: Call) -> Call:
         torch.compiler.reset()
-        call: Call = torch.compile(_unfused(weight, eps))
-        return call
+        found: Call = torch.compile(call)
+        return found
 
-    def build_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-        torch.compiler.reset()
-        return torch.compile(_norm(weight, eps))
-
-    version = torch.__version__
-    return [Implementation(COMPILED, version, "as compiled", build, gradients=True, build_norm=build_norm)]
+    return _of_formulas(COMPILED, "as compiled", compile_it)
 
 
 def transformers(device: torch.device) -> list[Implementation]:

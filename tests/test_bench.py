@@ -12,6 +12,7 @@ import torch
 from fusednorm import peers
 from fusednorm.__main__ import main
 from fusednorm.bench import cells, plots, train
+from fusednorm.measured import GRADIENTS, OPS
 
 HIDDEN, ROWS = 64, 80
 CPU = torch.device("cpu")
@@ -91,7 +92,23 @@ def test_large_operands_take_turns():
 
 
 def test_bytes():
-    assert [cell(op, rows=2, dtype="bfloat16").nbytes for op in cells.OPS] == [4 * 256, 2 * 256, 4 * 256]
+    operands = {op: cell(op, rows=2, dtype="bfloat16").nbytes / (2 * HIDDEN * 2) for op in OPS}
+    assert operands == {
+        "add_norm": 4,
+        "norm": 2,
+        "norm_add": 3,
+        "norm_add_norm": 4,
+        "backward": 4,
+        "norm_add_norm_backward": 6,
+    }
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_copy_writes_half_of_the_operands(count):
+    operands = torch.arange(count * 4.0 * HIDDEN).view(count, 4, HIDDEN)
+    before = operands.clone()
+    cells.copy(*operands)
+    assert (operands != before).sum() == operands.numel() // 2
 
 
 def test_share_is_beside_the_copy():
@@ -124,19 +141,19 @@ def test_ratio_is_beside_the_same_way_of_calling():
 # Bits
 
 
-@pytest.mark.parametrize("op", cells.OPS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", cells.DTYPES)
 def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
     found = cells.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
     assert {name for name in found if name.startswith("fusednorm")} == {
         f"fusednorm {backend}{way}"
         for backend in ("cpu", "reference")
-        for way in ([""] if op == "backward" else ["", " in place", " out="])
+        for way in ([""] if op in GRADIENTS else ["", " in place", " out="])
     }
     assert {times["differing"] for name, times in found.items() if name != "copy"} == {0.0}
 
 
-@pytest.mark.parametrize("op", cells.OPS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("at", [0, -1])
 def test_one_wrong_bit_ends_it(monkeypatch, op, at):
     """In the first row or in the last, of the last of the contenders."""
@@ -147,10 +164,11 @@ def test_one_wrong_bit_ends_it(monkeypatch, op, at):
 
         def call(x, *others):
             outputs = last.call(x, *others)
-            y = outputs if op == "norm" else outputs[0]
+            alone = isinstance(outputs, torch.Tensor)
+            y = outputs if alone else outputs[0]
             step = torch.zeros_like(y)
             step[at, 5] = 2**-20
-            return y + step if op == "norm" else (y * (1 + step), *outputs[1:])
+            return y + step if alone else (y * (1 + step), *outputs[1:])
 
         yield from ways
         yield last._replace(call=call)
@@ -228,13 +246,13 @@ def run(*arguments):
 def test_command(tmp_path):
     file = tmp_path / "found.json"
     arguments = ["--peers", "eager", "liger", "--dtypes", "float32", "--json", str(file)]
-    done = run(*arguments, "--shapes", "1x64", "--ops", *cells.OPS)
+    done = run(*arguments, "--shapes", "1x64", "--ops", *OPS)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "liger: not measured: its Triton kernels need a GPU" in done.stdout
     found = json.loads(file.read_text())
     assert [(c["op"], c["rows"], c["hidden_size"], c["threads"]) for c in found["cells"]] == [
-        (op, 1, 64, 1) for op in cells.OPS
+        (op, 1, 64, 1) for op in OPS
     ]
     for c in found["cells"]:
         assert {"fusednorm", "torch eager", "copy"} <= c["contenders"].keys()
@@ -245,8 +263,8 @@ def test_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 of 2 were measured before" in done.stdout
     more = json.loads(file.read_text())
-    assert more["cells"][:3] == found["cells"]
-    assert [(c["op"], c["rows"]) for c in more["cells"][3:]] == [("norm", 3)]
+    assert more["cells"][: len(OPS)] == found["cells"]
+    assert [(c["op"], c["rows"]) for c in more["cells"][len(OPS) :]] == [("norm", 3)]
 
     done = run("--peers", "--dtypes", "float32", "--json", str(file), "--shapes", "1x64")
     assert done.returncode == 2
@@ -300,7 +318,7 @@ def test_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     bench = peer(monkeypatch, formula)
     results = cells.Results(bench.machine(), None)
-    for op in cells.OPS:
+    for op in OPS:
         results.add(cell(op, rows=2 if op == "norm" else 1), bench.measure(cell(op)))
     plots.plot(results.found, str(tmp_path / "found.png"))
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"

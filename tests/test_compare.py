@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from fusednorm import compare, peers
+from fusednorm import measured as measured_operations
 from fusednorm.conformance.cases import BF16, F16, F32, F64
 
 HIDDEN = 64
@@ -115,6 +116,29 @@ def test_torch_is_near_and_fusednorm_nearest_where_nothing_is_rounded_on_the_way
     assert found["fusednorm", "nothing"].max_ulp <= 1
     assert found["fusednorm", "nothing"].mean_ulp < found["fusednorm", "norm"].mean_ulp
     assert found["fusednorm", "nothing"].mean_ulp < found["torch eager", "sum"].mean_ulp
+
+
+def test_other_operations():
+    """What rounds at the same places is as near; peers without the operation are named."""
+    found = compare.report(["fusednorm", "eager", "onnxruntime"], ["bfloat16"], HIDDEN, op="norm_add_norm")
+    assert [(f.name, f.rounds, f.error) for f in found["findings"]] == [
+        ("fusednorm", "first norm, sum", ""),
+        ("torch eager", "first norm, sum", ""),
+    ]
+    ours, torchs = found["findings"]
+    assert 0 < ours.mean_ulp < 1.1 * torchs.mean_ulp < 1.21 * ours.mean_ulp
+    assert ours.constant
+    assert found["missing"].keys() == {"onnxruntime"}
+
+
+@pytest.mark.parametrize("op", measured_operations.OPERATIONS)
+def test_exact_is_what_fusednorm_gives_in_float64(op):
+    torch.manual_seed(1)
+    x, residual, weight = torch.randn(5, 96), torch.randn(5, 96), torch.rand(96)
+    operation = measured_operations.OPERATIONS[op]
+    inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
+    y = measured_operations.as_tuple(operation.calls(weight.double(), 1e-6).new(*inputs))[0]
+    assert (compare.exact(x, residual, weight, 1e-6, op) - y).abs().max() < 1e-6
 
 
 # What changes bits

@@ -23,12 +23,9 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import doctor
+from fusednorm.measured import GRADIENTS, OPERATIONS, Measured, as_tuple
 from fusednorm.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
 
-#: The timed operations, and the number of their large operands. add_norm reads x and the residual and writes y and the
-#: sum; norm reads x and writes y; backward reads the gradients of y and of the sum and the sum, and writes one
-#: gradient.
-OPS = {"add_norm": 4, "norm": 2, "backward": 4}
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_SHAPES = (
     *("1x896", "1x2048", "1x4096", "1x8192", "1x16384", "8x4096", "32x4096", "128x4096", "512x4096", "2048x4096"),
@@ -72,7 +69,7 @@ class Contender(NamedTuple):
     """One kind of call of one implementation."""
 
     name: str
-    #: Takes x, the residual, y and the sum, or the first `takes` of these; for a norm alone x and y.
+    #: Takes the inputs and the tensors for the outputs, or the first `takes` of these.
     call: Callable[..., Any]
     takes: int
     in_place: bool = False
@@ -111,10 +108,30 @@ class Cell:
         return f"{self.op} {self.dtype} {self.rows}x{self.hidden_size}{doctor.of_threads(self.threads)}"
 
     @property
+    def backward(self) -> bool:
+        """Whether gradients are timed."""
+        return self.op in GRADIENTS
+
+    @property
+    def forward_op(self) -> str:
+        """The operation, or that whose gradients are timed."""
+        return GRADIENTS[self.op][0] if self.backward else self.op
+
+    @property
+    def measured(self) -> Measured:
+        """The operation, or that whose gradients are timed."""
+        return OPERATIONS[self.forward_op]
+
+    @property
+    def moved(self) -> int:
+        """The number of large operands that a call reads and writes."""
+        return GRADIENTS[self.op][1] if self.backward else self.measured.inputs + self.measured.outputs
+
+    @property
     def nbytes(self) -> int:
         """The bytes that a call reads and writes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
-        return OPS[self.op] * self.rows * self.hidden_size * itemsize
+        return self.moved * self.rows * self.hidden_size * itemsize
 
 
 class Clock:
@@ -161,59 +178,41 @@ class Clock:
         return graph.replay
 
 
-def copy(x: Tensor, residual: Tensor, y: Tensor, total: Tensor) -> None:
-    """Moves the bytes of an operation with a residual."""
-    y.copy_(x)
-    total.copy_(residual)
+def copy(*operands: Tensor) -> None:
+    """Moves as many bytes: half of the operands to the other half, and of an odd one half to its other half."""
+    half = len(operands) // 2
+    for source, target in zip(operands[:half], operands[half : 2 * half], strict=True):
+        target.copy_(source)
+    if len(operands) % 2:
+        elements = operands[-1].flatten()
+        size = len(elements) // 2
+        elements[size : 2 * size].copy_(elements[:size])
 
 
-def copy_rows(x: Tensor, y: Tensor) -> None:
-    """Moves the bytes of a norm alone."""
-    y.copy_(x)
-
-
-def ours(op: str, weight: Tensor, backends: Sequence[str]) -> Iterator[Contender]:
+def ours(cell: Cell, weight: Tensor, backends: Sequence[str]) -> Iterator[Contender]:
     """fusednorm in each kind of call."""
-    add, add_, norm, norm_ = (
-        *(fusednorm.fused_add_rms_norm, fusednorm.fused_add_rms_norm_),
-        *(fusednorm.rms_norm, fusednorm.rms_norm_),
-    )
+    inputs, outputs = cell.measured.inputs, cell.measured.outputs
+    calls = cell.measured.calls(weight, EPS)
     for backend in backends:
         name = "fusednorm" if len(backends) == 1 else f"fusednorm {backend}"
-        if op == "norm":
-            yield Contender(name + IN_PLACE, lambda x: norm_(x, weight, EPS), 1, in_place=True, backend=backend)
-            yield Contender(f"{name} out=", lambda x, y: norm(x, weight, EPS, out=y), 2, backend=backend)
-            yield Contender(name, lambda x: norm(x, weight, EPS), 1, backend=backend)
-            continue
-        if op == "add_norm":
-            yield Contender(name + IN_PLACE, lambda x, r: add_(x, r, weight, EPS), 2, in_place=True, backend=backend)
-            yield Contender(
-                f"{name} out=",
-                lambda x, r, y, s: add(x, r, weight, EPS, out=y, residual_out=s),
-                4,
-                backend=backend,
-            )
-        yield Contender(name, lambda x, r: add(x, r, weight, EPS), 2, backend=backend)
+        if not cell.backward:
+            yield Contender(name + IN_PLACE, calls.in_place, inputs, in_place=True, backend=backend)
+            yield Contender(f"{name} out=", calls.out, inputs + outputs, backend=backend)
+        yield Contender(name, calls.new, inputs, backend=backend)
 
 
-def theirs(op: str, weight: Tensor, implementations: Iterable[Implementation]) -> Iterator[Contender]:
+def theirs(cell: Cell, weight: Tensor, implementations: Iterable[Implementation]) -> Iterator[Contender]:
     """The peers that have the operation."""
     for peer in implementations:
-        if op == "norm":
-            if peer.build_norm is not None:
-                yield Contender(peer.name, peer.build_norm(weight, EPS), 1)
-        elif op == "add_norm" or peer.gradients:
+        build = peer.of(cell.forward_op)
+        if build is not None and (peer.gradients or not cell.backward):
             name = peer.name + IN_PLACE if peer.in_place else peer.name
-            yield Contender(name, peer.build(weight, EPS), 2, peer.in_place, peer.gradients)
+            yield Contender(name, build(weight, EPS), cell.measured.inputs, peer.in_place, peer.gradients)
 
 
 def _edges(tensor: Tensor) -> Tensor:
     """Selects the rows whose bits are compared."""
     return tensor if len(tensor) <= 2 * EDGE_ROWS else torch.cat((tensor[:EDGE_ROWS], tensor[-EDGE_ROWS:]))
-
-
-def _tuple(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _share(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
@@ -227,16 +226,16 @@ def _first_rows(operands: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(t[:GRADIENT_ROWS] for t in operands)
 
 
-def _outputs(contender: Contender, operands: tuple[Tensor, ...], count: int) -> list[Tensor]:
-    """The compared rows of y, and of the sum if there is one."""
+def _outputs(contender: Contender, operands: tuple[Tensor, ...], written: Sequence[int]) -> list[Tensor]:
+    """The compared rows of the outputs. A call in place writes them to the operands at these places."""
     given = [t.clone() for t in operands[: contender.takes]]
     with contender.requested():
         result = contender.call(*given)
-    return [_edges(t) for t in (given[:count] if contender.in_place else _tuple(result))]
+    return [_edges(t) for t in ([given[at] for at in written] if contender.in_place else as_tuple(result))]
 
 
 def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The gradients of x, the residual and the weight, from those of y and the sum."""
+    """The gradients of x, the residual and the weight, from those of the outputs."""
     return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
 
@@ -245,7 +244,8 @@ def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: 
     x, residual, *given = operands
     leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), weight)
     with contender.requested():
-        return _tuple(contender.call(*leaves[:2])), leaves, tuple(given)
+        outputs = as_tuple(contender.call(*leaves[:2]))
+    return outputs, leaves, tuple(given[: len(outputs)])
 
 
 class Bench:
@@ -297,15 +297,15 @@ class Bench:
         return 2 * source.nbytes / statistics.median(seconds[1:])
 
     def _operands(self, cell: Cell) -> list[tuple[Tensor, ...]]:
-        """Sets of x, the residual and two more tensors; for a norm alone of x and one more."""
+        """Sets of the inputs and of as many more tensors as a call reads and writes."""
         dtype = getattr(torch, cell.dtype)
         count = self.clock.sets(cell.nbytes)
-        if cell.op == "backward":
+        if cell.backward:
             count = min(count, MOST_GRAPHS)
         generator = torch.Generator().manual_seed(0)
         first = [
             torch.randn(cell.rows, cell.hidden_size, generator=generator).to(dtype).to(self.device)
-            for _ in range(OPS[cell.op])
+            for _ in range(cell.moved)
         ]
         return [tuple(t.clone() for t in first) for _ in range(count)]
 
@@ -313,13 +313,13 @@ class Bench:
         """The reference's results, on the CPU."""
         on_cpu = [t.cpu() for t in operands]
         leaf = weight.detach().cpu()
+        operation = cell.measured
         with fusednorm.use_backend("reference"):
-            if cell.op == "norm":
-                return [fusednorm.rms_norm(_edges(on_cpu[0]), leaf, EPS)]
-            if cell.op == "add_norm":
-                return list(fusednorm.fused_add_rms_norm(_edges(on_cpu[0]), _edges(on_cpu[1]), leaf, EPS))
+            if not cell.backward:
+                edges = [_edges(t) for t in on_cpu[: operation.inputs]]
+                return list(as_tuple(operation.calls(leaf, EPS).new(*edges)))
             leaf.requires_grad_()
-            contender = Contender("reference", lambda x, r: fusednorm.fused_add_rms_norm(x, r, leaf, EPS), 2)
+            contender = Contender("reference", operation.calls(leaf, EPS).new, operation.inputs)
             return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), leaf)))
 
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
@@ -331,7 +331,7 @@ class Bench:
         Raises:
             WrongBitsError: fusednorm's bits are not the reference's.
         """
-        backward = cell.op == "backward"
+        backward = cell.backward
         sets = self._operands(cell)
         weight = torch.linspace(0.5, 1.5, cell.hidden_size).to(getattr(torch, cell.dtype)).to(self.device)
         wanted = self._expected(cell, sets[0], weight)
@@ -339,14 +339,14 @@ class Bench:
         found: dict[str, dict[str, Any]] = {}
         runs: list[Run] = []
         with torch.set_grad_enabled(backward):
-            for contender in (*ours(cell.op, weight, self.backends), *theirs(cell.op, weight, self.peers)):
+            for contender in (*ours(cell, weight, self.backends), *theirs(cell, weight, self.peers)):
                 starting(f"{contender.name} {'compiles' if contender.name == COMPILED else 'is compared'}")
                 try:
                     if backward:
                         got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), weight))
                         run = Run(contender, _gradients, [_differentiated(contender, given, weight) for given in sets])
                     else:
-                        got = _outputs(contender, sets[0], len(wanted))
+                        got = _outputs(contender, sets[0], cell.measured.written)
                         run = Run(contender, contender.call, [given[: contender.takes] for given in sets])
                 except Exception as error:  # a peer's code may raise anything, which is then its result
                     if contender.backend is not None:
@@ -360,8 +360,7 @@ class Bench:
                     )
                 found[contender.name] = {"differing": differing}
                 runs.append(run)
-            plain = copy_rows if cell.op == "norm" else copy
-            runs.append(Run(Contender("copy", plain, len(sets[0])), plain, list(sets)))
+            runs.append(Run(Contender("copy", copy, len(sets[0])), copy, list(sets)))
             starting("all are timed")
             for run, (eager, graph) in zip(runs, self._timed(runs), strict=True):
                 found.setdefault(run.contender.name, {}).update(eager=eager, graph=graph)
