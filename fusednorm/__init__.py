@@ -29,11 +29,14 @@ if find_spec(f"{__name__}.backends") is None:
 
 from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
+from fusednorm import quantizations
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.ops import explain, fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.prewarm import prewarm
+from fusednorm.quantizations import Quantization
+from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import BackendError, register_backend, use_backend
 from fusednorm.version import __version__
 
@@ -48,13 +51,17 @@ __all__ = [
     "SPEC_VERSION",
     "AddRMSNorm",
     "BackendError",
+    "Quantization",
     "RMSNorm",
     "__version__",
     "backends",
     "explain",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "fused_add_rms_norm_quant",
     "prewarm",
+    "quantizations",
+    "quantize",
     "register_backend",
     "rms_norm",
     "rms_norm_",
@@ -62,5 +69,6 @@ __all__ = [
     "rms_norm_add_",
     "rms_norm_add_rms_norm",
     "rms_norm_add_rms_norm_",
+    "rms_norm_quant",
     "use_backend",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import NoReturn, TypeAlias, cast
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
-from fusednorm.layout import Memory, Rows, overlaps_itself, packed, rows_of, share_memory
+from fusednorm.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
+from fusednorm.quantizations import Quantization
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
@@ -30,14 +32,15 @@ def check_operands(
     residual_out: Tensor | None,
     *,
     in_memory: bool = True,
+    x_name: str = "x",
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
     if _usual((x, residual, weight, out, residual_out)):
         return
-    operands = {"x": x, "residual": residual, weight_name: weight, "out": out, "residual_out": residual_out}
+    operands = {x_name: x, "residual": residual, weight_name: weight, "out": out, "residual_out": residual_out}
     for name, tensor in operands.items():
-        if tensor is None and name != "x":
+        if tensor is None and name != x_name:
             continue
         if not isinstance(tensor, Tensor):
             refuse_type(name, tensor)
@@ -57,9 +60,9 @@ def check_operands(
             if tensor.is_meta and name not in _ANEW:
                 cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
-        if name == "x":
+        if name == x_name:
             if tensor.dim() == 0 or tensor.shape[-1] == 0:
-                raise ValueError(f"x must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
+                raise ValueError(f"{name} must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
         elif name == weight_name:
             if tensor.shape != x.shape[-1:]:
                 raise ValueError(
@@ -142,6 +145,78 @@ def check_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
                 )
             row = operand.new_empty(x.shape[-1])  # each row is to fit as one for all heads does
         check_operands(x, None, row, None, None, in_memory=False, weight_name=name)
+
+
+def check_quantization(
+    quantization: Quantization, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, in_memory: bool
+) -> None:
+    """How to quantize, and what goes with it; the value of a scale too, where it is in a CPU's memory."""
+    if not isinstance(quantization, Quantization):
+        raise TypeError(
+            f"quantization must be a fusednorm.Quantization, got {type(quantization).__name__}; "
+            "fusednorm.quantizations has presets"
+        )
+    hidden_size = x.shape[-1]
+    if hidden_size % quantization.group(hidden_size):
+        raise ValueError(
+            f"quantization has groups of {quantization.per} elements, which do not divide rows of {hidden_size}; pass "
+            "a quantization with another per, or pad the rows"
+        )
+    given = quantization.per == "tensor"
+    wanted = {"scale": (scale, given, torch.float32), "zero_point": (zero_point, given, torch.int32)}
+    if not quantization.computes_zero_point:
+        wanted["zero_point"] = (zero_point, False, torch.int32)
+    for name, (tensor, needed, dtype) in wanted.items():
+        if tensor is None and not needed:
+            continue
+        if not needed:
+            raise TypeError(f"{name} is given, and {quantization} has none to be given; leave it out")
+        cure = f"pass torch.tensor([value], dtype={dtype}, device=x.device)"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor for per='tensor', got {type(tensor).__name__}; {cure}")
+        check_dense(name, tensor, cure)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
+        if tensor.numel() != 1:
+            raise ValueError(f"{name} must have one element, got shape {list(tensor.shape)}; {cure}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {name}.to({str(x.device)!r}) moves it")
+    if in_memory and scale is not None and scale.device.type == "cpu" and not 0 < scale.item() < math.inf:
+        raise ValueError(f"scale must be greater than 0 and finite, got {scale.item()}; it is the value of one step")
+
+
+def check_output(name: str, tensor: Tensor | None, shape: list[int], dtype: torch.dtype, x: Tensor) -> None:
+    """A tensor that is written whole, with the shape and the dtype of what is written."""
+    if tensor is None:
+        return
+    cure = f"allocate it with torch.empty({shape}, dtype={dtype}, device=x.device), or leave it out"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; {cure}")
+    check_dense(name, tensor, cure)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}; {cure}")
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
+
+
+def check_apart(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
+    """Outputs share no memory with each other, or with an input that they are not."""
+    memories = {
+        name: Elements.of(tensor)
+        for name, tensor in {**inputs, **outputs}.items()
+        if tensor.numel() and not tensor.is_meta
+    }
+    names = list(memories)
+    for name in outputs:
+        if name not in memories:
+            continue
+        if memories[name].overlaps_itself():
+            raise ValueError(f"{name} has elements that share memory, so it cannot be written; pass {name}.clone()")
+        for other in names[: names.index(name)]:
+            if outputs[name] is not inputs.get(other) and share_memory(memories[name], memories[other]):
+                _refuse_overlap(name, other)
 
 
 def _usual(operands: tuple[Tensor | None, ...]) -> bool:

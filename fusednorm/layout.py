@@ -155,7 +155,44 @@ def _begins(rows: Rows) -> Tensor:
     return (torch.arange(outer)[:, None] * outer_stride + torch.arange(inner) * stride).flatten().sort().values
 
 
-def share_memory(a: Memory, b: Memory) -> bool:
+class Elements(NamedTuple):
+    """The memory of a tensor with any strides, as :class:`Memory` has that of rows: pieces of equal length."""
+
+    begin: int
+    end: int
+    #: Addresses of the pieces, sorted.
+    pieces: Tensor
+    item: int
+    #: Elements of a piece.
+    hidden_size: int
+    #: The pieces are not known to be equally far apart.
+    step: None = None
+    piece: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Elements:
+        """The memory of a tensor with at least one element."""
+        item = tensor.element_size()
+        length, pieces = 1, torch.tensor([tensor.data_ptr()])
+        dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+        for stride, size in sorted(dimensions):  # the longest run of adjacent elements becomes one piece
+            if stride == length and len(pieces) == 1:
+                length *= size
+            else:
+                pieces = (pieces.unsqueeze(-1) + torch.arange(size) * (stride * item)).flatten()
+        pieces = pieces.sort().values
+        return cls(int(pieces[0]), int(pieces[-1]) + length * item, pieces, item, length)
+
+    def begins(self) -> Tensor:
+        """The addresses of the pieces, sorted."""
+        return self.pieces
+
+    def overlaps_itself(self) -> bool:
+        """Whether two elements share memory."""
+        return bool((self.pieces.diff() < self.hidden_size * self.item).any())
+
+
+def share_memory(a: Memory | Elements, b: Memory | Elements) -> bool:
     """Whether any element of one operand lies in the memory of another.
 
     Exact also for rows that interleave, such as two slices of the columns of one matrix.

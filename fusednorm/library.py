@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fusednorm import run
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.backends import reference
+from fusednorm.backends import quantizer, reference
 from fusednorm.call import Flags, RMSNorm, operation_of
-from fusednorm.checks import check_affine, check_flags, check_gradients, check_operands
+from fusednorm.checks import check_affine, check_flags, check_gradients, check_operands, check_quantization
 from fusednorm.listeners import has_tangent
+from fusednorm.quantizations import Quantization
 from fusednorm.registry import request, request_of_backward, use_backend
 
 try:
@@ -42,6 +43,7 @@ SCHEMAS = {
     "ScalarType out_dtype) -> Tensor",
     "affine_backward": "(Tensor dy, Tensor n, Tensor? weight, Tensor? bias, float weight_offset, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
+    "quantize": "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
     "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
     "ScalarType? out_dtype=None, ScalarType? residual_out_dtype=None) -> (Tensor, Tensor, Tensor)",
@@ -145,6 +147,24 @@ def _affine_backward(
     return dn.clone() if dn is dy else dn, dweight, dbias
 
 
+def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    quantization = _check_quantize(y, text, scale, zero_point)
+    found = quantizer.quantized(y, quantization, scale, zero_point)
+    nothing = y.new_empty(0)  # an operand must not be a result
+    new_scale = nothing.to(torch.float32) if found.scale is scale else found.scale
+    new_zero_point = found.zero_point
+    if new_zero_point is None or new_zero_point is zero_point:
+        new_zero_point = nothing.to(torch.int32)
+    return found.values, new_scale, new_zero_point
+
+
+def _check_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> Quantization:
+    check_operands(y, None, None, None, None, in_memory=False, x_name="y")
+    quantization = Quantization.parse(text)
+    check_quantization(quantization, y, scale, zero_point, in_memory=False)
+    return quantization
+
+
 # The fake ones check as the real ones do: torch calls them too where one operand of several is a meta tensor.
 
 
@@ -212,6 +232,19 @@ def _fake_affine_backward(
     return dn, dweight, dbias
 
 
+def _fake_quantize(
+    y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    quantization = _check_quantize(y, text, scale, zero_point)
+    groups = (0,) if scale is not None else (*y.shape[:-1], y.shape[-1] // quantization.group(y.shape[-1]))
+    computed = scale is None and quantization.computes_zero_point
+    return (
+        y.new_empty(y.shape, dtype=quantization.dtype),
+        y.new_empty(groups, dtype=torch.float32),
+        y.new_empty(groups if computed else (0,), dtype=torch.int32),
+    )
+
+
 def _fake_backward(
     dy: Tensor,
     d_residual_out: Tensor | None,
@@ -247,6 +280,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "scale": (_scale, _fake_scale),
     "affine": (_affine, _fake_affine),
     "affine_backward": (_affine_backward, _fake_affine_backward),
+    "quantize": (_quantize, _fake_quantize),
     "backward": (_backward, _fake_backward),
 }
 

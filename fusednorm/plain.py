@@ -16,21 +16,21 @@ from fusednorm import dispatcher, listeners
 from fusednorm.backends import reference
 
 
-def _seen(*operands: Tensor | None) -> bool:
+def seen(*operands: Tensor | None) -> bool:
     """Whether the dispatcher must see a call. Transforms of ``torch.func`` see the functions of autograd instead."""
     return is_dynamo_compiling() or (listeners.below(*operands) and not listeners.transform(*operands))
 
 
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.added`."""
-    if _seen(x, residual):
+    if seen(x, residual):
         return cast(Tensor, dispatcher.operations(x, residual).add(x, residual, dtype))
     return reference.added(x, residual, dtype)
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
     """x * factor, [..., N], rounded to x's dtype; see :func:`fusednorm.backends.reference.scaled`."""
-    if _seen(x):
+    if seen(x):
         return cast(Tensor, dispatcher.operations(x).scale(x, factor))
     return reference.scaled(x, factor)
 
@@ -46,7 +46,7 @@ def affine(
     """n * gain + bias, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.affine`."""
     operands = (n, weight, bias)
     arguments = (*operands, weight_offset, rounded_to, out_dtype)
-    if _seen(*operands):
+    if seen(*operands):
         return cast(Tensor, dispatcher.operations(*operands).affine(*arguments))
     return cast(Tensor, Affine.apply(*arguments))  # type: ignore[no-untyped-call]
 

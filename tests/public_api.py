@@ -89,8 +89,10 @@ def of_module(module):
             yield from of_class(full, value)
         elif inspect.isfunction(value):
             yield f"{full}{signature(value)}"
-        elif inspect.ismodule(value):
+        elif inspect.ismodule(value) and callable(value):
             yield f"{full}{signature(value.__call__)}"
+        elif inspect.ismodule(value):
+            yield from of_module(value)
         else:
             yield f"{full}: {type(value).__name__}"
     if module is fusednorm:

@@ -15,7 +15,7 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 DTYPES = (BF16, F16, F32, F64)
 
 #: The integer type with as many bytes as a number.
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: A NaN with all bits of its payload set, in float32 too. Rounding must not carry into the exponent.
 PAYLOAD = struct.unpack("d", struct.pack("Q", 0x7FFFFFFFFFFFFFFF))[0]

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.conformance import oracle
+from fusednorm.conformance import oracle, oracle_quantized
 from fusednorm.conformance.cases import BF16, F16, F32, F64, INTEGERS, Case, differing, dtype_name, listed, operands
 
-FORMATS = {2: "H", 4: "I", 8: "Q"}
+FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 CASES = [
     Case(2, hidden, dtype, residual, weight, None, 1e-5, offset, round_sum, round_norm, data)
@@ -204,6 +204,49 @@ def vectors_of_compositions():
     return made
 
 
+#: The golden vectors of quantized rows.
+QUANTIZED = Path(__file__).parent / "golden-quantized.json"
+
+
+def results_of_quantized(vector):
+    """The results of ``fused_add_rms_norm_quant`` on the current backend, by name; numbers as bytes."""
+    inputs = {name: decoded(vector[name]) for name in ("x", "residual", "weight", "scale", "zero_point")}
+    quantization = fusednorm.Quantization.parse(vector["quantization"])
+    found = fusednorm.fused_add_rms_norm_quant(**inputs, quantization=quantization, **_dtypes(vector["flags"]))
+    names = ["out", "scale", *["zero_point"] * (len(found) == 4), "residual_out"]
+    results = dict(zip(names, found, strict=True))
+    return results | {"out": results["out"].view(torch.uint8)}
+
+
+def vectors_of_quantized():
+    """A vector for each preset, computed by the current backend; none that the oracle contradicts."""
+    made = []
+    presets = {str(q): q for q in vars(fusednorm.quantizations).values() if isinstance(q, fusednorm.Quantization)}
+    flags = [{"between": None}, {"between": "float32", "round_norm": True}, {"between": None, "round_sum": False}]
+    for index, (text, quantization) in enumerate(presets.items()):
+        case = Case(3, 128, (BF16, F16)[index % 2], (F32, BF16)[index // 2 % 2], F32, data="outliers", seed=index)
+        x, residual, weight = operands(case)
+        x[1], residual[1] = 0, 0
+        static = quantization.per == "tensor"
+        inputs = {"x": x, "residual": residual, "weight": weight}
+        more = {
+            "scale": torch.tensor([0.0371]) if static else None,
+            "zero_point": torch.tensor([-7], dtype=torch.int32) if static and quantization.zero_point else None,
+        }
+        vector = {"quantization": text, "flags": {"eps": 1e-6, **flags[index % 3]}}
+        vector |= {name: encoded(t) for name, t in {**inputs, **more}.items()}
+        found = results_of_quantized(vector)
+        wanted = oracle_quantized.after_norm(
+            *inputs.values(), quantization=quantization, **_dtypes(vector["flags"]), **more
+        )
+        wanted = dict(zip(("out", "scale", "zero_point", "rows", "residual_out"), wanted, strict=True))
+        for name, got in found.items():
+            if differing(got.double(), torch.from_numpy(wanted[name]).double()).any():
+                sys.exit(f"{text}: the oracle has other values for {name}; nothing was written")
+        made.append(vector | {"expected": {name: encoded(t) for name, t in found.items()}})
+    return made
+
+
 def contradictions(vector):
     """The names of the expected tensors for which the oracle has other values."""
     x, residual, weight, dy, d_residual_out = (
@@ -233,8 +276,10 @@ def main():
             sys.exit(f"{case}: the oracle has other values for {', '.join(wrong)}; nothing was written")
     with fusednorm.use_backend("reference"):
         compositions = vectors_of_compositions()
+        quantized = vectors_of_quantized()
     path(fusednorm.SPEC_VERSION).write_text(json.dumps(made, indent=1) + "\n")
     COMPOSITIONS.write_text(json.dumps(compositions, indent=1) + "\n")
+    QUANTIZED.write_text(json.dumps(quantized, indent=1) + "\n")
 
 
 if __name__ == "__main__":

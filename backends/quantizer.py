@@ -1,0 +1,133 @@
+"""Quantization to 8 bits in plain torch operations: docs/spec.md, section 9. Every backend must return these bits.
+
+All arithmetic is in float32. A float64 value is rounded to float32 first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fusednorm.backends.reference import constant, divided
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusednorm.quantizations import Quantization
+
+#: The least and the greatest zero point, and whole number before a zero point is added: their sum fits 32 bits.
+MOST = 2.0**30
+
+
+class Quantized(NamedTuple):
+    """The numbers, [..., N]; scales and zero points, [..., groups], or as given for one scale of all."""
+
+    values: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+
+def quantized(
+    y: Tensor, quantization: Quantization, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> Quantized:
+    """The numbers, the scales and the zero points, as the specification writes them.
+
+    Args:
+        y: [..., N], float16, bfloat16, float32 or float64.
+        quantization: how; its groups divide N.
+        scale: one float32 number for ``per="tensor"``, else None.
+        zero_point: one int32 number for ``per="tensor"`` with ``zero_point`` "after" or "before", else None.
+    """
+    group = quantization.group(y.shape[-1])
+    v = y.to(torch.float32).reshape(*y.shape[:-1], y.shape[-1] // group, group)
+    qmin, qmax = quantization.range
+    zero = shift = multiplier = None
+    if scale is not None:
+        s = scale.reshape(()).expand(v.shape[:-1])
+        if zero_point is not None:
+            shift = zero_point.reshape(()).expand(v.shape[:-1]).to(torch.float32)
+    elif quantization.computes_zero_point:
+        low, high = v.amin(-1), v.amax(-1)  # a NaN wins
+        s = _scale(high - low, quantization, qmax - qmin)
+        shift = (constant(qmin, s) - low / s).round()
+        shift = torch.where((s == 0) | shift.isnan(), 0.0, shift.clamp(-MOST, MOST))
+        zero = shift.to(torch.int32)
+    else:
+        amax = greatest_magnitude(v)
+        floor = constant(quantization.amax_floor, amax)
+        if quantization.floor_dtype == "input":
+            floor = floor.to(y.dtype).to(torch.float32)
+        amax = torch.where(amax < floor, floor, amax)
+        limit = constant(quantization.amax_limit, amax)
+        amax = torch.where(amax > limit, limit, amax)
+        s = _scale(amax, quantization, qmax)
+        multiplier = constant(qmax, amax) / amax
+    if quantization.apply == "divide":
+        v = v / s.unsqueeze(-1)
+    else:
+        factor = multiplier if quantization.apply == "ratio" and multiplier is not None else torch.ones_like(s) / s
+        v = v * factor.unsqueeze(-1)
+    v = torch.where((s == 0).unsqueeze(-1), 0.0, v)
+    found = _stored(v, quantization, None if shift is None else shift.unsqueeze(-1)).reshape(y.shape)
+    if scale is not None:
+        return Quantized(found, scale, zero_point)
+    returned = multiplier if quantization.returns == "multiplier" and multiplier is not None else s
+    return Quantized(found, returned, zero)
+
+
+def greatest_magnitude(v: Tensor) -> Tensor:
+    """The greatest absolute value of the last dimension, by its bits as an integer: a NaN is the greatest."""
+    return v.abs().contiguous().view(torch.int32).amax(-1).view(torch.float32)
+
+
+def _scale(span: Tensor, quantization: Quantization, steps: float) -> Tensor:
+    """A span of values divided into steps."""
+    scale = divided(span, steps)
+    if quantization.scale_by == "reciprocal":
+        one = torch.ones_like(span)
+        scale = span * (one / constant(steps, one))
+    floor = constant(quantization.scale_floor, scale)
+    return torch.where(scale < floor, floor, scale)
+
+
+def _stored(v: Tensor, quantization: Quantization, shift: Tensor | None) -> Tensor:
+    """What is stored for quotients, [..., groups, group]; ``shift``: a zero point for each group, or None."""
+    qmin, qmax = quantization.range
+    if quantization.dtype.is_floating_point:
+        return to_float8(_clamped(v, qmin, qmax), quantization.dtype)
+    if shift is not None and quantization.zero_point == "after":
+        v = _clamped(v.round(), -MOST, MOST)
+        # In whole numbers: a float32 does not hold every sum.
+        v = (torch.where(v.isnan(), 0.0, v).to(torch.int32) + shift.to(torch.int32)).clamp(int(qmin), int(qmax))
+        return v.to(quantization.dtype)
+    if shift is not None:
+        v = v + shift
+    v = _clamped(v, qmin, qmax).round()
+    v = torch.where(v.isnan(), 0.0, v)
+    if quantization.zero_point == 128:
+        v = v + 128.0
+    return v.to(quantization.dtype)
+
+
+def _clamped(v: Tensor, low: float, high: float) -> Tensor:
+    """v within two numbers; a NaN stays."""
+    v = torch.where(v < low, low, v)
+    return torch.where(v > high, high, v)
+
+
+def to_float8(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """v, float32 and within the dtype's range, rounded to nearest even in integers; a NaN becomes 0x7F."""
+    mantissa, least_exponent = (3, -6) if dtype == torch.float8_e4m3fn else (2, -14)
+    dropped = 23 - mantissa
+    magnitude = v.abs()
+    bits = magnitude.contiguous().view(torch.int32)
+    # Rounds the bits that are dropped; a carry into the exponent is right.
+    normal = (bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped
+    normal = normal - ((127 + least_exponent - 1) << mantissa)
+    # Below the least normal number codes are a constant step apart: adding a number with that step rounds to it.
+    step = torch.full_like(magnitude, 2.0 ** (least_exponent - mantissa + 23))
+    subnormal = (magnitude + step).view(torch.int32) - step.view(torch.int32)
+    code = torch.where(magnitude < 2.0**least_exponent, subnormal, normal)
+    code = torch.where(v.isnan(), 0x7F, code | ((v.view(torch.int32) >> 24) & 0x80))
+    return code.to(torch.uint8).view(dtype)

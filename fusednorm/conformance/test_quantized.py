@@ -1,0 +1,195 @@
+"""Quantized rows: bytes, scales and zero points, alone and after a norm."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import Quantization, quantizations
+from fusednorm.conformance import golden, oracle_quantized
+from fusednorm.conformance.cases import (
+    BF16,
+    DATA,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    Case,
+    Guarded,
+    covering,
+    dtype_name,
+    operands,
+)
+
+E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
+
+PRESETS = {name: value for name, value in vars(quantizations).items() if isinstance(value, Quantization)}
+
+#: Every value of every field, in quantizations that no preset is.
+OTHERS = {
+    "e5m2 rows": Quantization(E5M2),
+    "e5m2 groups": Quantization(E5M2, per=32, scale_by="reciprocal", apply="reciprocal"),
+    "uint8": Quantization(U8, zero_point="after"),
+    "uint8 before": Quantization(U8, per=64, zero_point="before", scale_by="reciprocal", scale_floor=1e-3),
+    "symmetric int8": Quantization(I8, per=32, qmin=-127, qmax=127, scale_by="reciprocal"),
+    "limited": Quantization(E4M3, amax_limit=1.5, qmax=240.0),
+    "groups of 3": Quantization(I8, per=3, apply="ratio", amax_floor=0.25, floor_dtype="input"),
+    "single elements": Quantization(E4M3, per=1),
+    "columns": Quantization(E4M3, per=64, layout="column"),
+    "padded columns": Quantization(I8, layout="column_padded", zero_point="after", apply="reciprocal"),
+}
+ALL = {**PRESETS, **OTHERS}
+
+
+def given(quantization):
+    """The scale and the zero point that a call needs."""
+    if quantization.per != "tensor":
+        return {}
+    scale = {"scale": torch.tensor([0.0371])}
+    return {**scale, "zero_point": torch.tensor([-7], dtype=torch.int32)} if quantization.zero_point else scale
+
+
+def bytes_of(values):
+    return values.view(torch.uint8)
+
+
+def compare(agree, found, wanted, quantization, about):
+    """``found``: numbers, scales, and zero points if there are any; ``wanted``: the oracle's."""
+    values, scale, *zero_point = found
+    assert values.dtype == quantization.dtype
+    assert scale.dtype == F32
+    stored, scales, points = (None if array is None else torch.from_numpy(array) for array in wanted)
+    agree(bytes_of(values), stored, f"{about}: bytes")
+    agree(scale, scales, f"{about}: scale")
+    assert len(zero_point) == quantization.computes_zero_point * (quantization.per != "tensor")
+    for tensor in zero_point:
+        assert tensor.dtype == torch.int32
+        agree(tensor.long(), points, f"{about}: zero point")
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("name", ALL)
+def test_every_quantization(mode, agree, name):
+    """All kinds of data and dtypes."""
+    quantization = ALL[name]
+    for dtype, data, hidden in covering(DTYPES, ("normal", *DATA), (384, 1152), turn=list(ALL).index(name)):
+        case = Case(6, hidden, data=data).of(dtype)
+        y, *_ = operands(case)
+        found = fusednorm.quantize(y, quantization, **given(quantization))
+        about = f"{quantization}, {dtype_name(dtype)} {data} {hidden}"
+        compare(agree, found, oracle_quantized.quantized(y, quantization, **given(quantization)), quantization, about)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("name", ALL)
+def test_after_a_norm(mode, agree, name):
+    quantization = ALL[name]
+    axes = (DTYPES, (BF16, F32, None), (F32, BF16, None), (None, F32), (True, False), (True, False), (0.0, 1.0))
+    for x, residual, weight, between, round_sum, round_norm, offset in covering(*axes, turn=list(ALL).index(name)):
+        if between is not None and x == F64:
+            continue
+        case = Case(5, 384, x, residual, weight, data="outliers")
+        tensors = operands(case)
+        flags = {"round_norm": round_norm, "weight_offset": offset}
+        if residual is not None:
+            flags["round_sum"] = round_sum
+        wanted = oracle_quantized.after_norm(
+            *tensors, 1e-6, quantization, between=between, **flags, **given(quantization)
+        )
+        present = [tensor for index, tensor in enumerate(tensors) if index != 1 or residual is not None]
+        function = fusednorm.rms_norm_quant if residual is None else fusednorm.fused_add_rms_norm_quant
+        normed = torch.empty_like(tensors[0])
+        found = function(
+            *present, quantization=quantization, between=between, normed_out=normed, **flags, **given(quantization)
+        )
+        about = f"{quantization}, {case}, {between}, {flags}"
+        if residual is not None:
+            *found, total = found
+            agree(total, torch.from_numpy(wanted[4]).to(residual), f"{about}: sum")
+        compare(agree, found, wanted[:3], quantization, about)
+        agree(normed, torch.from_numpy(wanted[3]).to(x), f"{about}: rows")
+
+
+@pytest.mark.promise("fused equals unfused")
+@pytest.mark.parametrize("between", [None, F32], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
+def test_separate_calls(mode, agree, dtype, between):
+    x, residual, weight = operands(Case(7, 512).of(dtype))
+    for quantization in PRESETS.values():
+        more = given(quantization)
+        y, total = fusednorm.fused_add_rms_norm(x, residual, weight, out_dtype=between)
+        wanted = fusednorm.quantize(y, quantization, **more)
+        *found, found_total = fusednorm.fused_add_rms_norm_quant(
+            x, residual, weight, quantization=quantization, between=between, **more
+        )
+        agree(found_total, total, f"{quantization}: sum")
+        for got, tensor in zip(found, wanted, strict=True):
+            agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in (got, tensor)), str(quantization))
+
+
+@pytest.mark.promise("a row is a row")
+@pytest.mark.parametrize(
+    "quantization", [ALL["VLLM_FP8_TOKEN"], ALL["columns"], ALL["VLLM_INT8_TOKEN_AZP_CPU"]], ids=str
+)
+def test_rows_and_layouts(mode, agree, quantization):
+    """Rows alone, in a larger matrix, in heads, and into given memory, which is all that is written."""
+    x, residual, weight = operands(Case(9, 256).of(BF16))
+    *found, total = fusednorm.fused_add_rms_norm_quant(x, residual, weight, quantization=quantization)
+    for row in range(9):
+        *alone, _ = fusednorm.fused_add_rms_norm_quant(
+            x[row : row + 1], residual[row : row + 1], weight, quantization=quantization
+        )
+        for got, tensor in zip(alone, found, strict=True):
+            agree(
+                *(bytes_of(t) if t.dtype == quantization.dtype else t for t in (got, tensor[row : row + 1])), f"{row}"
+            )
+    apart = [Guarded(9, 256, t.dtype, stride=300).filled(t) for t in (x, residual)]
+    out, scale_out = Guarded(9, 256, quantization.dtype, stride=259), Guarded(9, found[1].shape[1], F32, stride=7)
+    memory = {"out": out.tensor, "scale_out": scale_out.tensor, "residual_out": apart[1].tensor}
+    *given_memory, given_total = fusednorm.fused_add_rms_norm_quant(
+        *(guarded.tensor for guarded in apart), weight, quantization=quantization, **memory
+    )
+    assert given_memory[0] is out.tensor
+    assert given_memory[1] is scale_out.tensor
+    agree(bytes_of(out.tensor), bytes_of(found[0]), "given memory")
+    agree(scale_out.tensor, found[1], "given scales")
+    agree(given_total, total, "the sum, in place")
+    for guarded in (*apart, out, scale_out):
+        guarded.check()
+    heads = fusednorm.rms_norm_quant(x.view(3, 3, 256)[:, 1:], weight, quantization=quantization)
+    wanted = fusednorm.rms_norm_quant(x, weight, quantization=quantization)
+    for got, tensor in zip(heads, wanted, strict=True):
+        both = got, tensor.view(3, 3, -1)[:, 1:]
+        agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in both), "heads")
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, I8], ids=dtype_name)
+def test_every_boundary_of_rounding(mode, agree, dtype):
+    """Numbers, the middles between them, and the float32 numbers beside both, at a scale of 1."""
+    table = torch.arange(128.0).double() if dtype == I8 else torch.from_numpy(oracle_quantized.numbers(dtype))
+    middles = (table[1:] + table[:-1]) / 2
+    points = torch.cat((table, middles)).float()
+    near = [points, points.nextafter(points * 2 + 1), points.nextafter(points * 0 - 1)]
+    y = torch.cat((*near, *(-p for p in near))).unsqueeze(0).to(torch.get_default_device())
+    quantization = Quantization(dtype, per="tensor")
+    scale = torch.ones(1)
+    found = fusednorm.quantize(y, quantization, scale=scale)
+    compare(agree, found, oracle_quantized.quantized(y, quantization, scale), quantization, "boundaries")
+
+
+VECTORS = json.loads(golden.QUANTIZED.read_text())
+
+
+@pytest.mark.promise("golden vectors")
+@pytest.mark.parametrize("index", range(len(VECTORS)))
+def test_golden_vectors(mode, agree, index):
+    vector = VECTORS[index]
+    for name, tensor in golden.results_of_quantized(vector).items():
+        agree(tensor, golden.decoded(vector["expected"][name]), f"vector {index}, {name}")
+
+
+def test_every_quantization_has_a_vector():
+    assert {vector["quantization"] for vector in VECTORS} >= {str(replace(q, layout="row")) for q in PRESETS.values()}

@@ -1,0 +1,212 @@
+"""How values become 8-bit numbers and scales: :class:`Quantization`, and presets, each named after its owner.
+
+A preset names the quantizer only. ``fusednorm.compat`` also sets the flags of the norm before it; docs/rounding.md has
+a row for each function. The formulas are in docs/spec.md, section 9.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+#: The dtypes, and the least and the greatest number of each.
+RANGES: dict[torch.dtype, tuple[float, float]] = {
+    torch.int8: (-128.0, 127.0),
+    torch.uint8: (0.0, 255.0),
+    torch.float8_e4m3fn: (-448.0, 448.0),
+    torch.float8_e5m2: (-57344.0, 57344.0),
+}
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "dtype": tuple(RANGES),
+    "zero_point": (None, 128, "after", "before"),
+    "scale_by": ("divide", "reciprocal"),
+    "apply": ("divide", "reciprocal", "ratio"),
+    "floor_dtype": (None, "input"),
+    "returns": ("scale", "multiplier"),
+    "layout": ("row", "column", "column_padded"),
+}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A way to quantize rows to 8 bits. Each field is a part of the formulas in docs/spec.md, section 9.
+
+    Raises:
+        TypeError, ValueError: a field has a value that it cannot have, or that does not go with another field.
+    """
+
+    #: torch.int8, uint8, float8_e4m3fn or float8_e5m2.
+    dtype: torch.dtype
+    #: "tensor": one scale, which the caller gives; "row": a scale for each row; a number: for each group of as many
+    #: elements of a row.
+    per: str | int = "row"
+    #: None; 128: added to what is stored (uint8); "after" or "before": computed from the least and the greatest value,
+    #: and added after or before rounding. For per="tensor" the caller gives it.
+    zero_point: int | str | None = None
+    #: "divide": amax / qmax; "reciprocal": amax * (1 / qmax).
+    scale_by: str = "divide"
+    #: "divide": y / scale; "reciprocal": y * (1 / scale); "ratio": y * (qmax / amax).
+    apply: str = "divide"
+    #: The least and the greatest amax, and the least scale. Subnormal and zero scales are possible without them.
+    amax_floor: float = 0.0
+    amax_limit: float = math.inf
+    scale_floor: float = 0.0
+    #: "input": amax_floor is first rounded to the dtype of the values.
+    floor_dtype: str | None = None
+    #: "multiplier": return qmax / amax in place of the scale.
+    returns: str = "scale"
+    #: How scales lie in memory: by rows, by columns, or by columns of rows that are rounded up to 4.
+    layout: str = "row"
+    #: The least and the greatest number; None: the dtype's. For zero_point=128 they are those before it is added.
+    qmin: float | None = None
+    qmax: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        whole_group = type(self.per) is int and self.per > 0
+        if self.per not in ("tensor", "row") and not whole_group:
+            raise ValueError(f"per must be 'tensor', 'row' or the elements of a group, at least 1, got {self.per!r}")
+        for name in ("amax_floor", "amax_limit", "scale_floor", "qmin", "qmax"):
+            self._check_number(name, getattr(self, name))
+        self._check_together()
+        self._check_range()
+
+    @staticmethod
+    def _check_number(name: str, value: object) -> None:
+        if value is None and name in ("qmin", "qmax"):
+            return
+        if type(value) not in (int, float) or math.isnan(value):  # type: ignore[arg-type]
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if name not in ("qmin", "qmax") and value < 0:  # type: ignore[operator]
+            raise ValueError(f"{name} must not be negative, got {value!r}")
+
+    def _check_range(self) -> None:
+        lowest, highest = RANGES[self.dtype]
+        if self.zero_point == 128:
+            lowest, highest = lowest - 128, highest - 128
+        least, greatest = self.range
+        if not lowest <= least <= 0 < greatest <= highest:
+            raise ValueError(
+                f"qmin and qmax must lie around 0, within {lowest:g} and {highest:g}, got {least:g} and {greatest:g}"
+            )
+        if not self.dtype.is_floating_point and (least % 1 or greatest % 1):
+            raise ValueError(f"qmin and qmax of {str(self.dtype)[6:]} must be whole, got {least:g} and {greatest:g}")
+
+    def _check_together(self) -> None:
+        """Which fields exclude each other."""
+        computed = self.zero_point in ("after", "before")
+        excluded = {
+            "zero_point goes with int8 and uint8": self.zero_point is not None and self.dtype.is_floating_point,
+            "zero_point=128 goes with uint8": self.zero_point == 128 and self.dtype != torch.uint8,
+            "apply='ratio' has no scale to be given: use per='row' or a group": self.apply == "ratio"
+            and (self.per == "tensor" or computed),
+            "apply='ratio' does not use the scale: leave out scale_floor": self.apply == "ratio" and self.scale_floor,
+            "returns='multiplier' goes with apply='ratio'": self.returns == "multiplier" and self.apply != "ratio",
+            "layout is for scales of groups and rows, not for per='tensor'": self.layout != "row"
+            and self.per == "tensor",
+            "amax_floor and amax_limit do not go with a computed zero_point, which has no amax": computed
+            and (self.amax_floor or self.amax_limit != math.inf),
+        }
+        for reason, wrong in excluded.items():
+            if wrong:
+                raise ValueError(f"fields of a quantization exclude each other: {reason}; got {self}")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the greatest number, before a zero point is added."""
+        lowest, highest = RANGES[self.dtype]
+        if self.zero_point == 128:
+            lowest, highest = lowest - 128, highest - 128
+        if self.dtype.is_floating_point and self.qmax is not None and self.qmin is None:
+            lowest = -self.qmax
+        return (
+            float(lowest if self.qmin is None else self.qmin),
+            float(highest if self.qmax is None else self.qmax),
+        )
+
+    @property
+    def computes_zero_point(self) -> bool:
+        """Whether a zero point is one of the results."""
+        return self.zero_point in ("after", "before")
+
+    def group(self, hidden_size: int) -> int:
+        """The elements that share a scale, for rows of this length; all of them for per="tensor"."""
+        return self.per if isinstance(self.per, int) else hidden_size
+
+    def __str__(self) -> str:
+        """The canonical text: equal text, equal quantization. :meth:`parse` reads it."""
+        named = [("dtype", str(self.dtype)[6:])]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                named.append((field.name, str(value)))
+        return " ".join(f"{name}={value}" for name, value in named)
+
+    @classmethod
+    def parse(cls, text: str) -> Quantization:
+        """The quantization with this canonical text.
+
+        Raises:
+            ValueError: there is none.
+        """
+        given: dict[str, Any] = {}
+        for part in text.split():
+            name, _, value = part.partition("=")
+            given[name] = getattr(torch, value, None) if name == "dtype" else _read(value)
+        try:
+            found = cls(**given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"quantization must be the text of a fusednorm.Quantization, got {text!r}") from error
+        if str(found) != text:
+            raise ValueError(
+                f"quantization must be the text of a fusednorm.Quantization, such as {found}, got {text!r}"
+            )
+        return found
+
+
+def _read(value: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    return value
+
+
+#: vLLM's `scaled_int8_quant` of a token on a GPU, and the same with zero points.
+VLLM_INT8_TOKEN_UNFUSED = Quantization(torch.int8, apply="ratio")
+VLLM_INT8_TOKEN_AZP_UNFUSED = Quantization(torch.int8, zero_point="after", apply="reciprocal")
+#: vLLM's `rms_norm_dynamic_per_token_quant` to int8.
+VLLM_INT8_TOKEN_FUSED = Quantization(torch.int8, apply="reciprocal", scale_floor=2.0**-23)
+#: vLLM's `scaled_int8_quant` on a CPU.
+VLLM_INT8_TOKEN_CPU = Quantization(torch.int8, apply="reciprocal")
+VLLM_INT8_TOKEN_AZP_CPU = Quantization(torch.int8, zero_point="before", apply="reciprocal")
+#: vLLM's `scaled_int8_quant` with a given scale.
+VLLM_INT8_STATIC = Quantization(torch.int8, per="tensor")
+VLLM_INT8_STATIC_CPU = Quantization(torch.int8, per="tensor", apply="reciprocal")
+VLLM_INT8_STATIC_AZP = Quantization(torch.int8, per="tensor", zero_point="after", apply="reciprocal")
+VLLM_INT8_STATIC_AZP_CPU = Quantization(torch.int8, per="tensor", zero_point="before", apply="reciprocal")
+#: vLLM's `rms_norm_static_fp8_quant`, and `static_scaled_fp8_quant`.
+VLLM_FP8_STATIC = Quantization(torch.float8_e4m3fn, per="tensor", apply="reciprocal")
+#: vLLM's `rms_norm_dynamic_per_token_quant` to fp8, and `dynamic_per_token_scaled_fp8_quant`.
+VLLM_FP8_TOKEN = Quantization(torch.float8_e4m3fn, scale_floor=1 / (448 * 512))
+#: vLLM's `rms_norm_per_block_quant`, and `per_token_group_fp8_quant`.
+VLLM_FP8_BLOCK_FUSED = Quantization(torch.float8_e4m3fn, per=128, scale_floor=1 / (448 * 512))
+VLLM_FP8_BLOCK_UNFUSED = Quantization(torch.float8_e4m3fn, per=128, amax_floor=1e-10)
+#: DeepGEMM's `per_token_cast_to_fp8` with float32 scales.
+DEEPGEMM_FP8_BLOCK = Quantization(torch.float8_e4m3fn, per=128, apply="reciprocal", amax_floor=1e-4)
+#: SGLang's `sglang_per_token_group_quant_fp8`, groups of 128.
+SGLANG_FP8_BLOCK = Quantization(torch.float8_e4m3fn, per=128, scale_by="reciprocal", apply="ratio", amax_floor=1e-10)
+#: SGLang's `per_token_quant_int8_cpu`, with AVX-512.
+SGLANG_INT8_TOKEN_CPU = Quantization(torch.uint8, zero_point=128, apply="ratio", amax_floor=1e-7)
+#: TensorRT-LLM's `invokePerTokenQuantization` to fp8.
+TENSORRT_LLM_FP8_TOKEN = Quantization(torch.float8_e4m3fn, apply="ratio", amax_floor=1e-6, floor_dtype="input")
+#: torchao's float8 with row-wise scales, which returns multipliers.
+TORCHAO_FP8_ROW = Quantization(torch.float8_e4m3fn, apply="ratio", amax_floor=1e-12, returns="multiplier")

@@ -1,0 +1,309 @@
+"""Quantization, alone and after a norm: compositions (docs/spec.md, section 9)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.overrides import handle_torch_function
+
+from fusednorm import dispatcher, listeners, plain
+from fusednorm.backends import quantizer, reference
+from fusednorm.checks import (
+    check_apart,
+    check_between,
+    check_operands,
+    check_output,
+    check_quantization,
+    refuse_type,
+    requires_grad,
+)
+from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.quantizations import Quantization
+
+
+def quantize(
+    y: Tensor,
+    quantization: Quantization,
+    *,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    zero_point_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Quantizes rows to 8 bits: docs/spec.md, section 9.
+
+    Args:
+        y: [..., N], float16, bfloat16, float32 or float64, any strides. float64 is rounded to float32 first.
+        quantization: how; :mod:`fusednorm.quantizations` has presets. Its groups must divide N.
+        scale: float32, one element, greater than 0, for ``per="tensor"``; else None. On a GPU its value is not looked
+            at, because that would wait for the GPU.
+        zero_point: int32, one element, for ``per="tensor"`` with ``zero_point`` "after" or "before"; else None.
+        out: [..., N] of the quantization's dtype, to write the numbers to.
+        scale_out: float32, to write the scales to; shaped as they are.
+        zero_point_out: int32, to write the zero points to; shaped as the scales.
+
+    Returns:
+        The numbers, [..., N], and their scales: float32 [..., 1] for rows, [..., N / group] for groups, and ``scale``
+        itself for ``per="tensor"``. If zero points are computed, a third tensor has them: int32, shaped as the scales.
+
+    Raises:
+        TypeError: an operand is no tensor, has another dtype, or is missing.
+        ValueError: shapes, devices, groups, memory or the value of ``scale`` do not fit.
+        RuntimeError: y requires grad while gradients are recorded: what is quantized has none.
+    """
+    operands = (y, scale, zero_point, out, scale_out, zero_point_out)
+    if listeners.override(*operands):
+        return handle_torch_function(
+            quantize,
+            operands,
+            y,
+            quantization,
+            scale=scale,
+            zero_point=zero_point,
+            out=out,
+            scale_out=scale_out,
+            zero_point_out=zero_point_out,
+        )
+    check_operands(y, None, None, None, None, in_memory=not plain.seen(y), x_name="y")
+    outputs = Outputs(out, scale_out, zero_point_out)
+    _check("quantize", y, quantization, scale, zero_point, outputs, {"y": y})
+    return _quantized(y, quantization, scale, zero_point, outputs)
+
+
+def rms_norm_quant(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    quantization: Quantization,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    zero_point_out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """RMS-normalises rows and quantizes them: the same bits as ``quantize(rms_norm(x, weight, eps), quantization)``.
+
+    Args:
+        x: [..., N]; see :func:`fusednorm.rms_norm`.
+        weight: [N] or None; see :func:`fusednorm.rms_norm`.
+        eps: added to the mean of squares, unitless.
+        quantization: see :func:`quantize`.
+        scale: see :func:`quantize`.
+        zero_point: see :func:`quantize`.
+        between: the dtype to which the normalised rows are rounded before they are quantized: x's if None, or
+            ``torch.float32``, which leaves rows of a 16-bit x unrounded.
+        weight_offset: added to the weight; see :func:`fusednorm.rms_norm`, as for ``round_norm``.
+        round_norm: see :func:`fusednorm.rms_norm`.
+        out: see :func:`quantize`.
+        scale_out: see :func:`quantize`.
+        zero_point_out: see :func:`quantize`.
+        normed_out: [..., N] of x's dtype, receives the normalised rows too, rounded to that dtype.
+
+    Returns:
+        See :func:`quantize`.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.rms_norm`.
+        RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
+    """
+    operands = (x, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out)
+    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+    if listeners.override(*operands):
+        return handle_torch_function(
+            rms_norm_quant,
+            operands,
+            x,
+            weight,
+            eps,
+            quantization=quantization,
+            scale=scale,
+            zero_point=zero_point,
+            between=between,
+            out=out,
+            scale_out=scale_out,
+            zero_point_out=zero_point_out,
+            normed_out=normed_out,
+            **flags,
+        )
+    check_operands(x, None, weight, None, None, in_memory=not plain.seen(x, weight))
+    check_between(between, x)
+    outputs = Outputs(out, scale_out, zero_point_out, normed_out)
+    _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
+    y = rms_norm(x, weight, eps, out=None if between else normed_out, out_dtype=between, **flags)
+    return _quantized(y, quantization, scale, zero_point, outputs)
+
+
+def fused_add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    quantization: Quantization,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    zero_point_out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """Adds the residual, RMS-normalises the sum and quantizes it.
+
+    The same bits as ``y, total = fused_add_rms_norm(x, residual, weight, eps)``, then ``quantize(y, quantization)``.
+
+    Args:
+        x: [..., N]; see :func:`fusednorm.fused_add_rms_norm`.
+        residual: [..., N]; see :func:`fusednorm.fused_add_rms_norm`.
+        weight: [N] or None; see :func:`fusednorm.fused_add_rms_norm`.
+        eps: added to the mean of squares, unitless.
+        quantization: see :func:`quantize`.
+        scale: see :func:`quantize`.
+        zero_point: see :func:`quantize`.
+        between: see :func:`rms_norm_quant`.
+        weight_offset: see :func:`fusednorm.fused_add_rms_norm`, as for the next two.
+        round_sum: normalise the sum as rounded to the residual's dtype.
+        round_norm: see :func:`fusednorm.fused_add_rms_norm`.
+        out: see :func:`quantize`.
+        scale_out: see :func:`quantize`.
+        zero_point_out: see :func:`quantize`.
+        normed_out: see :func:`rms_norm_quant`.
+        residual_out: [..., N] to write the sum to. May be x or the residual itself.
+        residual_dtype: the dtype that the sum is rounded to; the residual's if None.
+
+    Returns:
+        What :func:`quantize` returns, and the sum.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.fused_add_rms_norm`.
+        RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
+    """
+    if residual is None:
+        refuse_type("residual", residual)
+    operands = (x, residual, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
+    flags: dict[str, Any] = {
+        "weight_offset": weight_offset,
+        "round_sum": round_sum,
+        "round_norm": round_norm,
+        "residual_out": residual_out,
+        "residual_dtype": residual_dtype,
+    }
+    if listeners.override(*operands):
+        return handle_torch_function(
+            fused_add_rms_norm_quant,
+            operands,
+            x,
+            residual,
+            weight,
+            eps,
+            quantization=quantization,
+            scale=scale,
+            zero_point=zero_point,
+            between=between,
+            out=out,
+            scale_out=scale_out,
+            zero_point_out=zero_point_out,
+            normed_out=normed_out,
+            **flags,
+        )
+    in_memory = not plain.seen(x, residual, weight, residual_out)
+    check_operands(x, residual, weight, None, residual_out, in_memory=in_memory)
+    check_between(between, x)
+    outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
+    inputs = {"x": x, "residual": residual, "weight": weight}
+    _check("fused_add_rms_norm_quant", x, quantization, scale, zero_point, outputs, inputs)
+    y, total = fused_add_rms_norm(
+        x, residual, weight, eps, out=None if between else normed_out, out_dtype=between, **flags
+    )
+    return *_quantized(y, quantization, scale, zero_point, outputs), total
+
+
+class Outputs(NamedTuple):
+    """Where the caller wants results; None: new memory."""
+
+    out: Tensor | None = None
+    scale_out: Tensor | None = None
+    zero_point_out: Tensor | None = None
+    normed_out: Tensor | None = None
+    residual_out: Tensor | None = None
+
+
+def _check(
+    name: str,
+    x: Tensor,
+    quantization: Quantization,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    outputs: Outputs,
+    inputs: dict[str, Tensor | None],
+) -> None:
+    """All that must fit before anything is written. The inputs are those of the norm, by name."""
+    if is_grad_enabled() and requires_grad(x, None, None, *inputs.values()):
+        raise RuntimeError(
+            f"{name}(): one of the arguments requires grad, and 8-bit numbers have no gradients; call it under "
+            "torch.no_grad(), pass tensors without gradients, such as x.detach(), or train without the quantization"
+        )
+    in_memory = not plain.seen(x, scale, zero_point, *outputs)
+    check_quantization(quantization, x, scale, zero_point, in_memory)
+    groups = [*x.shape[:-1], x.shape[-1] // quantization.group(x.shape[-1])]
+    shape = [1] if quantization.per == "tensor" else groups
+    check_output("out", outputs.out, list(x.shape), quantization.dtype, x)
+    check_output("scale_out", outputs.scale_out, shape, torch.float32, x)
+    check_output("zero_point_out", outputs.zero_point_out, shape, torch.int32, x)
+    check_output("normed_out", outputs.normed_out, list(x.shape), x.dtype, x)
+    if quantization.per == "tensor" and (outputs.scale_out is not None or outputs.zero_point_out is not None):
+        raise TypeError("scale_out or zero_point_out is given, and scale is too; leave out what would be a copy of it")
+    if outputs.zero_point_out is not None and not quantization.computes_zero_point:
+        raise TypeError(f"zero_point_out is given, and {quantization} computes no zero points; leave it out")
+    if in_memory:
+        named = {**inputs, "scale": scale, "zero_point": zero_point}
+        check_apart(
+            {key: tensor for key, tensor in outputs._asdict().items() if tensor is not None},
+            {key: tensor for key, tensor in named.items() if tensor is not None},
+        )
+
+
+def _quantized(
+    y: Tensor, quantization: Quantization, scale: Tensor | None, zero_point: Tensor | None, outputs: Outputs
+) -> tuple[Tensor, ...]:
+    """The results for checked operands, in the caller's memory where that is given."""
+    if plain.seen(y, scale, zero_point):
+        found = dispatcher.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
+        values, new_scale, new_zero_point = found
+    else:
+        values, new_scale, new_zero_point = quantizer.quantized(y, quantization, scale, zero_point)
+    if outputs.normed_out is not None and outputs.normed_out is not y:
+        outputs.normed_out.copy_(reference.rounded(y, outputs.normed_out.dtype))
+    values = values if outputs.out is None else outputs.out.copy_(values)
+    if quantization.per == "tensor":
+        return values, cast(Tensor, scale)
+    new_scale = _laid_out(new_scale, quantization) if outputs.scale_out is None else outputs.scale_out.copy_(new_scale)
+    if not quantization.computes_zero_point:
+        return values, new_scale
+    if outputs.zero_point_out is not None:
+        return values, new_scale, outputs.zero_point_out.copy_(new_zero_point)
+    return values, new_scale, _laid_out(new_zero_point, quantization)
+
+
+def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
+    """Scales or zero points, [..., groups], in the memory that the layout asks for."""
+    if quantization.layout == "row":
+        return of_groups
+    *sizes, groups = of_groups.shape
+    rows = of_groups.numel() // groups
+    padded = -(-rows // 4) * 4 if quantization.layout == "column_padded" else rows
+    memory = of_groups.new_zeros((groups, padded))
+    return memory[:, :rows].copy_(of_groups.reshape(rows, groups).mT).mT.reshape(*sizes, groups)

@@ -1,0 +1,376 @@
+"""Quantization: what is refused, what a quantization may be, who sees a call, and the peers' formulas."""
+
+import math
+import operator
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fusednorm import Quantization, fused_add_rms_norm_quant, quantizations, quantize, rms_norm_quant
+from fusednorm.backends import quantizer
+from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
+from fusednorm.conformance.test_quantized import ALL, PRESETS, given
+
+E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
+TOKEN, STATIC, BLOCK = quantizations.VLLM_INT8_TOKEN_CPU, quantizations.VLLM_FP8_STATIC, ALL["columns"]
+AZP = quantizations.VLLM_INT8_STATIC_AZP_CPU
+X, RESIDUAL, WEIGHT = operands(Case(6, 128).of(F32))
+ONE, POINT = torch.ones(1), torch.ones(1, dtype=torch.int32)
+
+
+def same(found, wanted):
+    pairs = [[t.flatten().clone().view(U8) for t in pair] for pair in zip(found, wanted, strict=True)]
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: quantize(X, "int8"), TypeError, "quantization must be a fusednorm.Quantization, got str"),
+        (lambda: quantize(X.int(), TOKEN), TypeError, "y must be float16, bfloat16, float32 or float64, got int32"),
+        (lambda: quantize(None, TOKEN), TypeError, "y must be a torch.Tensor, got NoneType"),
+        (lambda: quantize(X[0, 0], TOKEN), ValueError, r"y must be \[..., N\] with N of at least 1"),
+        (lambda: quantize(X[:, :100], BLOCK), ValueError, "groups of 64 elements, which do not divide rows of 100"),
+        (lambda: quantize(X, TOKEN, scale=ONE), TypeError, "scale is given, and dtype=int8 .* has none to be given"),
+        (lambda: quantize(X, STATIC), TypeError, "scale must be a torch.Tensor for per='tensor', got NoneType"),
+        (lambda: quantize(X, STATIC, scale=1.0), TypeError, "scale must be a torch.Tensor .* got float"),
+        (lambda: quantize(X, STATIC, scale=ONE.double()), TypeError, "scale must be float32, got float64"),
+        (lambda: quantize(X, STATIC, scale=torch.ones(2)), ValueError, r"scale must have one element, got shape \[2\]"),
+        (lambda: quantize(X, STATIC, scale=ONE * 0), ValueError, "scale must be greater than 0 and finite, got 0.0"),
+        (lambda: quantize(X, STATIC, scale=-ONE), ValueError, "scale must be greater than 0 and finite, got -1.0"),
+        (lambda: quantize(X, STATIC, scale=ONE * math.nan), ValueError, "scale must be greater than 0 .* got nan"),
+        (lambda: quantize(X, STATIC, scale=ONE * math.inf), ValueError, "scale must be greater than 0 .* got inf"),
+        (lambda: quantize(X, STATIC, scale=ONE.to("meta")), ValueError, "scale is on meta and x on cpu"),
+        (lambda: quantize(X, AZP, scale=ONE), TypeError, "zero_point must be a torch.Tensor"),
+        (lambda: quantize(X, AZP, scale=ONE, zero_point=ONE), TypeError, "zero_point must be int32, got float32"),
+        (lambda: quantize(X, STATIC, scale=ONE, zero_point=POINT), TypeError, "zero_point is given, and"),
+        (lambda: quantize(X, STATIC, scale=ONE, scale_out=ONE), TypeError, "scale_out or zero_point_out is given"),
+        (lambda: quantize(X, TOKEN, zero_point_out=POINT.expand(6, 1)), TypeError, "computes no zero points"),
+        (lambda: quantize(X, TOKEN, out=torch.empty(6, 128)), TypeError, "out must be int8, got float32"),
+        (lambda: quantize(X, TOKEN, out=torch.empty(6, 64, dtype=I8)), ValueError, r"out must have shape \[6, 128\]"),
+        (lambda: quantize(X, BLOCK, scale_out=torch.empty(6, 1)), ValueError, r"scale_out must have shape \[6, 2\]"),
+        (lambda: quantize(X, TOKEN, out=X.view(I8)[:, :128]), ValueError, "out shares memory with y"),
+        (
+            lambda: quantize(X, TOKEN, out=torch.empty(128, dtype=I8).expand(6, 128)),
+            ValueError,
+            "out has elements that share memory",
+        ),
+        (
+            lambda: rms_norm_quant(X, quantization=BLOCK, normed_out=X.view(6, 128).T.contiguous().T.half()),
+            TypeError,
+            "normed_out must be float32, got float16",
+        ),
+        (lambda: rms_norm_quant(X, X[0].half().float(), quantization=None), TypeError, "quantization must be"),
+        (
+            lambda: rms_norm_quant(X, quantization=TOKEN, between=F16),
+            TypeError,
+            "between must be None or torch.float32",
+        ),
+        (lambda: rms_norm_quant(X, WEIGHT[:9], quantization=TOKEN), ValueError, r"weight must have shape \[128\]"),
+        (lambda: fused_add_rms_norm_quant(X, None, quantization=TOKEN), TypeError, "residual must be a torch.Tensor"),
+        (
+            lambda: fused_add_rms_norm_quant(X, RESIDUAL, quantization=TOKEN, residual_out=X[:, :64]),
+            ValueError,
+            r"residual_out must have x's shape",
+        ),
+        (
+            lambda: fused_add_rms_norm_quant(
+                X, RESIDUAL, quantization=TOKEN, residual_out=RESIDUAL, out=RESIDUAL.view(I8)[:, :128]
+            ),
+            ValueError,
+            "shares memory with",
+        ),
+    ],
+)
+def test_what_is_refused_is_named_and_nothing_is_written(call, error, words):
+    kept = [tensor.clone() for tensor in (X, RESIDUAL)]
+    with pytest.raises(error, match=words):
+        call()
+    assert same((X, RESIDUAL), kept)
+
+
+@pytest.mark.parametrize("name", ["quantize", "rms_norm_quant", "fused_add_rms_norm_quant"])
+def test_gradients_are_refused(name):
+    leaf = X.clone().requires_grad_()
+    calls = {
+        "quantize": lambda: quantize(leaf, TOKEN),
+        "rms_norm_quant": lambda: rms_norm_quant(X, leaf[0], quantization=TOKEN),
+        "fused_add_rms_norm_quant": lambda: fused_add_rms_norm_quant(X, leaf, quantization=TOKEN),
+    }
+    with pytest.raises(RuntimeError, match=rf"{name}\(\): one of the arguments requires grad.*torch.no_grad"):
+        calls[name]()
+    with torch.no_grad():
+        calls[name]()
+
+
+# What a quantization may be
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"dtype": torch.int16}, ValueError, "dtype must be one of torch.int8"),
+        ({"per": 0}, ValueError, "per must be 'tensor', 'row' or the elements of a group"),
+        ({"per": True}, ValueError, "per must be"),
+        ({"per": "column"}, ValueError, "per must be"),
+        ({"zero_point": 1}, ValueError, "zero_point must be one of None, 128, after, before, got 1"),
+        ({"zero_point": 128}, ValueError, "zero_point=128 goes with uint8"),
+        ({"dtype": E4M3, "zero_point": "after"}, ValueError, "zero_point goes with int8 and uint8"),
+        ({"scale_by": "ratio"}, ValueError, "scale_by must be one of divide, reciprocal"),
+        ({"apply": "multiply"}, ValueError, "apply must be one of divide, reciprocal, ratio"),
+        ({"apply": "ratio", "per": "tensor"}, ValueError, "apply='ratio' has no scale to be given"),
+        ({"apply": "ratio", "zero_point": "after"}, ValueError, "apply='ratio' has no scale to be given"),
+        ({"apply": "ratio", "scale_floor": 0.1}, ValueError, "apply='ratio' does not use the scale"),
+        ({"returns": "multiplier"}, ValueError, "returns='multiplier' goes with apply='ratio'"),
+        ({"per": "tensor", "layout": "column"}, ValueError, "layout is for scales of groups and rows"),
+        ({"zero_point": "before", "amax_floor": 1.0}, ValueError, "amax_floor and amax_limit do not go with"),
+        ({"amax_floor": -1.0}, ValueError, "amax_floor must not be negative, got -1.0"),
+        ({"amax_limit": "1"}, TypeError, "amax_limit must be a number, got '1'"),
+        ({"scale_floor": math.nan}, TypeError, "scale_floor must be a number, got nan"),
+        ({"qmax": 128}, ValueError, "qmin and qmax must lie around 0, within -128 and 127, got -128 and 128"),
+        ({"qmin": 1}, ValueError, "qmin and qmax must lie around 0"),
+        ({"qmax": 0}, ValueError, "qmin and qmax must lie around 0"),
+        ({"qmax": 1.5}, ValueError, "qmin and qmax of int8 must be whole"),
+    ],
+)
+def test_fields(changes, error, words):
+    with pytest.raises(error, match=words):
+        Quantization(**{"dtype": I8, **changes})
+
+
+def test_text():
+    """Equal text, equal quantization, and the other way round."""
+    for quantization in ALL.values():
+        assert Quantization.parse(str(quantization)) == quantization
+    assert len(set(map(str, ALL.values()))) == len(set(ALL.values()))
+    assert str(Quantization(I8, per=128, amax_floor=1e-10)) == "dtype=int8 per=128 amax_floor=1e-10"
+    for text in ("", "int8", "dtype=int9", "dtype=int8 per=row", "dtype=int8 size=3", "dtype=int8  per=128"):
+        with pytest.raises(ValueError, match=r"quantization must be the text of a fusednorm\.Quantization"):
+            Quantization.parse(text)
+
+
+def test_every_field_changes_results():
+    """None is ignored."""
+    torch.manual_seed(0)
+    y = (torch.randn(8, 128) * torch.rand(8, 1) * 3e-3).half()
+    y[2] = 0
+    y[3, :3] = torch.tensor([-3.0, 0.5, 252.0])  # a scale of 1, an odd zero point, and a tie
+    y[4, :2] = torch.tensor([889.0, 45.5])  # a scale of 7, and a tie that the reciprocal of 7 misses
+    changes = {
+        "dtype": (Quantization(I8), Quantization(E5M2)),
+        "per": (Quantization(I8), Quantization(I8, per=64)),
+        "zero_point": (Quantization(I8, zero_point="after"), Quantization(I8, zero_point="before")),
+        "scale_by": (Quantization(E4M3), Quantization(E4M3, scale_by="reciprocal")),
+        "apply": (Quantization(I8), Quantization(I8, apply="reciprocal")),
+        "amax_floor": (Quantization(I8), Quantization(I8, amax_floor=1e-2)),
+        "amax_limit": (Quantization(I8), Quantization(I8, amax_limit=1e-3)),
+        "scale_floor": (Quantization(I8), Quantization(I8, scale_floor=1e-4)),
+        "floor_dtype": (Quantization(I8, amax_floor=1e-2), Quantization(I8, amax_floor=1e-2, floor_dtype="input")),
+        "returns": (Quantization(I8, apply="ratio"), Quantization(I8, apply="ratio", returns="multiplier")),
+        "qmin": (Quantization(I8), Quantization(I8, qmin=-100)),
+        "qmax": (Quantization(I8), Quantization(I8, qmax=100)),
+    }
+    assert changes.keys() == {field.name for field in fields(Quantization)} - {"layout"}
+    for name, (one, other) in changes.items():
+        found, others = quantize(y, one), quantize(y, other)
+        assert found[0].dtype != others[0].dtype or not same(found, others), name
+
+
+def test_layouts():
+    """The strides of scales, and what lies between them."""
+    y = X.view(2, 3, 128)
+    rows = quantize(y, replace(BLOCK, layout="row"))[1]
+    columns = quantize(y, BLOCK)[1]
+    padded = quantize(y, replace(BLOCK, layout="column_padded"))[1]
+    assert (rows.stride(), columns.stride(), padded.stride()) == ((6, 2, 1), (3, 1, 6), (3, 1, 8))
+    assert torch.equal(rows, columns)
+    assert torch.equal(rows, padded)
+    whole = padded.as_strided((2, 8), (8, 1))
+    assert not whole[:, 6:].any()
+
+
+# Who sees a call
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_FP8_BLOCK_FUSED", "VLLM_INT8_TOKEN_AZP_CPU", "VLLM_FP8_STATIC", "padded columns"]
+)
+def test_compile_and_export(name):
+    quantization = ALL[name]
+    static = given(quantization)
+
+    class Block(torch.nn.Module):
+        def forward(self, x, residual, weight):
+            return fused_add_rms_norm_quant(x, residual, weight, quantization=quantization, **static)
+
+    wanted = Block()(X, RESIDUAL, WEIGHT)
+    compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
+    assert same(compiled(X, RESIDUAL, WEIGHT), wanted)
+    exported = torch.export.export(Block(), (X, RESIDUAL, WEIGHT)).module()
+    assert same(exported(X, RESIDUAL, WEIGHT), wanted)
+
+
+def test_operator():
+    for quantization in (TOKEN, BLOCK, quantizations.VLLM_INT8_TOKEN_AZP_CPU):
+        torch.library.opcheck(torch.ops.fusednorm.quantize.default, (X, str(quantization), None, None))
+    torch.library.opcheck(torch.ops.fusednorm.quantize.default, (X, str(AZP), ONE, POINT))
+    with pytest.raises(ValueError, match="quantization must be the text"):
+        torch.ops.fusednorm.quantize(X, "int8", None, None)
+
+
+def test_modes_see_the_call():
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    with Mode():
+        found = fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, quantization=TOKEN)
+    assert fused_add_rms_norm_quant in seen
+    assert same(found, fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, quantization=TOKEN))
+
+
+def test_empty():
+    for quantization in (TOKEN, BLOCK, ALL["padded columns"]):
+        values, scale, *_ = quantize(X[:0], quantization)
+        assert values.shape == (0, 128)
+        assert scale.shape == (0, 128 // quantization.group(128))
+
+
+# The peers' formulas, in plain torch, written from their sources (docs/rounding.md names them)
+
+
+def token_fused(y, dtype, qmax, floor):
+    scale = (y.float().abs().amax(-1, keepdim=True) / qmax).clamp(min=floor)
+    return scale, (y.float() * (1 / scale) if dtype == I8 else y.float() / scale)
+
+
+def ratio(y, qmax, floor=0.0):
+    amax = y.float().abs().amax(-1, keepdim=True).clamp(min=floor)
+    return amax / qmax, y.float() * torch.where(amax == 0, 0.0, torch.full_like(amax, qmax) / amax)
+
+
+def asymmetric(y, before):
+    low, high = y.float().amin(-1, keepdim=True), y.float().amax(-1, keepdim=True)
+    scale = (high - low) / torch.full_like(high, 255.0)
+    point = (-128.0 - low / scale).round()
+    v = y.float() * (1 / scale)
+    return scale, point, (v + point).round() if before else v.round() + point
+
+
+def blocks(y, function):
+    return [t.flatten(-2) for t in function(y.unflatten(-1, (-1, 128)))]
+
+
+FORMULAS = {
+    "VLLM_INT8_TOKEN_UNFUSED": lambda y: ratio(y, 127.0),
+    "VLLM_INT8_TOKEN_FUSED": lambda y: token_fused(y, I8, 127.0, 2.0**-23),
+    "VLLM_INT8_TOKEN_CPU": lambda y: token_fused(y, I8, 127.0, 0.0),
+    "VLLM_FP8_TOKEN": lambda y: token_fused(y, E4M3, 448.0, 1 / (448.0 * 512.0)),
+    "VLLM_FP8_BLOCK_FUSED": lambda y: blocks(y, lambda v: token_fused(v, E4M3, 448.0, 1 / (448.0 * 512.0))),
+    "VLLM_FP8_BLOCK_UNFUSED": lambda y: blocks(
+        y,
+        lambda v: operator.itemgetter(0, 1)(
+            dividing(v, v.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0)
+        ),
+    ),
+    "DEEPGEMM_FP8_BLOCK": lambda y: blocks(
+        y, lambda v: inverting(v, v.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0)
+    ),
+    "SGLANG_FP8_BLOCK": lambda y: blocks(y, sglang),
+    "SGLANG_INT8_TOKEN_CPU": lambda y: ratio(y, 127.0, 1e-7),
+    "TENSORRT_LLM_FP8_TOKEN": lambda y: ratio(y, 448.0, float(torch.tensor(1e-6).to(y.dtype))),
+    "TORCHAO_FP8_ROW": lambda y: torchao(y),
+}
+
+
+def dividing(v, scale):
+    return scale, v.float() / scale
+
+
+def inverting(v, scale):
+    return scale, v.float() * (1 / scale)
+
+
+def sglang(v):
+    amax = v.float().abs().amax(-1, keepdim=True).clamp(min=1e-10)
+    return amax * (torch.tensor(1.0) / 448.0), v.float() * (torch.tensor(448.0) / amax)
+
+
+def torchao(v):
+    """The scale in float64, then rounded to float32."""
+    amax = v.abs().amax(-1, keepdim=True).double()
+    scale = (448.0 / amax.clamp(min=1e-12)).float()
+    return scale, v.float() * scale
+
+
+def stored(v, dtype):
+    if dtype == U8:
+        return v.round().to(torch.int32).add(128).to(U8)
+    return v.clamp(-448, 448).to(E4M3) if dtype == E4M3 else v.round().clamp(-128, 127).to(I8)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_presets_are_the_formulas_of_their_owners(name, dtype):
+    torch.manual_seed(3)
+    y = torch.randn(64, 512).to(dtype) * torch.logspace(-3, 2, 64).unsqueeze(-1).to(dtype)
+    y[5, :128] = 0
+    quantization = PRESETS[name]
+    values, scale = quantize(y, quantization)
+    wanted_scale, wanted = FORMULAS[name](y)
+    assert torch.equal(scale, wanted_scale)
+    assert same((values,), (stored(wanted, quantization.dtype),))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_presets_with_zero_points_are_the_formulas_of_their_owners(before):
+    torch.manual_seed(3)
+    y = torch.randn(64, 512).bfloat16() + torch.linspace(-3, 9, 64).unsqueeze(-1).bfloat16()
+    quantization = PRESETS["VLLM_INT8_TOKEN_AZP_CPU" if before else "VLLM_INT8_TOKEN_AZP_UNFUSED"]
+    values, scale, point = quantize(y, quantization)
+    wanted_scale, wanted_point, wanted = asymmetric(y, before)
+    assert torch.equal(scale, wanted_scale)
+    assert torch.equal(point.float(), wanted_point)
+    assert torch.equal(values, wanted.clamp(-128, 127).to(I8))
+
+
+def test_presets_with_a_given_scale_are_the_formulas_of_their_owners():
+    y, scale, point = X.bfloat16() * 3, torch.tensor([0.0123]), torch.tensor([11], dtype=torch.int32)
+    inverse = y.float() * (1 / scale)
+    wanted = {
+        "VLLM_FP8_STATIC": inverse.clamp(-448, 448).to(E4M3),
+        "VLLM_INT8_STATIC": (y.float() / scale).round().clamp(-128, 127).to(I8),
+        "VLLM_INT8_STATIC_CPU": inverse.round().clamp(-128, 127).to(I8),
+        "VLLM_INT8_STATIC_AZP": (inverse.round() + point).clamp(-128, 127).to(I8),
+        "VLLM_INT8_STATIC_AZP_CPU": (inverse + point).round().clamp(-128, 127).to(I8),
+    }
+    assert set(PRESETS) == {*wanted, *FORMULAS, "VLLM_INT8_TOKEN_AZP_CPU", "VLLM_INT8_TOKEN_AZP_UNFUSED"}
+    for name, values in wanted.items():
+        more = {"zero_point": point} if PRESETS[name].zero_point else {}
+        found, returned = quantize(y, PRESETS[name], scale=scale, **more)
+        assert returned is scale
+        assert same((found,), (values,)), name
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_float8_is_torchs(dtype):
+    """Of values within the range, but for the code of a NaN."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 20,), generator=torch.Generator().manual_seed(0))
+    v = bits.to(torch.int32).view(F32)
+    most = torch.finfo(dtype).max
+    v = v[v.abs() <= most]
+    assert same((quantizer.to_float8(v, dtype),), (v.to(dtype),))
+    assert quantizer.to_float8(torch.tensor([math.nan, -math.nan]), dtype).view(U8).tolist() == [0x7F, 0x7F]
+
+
+def test_float64_is_rounded_to_float32_first():
+    y = X.double() * (1 + 1e-9)
+    assert same(quantize(y, TOKEN), quantize(y.float(), TOKEN))
