@@ -23,7 +23,7 @@ SPEC_VERSION = 1
 DEVICES = ("any",)
 
 #: What it knows beyond the first operations.
-FEATURES = ("residual_dtype",)
+FEATURES = ("residual_dtype", "norm_before_add")
 
 #: As all of torch's arithmetic on a CPU.
 FLUSHES_WITH_CALLER = True
@@ -315,12 +315,22 @@ def affine_gradients(
 
 def forward(call: Forward) -> None:
     """Writes :func:`outputs`."""
-    operation = call.operation
-    flags = (call.eps, call.weight_offset, operation.round_sum, operation.round_norm)
-    y, total, r = outputs(call.x, call.residual, call.weight, *flags, operation.out, operation.residual_out)
+    operation, x = call.operation, call.x
+    rounding = (operation.round_sum, operation.round_norm)
+    if operation.first is not None:
+        alone = (None, call.first_weight, call.first_eps, call.weight_offset, *rounding)
+        x = outputs(x, *alone, operation.first.between, None)[0]
+    if operation.out is None:
+        assert call.residual is not None
+        assert call.residual_out is not None
+        call.residual_out.copy_(added(x, call.residual, call.residual_out.dtype))
+        return
+    flags = (call.eps, call.weight_offset, *rounding)
+    y, total, r = outputs(x, call.residual, call.weight, *flags, operation.out, operation.residual_out)
     # Only now, because an output may be the memory of an input.
     if call.residual_out is not None and total is not None:
         call.residual_out.copy_(total)
+    assert call.out is not None
     call.out.copy_(y)
     if call.rstd is not None:
         call.rstd.copy_(r)

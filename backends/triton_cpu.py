@@ -235,7 +235,8 @@ def forward(call: Forward) -> None:
         _host.forward(call)
     except NotYetError:
         backend: Any = cpu
-        (Composition(backend) if call.operation.features else backend).forward(call)
+        parts = Composition.parts(call.operation, lambda part: not part.features)
+        (Composition(backend, parts) if parts else backend).forward(call)
 
 
 def backward(call: Backward) -> None:

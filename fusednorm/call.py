@@ -26,8 +26,17 @@ class Flags(NamedTuple):
     residual_dtype: torch.dtype | None = None
 
 
+class FirstNorm(NamedTuple):
+    """A norm of x before the addition, as far as it decides the backend of a call."""
+
+    #: The dtype of its weight, None if there is none.
+    weight: torch.dtype | None
+    #: The dtype that its rows are rounded to before the addition takes them: x's, or float32.
+    between: torch.dtype
+
+
 class RMSNorm(NamedTuple):
-    """``rms_norm``, and with a residual ``fused_add_rms_norm``.
+    """``rms_norm``, with a residual ``fused_add_rms_norm``, and with a norm of x before the addition.
 
     It has everything that decides the backend of a call, and never the number of rows: a row's bits do not depend on
     it. A dtype is None where the operand is absent.
@@ -36,16 +45,21 @@ class RMSNorm(NamedTuple):
     device: torch.device
     x: torch.dtype
     residual: torch.dtype | None
+    #: Of the norm after the addition, where there is one before it too.
     weight: torch.dtype | None
-    out: torch.dtype
+    #: None if no norm follows the addition.
+    out: torch.dtype | None
     hidden_size: int
     round_sum: bool
     round_norm: bool
     residual_out: torch.dtype | None
+    first: FirstNorm | None = None
 
     @property
     def name(self) -> str:
         """The name of the public function."""
+        if self.first is not None:
+            return "rms_norm_add" if self.out is None else "rms_norm_add_rms_norm"
         return "rms_norm" if self.residual is None else "fused_add_rms_norm"
 
     @property
@@ -56,15 +70,19 @@ class RMSNorm(NamedTuple):
     @property
     def features(self) -> tuple[str, ...]:
         """The parts of the operation that a backend must know by name, because they may be younger than the backend."""
-        return () if self.residual_out == self.residual else ("residual_dtype",)
+        young = {"residual_dtype": self.residual_out != self.residual, "norm_before_add": self.first is not None}
+        return tuple(name for name, has in young.items() if has)
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
-        operands = (self.x, self.residual, self.weight, self.out, self.residual_out)
+        operands = (self.x, self.residual, self.weight, self.out, self.residual_out, self.first and self.first.weight)
         return [dtype for dtype in operands if dtype is not None]
 
     def __str__(self) -> str:
         types = {"x": self.x, "residual": self.residual, "weight": self.weight, "out": self.out}
+        if self.first is not None:
+            before = {"x": self.x, "weight": self.first.weight, "between": self.first.between}
+            types = {**before, "residual": self.residual, "next_weight": self.weight, "out": self.out}
         if self.residual_out != self.residual:
             types["residual_out"] = self.residual_out
         named = ", ".join(f"{name} {str(dtype)[6:]}" for name, dtype in types.items() if dtype is not None)
@@ -75,20 +93,39 @@ class RMSNorm(NamedTuple):
 Operation: TypeAlias = RMSNorm
 
 
+class Before(NamedTuple):
+    """The arguments of a norm of x before the addition; its other flags are those of the norm after the addition."""
+
+    weight: Tensor | None
+    eps: float
+    between: torch.dtype | None
+    #: Whether a norm follows the addition.
+    followed: bool
+
+
 def operation_of(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags, out: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    flags: Flags,
+    out: Tensor | None = None,
+    before: Before | None = None,
 ) -> RMSNorm:
     """The operation that a call with these arguments asks for; they have been checked."""
+    first, out_dtype = None, flags.out_dtype or (x.dtype if out is None else out.dtype)
+    if before is not None:
+        first = FirstNorm(None if before.weight is None else before.weight.dtype, before.between or x.dtype)
     return RMSNorm(
         x.device,
         x.dtype,
         None if residual is None else residual.dtype,
         None if weight is None else weight.dtype,
-        flags.out_dtype or (x.dtype if out is None else out.dtype),
+        None if before is not None and not before.followed else out_dtype,
         x.shape[-1],
         flags.round_sum,
         flags.round_norm,
         None if residual is None else flags.residual_dtype or residual.dtype,
+        first,
     )
 
 
@@ -105,8 +142,9 @@ class Forward(NamedTuple):
     residual: Tensor | None
     #: [N], contiguous, or None.
     weight: Tensor | None
-    #: [..., N], receives the normalised rows, rounded to its dtype. It may be x or the residual itself.
-    out: Tensor
+    #: [..., N], receives the normalised rows, rounded to its dtype. It may be x or the residual itself. None if no norm
+    #: follows the addition.
+    out: Tensor | None
     #: [..., N], receives the sum, rounded to its dtype; None without a residual. It may be x or the residual itself.
     residual_out: Tensor | None
     #: [...] of the accumulator type, contiguous, receives ``1 / sqrt(mean(h^2) + eps)``; or None.
@@ -118,6 +156,9 @@ class Forward(NamedTuple):
     strides: tuple[Strides, Strides, Strides, Strides]
     eps: float
     weight_offset: float
+    #: [N], contiguous, or None; and eps: of the norm of x before the addition, if the operation has one.
+    first_weight: Tensor | None = None
+    first_eps: float = 0.0
 
 
 class Backward(NamedTuple):

@@ -408,30 +408,36 @@ def _apart(operands: tuple[Lying, ...], hidden_size: int) -> bool:
 
 
 def check_overlap(
-    out: Lying, residual_out: Lying, x: Lying, residual: Lying, weight: Tensor | None, hidden_size: int
+    out: Lying,
+    residual_out: Lying,
+    x: Lying,
+    residual: Lying,
+    weights: tuple[tuple[str, Tensor | None], ...],
+    hidden_size: int,
 ) -> None:
-    """An output may be exactly x or the residual, and may share no other memory."""
+    """An output may be exactly x or the residual, and may share no other memory. Weights have names."""
     row = Rows(1, 1, 0, hidden_size)
     both_are_one = out[0] is residual_out[0]
-    if not both_are_one and _apart((x, residual, (weight, row), out, residual_out), hidden_size):
+    if not both_are_one and _apart(
+        (x, residual, *((weight, row) for _, weight in weights), out, residual_out), hidden_size
+    ):
         return
     inputs = [
         (name, tensor, rows, Memory.of(tensor, rows, hidden_size))
         for name, (tensor, rows) in (("x", x), ("residual", residual))
         if tensor is not None and rows is not None
     ]
-    if weight is not None:
-        inputs.append(("weight", weight, row, Memory.of(weight, row, hidden_size)))
+    of_weights = [(name, w, row, Memory.of(w, row, hidden_size)) for name, w in weights if w is not None]
     before = None
     for name, (tensor, rows) in (("out", out), ("residual_out", residual_out)):
         if tensor is None or rows is None:
             continue
         memory = Memory.of(tensor, rows, hidden_size)
-        for other_name, other, other_rows, other_memory in inputs:
+        for i, (other_name, other, other_rows, other_memory) in enumerate((*inputs, *of_weights)):
             if other is tensor:
                 continue
             same = memory.begin == other_memory.begin and rows == other_rows and tensor.dtype == other.dtype
-            if not (same and other is not weight) and share_memory(memory, other_memory):
+            if not (same and i < len(inputs)) and share_memory(memory, other_memory):
                 _refuse_overlap(_as_called(name, tensor, x[0], residual[0]), other_name)
         if before is not None and share_memory(memory, before):
             called = _as_called(name, tensor, x[0], residual[0])

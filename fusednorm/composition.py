@@ -1,10 +1,11 @@
 """Operations that a backend refuses, served by other operations that it takes: the same bits, in several kernels.
 
-So far there is one: a sum that is stored in another dtype than the residual's.
+There are two: a norm before the addition, and a sum that is stored in another dtype than the residual's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +26,31 @@ def _widens(operation: Operation) -> bool:
     return torch.promote_types(operation.residual, operation.residual_out) == operation.residual_out
 
 
+def _apart(operation: Operation) -> tuple[Operation, Operation | None]:
+    """A norm before the addition, and the rest; None if that is the addition alone, which is torch's."""
+    assert operation.first is not None
+    weight, between = operation.first
+    norm = operation._replace(residual=None, weight=weight, out=between, round_sum=True, residual_out=None, first=None)
+    return norm, None if operation.out is None else operation._replace(x=between, first=None)
+
+
 class Composition:
     """A backend in the calls of one operation, which it serves by :meth:`parts`."""
 
-    def __init__(self, backend: Backend | FirstCalls) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend | FirstCalls, parts: tuple[Operation, ...]) -> None:
+        self._backend, self._parts = backend, parts
 
     @staticmethod
-    def parts(operation: Operation) -> tuple[Operation, ...]:
-        """The operations that serve this one; none if it cannot be served by others."""
+    def parts(operation: Operation, takes: Callable[[Operation], bool]) -> tuple[Operation, ...]:
+        """The operations that serve this one; none if it cannot be served by others.
+
+        ``takes`` says whether the backend takes an operation.
+        """
+        if operation.first is not None:
+            norm, rest = _apart(operation)
+            if rest is None:
+                return (norm,)
+            return norm, *((rest,) if takes(rest) else Composition.parts(rest, takes) or (rest,))
         if operation.residual_out == operation.residual:
             return ()
         stored = operation.residual_out
@@ -43,8 +60,14 @@ class Composition:
         return (exact, operation._replace(residual=stored)) if operation.round_sum else (exact,)
 
     @staticmethod
-    def in_words(operation: Operation) -> str:
-        """How :meth:`parts` serve an operation."""
+    def in_words(operation: Operation, parts: tuple[Operation, ...]) -> str:
+        """How its :meth:`parts` serve an operation."""
+        if operation.first is not None:
+            _, rest = _apart(operation)
+            then = "torch's addition" if rest is None else "the addition with its norm"
+            if rest is not None and parts[1:] != (rest,):
+                return f"the first norm apart, and then {Composition.in_words(rest, parts[1:])}"
+            return f"in two kernels, the first norm and then {then}"
         stored = str(operation.residual_out)[6:]
         if _widens(operation):
             return f"in two kernels, the first of which converts the residual to {stored}"
@@ -57,11 +80,14 @@ class Composition:
 
     def forward(self, call: Forward) -> None:
         """Writes the outputs."""
+        if call.operation.first is not None:
+            self._forward_apart(call)
+            return
         assert call.residual is not None
         assert call.residual_out is not None
         operation, packed = call.operation, (call.inner * call.operation.hidden_size, call.operation.hidden_size)
         x_strides, _, out_strides, total_strides = call.strides
-        parts = self.parts(operation)
+        parts = self._parts
         if _widens(operation):
             self._run(
                 call,
@@ -81,6 +107,30 @@ class Composition:
             nothing = torch.full((operation.hidden_size,), -0.0, dtype=operation.x, device=operation.device)
             stored = (call.residual_out, call.residual_out, ((0, 0), total_strides, out_strides, total_strides))
             self._run(call, parts[1], nothing.expand(call.x.shape), *stored)
+
+    def _forward_apart(self, call: Forward) -> None:
+        """Writes the outputs of an addition after a norm, whose rows it keeps."""
+        norm, rest = _apart(call.operation)
+        assert call.residual is not None
+        assert call.residual_out is not None
+        rows = torch.empty(call.x.shape, dtype=norm.out, device=norm.device)
+        packed = (call.inner * norm.hidden_size, norm.hidden_size)
+        first = Forward(
+            *(call.x, None, call.first_weight, rows, None, None, norm, call.rows, call.inner),
+            (call.strides[0], (0, 0), packed, (0, 0)),
+            call.first_eps,
+            call.weight_offset,
+        )
+        self._backend.forward(first)
+        if rest is None:
+            call.residual_out.copy_(reference.added(rows, call.residual, call.residual_out.dtype))
+            return
+        serving = self._backend if self._parts[1:] == (rest,) else Composition(self._backend, self._parts[1:])
+        serving.forward(
+            call._replace(
+                x=rows, operation=rest, strides=(packed, *call.strides[1:]), first_weight=None, first_eps=0.0
+            )
+        )
 
     def _run(
         self,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners, plain
-from fusednorm.call import Flags
+from fusednorm import listeners, plain, run
+from fusednorm.call import Before, Flags
 from fusednorm.checks import (
     check_between,
     check_flags,
@@ -104,35 +104,14 @@ def rms_norm_add_rms_norm(
                 out_dtype=out_dtype,
                 residual_dtype=residual_dtype,
             )
-        # Both operations check their operands, but the second one knows them by other names.
-        if not listeners.transform(*operands):
-            check_operands(x, residual, next_weight, out, residual_out, in_memory=False, weight_name="next_weight")
-    check_between(between, x)
-    given = {name: t for name, t in (("out", out), ("residual_out", residual_out)) if t is not None}
-    if given and is_grad_enabled() and requires_grad(x, residual, weight, next_weight, out, residual_out):
-        refuse_grad("rms_norm_add_rms_norm_" if out is x and residual_out is residual else "rms_norm_add_rms_norm")
-    if given and not (is_dynamo_compiling() or listeners.below(x, residual, next_weight, *given.values())):
-        check_written(given, x, residual, next_weight)
     if next_eps is None:
         next_eps = eps
     elif type(next_eps) is not float:
         next_eps = number("next_eps", next_eps)
-    if between is not None and out is None and out_dtype is None:
-        out_dtype = x.dtype  # of x, and not of what passes between the operations
-    y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
-    return fused_add_rms_norm(
-        y,
-        residual,
-        next_weight,
-        next_eps,
-        weight_offset=weight_offset,
-        round_sum=round_sum,
-        round_norm=round_norm,
-        out=out,
-        residual_out=residual_out,
-        out_dtype=out_dtype,
-        residual_dtype=residual_dtype,
-    )
+    name = "rms_norm_add_rms_norm_" if out is x and residual_out is residual else "rms_norm_add_rms_norm"
+    flags = Flags(next_eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    before = Before(weight, eps, between, True)
+    return _beyond_fast_path(name, x, residual, next_weight, out, residual_out, flags, before)
 
 
 def rms_norm_add_rms_norm_(
@@ -246,19 +225,10 @@ def rms_norm_add(
                 residual_out=residual_out,
                 residual_dtype=residual_dtype,
             )
-        if not listeners.transform(*operands):
-            check_operands(x, residual, weight, None, residual_out, in_memory=False)
-    check_between(between, x)
-    flags = check_flags(
-        Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype), x, residual, None, residual_out
-    )
-    if residual_out is not None and is_grad_enabled() and requires_grad(x, residual, weight, residual_out):
-        refuse_grad("rms_norm_add_" if residual_out is residual else "rms_norm_add")
-    if residual_out is not None and not (is_dynamo_compiling() or listeners.below(x, residual, residual_out)):
-        check_written({"residual_out": residual_out}, x, residual)
-    y = rms_norm(x, weight, flags.eps, weight_offset=flags.weight_offset, round_norm=round_norm, out_dtype=between)
-    total = plain.add(y, residual, residual_dtype or residual.dtype)
-    return total if residual_out is None else residual_out.copy_(total)
+    name = "rms_norm_add_" if residual_out is residual else "rms_norm_add"
+    flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
+    before = Before(weight, eps, between, False)
+    return cast(Tensor, _beyond_fast_path(name, x, residual, None, None, residual_out, flags, before)[1])
 
 
 def rms_norm_add_(
@@ -298,6 +268,60 @@ def rms_norm_add_(
         weight_offset=weight_offset,
         round_norm=round_norm,
         residual_out=residual,
+    )
+
+
+def _beyond_fast_path(
+    name: str,
+    x: Tensor,
+    residual: Tensor,
+    next_weight: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    flags: Flags,
+    before: Before,
+) -> tuple[Any, Tensor]:
+    """Both outputs of the public function of that name (the first None if no norm follows the addition).
+
+    One call of a backend; or, where gradients are wanted or a part of torch must see the call, the plain operations one
+    after the other.
+    """
+    operands = (x, residual, before.weight, next_weight, out, residual_out)
+    given = {key: t for key, t in (("out", out), ("residual_out", residual_out)) if t is not None}
+    records = is_grad_enabled() and requires_grad(*operands)
+    compiling = is_dynamo_compiling()
+    transformed = not compiling and listeners.transform(*operands)
+    if not (records or compiling or transformed or listeners.below(*operands)):
+        return run.forward(x, residual, next_weight, flags, out, residual_out, None, before)
+    # The plain operations check their operands, but know some of them by other names.
+    if not (compiling or transformed):
+        check_operands(x, residual, next_weight, out, residual_out, in_memory=False, weight_name="next_weight")
+    check_between(before.between, x)
+    if given and records:
+        refuse_grad(name)
+    flags = check_flags(flags, x, residual, out, residual_out)
+    if given and not (compiling or listeners.below(x, residual, next_weight, *given.values())):
+        check_written(given, x, residual, next_weight)
+    weight, eps, between, followed = before
+    _, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
+    y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
+    if not followed:
+        total = plain.add(y, residual, residual_dtype or residual.dtype)
+        return None, total if residual_out is None else residual_out.copy_(total)
+    if between is not None and out is None and out_dtype is None:
+        out_dtype = x.dtype  # of x, and not of what passes between the operations
+    return fused_add_rms_norm(
+        y,
+        residual,
+        next_weight,
+        flags.eps,
+        weight_offset=weight_offset,
+        round_sum=round_sum,
+        round_norm=round_norm,
+        out=out,
+        residual_out=residual_out,
+        out_dtype=out_dtype,
+        residual_dtype=residual_dtype,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import torch
@@ -32,9 +33,12 @@ def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...
 
 
 def pack_forward(call: Forward, threads: int = 1) -> bytes:
-    """A forward pass. ``threads``: at most so many are used on a CPU."""
-    x, residual, weight, out, residual_out, rstd, operation, rows, inner, strides, eps, weight_offset = call
-    device, x_type, residual_type, weight_type, out_type, hidden_size, round_sum, round_norm, total_type = operation
+    """A forward pass. ``threads``: at most so many are used on a CPU. A norm before the addition is a call of its own."""
+    x, residual, weight, out, residual_out, rstd, operation, rows, inner, strides, eps, weight_offset = call[:12]
+    device, x_type, residual_type, weight_type, out_type, hidden_size, round_sum, round_norm, total_type = operation[:9]
+    if operation.first is not None:
+        return _pack_chain(call, threads)
+    assert out is not None
     x_strides, residual_strides, out_strides, total_strides = strides
     # Written out, because this is a tenth of a short call.
     return _pack(
@@ -57,6 +61,29 @@ def pack_forward(call: Forward, threads: int = 1) -> bytes:
         *(_ABSENT if residual_out is None else (KINDS[total_type], residual_out.data_ptr(), *total_strides)),
         *(_ABSENT if rstd is None else _operand(rstd)),
         *_NONE_LEFT,
+    )
+
+
+def _pack_chain(call: Forward, threads: int) -> bytes:
+    """A norm of x before the addition, and the addition, with the norm after it if there is one."""
+    operation, inner = call.operation, call.inner
+    first = operation.first
+    assert first is not None
+    x_strides, residual_strides, out_strides, total_strides = call.strides
+    flags, device = operation.round_sum * ROUND_SUM + operation.round_norm * ROUND_NORM, operation.device.index or 0
+    # Rows without memory of their own: C keeps them.
+    passed = (KINDS[first.between], 0, inner * operation.hidden_size, operation.hidden_size)
+
+    def packed(following: int, eps: float, *operands: tuple[int, ...]) -> bytes:
+        numbers = (0, flags, device, threads, call.rows, inner, operation.hidden_size, 0, following, 1)
+        return _pack(*numbers, eps, call.weight_offset, *itertools.chain(*operands), *_NONE_LEFT)
+
+    return packed(
+        *(1, call.first_eps, _operand(call.x, x_strides), _ABSENT, _operand(call.first_weight), passed),
+        *(_ABSENT, _ABSENT),
+    ) + packed(
+        *(0, call.eps, passed, _operand(call.residual, residual_strides), _operand(call.weight)),
+        *(_operand(call.out, out_strides), _operand(call.residual_out, total_strides), _operand(call.rstd)),
     )
 
 

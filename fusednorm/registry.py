@@ -257,11 +257,11 @@ def choose(operation: Operation) -> Explanation:
         reasons = _refusal(name, operation)
         if not reasons:
             return Explanation(name, _plan(name, operation), operation, requested, passed_over)
-        parts = Composition.parts(operation)
+        parts = Composition.parts(operation, lambda part, name=name: not _refusal(name, part))
         of_parts = [reason for part in parts for reason in _refusal(name, part)]
         if parts and not of_parts:
-            plan = f"{Composition.in_words(operation)}: {_plan(name, parts[0])}"
-            return Explanation(name, plan, operation, requested, passed_over, composed=True)
+            plan = f"{Composition.in_words(operation, parts)}: {_plan(name, parts[0])}"
+            return Explanation(name, plan, operation, requested, passed_over, parts)
         passed_over[name] = list(dict.fromkeys((*reasons, *of_parts)))
     lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
     source = "FUSEDNORM_BACKEND" if requested == ENVIRONMENT else "use_backend"
@@ -287,7 +287,7 @@ def select(operation: Operation) -> tuple[Backend | FirstCalls | Composition, Ex
     explanation = choose(operation)
     name = explanation.backend
     backend = load(name) if name in NAMES else FirstCalls(name, load(name))
-    chosen = Composition(backend) if explanation.composed else backend
+    chosen = Composition(backend, explanation.parts) if explanation.parts else backend
     _selected[explanation.request, operation] = chosen
     return chosen, explanation
 
@@ -375,8 +375,13 @@ class Explanation:
     request: str
     #: The backends that would have been preferred, each with its reasons.
     passed_over: dict[str, list[str]] = field(default_factory=dict)
-    #: Whether the backend serves the operation by others that it takes.
-    composed: bool = False
+    #: The operations that the backend takes and serves this one by; none if it takes this one.
+    parts: tuple[Operation, ...] = ()
+
+    @property
+    def composed(self) -> bool:
+        """Whether the backend serves the operation by others that it takes."""
+        return bool(self.parts)
 
     @property
     def module(self) -> Backend:

@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm import fast_path
-from fusednorm.call import Backward, Flags, Forward, Operation, operation_of
+from fusednorm.call import Backward, Before, Flags, Forward, Operation, operation_of
 from fusednorm.checks import (
+    check_between,
     check_flags,
     check_operands,
     check_overlap,
+    number,
     refuse_layout,
     rows_to_write,
 )
@@ -69,14 +71,23 @@ def forward(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
-) -> tuple[Tensor, Any]:
-    """Both outputs (the second None without a residual).
+    before: Before | None = None,
+) -> tuple[Any, Any]:
+    """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
-    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square.
+    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. ``before``: a norm of x before the
+    addition; the weight and eps are then of the norm after it.
     """
-    check_operands(x, residual, weight, out, residual_out)
+    name = "weight" if before is None else "next_weight"
+    check_operands(x, residual, weight, out, residual_out, weight_name=name)
+    first_weight, first_eps = None, 0.0
+    if before is not None:
+        check_operands(x, None, before.weight, None, None)
+        check_between(before.between, x)
+        first_weight = None if before.weight is None else packed(before.weight)
+        first_eps = number("eps", before.eps)
     flags = check_flags(flags, x, residual, out, residual_out)
-    operation = operation_of(x, residual, weight, flags, out)
+    operation = operation_of(x, residual, weight, flags, out, before)
     hidden_size = operation.hidden_size
     rows = x.numel() // hidden_size
 
@@ -98,9 +109,9 @@ def forward(
     if weight is not None:
         weight = packed(weight)
 
-    out_rows = x_rows
+    out_rows: Rows | None = x_rows
     if out is None:
-        out_rows = new
+        out_rows = None if operation.out is None else new
     elif not in_place or overlaps_itself(x_rows, hidden_size):
         out_rows = rows_to_write("out", out, hidden_size, x, residual)
     if total_in_place and residual_rows is not None and not overlaps_itself(residual_rows, hidden_size):
@@ -110,7 +121,9 @@ def forward(
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
     if rows and written:
         check_overlap(
-            (out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows), weight, hidden_size
+            *((out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows)),
+            ((name, weight), ("weight", first_weight)),
+            hidden_size,
         )
     # The levels of what is written come first: inputs can be copied.
     inner, (out_strides, total_strides, x_strides, residual_strides) = common_levels(
@@ -123,7 +136,7 @@ def forward(
     if residual_strides is None and residual is not None:
         residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
 
-    if out is None:
+    if out is None and operation.out is not None:
         out = _new(x, operation.out)
     if residual is not None and residual_out is None:
         residual_out = _new(residual, operation.residual_out)
@@ -135,8 +148,7 @@ def forward(
         call = Forward(
             *(x, residual, weight, out, residual_out, rstd, operation, rows, inner),
             (x_strides, residual_strides or NONE, out_strides or NONE, total_strides or NONE),
-            flags.eps,
-            flags.weight_offset,
+            *(flags.eps, flags.weight_offset, first_weight, first_eps),
         )
         run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
         run(call)
