@@ -127,6 +127,9 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         "RESIDUAL_OUT_TYPE": _NAMES[kind.residual_out],
         "WEIGHT_TYPE": _NAMES[kind.weight],
         "OUT_TYPE": _NAMES[kind.out],
+        "NORM_BEFORE_ADD": int(kind.first is not None),
+        "FIRST_WEIGHT_TYPE": _NAMES[kind.first and kind.first.weight],
+        "BETWEEN_TYPE": _NAMES[kind.first and kind.first.between],
         "RSTD": int(kind.rstd),
         "OFFSET": int(kind.offset),
         "ROUND_SUM": int(kind.round_sum),
@@ -138,10 +141,10 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
     if layout.wide:  # KEPT: the second pass recomputes the row (0), or reads it from memory (1) or shared memory (2)
         row = kind.x
         if kind.residual_out is not None:
-            row = kind.residual_out if kind.round_sum else kind.accumulator
+            row = kind.residual_out if kind.round_sum or kind.out is None else kind.accumulator
         defines["KEPT"] = int(kind.residual_out is None or row == kind.residual_out)
         sums = defines["SEGMENTS"] = _padded_segments(kind.hidden_size)
-        if kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0):
+        if kind.out is not None and kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0):
             defines["KEPT"], shared = 2, kind.hidden_size * row.itemsize
     kernel = "forward_wide" if layout.wide else "forward"
     launch = (layout.warps * 32, layout.cluster, Share.ROWS, layout.rows, shared)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.call import Backward, Forward, Operation, Strides
+from fusednorm.call import Backward, FirstNorm, Forward, Operation, Strides
 
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32
@@ -33,7 +33,7 @@ class ForwardKind(NamedTuple):
     x: torch.dtype
     residual: torch.dtype | None
     weight: torch.dtype | None
-    out: torch.dtype
+    out: torch.dtype | None
     residual_out: torch.dtype | None
     hidden_size: int
     round_sum: bool
@@ -46,6 +46,8 @@ class ForwardKind(NamedTuple):
     alignment: int
     #: Whether rows lie in two levels.
     two_levels: bool = False
+    #: The norm of x before the addition.
+    first: FirstNorm | None = None
 
     @classmethod
     def of(cls, call: Forward) -> ForwardKind:
@@ -53,23 +55,23 @@ class ForwardKind(NamedTuple):
         operation = call.operation
         rows = zip((call.x, call.residual, call.out, call.residual_out), call.strides, strict=True)
         return cls(
-            *operation[1:5],
-            operation.residual_out,
+            *(operation.x, operation.residual, operation.weight, operation.out, operation.residual_out),
             operation.hidden_size,
             operation.round_sum,
             operation.round_norm,
             call.rstd is not None,
             call.weight_offset != 0,
-            _alignment(tuple(rows), (call.weight, call.rstd)),
+            _alignment(tuple(rows), (call.weight, call.rstd, call.first_weight)),
             call.inner != call.rows,
+            operation.first,
         )
 
     @classmethod
     def of_operation(cls, operation: Operation, alignment: int = _MOST_ALIGNED) -> ForwardKind:
         """The kind of most calls of an operation."""
-        dtypes = (*operation[1:5], operation.residual_out)
+        dtypes = (operation.x, operation.residual, operation.weight, operation.out, operation.residual_out)
         flags = (operation.round_sum, operation.round_norm, False, False)
-        return cls(*dtypes, operation.hidden_size, *flags, alignment)
+        return cls(*dtypes, operation.hidden_size, *flags, alignment, first=operation.first)
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -78,7 +80,7 @@ class ForwardKind(NamedTuple):
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
-        return [dtype for dtype in self[:5] if dtype is not None]
+        return [dtype for dtype in (*self[:5], self.first and self.first.weight) if dtype is not None]
 
 
 class BackwardKind(NamedTuple):

@@ -52,8 +52,8 @@ struct fn_call {
     int64_t rows, inner, hidden; /* where all rows are one stride apart, inner is rows */
     int64_t block; /* rows of a block, where there is FN_PARTIAL */
     /*
-     * Calls of a chain that follow in memory, on a CPU: each takes as x the rows that the one before it wrote as out.
-     * Those rows have a kind and a stride, and no address: they are kept in a buffer only.
+     * Calls of a chain that follow in memory: each takes as x the rows that the one before it wrote as out. Those rows have
+     * a kind and strides, and no address: they are kept in a buffer on a CPU, and in registers on a GPU.
      */
     int64_t following;
     int64_t heads; /* row i takes row i % heads of a weight or a bias whose stride is not 0; 1 without such operands */

@@ -140,14 +140,39 @@ static const form forms[] = {
                          1 << FN_DX | 1 << FN_DRESIDUAL | 1 << FN_DWEIGHT},
 };
 
+/*
+ * A call and the norm of x before its addition, which is NULL where there is none. Of a chain, the call is the last one
+ * with the x of the first one, because one kernel takes both.
+ */
+typedef struct {
+    const struct fn_call *call, *first;
+    struct fn_call of_chain;
+} work;
+
+static void read_work(const struct fn_call *calls, work *w) {
+    w->call = calls;
+    w->first = NULL;
+    if (!calls->following) return;
+    w->of_chain = calls[1];
+    w->of_chain.operand[FN_X] = calls->operand[FN_X];
+    w->call = &w->of_chain;
+    w->first = calls;
+}
+
 static int is_wide(const struct fn_call *c) {
     return c->operand[c->pass == FN_FORWARD ? FN_X : FN_BACKWARD_RSTD].kind == FN_F64;
 }
 
 /* The bytes of which every row of every operand begins at a multiple; 0 where one begins between two elements. */
-static int32_t alignment_of(const struct fn_call *c) {
+static int32_t alignment_of(const work *w) {
+    const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
     uint64_t low = MOST_ALIGNED;
+    if (w->first && w->first->operand[FN_WEIGHT].kind) {
+        const struct fn_operand *weight = &w->first->operand[FN_WEIGHT];
+        if (weight->address % (uintptr_t)fn_element_size(weight->kind) != 0) return 0;
+        low |= weight->address;
+    }
     for (int i = 0; i < f->operands; i++) {
         const struct fn_operand *o = &c->operand[i];
         const int item = fn_element_size(o->kind);
@@ -159,13 +184,16 @@ static int32_t alignment_of(const struct fn_call *c) {
     return (int32_t)(low & -low);
 }
 
-static key key_of(const struct fn_call *c, int32_t alignment) {
+static key key_of(const work *w, int32_t alignment) {
+    const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
+    int at = 0;
     key k;
     memset(&k, 0, sizeof k);
     k.hidden = c->hidden;
-    for (int i = 0, at = 0; i < f->operands; i++)
+    for (int i = 0; i < f->operands; i++)
         if (f->decide >> i & 1) k.kinds |= c->operand[i].kind << 4 * at++;
+    if (w->first) k.kinds |= (w->first->operand[FN_WEIGHT].kind | w->first->operand[FN_OUT].kind << 4) << 4 * at;
     k.device = (int32_t)c->device;
     k.options = (int32_t)c->flags | (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
     if (c->pass == FN_BACKWARD) k.options |= BACKWARD;
@@ -177,14 +205,16 @@ static key key_of(const struct fn_call *c, int32_t alignment) {
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments) {
     (void)module;
     held given;
-    struct fn_call call;
+    struct fn_call calls[FN_CHAIN];
     PyObject *packed, *kernels;
     unsigned long long context;
     memset(&given, 0, sizeof given);
     if (!PyArg_ParseTuple(arguments, "O!KO!", &PyBytes_Type, &packed, &context, &PyTuple_Type, &kernels) ||
-        !fn_unpack(packed, &call))
+        !fn_unpack(packed, calls))
         return NULL;
-    given.key = key_of(&call, alignment_of(&call));
+    work w;
+    read_work(calls, &w);
+    given.key = key_of(&w, alignment_of(&w));
     given.context = (void *)(uintptr_t)context;
     for (; given.count < PyTuple_Size(kernels) && given.count < KERNELS; given.count++) {
         kernel *k = &given.kernels[given.count];
@@ -231,8 +261,15 @@ static void append(char *to, size_t *at, const void *value, size_t size) {
     *at += size;
 }
 
+static void append_real(char *to, size_t *at, double value, int wide) {
+    const float narrow = (float)value;
+    if (wide) append(to, at, &value, sizeof value);
+    else append(to, at, &narrow, sizeof narrow);
+}
+
 /* Writes a kernel's arguments: the structures `Arguments` of csrc/forward.cuh and csrc/backward.cuh. */
-static void pack(const struct fn_call *c, char *to) {
+static void pack(const work *w, char *to) {
+    const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
     const int backward = c->pass == FN_BACKWARD;
     const int64_t numbers[] = {c->rows, c->block, fn_blocks(c)};
@@ -250,25 +287,27 @@ static void pack(const struct fn_call *c, char *to) {
     }
     for (int i = 0; i < (backward ? 3 : 1); i++) append(to, &at, &numbers[i], sizeof(int64_t));
     append(to, &at, &hidden, sizeof hidden);
-    for (int i = backward; i < 2; i++) {
-        const float narrow = (float)reals[i];
-        if (is_wide(c)) append(to, &at, &reals[i], sizeof(double));
-        else append(to, &at, &narrow, sizeof narrow);
-    }
+    for (int i = backward; i < 2; i++) append_real(to, &at, reals[i], is_wide(c));
+    if (!w->first) return;
+    append(to, &at, &w->first->operand[FN_WEIGHT].address, sizeof(uintptr_t));
+    append_real(to, &at, w->first->eps, is_wide(c));
 }
 
 /*
  * Launches the kernels that are held for a call, one after the other, with the same arguments: in the current context
  * if that is the one of the tensors' GPU, to which torch's current stream then belongs, else in the GPU's primary context.
  */
-int fn_launch_cuda(const struct fn_call *c, void *stream) {
+int fn_launch_cuda(const struct fn_call *calls, void *stream) {
     config hows[KERNELS];
     attribute attributes[KERNELS][2];
-    _Alignas(8) char packed[(FN_OPERANDS + 3 + 3 + 3 + 4) * 8];
+    _Alignas(8) char packed[(FN_OPERANDS + 3 + 3 + 3 + 6) * 8];
     void *arguments = packed;
-    const int32_t alignment = alignment_of(c);
+    work w;
+    read_work(calls, &w);
+    const struct fn_call *c = w.call;
+    const int32_t alignment = alignment_of(&w);
     if (!alignment) return FN_NOT_HELD;
-    const key wanted = key_of(c, alignment);
+    const key wanted = key_of(&w, alignment);
     lock();
     const held found = driver.launch && size ? *place_of(&wanted) : (held){.count = 0};
     unlock();
@@ -292,7 +331,7 @@ int fn_launch_cuda(const struct fn_call *c, void *stream) {
             early->value.early = 1;
         }
     }
-    pack(c, packed);
+    pack(&w, packed);
     int failed = 0, device, pushed = 0;
     void *popped;
     /* A full queue makes the driver wait, perhaps for a callback that needs the interpreter. */
@@ -310,9 +349,9 @@ int fn_launch_cuda(const struct fn_call *c, void *stream) {
 
 PyObject *fn_launch_held(PyObject *module, PyObject *arguments) {
     (void)module;
-    struct fn_call call;
+    struct fn_call calls[FN_CHAIN];
     PyObject *packed;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &packed, &stream) || !fn_unpack(packed, &call)) return NULL;
-    return PyLong_FromLong(fn_launch_cuda(&call, (void *)(uintptr_t)stream));
+    if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &packed, &stream) || !fn_unpack(packed, calls)) return NULL;
+    return PyLong_FromLong(fn_launch_cuda(calls, (void *)(uintptr_t)stream));
 }

@@ -74,13 +74,14 @@ int fn_same_device(const tensor *a, const tensor *b) {
     return a->device.type == b->device.type && a->device.id == b->device.id;
 }
 
-int fn_unpack(PyObject *bytes, struct fn_call *c) {
-    if (PyBytes_Size(bytes) != (Py_ssize_t)sizeof *c) {
-        PyErr_Format(PyExc_ValueError, "a packed call has %zu bytes, got %zd", sizeof *c, PyBytes_Size(bytes));
-        return 0;
+int fn_unpack(PyObject *bytes, struct fn_call *calls) {
+    const size_t size = (size_t)PyBytes_Size(bytes);
+    if (size == sizeof *calls || size == FN_CHAIN * sizeof *calls) {
+        memcpy(calls, PyBytes_AsString(bytes), size);
+        if ((calls->following + 1) * sizeof *calls == size) return 1;
     }
-    memcpy(c, PyBytes_AsString(bytes), sizeof *c);
-    return 1;
+    PyErr_Format(PyExc_ValueError, "a packed call has %zu bytes, and so has one that follows, got %zu", sizeof *calls, size);
+    return 0;
 }
 
 /* As many as torch has, where more than one pays. */
@@ -416,7 +417,8 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
-    if ((first || c->heads > 1 || c->operand[FN_BIAS].kind) && (triton || device != DL_CPU)) return refuse();
+    const int in_c_alone = c->heads > 1 || c->operand[FN_BIAS].kind || (first && first->flags & FN_SCALE_ONLY);
+    if ((triton && first) || (in_c_alone && (triton || device != DL_CPU))) return refuse();
     int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
     if (others < 0) return NULL;

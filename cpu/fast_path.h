@@ -44,13 +44,14 @@ int fn_read(PyObject *object, tensor *t, struct fn_operand *o);
 int fn_same_shape(const tensor *a, const tensor *b);
 int fn_same_device(const tensor *a, const tensor *b);
 int64_t fn_elements(const tensor *t); /* -1 if there are gaps between them */
-int fn_unpack(PyObject *bytes, struct fn_call *c); /* what fusednorm/packing.py packs; returns 0 with a Python error */
+/* Reads at most FN_CHAIN calls, as fusednorm/packing.py packs them; returns 0 with a Python error. */
+int fn_unpack(PyObject *bytes, struct fn_call *calls);
 int fn_threads(const struct fn_call *c); /* -1 with a Python error */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
 
-/* cuda_launch.c; launches the kernels that are held for such a call. */
+/* cuda_launch.c; launches the kernels that are held for such a call, or for a norm and the addition that follows it. */
 enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
-int fn_launch_cuda(const struct fn_call *c, void *stream);
+int fn_launch_cuda(const struct fn_call *calls, void *stream);
 
 /* triton_launch.c */
 int fn_has_triton_kernel(const struct fn_call *c);

@@ -15,7 +15,7 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
         t[FN_H].device.type != PyLong_AsLong(arguments[DEVICE]))
         return 0;
     c->pass = FN_BACKWARD;
-    c->flags = 0;
+    c->flags = c->following = 0;
     c->device = t[FN_H].device.id;
     c->hidden = t[FN_H].shape[t[FN_H].ndim - 1];
     c->rows = 1;

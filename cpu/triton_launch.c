@@ -35,10 +35,10 @@ PyObject *fn_open_triton(PyObject *module, PyObject *arguments) {
 
 PyObject *fn_hold_triton(PyObject *module, PyObject *arguments) {
     (void)module;
-    struct fn_call c;
+    struct fn_call c[FN_CHAIN];
     unsigned long long kernel;
     PyObject *call;
-    if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &call, &kernel) || !fn_unpack(call, &c)) return NULL;
-    *kernel_of(&c) = (uintptr_t)kernel;
+    if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &call, &kernel) || !fn_unpack(call, c)) return NULL;
+    *kernel_of(c) = (uintptr_t)kernel;
     Py_RETURN_NONE;
 }

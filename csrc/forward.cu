@@ -1,15 +1,34 @@
 // y, residual_out and rstd of rows that fit the registers.
+#if NORM_BEFORE_ADD
+#define MANY_REGISTERS  // with fewer the compiler spills
+#endif
 #include "forward.cuh"
+
+// The sums of the warp's rows, or of the row of its block or cluster. Each NUMBER has memory of its own.
+template <int NUMBER> __device__ A sum_of_row(const A (&elements)[VECTORS][VECTOR]) {
+    A sum = sums_of_rows(elements);
+    if constexpr (BLOCKS_ROW) {
+        SHARED(A, sums, CLUSTER * WARPS);
+        sum = sum_of_segments(sum, sums);
+    }
+    return sum;
+}
+
+// Fetches the weight of the columns of the warp's block.
+template <class T> __device__ void fetch_weight_soon(const T* weight, int segment, int hidden_size) {
+    if constexpr (PRESENT<T>) {
+        int ahead = threadIdx.x * (128 / (int)sizeof(T)) + segment / WARPS * WARPS * SEGMENT;
+        if (ahead < smaller(hidden_size, (segment / WARPS + 1) * WARPS * SEGMENT)) fetch_soon(weight + ahead);
+    }
+}
 
 // A part of a warp, the warps of a block, or those of a cluster hold each row.
 extern "C" __global__ void BOUNDS forward(const Arguments a) {
     const int segment = BLOCKS_ROW ? (blockIdx.x % CLUSTER) * WARPS + warp() : 0;
     const long long first = BLOCKS_ROW ? blockIdx.x / CLUSTER : ((long long)blockIdx.x * WARPS + warp()) * ROWS_PER_WARP;
     if (CLUSTER > 1) cluster_arrive();
-    if constexpr (PRESENT<Weight>) {
-        int ahead = threadIdx.x * (128 / (int)sizeof(Weight)) + segment / WARPS * WARPS * SEGMENT;
-        if (ahead < smaller(a.hidden_size, (segment / WARPS + 1) * WARPS * SEGMENT)) fetch_soon(a.weight + ahead);
-    }
+    fetch_weight_soon(a.weight_of_first(), segment, a.hidden_size);
+    fetch_weight_soon(a.weight, segment, a.hidden_size);
     wait_for_kernels_before();
 
     const Rows rows = rows_of_warp(a, first, a.rows, segment * SEGMENT, a.hidden_size);
@@ -18,22 +37,42 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     Weight weight[VECTORS_IN_ROW][VECTOR];
     load_rows(x, a.x, a.x_strides, rows);
     load_rows(residual, a.residual, a.residual_strides, rows);
-    load_weight(weight, a.weight, rows);
+    FirstWeight first_weight[VECTORS_IN_ROW][VECTOR];
+    load_weight(first_weight, a.weight_of_first(), rows);
+    if (!NORM_BEFORE_ADD) load_weight(weight, a.weight, rows);
     let_next_kernel_begin();
 
+    Between between[VECTORS][VECTOR];
+    if constexpr (NORM_BEFORE_ADD) {
+        A squares[VECTORS][VECTOR];
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            widen(squares[k], x[k]);
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) squares[k][v] *= squares[k][v];
+        }
+        const A rstd = rstd_of(sum_of_row<0>(squares), a.hidden_size, a.eps_of_first());
+        if (CLUSTER > 1 && PRESENT<Out>) cluster_arrive();
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const A of_vector = of_row(rstd, k / VECTORS_IN_ROW);
+            normalised_first(between[k], x[k], of_vector, first_weight[k % VECTORS_IN_ROW], a.weight_offset);
+        }
+        load_weight(weight, a.weight, rows);  // only now: there are registers for one of both weights
+    }
     A h[VECTORS][VECTOR], squares[VECTORS][VECTOR];
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
-        added(h[k], x[k], residual[k], rows.have(k), a.residual_out + rows.at(k, a.residual_out_strides));
+        if constexpr (NORM_BEFORE_ADD) {
+            added(h[k], between[k], residual[k], rows.have(k), a.residual_out + rows.at(k, a.residual_out_strides));
+        } else {
+            added(h[k], x[k], residual[k], rows.have(k), a.residual_out + rows.at(k, a.residual_out_strides));
+        }
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) squares[k][v] = h[k][v] * h[k][v];
     }
-    A sum = sums_of_rows(squares);
-    if constexpr (BLOCKS_ROW) {
-        SHARED(A, sums, CLUSTER * WARPS);
-        sum = sum_of_segments(sum, sums);
-    }
-    const A rstd = rstd_of(sum, a.hidden_size, a.eps);
+    if constexpr (!PRESENT<Out>) return;
+    const A rstd = rstd_of(sum_of_row<1>(squares), a.hidden_size, a.eps);
     if (RSTD) {
         bool mine = BLOCKS_ROW ? threadIdx.x == 0 && segment == 0 : first + row_of_sum() < a.rows;
         if (mine) a.rstd[first + (BLOCKS_ROW ? 0 : row_of_sum())] = rstd;
@@ -41,7 +80,7 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
         A y[VECTOR];
-        normalised(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % VECTORS_IN_ROW], a.weight_offset);
+        normalised<Added>(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % VECTORS_IN_ROW], a.weight_offset);
         store_if(rows.have(k), a.out + rows.at(k, a.out_strides), y);
     }
 }

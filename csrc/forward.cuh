@@ -8,6 +8,22 @@ using ResidualOut = RESIDUAL_OUT_TYPE;
 using Weight = WEIGHT_TYPE;
 using Out = OUT_TYPE;
 
+// NORM_BEFORE_ADD: there is a norm of x before the addition. These are its weight, and the rows that pass from it to the
+// addition. The weight above is then of the norm after the addition; without that norm there is no Out.
+using FirstWeight = FIRST_WEIGHT_TYPE;
+using Between = BETWEEN_TYPE;
+
+// One of two types.
+template <bool FIRST, class T, class OTHER> struct either {
+    using type = T;
+};
+template <class T, class OTHER> struct either<false, T, OTHER> {
+    using type = OTHER;
+};
+
+// The rows that meet the residual.
+using Added = either<NORM_BEFORE_ADD, Between, X>::type;
+
 struct Arguments : Levels {
     const X* x;
     const Residual* residual;
@@ -19,11 +35,20 @@ struct Arguments : Levels {
     long long rows;
     int hidden_size;
     A eps, weight_offset;
+#if NORM_BEFORE_ADD
+    const FirstWeight* first_weight;
+    A first_eps;
+    __device__ const FirstWeight* weight_of_first() const { return first_weight; }
+    __device__ A eps_of_first() const { return first_eps; }
+#else
+    __device__ const FirstWeight* weight_of_first() const { return nullptr; }
+    __device__ A eps_of_first() const { return 0; }
+#endif
 };
 
-// h, the row that is normalised: x plus the residual, or x alone. Stores the rounded sum if `stored`.
-template <class R, class S>
-__device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, S* residual_out) {
+// h, the row that is normalised: the residual plus x, or plus x after its norm; or x alone. Stores the rounded sum if `stored`.
+template <class T, class R, class S>
+__device__ void added(A (&h)[VECTOR], const T (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, S* residual_out) {
     widen(h, x);
     if constexpr (PRESENT<R>) {
         A more[VECTOR];
@@ -37,13 +62,13 @@ __device__ void added(A (&h)[VECTOR], const X (&x)[VECTOR], const R (&residual)[
     }
 }
 
-// y: h times rstd, rounded if ROUND_NORM, times the gain.
-template <class W>
+// y: h times rstd, rounded to T if ROUND_NORM, times the gain.
+template <class T, class W>
 __device__ void normalised(A (&y)[VECTOR], const A (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A offset) {
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) y[v] = h[v] * rstd;
     if (ROUND_NORM) {
-        X rounded[VECTOR];
+        T rounded[VECTOR];
         narrow(rounded, y);
         widen(y, rounded);
     }
@@ -53,4 +78,13 @@ __device__ void normalised(A (&y)[VECTOR], const A (&h)[VECTOR], A rstd, const W
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) y[v] *= g[v];
     }
+}
+
+// y: x after the norm before the addition, rounded.
+template <class T, class W>
+__device__ void normalised_first(T (&y)[VECTOR], const X (&x)[VECTOR], A rstd, const W (&weight)[VECTOR], A offset) {
+    A h[VECTOR], n[VECTOR];
+    widen(h, x);
+    normalised<X>(n, h, rstd, weight, offset);
+    narrow(y, n);
 }

@@ -1,20 +1,29 @@
-// y, residual_out and rstd of rows that do not fit the registers. A block per row reads it twice, segment by segment.
+// y, residual_out and rstd of rows that do not fit the registers. A block per row reads it twice, segment by segment; three
+// times where a norm comes before the addition.
 //
-// KEPT says where the second pass reads h, the row that is normalised: in shared memory; in global memory, as x or
+// KEPT says where the last pass reads h, the row that is normalised: in shared memory; in global memory, as x or
 // residual_out; or nowhere: it adds x and the residual again.
 #include "forward.cuh"
 
 constexpr int NOWHERE = 0, IN_MEMORY = 1, IN_SHARED = 2;
 static_assert(KEPT != IN_SHARED || ALIGNED < 32, "only global memory has accesses of 32 bytes");
 
-// Row: the type of h.
-template <bool FIRST, class T, class OTHER> struct either {
-    using type = T;
-};
-template <class T, class OTHER> struct either<false, T, OTHER> {
-    using type = OTHER;
-};
+// The type of h.
 using Row = either<!PRESENT<Residual>, X, either<ROUND_SUM, ResidualOut, A>::type>::type;
+
+// Loads a vector that meets the residual: x, or x after its norm.
+template <class T>
+__device__ void load_added(bool inside, T (&to)[VECTOR], const Arguments& a, const X* x_row, int column, A first_rstd) {
+    if constexpr (NORM_BEFORE_ADD) {
+        X x[VECTOR];
+        FirstWeight weight[VECTOR];
+        load_if(inside, x, x_row + column);
+        load_if(inside, weight, a.weight_of_first() + column);
+        normalised_first(to, x, first_rstd, weight, a.weight_offset);
+    } else {
+        load_if(inside, to, x_row + column);
+    }
+}
 
 extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     SHARED(A, sums, SEGMENTS);
@@ -26,14 +35,33 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     Out* const out_row = a.out + a.begin_of(blockIdx.x, a.out_strides);
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
 
+    A first_rstd = 0;
+    if constexpr (NORM_BEFORE_ADD) {
+        for (int segment = warp(); segment < segments; segment += WARPS) {
+            A squares[VECTORS][VECTOR];
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) {
+                const int column = segment * SEGMENT + column_of(k);
+                X x[VECTOR];
+                load_if(FULL || column < a.hidden_size, x, x_row + column);
+                widen(squares[k], x);
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++) squares[k][v] *= squares[k][v];
+            }
+            const A sum = sums_of_rows(squares);
+            if (lane() == 0) sums[segment] = sum;
+        }
+        first_rstd = rstd_of(sum_of_all_segments(sums, segments), a.hidden_size, a.eps_of_first());
+        block_barrier();  // all have read the sum, and other sums take its place
+    }
     for (int segment = warp(); segment < segments; segment += WARPS) {
-        X x[VECTORS][VECTOR];
+        Added x[VECTORS][VECTOR];
         Residual residual[VECTORS][VECTOR];
         A squares[VECTORS][VECTOR];
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
             const int column = segment * SEGMENT + column_of(k);
-            load_if(FULL || column < a.hidden_size, x[k], x_row + column);
+            load_added(FULL || column < a.hidden_size, x[k], a, x_row, column, first_rstd);
             load_if(FULL || column < a.hidden_size, residual[k], residual_row + column);
         }
 #pragma unroll
@@ -49,6 +77,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
         const A sum = sums_of_rows(squares);
         if (lane() == 0) sums[segment] = sum;
     }
+    if constexpr (!PRESENT<Out>) return;
     const A rstd = rstd_of(sum_of_all_segments(sums, segments), a.hidden_size, a.eps);
     if (RSTD && threadIdx.x == 0) a.rstd[blockIdx.x] = rstd;
     let_next_kernel_begin();
@@ -69,15 +98,15 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
                 load_if(inside, total, residual_out_row + column);
                 widen(h, total);
             } else {
-                X x[VECTOR];
+                Added x[VECTOR];
                 Residual residual[VECTOR];
-                load_if(inside, x, x_row + column);
+                load_added(inside, x, a, x_row, column, first_rstd);
                 load_if(inside, residual, residual_row + column);
                 added(h, x, residual, inside, residual_out_row + column);
             }
             Weight weight[VECTOR];
             load_if(inside, weight, a.weight + column);
-            normalised(y, h, rstd, weight, a.weight_offset);
+            normalised<Added>(y, h, rstd, weight, a.weight_offset);
             store_if(inside, out_row + column, y);
         }
     }

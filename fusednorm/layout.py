@@ -108,7 +108,7 @@ def in_one_level(call: Forward) -> Iterator[Forward]:
         strides=((0, n),) * 4,
     )
     if out is not call.out:
-        call.out.copy_(out)
+        call.out.copy_(out)  # type: ignore[union-attr]
     if residual_out is not None and residual_out is not call.residual_out:
         call.residual_out.copy_(residual_out)  # type: ignore[union-attr]
 

@@ -228,7 +228,7 @@ def rms_norm_add(
     name = "rms_norm_add_" if residual_out is residual else "rms_norm_add"
     flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
     before = Before(weight, eps, between, False)
-    return cast(Tensor, _beyond_fast_path(name, x, residual, None, None, residual_out, flags, before)[1])
+    return _beyond_fast_path(name, x, residual, None, None, residual_out, flags, before)[1]
 
 
 def rms_norm_add_(

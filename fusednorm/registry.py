@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast
 
@@ -232,6 +233,11 @@ def _refusal(name: str, operation: Operation) -> list[str]:
     return _reasons(name, "unavailable") or _unknown(backend, operation) or _reasons(name, "unsuitable", operation)
 
 
+def _takes(name: str, operation: Operation) -> bool:
+    """Whether a backend can take a call."""
+    return not _refusal(name, operation)
+
+
 def _unknown(backend: Backend, operation: Operation) -> list[str]:
     """Why a backend cannot take an operation that may be younger than the backend; empty if it can."""
     for feature in operation.features:
@@ -257,7 +263,7 @@ def choose(operation: Operation) -> Explanation:
         reasons = _refusal(name, operation)
         if not reasons:
             return Explanation(name, _plan(name, operation), operation, requested, passed_over)
-        parts = Composition.parts(operation, lambda part, name=name: not _refusal(name, part))
+        parts = Composition.parts(operation, partial(_takes, name))
         of_parts = [reason for part in parts for reason in _refusal(name, part)]
         if parts and not of_parts:
             plan = f"{Composition.in_words(operation, parts)}: {_plan(name, parts[0])}"

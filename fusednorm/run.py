@@ -75,8 +75,8 @@ def forward(
 ) -> tuple[Any, Any]:
     """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
-    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. ``before``: a norm of x before the
-    addition; the weight and eps are then of the norm after it.
+    ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. ``before``: a norm of x before
+    the addition; the weight and eps are then of the norm after it.
     """
     name = "weight" if before is None else "next_weight"
     check_operands(x, residual, weight, out, residual_out, weight_name=name)
