@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
 #: What it knows beyond the first operations.
-FEATURES = ("residual_dtype",)
+FEATURES = ("residual_dtype", "norm_before_add")
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384
@@ -103,11 +103,12 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         "OFFSET": kind.offset,
         "ROUND_SUM": kind.round_sum,
         "ROUND_NORM": kind.round_norm,
+        "BETWEEN": "" if kind.first is None else "x" if kind.first.between == kind.x else "A",
     }
     if tiles == 1:
         constants["ROWS"] = rows
     else:
-        kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator
+        kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
         constants |= {"KEPT": kept, "TILES": tiles}
     return Variant(
         kernels.forward_tile if tiles == 1 else kernels.forward_wide,
@@ -118,6 +119,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
             "out": kind.out,
             "residual_out": kind.residual_out,
             "rstd": kind.accumulator if kind.rstd else None,
+            "first_weight": kind.first and kind.first.weight,
         },
         kind.accumulator,
         {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},

@@ -167,7 +167,9 @@ class Variant:
                 found[name] = (self.pointer(operand or self.accumulator), 1)
             elif name in self.dtypes:
                 found[name] = ("constexpr" if operand is None else self.pointer(operand), 16 if self.aligned else 1)
-            elif name in ("eps", "weight_offset"):
+            elif name == "first_eps" and not constants["BETWEEN"]:
+                found[name] = ("constexpr", 1)
+            elif name in ("eps", "weight_offset", "first_eps"):
                 found[name] = (_NAMES[self.accumulator], 1)
             elif (name.endswith("_jump") or name == "inner") and not (self.two_levels or self.null):
                 found[name] = ("constexpr", 1)
@@ -361,6 +363,8 @@ class Host:
                 "with_rstd": int(kind.rstd),
                 "eps": call.eps,
                 "weight_offset": call.weight_offset,
+                "first_weight": self.pointer(call.first_weight),
+                "first_eps": None if call.operation.first is None else call.first_eps,
             }
             launch(-(-call.rows // launch.variant.per_program), values)
 

@@ -15,6 +15,7 @@ from fusednorm.backends.triton_numbers import (
     halved_first,
     narrowed,
     normalised,
+    passed,
     quotient,
     rows_at,
     rstd_of,
@@ -111,9 +112,8 @@ def loaded(pointers, inside, A: tl.constexpr):
 
 
 @triton.jit
-def added(x_rows, residual_rows, residual_out_rows, column, inside, ROUND_SUM: tl.constexpr, A: tl.constexpr):
-    """The row that is normalised; stores the sum, unless there is nowhere to."""
-    h = loaded(x_rows + column, inside, A)
+def added(h, residual_rows, residual_out_rows, column, inside, ROUND_SUM: tl.constexpr, A: tl.constexpr):
+    """The row that is normalised: h, and the residual if there is one; stores the sum, unless there is nowhere to."""
     if residual_rows is not None:
         h = h + loaded(residual_rows + column, inside, A)
         if residual_out_rows is not None:
@@ -150,11 +150,14 @@ def forward_tile(
     rows,
     eps,
     weight_offset,
+    first_weight,
+    first_eps,
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
     ROUND_SUM: tl.constexpr,
     ROUND_NORM: tl.constexpr,
+    BETWEEN: tl.constexpr,
     ROWS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -170,15 +173,25 @@ def forward_tile(
     inside = inside_row if ROWS == 1 else every_row
     residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
     residual_out_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
-    h = added(rows_at(x, row, x_stride, x_jump, inner), residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
-    # Now, so that it is there when the sum is.
-    g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
-    row_rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
-    if rstd is not None:
-        row_of_rstd = first + tl.arange(0, ROWS)
-        tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
-    y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, x.dtype.element_ty, ROUND_NORM, A)
-    tl.store(rows_at(out, row, out_stride, out_jump, inner) + column, narrowed(y, out.dtype.element_ty), mask=inside)
+    h = loaded(rows_at(x, row, x_stride, x_jump, inner) + column, inside, A)
+    first_rstd = None
+    if BETWEEN != "":
+        sums = sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
+        first_rstd = per_element(rstd_of(sums, N, first_eps, A), SEGMENTS, DEPTH)
+    X: tl.constexpr = x.dtype.element_ty
+    first_g = None if first_weight is None else gain_at(first_weight, column, inside_row, weight_offset, OFFSET, A)
+    h = passed(h, first_rstd, first_g, X, BETWEEN, ROUND_NORM, A)
+    h = added(h, residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
+    if out is not None:
+        # Now, so that it is there when the sum is.
+        g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
+        row_rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
+        if rstd is not None:
+            row_of_rstd = first + tl.arange(0, ROWS)
+            tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
+        y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, A if BETWEEN == "A" else X, ROUND_NORM, A)
+        out_rows = rows_at(out, row, out_stride, out_jump, inner)
+        tl.store(out_rows + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -201,11 +214,14 @@ def forward_wide(
     rows,
     eps,
     weight_offset,
+    first_weight,
+    first_eps,
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
     ROUND_SUM: tl.constexpr,
     ROUND_NORM: tl.constexpr,
+    BETWEEN: tl.constexpr,
     KEPT: tl.constexpr,
     TILES: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -213,36 +229,57 @@ def forward_wide(
     WIDTH: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One row per program, tile by tile, twice. KEPT: the second pass finds the row in residual_out, or in x."""
+    """One row per program, tile by tile, twice; three times where BETWEEN asks for a norm before the addition.
+
+    KEPT: the last pass finds the row in residual_out, or in x.
+    """
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
+    X: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x_row, out_row = rows_at(x, row, x_stride, x_jump, inner), rows_at(out, row, out_stride, out_jump, inner)
     residual_row = rows_at(residual, row, residual_stride, residual_jump, inner)
     residual_out_row = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     index = tl.arange(0, TILES)[:, None]
+    first_rstd = None
+    if BETWEEN != "":
+        first_sums = tl.zeros((TILES, SEGMENTS), A)
+        for tile in range(tl.cdiv(N, TILE)):
+            at = tile * TILE + column
+            h = loaded(x_row + at, None if N % TILE == 0 else at < N, A)
+            first_sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], first_sums)
+        first_rstd = rstd_of(halved(tl.reshape(first_sums, (1, TILES * SEGMENTS))), N, first_eps, A)
+        first_rstd = tl.reshape(first_rstd, (1, 1))
     sums = tl.zeros((TILES, SEGMENTS), A)
     for tile in range(tl.cdiv(N, TILE)):
         at = tile * TILE + column
         inside = None if N % TILE == 0 else at < N
-        h = added(x_row, residual_row, residual_out_row if KEPT else None, at, inside, ROUND_SUM, A)
-        sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
-    row_rstd = rstd_of(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
-    if rstd is not None:
-        tl.store(rstd + row + tl.arange(0, 1), row_rstd)
-    row_rstd = tl.reshape(row_rstd, (1, 1))
-    if KEPT and residual is not None:
-        tl.debug_barrier()  # another thread may have stored what this one reads
-    for tile in range(tl.cdiv(N, TILE)):
-        at = tile * TILE + column
-        inside = None if N % TILE == 0 else at < N
-        if KEPT:
-            h = loaded((x_row if residual is None else residual_out_row) + at, inside, A)
-        else:
-            h = added(x_row, residual_row, residual_out_row, at, inside, ROUND_SUM, A)
-        g = None if weight is None else gain_at(weight, at, inside, weight_offset, OFFSET, A)
-        y = normalised(h, row_rstd, g, x.dtype.element_ty, ROUND_NORM, A)
-        tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
+        h = loaded(x_row + at, inside, A)
+        first_g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
+        h = passed(h, first_rstd, first_g, X, BETWEEN, ROUND_NORM, A)
+        h = added(h, residual_row, residual_out_row if KEPT else None, at, inside, ROUND_SUM, A)
+        if out is not None:
+            sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
+    if out is not None:
+        row_rstd = rstd_of(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
+        if rstd is not None:
+            tl.store(rstd + row + tl.arange(0, 1), row_rstd)
+        row_rstd = tl.reshape(row_rstd, (1, 1))
+        if KEPT and residual is not None:
+            tl.debug_barrier()  # another thread may have stored what this one reads
+        for tile in range(tl.cdiv(N, TILE)):
+            at = tile * TILE + column
+            inside = None if N % TILE == 0 else at < N
+            if KEPT:
+                h = loaded((x_row if residual is None else residual_out_row) + at, inside, A)
+            else:
+                h = loaded(x_row + at, inside, A)
+                g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
+                h = passed(h, first_rstd, g, X, BETWEEN, ROUND_NORM, A)
+                h = added(h, residual_row, residual_out_row, at, inside, ROUND_SUM, A)
+            g = None if weight is None else gain_at(weight, at, inside, weight_offset, OFFSET, A)
+            y = normalised(h, row_rstd, g, A if BETWEEN == "A" else X, ROUND_NORM, A)
+            tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -74,8 +74,10 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) squares[k][v] = h[v] * h[v];
         }
-        const A sum = sums_of_rows(squares);
-        if (lane() == 0) sums[segment] = sum;
+        if constexpr (PRESENT<Out>) {
+            const A sum = sums_of_rows(squares);
+            if (lane() == 0) sums[segment] = sum;
+        }
     }
     if constexpr (!PRESENT<Out>) return;
     const A rstd = rstd_of(sum_of_all_segments(sums, segments), a.hidden_size, a.eps);
