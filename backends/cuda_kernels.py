@@ -144,7 +144,8 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
             row = kind.residual_out if kind.round_sum or kind.out is None else kind.accumulator
         defines["KEPT"] = int(kind.residual_out is None or row == kind.residual_out)
         sums = defines["SEGMENTS"] = _padded_segments(kind.hidden_size)
-        if kind.out is not None and kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0):
+        needed = kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize
+        if kind.out is not None and needed <= _SHARED.get(capability, 0):
             defines["KEPT"], shared = 2, kind.hidden_size * row.itemsize
     kernel = "forward_wide" if layout.wide else "forward"
     launch = (layout.warps * 32, layout.cluster, Share.ROWS, layout.rows, shared)

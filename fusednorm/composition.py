@@ -127,9 +127,7 @@ class Composition:
             return
         serving = self._backend if self._parts[1:] == (rest,) else Composition(self._backend, self._parts[1:])
         serving.forward(
-            call._replace(
-                x=rows, operation=rest, strides=(packed, *call.strides[1:]), first_weight=None, first_eps=0.0
-            )
+            call._replace(x=rows, operation=rest, strides=(packed, *call.strides[1:]), first_weight=None, first_eps=0.0)
         )
 
     def _run(

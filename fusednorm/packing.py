@@ -33,7 +33,7 @@ def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...
 
 
 def pack_forward(call: Forward, threads: int = 1) -> bytes:
-    """A forward pass; a norm before the addition is a call of its own. ``threads``: at most so many are used on a CPU."""
+    """A forward pass, of two calls where a norm comes before the addition. ``threads``: the most that a CPU uses."""
     x, residual, weight, out, residual_out, rstd, operation, rows, inner, strides, eps, weight_offset = call[:12]
     device, x_type, residual_type, weight_type, out_type, hidden_size, round_sum, round_norm, total_type = operation[:9]
     if operation.first is not None:
