@@ -112,8 +112,26 @@ def loaded(pointers, inside, A: tl.constexpr):
 
 
 @triton.jit
-def added(h, residual_rows, residual_out_rows, column, inside, ROUND_SUM: tl.constexpr, A: tl.constexpr):
-    """The row that is normalised: h, and the residual if there is one; stores the sum, unless there is nowhere to."""
+def added(
+    x_rows,
+    first_rstd,
+    first_g,
+    residual_rows,
+    residual_out_rows,
+    column,
+    inside,
+    BETWEEN: tl.constexpr,
+    ROUND_SUM: tl.constexpr,
+    ROUND_NORM: tl.constexpr,
+    A: tl.constexpr,
+):
+    """The row that is normalised: x, after a norm if BETWEEN asks for one, and the residual if there is one.
+
+    Stores the sum, unless there is nowhere to.
+    """
+    h = loaded(x_rows + column, inside, A)
+    if BETWEEN != "":
+        h = passed(h, first_rstd, first_g, x_rows.dtype.element_ty, BETWEEN, ROUND_NORM, A)
     if residual_rows is not None:
         h = h + loaded(residual_rows + column, inside, A)
         if residual_out_rows is not None:
@@ -173,15 +191,17 @@ def forward_tile(
     inside = inside_row if ROWS == 1 else every_row
     residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
     residual_out_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
-    h = loaded(rows_at(x, row, x_stride, x_jump, inner) + column, inside, A)
-    first_rstd = None
+    x_rows = rows_at(x, row, x_stride, x_jump, inner)
+    first_rstd, first_g = None, None
     if BETWEEN != "":
-        sums = sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
+        first_h = loaded(x_rows + column, inside, A)
+        if first_weight is not None:
+            first_g = gain_at(first_weight, column, inside_row, weight_offset, OFFSET, A)
+        sums = sums_of_rows(sums_of_segments(first_h * first_h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
         first_rstd = per_element(rstd_of(sums, N, first_eps, A), SEGMENTS, DEPTH)
-    X: tl.constexpr = x.dtype.element_ty
-    first_g = None if first_weight is None else gain_at(first_weight, column, inside_row, weight_offset, OFFSET, A)
-    h = passed(h, first_rstd, first_g, X, BETWEEN, ROUND_NORM, A)
-    h = added(h, residual_rows, residual_out_rows, column, inside, ROUND_SUM, A)
+    h = added(
+        x_rows, first_rstd, first_g, residual_rows, residual_out_rows, column, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A
+    )
     if out is not None:
         # Now, so that it is there when the sum is.
         g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
@@ -189,7 +209,8 @@ def forward_tile(
         if rstd is not None:
             row_of_rstd = first + tl.arange(0, ROWS)
             tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
-        y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, A if BETWEEN == "A" else X, ROUND_NORM, A)
+        X: tl.constexpr = A if BETWEEN == "A" else x.dtype.element_ty  # the type of the rows that were added
+        y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, X, ROUND_NORM, A)
         out_rows = rows_at(out, row, out_stride, out_jump, inner)
         tl.store(out_rows + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
@@ -234,7 +255,7 @@ def forward_wide(
     KEPT: the last pass finds the row in residual_out, or in x.
     """
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
-    X: tl.constexpr = x.dtype.element_ty
+    X: tl.constexpr = A if BETWEEN == "A" else x.dtype.element_ty  # the type of the rows that are added
     row = tl.program_id(0).to(tl.int64)
     x_row, out_row = rows_at(x, row, x_stride, x_jump, inner), rows_at(out, row, out_stride, out_jump, inner)
     residual_row = rows_at(residual, row, residual_stride, residual_jump, inner)
@@ -254,10 +275,9 @@ def forward_wide(
     for tile in range(tl.cdiv(N, TILE)):
         at = tile * TILE + column
         inside = None if N % TILE == 0 else at < N
-        h = loaded(x_row + at, inside, A)
-        first_g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
-        h = passed(h, first_rstd, first_g, X, BETWEEN, ROUND_NORM, A)
-        h = added(h, residual_row, residual_out_row if KEPT else None, at, inside, ROUND_SUM, A)
+        g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
+        stored_to = residual_out_row if KEPT else None
+        h = added(x_row, first_rstd, g, residual_row, stored_to, at, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A)
         if out is not None:
             sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
     if out is not None:
@@ -273,12 +293,11 @@ def forward_wide(
             if KEPT:
                 h = loaded((x_row if residual is None else residual_out_row) + at, inside, A)
             else:
-                h = loaded(x_row + at, inside, A)
                 g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
-                h = passed(h, first_rstd, g, X, BETWEEN, ROUND_NORM, A)
-                h = added(h, residual_row, residual_out_row, at, inside, ROUND_SUM, A)
+                stored_to = residual_out_row
+                h = added(x_row, first_rstd, g, residual_row, stored_to, at, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A)
             g = None if weight is None else gain_at(weight, at, inside, weight_offset, OFFSET, A)
-            y = normalised(h, row_rstd, g, A if BETWEEN == "A" else X, ROUND_NORM, A)
+            y = normalised(h, row_rstd, g, X, ROUND_NORM, A)
             tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
 
 

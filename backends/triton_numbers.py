@@ -100,15 +100,11 @@ def normalised(h, rstd, g, X_TYPE: tl.constexpr, ROUND_NORM: tl.constexpr, A: tl
 
 @triton.jit
 def passed(h, rstd, g, X_TYPE: tl.constexpr, BETWEEN: tl.constexpr, ROUND_NORM: tl.constexpr, A: tl.constexpr):
-    """What meets the residual: h itself, or, where BETWEEN says so, h after a norm, as "x"'s type or "A" holds it.
+    """Rows after the norm before the addition, as "x"'s type or "A" holds them.
 
-    Beyond the end of a row it is 0, or NaN, but then all of the row is infinite or NaN.
+    Beyond the end of a row they are 0, or NaN, but then all of the row is infinite or NaN.
     """
-    if BETWEEN == "":
-        return h
-    else:
-        n = normalised(h, rstd, g, X_TYPE, ROUND_NORM, A)
-        return widened(narrowed(n, A if BETWEEN == "A" else X_TYPE), A)
+    return widened(narrowed(normalised(h, rstd, g, X_TYPE, ROUND_NORM, A), A if BETWEEN == "A" else X_TYPE), A)
 
 
 @triton.jit

@@ -341,7 +341,7 @@ def answer_triton(*_):
     for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
         for label, variant in kernels(triton_gpu, target.warp_size, SIZES[1::2]):
             texts = triton_host.compiled(variant, target).asm
-            ttir = re.sub(r"(?m)^#loc.*\n|\s*loc\(.*\)$", "", texts["ttir"])
+            ttir = re.sub(r"(?m)^#loc.*\n|\s*loc\((?:[^()]|\([^()]*\))*\)", "", texts["ttir"])
             code = texts["ptx"] if target.backend == "cuda" else texts["amdgcn"]
             code = re.sub(r"(?m)^\s*(//|;|\.loc|\.file).*\n", "", code)
             found[f"{variant.function.__name__} {target.arch}: {label}"] = digest(renamed(ttir, r"%\w+")) + digest(code)
