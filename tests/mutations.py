@@ -708,6 +708,22 @@ MUTANTS = (
         "triton",
     ),
     Mutant(
+        FUSED,
+        "Triton: rows pass from the first norm to the addition unrounded",
+        "backends/triton_numbers.py",
+        'A if BETWEEN == "A" else X_TYPE), A)',
+        "A), A)",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton: the norm before the addition has the eps of the one after it",
+        "backends/triton_kernels.py",
+        "per_element(rstd_of(sums, N, first_eps, A), SEGMENTS, DEPTH)",
+        "per_element(rstd_of(sums, N, eps, A), SEGMENTS, DEPTH)",
+        "triton",
+    ),
+    Mutant(
         SAME,
         "Triton: the last rows of a block left out",
         "backends/triton_kernels.py",
@@ -1107,6 +1123,62 @@ MUTANTS = (
         "backends/cuda_kernels.py",
         "int(kind.residual_out is None or row == kind.residual_out)",
         "1",
+        "cuda",
+    ),
+    Mutant(
+        FUSED,
+        "CUDA: rows pass from the first norm to the addition unrounded",
+        "csrc/forward.cuh",
+        "using Added = either<NORM_BEFORE_ADD, Between, X>::type;",
+        "using Added = either<NORM_BEFORE_ADD, A, X>::type;",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: two sums of a row in one memory",
+        "csrc/forward.cu",
+        "rstd_of(sum_of_row<1>(squares)",
+        "rstd_of(sum_of_row<0>(squares)",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: a block of a cluster stores its second sum before others have read the first",
+        "csrc/forward.cu",
+        "if (CLUSTER > 1 && PRESENT<Out>) cluster_arrive();",
+        "",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: sums of a wide row take the place of the first norm's before all have read these",
+        "csrc/forward_wide.cu",
+        "        block_barrier();  // all",
+        "        // all",
+        "cuda",
+    ),
+    Mutant(
+        FUSED,
+        "CUDA: the norm before the addition has the eps of the one after it",
+        "cpu/cuda_launch.c",
+        "append_real(to, &at, w->first->eps, is_wide(c));",
+        "append_real(to, &at, c->eps, is_wide(c));",
+        "cuda",
+    ),
+    Mutant(
+        FUSED,
+        "CUDA: kernels with and without a norm before the addition are one kind",
+        "cpu/cuda_launch.c",
+        "    if (w->first) k.kinds |=",
+        "    if (0) k.kinds |=",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA: the address of the first weight is not looked at",
+        "cpu/cuda_launch.c",
+        "        low |= weight->address;\n",
+        "",
         "cuda",
     ),
     Mutant(
@@ -1653,6 +1725,27 @@ MUTANTS = (
     ),
     Mutant(
         FUSED,
+        "Norm_before_add: rows in two levels pass as if they lay in one",
+        "fusednorm/packing.py",
+        "passed = (KINDS[first.between], 0, inner * operation.hidden_size, operation.hidden_size)",
+        "passed = (KINDS[first.between], 0, 0, operation.hidden_size)",
+    ),
+    Mutant(
+        SAME,
+        "Norm_before_add: a backend that lacks the feature is given such calls",
+        "fusednorm/call.py",
+        '"norm_before_add": self.first is not None}',
+        '"norm_before_add": False}',
+    ),
+    Mutant(
+        SAME,
+        "Norm_before_add: an addition is given to a backend that refuses it",
+        "fusednorm/composition.py",
+        "return norm, *((rest,) if takes(rest) else Composition.parts(rest, takes) or (rest,))",
+        "return norm, rest",
+    ),
+    Mutant(
+        FUSED,
         "Norm_before_add: float32 passes although x's dtype was asked for",
         "cpu/fast_path.c",
         "arguments[BETWEEN_IS_F32] == Py_True ? FN_F32 : next->operand[FN_X].kind",
@@ -1837,7 +1930,7 @@ def first_failure(folder, mutant):
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name not in never]
     if mutant.backend:  # interpreted: the quickest first
-        first = [kit + name for name in ("golden", "gradients", "forward", "one_rule")]
+        first = [kit + name for name in ("golden", "gradients", "forward", "one_rule", "norm_before_add")]
         others = []
         if mutant.backend == "cuda":
             first = [folder / "tests/test_cuda_launch.py", *first]

@@ -22,7 +22,7 @@ from fusednorm import doctor, fast_path, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, lacking
-from fusednorm.call import Flags, Forward, RMSNorm, operation_of
+from fusednorm.call import FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
@@ -112,6 +112,37 @@ def test_machine_code(tmp_path, capability, x, residual, size):
             assert sum(i.startswith("PRMT") for i in instructions) <= 4, name
         if name != "forward":  # memory is written in sectors of 32 bytes: no lane stores two halves of one
             assert not [offset for offset in offsets if offset % 32], name
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("capability", "x", "residual", "size"),
+    [
+        (90, BF16, BF16, 1024),
+        (90, BF16, BF16, 8192),
+        (90, F32, F32, 16384),
+        (90, BF16, BF16, 200_000),
+        (75, BF16, F32, 4096),
+        (100, BF16, BF16, 65536),
+    ],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_a_norm_before_the_addition(tmp_path, capability, x, residual, size):
+    """Nothing spilled, and only x is read once more, where a row is too long for registers."""
+    for weight, out in ((x, x), (None, None)):
+        kind = ForwardKind(x, residual, weight, out, residual, size, True, False, False, False, 32)
+        variant = cuda_kernels.forward_variant(kind._replace(first=FirstNorm(x, x)), capability)
+        code = cuda_compiler.compiled(variant, capability)
+        registers, stack, shared = resources(code, tmp_path)
+        instructions, _ = instructions_of(code, tmp_path)
+        assert stack == 0
+        assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
+        assert registers * variant.threads <= 65536
+        assert shared <= 48 * 1024
+        bytes_of_lane = 32 * (2 * x.itemsize + residual.itemsize + (0 if weight is None else x.itemsize))
+        if variant.kernel == "forward":  # all four operands once, or all three
+            loads = sum(i.startswith("LDG") for i in instructions)
+            assert loads == bytes_of_lane // (32 if capability >= 100 else 16)
 
 
 @compiles

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import fast_path, packing, run
+from fusednorm import fast_path, packing, rms_norm_add_rms_norm, run
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels, reference
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
 from fusednorm.call import Backward, Flags, Forward, RMSNorm, operation_of
@@ -68,6 +68,44 @@ def test_forward():
     assert fast(case, unaligned, residual, weight) is None
     flags = (1e-6, 0.0, True, False, None, True, None, 1.0)
     assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, *flags) is None
+
+
+@pytest.mark.parametrize("between", [None, F32])
+def test_a_norm_before_the_addition(between, monkeypatch):
+    """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    x, residual, weight = operands(Case(rows=5, hidden=976).of(BF16))
+    numbers = (1e-5, 0.0, True, False)
+    take = fast_path.forward_on({"cuda"})
+
+    def fast(first_weight, next_weight, followed):
+        given = (x, residual, next_weight, None, None, *numbers, None, True, None, 1.0)
+        return take(*given, first_weight, 1e-6, between is not None, followed)
+
+    def both(followed):
+        if followed:
+            return rms_norm_add_rms_norm(x, residual, weight, weight, 1e-6, next_eps=1e-5, between=between)
+        return None, fusednorm.rms_norm_add(x, residual, weight, 1e-6, between=between)
+
+    for followed in (True, False):
+        next_weight = weight if followed else None
+        nothing_held()
+        with fusednorm.use_backend("cuda"):
+            fusednorm.fused_add_rms_norm(x, residual, weight)
+            assert fast(weight, next_weight, followed) is None
+            names.clear()
+            both(followed)
+            assert names == ["forward"]
+        with fusednorm.use_backend("reference"):
+            wanted = both(followed)
+        got = fast(weight, next_weight, followed)
+        assert got[0] is None or not differing(got[0], wanted[0]).any()
+        assert not differing(got[1], wanted[1]).any()
+        assert fast(None, next_weight, followed) is None
+        odd = torch.zeros(977, dtype=BF16)[1:]
+        assert fast(odd, next_weight, followed) is None  # begins where the kernel that is held reads nothing
 
 
 def test_sums_of_another_dtype_have_kernels_of_their_own():
@@ -324,6 +362,7 @@ def test_any_number_of_kinds_of_calls_is_held(gpus):
 FIELDS = {
     "forward": "x residual weight out residual_out rstd x_stride residual_stride out_stride residual_out_stride "
     "rows hidden_size eps weight_offset",
+    "chain": "first_weight first_eps",
     "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride "
     "rows block blocks hidden_size weight_offset",
 }
@@ -331,7 +370,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("real", [F32, F64], ids=["float", "double"])
-@pytest.mark.parametrize("passes", ["forward", "backward"])
+@pytest.mark.parametrize("passes", ["forward", "chain", "backward"])
 def test_arguments_lie_as_in_the_sources(passes, real, levels):
     """Every field that C packs is where a compiler puts it in `Arguments` of csrc/forward.cuh and csrc/backward.cuh."""
     packed = []
@@ -344,11 +383,13 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
     fast_path.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
     # Numbers that all differ: kinds, addresses and strides of operands, then the call's own.
-    fields = FIELDS[passes].split()
+    chain, passes = passes == "chain", passes.replace("chain", "forward")
+    fields = FIELDS[passes].split() + FIELDS["chain"].split() * chain
     strided = [name.removesuffix("_stride") for name in fields if name.endswith("_stride")]
     operands = fields[: fields.index(f"{strided[0]}_stride")]
     value = {name: 1000 + 64 * i for i, name in enumerate(fields)}
     value |= {"rows": 77 * 3, "block": 3, "blocks": 77, "eps": 1.5, "weight_offset": 2.5, "inner": 77 * 3 // levels}
+    value |= {"first_eps": 3.5} if chain else {}
     flat = [passes == "backward", 0, 0, 1, value["rows"], value["inner"], value["hidden_size"], value.get("block", 0)]
     flat += [0, 1, value.get("eps", 0.0), value["weight_offset"]]
     for name in operands:
@@ -357,13 +398,23 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         value[name] *= 8
         if stride and levels == 2:
             value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
+
+    def padded(numbers):
+        return packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
+
     try:
-        call = packing._CALL.pack(*flat, *[0] * (packing._CALL.size // 8 - len(flat)))
+        call = padded(flat)
+        if chain:  # its first call has the x and the first norm's weight, and its second one rows without memory
+            value["first_weight"] *= 8
+            numbers, x, others = flat[:12], flat[12:16], flat[16:]
+            weight = [packing.KINDS[real], value["first_weight"], 0, 0]
+            first = [*numbers[:8], 1, 1, 3.5, 2.5, *x, 0, 0, 0, 0, *weight, packing.KINDS[real], 0, 0, 0]
+            call = padded(first) + padded([*numbers, packing.KINDS[real], 0, 0, 0, *others])
         fast_path.hold_cuda(call, 0, ((0, 32, 64, 0, 1, False, Share.ROWS),))
         assert fast_path.launch_cuda(call, 0) == 0
     finally:
         nothing_held()
-    kinds = {"hidden_size": "i", "eps": "f" if real == F32 else "d", "weight_offset": "f" if real == F32 else "d"}
+    kinds = {"hidden_size": "i", **dict.fromkeys(("eps", "weight_offset", "first_eps"), "f" if real == F32 else "d")}
     if levels == 2:
         fields += ["inner", *(f"{name}_jump" for name in strided)]
     members = [re.sub("_(stride|jump)$", r"_strides.\1", name) for name in fields]
@@ -371,10 +422,31 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     source = f'#include "{passes}.cuh"\n__device__ unsigned char offsets[] = {{{offsets}}};\n'
     _, nvrtc = cuda_compiler.bindings()
     types = {"F32": "f32", "F64": "f64"}[str(real)[6:].replace("float", "F")]
-    named = ("X", "RESIDUAL", "RESIDUAL_OUT", "WEIGHT", "OUT", "DY", "D_TOTAL", "H", "DX", "DRESIDUAL", "DWEIGHT")
+    named = (
+        "X",
+        "RESIDUAL",
+        "RESIDUAL_OUT",
+        "WEIGHT",
+        "OUT",
+        "FIRST_WEIGHT",
+        "BETWEEN",
+        "DY",
+        "D_TOTAL",
+        "H",
+        "DX",
+        "DRESIDUAL",
+        "DWEIGHT",
+    )
     defines = [f"-D{name}_TYPE={types}" for name in named]
     shape = {"RSTD": 1, "OFFSET": 1, "ROUND_SUM": 1, "ROUND_NORM": 0, "VECTOR": 1, "ALIGNED": 4, "ROW": 1024}
-    shape |= {"WARPS": 4, "CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0, "TWO_LEVELS": levels - 1}
+    shape |= {
+        "WARPS": 4,
+        "CLUSTER": 1,
+        "BLOCKS_ROW": 0,
+        "FULL": 0,
+        "TWO_LEVELS": levels - 1,
+        "NORM_BEFORE_ADD": int(chain),
+    }
     defines += [f"-D{name}={number}" for name, number in shape.items()]
     headers = {name: text for name, text in cuda_compiler._sources().items() if name.endswith(".cuh")}
     given = (len(headers), list(headers.values()), [name.encode() for name in headers])

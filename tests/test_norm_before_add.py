@@ -1,13 +1,23 @@
 """A norm before the addition: what is refused, who sees the call, and which path it takes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
 import fusednorm
-from fusednorm import norm_before_add, rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
-from fusednorm.backends import cpu
+from fusednorm import (
+    norm_before_add,
+    registry,
+    rms_norm_add,
+    rms_norm_add_,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_,
+)
+from fusednorm.backends import cpu, reference
+from fusednorm.call import Before, Flags, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, listed, operands
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
@@ -133,6 +143,101 @@ def test_outputs_that_share_memory_with_a_weight():
         with pytest.raises(ValueError, match="residual_out shares memory with weight"):
             rms_norm_add(x, residual, memory[1], residual_out=memory)
         assert torch.equal(memory, x)
+
+
+def test_rows_in_two_levels():
+    """Heads of a wider tensor, which the fast path does not take: no copies, and outputs in place."""
+    wide = torch.rand(5, 9, 40)
+    x, residual, weight = wide[:, :3, :32], wide[:, 3:6, :32], torch.rand(32)
+    wanted = separately(x.contiguous(), residual.contiguous(), weight, None)
+    assert same(rms_norm_add_rms_norm(x, residual, weight, weight, next_eps=1e-5), wanted[:2])
+    assert torch.equal(rms_norm_add(x, residual, weight), wanted[2])
+    given = wide.clone()
+    out, total = given[:, :3, :32], given[:, 3:6, :32]
+    rms_norm_add_rms_norm_(out, total, weight, weight, next_eps=1e-5)
+    assert same((out, total), wanted[:2])
+    out.copy_(x)
+    total.copy_(residual)
+    rms_norm_add(out, total, weight, residual_out=out)
+    assert torch.equal(out, wanted[2])
+    assert torch.equal(given[:, 3:], wide[:, 3:])
+    assert torch.equal(given[:, :, 32:], wide[:, :, 32:])
+
+
+def operation(followed=True, residual_dtype=None, between=None):
+    flags = Flags(residual_dtype=residual_dtype)
+    return operation_of(X, RESIDUAL, None, flags, before=Before(WEIGHT, 1e-6, between, followed))
+
+
+def test_an_operation_has_the_name_of_its_function():
+    assert operation().name == "rms_norm_add_rms_norm"
+    assert operation(False).name == "rms_norm_add"
+    assert operation().features == ("norm_before_add",)
+    assert operation(residual_dtype=F16).features == ("residual_dtype", "norm_before_add")
+    assert str(operation(False, between=F32)) == (
+        "x float32, weight float32, between float32, residual float32, hidden size 64, on cpu"
+    )
+    assert operation(between=F32) == operation()  # the same kernel
+
+
+def test_one_kernel_or_several():
+    with fusednorm.use_backend("reference"):
+        assert not registry.choose(operation()).composed
+    with fusednorm.use_backend("cpu"):
+        assert not registry.choose(operation()).composed
+        for followed, words in (
+            (True, "the first norm apart, and then in four kernels, of which one rounds the sum to float16"),
+            (False, "in two kernels, the first norm and then torch's addition"),
+        ):
+            assert registry.choose(operation(followed, F16)).plan.startswith(words)
+
+
+@pytest.mark.parametrize("features", [(), ("residual_dtype",), ("norm_before_add", "residual_dtype")], ids=str)
+def test_a_backend_of_others(monkeypatch, features):
+    """It is given the operations that it knows, and the bits are the same."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_selected", {})
+    taken = []
+
+    def forward(call):
+        taken.append(call.operation.name)
+        reference.forward(call)
+
+    other = SimpleNamespace(DEVICES=("cpu",), unavailable=list, unsuitable=lambda operation: [], plan=lambda _: "other")
+    other.forward, other.backward, other.FEATURES = forward, reference.backward, features
+    fusednorm.register_backend("other", other)
+    parts = ["rms_norm", "fused_add_rms_norm"]
+    for stored, calls in ((None, 1), (F64, 1), (BF16, 2)):
+        x, residual = X.double(), RESIDUAL
+        arguments = (x, residual, WEIGHT, WEIGHT)
+        with fusednorm.use_backend("reference"):
+            wanted = rms_norm_add_rms_norm(*arguments, residual_dtype=stored)
+            total = rms_norm_add(x, residual, WEIGHT, residual_dtype=stored)
+        with fusednorm.use_backend("other"):
+            taken.clear()
+            assert same(rms_norm_add_rms_norm(*arguments, residual_dtype=stored), wanted)
+            known = calls if "residual_dtype" not in features else 1
+            assert taken == (["rms_norm_add_rms_norm"] if len(features) == 2 else [parts[0], *known * parts[1:]])
+            taken.clear()
+            assert torch.equal(rms_norm_add(x, residual, WEIGHT, residual_dtype=stored), total)
+            assert taken == (["rms_norm_add"] if len(features) == 2 else parts[:1])
+
+
+def test_all_parts_are_chosen_before_anything_is_written(monkeypatch):
+    """A backend that takes the first norm and not the addition is passed over."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_selected", {})
+    taken = []
+    other = SimpleNamespace(DEVICES=("cpu",), unavailable=list, plan=lambda _: "other")
+    other.unsuitable = lambda operation: [] if operation.residual is None else ["no additions"]
+    other.forward, other.backward = taken.append, reference.backward
+    fusednorm.register_backend("other", other)
+    out = X.clone()
+    refused = pytest.raises(fusednorm.BackendError, match=r"no norm_before_add\n.*no additions")
+    with fusednorm.use_backend("other"), refused:
+        rms_norm_add_rms_norm(X, RESIDUAL, WEIGHT, out=out)
+    assert taken == []
+    assert torch.equal(out, X)
 
 
 @pytest.mark.parametrize("index", range(4))
