@@ -62,12 +62,11 @@ enum { STACK_SCRATCH = 48 * 1024 };
 
 static int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/* float64: two rows. Else: kept rows, the sums of one row's segments (padded to 2^k), and two rows if outputs bypass the cache. */
+/* float64: two rows. Else: kept rows, the sums of two rows' segments, and two rows if outputs bypass the cache. */
 size_t fn_scratch_bytes(const struct fn_forward_job *job) {
-    int64_t padded = round_up(job->hidden, FN_SEGMENT), kept = fn_kept(job->hidden), sums = 1;
-    if (job->x_kind == FN_F64) return (size_t)(2 * 8 * padded);
-    while (sums * FN_SEGMENT < padded) sums *= 2;
-    int64_t bytes = round_up(4 * (kept + sums), FN_ALIGNMENT);
+    int64_t kept = fn_kept(job->hidden);
+    if (job->x_kind == FN_F64) return (size_t)(2 * 8 * round_up(job->hidden, FN_SEGMENT));
+    int64_t bytes = round_up(4 * (kept + 2 * fn_padded_sums(job->hidden)), FN_ALIGNMENT);
     return (size_t)(job->bypass_cache ? bytes + 8 * kept : bytes);
 }
 
@@ -78,9 +77,8 @@ static size_t affine_bytes(const struct fn_forward_job *job) {
 
 /* The weight, one row of each operand, the sums of segments; each padded to whole segments. */
 size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
-    int64_t padded = round_up(job->hidden, FN_SEGMENT), sums = 1;
-    while (sums * FN_SEGMENT < padded) sums *= 2;
-    return (size_t)(round_up(5 * padded + sums, FN_SEGMENT) * (job->wide ? 8 : 4));
+    int64_t padded = round_up(job->hidden, FN_SEGMENT);
+    return (size_t)(round_up(5 * padded + fn_padded_sums(job->hidden), FN_SEGMENT) * (job->wide ? 8 : 4));
 }
 
 /* Whether all rows of an operand begin and end with a cache line. */

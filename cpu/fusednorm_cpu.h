@@ -68,6 +68,13 @@ static inline int64_t fn_kept(int64_t hidden) {
     return hidden <= FN_KEPT ? FN_KEPT : (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
 }
 
+/* The sums of a row's segments, padded to a power of two. */
+static inline int64_t fn_padded_sums(int64_t hidden) {
+    int64_t sums = 1;
+    while (sums * FN_SEGMENT < hidden) sums *= 2;
+    return sums;
+}
+
 /*
  * One backward pass. dx, dresidual and dweight are NULL where they are not wanted, d_total where
  * residual_out had no gradient, weight where there was none. dweight has the weight's type.

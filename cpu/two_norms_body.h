@@ -1,63 +1,203 @@
 /*
- * A norm, an addition and a norm of float rows in one call, over the operations that kernel_body.h lists; included by it.
- * A row takes three passes: the first sums the squares of x, the second normalises x, adds the residual and sums the
- * squares of the sum, the third multiplies the sum. The rows between the first norm and the addition stay in registers;
- * a chain of both calls stores and reads them. With 16-bit operands, whose roundings take the registers, a chain was a
- * quarter faster.
+ * A norm, an addition and a norm in one call, over the operations that kernel_body.h lists; included by it. x, the
+ * residual and the outputs are of one kind. A row takes three passes: the first sums the squares of x, the second
+ * normalises x, adds the residual and sums the squares of the sum, the third multiplies the sum. The rows between the
+ * first norm and the addition stay in the nearest cache; a chain of both calls stores and reads whole rows of them.
  */
 
-/* The first norm of a row: what x is multiplied by. */
-struct first_norm {
+/* The operands of one row's second pass. */
+struct middle {
     float rstd;
     const float *gain;
+    const void *x, *residual;
+    void *residual_out, *stream; /* stream: where residual_out is stored a second time, bypassing the caches; or NULL */
+    const char *next_x; /* the next row, whose first pass is made meanwhile; or NULL */
+    const struct scale *previous; /* the row before, whose third pass is made meanwhile; or NULL */
+    float *sums, *next_sums; /* one per segment, of this row's sum and of the next row's x */
 };
 
-/* The square of a unit of the sum, which is stored where residual_out is. */
-FN_INLINE U add_normed(const struct first_norm *first, const struct row *row, int64_t i, int n) {
-    U y = u_mul(u_mul(u_load(F32, row->x, i, n), u_set1(first->rstd)), u_load(F32, first->gain, i, n));
-    y = u_add(y, u_read(F32, row->residual, i, n));
-    u_store(F32, row->residual_out, i, n, y);
-    if (STREAMS && row->extra) u_stream(F32, row->extra->residual_out, i, n, y);
-    return u_square(y);
+/* A unit of x, normalised. */
+FN_INLINE U normed(int kind, int norm, const struct middle *row, int64_t i, int n) {
+    U y = u_mul(u_load(kind, row->x, i, n), u_set1(row->rstd));
+    if (norm != NONE) y = u_round(norm, y);
+    return u_mul(y, u_load(F32, row->gain, i, kind == BF16P ? UNIT : n)); /* stored by parity, see scale_unit */
 }
 
-/* The last n elements of a row, as a unit that is still to be halved. */
-FN_INLINE U add_normed_part(const struct first_norm *first, const struct row *row, int64_t begin, int64_t n,
-                            float *squares) {
-    int64_t width = UNIT, i = 0;
-    while (width < n) width *= 2;
-    for (; i + UNIT <= n; i += UNIT) u_store(F32, squares, i, UNIT, add_normed(first, row, u_index(begin + i), UNIT));
-    if (i < n) {
-        u_store(F32, squares, i, UNIT, add_normed(first, row, begin + i, (int)(n - i)));
-        i += UNIT;
-    }
-    for (; i < width; i += UNIT) u_store(F32, squares, i, UNIT, u_set1(0));
-    return sum_units(squares, width);
+/* Adds the residual to a unit, and stores the sum. */
+FN_INLINE U add_to_residual(int kind, int stream, const struct middle *row, int64_t i, int n, U y) {
+    U h = u_store(kind, row->residual_out, i, n, u_add(y, u_read(kind, row->residual, i, n)));
+    if (STREAMS && stream && row->stream) u_stream(kind, row->stream, i, n, h);
+    return h;
+}
+
+/* The square of a unit of the second pass. */
+FN_INLINE U add_normed_unit(int kind, int norm, int passed, int stream, const struct middle *row, int64_t i, int n) {
+    U y = normed(kind, norm, row, i, n);
+    if (passed != F32) y = u_round(passed, y);
+    return u_square(add_to_residual(kind, stream, row, i, n, y));
 }
 
 /*
- * The second pass of a row; returns the sum of the squares. Memory is read in order. In the caches, units are squared in
- * the order of the tree, which reads eight streams at once.
+ * Eight units of the second pass. Rounded values are stored and loaded, although they are in registers: from a load to
+ * the second rounding a unit takes so many steps that the processor's queues hold only two or three units, which wait
+ * for each other. In two halves a row took a tenth less time.
  */
-static float add_normed_row(const struct first_norm *first, const struct row *row, int64_t hidden, int from_memory) {
-    _Alignas(64) float squares[FN_SEGMENT];
-    int64_t sums = 0, begin = 0;
-    for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT) {
-        if (from_memory) {
-            row->sums[sums++] = u_halve(0, add_normed_part(first, row, begin, FN_SEGMENT, squares));
-            continue;
+FN_INLINE void add_normed_eight(int kind, int norm, int passed, int stream, const struct middle *row, int64_t i) {
+    if (passed == F32) {
+        for (int k = 0; k < 8; k++)
+            add_normed_unit(kind, norm, passed, stream, row, u_index(i + k * UNIT), UNIT);
+        return;
+    }
+    _Alignas(64) uint16_t rounded[FN_SEGMENT];
+    for (int k = 0; k < 8; k++)
+        u_store(kind, rounded, k * UNIT, UNIT, normed(kind, norm, row, u_index(i + k * UNIT), UNIT));
+    for (int k = 0; k < 8; k++)
+        add_to_residual(kind, stream, row, u_index(i + k * UNIT), UNIT, u_load(kind, rounded, k * UNIT, UNIT));
+}
+
+/*
+ * Fetches eight units into the second cache, which are read after so many elements: with three rows under way, memory's
+ * prefetchers alone left a call half again as long. One segment ahead was slower for float.
+ */
+enum { AHEAD_OF_PASSES = 2 * FN_SEGMENT };
+FN_INLINE void fetch_eight(int kind, const void *row, int64_t i) {
+    const int size = kind == F32 ? 4 : 2;
+    for (int k = 0; k < 8 * UNIT * size; k += FN_ALIGNMENT) FN_PREFETCH_2((const char *)row + i * size + k);
+}
+
+/* The sum of eight squares that are 128 elements apart, of a row that is in memory as it is normalised. */
+FN_INLINE U column_of(int kind, const void *h, int64_t i) {
+#define SQUARE(k) u_square(u_load(kind, h, u_index(i + (k)), UNIT))
+    return SUM_OF_EIGHT(SQUARE, 128);
+#undef SQUARE
+}
+
+/* The last n < FN_SEGMENT elements of the passes that are made together. */
+FN_INLINE void add_normed_end(int kind, int norm, int passed, const struct middle *row, int64_t begin, int64_t n,
+                              float *sum, float *next_sum) {
+    _Alignas(64) float squares[FN_SEGMENT], next_squares[FN_SEGMENT];
+    int64_t width = UNIT, i = 0;
+    while (width < n) width *= 2;
+    for (; i < width; i += UNIT) {
+        const int left = n - i < UNIT ? (int)(n - i) : UNIT;
+        U square = u_set1(0), next_square = square;
+        if (left > 0) {
+            square = add_normed_unit(kind, norm, passed, 1, row, begin + i, left);
+            if (row->next_x) next_square = u_square(u_load(kind, row->next_x, begin + i, left));
+            if (row->previous)
+                scale_unit(kind, norm, F32, 0, 0, kind, row->previous, begin + i, left, row->previous->bypass_cache);
         }
+        u_store(F32, squares, i, UNIT, square);
+        u_store(F32, next_squares, i, UNIT, next_square);
+    }
+    *sum = u_halve(kind == BF16P, sum_units(squares, width));
+    *next_sum = u_halve(kind == BF16P, sum_units(next_squares, width));
+}
+
+/* The first pass of a row, up to the sum of each segment. */
+FN_INLINE void sum_of_x(int kind, const void *x, int64_t hidden, float *sums) {
+    _Alignas(64) float columns[128];
+    int64_t begin = 0, s = 0;
+    for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
         FN_ROLLED
-        for (int c = 0; c < 128; c += UNIT) {
-#define SQUARE(k) add_normed(first, row, u_index(begin + c + (k)), UNIT)
-            u_store(F32, squares, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
+        for (int c = 0; c < 128; c += UNIT) u_store(F32, columns, c, UNIT, column_of(kind, x, begin + c));
+        sums[s] = u_halve(kind == BF16P, sum_units(columns, 128));
+    }
+    const struct row row = {.x = x};
+    if (begin < hidden)
+        sums[s] = u_halve(kind == BF16P, sum_short_segment(kind, NONE, 0, &row, begin, hidden - begin));
+}
+
+/* The second pass of a row, with the passes of other rows that are made together with it. */
+FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, const struct middle *given, int64_t hidden) {
+    _Alignas(64) float columns[128], next_columns[128];
+    const struct middle copy = *given, *row = &copy; /* no store can alias a local copy */
+    int64_t begin = 0, s = 0;
+    const int by_column = kind == F32 && !together; /* as sum_segments_in_cache does, for its reason */
+    for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
+        FN_ROLLED
+        for (int c = 0; by_column && c < 128; c += UNIT) {
+#define SQUARE(k) add_normed_unit(kind, norm, passed, 0, row, u_index(begin + c + (k)), UNIT)
+            u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
 #undef SQUARE
         }
-        row->sums[sums++] = u_halve(0, sum_units(squares, 128));
+        FN_ROLLED
+        for (int c = 0; !by_column && c < 128; c += UNIT) {
+            if (together) fetch_eight(kind, row->residual, begin + 8 * c + AHEAD_OF_PASSES);
+            if (together && row->next_x) fetch_eight(kind, row->next_x, begin + 8 * c + AHEAD_OF_PASSES);
+            add_normed_eight(kind, norm, passed, together, row, begin + 8 * c);
+            if (together && row->next_x) u_store(F32, next_columns, c, UNIT, column_of(kind, row->next_x, begin + c));
+            if (together && row->previous) scale_eight(kind, norm, 0, row->previous, begin + 8 * c);
+        }
+        FN_ROLLED
+        for (int c = 0; !by_column && c < 128; c += UNIT)
+            u_store(F32, columns, c, UNIT, column_of(kind, row->residual_out, begin + c));
+        row->sums[s] = u_halve(kind == BF16P, sum_units(columns, 128));
+        if (together && row->next_x) row->next_sums[s] = u_halve(kind == BF16P, sum_units(next_columns, 128));
     }
-    if (begin < hidden) row->sums[sums++] = u_halve(0, add_normed_part(first, row, begin, hidden - begin, squares));
-    return halve_sums(row->sums, sums);
+    if (begin < hidden)
+        add_normed_end(kind, norm, passed, row, begin, hidden - begin, &row->sums[s], &row->next_sums[s]);
 }
+
+/*
+ * Rows [begin, end). From memory, the second pass of a row is made together with the first pass of the next row and the
+ * third pass of the row before, so that memory is read and written while there is arithmetic to do. In the caches, passes
+ * follow each other. There the first pass of the next row comes before the third, so that the end of a row's sum, a root
+ * and a division overlap with work on the other row; but not of float rows, two of which the nearest cache does not hold.
+ */
+FN_INLINE void normalise_twice(int kind, int norm, int passed, const struct fn_forward_job *first,
+                               const struct fn_forward_job *next, int64_t begin, int64_t end, char *scratch,
+                               const float *gain, const float *next_gain) {
+    const int64_t hidden = next->hidden, kept = (int64_t)sizeof(float) * fn_kept(hidden);
+    const int64_t segments = (hidden + FN_SEGMENT - 1) / FN_SEGMENT;
+    const int together = next->from_memory, alone = kind == F32 && !together;
+    float *sums = (float *)(scratch + kept);
+    struct scale previous = {.weight = next_gain, .bypass_cache = STREAMS && next->bypass_cache};
+    struct middle row = {.gain = gain, .sums = sums, .next_sums = sums + fn_padded_sums(hidden)};
+    for (int64_t m = begin; m < end; m++) {
+        row.x = first->x + m * first->x_stride;
+        row.residual = next->residual + m * next->residual_stride;
+        row.residual_out = next->residual_out + m * next->residual_out_stride;
+        if (previous.bypass_cache) {
+            row.stream = row.residual_out;
+            row.residual_out = scratch + next->bypass_cache + (m - begin) % 2 * kept;
+        }
+        if (m == begin || alone) sum_of_x(kind, row.x, hidden, row.next_sums);
+        row.rstd = rstd_of(halve_sums(row.next_sums, segments), hidden, first->eps);
+        row.next_x = together && m + 1 < end ? first->x + (m + 1) * first->x_stride : NULL;
+        row.previous = together && m > begin ? &previous : NULL;
+        if (together) add_normed_row(kind, norm, passed, 1, &row, hidden);
+        else add_normed_row(kind, norm, passed, 0, &row, hidden);
+        if (!together && !alone && m + 1 < end)
+            sum_of_x(kind, first->x + (m + 1) * first->x_stride, hidden, row.next_sums);
+        previous.rstd = rstd_of(halve_sums(row.sums, segments), hidden, next->eps);
+        previous.h = previous.next_x = previous.next_residual = row.residual_out;
+        previous.out = next->out + m * next->out_stride;
+        if (together && m + 1 < end) continue;
+        if (previous.bypass_cache) scale_row(kind, norm, F32, 0, 0, kind, &previous, hidden, 1);
+        else scale_row(kind, norm, F32, 0, 0, kind, &previous, hidden, 0);
+    }
+}
+
+/* x's kind, the kind that each norm is rounded to, and the kind that passes between the norms; `fn` as in kernel_tables.h. */
+#define TWO_NORMS_OF(fn, kind) fn(kind, NONE, kind) fn(kind, NONE, F32) fn(kind, kind, kind)
+#if defined(BF16_BY_PARITY)
+#define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, BF16P)
+#else
+#define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, BF16)
+#endif
+
+typedef void two_norms_fn(const struct fn_forward_job *, const struct fn_forward_job *, int64_t, int64_t, char *,
+                          const float *, const float *);
+#define TWO_NORMS_FUNCTION(kind, norm, passed)                                                                  \
+    static void two_norms_##kind##_##norm##_##passed(                                                           \
+        const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,      \
+        char *scratch, const float *gain, const float *next_gain) {                                             \
+        normalise_twice(kind, norm, passed, first, next, begin, end, scratch, gain, next_gain);                 \
+    }
+#define TWO_NORMS_ENTRY(kind, norm, passed) [kind][norm != NONE][passed == F32] = two_norms_##kind##_##norm##_##passed,
+TWO_NORMS(TWO_NORMS_FUNCTION)
+static two_norms_fn *const two_norms[KINDS][2][2] = {TWO_NORMS(TWO_NORMS_ENTRY)};
 
 /*
  * Rows [begin, end), in one level; 0 where another way is needed. `first` is the norm before the addition, whose rows pass
@@ -65,45 +205,16 @@ static float add_normed_row(const struct first_norm *first, const struct row *ro
  */
 static int two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,
                           void *scratch, float *gain) {
-    if (first->x_kind != FN_F32 || first->out_kind != FN_F32 || next->residual_kind != FN_F32 || !next->out_kind) return 0;
-    if (first->flags & FN_SCALE_ONLY || next->affine) return 0;
-    const struct plan a = plan_of(first), b = plan_of(next);
-    struct first_norm norm = {.gain = float_weight(first, &a, gain)};
-    struct fn_forward_job both = *next;
-    both.x = first->x;
-    both.x_stride = first->x_stride;
-    const int64_t rows = batch_rows(&both), row_bytes = (int64_t)sizeof(float) * fn_float_row(next->hidden);
-    struct batch batch = {
-        .sums = (float *)scratch + fn_kept(next->hidden), .bypass_cache = STREAMS && next->bypass_cache,
-    };
-    for (int64_t m = begin; m < end; m += rows) {
-        struct fn_forward_job part = job_from(&both, m);
-        if (batch.bypass_cache) { /* the third pass reads the sum in scratch */
-            batch.residual_out = part.residual_out;
-            batch.residual_out_stride = part.residual_out_stride;
-            part.residual_out = (char *)scratch + next->bypass_cache;
-            part.residual_out_stride = row_bytes;
-        }
-        batch.rows = end - m < rows ? end - m : rows;
-        sums[F32][NONE][0](&part, &batch);
-        for (int64_t k = 0; k < batch.rows; k++) {
-            const struct extra_outputs extra = {
-                .residual_out = batch.residual_out ? batch.residual_out + k * batch.residual_out_stride : NULL,
-            };
-            const struct row row = {
-                .x = part.x + k * part.x_stride,
-                .residual = part.residual + k * part.residual_stride,
-                .residual_out = part.residual_out + k * part.residual_out_stride,
-                .extra = extra.residual_out ? &extra : NULL,
-                .sums = batch.sums,
-            };
-            norm.rstd = rstd_of(batch.rstd[k], next->hidden, first->eps);
-            batch.rstd[k] = rstd_of(add_normed_row(&norm, &row, next->hidden, next->from_memory), next->hidden, next->eps);
-        }
-        batch.h = part.residual_out;
-        batch.h_stride = part.residual_out_stride;
-        second_pass(&b, &part, &batch);
-    }
+    const int kind = first->x_kind;
+    if (next->hidden < FN_SEGMENT) return 0; /* a chain halves the sums of several short rows together */
+    if (first->flags & FN_SCALE_ONLY || next->affine || next->rstd || next->residual_kind != kind || next->out_kind != kind) return 0;
+    if (kind == FN_F64 || (kind != FN_F32 && (!(next->flags & FN_ROUND_SUM) || end - begin < ONE_KIND_ROWS))) return 0;
+    struct fn_forward_job before = *first, after = *next; /* as if no other kind passed between them */
+    before.out_kind = after.x_kind = kind;
+    const struct plan a = plan_of(&before), b = plan_of(&after);
+    two_norms_fn *rows = two_norms[a.x][a.norm != NONE][first->out_kind == FN_F32];
+    if (a.x != b.x || !rows) return 0; /* weights of other kinds than a bfloat16 x; BF16 has none where BF16P has */
+    rows(first, next, begin, end, scratch, float_weight(&before, &a, gain), float_weight(&after, &b, scratch));
     if (STREAMS && next->bypass_cache) u_stream_end();
     return 1;
 }

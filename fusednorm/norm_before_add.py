@@ -154,11 +154,9 @@ def rms_norm_add_rms_norm_(
         if take is not None and between in _PASSED:
             second = eps if next_eps is None else next_eps
             result = take(
-                # fmt: off
-                x, residual, next_weight, x, residual, second, weight_offset, round_sum, round_norm, None, True, None, 1.0,
-                weight, eps, between is not None, True,
-                # fmt: on
-            )
+                x, residual, next_weight, x, residual, second, weight_offset, round_sum, round_norm, None, True, None,
+                1.0, weight, eps, between is not None, True,
+            )  # fmt: skip
             if result is not None:
                 return result
     return rms_norm_add_rms_norm(
@@ -276,11 +274,9 @@ def rms_norm_add_(
         take = fast_paths.get(request())
         if take is not None and between in _PASSED:
             result = take(
-                # fmt: off
-                x, residual, None, None, residual, eps, weight_offset, True, round_norm, None, True, None, 1.0,
-                weight, eps, between is not None, False,
-                # fmt: on
-            )
+                x, residual, None, None, residual, eps, weight_offset, True, round_norm, None, True, None,
+                1.0, weight, eps, between is not None, False,
+            )  # fmt: skip
             if result is not None:
                 return cast(Tensor, result[1])
     return rms_norm_add(

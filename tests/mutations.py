@@ -1788,10 +1788,17 @@ MUTANTS = (
     ),
     Mutant(
         FUSED,
-        "Norm_before_add: the second norm of float rows takes the first one's eps",
+        "Norm_before_add: the second norm takes the first one's eps",
         "cpu/two_norms_body.h",
-        "next->hidden, next->eps);",
-        "next->hidden, first->eps);",
+        "segments), hidden, next->eps);",
+        "segments), hidden, first->eps);",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_before_add: from memory, a row's first pass is made of the row before",
+        "cpu/two_norms_body.h",
+        "row.next_x = together && m + 1 < end ? first->x + (m + 1)",
+        "row.next_x = together && m + 1 < end ? first->x + m",
     ),
     Mutant(
         FUSED,
