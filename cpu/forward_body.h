@@ -4,10 +4,11 @@
  * strategies, which differ in the rows that they work on between the passes of a row.
  */
 
-/* The weight plus its offset, and the bias: rows of float, one for all heads or one per head. */
+/* The weight plus its offset, and the bias: rows of float or as they are, one for all heads or one per head. */
 struct affine {
-    const float *gain, *bias;
-    int64_t gain_stride, bias_stride, heads; /* strides in elements, 0 where there is one row */
+    const char *gain, *bias;
+    int64_t gain_stride, bias_stride, heads; /* strides in bytes, 0 where there is one row */
+    int as_is; /* whether both are the operands themselves, of out's kind */
 };
 
 /* The head of the row after this head's. A division per row would take a tenth of a short row's time. */
@@ -65,12 +66,13 @@ FN_INLINE float rstd_of(float sum_of_squares, int64_t hidden, double eps) {
 struct scale {
     float rstd, offset;
     const void *h, *weight;
-    const float *bias; /* only read if the row is affine */
+    const void *bias; /* only read if the row is affine */
     void *out;
     int bypass_cache; /* whether out bypasses the caches */
     const char *next_x, *next_residual; /* the next row, which is fetched meanwhile; h if there is nothing to fetch */
 };
 
+/* `affine` is the kind of the bias, NONE where the row is not affine. */
 FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int affine, int out, const struct scale *s, int64_t i,
                           int n, int bypass_cache) {
     /* Floats that were stored by parity have n elements in both halves of a unit, and room for all of it. */
@@ -81,7 +83,7 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int affine, i
         if (offset) g = u_add(g, u_set1(s->offset));
         y = u_mul(y, g);
     }
-    if (affine) y = u_add(y, u_load(F32, s->bias, i, out == BF16P ? UNIT : n));
+    if (affine != NONE) y = u_add(y, u_load(affine, s->bias, i, affine == F32 && out == BF16P ? UNIT : n));
     if (STREAMS && bypass_cache) u_stream(out, s->out, i, n, y);
     else u_store(out, s->out, i, n, y);
 }
@@ -378,6 +380,9 @@ FN_INLINE void add_rows(int x, int residual, const struct fn_forward_job *job, i
 
 #include "kernel_tables.h"
 
+/* Fewer rows are not worth widening the weight for. */
+enum { ONE_KIND_ROWS = 4 };
+
 /* How the rows of a job are computed. */
 struct plan {
     int x, residual, weight, out; /* the operands' kinds: BF16P for BF16 where rows are taken by parity */
@@ -423,23 +428,29 @@ static const void *float_weight(const struct fn_forward_job *job, const struct p
     return scratch;
 }
 
-/* The weight and the bias as rows of float: in scratch, unless they are that already. Without a bias -0, as y + -0 is y. */
-static struct affine affine_of(const struct fn_forward_job *job, const struct plan *p, float *scratch) {
+/*
+ * The weight and the bias as rows of float: in scratch, unless they are that already. Without a bias -0, as y + -0 is y. A
+ * few rows take them as they are, if they are of out's kind.
+ */
+static struct affine affine_of(const struct fn_forward_job *job, const struct plan *p, int64_t rows, float *scratch) {
     const int64_t room = fn_float_row(job->hidden);
     const float offset = (float)job->weight_offset;
     const int bias = p->out == BF16P && job->bias_kind ? BF16P : job->bias_kind;
-    struct affine a = {job->weight, job->bias, job->weight_stride / 4, job->bias_stride / 4, job->heads};
+    const int as_is = rows < ONE_KIND_ROWS && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out &&
+                      affine_as_is[p->norm][p->out];
+    struct affine a = {job->weight, job->bias, job->weight_stride, job->bias_stride, job->heads, as_is};
+    if (as_is) return a;
     if (p->weight != F32 || p->offset) {
-        a.gain = scratch;
-        a.gain_stride = job->weight_stride ? room : 0;
+        a.gain = (const char *)scratch;
+        a.gain_stride = job->weight_stride ? (int64_t)sizeof(float) * room : 0;
         for (int64_t h = 0; h < (job->weight_stride ? job->heads : 1); h++)
             widen_weight(p->weight, (const char *)job->weight + h * job->weight_stride, offset, 1, job->hidden,
                          scratch + h * room);
     }
     scratch += job->heads * room;
     if (bias != F32) {
-        a.bias = scratch;
-        a.bias_stride = job->bias_stride ? room : 0;
+        a.bias = (const char *)scratch;
+        a.bias_stride = job->bias_stride ? (int64_t)sizeof(float) * room : 0;
         for (int64_t h = 0; h < (job->bias_stride ? job->heads : 1); h++)
             widen_weight(bias, (const char *)job->bias + h * job->bias_stride, 0, -0.0f, job->hidden, scratch + h * room);
     }
@@ -468,7 +479,8 @@ static void first_pass(const struct plan *p, const struct fn_forward_job *part, 
 }
 
 static void second_pass(const struct plan *p, const struct fn_forward_job *part, const struct batch *batch) {
-    if (batch->affine) affine_scales[p->norm][p->out][p->h == p->out](part, batch);
+    if (batch->affine && batch->affine->as_is) affine_as_is[p->norm][p->out](part, batch);
+    else if (batch->affine) affine_scales[p->norm][p->out][p->h == p->out](part, batch);
     else scales[p->norm][p->weight][p->offset][p->out][p->h == p->out](part, batch);
 }
 
@@ -539,9 +551,6 @@ static void scale_only(const struct plan *p, const struct fn_forward_job *job, i
     }
 }
 
-/* Fewer rows are not worth widening the weight for. */
-enum { ONE_KIND_ROWS = 4 };
-
 static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
     if (job->x_kind == FN_F64) {
         forward_rows_f64(job, begin, end, scratch);
@@ -561,7 +570,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     struct affine rows;
     const struct affine *affine = NULL;
     if (job->affine) {
-        rows = affine_of(job, &p, (float *)((char *)scratch + job->affine));
+        rows = affine_of(job, &p, end - begin, (float *)((char *)scratch + job->affine));
         affine = &rows;
     }
     if (one_kind && job->hidden >= FN_SEGMENT)

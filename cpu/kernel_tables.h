@@ -5,6 +5,7 @@
  *   SUMS       x, residual, round_sum: rounding changes no bit where the residual is float or absent
  *   SCALES     h, norm, weight, offset, out: the second pass reads h as float or as an operand of out's kind
  *   AFFINE_SCALES  h, norm, out: the weight and the bias are rows of float, for each head or for all
+ *   AFFINE_AS_IS   kind, norm: h, the weight, the bias and out are of one kind
  *   ADDS       x, residual: the sum alone
  *   ONE_KIND   kind, residual, norm: x, residual, h and out are of one kind, and the weight is float
  *
@@ -36,11 +37,13 @@
 #define AFFINE_BY_PARITY(fn) \
     fn(F32, NONE, BF16P) fn(F32, BF16P, BF16P) fn(BF16P, NONE, BF16P) fn(BF16P, BF16P, BF16P)
 #define ONE_KIND_BF16(fn) ONE_KIND_OF(fn, BF16P)
+#define AFFINE_AS_IS(fn) fn(F16, NONE) fn(F16, F16) fn(BF16P, NONE) fn(BF16P, BF16P)
 #else
 #define SUMS_BY_PARITY(fn)
 #define SCALES_BY_PARITY(fn)
 #define AFFINE_BY_PARITY(fn)
 #define ONE_KIND_BF16(fn) ONE_KIND_OF(fn, BF16)
+#define AFFINE_AS_IS(fn) fn(F16, NONE) fn(F16, F16) fn(BF16, NONE) fn(BF16, BF16)
 #endif
 
 #define AFFINE_SCALES(fn) \
@@ -63,7 +66,7 @@ typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
 #define SCALE(h, norm, weight, offset, out)                                                        \
     static void scale_##h##_##norm##_##weight##_##offset##_##out(const struct fn_forward_job *job, \
                                                                  const struct batch *batch) {      \
-        scale_rows(h, norm, weight, offset, 0, out, job, batch);                                      \
+        scale_rows(h, norm, weight, offset, NONE, out, job, batch);                                      \
     }
 #define SCALE_ENTRY(h, norm, weight, offset, out) \
     [norm][weight][offset][out][h == out] = scale_##h##_##norm##_##weight##_##offset##_##out,
@@ -72,17 +75,25 @@ static scale_fn *const scales[KINDS][KINDS][2][KINDS][2] = {SCALES(SCALE_ENTRY)}
 
 #define AFFINE_SCALE(h, norm, out)                                                                                     \
     static void affine_scale_##h##_##norm##_##out(const struct fn_forward_job *job, const struct batch *batch) { \
-        scale_rows(h, norm, F32, 0, 1, out, job, batch);                                                               \
+        scale_rows(h, norm, F32, 0, F32, out, job, batch);                                                               \
     }
 #define AFFINE_SCALE_ENTRY(h, norm, out) [norm][out][h == out] = affine_scale_##h##_##norm##_##out,
 AFFINE_SCALES(AFFINE_SCALE)
 static scale_fn *const affine_scales[KINDS][KINDS][2] = {AFFINE_SCALES(AFFINE_SCALE_ENTRY)};
 
+#define SCALE_AS_IS(kind, norm)                                                                                \
+    static void scale_as_is_##kind##_##norm(const struct fn_forward_job *job, const struct batch *batch) {     \
+        scale_rows(kind, norm, kind, 0, kind, kind, job, batch);                                               \
+    }
+#define SCALE_AS_IS_ENTRY(kind, norm) [norm][kind] = scale_as_is_##kind##_##norm,
+AFFINE_AS_IS(SCALE_AS_IS)
+static scale_fn *const affine_as_is[KINDS][KINDS] = {AFFINE_AS_IS(SCALE_AS_IS_ENTRY)};
+
 typedef void overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct scale *, char *);
 #define OVERLAP(kind, residual, norm)                                                                              \
     static void overlap_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, int64_t end, \
                                                      struct scale *previous, char *scratch) {                      \
-        overlap_rows(kind, residual, norm, 0, job, begin, end, previous, scratch, NULL);                                  \
+        overlap_rows(kind, residual, norm, NONE, job, begin, end, previous, scratch, NULL);                                  \
     }
 #define OVERLAP_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = overlap_##kind##_##residual##_##norm,
@@ -95,7 +106,7 @@ typedef void affine_overlap_fn(const struct fn_forward_job *, int64_t, int64_t, 
     static void affine_overlap_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin,   \
                                                             int64_t end, struct scale *previous, char *scratch, \
                                                             const struct affine *a) {                          \
-        overlap_rows(kind, residual, norm, 1, job, begin, end, previous, scratch, a);                          \
+        overlap_rows(kind, residual, norm, F32, job, begin, end, previous, scratch, a);                          \
     }
 #define AFFINE_OVERLAP_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = affine_overlap_##kind##_##residual##_##norm,
@@ -121,7 +132,7 @@ typedef void short_fn(const struct fn_forward_job *, int64_t, int64_t, const voi
 #define SHORT(kind, residual, norm)                                                                              \
     static void short_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, int64_t end, \
                                                    const void *weight) {                                         \
-        SHORT_ROWS(kind, residual, norm, 0, weight, NULL)                                                        \
+        SHORT_ROWS(kind, residual, norm, NONE, weight, NULL)                                                        \
     }
 #define SHORT_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = short_##kind##_##residual##_##norm,
@@ -132,7 +143,7 @@ typedef void affine_short_fn(const struct fn_forward_job *, int64_t, int64_t, co
 #define AFFINE_SHORT(kind, residual, norm)                                                                     \
     static void affine_short_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin,     \
                                                           int64_t end, const struct affine *a) {               \
-        SHORT_ROWS(kind, residual, norm, 1, NULL, a)                                                           \
+        SHORT_ROWS(kind, residual, norm, F32, NULL, a)                                                           \
     }
 #define AFFINE_SHORT_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = affine_short_##kind##_##residual##_##norm,
