@@ -74,6 +74,35 @@ def test_data(mode, agree, data):
         check(Case(hidden=100, data=data).of(dtype), agree)
 
 
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
+def test_long_rows(mode, agree, dtype):
+    """Several rows of whole segments, and with a part of one: a backend may work on more than one row at once."""
+    for rows, hidden, data in ((4, 1024, "normal"), (5, 3091, "ties"), (6, 2050, "nan row"), (7, 1040, "subnormal")):
+        for between in (None, F32):
+            case = Case(rows, hidden, data=data, round_norm=rows % 2 == 0, weight_offset=rows % 3 / 2)
+            check(case.of(dtype), agree, between)
+
+
+@pytest.mark.large
+@pytest.mark.promise("fused equals unfused")
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
+def test_rows_beyond_the_cache(mode, agree, dtype):
+    """The operands exceed the caches; new outputs, outputs in place, and each in the other one's place."""
+    for hidden, between in ((1024, None), (1024, F32), (3104, None), (1031, F32)):
+        x, residual, weight = operands(Case((9 << 20) // (2 * dtype.itemsize * hidden), hidden).of(dtype))
+        sums = fusednorm.rms_norm(x, weight, 1e-5, out_dtype=between)
+        y, total = fusednorm.fused_add_rms_norm(sums, residual, weight, 1e-6, out_dtype=dtype)
+        arguments, flags = (weight, weight, 1e-5), {"next_eps": 1e-6, "between": between}
+        outputs = fusednorm.rms_norm_add_rms_norm(x, residual, *arguments, **flags)
+        swapped = {"out": residual.clone(), "residual_out": x.clone()}
+        given = fusednorm.rms_norm_add_rms_norm(swapped["residual_out"], swapped["out"], *arguments, **flags, **swapped)
+        in_place = fusednorm.rms_norm_add_rms_norm_(x, residual, *arguments, **flags)
+        for found in (outputs, given, in_place):
+            agree(found[0], y, f"rows of {hidden}, {between}")
+            agree(found[1], total, f"sums of {hidden}, {between}")
+
+
 @pytest.mark.promise("fused equals unfused")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_separate_calls(mode, agree, dtype):
