@@ -28,6 +28,9 @@ class AnyName(Info):
 class Shared(VirtualEnvRunner):
     """A virtual environment that several environments of tox use."""
 
+    #: Whether this session has installed the package there: for one environment it does so for all.
+    installed = False
+
     @staticmethod
     def id():
         return "shared"
@@ -35,6 +38,15 @@ class Shared(VirtualEnvRunner):
     @property
     def cache(self):
         return AnyName(self.env_dir)
+
+    def create_python_env(self):
+        Shared.installed = False
+        super().create_python_env()
+
+    def _setup_pkg(self):
+        if not Shared.installed:
+            super()._setup_pkg()
+            Shared.installed = True
 
 
 #: What tox was asked to do, until the preparation begins.
