@@ -1,36 +1,37 @@
-"""Runs several commands at the same time, where each leaves a core with nothing to do.
+"""Runs several commands at the same time, so that no core waits for the last test of one of them.
 
     python tests/together.py COMMAND --- COMMAND ...
 
-The output of each command is printed when it and all before it have ended. Fails if one of them fails.
+The first command prints as it runs; the output of the others follows. Fails if one of them fails.
 """
 
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 
 
 def main(arguments):
-    commands = [[]]
+    """Runs the commands, and returns an exit status that is not 0, if there was one."""
+    first, *others = [[]]
     for argument in arguments:
         if argument == "---":
-            commands.append([])
+            others.append([])
         else:
-            commands[-1].append(argument)
-    running = []
-    for command in commands:
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
-        running.append((command, output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)))
-    status = 0
-    for command, output, process in running:
-        status = process.wait() or status
-        print("+", *command, flush=True)
-        output.seek(0)
-        shutil.copyfileobj(output, sys.stdout.buffer)
-        sys.stdout.flush()
-        output.close()
-    return status
+            (others[-1] if others else first).append(argument)
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in others]
+        started = [subprocess.Popen(first)]
+        for command, output in zip(others, outputs, strict=True):
+            started.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        statuses = [process.wait() for process in started]
+        for command, output in zip(others, outputs, strict=True):
+            print("+", *command, flush=True)
+            output.seek(0)
+            shutil.copyfileobj(output, sys.stdout.buffer)
+            sys.stdout.flush()
+    return next((status for status in statuses if status), 0)
 
 
 if __name__ == "__main__":
