@@ -36,7 +36,11 @@ def kept(folder):
     if not found.exists():
         with tempfile.TemporaryDirectory(dir=folder) as new:
             build(Path(new) / "machine")
-            (Path(new) / "machine").rename(found)
+            try:
+                (Path(new) / "machine").rename(found)
+            except OSError:  # another process was first
+                if not found.exists():
+                    raise
     return found
 
 
