@@ -12,8 +12,11 @@ static inline int fn_element_size(int64_t kind) {
     return kind == FN_NONE ? 0 : kind == FN_F32 ? 4 : kind == FN_F64 ? 8 : 2;
 }
 
-/* FN_SCALE_ONLY: x times `eps`, rounded to out's kind, and nothing else. */
-enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4 };
+/*
+ * FN_SCALE_ONLY: x times `eps`, rounded to out's kind, and nothing else. FN_QUANTIZED: a `struct fn_quantizer` follows in
+ * memory, which takes the rows of out; FN_QUANTIZE_ONLY: it takes the rows of x, and there is nothing else.
+ */
+enum fn_flag { FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4, FN_QUANTIZED = 8, FN_QUANTIZE_ONLY = 16 };
 
 enum fn_pass { FN_FORWARD, FN_BACKWARD };
 
@@ -61,6 +64,36 @@ struct fn_call {
     struct fn_operand operand[FN_OPERANDS];
 };
 
+/* The kinds of numbers that a quantizer writes, one byte each. */
+enum fn_byte_kind { FN_I8, FN_U8, FN_E4M3, FN_E5M2 };
+
+/* What is beside the numbers in `Quantization` of fusednorm/quantizations.py; without a flag, the field's default. */
+enum fn_quantizer_flag {
+    FN_GIVEN_SCALE = 1, /* one for all rows */
+    FN_SCALE_BY_RECIPROCAL = 2,
+    FN_APPLY_RECIPROCAL = 4,
+    FN_APPLY_RATIO = 8,
+    FN_RETURNS_MULTIPLIER = 16,
+    FN_ZERO_POINT_128 = 32,
+    FN_ZERO_POINT_AFTER = 64,
+    FN_ZERO_POINT_BEFORE = 128
+};
+
+/*
+ * How rows are quantized, and where to: fusednorm/packing.py packs it. All fields have 8 bytes. Strides are in bytes, in
+ * the two levels of the call's rows; a group stride leads from the scale of a group to that of the row's next group.
+ */
+struct fn_quantizer {
+    int64_t kind, flags, group, inner;
+    double qmin, qmax, amax_floor, amax_limit, scale_floor;
+    uintptr_t out;
+    int64_t out_outer_stride, out_stride;
+    uintptr_t scale; /* float */
+    int64_t scale_outer_stride, scale_stride, scale_group_stride;
+    uintptr_t zero_point; /* int32, or 0 */
+    int64_t zero_point_outer_stride, zero_point_stride, zero_point_group_stride;
+};
+
 /* Row i of an operand begins i * stride + i / inner * jump elements after its address. */
 static inline int64_t fn_jump(const struct fn_call *c, int operand) {
     const struct fn_operand *o = &c->operand[operand];
@@ -72,5 +105,6 @@ static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ?
 
 _Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (12 + 4 * FN_OPERANDS) * 8,
                "fusednorm/packing.py packs fields of 8 bytes without gaps");
+_Static_assert(sizeof(struct fn_quantizer) == 20 * 8, "fusednorm/packing.py packs fields of 8 bytes without gaps");
 
 #endif

@@ -127,6 +127,7 @@ struct chain {
     size_t passed_bytes; /* of a block's rows between two parts */
     size_t thread_bytes; /* a thread's buffer: the passed rows, then the kernels' scratch */
     char *buffers; /* one per thread, or NULL: on the stack */
+    const struct fn_quantizer *quantizer; /* takes the rows of the last part, or those of x if there is no part; or NULL */
 };
 
 static int64_t outer_bytes(const struct fn_operand *o, int64_t outer) { return outer * o->outer_stride * fn_element_size(o->kind); }
@@ -153,6 +154,19 @@ static void run_rows(const struct part *part, const struct fn_forward_job *given
     }
 }
 
+/* Quantizes rows [begin, end) of an operand, of which row `begin` lies at `first` unless that is NULL. */
+static void quantize_rows(const struct chain *chain, const struct fn_call *c, int operand, int64_t begin, int64_t end,
+                          const char *first, void *scratch) {
+    const struct fn_operand *o = &c->operand[operand];
+    const int64_t item = fn_element_size(o->kind), jump = fn_jump(c, operand) * item;
+    const struct fn_kernels *kernels = fn_kernels((int)o->kind);
+    for (int64_t m = begin; m < end; m++) {
+        const char *row = first ? first + (m - begin) * o->stride * item
+                                : fn_row((const char *)o->address, m, o->stride * item, jump, c->inner);
+        kernels->quantize_row(chain->quantizer, (int)o->kind, row, c->hidden, m, scratch);
+    }
+}
+
 /* Rows [begin, end) through all parts, a block at a time. What passes between two parts lies where `passed` points. */
 static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, char *passed, void *scratch) {
     for (int64_t row = begin; row < end; row += chain->block) {
@@ -162,8 +176,12 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
             struct fn_forward_job job = part->job;
             /* Row number `row` is the first one there. */
             if (k > 0) job.x = passed - row * job.x_stride;
-            if (k < chain->count - 1) job.out = passed - row * job.out_stride;
+            if (k < chain->count - 1 || !job.out) job.out = passed - row * job.out_stride;
             run_rows(part, &job, row, next, scratch);
+        }
+        if (chain->quantizer) {
+            const struct fn_call *last = chain->part[chain->count - 1].given;
+            quantize_rows(chain, last, FN_OUT, row, next, last->operand[FN_OUT].address ? NULL : passed, scratch);
         }
     }
 }
@@ -172,9 +190,11 @@ static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t e
     const struct part *part = chain->part;
     void *scratch = buffer + chain->passed_bytes;
     const int one_level = part->given->inner == part->given->rows;
-    if (chain->count == 1)
+    if (!chain->count)
+        quantize_rows(chain, part->given, FN_X, begin, end, NULL, scratch);
+    else if (chain->count == 1 && !chain->quantizer)
         run_rows(part, &part->job, begin, end, scratch);
-    else if (!one_level || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
+    else if (chain->quantizer || !one_level || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
         run_blocks(chain, begin, end, buffer, scratch);
 }
 
@@ -224,15 +244,19 @@ int fn_forward(const struct fn_call *calls, int count) {
     if (elements == 0) return 0;
     struct chain chain; /* without an initializer: that would take as long as a short row */
     size_t scratch_bytes = 0;
-    chain.count = count;
+    const int64_t flags = calls[count - 1].flags;
+    chain.quantizer = flags & (FN_QUANTIZED | FN_QUANTIZE_ONLY) ? (const struct fn_quantizer *)(calls + count) : NULL;
+    chain.count = flags & FN_QUANTIZE_ONLY ? 0 : count;
     chain.block = 0;
     chain.passed_bytes = 0;
     chain.buffers = NULL;
-    for (int k = 0; k < count; k++) {
+    chain.part[0].given = calls;
+    if (chain.quantizer) scratch_bytes = (size_t)(4 * fn_float_row(calls->hidden));
+    for (int k = 0; k < chain.count; k++) {
         prepare(&chain.part[k], &calls[k]);
         struct fn_forward_job *job = &chain.part[k].job;
         size_t bytes = fn_scratch_bytes(job);
-        if (k == count - 1 && bypasses_cache(calls, count)) {
+        if (k == count - 1 && !chain.quantizer && bypasses_cache(calls, count)) {
             job->bypass_cache = bytes;
             bytes = fn_scratch_bytes(job);
         }
@@ -241,8 +265,8 @@ int fn_forward(const struct fn_call *calls, int count) {
             bytes += affine_bytes(job);
         }
         if (bytes > scratch_bytes) scratch_bytes = bytes;
-        if (k == 0) continue;
-        const int64_t row_bytes = job->x_stride;
+        if (k == count - 1 && !chain.quantizer) continue;
+        const int64_t row_bytes = job->out_stride;
         chain.block = BLOCK_BYTES / row_bytes > BLOCK_ROWS ? BLOCK_BYTES / row_bytes : BLOCK_ROWS;
         if (chain.block > rows) chain.block = rows;
         const int64_t passed = chain.block * row_bytes, gain = 4 * fn_float_row(calls->hidden);

@@ -140,6 +140,10 @@ typedef void fn_backward_end(const struct fn_backward_job *job, const void *sum)
 
 size_t fn_backward_scratch_bytes(const struct fn_backward_job *job);
 
+/* Quantizes row m, which lies at `row`. `scratch` has room for fn_float_row(hidden) floats. */
+typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
+                             float *scratch);
+
 /* The functions that each file kernel_<isa>.c defines. */
 struct fn_kernels {
     fn_forward_rows *forward_rows;
@@ -148,6 +152,7 @@ struct fn_kernels {
     fn_backward_rows *backward_rows;
     fn_backward_flush *backward_flush;
     fn_backward_end *backward_end;
+    fn_quantize_row *quantize_row;
 };
 extern const struct fn_kernels fn_kernels_scalar;
 extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;

@@ -103,3 +103,41 @@ def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Ten
         *_operand(partial),
         *_operand(dweight),
     )
+
+
+#: The numbers that C has for the kinds of bytes, ``enum fn_byte_kind``, and for flags, ``enum fn_quantizer_flag``.
+_BYTE_KINDS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_QUANTIZER_FLAGS = (
+    lambda q: q.per == "tensor",
+    lambda q: q.scale_by == "reciprocal",
+    lambda q: q.apply == "reciprocal",
+    lambda q: q.apply == "ratio",
+    lambda q: q.returns == "multiplier",
+    lambda q: q.zero_point == 128,
+    lambda q: q.zero_point == "after",
+    lambda q: q.zero_point == "before",
+)
+_QUANTIZER = struct.Struct("=4q5d11q")
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers_of(quantization: Quantization, dtype: torch.dtype, hidden_size: int) -> tuple[Any, ...]:
+    """The fields of ``struct fn_quantizer`` that no operand decides."""
+    flags = sum(has(quantization) << place for place, has in enumerate(_QUANTIZER_FLAGS))
+    floor = quantization.amax_floor
+    if quantization.floor_dtype == "input":
+        floor = torch.tensor(floor, dtype=torch.float32).to(dtype).item()
+    limits = (*quantization.range, floor, quantization.amax_limit, quantization.scale_floor)
+    return _BYTE_KINDS[quantization.dtype], flags, quantization.group(hidden_size), limits
+
+
+def pack_quantizer(call: Quantized) -> bytes:
+    """A quantizer, behind the call whose rows it takes."""
+    kind, flags, group, limits = _numbers_of(call.quantization, call.dtype, call.hidden_size)
+    out, scale, zero_point = call.out, call.scale, call.zero_point
+    return _QUANTIZER.pack(
+        *(kind, flags, group, call.inner, *limits),
+        *(out.data_ptr(), *call.out_strides),
+        *(scale.data_ptr(), *(4 * stride for stride in call.scale_strides)),
+        *((0, 0, 0, 0) if zero_point is None else (zero_point.data_ptr(), *(4 * s for s in call.zero_point_strides))),
+    )
