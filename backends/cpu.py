@@ -14,7 +14,7 @@ from fusednorm import fast_path as path
 from fusednorm import packing, registry
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Operation
+    from fusednorm.call import Backward, Forward, Operation, Quantize
 
 DEVICES = ("cpu",)
 
@@ -128,6 +128,16 @@ def forward(call: Forward) -> None:
         MemoryError: no memory for the rows' buffers.
     """
     _run(packing.pack_forward(call, torch.get_num_threads()), call.operation)
+
+
+def quantize(call: Quantize) -> None:
+    """Quantizes rows, which it may normalise before; see :class:`fusednorm.registry.Backend`.
+
+    Raises:
+        MemoryError: no memory for the rows' buffers.
+    """
+    if _lib.fn_run(packing.pack_quantize(call, torch.get_num_threads())):
+        raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
 
 
 def backward_on_fast_path(*operands: Any) -> bool:

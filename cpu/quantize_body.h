@@ -58,8 +58,17 @@ static void least_and_greatest(const float *y, int64_t n, float *least, float *g
     if (*least != *least || *greatest != *greatest) *least = *greatest = *least + *greatest;
 }
 
-FN_INLINE float at_least(float value, float floor) { return value < floor ? floor : value; }
-FN_INLINE float at_most(float value, float limit) { return value > limit ? limit : value; }
+/* One of two numbers by masks: a choice by "?" between floats keeps GCC from making vectors. */
+FN_INLINE uint32_t bits_if(int condition, uint32_t yes, uint32_t no) {
+    const uint32_t mask = 0u - (uint32_t)condition;
+    return (yes & mask) | (no & ~mask);
+}
+FN_INLINE float at_least(float value, float floor) {
+    return f32_of_bits(bits_if(value < floor, bits_of_f32(floor), bits_of_f32(value)));
+}
+FN_INLINE float at_most(float value, float limit) {
+    return f32_of_bits(bits_if(value > limit, bits_of_f32(limit), bits_of_f32(value)));
+}
 
 /* The byte of a number within the range, rounded to nearest even in integers. */
 FN_INLINE uint8_t float8_of(float v, int mantissa, int least_exponent) {
@@ -71,8 +80,8 @@ FN_INLINE uint8_t float8_of(float v, int mantissa, int least_exponent) {
     uint32_t normal = (magnitude + ((1u << (dropped - 1)) - 1) + (magnitude >> dropped & 1)) >> dropped;
     normal -= (uint32_t)(127 + least_exponent - 1) << mantissa;
     uint32_t subnormal = bits_of_f32(f32_of_bits(magnitude) + f32_of_bits(step)) - step;
-    uint32_t code = (magnitude < least_normal ? subnormal : normal) | (bits >> 24 & 0x80);
-    return (uint8_t)(magnitude > 0x7f800000 ? 0x7f : code);
+    uint32_t code = bits_if(magnitude < least_normal, subnormal, normal) | (bits >> 24 & 0x80);
+    return (uint8_t)bits_if(magnitude > 0x7f800000, 0x7f, code);
 }
 
 /* A group of a row, whose quotients are y / by or y * by. */
@@ -86,25 +95,28 @@ struct group {
 
 /* `mode`: FLOAT8 with these numbers of the format; AFTER: a zero point is added to a whole number; or 0. */
 FN_INLINE void store_group(int mode, int mantissa, int least_exponent, int divides, int shifts, const struct group *g) {
+    const float *restrict y = g->y;
+    uint8_t *restrict out = g->out; /* which could be the memory of anything else */
+    const int64_t n = g->n;
     const float by = g->by, qmin = g->qmin, qmax = g->qmax, shift = g->shift;
     const int32_t added = g->added, low = (int32_t)qmin, high = (int32_t)qmax;
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    for (int64_t i = 0; i < g->n; i++) {
-        float v = divides ? g->y[i] / by : g->y[i] * by;
+    for (int64_t i = 0; i < n; i++) {
+        float v = divides ? y[i] / by : y[i] * by;
         if (shifts) v += shift;
         if (mode == AFTER) {
-            v = v == v ? v : 0.0f;
+            v = f32_of_bits(bits_if(v == v, bits_of_f32(v), 0));
             int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f)) + added;
             whole = whole < low ? low : whole;
-            g->out[i] = (uint8_t)(whole > high ? high : whole);
+            out[i] = (uint8_t)(whole > high ? high : whole);
             continue;
         }
         v = at_most(at_least(v, qmin), qmax);
         if (mode == FLOAT8) {
-            g->out[i] = float8_of(v, mantissa, least_exponent);
+            out[i] = float8_of(v, mantissa, least_exponent);
         } else {
             int32_t whole = (int32_t)(bits_of_f32(v + magic) - bits_of_f32(magic));
-            g->out[i] = (uint8_t)((v == v ? whole : 0) + added);
+            out[i] = (uint8_t)((int32_t)bits_if(v == v, (uint32_t)whole, 0) + added);
         }
     }
 }

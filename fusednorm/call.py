@@ -5,10 +5,13 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fusednorm.quantizations import Quantization
 
 #: How the rows of an operand lie: the stride of the outer level, and the stride of the inner level, in elements.
 Strides: TypeAlias = tuple[int, int]
@@ -143,7 +146,7 @@ class Forward(NamedTuple):
     #: [N], contiguous, or None.
     weight: Tensor | None
     #: [..., N], receives the normalised rows, rounded to its dtype. It may be x or the residual itself. None if no norm
-    #: follows the addition.
+    #: follows the addition, or if only a quantizer takes the rows.
     out: Tensor | None
     #: [..., N], receives the sum, rounded to its dtype; None without a residual. It may be x or the residual itself.
     residual_out: Tensor | None
@@ -159,6 +162,39 @@ class Forward(NamedTuple):
     #: [N], contiguous, or None; and eps: of the norm of x before the addition, if the operation has one.
     first_weight: Tensor | None = None
     first_eps: float = 0.0
+
+
+class Quantize(NamedTuple):
+    """Rows to quantize: those of a tensor, or those that a forward pass makes.
+
+    ``inner`` and the strides say where rows lie, as in :class:`Forward`; those of scales and zero points also say how
+    far apart the groups of a row are.
+    """
+
+    #: [..., N], or None if a forward pass makes the rows.
+    y: Tensor | None
+    y_strides: Strides
+    #: Its ``out`` is None if nobody else wants the rows, which have the dtype of its operation's ``out``.
+    norm: Forward | None
+    quantization: Quantization
+    #: [..., N], receives the numbers.
+    out: Tensor
+    out_strides: Strides
+    #: float32 [..., groups], receives the scales; for ``per="tensor"`` one element, which is read.
+    scale: Tensor
+    scale_strides: tuple[int, int, int]
+    #: int32, the same for zero points; or None.
+    zero_point: Tensor | None
+    zero_point_strides: tuple[int, int, int]
+    hidden_size: int
+    rows: int
+    inner: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that are quantized."""
+        found = self.y.dtype if self.y is not None else cast(Forward, self.norm).operation.out
+        return cast(torch.dtype, found)
 
 
 class Backward(NamedTuple):

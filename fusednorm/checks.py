@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from numbers import Real
 from typing import NoReturn, TypeAlias, cast
 
@@ -203,20 +205,27 @@ def check_output(name: str, tensor: Tensor | None, shape: list[int], dtype: torc
 
 def check_apart(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
     """Outputs share no memory with each other, or with an input that they are not."""
-    memories = {
-        name: Elements.of(tensor)
-        for name, tensor in {**inputs, **outputs}.items()
-        if tensor.numel() and not tensor.is_meta
-    }
-    names = list(memories)
+    present = {name: t for name, t in {**inputs, **outputs}.items() if t.numel() and not t.is_meta}
+    extents = sorted({(id(tensor), *_extent(tensor)) for tensor in present.values()}, key=operator.itemgetter(1))
+    contiguous = all(tensor.is_contiguous() for name, tensor in outputs.items() if name in present)
+    if contiguous and all(before[2] <= after[1] for before, after in itertools.pairwise(extents)):
+        return  # the usual case
+    names, memories = list(present), {name: Elements.of(tensor) for name, tensor in present.items()}
     for name in outputs:
-        if name not in memories:
+        if name not in present:
             continue
         if memories[name].overlaps_itself():
             raise ValueError(f"{name} has elements that share memory, so it cannot be written; pass {name}.clone()")
         for other in names[: names.index(name)]:
             if outputs[name] is not inputs.get(other) and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte, and behind the last one."""
+    begin, strides = tensor.data_ptr(), tensor.stride()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def _usual(operands: tuple[Tensor | None, ...]) -> bool:

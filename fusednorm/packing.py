@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fusednorm.call import Backward, Forward, Strides
+from fusednorm.call import Backward, Forward, Quantize, Strides
+
+if TYPE_CHECKING:
+    from fusednorm.quantizations import Quantization
 
 #: The numbers that C has for dtypes: ``enum fn_kind``.
 KINDS: dict[torch.dtype | None, int] = {
@@ -20,7 +25,7 @@ KINDS: dict[torch.dtype | None, int] = {
 }
 
 #: The numbers that C has for flags: ``enum fn_flag``.
-ROUND_SUM, ROUND_NORM = 1, 2
+ROUND_SUM, ROUND_NORM, QUANTIZED, QUANTIZE_ONLY = 1, 2, 8, 16
 
 _CALL = struct.Struct("=10q2d36q")
 _pack = _CALL.pack
@@ -32,19 +37,21 @@ def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...
     return _ABSENT if tensor is None else (KINDS[tensor.dtype], tensor.data_ptr(), *strides)
 
 
-def pack_forward(call: Forward, threads: int = 1) -> bytes:
-    """A forward pass, of two calls where a norm comes before the addition. ``threads``: the most that a CPU uses."""
+def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
+    """A forward pass, of two calls where a norm comes before the addition. ``threads``: the most that a CPU uses.
+
+    Without ``out`` the rows have no memory of their own: C keeps them.
+    """
     x, residual, weight, out, residual_out, rstd, operation, rows, inner, strides, eps, weight_offset = call[:12]
     device, x_type, residual_type, weight_type, out_type, hidden_size, round_sum, round_norm, total_type = operation[:9]
     if operation.first is not None:
         return _pack_chain(call, threads)
-    assert out is not None
     x_strides, residual_strides, out_strides, total_strides = strides
     # Written out, because this is a tenth of a short call.
     return _pack(
         *(
             0,
-            round_sum * ROUND_SUM + round_norm * ROUND_NORM,
+            round_sum * ROUND_SUM + round_norm * ROUND_NORM + more_flags,
             device.index or 0,
             threads,
             rows,
@@ -57,11 +64,20 @@ def pack_forward(call: Forward, threads: int = 1) -> bytes:
         *(eps, weight_offset, KINDS[x_type], x.data_ptr(), *x_strides),
         *(_ABSENT if residual is None else (KINDS[residual_type], residual.data_ptr(), *residual_strides)),
         *(_ABSENT if weight is None else (KINDS[weight_type], weight.data_ptr(), 0, 0)),
-        *(KINDS[out_type], out.data_ptr(), *out_strides),
+        *(
+            (KINDS[out_type], out.data_ptr(), *out_strides)
+            if out is not None
+            else _passed(out_type, inner, hidden_size)
+        ),
         *(_ABSENT if residual_out is None else (KINDS[total_type], residual_out.data_ptr(), *total_strides)),
         *(_ABSENT if rstd is None else _operand(rstd)),
         *_NONE_LEFT,
     )
+
+
+def _passed(dtype: torch.dtype | None, inner: int, hidden_size: int) -> tuple[int, ...]:
+    """Rows without memory of their own: C keeps them."""
+    return KINDS[dtype], 0, inner * hidden_size, hidden_size
 
 
 def _pack_chain(call: Forward, threads: int) -> bytes:
@@ -71,8 +87,7 @@ def _pack_chain(call: Forward, threads: int) -> bytes:
     assert first is not None
     x_strides, residual_strides, out_strides, total_strides = call.strides
     flags, device = operation.round_sum * ROUND_SUM + operation.round_norm * ROUND_NORM, operation.device.index or 0
-    # Rows without memory of their own: C keeps them.
-    passed = (KINDS[first.between], 0, inner * operation.hidden_size, operation.hidden_size)
+    passed = _passed(first.between, inner, operation.hidden_size)
 
     def packed(following: int, eps: float, *operands: tuple[int, ...]) -> bytes:
         numbers = (0, flags, device, threads, call.rows, inner, operation.hidden_size, 0, following, 1)
@@ -131,11 +146,17 @@ def _numbers_of(quantization: Quantization, dtype: torch.dtype, hidden_size: int
     return _BYTE_KINDS[quantization.dtype], flags, quantization.group(hidden_size), limits
 
 
-def pack_quantizer(call: Quantized) -> bytes:
-    """A quantizer, behind the call whose rows it takes."""
+def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
+    """A forward pass, or a call with the rows alone, and the quantizer that takes the rows."""
+    if call.norm is not None:
+        packed = pack_forward(call.norm, threads, QUANTIZED)
+    else:
+        device = call.out.device.index or 0
+        numbers = (0, QUANTIZE_ONLY, device, threads, call.rows, call.inner, call.hidden_size, 0, 0, 1, 0.0, 0.0)
+        packed = _pack(*numbers, *_operand(call.y, call.y_strides), *8 * _ABSENT)
     kind, flags, group, limits = _numbers_of(call.quantization, call.dtype, call.hidden_size)
     out, scale, zero_point = call.out, call.scale, call.zero_point
-    return _QUANTIZER.pack(
+    return packed + _QUANTIZER.pack(
         *(kind, flags, group, call.inner, *limits),
         *(out.data_ptr(), *call.out_strides),
         *(scale.data_ptr(), *(4 * stride for stride in call.scale_strides)),

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, listeners, plain
+from fusednorm import dispatcher, listeners, plain, run, run_quantized
 from fusednorm.backends import quantizer, reference
+from fusednorm.call import Flags
 from fusednorm.checks import (
     check_apart,
     check_between,
@@ -21,6 +22,7 @@ from fusednorm.checks import (
 )
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.quantizations import Quantization
+from fusednorm.run_quantized import Results
 
 
 def quantize(
@@ -137,6 +139,11 @@ def rms_norm_quant(
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out)
     _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
+    if not _apart(outputs, between, x, weight, scale, zero_point):
+        results = _results(x, quantization, scale, zero_point, outputs)
+        asked = Flags(eps, weight_offset, True, round_norm, between)
+        y, _ = run.forward(x, None, weight, asked, normed_out, then=results)
+        return _returned(results) if results.done else _quantized(y, quantization, scale, zero_point, outputs)
     y = rms_norm(x, weight, eps, out=None if between else normed_out, out_dtype=between, **flags)
     return _quantized(y, quantization, scale, zero_point, outputs)
 
@@ -225,10 +232,26 @@ def fused_add_rms_norm_quant(
     outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
     inputs = {"x": x, "residual": residual, "weight": weight}
     _check("fused_add_rms_norm_quant", x, quantization, scale, zero_point, outputs, inputs)
+    if not _apart(outputs, between, x, residual, weight, scale, zero_point):
+        results = _results(x, quantization, scale, zero_point, outputs)
+        asked = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype)
+        y, total = run.forward(x, residual, weight, asked, normed_out, residual_out, then=results)
+        found = _returned(results) if results.done else _quantized(y, quantization, scale, zero_point, outputs)
+        return *found, total
     y, total = fused_add_rms_norm(
         x, residual, weight, eps, out=None if between else normed_out, out_dtype=between, **flags
     )
     return *_quantized(y, quantization, scale, zero_point, outputs), total
+
+
+def _apart(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | None) -> bool:
+    """Whether the norm and the quantizer are called one after the other, because torch must see both.
+
+    Also where ``normed_out`` wants other rows than the quantizer.
+    """
+    if between is not None and outputs.normed_out is not None:
+        return True
+    return plain.seen(*operands, *outputs) or listeners.transform(*operands, *outputs)
 
 
 class Outputs(NamedTuple):
@@ -280,30 +303,57 @@ def _quantized(
     y: Tensor, quantization: Quantization, scale: Tensor | None, zero_point: Tensor | None, outputs: Outputs
 ) -> tuple[Tensor, ...]:
     """The results for checked operands, in the caller's memory where that is given."""
-    if plain.seen(y, scale, zero_point):
-        found = dispatcher.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
-        values, new_scale, new_zero_point = found
-    else:
-        values, new_scale, new_zero_point = quantizer.quantized(y, quantization, scale, zero_point)
     if outputs.normed_out is not None and outputs.normed_out is not y:
         outputs.normed_out.copy_(reference.rounded(y, outputs.normed_out.dtype))
+    if plain.seen(y, scale, zero_point, *outputs):
+        found = dispatcher.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
+        return _copied(found, quantization, scale, outputs)
+    results = _results(y, quantization, scale, zero_point, outputs)
+    if not listeners.transform(y, scale, zero_point) and run_quantized.quantize(y, results):
+        return _returned(results)
+    return _copied(quantizer.quantized(y, quantization, scale, zero_point), quantization, scale, outputs)
+
+
+def _results(
+    x: Tensor, quantization: Quantization, scale: Tensor | None, zero_point: Tensor | None, outputs: Outputs
+) -> Results:
+    """Where the results of a quantizer go."""
+    given = quantization.per == "tensor"
+    return Results(
+        *(x.shape, x.device, quantization, outputs.out),
+        scale if given else outputs.scale_out,
+        zero_point if given else outputs.zero_point_out,
+    )
+
+
+def _returned(results: Results) -> tuple[Tensor, ...]:
+    """What the public functions return."""
+    if results.quantization.per != "tensor" and results.zero_point is not None:
+        return results.out, results.scale, results.zero_point
+    return results.out, results.scale
+
+
+def _copied(
+    found: tuple[Tensor, Tensor, Tensor | None],
+    quantization: Quantization,
+    scale: Tensor | None,
+    outputs: Outputs,
+) -> tuple[Tensor, ...]:
+    """New results, copied to the caller's memory where that is given, and scales laid out."""
+    values, new_scale, new_zero_point = found
     values = values if outputs.out is None else outputs.out.copy_(values)
     if quantization.per == "tensor":
         return values, cast(Tensor, scale)
-    new_scale = _laid_out(new_scale, quantization) if outputs.scale_out is None else outputs.scale_out.copy_(new_scale)
-    if not quantization.computes_zero_point:
-        return values, new_scale
-    if outputs.zero_point_out is not None:
-        return values, new_scale, outputs.zero_point_out.copy_(new_zero_point)
-    return values, new_scale, _laid_out(new_zero_point, quantization)
+    laid = [_laid_out(new_scale, quantization, outputs.scale_out)]
+    if quantization.computes_zero_point:
+        laid.append(_laid_out(cast(Tensor, new_zero_point), quantization, outputs.zero_point_out))
+    return values, *laid
 
 
-def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
-    """Scales or zero points, [..., groups], in the memory that the layout asks for."""
-    if quantization.layout == "row":
+def _laid_out(of_groups: Tensor, quantization: Quantization, given: Tensor | None) -> Tensor:
+    """Scales or zero points, [..., groups], in the caller's memory, or where the layout asks for them."""
+    if given is None and quantization.layout == "row":
         return of_groups
-    *sizes, groups = of_groups.shape
-    rows = of_groups.numel() // groups
-    padded = -(-rows // 4) * 4 if quantization.layout == "column_padded" else rows
-    memory = of_groups.new_zeros((groups, padded))
-    return memory[:, :rows].copy_(of_groups.reshape(rows, groups).mT).mT.reshape(*sizes, groups)
+    if given is None:
+        given = run_quantized.laid_out(tuple(of_groups.shape), of_groups.dtype, of_groups.device, quantization)
+    return given.copy_(of_groups)

@@ -23,6 +23,7 @@ from fusednorm.composition import Composition
 from fusednorm.contract import FirstCalls
 from fusednorm.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import Backend, fast_paths, request, select, selected
+from fusednorm.run_quantized import Results
 
 #: The strides of an operand that is absent.
 NONE = (0, 0)
@@ -72,11 +73,14 @@ def forward(
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
     before: Before | None = None,
+    then: Results | None = None,
 ) -> tuple[Any, Any]:
     """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
     ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. ``before``: a norm of x before
-    the addition; the weight and eps are then of the norm after it.
+    the addition; the weight and eps are then of the norm after it. ``then``: where a quantizer writes. If it is not
+    done in the end, the backend has none, and the caller must quantize the rows; if it is, rows have no memory but
+    ``out``.
     """
     name = "weight" if before is None else "next_weight"
     check_operands(x, residual, weight, out, residual_out, weight_name=name)
@@ -126,9 +130,10 @@ def forward(
             hidden_size,
         )
     # The levels of what is written come first: inputs can be copied.
-    inner, (out_strides, total_strides, x_strides, residual_strides) = common_levels(
-        (out_rows, total_rows, x_rows, residual_rows)
+    inner, (out_strides, total_strides, *others) = common_levels(
+        (out_rows, total_rows, *(() if then is None else then.levels), x_rows, residual_rows)
     )
+    *then_strides, x_strides, residual_strides = others
     if total_strides is None and residual_out is not None:
         refuse_layout("residual_out", residual_out, "the same two levels of strides as out")
     if x_strides is None:
@@ -136,11 +141,12 @@ def forward(
     if residual_strides is None and residual is not None:
         residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
 
-    if out is None and operation.out is not None:
+    backend = backend_of(operation)
+    quantize = getattr(backend, "quantize", None) if then is not None and then.fits(tuple(then_strides)) else None
+    if out is None and operation.out is not None and quantize is None:
         out = _new(x, operation.out)
     if residual is not None and residual_out is None:
         residual_out = _new(residual, operation.residual_out)
-    backend = backend_of(operation)
     # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
     for tensor in written:
         increment_version(tensor)
@@ -150,8 +156,11 @@ def forward(
             (x_strides, residual_strides or NONE, out_strides or NONE, total_strides or NONE),
             *(flags.eps, flags.weight_offset, first_weight, first_eps),
         )
-        run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
-        run(call)
+        if quantize is not None and then is not None:
+            quantize(then.call(None, NONE, call, inner, tuple(then_strides)))
+        else:
+            run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
+            run(call)
     return out, residual_out
 
 
