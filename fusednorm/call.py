@@ -34,7 +34,7 @@ class FirstNorm(NamedTuple):
 
     #: The dtype of its weight, None if there is none.
     weight: torch.dtype | None
-    #: The dtype that its rows are rounded to before the addition takes them: x's, or float32.
+    #: The dtype that its rows are rounded to before the addition takes them. It is that of x, or float32.
     between: torch.dtype
 
 
@@ -159,8 +159,9 @@ class Forward(NamedTuple):
     strides: tuple[Strides, Strides, Strides, Strides]
     eps: float
     weight_offset: float
-    #: [N], contiguous, or None; and eps: of the norm of x before the addition, if the operation has one.
+    #: [N], contiguous, or None. It is the weight of the norm of x before the addition, if the operation has one.
     first_weight: Tensor | None = None
+    #: The eps of that norm.
     first_eps: float = 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +123,7 @@ def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Ten
 
 #: The numbers that C has for the kinds of bytes, ``enum fn_byte_kind``, and for flags, ``enum fn_quantizer_flag``.
 _BYTE_KINDS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
-_QUANTIZER_FLAGS = (
+_QUANTIZER_FLAGS: tuple[Callable[[Quantization], bool], ...] = (
     lambda q: q.per == "tensor",
     lambda q: q.scale_by == "reciprocal",
     lambda q: q.apply == "reciprocal",

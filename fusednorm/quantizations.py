@@ -39,30 +39,34 @@ class Quantization:
         TypeError, ValueError: a field has a value that it cannot have, or that does not go with another field.
     """
 
-    #: torch.int8, uint8, float8_e4m3fn or float8_e5m2.
+    #: One of torch.int8, uint8, float8_e4m3fn and float8_e5m2.
     dtype: torch.dtype
-    #: "tensor": one scale, which the caller gives; "row": a scale for each row; a number: for each group of as many
-    #: elements of a row.
+    #: What shares a scale. With "tensor" there is one scale, which the caller gives; with "row" each row has one; with
+    #: a number each group of as many elements of a row.
     per: str | int = "row"
-    #: None; 128: added to what is stored (uint8); "after" or "before": computed from the least and the greatest value,
-    #: and added after or before rounding. For per="tensor" the caller gives it.
+    #: With 128, this is added to what is stored (uint8). With "after" or "before" a zero point is computed from the
+    #: least and the greatest value, and added after or before rounding; for per="tensor" the caller gives it.
     zero_point: int | str | None = None
-    #: "divide": amax / qmax; "reciprocal": amax * (1 / qmax).
+    #: With "divide" the scale is amax / qmax, with "reciprocal" amax * (1 / qmax).
     scale_by: str = "divide"
-    #: "divide": y / scale; "reciprocal": y * (1 / scale); "ratio": y * (qmax / amax).
+    #: With "divide" numbers are y / scale, with "reciprocal" y * (1 / scale), with "ratio" y * (qmax / amax).
     apply: str = "divide"
-    #: The least and the greatest amax, and the least scale. Subnormal and zero scales are possible without them.
+    #: The least amax. Without it and scale_floor, subnormal and zero scales are possible.
     amax_floor: float = 0.0
+    #: The greatest amax.
     amax_limit: float = math.inf
+    #: The least scale.
     scale_floor: float = 0.0
-    #: "input": amax_floor is first rounded to the dtype of the values.
+    #: With "input", amax_floor is first rounded to the dtype of the values.
     floor_dtype: str | None = None
-    #: "multiplier": return qmax / amax in place of the scale.
+    #: With "multiplier", qmax / amax is returned in place of the scale.
     returns: str = "scale"
-    #: How scales lie in memory: by rows, by columns, or by columns of rows that are rounded up to 4.
+    #: How scales lie in memory. With "row" they lie by rows, with "column" by columns, with "column_padded" by columns
+    #: of rows that are rounded up to 4.
     layout: str = "row"
-    #: The least and the greatest number; None: the dtype's. For zero_point=128 they are those before it is added.
+    #: The least number, before a zero point of 128 is added; the dtype's if None.
     qmin: float | None = None
+    #: The greatest number, before a zero point of 128 is added; the dtype's if None.
     qmax: float | None = None
 
     def __post_init__(self) -> None:
