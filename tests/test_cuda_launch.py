@@ -76,7 +76,7 @@ def test_a_norm_before_the_addition(between, monkeypatch):
     names = []
     load = cuda._load
     monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
-    x, residual, weight = operands(Case(rows=5, hidden=976).of(BF16))
+    x, residual, weight = operands(Case(rows=5, hidden=2056).of(BF16))
     numbers = (1e-5, 0.0, True, False)
     take = fast_path.forward_on({"cuda"})
 
@@ -104,7 +104,7 @@ def test_a_norm_before_the_addition(between, monkeypatch):
         assert got[0] is None or not differing(got[0], wanted[0]).any()
         assert not differing(got[1], wanted[1]).any()
         assert fast(None, next_weight, followed) is None
-        odd = torch.zeros(977, dtype=BF16)[1:]
+        odd = torch.zeros(2057, dtype=BF16)[1:]
         assert fast(odd, next_weight, followed) is None  # begins where the kernel that is held reads nothing
 
 
