@@ -31,9 +31,10 @@ from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm import quantizations
 from fusednorm.backends.reference import SPEC_VERSION
+from fusednorm.explain import explain
 from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
-from fusednorm.ops import explain, fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.prewarm import prewarm
 from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant

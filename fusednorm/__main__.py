@@ -86,6 +86,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     ahead.add_argument("--device", type=_device, default="cpu", help="the tensors' device (default: cpu)")
     ahead.add_argument("--training", action="store_true", help="compile for gradients too")
+    ahead.add_argument(
+        "--norm-before-add", action="store_true", help="compile rms_norm_add and rms_norm_add_rms_norm too"
+    )
     kit = command(
         "conformance",
         "test one backend, of fusednorm or of another package, against the specification, and print a certificate",
@@ -294,7 +297,8 @@ def prewarm(arguments: argparse.Namespace) -> int:
         for dtype, hidden_size in itertools.product(arguments.dtypes, arguments.hidden_sizes):
             kind = getattr(torch, dtype)
             begin = time.perf_counter()
-            fusednorm.prewarm(hidden_size, kind, arguments.device, training=arguments.training)
+            more = {"training": arguments.training, "norm_before_add": arguments.norm_before_add}
+            fusednorm.prewarm(hidden_size, kind, arguments.device, **more)
             seconds = time.perf_counter() - begin
             row = torch.empty(1, hidden_size, dtype=kind, device=arguments.device)
             with registry.waiting_for_kernels():

@@ -150,9 +150,18 @@ def check_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 
 
 def check_quantization(
-    quantization: Quantization, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, in_memory: bool
+    quantization: Quantization,
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    in_memory: bool,
+    *,
+    given: bool = True,
 ) -> None:
-    """How to quantize, and what goes with it; the value of a scale too, where it is in a CPU's memory."""
+    """How to quantize, and what goes with it; the value of a scale too, where it is in a CPU's memory.
+
+    ``given``: whether the operands that it needs are there.
+    """
     if not isinstance(quantization, Quantization):
         raise TypeError(
             f"quantization must be a fusednorm.Quantization, got {type(quantization).__name__}; "
@@ -164,8 +173,10 @@ def check_quantization(
             f"quantization has groups of {quantization.per} elements, which do not divide rows of {hidden_size}; pass "
             "a quantization with another per, or pad the rows"
         )
-    given = quantization.per == "tensor"
-    wanted = {"scale": (scale, given, torch.float32), "zero_point": (zero_point, given, torch.int32)}
+    if not given:
+        return
+    static = quantization.per == "tensor"
+    wanted = {"scale": (scale, static, torch.float32), "zero_point": (zero_point, static, torch.int32)}
     if not quantization.computes_zero_point:
         wanted["zero_point"] = (zero_point, False, torch.int32)
     for name, (tensor, needed, dtype) in wanted.items():

@@ -26,7 +26,7 @@ from fusednorm.checks import (
     refuse_type,
     requires_grad,
 )
-from fusednorm.registry import Explanation, choose, fast_paths, request
+from fusednorm.registry import fast_paths, request
 
 
 def fused_add_rms_norm(
@@ -293,37 +293,6 @@ def rms_norm_(
     if bias is not None or _of_heads(weight):
         return _composed("rms_norm_", compiling, x, None, weight, bias, 1.0, x, None, flags)[0]
     return beyond_fast_path("rms_norm_", compiling, x, None, weight, x, None, flags)[0]
-
-
-def explain(
-    x: Tensor,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    round_sum: bool = True,
-    round_norm: bool = False,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None,
-) -> Explanation:
-    """Which backend ``fused_add_rms_norm(x, residual, weight, ...)`` takes, and why not the others.
-
-    Args:
-        x: [..., N], as in the call.
-        residual: [..., N], or None for ``rms_norm``.
-        weight: [N], or None.
-        round_sum: as in the call.
-        round_norm: as in the call.
-        out: as in the call: only its dtype matters.
-        out_dtype: as in the call.
-        residual_dtype: as in the call.
-
-    Raises:
-        TypeError, ValueError, BackendError: the call would raise them.
-    """
-    flags = Flags(1e-6, 0.0, round_sum, round_norm, out_dtype, residual_dtype)
-    check_operands(x, residual, weight, out, None)
-    return choose(operation_of(x, residual, weight, check_flags(flags, x, residual, out, None), out))
 
 
 def beyond_fast_path(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
 from fusednorm.devices import present
+from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.registry import waiting_for_kernels
 
@@ -23,10 +25,11 @@ def prewarm(
     round_sum: bool = True,
     round_norm: bool = False,
     training: bool = False,
+    norm_before_add: bool = False,
 ) -> None:
     """Compiles and loads the kernels of a kind of call, so that no later call waits for a compiler.
 
-    Runs both functions on one row of zeros: on an aligned row (to 16 bytes), for which backends have faster kernels,
+    Runs the functions on one row of zeros: on an aligned row (to 16 bytes), for which backends have faster kernels,
     and on one that is not aligned. Other numbers of rows, ``eps`` or strides need no other kernels.
 
     Args:
@@ -40,6 +43,7 @@ def prewarm(
         round_sum: as in the calls.
         round_norm: as in the calls.
         training: also prepare calls whose gradients are needed, and their backward pass.
+        norm_before_add: also prepare ``rms_norm_add`` and ``rms_norm_add_rms_norm``.
 
     Raises:
         BackendError: no requested backend can take such calls.
@@ -61,9 +65,14 @@ def prewarm(
             x, residual, row = leaves[0].unsqueeze(0), leaves[1].unsqueeze(0), leaves[2] if weight else None
             with torch.set_grad_enabled(gradients):
                 y = rms_norm(x, row, weight_offset=weight_offset, round_norm=round_norm)
-                outputs = fused_add_rms_norm(
+                outputs: tuple[torch.Tensor, ...] = fused_add_rms_norm(
                     x, residual, row, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm
                 )
+                if norm_before_add:
+                    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+                    total = rms_norm_add(x, residual, row, **flags)
+                    both = rms_norm_add_rms_norm(x, residual, row, row, round_sum=round_sum, **flags)
+                    outputs = (*outputs, total, *both)
             if gradients:
                 given = [torch.zeros_like(t) for t in (y, *outputs)]
                 torch.autograd.grad((y, *outputs), leaves if weight else leaves[:2], given)

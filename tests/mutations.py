@@ -25,7 +25,7 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 #: A mutant whose description begins so is run against the file of tests of that name alone.
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
-    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine"),
+    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Quantized"),
 )
 
 
@@ -1724,11 +1724,67 @@ MUTANTS = (
         "if (k > 0) job.x = passed;",
     ),
     Mutant(
+        SAME,
+        "Quantized: a NaN is no magnitude",
+        "cpu/quantize_body.h",
+        "greatest = bits > greatest ? bits : greatest;",
+        "greatest = bits > greatest && bits <= 0x7f800000 ? bits : greatest;",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: float8 rounds ties away from zero",
+        "cpu/quantize_body.h",
+        "((1u << (dropped - 1)) - 1) + (magnitude >> dropped & 1)",
+        "(1u << (dropped - 1))",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: the least normal number of float8 is one step later",
+        "cpu/quantize_body.h",
+        "(uint32_t)(127 + least_exponent) << 23;\n    /*",
+        "(uint32_t)(128 + least_exponent) << 23;\n    /*",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: amax_floor is left out",
+        "cpu/quantize_body.h",
+        "at_least(greatest_magnitude(g->y, g->n), (float)q->amax_floor)",
+        "greatest_magnitude(g->y, g->n)",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: a scale of 0 divides",
+        "cpu/quantize_body.h",
+        "if (scale == 0) { /* one byte",
+        "if (0) { /* one byte",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: a zero point that is added after rounding is not limited",
+        "backends/quantizer.py",
+        "shift.clamp(-MOST, MOST)",
+        "shift",
+        "reference",
+    ),
+    Mutant(
+        ROW,
+        "Quantized: all rows have the scale of the first one",
+        "cpu/quantize_body.h",
+        "inner * q->scale_stride;",
+        "0 * inner * q->scale_stride;",
+        "cpu",
+    ),
+    Mutant(
         FUSED,
         "Norm_before_add: rows in two levels pass as if they lay in one",
         "fusednorm/packing.py",
-        "passed = (KINDS[first.between], 0, inner * operation.hidden_size, operation.hidden_size)",
-        "passed = (KINDS[first.between], 0, 0, operation.hidden_size)",
+        "return KINDS[dtype], 0, inner * hidden_size, hidden_size",
+        "return KINDS[dtype], 0, 0, hidden_size",
     ),
     Mutant(
         SAME,

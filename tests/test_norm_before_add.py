@@ -1,5 +1,6 @@
 """A norm before the addition: what is refused, who sees the call, and which path it takes."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,23 @@ LEAF = X.clone().requires_grad_()
 
 def same(a, b):
     return all(map(torch.equal, a, b))
+
+
+def test_prewarm(monkeypatch):
+    """Aligned rows and others, with gradients and without."""
+    module, called = sys.modules["fusednorm.prewarm"], []
+    names = ("rms_norm_add", "rms_norm_add_rms_norm")
+    for name in names:
+
+        def spy(x, *given, name=name, **flags):
+            called.append((name, x.data_ptr() % 16, x.requires_grad))
+            return getattr(fusednorm, name)(x, *given, **flags)
+
+        monkeypatch.setattr(module, name, spy)
+    fusednorm.prewarm(64, F32, training=True)
+    assert called == []
+    fusednorm.prewarm(64, F32, training=True, norm_before_add=True)
+    assert called == [(name, at, grad) for at in (0, 4) for grad in (False, True) for name in names]
 
 
 @pytest.mark.parametrize(

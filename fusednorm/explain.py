@@ -1,0 +1,93 @@
+"""Which backend a call takes, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.call import Before, Flags, operation_of
+from fusednorm.checks import check_affine, check_between, check_flags, check_operands, check_quantization
+from fusednorm.norm_before_add import (
+    rms_norm_add,
+    rms_norm_add_,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_,
+)
+from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.quantizations import Quantization
+from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
+from fusednorm.registry import Explanation, choose
+
+_WITH_RESIDUAL = (fused_add_rms_norm, fused_add_rms_norm_, fused_add_rms_norm_quant)
+_WITHOUT = (rms_norm, rms_norm_, rms_norm_quant, quantize)
+_FOLLOWED = (rms_norm_add_rms_norm, rms_norm_add_rms_norm_)
+_BEFORE = (rms_norm_add, rms_norm_add_, *_FOLLOWED)
+
+
+def explain(
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    function: Callable[..., Any] | None = None,
+    next_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    between: torch.dtype | None = None,
+    quantization: Quantization | None = None,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> Explanation:
+    """Which backend a call takes, and why not the others.
+
+    Args:
+        x: [..., N], as in the call.
+        residual: [..., N], or None for functions without one.
+        weight: [N], [H, N] or None, as in the call.
+        function: the function of fusednorm that is called; None: ``fused_add_rms_norm``, or ``rms_norm`` without a
+            residual.
+        next_weight: [N] or None, of ``rms_norm_add_rms_norm``.
+        bias: [N], [H, N] or None, as in the call.
+        between: as in the call.
+        quantization: as in the call.
+        round_sum: as in the call.
+        round_norm: as in the call.
+        out: as in the call: only its dtype matters.
+        out_dtype: as in the call.
+        residual_dtype: as in the call.
+
+    Raises:
+        TypeError, ValueError, BackendError: the call would raise them, or it has no such arguments.
+    """
+    if function is None:
+        function = rms_norm if residual is None else fused_add_rms_norm
+    before = None
+    if function in _BEFORE:
+        before = Before(weight, 1e-6, between, function in _FOLLOWED)
+        weight = next_weight
+    elif function not in (*_WITH_RESIDUAL, *_WITHOUT):
+        raise TypeError(f"function must be a function of fusednorm that normalises or quantizes, got {function!r}")
+    if (residual is None) != (function in _WITHOUT):
+        taken = "takes no residual" if function in _WITHOUT else "takes a residual"
+        raise TypeError(f"{function.__name__} {taken}; pass the residual and the function that go together")
+    check_affine(x, before.weight if before is not None else weight, bias)
+    of_heads = bias is not None or (weight is not None and weight.dim() == 2)
+    check_operands(x, residual, None if of_heads else weight, out, None)
+    check_between(between, x)
+    flags = check_flags(Flags(1e-6, 0.0, round_sum, round_norm, out_dtype, residual_dtype), x, residual, out, None)
+    if quantization is not None:
+        check_quantization(quantization, x, None, None, in_memory=False, given=False)
+        flags = flags._replace(out_dtype=between)
+    found = choose(operation_of(x, residual, None if of_heads else weight, flags, out, before))
+    if of_heads and found.backend != "cpu":
+        found = replace(found, plan=f"{found.plan}; torch's operations then multiply by the weight and add the bias")
+    if quantization is not None:
+        by = "in the same call" if hasattr(found.module, "quantize") and not found.composed else "by torch's operations"
+        found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
+    return found

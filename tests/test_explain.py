@@ -1,0 +1,65 @@
+"""``explain`` of every function: the backend that it names is the one that the call takes."""
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import explain, quantizations
+from fusednorm.conformance.cases import BF16, F32, F64, Case, operands
+
+X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
+TOKEN = quantizations.VLLM_INT8_TOKEN_CPU
+
+
+def test_the_function_is_named():
+    """Of the operation; the default is the function with these operands."""
+    assert explain(X).operation.name == "rms_norm"
+    assert explain(X, RESIDUAL).operation.name == "fused_add_rms_norm"
+    for name in ("rms_norm_add", "rms_norm_add_rms_norm"):
+        for function in (getattr(fusednorm, name), getattr(fusednorm, name + "_")):
+            assert explain(X, RESIDUAL, function=function).operation.name == name
+
+
+def test_a_norm_before_the_addition():
+    operation = explain(
+        *(X.bfloat16(), RESIDUAL, WEIGHT),
+        function=fusednorm.rms_norm_add_rms_norm,
+        next_weight=WEIGHT.bfloat16(),
+        between=F32,
+    ).operation
+    assert (operation.weight, operation.first.weight, operation.first.between, operation.out) == (BF16, F32, F32, BF16)
+
+
+def test_who_quantizes():
+    assert explain(X, quantization=TOKEN).plan.endswith("; the rows are quantized in the same call")
+    with fusednorm.use_backend("reference"):
+        plan = explain(X, RESIDUAL, function=fusednorm.fused_add_rms_norm_quant, quantization=TOKEN).plan
+    assert plan == "plain torch operations; the rows are quantized by torch's operations"
+
+
+def test_who_multiplies_by_the_weights_of_heads():
+    heads = torch.stack([WEIGHT] * 4)
+    assert "torch's operations" not in explain(X, None, heads).plan
+    with fusednorm.use_backend("reference"):
+        for operands_of_rows in ({"weight": heads}, {"bias": WEIGHT}):
+            plan = explain(X, **operands_of_rows).plan
+            assert plan.endswith("; torch's operations then multiply by the weight and add the bias")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"function": torch.add}, TypeError, "function must be a function of fusednorm that normalises or quantizes"),
+        ({"function": fusednorm.fused_add_rms_norm}, TypeError, "fused_add_rms_norm takes a residual"),
+        ({"function": fusednorm.rms_norm_add}, TypeError, "rms_norm_add takes a residual"),
+        ({"residual": RESIDUAL, "function": fusednorm.rms_norm_}, TypeError, "rms_norm_ takes no residual"),
+        ({"weight": WEIGHT[:3]}, ValueError, r"weight must have shape \[64\]"),
+        ({"bias": WEIGHT.to(F64)}, TypeError, "bias is float64 while x is float32"),
+        ({"between": BF16}, TypeError, "between must be None or torch.float32"),
+        ({"quantization": "int8"}, TypeError, "quantization must be a fusednorm.Quantization, got str"),
+        ({"quantization": quantizations.VLLM_FP8_BLOCK_FUSED}, ValueError, "groups of 128 elements, which do not"),
+    ],
+)
+def test_what_is_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        explain(X, **arguments)
