@@ -228,8 +228,14 @@ def check_apart(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
         if memories[name].overlaps_itself():
             raise ValueError(f"{name} has elements that share memory, so it cannot be written; pass {name}.clone()")
         for other in names[: names.index(name)]:
-            if outputs[name] is not inputs.get(other) and share_memory(memories[name], memories[other]):
+            may_be_one = other in inputs and _same_elements(outputs[name], inputs[other])
+            if not may_be_one and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other)
+
+
+def _same_elements(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    return a is b or ((a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype))
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

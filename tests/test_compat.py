@@ -49,6 +49,115 @@ def test_vllm(dtype, with_weight):
     same(residual, total)
 
 
+def fp8(v):
+    return v.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def int8(v):
+    return v.round().clamp(-128, 127).to(torch.int8)
+
+
+def dynamic(y, dtype, limit=None):
+    """vLLM's kernels that normalise and quantize: the scale, [..., 1], and the numbers."""
+    amax = y.float().abs().amax(-1, keepdim=True)
+    amax = amax if limit is None else amax.clamp(max=limit)
+    if dtype == torch.int8:
+        scale = (amax / 127.0).clamp(min=2.0**-23)
+        return scale, int8(y.float() * (1 / scale))
+    scale = (amax / 448.0).clamp(min=1 / (448.0 * 512.0))
+    return scale, fp8(y.float() / scale)
+
+
+def same_bytes(actual, expected):
+    assert actual.dtype == expected.dtype
+    same(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@dtypes
+def test_vllm_static(dtype):
+    x, residual, weight = of(dtype)
+    scale, found = torch.tensor([0.0123]), torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    assert vllm.rms_norm_static_fp8_quant(found, x, weight, scale, EPS) is None
+    y = torch.empty_like(x)
+    vllm.rms_norm(y, x, weight, EPS)
+    same_bytes(found, fp8(y.float() * (1 / scale)))
+    total = residual.clone()
+    assert vllm.fused_add_rms_norm_static_fp8_quant(found, x, total, weight, scale, EPS) is None
+    vllm.fused_add_rms_norm(x, residual, weight, EPS)
+    same_bytes(found, fp8(x.float() * (1 / scale)))
+    same(total, residual)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=dtype_name)
+def test_vllm_dynamic(dtype, kind):
+    x, residual, weight = of(dtype, hidden=128)
+    x, residual = x.view(2, 3, 128), residual.view(2, 3, 128)
+    limit = None if kind == torch.int8 else torch.tensor(1.25)
+    for added in (None, residual):
+        y, total = (
+            (rms_norm(x, weight, EPS, round_norm=True), None)
+            if added is None
+            else fused_add_rms_norm(x, added, weight, EPS, round_sum=False, round_norm=True)
+        )
+        given = None if added is None else added.clone()
+        values, scale = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, kind, limit, given)
+        wanted_scale, wanted = dynamic(y, kind, limit)
+        same(scale, wanted_scale.view(6, 1))
+        same_bytes(values, wanted)
+        for transposed in (False, True):
+            given = None if added is None else added.clone()
+            values, scale = vllm.rms_norm_per_block_quant(x, weight, EPS, kind, [1, 64], limit, given, transposed)
+            wanted_scale, wanted = dynamic(y.unflatten(-1, (2, 64)), kind, limit)
+            same(scale, wanted_scale.view(6, 2))
+            assert scale.stride() == ((1, 6) if transposed else (2, 1))
+            same_bytes(values, wanted.flatten(-2))
+            assert total is None or torch.equal(given, total)
+
+
+@dtypes
+def test_vllm_int8(dtype):
+    x, *_ = of(dtype)
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True) / 127.0
+    values, found, azp = vllm.scaled_int8_quant(x.view(2, 3, -1))
+    same(values.view(6, -1), int8(wide * (1 / scale)))
+    same(found, scale)
+    assert azp is None
+    low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+    scale = (high - low) / 255.0
+    point = (-128.0 - low / scale).round()
+    values, found, azp = vllm.scaled_int8_quant(x, symmetric=False)
+    same(values, int8(wide * (1 / scale) + point))
+    same(found, scale)
+    same(azp, point.int())
+    one, zero = torch.tensor([0.037]), torch.tensor([5], dtype=torch.int32)
+    values, found, azp = vllm.scaled_int8_quant(x, one)
+    same(values, int8(wide * (1 / one)))
+    assert found is one
+    assert azp is None
+    values, found, azp = vllm.scaled_int8_quant(x, one, zero, symmetric=False)
+    same(values, int8(wide * (1 / one) + 5))
+    assert azp is zero
+
+
+@dtypes
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_name)
+def test_flashinfer_quantized(dtype, kind):
+    x, residual, weight = of(dtype)
+    found, most = torch.empty(x.shape, dtype=kind), torch.finfo(kind).max
+    for scale in (0.0123, torch.tensor([0.0123])):
+        assert flashinfer.rmsnorm_quant(found, x, weight, scale, EPS) is None
+        y = rms_norm(x, weight, EPS, out_dtype=F32)
+        inverse = 1 / torch.as_tensor(scale)
+        same_bytes(found, (y * inverse).clamp(-most, most).to(kind))
+        total = residual.clone()
+        assert flashinfer.fused_add_rmsnorm_quant(found, x, total, weight, scale, EPS) is None
+        y, wanted = fused_add_rms_norm(x, residual, weight, EPS, round_sum=False, out_dtype=F32)
+        same_bytes(found, (y * inverse).clamp(-most, most).to(kind))
+        same(total, wanted)
+
+
 @dtypes
 @pytest.mark.parametrize("peer", [flashinfer, sgl_kernel], ids=["flashinfer", "sgl_kernel"])
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["plain", "gemma"])

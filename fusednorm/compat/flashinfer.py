@@ -6,9 +6,13 @@ allocates its result has a gradient here, unlike FlashInfer's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
-from fusednorm import ops
+from fusednorm import ops, quantized
+from fusednorm.quantizations import VLLM_FP8_STATIC
 
 
 def rmsnorm(
@@ -87,3 +91,76 @@ def gemma_fused_add_rmsnorm(
         enable_pdl: as there.
     """
     ops.fused_add_rms_norm_(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
+
+
+def rmsnorm_quant(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    scale: float | Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """RMS-normalises, and quantizes the unrounded rows: :func:`fusednorm.rms_norm_quant` with ``between=float32``.
+
+    Args:
+        out: [..., N], float8_e4m3fn or float8_e5m2, written.
+        input: [..., N].
+        weight: [N].
+        scale: a number, or float32 with one element; rows are multiplied by 1 / scale.
+        eps: added to the mean of squares.
+        enable_pdl: does nothing.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm_quant`.
+    """
+    quantized.rms_norm_quant(
+        *(input, weight, eps),
+        quantization=replace(VLLM_FP8_STATIC, dtype=out.dtype),
+        scale=_as_tensor(scale, input),
+        between=_unrounded(input),
+        out=out,
+    )
+
+
+def fused_add_rmsnorm_quant(
+    out: Tensor,
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    scale: float | Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """As :func:`rmsnorm_quant`, of ``input + residual``, which ``residual`` receives; the sum is normalised unrounded.
+
+    Args:
+        out: as in :func:`rmsnorm_quant`, like the other arguments.
+        input: as there.
+        residual: [..., N], receives the sum.
+        weight: as there.
+        scale: as there.
+        eps: as there.
+        enable_pdl: as there.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
+    """
+    quantized.fused_add_rms_norm_quant(
+        *(input, residual, weight, eps),
+        quantization=replace(VLLM_FP8_STATIC, dtype=out.dtype),
+        scale=_as_tensor(scale, input),
+        between=_unrounded(input),
+        round_sum=False,
+        out=out,
+        residual_out=residual,
+    )
+
+
+def _as_tensor(scale: float | Tensor, x: Tensor) -> Tensor:
+    return scale if isinstance(scale, Tensor) else torch.tensor([scale], dtype=torch.float32, device=x.device)
+
+
+def _unrounded(x: Tensor) -> torch.dtype | None:
+    """What passes to the quantizer: float32, and float64 for rows of it."""
+    return None if x.dtype == torch.float64 else torch.float32

@@ -3,13 +3,34 @@
 From v0.20 to that PR the kernels did not round before the multiplication by the weight. vLLM's CPU kernels round
 differently: the plain one rounds only the result; the fused one takes the mean of squares from the unrounded sum and
 the result from the rounded sum. No flags reproduce the latter (``round_norm=False`` comes close).
+
+The functions that quantize have the quantizers of vLLM's CUDA kernels. For tensors on a CPU ``scaled_int8_quant`` has
+that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md, section 9).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
-from fusednorm import ops
+from fusednorm import ops, quantized
+from fusednorm.quantizations import (
+    VLLM_FP8_BLOCK_FUSED,
+    VLLM_FP8_STATIC,
+    VLLM_FP8_TOKEN,
+    VLLM_INT8_STATIC,
+    VLLM_INT8_STATIC_AZP,
+    VLLM_INT8_STATIC_AZP_CPU,
+    VLLM_INT8_STATIC_CPU,
+    VLLM_INT8_TOKEN_AZP_CPU,
+    VLLM_INT8_TOKEN_AZP_UNFUSED,
+    VLLM_INT8_TOKEN_CPU,
+    VLLM_INT8_TOKEN_FUSED,
+    VLLM_INT8_TOKEN_UNFUSED,
+    Quantization,
+)
 
 
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -42,3 +63,165 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     ops.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)
+
+
+def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
+    """RMS-normalises ``input`` and quantizes it into ``result``: :func:`fusednorm.rms_norm_quant`.
+
+    Args:
+        result: [..., N], float8_e4m3fn, written.
+        input: [..., N].
+        weight: [N].
+        scale: float32, one element.
+        epsilon: added to the mean of squares.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm_quant`.
+    """
+    quantized.rms_norm_quant(
+        input, weight, epsilon, quantization=VLLM_FP8_STATIC, scale=scale, round_norm=True, out=result
+    )
+
+
+def fused_add_rms_norm_static_fp8_quant(
+    result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+) -> None:
+    """Adds, RMS-normalises and quantizes into ``result``: :func:`fusednorm.fused_add_rms_norm_quant`.
+
+    Args:
+        result: [..., N], float8_e4m3fn, written.
+        input: [..., N].
+        residual: [..., N], receives the sum.
+        weight: [N].
+        scale: float32, one element.
+        epsilon: added to the mean of squares.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
+    """
+    quantized.fused_add_rms_norm_quant(
+        *(input, residual, weight, epsilon),
+        quantization=VLLM_FP8_STATIC,
+        scale=scale,
+        round_norm=True,
+        out=result,
+        residual_out=residual,
+    )
+
+
+def rms_norm_dynamic_per_token_quant(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    scale_ub: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Adds the residual if there is one, RMS-normalises, and quantizes each row with a scale of its own.
+
+    Args:
+        input: [..., N].
+        weight: [N].
+        epsilon: added to the mean of squares.
+        quant_dtype: torch.float8_e4m3fn or torch.int8.
+        scale_ub: one element, the greatest magnitude that decides a scale; its value is read. fp8 only.
+        residual: [..., N], receives the sum; or None.
+
+    Returns:
+        The numbers, [..., N], and the scales, float32 [rows, 1].
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
+    """
+    quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_TOKEN, scale_ub)
+    return _dynamic(input, weight, epsilon, replace(quantization, dtype=quant_dtype), residual)
+
+
+def rms_norm_per_block_quant(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    group_size: list[int],
+    scale_ub: Tensor | None = None,
+    residual: Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`rms_norm_dynamic_per_token_quant`, with a scale for each group of a row.
+
+    Args:
+        input: [..., N].
+        weight: [N].
+        epsilon: added to the mean of squares.
+        quant_dtype: torch.float8_e4m3fn or torch.int8.
+        group_size: [1, the elements of a group].
+        scale_ub: as in :func:`rms_norm_dynamic_per_token_quant`.
+        residual: as in :func:`rms_norm_dynamic_per_token_quant`.
+        is_scale_transposed: whether the scales lie by columns.
+
+    Returns:
+        The numbers, [..., N], and the scales, float32 [rows, groups].
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
+    """
+    quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_BLOCK_FUSED, scale_ub)
+    layout = "column" if is_scale_transposed else "row"
+    quantization = replace(quantization, dtype=quant_dtype, per=group_size[1], layout=layout)
+    return _dynamic(input, weight, epsilon, quantization, residual)
+
+
+def scaled_int8_quant(
+    input: Tensor, scale: Tensor | None = None, azp: Tensor | None = None, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantizes rows to int8: :func:`fusednorm.quantize`.
+
+    Args:
+        input: [..., N].
+        scale: float32, one element; None: each row has a scale of its own.
+        azp: int32, one element, the zero point beside a given scale, unless ``symmetric``.
+        symmetric: whether there are no zero points.
+
+    Returns:
+        The numbers, [..., N]; the scale, or float32 [rows, 1]; and the zero points, int32 like the scales, or None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
+    """
+    on_cpu = input.device.type == "cpu"
+    if scale is not None:
+        plain, shifted = (
+            (VLLM_INT8_STATIC_CPU, VLLM_INT8_STATIC_AZP_CPU) if on_cpu else (VLLM_INT8_STATIC, VLLM_INT8_STATIC_AZP)
+        )
+        zero_point = None if symmetric else azp
+        values, _ = quantized.quantize(input, plain if symmetric else shifted, scale=scale, zero_point=zero_point)
+        return values, scale, azp
+    if symmetric:
+        values, scales = quantized.quantize(input, VLLM_INT8_TOKEN_CPU if on_cpu else VLLM_INT8_TOKEN_UNFUSED)
+        return values, scales.reshape(-1, 1), None
+    preset = VLLM_INT8_TOKEN_AZP_CPU if on_cpu else VLLM_INT8_TOKEN_AZP_UNFUSED
+    values, scales, zero_points = quantized.quantize(input, preset)
+    return values, scales.reshape(-1, 1), zero_points.reshape(-1, 1)
+
+
+def _limited(quantization: Quantization, scale_ub: Tensor | None) -> Quantization:
+    return quantization if scale_ub is None else replace(quantization, amax_limit=scale_ub.item())
+
+
+def _dynamic(
+    input: Tensor, weight: Tensor, epsilon: float, quantization: Quantization, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The numbers, and the scales of all rows in two dimensions. The sum is not rounded before it is normalised."""
+    rows = input.reshape(-1, input.shape[-1])
+    if residual is None:
+        values, scale = quantized.rms_norm_quant(rows, weight, epsilon, quantization=quantization, round_norm=True)
+        return values.view(input.shape), scale
+    total = residual.view(rows.shape)
+    values, scale, _ = quantized.fused_add_rms_norm_quant(
+        *(rows, total, weight, epsilon),
+        quantization=quantization,
+        round_sum=False,
+        round_norm=True,
+        residual_out=total,
+    )
+    return values.view(input.shape), scale

