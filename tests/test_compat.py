@@ -105,12 +105,14 @@ def test_vllm_dynamic(dtype, kind):
         wanted_scale, wanted = dynamic(y, kind, limit)
         same(scale, wanted_scale.view(6, 1))
         same_bytes(values, wanted)
-        for transposed in (False, True):
+        for transposed, alignment, stride in ((False, 0, (2, 1)), (True, 0, (1, 6)), (True, 4, (1, 8))):
             given = None if added is None else added.clone()
-            values, scale = vllm.rms_norm_per_block_quant(x, weight, EPS, kind, [1, 64], limit, given, transposed)
+            values, scale = vllm.rms_norm_per_block_quant(
+                *(x, weight, EPS, kind, [1, 64], limit, given, transposed, alignment)
+            )
             wanted_scale, wanted = dynamic(y.unflatten(-1, (2, 64)), kind, limit)
             same(scale, wanted_scale.view(6, 2))
-            assert scale.stride() == ((1, 6) if transposed else (2, 1))
+            assert scale.stride() == stride
             same_bytes(values, wanted.flatten(-2))
             assert total is None or torch.equal(given, total)
 
@@ -351,6 +353,11 @@ W = torch.ones(4)
     ("call", "error", "message"),
     [
         (lambda: vllm.rms_norm(X, X, W[:3], EPS), ValueError, "weight must have shape [4]"),
+        (
+            lambda: vllm.rms_norm_per_block_quant(X, W, EPS, torch.int8, [1, 4], tma_alignment=8),
+            ValueError,
+            "tma_alignment must be 0 or 4, got 8",
+        ),
         (lambda: vllm.rms_norm(X[:1], X, W, EPS), ValueError, "out must have x's shape"),
         (lambda: vllm.fused_add_rms_norm(X, X, W, EPS), ValueError, "shares memory"),
         (lambda: vllm.fused_add_rms_norm(X, X + 1, W.clone().requires_grad_(), EPS), RuntimeError, "torch.no_grad()"),

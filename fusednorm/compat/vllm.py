@@ -146,6 +146,7 @@ def rms_norm_per_block_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
     is_scale_transposed: bool = False,
+    tma_alignment: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`rms_norm_dynamic_per_token_quant`, with a scale for each group of a row.
 
@@ -158,6 +159,7 @@ def rms_norm_per_block_quant(
         scale_ub: as in :func:`rms_norm_dynamic_per_token_quant`.
         residual: as in :func:`rms_norm_dynamic_per_token_quant`.
         is_scale_transposed: whether the scales lie by columns.
+        tma_alignment: 4: each column of scales has room for a multiple of 4 rows; else 0.
 
     Returns:
         The numbers, [..., N], and the scales, float32 [rows, groups].
@@ -166,7 +168,9 @@ def rms_norm_per_block_quant(
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
     quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_BLOCK_FUSED, scale_ub)
-    layout = "column" if is_scale_transposed else "row"
+    if tma_alignment not in (0, 4):
+        raise ValueError(f"tma_alignment must be 0 or 4, got {tma_alignment!r}; vLLM has no other")
+    layout = "row" if not is_scale_transposed else "column_padded" if tma_alignment else "column"
     quantization = replace(quantization, dtype=quant_dtype, per=group_size[1], layout=layout)
     return _dynamic(input, weight, epsilon, quantization, residual)
 
