@@ -13,6 +13,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from fusednorm.quantizations import Quantization
+
 try:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
@@ -96,11 +98,15 @@ def _rows(*operands: DTensorSpec, whole: int = 1) -> DTensorSpec:
     return DTensorSpec(operands[0].mesh, tuple(found[0] if found else Replicate() for found in shardings))
 
 
+#: The operands without a row for each row of the call.
+_WHOLE = ("weight", "bias", "scale", "zero_point")
+
+
 def _strategy(
     outputs: tuple[DTensorSpec, ...] | DTensorSpec | None, operands: dict[str, DTensorSpec], rows: DTensorSpec
 ) -> Any:
-    """The only strategy: operands with rows have the placement ``rows``; every rank has the whole weight and bias."""
-    inputs = [_replicated(rows) if name in ("weight", "bias") else rows for name in operands]
+    """The only strategy: operands with rows have the placement ``rows``; every rank has the others whole."""
+    inputs = [_replicated(rows) if name in _WHOLE else rows for name in operands]
     return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
 
@@ -162,6 +168,16 @@ def _affine_backward(schema: OpSchema) -> Any:
     return _strategy(_gradients(rows, (rows, _shares(rows), _shares(rows)), needs), operands, rows)
 
 
+def _quantize(schema: OpSchema) -> Any:
+    """Numbers, and what is computed for each row, stay where the rows are."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    rows, quantization = _rows(operands["y"]), Quantization.parse(cast(str, schema.args_schema[1]))
+    computed = quantization.per != "tensor"
+    outputs = _gradients(rows, (rows, rows, rows), (True, computed, computed and quantization.computes_zero_point))
+    return _strategy(outputs, operands, rows)
+
+
 def _shares(rows: DTensorSpec) -> DTensorSpec:
     """Where the gradient of a row of all ranks lies: each rank that has other rows has a share of it."""
     return DTensorSpec(
@@ -197,4 +213,5 @@ _register("scale", _forward)
 _register("affine", _affine)
 # The arguments from x_dtype on determine the outputs, so DTensor's cache of decisions must distinguish them.
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
+_register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
 _register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=5))

@@ -142,7 +142,9 @@ def forward(
         residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
 
     backend = backend_of(operation)
-    quantize = getattr(backend, "quantize", None) if then is not None and then.fits(tuple(then_strides)) else None
+    quantize = None
+    if then is not None and rows and then.fits(tuple(then_strides)):
+        quantize = getattr(backend, "quantize", None)
     if out is None and operation.out is not None and quantize is None:
         out = _new(x, operation.out)
     if residual is not None and residual_out is None:

@@ -242,6 +242,9 @@ def test_empty():
         values, scale, *_ = quantize(X[:0], quantization)
         assert values.shape == (0, 128)
         assert scale.shape == (0, 128 // quantization.group(128))
+        *found, total = fused_add_rms_norm_quant(X[:0], RESIDUAL[:0], WEIGHT, quantization=quantization)
+        assert same(found[:2], (values, scale))
+        assert total.shape == (0, 128)
 
 
 # The peers' formulas, in plain torch, written from their sources (docs/rounding.md names them)

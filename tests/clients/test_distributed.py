@@ -27,8 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm.distributed
 from fusednorm import (
+    Quantization,
     fused_add_rms_norm,
     fused_add_rms_norm_,
+    fused_add_rms_norm_quant,
     rms_norm,
     rms_norm_,
     rms_norm_add,
@@ -164,6 +166,32 @@ def test_compositions(sharding):
         if found[2].placements == (Replicate(),):
             same(found[2], gradients[2])
         assert found[2].to_local().shape == w.shape
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_quantization(sharding):
+    """Numbers, scales and zero points stay where the rows are."""
+    x, residual, weight = tensors(4, 6)
+    given = {"scale": torch.tensor([0.03]), "zero_point": torch.tensor([3], dtype=torch.int32)}
+    for quantization, names in (
+        (Quantization(torch.int8, per=8), ()),
+        (Quantization(torch.uint8, zero_point="after"), ()),
+        (Quantization(torch.int8, per="tensor"), ("scale",)),
+        (Quantization(torch.int8, per="tensor", zero_point="before"), ("scale", "zero_point")),
+    ):
+        more = {name: given[name] for name in names}
+        expected = fused_add_rms_norm_quant(x, residual, weight, quantization=quantization, **more)
+        leaves = [placed(x, sharding), placed(residual, sharding), placed(weight, Replicate())]
+        more = {name: placed(t, Replicate()) for name, t in more.items()}
+        outputs, moved = collectives(
+            lambda leaves=leaves, more=more, quantization=quantization: fused_add_rms_norm_quant(
+                *leaves, quantization=quantization, **more
+            )
+        )
+        assert moved == {}
+        assert outputs[0].placements == outputs[-1].placements == (sharding,)
+        all_same(outputs, expected)
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
