@@ -25,7 +25,7 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 #: A mutant whose description begins so is run against the file of tests of that name alone.
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
-    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Quantized"),
+    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine"),
 )
 
 
@@ -1725,7 +1725,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Quantized: a NaN is no magnitude",
+        "quantized: a NaN is no magnitude",
         "cpu/quantize_body.h",
         "greatest = bits > greatest ? bits : greatest;",
         "greatest = bits > greatest && bits <= 0x7f800000 ? bits : greatest;",
@@ -1733,7 +1733,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Quantized: float8 rounds ties away from zero",
+        "quantized: float8 rounds ties away from zero",
         "cpu/quantize_body.h",
         "((1u << (dropped - 1)) - 1) + (magnitude >> dropped & 1)",
         "(1u << (dropped - 1))",
@@ -1741,7 +1741,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Quantized: the least normal number of float8 is one step later",
+        "quantized: the least normal number of float8 is one step later",
         "cpu/quantize_body.h",
         "(uint32_t)(127 + least_exponent) << 23;\n    /*",
         "(uint32_t)(128 + least_exponent) << 23;\n    /*",
@@ -1749,7 +1749,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Quantized: amax_floor is left out",
+        "quantized: amax_floor is left out",
         "cpu/quantize_body.h",
         "at_least(greatest_magnitude(g->y, g->n), (float)q->amax_floor)",
         "greatest_magnitude(g->y, g->n)",
@@ -1757,7 +1757,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Quantized: a scale of 0 divides",
+        "quantized: a scale of 0 divides",
         "cpu/quantize_body.h",
         "if (scale == 0) { /* one byte",
         "if (0) { /* one byte",
@@ -1765,7 +1765,7 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Quantized: a zero point that is added after rounding is not limited",
+        "quantized: a zero point that is added after rounding is not limited",
         "backends/quantizer.py",
         "shift.clamp(-MOST, MOST)",
         "shift",
@@ -1773,7 +1773,7 @@ MUTANTS = (
     ),
     Mutant(
         ROW,
-        "Quantized: all rows have the scale of the first one",
+        "quantized: all rows have the scale of the first one",
         "cpu/quantize_body.h",
         "inner * q->scale_stride;",
         "0 * inner * q->scale_stride;",
