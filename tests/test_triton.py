@@ -299,7 +299,8 @@ def test_a_launch(launches):
     assert grid == (2, 1, 1)  # four rows per program
     assert arguments[:5] == pointers
     assert arguments[5:10] == [None, 1024, 1024, 1024, 1024]
-    assert arguments[15:19] == [5, 1e-6, 0.0, 1024]  # after what only rows in two levels need
+    # After what only rows in two levels need; and what only a norm before the addition has.
+    assert arguments[15:21] == [5, 1e-6, 0.0, None, None, 1024]
     assert len(arguments) == len(launches.compiled[0].function.arg_names)
 
 
@@ -424,7 +425,8 @@ def test_tritons_own_code_calls_its_launcher(monkeypatch):
     run(triton_gpu, x, residual, weight)
     ours, names = Nothing.given, triton_kernels.forward_tile.arg_names
     variant = forward(BF16, BF16, BF16, 1024, 32)
-    numbers = (*[1024] * 4, *[None] * 5, 5, 1e-6, 0.0)  # no jumps, because rows lie in one level
+    # No jumps, because rows lie in one level, and no norm before the addition.
+    numbers = (*[1024] * 4, *[None] * 5, 5, 1e-6, 0.0, None, None)
     total, out = torch.empty_like(residual), torch.empty_like(x)
     options = {"num_warps": variant.warps, "enable_fp_fusion": False}
     variant.function[(2,)](x, residual, weight, out, total, None, *numbers, **variant.all_constants(), **options)
