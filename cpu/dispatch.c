@@ -176,7 +176,7 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
             struct fn_forward_job job = part->job;
             /* Row number `row` is the first one there. */
             if (k > 0) job.x = passed - row * job.x_stride;
-            if (k < chain->count - 1 || !job.out) job.out = passed - row * job.out_stride;
+            if (k < chain->count - 1 || (chain->quantizer && !job.out)) job.out = passed - row * job.out_stride;
             run_rows(part, &job, row, next, scratch);
         }
         if (chain->quantizer) {

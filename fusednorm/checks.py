@@ -187,9 +187,7 @@ def check_quantization(
         cure = f"pass torch.tensor([value], dtype={dtype}, device=x.device)"
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor for per='tensor', got {type(tensor).__name__}; {cure}")
-        check_dense(name, tensor, cure)
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
+        _check_kind(name, tensor, dtype, cure)
         if tensor.numel() != 1:
             raise ValueError(f"{name} must have one element, got shape {list(tensor.shape)}; {cure}")
         if tensor.device != x.device:
@@ -205,13 +203,18 @@ def check_output(name: str, tensor: Tensor | None, shape: list[int], dtype: torc
     cure = f"allocate it with torch.empty({shape}, dtype={dtype}, device=x.device), or leave it out"
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; {cure}")
-    check_dense(name, tensor, cure)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
+    _check_kind(name, tensor, dtype, cure)
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}; {cure}")
     if tensor.device != x.device:
         raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
+
+
+def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> None:
+    """That it is dense, and of this dtype."""
+    check_dense(name, tensor, cure)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
 
 
 def check_apart(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function
 
 from fusednorm import dispatcher, listeners, plain, run, run_quantized
 from fusednorm.backends import quantizer, reference
-from fusednorm.call import Flags
+from fusednorm.call import Flags, operation_of
 from fusednorm.checks import (
     check_apart,
     check_between,
@@ -309,8 +309,10 @@ def _quantized(
         found = dispatcher.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
         return _copied(found, quantization, scale, outputs)
     results = _results(y, quantization, scale, zero_point, outputs)
-    if not listeners.transform(y, scale, zero_point) and run_quantized.quantize(y, results):
-        return _returned(results)
+    if not listeners.transform(y, scale, zero_point):
+        backend = run.backend_of(operation_of(y, None, None, Flags()))
+        if run_quantized.quantize(y, results, backend):
+            return _returned(results)
     return _copied(quantizer.quantized(y, quantization, scale, zero_point), quantization, scale, outputs)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.call import Flags, Forward, Quantize, Strides, operation_of
+from fusednorm.call import Forward, Quantize, Strides
 from fusednorm.layout import Rows, common_levels, packed, rows_of
 from fusednorm.quantizations import Quantization
 
@@ -84,15 +84,16 @@ class Results:
         self.done = True
         return Quantize(
             *(y, y_strides, norm, self.quantization, self.out, out_strides),
-            *(self.scale, (*scale_strides, self.scale.stride(-1) if self.scale.dim() else 0)),
+            *(self.scale, (*scale_strides, _group_stride(self.scale))),
             self.zero_point,
-            NONE if zero_point_strides is None or self.zero_point is None else (*zero_point_strides, self._between()),
+            NONE if zero_point_strides is None else (*zero_point_strides, _group_stride(self.zero_point)),
             *(self.hidden_size, self.rows, inner),
         )
 
-    def _between(self) -> int:
-        assert self.zero_point is not None
-        return self.zero_point.stride(-1) if self.zero_point.dim() else 0
+
+def _group_stride(of_groups: Tensor | None) -> int:
+    """Elements from one group's scale or zero point to that of the row's next group; 0 for one of all rows."""
+    return 0 if of_groups is None or not of_groups.dim() else of_groups.stride(-1)
 
 
 def laid_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, quantization: Quantization) -> Tensor:
@@ -105,11 +106,8 @@ def laid_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, q
     return torch.zeros((groups, padded), dtype=dtype, device=device)[:, :rows].mT.reshape(shape)
 
 
-def quantize(y: Tensor, results: Results) -> bool:
-    """Quantizes the rows of y; returns whether a backend could do so."""
-    from fusednorm.run import backend_of
-
-    backend = backend_of(operation_of(y, None, None, Flags()))
+def quantize(y: Tensor, results: Results, backend: object) -> bool:
+    """Quantizes the rows of y; returns whether the backend could do so."""
     run = getattr(backend, "quantize", None)
     if run is None or results.rows == 0:
         return False
