@@ -565,7 +565,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         scale_only(&p, job, begin, end);
         return;
     }
-    int one_kind = !ROW_BY_ROW && end - begin >= ONE_KIND_ROWS && p.x == p.out && p.h == p.out && !p.keep &&
+    int one_kind = end - begin >= ONE_KIND_ROWS && p.x == p.out && p.h == p.out && !p.keep &&
                    overlaps[p.x][0][0]; /* BF16 has none where BF16P has */
     struct affine rows;
     const struct affine *affine = NULL;

@@ -9,7 +9,7 @@
  *   ADDS       x, residual: the sum alone
  *   ONE_KIND   kind, residual, norm: x, residual, h and out are of one kind, and the weight is float
  *
- * BF16P takes part in combinations of its own alone (see kinds.h).
+ * BF16P takes part in combinations of its own alone (see kinds.h). With ROW_BY_ROW, tables of ONE_KIND are empty.
  */
 #define SUMS_OF(fn, x) fn(x, NONE, 0) fn(x, F32, 0) fn(x, F16, 0) fn(x, F16, 1) fn(x, BF16, 0) fn(x, BF16, 1)
 #define SCALES_OF_KINDS(fn, norm, weight, offset)                                   \
@@ -51,7 +51,11 @@
 #define ADDS(fn) ADDS_OF(fn, F32) ADDS_OF(fn, F16) ADDS_OF(fn, BF16)
 #define SUMS(fn) SUMS_OF(fn, F32) SUMS_OF(fn, F16) SUMS_OF(fn, BF16) SUMS_BY_PARITY(fn)
 #define SCALES(fn) SCALES_OF(fn, NONE) SCALES_OF(fn, F16) SCALES_OF(fn, BF16) SCALES_BY_PARITY(fn)
+#if ROW_BY_ROW
+#define ONE_KIND(fn)
+#else
 #define ONE_KIND(fn) fn(F32, NONE, NONE) fn(F32, F32, NONE) ONE_KIND_OF(fn, F16) ONE_KIND_BF16(fn)
+#endif
 
 typedef void sum_fn(const struct fn_forward_job *, struct batch *);
 #define SUM(x, residual, round_sum)                                                                         \
@@ -98,7 +102,7 @@ typedef void overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct 
 #define OVERLAP_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = overlap_##kind##_##residual##_##norm,
 ONE_KIND(OVERLAP)
-static overlap_fn *const overlaps[KINDS][2][2] = {ONE_KIND(OVERLAP_ENTRY)};
+static overlap_fn *const overlaps[KINDS][2][2] = {[NONE] = {{NULL}}, ONE_KIND(OVERLAP_ENTRY)};
 
 typedef void affine_overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct scale *, char *,
                                const struct affine *);
@@ -111,7 +115,7 @@ typedef void affine_overlap_fn(const struct fn_forward_job *, int64_t, int64_t, 
 #define AFFINE_OVERLAP_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = affine_overlap_##kind##_##residual##_##norm,
 ONE_KIND(AFFINE_OVERLAP)
-static affine_overlap_fn *const affine_overlaps[KINDS][2][2] = {ONE_KIND(AFFINE_OVERLAP_ENTRY)};
+static affine_overlap_fn *const affine_overlaps[KINDS][2][2] = {[NONE] = {{NULL}}, ONE_KIND(AFFINE_OVERLAP_ENTRY)};
 
 typedef void add_fn(const struct fn_forward_job *, int64_t, int64_t);
 #define ADD(x, residual)                                                                             \
@@ -137,7 +141,7 @@ typedef void short_fn(const struct fn_forward_job *, int64_t, int64_t, const voi
 #define SHORT_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = short_##kind##_##residual##_##norm,
 ONE_KIND(SHORT)
-static short_fn *const shorts[KINDS][2][2] = {ONE_KIND(SHORT_ENTRY)};
+static short_fn *const shorts[KINDS][2][2] = {[NONE] = {{NULL}}, ONE_KIND(SHORT_ENTRY)};
 
 typedef void affine_short_fn(const struct fn_forward_job *, int64_t, int64_t, const struct affine *);
 #define AFFINE_SHORT(kind, residual, norm)                                                                     \
@@ -148,4 +152,4 @@ typedef void affine_short_fn(const struct fn_forward_job *, int64_t, int64_t, co
 #define AFFINE_SHORT_ENTRY(kind, residual, norm) \
     [kind][residual != NONE][norm != NONE] = affine_short_##kind##_##residual##_##norm,
 ONE_KIND(AFFINE_SHORT)
-static affine_short_fn *const affine_shorts[KINDS][2][2] = {ONE_KIND(AFFINE_SHORT_ENTRY)};
+static affine_short_fn *const affine_shorts[KINDS][2][2] = {[NONE] = {{NULL}}, ONE_KIND(AFFINE_SHORT_ENTRY)};

@@ -24,8 +24,10 @@
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #define FN_INLINE static __forceinline
+#define FN_NOINLINE __declspec(noinline)
 #else
 #define FN_INLINE static inline __attribute__((always_inline))
+#define FN_NOINLINE __attribute__((noinline))
 #endif
 
 /* Fetch memory that is read soon into the first cache, or into the second. The address need not be valid. */

@@ -9,7 +9,8 @@
 struct middle {
     float rstd;
     const float *gain;
-    const void *x, *residual;
+    const char *x; /* what follows may overlap it: a call in place */
+    const void *residual;
     void *residual_out, *stream; /* stream: where residual_out is stored a second time, bypassing the caches; or NULL */
     const char *next_x; /* the next row, whose first pass is made meanwhile; or NULL */
     const struct scale *previous; /* the row before, whose third pass is made meanwhile; or NULL */
@@ -72,9 +73,9 @@ FN_INLINE U column_of(int kind, const void *h, int64_t i) {
 #undef SQUARE
 }
 
-/* The last n < FN_SEGMENT elements of the passes that are made together. */
-FN_INLINE void add_normed_end(int kind, int norm, int passed, const struct middle *row, int64_t begin, int64_t n,
-                              float *sum, float *next_sum) {
+/* The last n < FN_SEGMENT elements of the passes that are made together; `s` is their place among the sums. */
+FN_INLINE void add_normed_rest(int kind, int norm, int passed, const struct middle *row, int64_t begin, int64_t n,
+                               int64_t s) {
     _Alignas(64) float squares[FN_SEGMENT], next_squares[FN_SEGMENT];
     int64_t width = UNIT, i = 0;
     while (width < n) width *= 2;
@@ -90,12 +91,12 @@ FN_INLINE void add_normed_end(int kind, int norm, int passed, const struct middl
         u_store(F32, squares, i, UNIT, square);
         u_store(F32, next_squares, i, UNIT, next_square);
     }
-    *sum = u_halve(kind == BF16P, sum_units(squares, width));
-    *next_sum = u_halve(kind == BF16P, sum_units(next_squares, width));
+    row->sums[s] = u_halve(kind == BF16P, sum_units(squares, width));
+    if (row->next_x) row->next_sums[s] = u_halve(kind == BF16P, sum_units(next_squares, width));
 }
 
-/* The first pass of a row, up to the sum of each segment. */
-FN_INLINE void sum_of_x(int kind, const void *x, int64_t hidden, float *sums) {
+/* The first pass of a row: the sum of the squares of x. `sums` has room for one per segment. */
+FN_INLINE float sum_of_x(int kind, const void *x, int64_t hidden, float *sums) {
     _Alignas(64) float columns[128];
     int64_t begin = 0, s = 0;
     for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
@@ -105,13 +106,17 @@ FN_INLINE void sum_of_x(int kind, const void *x, int64_t hidden, float *sums) {
     }
     const struct row row = {.x = x};
     if (begin < hidden)
-        sums[s] = u_halve(kind == BF16P, sum_short_segment(kind, NONE, 0, &row, begin, hidden - begin));
+        sums[s++] = u_halve(kind == BF16P, sum_short_segment(kind, NONE, 0, &row, begin, hidden - begin));
+    return halve_sums(sums, s);
 }
 
+typedef void add_normed_rest_fn(const struct middle *, int64_t, int64_t, int64_t);
+
 /* The second pass of a row, with the passes of other rows that are made together with it. */
-FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, const struct middle *given, int64_t hidden) {
+FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, const struct middle *given, int64_t hidden,
+                              add_normed_rest_fn *rest) {
     _Alignas(64) float columns[128], next_columns[128];
-    const struct middle copy = *given, *row = &copy; /* no store can alias a local copy */
+    const struct middle copy = *given, *row = &copy; /* no store can alias a copy that no other function gets */
     int64_t begin = 0, s = 0;
     const int by_column = kind == F32 && !together; /* as sum_segments_in_cache does, for its reason */
     for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
@@ -135,86 +140,105 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
         row->sums[s] = u_halve(kind == BF16P, sum_units(columns, 128));
         if (together && row->next_x) row->next_sums[s] = u_halve(kind == BF16P, sum_units(next_columns, 128));
     }
-    if (begin < hidden)
-        add_normed_end(kind, norm, passed, row, begin, hidden - begin, &row->sums[s], &row->next_sums[s]);
-}
-
-/*
- * Rows [begin, end). From memory, the second pass of a row is made together with the first pass of the next row and the
- * third pass of the row before, so that memory is read and written while there is arithmetic to do. In the caches, passes
- * follow each other. There the first pass of the next row comes before the third, so that the end of a row's sum, a root
- * and a division overlap with work on the other row; but not of float rows, two of which the nearest cache does not hold.
- */
-FN_INLINE void normalise_twice(int kind, int norm, int passed, const struct fn_forward_job *first,
-                               const struct fn_forward_job *next, int64_t begin, int64_t end, char *scratch,
-                               const float *gain, const float *next_gain) {
-    const int64_t hidden = next->hidden, kept = (int64_t)sizeof(float) * fn_kept(hidden);
-    const int64_t segments = (hidden + FN_SEGMENT - 1) / FN_SEGMENT;
-    const int together = next->from_memory, alone = kind == F32 && !together;
-    float *sums = (float *)(scratch + kept);
-    struct scale previous = {.weight = next_gain, .bypass_cache = STREAMS && next->bypass_cache};
-    struct middle row = {.gain = gain, .sums = sums, .next_sums = sums + fn_padded_sums(hidden)};
-    for (int64_t m = begin; m < end; m++) {
-        row.x = first->x + m * first->x_stride;
-        row.residual = next->residual + m * next->residual_stride;
-        row.residual_out = next->residual_out + m * next->residual_out_stride;
-        if (previous.bypass_cache) {
-            row.stream = row.residual_out;
-            row.residual_out = scratch + next->bypass_cache + (m - begin) % 2 * kept;
-        }
-        if (m == begin || alone) sum_of_x(kind, row.x, hidden, row.next_sums);
-        row.rstd = rstd_of(halve_sums(row.next_sums, segments), hidden, first->eps);
-        row.next_x = together && m + 1 < end ? first->x + (m + 1) * first->x_stride : NULL;
-        row.previous = together && m > begin ? &previous : NULL;
-        if (together) add_normed_row(kind, norm, passed, 1, &row, hidden);
-        else add_normed_row(kind, norm, passed, 0, &row, hidden);
-        if (!together && !alone && m + 1 < end)
-            sum_of_x(kind, first->x + (m + 1) * first->x_stride, hidden, row.next_sums);
-        previous.rstd = rstd_of(halve_sums(row.sums, segments), hidden, next->eps);
-        previous.h = previous.next_x = previous.next_residual = row.residual_out;
-        previous.out = next->out + m * next->out_stride;
-        if (together && m + 1 < end) continue;
-        if (previous.bypass_cache) scale_row(kind, norm, F32, 0, 0, kind, &previous, hidden, 1);
-        else scale_row(kind, norm, F32, 0, 0, kind, &previous, hidden, 0);
-    }
+    if (begin < hidden) rest(given, begin, hidden - begin, s);
 }
 
 /* x's kind, the kind that each norm is rounded to, and the kind that passes between the norms; `fn` as in kernel_tables.h. */
 #define TWO_NORMS_OF(fn, kind) fn(kind, NONE, kind) fn(kind, NONE, F32) fn(kind, kind, kind)
-#if defined(BF16_BY_PARITY)
+#if ROW_BY_ROW
+#define TWO_NORMS(fn)
+#elif defined(BF16_BY_PARITY)
 #define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, BF16P)
 #else
 #define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, BF16)
 #endif
 
-typedef void two_norms_fn(const struct fn_forward_job *, const struct fn_forward_job *, int64_t, int64_t, char *,
-                          const float *, const float *);
-#define TWO_NORMS_FUNCTION(kind, norm, passed)                                                                  \
-    static void two_norms_##kind##_##norm##_##passed(                                                           \
-        const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,      \
-        char *scratch, const float *gain, const float *next_gain) {                                             \
-        normalise_twice(kind, norm, passed, first, next, begin, end, scratch, gain, next_gain);                 \
+/* The passes of one combination. They are functions of their own: inlined into one, they made compiling half as long again. */
+struct passes {
+    float (*sum)(const void *, int64_t, float *);
+    void (*add[2])(const struct middle *, int64_t); /* alone, or together with passes of other rows */
+    void (*scale)(const struct scale *, int64_t);
+};
+#define PASSES(kind, norm, passed)                                                                                \
+    static FN_NOINLINE float sum_of_x_##kind##_##norm##_##passed(const void *x, int64_t hidden, float *sums) {    \
+        return sum_of_x(kind, x, hidden, sums);                                                                   \
+    }                                                                                                             \
+    static FN_NOINLINE void add_normed_rest_##kind##_##norm##_##passed(const struct middle *row, int64_t begin,   \
+                                                                       int64_t n, int64_t s) {                    \
+        add_normed_rest(kind, norm, passed, row, begin, n, s);                                                    \
+    }                                                                                                             \
+    static void add_normed_##kind##_##norm##_##passed(const struct middle *row, int64_t hidden) {                 \
+        add_normed_row(kind, norm, passed, 0, row, hidden, add_normed_rest_##kind##_##norm##_##passed);           \
+    }                                                                                                             \
+    static void add_normed_together_##kind##_##norm##_##passed(const struct middle *row, int64_t hidden) {        \
+        add_normed_row(kind, norm, passed, 1, row, hidden, add_normed_rest_##kind##_##norm##_##passed);           \
+    }                                                                                                             \
+    static void scale_sum_##kind##_##norm##_##passed(const struct scale *row, int64_t hidden) {                   \
+        if (STREAMS && row->bypass_cache) scale_row(kind, norm, F32, 0, NONE, kind, row, hidden, 1);              \
+        else scale_row(kind, norm, F32, 0, NONE, kind, row, hidden, 0);                                           \
     }
-#define TWO_NORMS_ENTRY(kind, norm, passed) [kind][norm != NONE][passed == F32] = two_norms_##kind##_##norm##_##passed,
-TWO_NORMS(TWO_NORMS_FUNCTION)
-static two_norms_fn *const two_norms[KINDS][2][2] = {TWO_NORMS(TWO_NORMS_ENTRY)};
+#define PASSES_ENTRY(kind, norm, passed)                                                                           \
+    [kind][norm != NONE][passed == F32] = {                                                                        \
+        sum_of_x_##kind##_##norm##_##passed,                                                                       \
+        {add_normed_##kind##_##norm##_##passed, add_normed_together_##kind##_##norm##_##passed},                   \
+        scale_sum_##kind##_##norm##_##passed,                                                                      \
+    },
+TWO_NORMS(PASSES)
+static const struct passes two_norms[KINDS][2][2] = {[NONE] = {{{NULL}}}, TWO_NORMS(PASSES_ENTRY)};
 
 /*
- * Rows [begin, end), in one level; 0 where another way is needed. `first` is the norm before the addition, whose rows pass
- * to `next`. `gain` has room for a row of float.
+ * Rows [begin, end), in one level; 0 where another way is needed. `first` is the norm before the addition, whose rows
+ * pass to `next`. `gain` has room for a row of float.
+ *
+ * From memory, the second pass of a row is made together with the first pass of the next row and the third pass of the
+ * row before, so that memory is read and written while there is arithmetic to do. In the caches, passes follow each
+ * other. There the first pass of the next row comes before the third, so that the end of a row's sum, a root and a
+ * division overlap with work on the other row; but not of float rows, two of which the nearest cache does not hold.
  */
 static int two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,
                           void *scratch, float *gain) {
     const int kind = first->x_kind;
-    if (next->hidden < FN_SEGMENT) return 0; /* a chain halves the sums of several short rows together */
+    const int64_t hidden = next->hidden, kept = (int64_t)sizeof(float) * fn_kept(hidden);
+    const int64_t segments = (hidden + FN_SEGMENT - 1) / FN_SEGMENT;
+    if (hidden < FN_SEGMENT) return 0; /* a chain halves the sums of several short rows together */
     if (first->flags & FN_SCALE_ONLY || next->affine || next->rstd || next->residual_kind != kind || next->out_kind != kind) return 0;
     if (kind == FN_F64 || (kind != FN_F32 && (!(next->flags & FN_ROUND_SUM) || end - begin < ONE_KIND_ROWS))) return 0;
     struct fn_forward_job before = *first, after = *next; /* as if no other kind passed between them */
     before.out_kind = after.x_kind = kind;
     const struct plan a = plan_of(&before), b = plan_of(&after);
-    two_norms_fn *rows = two_norms[a.x][a.norm != NONE][first->out_kind == FN_F32];
-    if (a.x != b.x || !rows) return 0; /* weights of other kinds than a bfloat16 x; BF16 has none where BF16P has */
-    rows(first, next, begin, end, scratch, float_weight(&before, &a, gain), float_weight(&after, &b, scratch));
-    if (STREAMS && next->bypass_cache) u_stream_end();
+    const int together = next->from_memory, alone = kind == FN_F32 && !together;
+    const struct passes *const pass = &two_norms[a.x][a.norm != NONE][first->out_kind == FN_F32];
+    /* BF16 has none where BF16P has, and weights may be of other kinds than a bfloat16 x. */
+    if (a.x != b.x || !pass->sum) return 0;
+
+    float *const room = (float *)((char *)scratch + kept); /* for the sums of two rows */
+    struct scale previous = {.weight = float_weight(&after, &b, scratch), .bypass_cache = STREAMS && next->bypass_cache};
+    struct middle row = {.gain = float_weight(&before, &a, gain), .sums = room, .next_sums = room + fn_padded_sums(hidden)};
+    float sum = pass->sum(first->x + begin * first->x_stride, hidden, room);
+    for (int64_t m = begin; m < end; m++) {
+        const int last = m + 1 == end;
+        row.rstd = rstd_of(sum, hidden, first->eps);
+        row.x = first->x + m * first->x_stride;
+        row.next_x = together && !last ? row.x + first->x_stride : NULL;
+        row.previous = together && m > begin ? &previous : NULL;
+        row.residual = next->residual + m * next->residual_stride;
+        row.residual_out = next->residual_out + m * next->residual_out_stride;
+        if (previous.bypass_cache) {
+            row.stream = row.residual_out;
+            row.residual_out = (char *)scratch + next->bypass_cache + (m - begin) % 2 * kept;
+        }
+        pass->add[together](&row, hidden);
+        previous.rstd = rstd_of(halve_sums(row.sums, segments), hidden, next->eps);
+        previous.h = previous.next_x = previous.next_residual = row.residual_out;
+        previous.out = next->out + m * next->out_stride;
+        if (row.next_x) {
+            sum = halve_sums(row.next_sums, segments);
+            continue;
+        }
+        if (!alone && !last) sum = pass->sum(row.x + first->x_stride, hidden, room);
+        pass->scale(&previous, hidden);
+        if (alone && !last) sum = pass->sum(row.x + first->x_stride, hidden, room);
+    }
+    if (previous.bypass_cache) u_stream_end();
     return 1;
 }

@@ -1853,8 +1853,8 @@ MUTANTS = (
         FUSED,
         "Norm_before_add: from memory, a row's first pass is made of the row before",
         "cpu/two_norms_body.h",
-        "row.next_x = together && m + 1 < end ? first->x + (m + 1)",
-        "row.next_x = together && m + 1 < end ? first->x + m",
+        "row.next_x = together && !last ? row.x + first->x_stride : NULL;",
+        "row.next_x = together && !last ? row.x : NULL;",
     ),
     Mutant(
         FUSED,
