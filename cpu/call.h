@@ -81,11 +81,13 @@ enum fn_quantizer_flag {
 
 /*
  * How rows are quantized, and where to: fusednorm/packing.py packs it. All fields have 8 bytes. Strides are in bytes, in
- * the two levels of the call's rows; a group stride leads from the scale of a group to that of the row's next group.
+ * the two levels of the call's rows; a group stride leads from the scale of a group to that of the row's next group. The
+ * fields before `inner` are the same for all calls with one `Quantization` and rows of one dtype.
  */
 struct fn_quantizer {
-    int64_t kind, flags, group, inner;
+    int64_t kind, flags, group; /* group: the elements that share a scale, or 0 for all of a row */
     double qmin, qmax, amax_floor, amax_limit, scale_floor;
+    int64_t inner;
     uintptr_t out;
     int64_t out_outer_stride, out_stride;
     uintptr_t scale; /* float */

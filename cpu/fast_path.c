@@ -38,7 +38,7 @@ static int64_t row_stride(const tensor *t) {
 }
 
 /* An empty tensor, and one without memory, is no plain tensor. */
-int fn_read(PyObject *object, tensor *t, struct fn_operand *o) {
+int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o) {
     if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return 0;
     if (fn_exchange_api->tensor_from(object, t)) {
         /* Sparse, meta, of a type that DLPack lacks: Python reports the error. No memory, an interrupt: raised as it is. */
@@ -50,9 +50,11 @@ int fn_read(PyObject *object, tensor *t, struct fn_operand *o) {
     for (int i = 0; i < t->ndim; i++)
         if (t->shape[i] == 0) return 0;
     *o = (struct fn_operand){.kind = kind_of(t), .stride = row_stride(t)};
-    if (o->kind) o->address = (uintptr_t)t->data + t->byte_offset;
+    if (t->data) o->address = (uintptr_t)t->data + t->byte_offset;
     return o->stride >= 0 && o->address;
 }
+
+int fn_read(PyObject *object, tensor *t, struct fn_operand *o) { return fn_read_any(object, t, o) && o->kind; }
 
 int64_t fn_elements(const tensor *t) {
     int64_t elements = 1;
@@ -124,10 +126,12 @@ static PyObject *call_function(const function *f, PyObject *argument) {
 
 /*
  * Python's arguments: the operands that users may give, then the others. Those from FIRST_WEIGHT on are of a norm of x
- * before the addition, if there is one: it has the flags and the weight_offset of the norm after the addition.
+ * before the addition, if there is one: it has the flags and the weight_offset of the norm after the addition. Or a
+ * quantizer's arguments follow the others.
  */
 enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, ARGUMENTS };
 enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN_IS_F32, NEXT_NORM, ARGUMENTS_OF_CHAIN };
+enum { ARGUMENTS_OF_QUANTIZER = ARGUMENTS + FN_QUANTIZER_ARGUMENTS }; /* see fast_path_quantized.c */
 
 static function is_grad_enabled, increment_version;
 static descrgetfunc get_requires_grad; /* of the descriptor `requires_grad`, which Python would look up each time */
@@ -156,7 +160,7 @@ static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
         if (records) return records;
     }
     records = requires_gradient(arguments[BIAS]);
-    return !records && count > FIRST_WEIGHT ? requires_gradient(arguments[FIRST_WEIGHT]) : records;
+    return !records && count == ARGUMENTS_OF_CHAIN ? requires_gradient(arguments[FIRST_WEIGHT]) : records;
 }
 
 /* What fusednorm/listeners.py asks: functions, and dictionary, name and value of variables. */
@@ -234,21 +238,15 @@ static int open_listeners(PyObject *questions, PyObject *variables, PyObject *fu
 /* None: Python must make the call. */
 static PyObject *refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
 
-/* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
-typedef struct {
-    uintptr_t begin;
-    int64_t rows, step, bytes;
-} extent;
-
-static extent extent_of(const struct fn_call *c, int i) {
+fn_extent fn_extent_of(const struct fn_call *c, int i) {
     const struct fn_operand *o = &c->operand[i];
     int64_t item = fn_element_size(o->kind);
     const int64_t rows = i != FN_WEIGHT && i != FN_BIAS ? c->rows : o->stride ? c->heads : 1;
-    return (extent){o->address, rows, o->stride * item, c->hidden * item};
+    return (fn_extent){o->address, rows, o->stride * item, c->hidden * item};
 }
 
-/* Whether two operands share no memory, as far as that is cheap to tell: apart, or columns of one matrix. */
-static int apart(extent a, extent b) {
+/* One lies before the other, or they are columns of one matrix. */
+int fn_apart(fn_extent a, fn_extent b) {
     if (a.begin + (a.rows - 1) * a.step + a.bytes <= b.begin) return 1;
     if (b.begin + (b.rows - 1) * b.step + b.bytes <= a.begin) return 1;
     if (a.step != b.step || a.step == 0) return 0;
@@ -262,16 +260,16 @@ static int overlap(const struct fn_call *c, const struct fn_call *first) {
     const struct fn_operand *o = c->operand;
     for (int out = FN_OUT; out <= FN_RESIDUAL_OUT; out++) {
         if (!o[out].kind) continue;
-        extent a = extent_of(c, out);
+        fn_extent a = fn_extent_of(c, out);
         if (a.rows > 1 && a.step < a.bytes) return 1;
         for (int i = FN_X; i < out; i++) {
             if (!o[i].kind) continue;
-            extent b = extent_of(c, i);
+            fn_extent b = fn_extent_of(c, i);
             int same = a.begin == b.begin && a.step == b.step && o[out].kind == o[i].kind;
-            if (!(same && i < FN_WEIGHT) && !apart(a, b)) return 1;
+            if (!(same && i < FN_WEIGHT) && !fn_apart(a, b)) return 1;
         }
-        if (o[FN_BIAS].kind && !apart(a, extent_of(c, FN_BIAS))) return 1;
-        if (first && first->operand[FN_WEIGHT].kind && !apart(a, extent_of(first, FN_WEIGHT))) return 1;
+        if (o[FN_BIAS].kind && !fn_apart(a, fn_extent_of(c, FN_BIAS))) return 1;
+        if (first && first->operand[FN_WEIGHT].kind && !fn_apart(a, fn_extent_of(first, FN_WEIGHT))) return 1;
     }
     return 0;
 }
@@ -385,13 +383,15 @@ static int run(struct fn_call *c, const tensor *x, int triton) {
     return fn_launch_cuda(c, stream) != FN_LAUNCHED;
 }
 
-/* Tells autograd what was written, as every operation of torch's does; returns 0, or -1 with a Python error. */
-static int count_writes(PyObject *const outputs[2], const int written[2]) {
-    if (!written[0] && !written[1]) return 0;
-    PyObject *both = written[0] && written[1] ? PyTuple_Pack(2, outputs[0], outputs[1])
-                                              : PyTuple_Pack(1, outputs[written[0] ? 0 : 1]);
-    PyObject *none = both ? call_function(&increment_version, both) : NULL;
-    Py_XDECREF(both);
+int fn_count_writes(PyObject *const *outputs, const int *written, int count) {
+    int number = 0;
+    for (int i = 0; i < count; i++) number += written[i];
+    if (!number) return 0;
+    PyObject *all = PyTuple_New(number);
+    for (int i = count; all && i-- > 0;)
+        if (written[i] && PyTuple_SetItem(all, --number, Py_NewRef(outputs[i]))) Py_CLEAR(all);
+    PyObject *none = all ? call_function(&increment_version, all) : NULL;
+    Py_XDECREF(all);
     Py_XDECREF(none);
     return none ? 0 : -1;
 }
@@ -399,12 +399,17 @@ static int count_writes(PyObject *const outputs[2], const int written[2]) {
 /* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
 static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
     struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
+    struct fn_quantized quantized;
     tensor t[FN_FORWARD_OPERANDS_IN_C];
-    if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN) {
-        PyErr_Format(PyExc_TypeError, "forward takes %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN, count);
+    if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER) {
+        PyErr_Format(PyExc_TypeError, "forward takes %d, %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN,
+                     ARGUMENTS_OF_QUANTIZER, count);
         return NULL;
     }
+    const int quantizes = count == ARGUMENTS_OF_QUANTIZER;
+    if (quantizes) c = &quantized.call;
     if (!read_arguments(arguments, t, c)) return refuse();
+    if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &quantized)) return refuse();
     const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
     if (count == ARGUMENTS_OF_CHAIN) {
         first = calls;
@@ -418,6 +423,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
     const int in_c_alone = c->heads > 1 || c->operand[FN_BIAS].kind || (first && first->flags & FN_SCALE_ONLY);
+    if (quantizes && (triton || device != DL_CPU)) return refuse();
     if ((triton && first) || (in_c_alone && (triton || device != DL_CPU))) return refuse();
     int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
@@ -426,11 +432,17 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
     const int written[2] = {c->operand[FN_OUT].kind != FN_NONE, c->operand[FN_RESIDUAL_OUT].kind != FN_NONE};
-    int failed = allocate(arguments, outputs, c, count == ARGUMENTS || arguments[NEXT_NORM] == Py_True);
+    int failed = allocate(arguments, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
     if (!failed) failed = overlap(c, first);
+    if (!failed && quantizes) {
+        result = fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs[1], written[1]);
+        Py_XDECREF(outputs[0]);
+        Py_XDECREF(outputs[1]);
+        return result;
+    }
     if (first) c->operand[FN_X] = first->operand[FN_OUT];
     if (!failed) failed = run(first ? first : c, &t[FN_X], triton);
-    if (!failed) failed = count_writes(outputs, written);
+    if (!failed) failed = fn_count_writes(outputs, written, 2);
     if (!failed) result = PyTuple_Pack(2, outputs[0], outputs[1]);
     else if (failed > 0) result = refuse();
     Py_XDECREF(outputs[0]);
@@ -478,9 +490,9 @@ static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
 static PyMethodDef forward_method = {
     "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
     "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask, bias, x_scale[, "
-    "first_weight, first_eps, between_is_float32, next_norm])\n--\n\nThe outputs (any operand but x may be None), or None "
+    "first_weight, first_eps, between_is_float32, next_norm | packed, between_is_float32, normalises, scale, out, scale_out])\n--\n\nThe outputs (any operand but x may be None), or None "
     "if nothing was done and Python must make the call. The last arguments ask for a norm of x before the addition, and "
-    "say whether a norm follows the addition."};
+    "say whether a norm follows the addition; or they ask for a quantizer."};
 
 static PyObject *forward_on(PyObject *module, PyObject *arguments) {
     (void)module;
@@ -504,6 +516,9 @@ static PyMethodDef methods[] = {
      "questions, variables, function modes, addresses in C++)\n--\n\n"
      "Whether this version of the exchange API is understood."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
+    {"open_quantizer", fn_open_quantizer, METH_VARARGS,
+     "open_quantizer(empty_like, new_empty, keywords of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nLets "
+     "calls with a quantizer through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
      "open_cuda(addresses of cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent)\n--\n\n"
      "Lets tensors on NVIDIA GPUs through; forgets the kernels held."},

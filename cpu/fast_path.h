@@ -1,6 +1,7 @@
 /*
- * What the files of the fast path share: fast_path.c reads the operands of a forward pass, and fast_path_backward.c those
- * of a backward pass. The C library takes the call, or cuda_launch.c, or triton_launch.c.
+ * What the files of the fast path share: fast_path.c reads the operands of a forward pass, fast_path_quantized.c those of a
+ * quantizer after it, and fast_path_backward.c those of a backward pass. The C library takes the call, or cuda_launch.c, or
+ * triton_launch.c.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
 #define FUSEDNORM_FAST_PATH_H
@@ -41,9 +42,19 @@ extern const exchange_api *fn_exchange_api; /* NULL until it is open */
 extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
 /* Reads a plain tensor whose rows are one stride apart. Returns 0 for any other object, perhaps with a Python error. */
 int fn_read(PyObject *object, tensor *t, struct fn_operand *o);
+int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o); /* also of a type that no kernel takes: FN_NONE */
 int fn_same_shape(const tensor *a, const tensor *b);
 int fn_same_device(const tensor *a, const tensor *b);
 int64_t fn_elements(const tensor *t); /* -1 if there are gaps between them */
+/* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
+typedef struct {
+    uintptr_t begin;
+    int64_t rows, step, bytes;
+} fn_extent;
+fn_extent fn_extent_of(const struct fn_call *c, int operand);
+int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
+/* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
+int fn_count_writes(PyObject *const *outputs, const int *written, int count);
 /* Reads at most FN_CHAIN calls, as fusednorm/packing.py packs them; returns 0 with a Python error. */
 int fn_unpack(PyObject *bytes, struct fn_call *calls);
 int fn_threads(const struct fn_call *c); /* -1 with a Python error */
@@ -57,8 +68,22 @@ int fn_launch_cuda(const struct fn_call *calls, void *stream);
 int fn_has_triton_kernel(const struct fn_call *c);
 int fn_run_triton_kernel(struct fn_call *c); /* nonzero if it refuses, or -1 with a Python error */
 
+/* fast_path_quantized.c; `passed_kind` is that of the rows which the norm passes. */
+struct fn_quantized {
+    struct fn_call call;
+    struct fn_quantizer quantizer; /* follows the call in memory, as fn_run expects it */
+    int64_t passed_kind;
+};
+enum { FN_QUANTIZER_ARGUMENTS = 6 };
+/* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+int fn_read_quantizer(PyObject *const *arguments, struct fn_quantized *given);
+/* Allocates what is not given, and quantizes: the results, or None if Python must make the call. */
+PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
+                      PyObject *residual_out, int residual_written);
+
 /* Python's functions; fast_path.c has their documentation. */
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments);
 PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_launch_held(PyObject *module, PyObject *arguments);

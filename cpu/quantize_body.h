@@ -5,37 +5,54 @@
 
 enum { FLOAT8 = 1, AFTER = 2 }; /* beside 0: ways to make a byte */
 
-/* A row as float. Operands may be unaligned, and float64 is rounded. */
+/*
+ * An element of a row of float or bfloat16, which may be unaligned. Of the other kinds there are no vectors in plain C:
+ * `widen_row` makes rows of float of them.
+ */
+FN_INLINE float element(int kind, const char *row, int64_t i) {
+    uint16_t half;
+    float value;
+    if (kind == BF16) {
+        memcpy(&half, row + i * (int64_t)sizeof half, sizeof half);
+        return f32_from_bf16(half);
+    }
+    memcpy(&value, row + i * (int64_t)sizeof value, sizeof value);
+    return value;
+}
+
+/* A row of float16, or of float64, which is rounded. */
 static void widen_row(int kind, const char *row, int64_t hidden, float *y) {
-    if (kind == FN_F32) {
-        memcpy(y, row, (size_t)hidden * sizeof *y);
-    } else if (kind == FN_F64) {
-        for (int64_t i = 0; i < hidden; i++) {
+    int64_t i = 0;
+    if (kind == FN_F64) {
+        for (; i < hidden; i++) {
             double value;
             memcpy(&value, row + i * (int64_t)sizeof value, sizeof value);
             y[i] = (float)value;
         }
-    } else if (kind == FN_BF16) {
-        for (int64_t i = 0; i < hidden; i++) {
-            uint16_t half;
-            memcpy(&half, row + i * (int64_t)sizeof half, sizeof half);
-            y[i] = f32_from_bf16(half);
-        }
-    } else {
-        int64_t i = 0;
-        for (; i + UNIT <= hidden; i += UNIT) u_store(F32, y, i, UNIT, u_load(F16, row, u_index(i), UNIT));
-        if (i < hidden) u_store(F32, y, i, UNIT, u_load(F16, row, i, (int)(hidden - i)));
+        return;
     }
+    for (; i + UNIT <= hidden; i += UNIT) u_store(F32, y, i, UNIT, u_load(F16, row, u_index(i), UNIT));
+    if (i < hidden) u_store(F32, y, i, UNIT, u_load(F16, row, i, (int)(hidden - i)));
 }
 
 /* The greatest magnitude, by its bits: a NaN is the greatest. */
-static float greatest_magnitude(const float *y, int64_t n) {
-    int32_t greatest = 0;
+static float greatest_magnitude(int kind, const char *y, int64_t n) {
+    if (kind == F32) {
+        int32_t greatest = 0;
+        for (int64_t i = 0; i < n; i++) {
+            int32_t bits = (int32_t)(bits_of_f32(element(F32, y, i)) & 0x7fffffff);
+            greatest = bits > greatest ? bits : greatest;
+        }
+        return f32_of_bits((uint32_t)greatest);
+    }
+    uint16_t greatest = 0;
     for (int64_t i = 0; i < n; i++) {
-        int32_t bits = (int32_t)(bits_of_f32(y[i]) & 0x7fffffff);
+        uint16_t bits;
+        memcpy(&bits, y + i * (int64_t)sizeof bits, sizeof bits);
+        bits &= 0x7fff;
         greatest = bits > greatest ? bits : greatest;
     }
-    return f32_of_bits((uint32_t)greatest);
+    return kind == BF16 ? f32_from_bf16(greatest) : f32_from_f16(greatest);
 }
 
 /* Whole numbers in the order of floats; -0 is below +0, and NaN is apart from them. */
@@ -45,10 +62,10 @@ FN_INLINE int32_t in_order_of_floats(float value) {
 }
 
 /* The least and the greatest element; both are NaN if one of them is. */
-static void least_and_greatest(const float *y, int64_t n, float *least, float *greatest) {
+FN_INLINE void least_and_greatest(int kind, const char *y, int64_t n, float *least, float *greatest) {
     int32_t low = INT32_MAX, high = INT32_MIN;
     for (int64_t i = 0; i < n; i++) {
-        int32_t place = in_order_of_floats(y[i]);
+        int32_t place = in_order_of_floats(element(kind, y, i));
         low = place < low ? place : low;
         high = place > high ? place : high;
     }
@@ -70,23 +87,28 @@ FN_INLINE float at_most(float value, float limit) {
     return f32_of_bits(bits_if(value > limit, bits_of_f32(limit), bits_of_f32(value)));
 }
 
-/* The byte of a number within the range, rounded to nearest even in integers. */
-FN_INLINE uint8_t float8_of(float v, int mantissa, int least_exponent) {
+/*
+ * The byte of a number, cut to the range and rounded to nearest even. Adding 2^20 steps of the format (of e4m3: its 3 bits
+ * and those 20 fill a float) rounds a magnitude to whole steps, which then stand in the last bits. The step is that of the
+ * magnitude's exponent, and from the least exponent on that of subnormals.
+ */
+FN_INLINE uint8_t float8_of(float v, int mantissa, int least_exponent, uint32_t least, uint32_t greatest) {
     const int dropped = 23 - mantissa;
-    const uint32_t bits = bits_of_f32(v), magnitude = bits & 0x7fffffff;
-    const uint32_t least_normal = (uint32_t)(127 + least_exponent) << 23;
-    /* A number with the step of subnormals: adding it rounds to that step. */
-    const uint32_t step = (uint32_t)(127 + least_exponent - mantissa + 23) << 23;
-    uint32_t normal = (magnitude + ((1u << (dropped - 1)) - 1) + (magnitude >> dropped & 1)) >> dropped;
-    normal -= (uint32_t)(127 + least_exponent - 1) << mantissa;
-    uint32_t subnormal = bits_of_f32(f32_of_bits(magnitude) + f32_of_bits(step)) - step;
-    uint32_t code = bits_if(magnitude < least_normal, subnormal, normal) | (bits >> 24 & 0x80);
-    return (uint8_t)bits_if(magnitude > 0x7f800000, 0x7f, code);
+    const int32_t bits = (int32_t)bits_of_f32(v), negative = bits >> 31, magnitude = bits & 0x7fffffff;
+    const int32_t limit = (int32_t)(greatest + ((uint32_t)negative & (least - greatest)));
+    const int32_t within = magnitude > limit ? limit : magnitude, lowest = (127 + least_exponent) << 23;
+    int32_t exponent = within & 0x7f800000;
+    exponent = exponent > lowest ? exponent : lowest;
+    const uint32_t shifted = (uint32_t)exponent + ((uint32_t)dropped << 23);
+    const uint32_t steps = bits_of_f32(f32_of_bits((uint32_t)within) + f32_of_bits(shifted)) - shifted;
+    const uint32_t code = steps + ((uint32_t)(exponent - lowest) >> dropped);
+    return (uint8_t)bits_if(magnitude > 0x7f800000, 0x7f, code | (uint32_t)(negative & 0x80));
 }
 
 /* A group of a row, whose quotients are y / by or y * by. */
 struct group {
-    const float *y;
+    const char *given, *y; /* the elements, and what `element` reads: the same where it can */
+    int given_kind, kind;
     uint8_t *out;
     int64_t n;
     float by, qmin, qmax, shift;
@@ -94,38 +116,42 @@ struct group {
 };
 
 /* `mode`: FLOAT8 with these numbers of the format; AFTER: a zero point is added to a whole number; or 0. */
-FN_INLINE void store_group(int mode, int mantissa, int least_exponent, int divides, int shifts, const struct group *g) {
-    const float *restrict y = g->y;
+FN_INLINE void store_group(int kind, int divides, int mode, int mantissa, int least_exponent, int shifts,
+                           const struct group *g) {
+    const char *restrict y = g->y;
     uint8_t *restrict out = g->out; /* which could be the memory of anything else */
     const int64_t n = g->n;
-    const float by = g->by, qmin = g->qmin, qmax = g->qmax, shift = g->shift;
-    const int32_t added = g->added, low = (int32_t)qmin, high = (int32_t)qmax;
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    const float by = g->by, shift = g->shift;
+    const int32_t added = g->added, qmin = (int32_t)g->qmin, qmax = (int32_t)g->qmax;
+    const uint32_t least = bits_of_f32(g->qmin) & 0x7fffffff, greatest = bits_of_f32(g->qmax);
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, whose last byte is the sum's */
+    const int32_t low = (int32_t)bits_of_f32(magic) + qmin, high = (int32_t)bits_of_f32(magic) + qmax;
     for (int64_t i = 0; i < n; i++) {
-        float v = divides ? y[i] / by : y[i] * by;
+        float v = divides ? element(kind, y, i) / by : element(kind, y, i) * by;
         if (shifts) v += shift;
-        if (mode == AFTER) {
+        if (mode == FLOAT8) {
+            out[i] = float8_of(v, mantissa, least_exponent, least, greatest);
+        } else if (mode == AFTER) {
             v = f32_of_bits(bits_if(v == v, bits_of_f32(v), 0));
             int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f)) + added;
+            whole = whole < qmin ? qmin : whole;
+            out[i] = (uint8_t)(whole > qmax ? qmax : whole);
+        } else { /* sums have the order of their bits, taken as a signed number */
+            int32_t whole = (int32_t)bits_of_f32(v + magic);
             whole = whole < low ? low : whole;
-            out[i] = (uint8_t)(whole > high ? high : whole);
-            continue;
-        }
-        v = at_most(at_least(v, qmin), qmax);
-        if (mode == FLOAT8) {
-            out[i] = float8_of(v, mantissa, least_exponent);
-        } else {
-            int32_t whole = (int32_t)(bits_of_f32(v + magic) - bits_of_f32(magic));
+            whole = whole > high ? high : whole;
             out[i] = (uint8_t)((int32_t)bits_if(v == v, (uint32_t)whole, 0) + added);
         }
     }
 }
 
 static void store_numbers(const struct fn_quantizer *q, int divides, const struct group *g) {
-#define STORE(mode, mantissa, least_exponent, shifts)                           \
-    do {                                                                        \
-        if (divides) store_group(mode, mantissa, least_exponent, 1, shifts, g); \
-        else store_group(mode, mantissa, least_exponent, 0, shifts, g);         \
+#define STORE(...)                                                                        \
+    do {                                                                                  \
+        if (g->kind == F32 && divides) store_group(F32, 1, __VA_ARGS__, g);               \
+        else if (g->kind == F32) store_group(F32, 0, __VA_ARGS__, g);                     \
+        else if (divides) store_group(BF16, 1, __VA_ARGS__, g);                           \
+        else store_group(BF16, 0, __VA_ARGS__, g);                                        \
     } while (0)
     if (q->kind == FN_E4M3) STORE(FLOAT8, 3, -6, 0);
     else if (q->kind == FN_E5M2) STORE(FLOAT8, 2, -14, 0);
@@ -149,11 +175,11 @@ static void quantize_group(const struct fn_quantizer *q, struct group *g, float 
     } else {
         float steps = qmax, high;
         if (asymmetric) {
-            least_and_greatest(g->y, g->n, &low, &high);
+            least_and_greatest(g->kind, g->y, g->n, &low, &high);
             span = high - low;
             steps = qmax - qmin;
         } else {
-            span = at_most(at_least(greatest_magnitude(g->y, g->n), (float)q->amax_floor), (float)q->amax_limit);
+            span = at_most(at_least(greatest_magnitude(g->given_kind, g->given, g->n), (float)q->amax_floor), (float)q->amax_limit);
         }
         scale = q->flags & FN_SCALE_BY_RECIPROCAL ? span * (1.0f / steps) : span / steps;
         scale = at_least(scale, (float)q->scale_floor);
@@ -170,7 +196,8 @@ static void quantize_group(const struct fn_quantizer *q, struct group *g, float 
     if (scale == 0) { /* one byte for all elements */
         const float zero = 0;
         struct group one = *g;
-        one.y = &zero;
+        one.y = (const char *)&zero;
+        one.kind = F32;
         one.n = 1;
         one.by = 1;
         store_numbers(q, 0, &one);
@@ -184,13 +211,20 @@ static void quantize_group(const struct fn_quantizer *q, struct group *g, float 
 
 static void quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
                          float *scratch) {
-    widen_row(kind, row, hidden, scratch);
+    const int is_read = kind == FN_F32 || kind == FN_BF16, given_kind = kind == FN_F64 ? FN_F32 : kind;
+    if (!is_read) widen_row(kind, row, hidden, scratch);
+    const char *const y = is_read ? row : (const char *)scratch, *const given = kind == FN_F64 ? y : row;
+    const int64_t item = kind == FN_BF16 ? 2 : 4, given_item = fn_element_size(given_kind);
+    const int64_t length = q->group ? q->group : hidden;
     const int64_t outer = m / q->inner, inner = m % q->inner;
     char *const out = (char *)q->out + outer * q->out_outer_stride + inner * q->out_stride;
     char *scale = (char *)q->scale + outer * q->scale_outer_stride + inner * q->scale_stride;
     char *point = (char *)q->zero_point + outer * q->zero_point_outer_stride + inner * q->zero_point_stride;
-    for (int64_t begin = 0; begin < hidden; begin += q->group) {
-        struct group g = {.y = scratch + begin, .out = (uint8_t *)out + begin, .n = q->group};
+    for (int64_t begin = 0; begin < hidden; begin += length) {
+        struct group g = {
+            .given = given + begin * given_item, .y = y + begin * item, .given_kind = given_kind,
+            .kind = is_read ? kind : F32, .out = (uint8_t *)out + begin, .n = length,
+        };
         float found = 0;
         int32_t found_point = 0;
         if (q->flags & FN_GIVEN_SCALE) {

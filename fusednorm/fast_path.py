@@ -43,11 +43,19 @@ def _open(exchange_api: object) -> bool:
 
 _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
+
+def _open_quantizer() -> None:
+    dtypes = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
+    _fast_path.open_quantizer(torch.empty_like, torch.Tensor.new_empty, *({"dtype": dtype} for dtype in dtypes))
+
+
 #: Whether its extension can be imported.
 COMPILED = _fast_path is not None
 
 #: Whether there is a fast path.
 OPEN = COMPILED and _api is not None and not listeners.MISSING and _open(_api)
+if OPEN:
+    _open_quantizer()
 
 
 def _refuse(*_: object) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -133,18 +132,18 @@ _QUANTIZER_FLAGS: tuple[Callable[[Quantization], bool], ...] = (
     lambda q: q.zero_point == "after",
     lambda q: q.zero_point == "before",
 )
-_QUANTIZER = struct.Struct("=4q5d11q")
+_QUANTIZATION, _RESULTS = struct.Struct("=3q5d"), struct.Struct("=12q")
 
 
-@functools.lru_cache(maxsize=256)
-def _numbers_of(quantization: Quantization, dtype: torch.dtype, hidden_size: int) -> tuple[Any, ...]:
-    """The fields of ``struct fn_quantizer`` that no operand decides."""
+def pack_quantization(quantization: Quantization, dtype: torch.dtype) -> bytes:
+    """The fields of ``struct fn_quantizer`` that no operand decides, for rows of this dtype."""
     flags = sum(has(quantization) << place for place, has in enumerate(_QUANTIZER_FLAGS))
     floor = quantization.amax_floor
     if quantization.floor_dtype == "input":
         floor = torch.tensor(floor, dtype=torch.float32).to(dtype).item()
+    group = quantization.per if isinstance(quantization.per, int) else 0
     limits = (*quantization.range, floor, quantization.amax_limit, quantization.scale_floor)
-    return _BYTE_KINDS[quantization.dtype], flags, quantization.group(hidden_size), limits
+    return _QUANTIZATION.pack(_BYTE_KINDS[quantization.dtype], flags, group, *limits)
 
 
 def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
@@ -155,11 +154,10 @@ def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
         device = call.out.device.index or 0
         numbers = (0, QUANTIZE_ONLY, device, threads, call.rows, call.inner, call.hidden_size, 0, 0, 1, 0.0, 0.0)
         packed = _pack(*numbers, *_operand(call.y, call.y_strides), *8 * _ABSENT)
-    kind, flags, group, limits = _numbers_of(call.quantization, call.dtype, call.hidden_size)
     out, scale, zero_point = call.out, call.scale, call.zero_point
-    return packed + _QUANTIZER.pack(
-        *(kind, flags, group, call.inner, *limits),
-        *(out.data_ptr(), *call.out_strides),
+    results = _RESULTS.pack(
+        *(call.inner, out.data_ptr(), *call.out_strides),
         *(scale.data_ptr(), *(4 * stride for stride in call.scale_strides)),
         *((0, 0, 0, 0) if zero_point is None else (zero_point.data_ptr(), *(4 * s for s in call.zero_point_strides))),
     )
+    return packed + call.quantization.packed[KINDS[call.dtype]] + results

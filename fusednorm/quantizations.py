@@ -6,11 +6,14 @@ a row for each function. The formulas are in docs/spec.md, section 9.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+
+from fusednorm.packing import KINDS, pack_quantization
 
 #: The dtypes, and the least and the greatest number of each.
 RANGES: dict[torch.dtype, tuple[float, float]] = {
@@ -100,6 +103,8 @@ class Quantization:
             raise ValueError(
                 f"qmin and qmax must lie around 0, within {lowest:g} and {highest:g}, got {least:g} and {greatest:g}"
             )
+        if self.dtype.is_floating_point and least == 0:
+            raise ValueError(f"qmin of {str(self.dtype)[6:]} must be less than 0, got {least:g}")
         if not self.dtype.is_floating_point and (least % 1 or greatest % 1):
             raise ValueError(f"qmin and qmax of {str(self.dtype)[6:]} must be whole, got {least:g} and {greatest:g}")
 
@@ -139,6 +144,11 @@ class Quantization:
     def computes_zero_point(self) -> bool:
         """Whether a zero point is one of the results."""
         return self.zero_point in ("after", "before")
+
+    @functools.cached_property
+    def packed(self) -> tuple[bytes, ...]:
+        """The quantization as the C library takes it, for rows of each dtype: by its number in C."""
+        return tuple(pack_quantization(self, dtype or torch.float32) for dtype in KINDS)
 
     def group(self, hidden_size: int) -> int:
         """The elements that share a scale, for rows of this length; all of them for per="tensor"."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import dispatcher, listeners, plain, run, run_quantized
@@ -22,6 +23,7 @@ from fusednorm.checks import (
 )
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.quantizations import Quantization
+from fusednorm.registry import FastPath, fast_paths, request
 from fusednorm.run_quantized import Results
 
 
@@ -56,6 +58,10 @@ def quantize(
         ValueError: shapes, devices, groups, memory or the value of ``scale`` do not fit.
         RuntimeError: y requires grad while gradients are recorded: what is quantized has none.
     """
+    if (take := _taken_by(quantization, zero_point, zero_point_out, None, None, scale_out)) is not None:
+        result = take(y, *_NO_NORM, quantization.packed, False, False, scale, out, scale_out)
+        if result is not None:
+            return result
     operands = (y, scale, zero_point, out, scale_out, zero_point_out)
     if listeners.override(*operands):
         return handle_torch_function(
@@ -116,6 +122,13 @@ def rms_norm_quant(
         TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.rms_norm`.
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
+    if (take := _taken_by(quantization, zero_point, zero_point_out, normed_out, between, scale_out)) is not None:
+        result = take(
+            *(x, None, weight, None, None, eps, weight_offset, True, round_norm, None, True, None, 1.0),
+            *(quantization.packed, between is not None, True, scale, out, scale_out),
+        )
+        if result is not None:
+            return result
     operands = (x, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out)
     flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
     if listeners.override(*operands):
@@ -200,6 +213,15 @@ def fused_add_rms_norm_quant(
     """
     if residual is None:
         refuse_type("residual", residual)
+    if residual_dtype is None:
+        take = _taken_by(quantization, zero_point, zero_point_out, normed_out, between, scale_out)
+        if take is not None:
+            result = take(
+                *(x, residual, weight, None, residual_out, eps, weight_offset, round_sum, round_norm),
+                *(None, True, None, 1.0, quantization.packed, between is not None, True, scale, out, scale_out),
+            )
+            if result is not None:
+                return result
     operands = (x, residual, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
     flags: dict[str, Any] = {
         "weight_offset": weight_offset,
@@ -242,6 +264,29 @@ def fused_add_rms_norm_quant(
         x, residual, weight, eps, out=None if between else normed_out, out_dtype=between, **flags
     )
     return *_quantized(y, quantization, scale, zero_point, outputs), total
+
+
+#: The fast path's arguments where there are rows alone.
+_NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)
+
+
+def _taken_by(
+    quantization: Quantization,
+    zero_point: Tensor | None,
+    zero_point_out: Tensor | None,
+    normed_out: Tensor | None,
+    between: torch.dtype | None,
+    scale_out: Tensor | None,
+) -> FastPath | None:
+    """The fast path, if there is one that knows such a call."""
+    if is_dynamo_compiling():
+        return None
+    take = fast_paths.get(request())
+    if take is None or zero_point is not None or zero_point_out is not None or normed_out is not None:
+        return None
+    if type(quantization) is not Quantization or (quantization.layout != "row" and scale_out is None):
+        return None
+    return take if between is None or between is torch.float32 else None
 
 
 def _apart(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | None) -> bool:

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fusednorm import Quantization, fused_add_rms_norm_quant, quantizations, quantize, rms_norm_quant
+from fusednorm import (
+    Quantization,
+    fast_path,
+    fused_add_rms_norm_quant,
+    quantizations,
+    quantize,
+    rms_norm,
+    rms_norm_quant,
+)
 from fusednorm.backends import quantizer
 from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
 from fusednorm.conformance.test_quantized import ALL, PRESETS, given
@@ -108,6 +116,81 @@ def test_gradients_are_refused(name):
         calls[name]()
 
 
+# The fast path
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
+def test_the_fast_path_takes_what_is_usual_and_nothing_else():
+    """Results equal those of the reference; what is refused leaves every output as it was."""
+    take, gap = fast_path.forward_on({"cpu"}), torch.zeros(6, 256, dtype=I8)
+
+    def run(q, x=X, residual=None, residual_out=None, between=False, norm=True, scale=None, out=None, scale_out=None):
+        numbers = (1e-6, 0.0, True, False, None, True, None, 1.0)
+        weight = WEIGHT if norm else None
+        return take(x, residual, weight, None, residual_out, *numbers, q.packed, between, norm, scale, out, scale_out)
+
+    half, sums = X.bfloat16(), RESIDUAL.clone()
+    y, total = rms_norm(X, WEIGHT), X + RESIDUAL
+    usual = {
+        "rows": (run(TOKEN, norm=False), quantizer.quantized(X, TOKEN)),
+        "norm": (run(TOKEN), quantizer.quantized(y, TOKEN)),
+        "fused": (run(TOKEN, residual=RESIDUAL), quantizer.quantized(rms_norm(total, WEIGHT), TOKEN)),
+        "in place": (run(TOKEN, residual=sums, residual_out=sums), quantizer.quantized(rms_norm(total, WEIGHT), TOKEN)),
+        "scale": (run(STATIC, scale=ONE), quantizer.quantized(y, STATIC, ONE)),
+        "unrounded": (
+            run(TOKEN, half, between=True),
+            quantizer.quantized(rms_norm(half, WEIGHT, out_dtype=F32), TOKEN),
+        ),
+        "gaps": (run(TOKEN, out=gap[:, :128], scale_out=torch.ones(6, 2)[:, :1]), quantizer.quantized(y, TOKEN)),
+        "groups": (run(BLOCK, scale_out=torch.ones(6, 2)), quantizer.quantized(y, BLOCK)),
+        "float64": (run(TOKEN, X.double(), norm=False), quantizer.quantized(X, TOKEN)),
+    }
+    for name, (found, wanted) in usual.items():
+        assert found is not None, name
+        assert same(found[:2], wanted[:2]), name
+    assert same(usual["fused"][0][2:], [total])
+    assert usual["in place"][0][2] is sums
+    assert same([sums], [total])
+    assert (gap._version, sums._version) == (1, 1)
+
+    grad, column = X.clone().requires_grad_(), replace(TOKEN, per=100)
+    point = quantizations.VLLM_INT8_TOKEN_AZP_CPU
+    kept = gap.clone(), sums.clone()
+    other = torch.zeros(6, 128, dtype=I8)
+    unusual = {
+        "zero points": lambda: run(point, out=other),
+        "groups that do not fit": lambda: run(column, out=other),
+        "no scale": lambda: run(STATIC, out=other.view(E4M3)),
+        "a scale too many": lambda: run(TOKEN, scale=ONE, out=other),
+        "scale of 0": lambda: run(STATIC, scale=ONE * 0, out=other.view(E4M3)),
+        "scale of infinity": lambda: run(STATIC, scale=ONE * math.inf, out=other.view(E4M3)),
+        "scale of another type": lambda: run(STATIC, scale=ONE.double(), out=other.view(E4M3)),
+        "two scales": lambda: run(STATIC, scale=torch.ones(2), out=other.view(E4M3)),
+        "a scale and its copy": lambda: run(STATIC, scale=ONE, scale_out=torch.ones(1), out=other.view(E4M3)),
+        "gradient": lambda: run(TOKEN, grad, out=other),
+        "float rows between of float64": lambda: run(TOKEN, X.double(), between=True, out=other),
+        "out of another type": lambda: run(TOKEN, out=other.view(U8)),
+        "out of another shape": lambda: run(TOKEN, out=torch.zeros(6, 64, dtype=I8)),
+        "out that overlaps itself": lambda: run(TOKEN, out=other[:1].expand(6, 128)),
+        "out that overlaps x": lambda: run(TOKEN, out=X.view(I8)[:, :128]),
+        "out that overlaps the sum": lambda: run(
+            TOKEN, residual=sums, residual_out=sums, out=sums.view(I8)[:, 128:256]
+        ),
+        "out that overlaps the scales": lambda: run(TOKEN, out=gap[:, :128], scale_out=gap.view(F32)[:, :1]),
+        "out that overlaps the scale": lambda: run(STATIC, scale=gap.view(F32)[0, :1], out=gap[:, :128].view(E4M3)),
+        "scales that overlap x": lambda: run(TOKEN, scale_out=X[:, :1], out=other),
+        "scales of another type": lambda: run(TOKEN, scale_out=torch.ones(6, 1).double(), out=other),
+        "scales of other groups": lambda: run(BLOCK, scale_out=torch.ones(6, 1), out=other),
+        "scales of other rows": lambda: run(TOKEN, scale_out=torch.ones(1, 1), out=other),
+        "scales that overlap each other": lambda: run(TOKEN, scale_out=torch.ones(1, 1).expand(6, 1), out=other),
+    }
+    for name, call in unusual.items():
+        x = X.clone()
+        assert call() is None, name
+        assert same((gap, sums, X), (*kept, x)), name
+        assert not other.any(), name
+
+
 # What a quantization may be
 
 
@@ -136,6 +219,7 @@ def test_gradients_are_refused(name):
         ({"qmin": 1}, ValueError, "qmin and qmax must lie around 0"),
         ({"qmax": 0}, ValueError, "qmin and qmax must lie around 0"),
         ({"qmax": 1.5}, ValueError, "qmin and qmax of int8 must be whole"),
+        ({"dtype": E4M3, "qmin": 0}, ValueError, "qmin of float8_e4m3fn must be less than 0, got 0"),
     ],
 )
 def test_fields(changes, error, words):
