@@ -377,8 +377,12 @@ def bench(arguments: argparse.Namespace) -> int:
             arguments.ops or by_default["ops"], arguments.dtypes or by_default["dtypes"], shapes
         )
     ]
-    todo = [cell for cell in wanted if cell not in results]
     say = functools.partial(console.print, highlight=False, markup=False)
+    for cell in wanted:
+        if not cell.possible:
+            say(f"{cell}: not measured: its rows do not consist of whole groups")
+    wanted = [cell for cell in wanted if cell.possible]
+    todo = [cell for cell in wanted if cell not in results]
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} were measured before")
     if todo:

@@ -66,10 +66,12 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
     """The distance of a and b in floating-point numbers of their dtype, as int64; +0 and -0 are the same number.
 
     Args:
-        a: any shape, float16, bfloat16, float32 or float64; no NaN.
+        a: any shape, float16, bfloat16, float32, float64, or what a quantizer returns; no NaN.
         b: of that shape and dtype.
     """
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    if not a.dtype.is_floating_point:
+        return (a.to(torch.int64) - b.to(torch.int64)).abs()
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
 
     def ordinal(tensor: Tensor) -> Tensor:
         whole = tensor.contiguous().view(bits).to(torch.int64)
@@ -79,14 +81,15 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float, op: str = "add_norm") -> Tensor:
-    """The first output of an operation's formula in float64, rounded to x's dtype once, at the end.
+    """The first output of an operation's formula in float64, rounded to its dtype once, at the end.
 
     The errors of float64 are about 2^-52 of y. So where y is that near the middle between two numbers of float32 (about
     one element in 10^8), the result may be one ulp from the nearest number.
     """
     operation = OPERATIONS[op]
     inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
-    return rounded(as_tuple(operation.formula(*inputs, weight.double(), eps))[0], x.dtype)
+    y = as_tuple(operation.formula(*inputs, weight.double(), eps))[0]
+    return y if operation.quantization else rounded(y, x.dtype)
 
 
 def operands(dtype: torch.dtype, hidden_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,11 +106,11 @@ def threads() -> list[int]:
     return sorted({1, 2, torch.get_num_threads()})
 
 
-def _checked(y: Tensor, x: Tensor) -> Tensor:
+def _checked(y: Tensor, wanted: Tensor) -> Tensor:
     """Returns y if its errors can be measured."""
-    if y.shape != x.shape or y.dtype != x.dtype:
-        raise ValueError(f"returned {y.dtype} {list(y.shape)}, expected {x.dtype} {list(x.shape)}")
-    if not y.isfinite().all():
+    if y.shape != wanted.shape or y.dtype != wanted.dtype:
+        raise ValueError(f"returned {y.dtype} {list(y.shape)}, expected {wanted.dtype} {list(wanted.shape)}")
+    if not y.float().isfinite().all():
         raise ValueError("returned NaN or infinity for ordinary operands")
     return y
 
@@ -142,7 +145,7 @@ def measure(
     before = torch.get_num_threads()
     try:
         call = implementation.pure(weight, EPS, op)
-        y = _checked(call(x, residual), x)
+        y = _checked(call(x, residual), wanted)
         apart = ulps(y, wanted)
         found.max_ulp, found.mean_ulp = int(apart.max()), apart.double().mean().item()
         counts = torch.bucketize(apart, torch.tensor(EDGES, device=x.device)).flatten().bincount(minlength=len(CLASSES))

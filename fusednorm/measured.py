@@ -1,6 +1,7 @@
 """The operations that ``compare`` and ``bench`` measure: fusednorm's calls of each, and its formula in torch.
 
-A call takes x and the residual, both [M, N], or x alone. It returns the outputs, of the shape and the dtype of x.
+A call takes x and the residual, both [M, N], or x alone. It returns the outputs, of the shape and the dtype of x. If
+the operation quantizes, it returns 8-bit numbers, [M, N], their scales, and the sum.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fusednorm
+from fusednorm import Quantization, quantizations
 
 
 class Calls(NamedTuple):
@@ -20,7 +22,8 @@ class Calls(NamedTuple):
     new: Callable[..., Any]
     #: Also takes the tensors to write the outputs to.
     out: Callable[..., Any]
-    in_place: Callable[..., Any]
+    #: None if there is none.
+    in_place: Callable[..., Any] | None
 
 
 class Measured(NamedTuple):
@@ -36,6 +39,27 @@ class Measured(NamedTuple):
     rounds: str
     #: The places among the inputs to which a call in place writes its outputs.
     written: tuple[int, ...]
+    #: If the first output is quantized.
+    quantization: Quantization | None = None
+
+    @property
+    def returned(self) -> int:
+        """The number of tensors that a call returns."""
+        return self.outputs + (self.quantization is not None)
+
+    def empty_outputs(self, x: Tensor) -> list[Tensor]:
+        """Tensors for the outputs, uninitialised."""
+        q = self.quantization
+        if q is None:
+            return [torch.empty_like(x) for _ in range(self.outputs)]
+        rows, hidden_size = x.shape
+        scales = x.new_empty((rows, hidden_size // q.group(hidden_size)), dtype=torch.float32)
+        return [torch.empty_like(x, dtype=q.dtype), scales, *(torch.empty_like(x) for _ in range(self.outputs - 1))]
+
+    def nbytes(self, elements: int, itemsize: int) -> int:
+        """The bytes of the large operands, for an x of so many elements of this size."""
+        quantized = self.quantization is not None
+        return elements * (itemsize * (self.inputs + self.outputs - quantized) + quantized)
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -82,6 +106,17 @@ def _norm_add_norm(weight: Tensor, eps: float) -> Calls:
     )
 
 
+def _add_norm_quant(quantization: Quantization) -> Callable[[Tensor, float], Calls]:
+    function = fusednorm.fused_add_rms_norm_quant
+    return lambda weight, eps: Calls(
+        lambda x, r: function(x, r, weight, eps, quantization=quantization),
+        lambda x, r, y, z, s: function(
+            x, r, weight, eps, quantization=quantization, out=y, scale_out=z, residual_out=s
+        ),
+        None,
+    )
+
+
 def _formula_of_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -99,12 +134,37 @@ def _formula_of_norm_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: 
     return _formula_of_add_norm(_formula_of_norm(x, weight, eps), residual, weight, eps)
 
 
+def _formula_of_add_norm_quant(quantization: Quantization) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Of a symmetric quantization, as programs write it."""
+    least, greatest = quantization.range
+
+    def formula(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        y, total = _formula_of_add_norm(x, residual, weight, eps)
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        y = y.reshape(*y.shape[:-1], -1, quantization.group(y.shape[-1]))
+        scale = (y.abs().amax(-1, keepdim=True) / greatest).clamp(min=quantization.scale_floor)
+        numbers = y * (1 / scale) if quantization.apply == "reciprocal" else y / scale
+        if not quantization.dtype.is_floating_point:
+            numbers = numbers.round()
+        return numbers.clamp(least, greatest).to(quantization.dtype).flatten(-2), scale.squeeze(-1), total
+
+    return formula
+
+
+def _quantized(quantization: Quantization) -> Measured:
+    formula = _formula_of_add_norm_quant(quantization)
+    return Measured(2, 2, _add_norm_quant(quantization), formula, "sum, norm", (), quantization)
+
+
 #: By the name that ``--ops`` takes.
 OPERATIONS = {
     "add_norm": Measured(2, 2, _add_norm, _formula_of_add_norm, "sum", (0, 1)),
     "norm": Measured(1, 1, _norm, _formula_of_norm, "nothing", (0,)),
     "norm_add": Measured(2, 1, _norm_add, _formula_of_norm_add, "first norm", (1,)),
     "norm_add_norm": Measured(2, 2, _norm_add_norm, _formula_of_norm_add_norm, "first norm, sum", (0, 1)),
+    "add_norm_int8": _quantized(quantizations.VLLM_INT8_TOKEN_CPU),
+    "add_norm_fp8": _quantized(quantizations.VLLM_FP8_TOKEN),
+    "add_norm_fp8_block": _quantized(quantizations.VLLM_FP8_BLOCK_FUSED),
 }
 
 #: The gradients of which operation, and the number of large operands that are read and written at least.

@@ -36,7 +36,7 @@ class Implementation(NamedTuple):
     rounds: str
     #: A weight, [N], and eps -> a call, which is valid for the current number of torch's threads.
     build: Callable[[Tensor, float], Call]
-    #: Whether a call writes y to x, and the sum to the residual.
+    #: Whether a call writes y to x, and the sum to the residual; a call that quantizes then overwrites both.
     in_place: bool = False
     #: Whether a call has gradients.
     gradients: bool = False
@@ -54,6 +54,8 @@ class Implementation(NamedTuple):
         call = build(weight, eps)
         if not self.in_place:
             return lambda *given: as_tuple(call(*given[:inputs]))[0]
+        if OPERATIONS[op].quantization:
+            return lambda *given: as_tuple(call(*(operand.clone() for operand in given[:inputs])))[0]
 
         def on_copies(x: Tensor, residual: Tensor) -> Tensor:
             y = x.clone()
@@ -245,9 +247,21 @@ def vllm_ops(device: torch.device) -> list[Implementation]:
     def build(weight: Tensor, eps: float) -> Call:
         return lambda x, residual: operator(x, residual, weight, eps)
 
+    def to_int8(weight: Tensor, eps: float) -> Call:
+        quantize = torch.ops._C.dynamic_scaled_int8_quant.default
+
+        def call(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            operator(x, residual, weight, eps)
+            numbers, scales = torch.empty_like(x, dtype=torch.int8), x.new_empty((len(x), 1), dtype=torch.float32)
+            quantize(numbers, x, scales, None)
+            return numbers, scales, residual
+
+        return call
+
     # On a CPU it takes the mean of squares from the unrounded sum, and y from the rounded sum.
     rounds = "sum, for y" if device.type == "cpu" else "sum, norm"
-    return [Implementation("vLLM operator", version, rounds, build, in_place=True)]
+    others = {"add_norm_int8": to_int8} if device.type == "cpu" else {}
+    return [Implementation("vLLM operator", version, rounds, build, in_place=True, others=others)]
 
 
 def onnxruntime(device: torch.device) -> list[Implementation]:

@@ -12,9 +12,9 @@ import torch
 from fusednorm import peers
 from fusednorm.__main__ import main
 from fusednorm.bench import cells, plots, train
-from fusednorm.measured import GRADIENTS, OPS
+from fusednorm.measured import GRADIENTS, OPERATIONS, OPS
 
-HIDDEN, ROWS = 64, 80
+HIDDEN, ROWS = 128, 80
 CPU = torch.device("cpu")
 
 
@@ -98,6 +98,9 @@ def test_bytes():
         "norm": 2,
         "norm_add": 3,
         "norm_add_norm": 4,
+        "add_norm_int8": 3.5,
+        "add_norm_fp8": 3.5,
+        "add_norm_fp8_block": 3.5,
         "backward": 4,
         "norm_add_norm_backward": 6,
     }
@@ -107,7 +110,7 @@ def test_bytes():
 def test_a_copy_writes_half_of_the_operands(count):
     operands = torch.arange(count * 4.0 * HIDDEN).view(count, 4, HIDDEN)
     before = operands.clone()
-    cells.copy(*operands)
+    cells.copy(*cells.halves(operands))
     assert (operands != before).sum() == operands.numel() // 2
 
 
@@ -145,10 +148,10 @@ def test_ratio_is_beside_the_same_way_of_calling():
 @pytest.mark.parametrize("dtype", cells.DTYPES)
 def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
     found = cells.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
+    quantizes = op in OPERATIONS and OPERATIONS[op].quantization
+    ways = [""] if op in GRADIENTS else ["", " out="] if quantizes else ["", " in place", " out="]
     assert {name for name in found if name.startswith("fusednorm")} == {
-        f"fusednorm {backend}{way}"
-        for backend in ("cpu", "reference")
-        for way in ([""] if op in GRADIENTS else ["", " in place", " out="])
+        f"fusednorm {backend}{way}" for backend in ("cpu", "reference") for way in ways
     }
     assert {times["differing"] for name, times in found.items() if name != "copy"} == {0.0}
 
@@ -166,8 +169,11 @@ def test_one_wrong_bit_ends_it(monkeypatch, op, at):
             outputs = last.call(x, *others)
             alone = isinstance(outputs, torch.Tensor)
             y = outputs if alone else outputs[0]
+            if y.dtype.itemsize == 1:
+                y.view(torch.uint8)[at, 5] ^= 1
+                return outputs
             step = torch.zeros_like(y)
-            step[at, 5] = 2**-20
+            step[at, 5] = 2**-16
             return y + step if alone else (y * (1 + step), *outputs[1:])
 
         yield from ways
@@ -226,7 +232,7 @@ def test_a_peer_that_fails_is_shown_and_the_others_are_measured(monkeypatch, cap
             "error": "NotImplementedError: [red] no kernel for this"
         }
     cells.show(results.found, cells.doctor.console())
-    assert "made up  failed at 80x64: NotImplementedError: [red] no kernel for this" in capsys.readouterr().out
+    assert "made up  failed at 80x128: NotImplementedError: [red] no kernel for this" in capsys.readouterr().out
 
 
 def test_only_what_has_gradients_goes_backward(monkeypatch):
@@ -246,14 +252,15 @@ def run(*arguments):
 def test_command(tmp_path):
     file = tmp_path / "found.json"
     arguments = ["--peers", "eager", "liger", "--dtypes", "float32", "--json", str(file)]
-    done = run(*arguments, "--shapes", "1x64", "--ops", *OPS)
+    done = run(*arguments, "--shapes", "1x128", "1x64", "--ops", *OPS)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "liger: not measured: its Triton kernels need a GPU" in done.stdout
     found = json.loads(file.read_text())
     assert [(c["op"], c["rows"], c["hidden_size"], c["threads"]) for c in found["cells"]] == [
-        (op, 1, 64, 1) for op in OPS
+        (op, 1, size, 1) for op in OPS for size in (128, 64) if (op, size) != ("add_norm_fp8_block", 64)
     ]
+    assert "add_norm_fp8_block float32 1x64, 1 thread: not measured: its rows do not consist" in done.stdout
     for c in found["cells"]:
         assert {"fusednorm", "torch eager", "copy"} <= c["contenders"].keys()
         assert all(times["eager"] > 0 and times["graph"] is None for times in c["contenders"].values())
@@ -263,8 +270,8 @@ def test_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 of 2 were measured before" in done.stdout
     more = json.loads(file.read_text())
-    assert more["cells"][: len(OPS)] == found["cells"]
-    assert [(c["op"], c["rows"]) for c in more["cells"][len(OPS) :]] == [("norm", 3)]
+    assert more["cells"][: len(found["cells"])] == found["cells"]
+    assert [(c["op"], c["rows"]) for c in more["cells"][len(found["cells"]) :]] == [("norm", 3)]
 
     done = run("--peers", "--dtypes", "float32", "--json", str(file), "--shapes", "1x64")
     assert done.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -123,15 +124,19 @@ class Cell:
         return OPERATIONS[self.forward_op]
 
     @property
-    def moved(self) -> int:
-        """The number of large operands that a call reads and writes."""
-        return GRADIENTS[self.op][1] if self.backward else self.measured.inputs + self.measured.outputs
+    def possible(self) -> bool:
+        """Whether rows consist of whole groups, if they are quantized in groups."""
+        quantization = self.measured.quantization
+        return quantization is None or self.hidden_size % quantization.group(self.hidden_size) == 0
 
     @property
     def nbytes(self) -> int:
-        """The bytes that a call reads and writes."""
+        """The bytes of the large operands that a call reads and writes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
-        return self.moved * self.rows * self.hidden_size * itemsize
+        elements = self.rows * self.hidden_size
+        return (
+            elements * itemsize * GRADIENTS[self.op][1] if self.backward else self.measured.nbytes(elements, itemsize)
+        )
 
 
 class Clock:
@@ -178,26 +183,35 @@ class Clock:
         return graph.replay
 
 
-def copy(*operands: Tensor) -> None:
-    """Moves as many bytes: half of the operands to the other half, and of an odd one half to its other half."""
-    half = len(operands) // 2
-    for source, target in zip(operands[:half], operands[half : 2 * half], strict=True):
+def halves(operands: Iterable[Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Pairs of parts of contiguous operands: of the first half of all bytes, and where in the second half it goes."""
+    flat = [operand.flatten().view(torch.uint8) for operand in operands]
+    half = sum(map(len, flat)) // 2
+    begins = list(itertools.accumulate(map(len, flat), initial=0))
+    borders = sorted({begin % half for begin in begins[:-1]} | {0, half})
+
+    def part(begin: int, end: int) -> Tensor:
+        of = bisect.bisect_right(begins, begin) - 1
+        return flat[of][begin - begins[of] : end - begins[of]]
+
+    return tuple((part(a, b), part(half + a, half + b)) for a, b in itertools.pairwise(borders))
+
+
+def copy(*pairs: tuple[Tensor, Tensor]) -> None:
+    """Moves as many bytes as a call."""
+    for source, target in pairs:
         target.copy_(source)
-    if len(operands) % 2:
-        elements = operands[-1].flatten()
-        size = len(elements) // 2
-        elements[size : 2 * size].copy_(elements[:size])
 
 
 def ours(cell: Cell, weight: Tensor, backends: Sequence[str]) -> Iterator[Contender]:
     """fusednorm in each kind of call."""
-    inputs, outputs = cell.measured.inputs, cell.measured.outputs
-    calls = cell.measured.calls(weight, EPS)
+    inputs, calls = cell.measured.inputs, cell.measured.calls(weight, EPS)
     for backend in backends:
         name = "fusednorm" if len(backends) == 1 else f"fusednorm {backend}"
         if not cell.backward:
-            yield Contender(name + IN_PLACE, calls.in_place, inputs, in_place=True, backend=backend)
-            yield Contender(f"{name} out=", calls.out, inputs + outputs, backend=backend)
+            if calls.in_place is not None:
+                yield Contender(name + IN_PLACE, calls.in_place, inputs, in_place=True, backend=backend)
+            yield Contender(f"{name} out=", calls.out, inputs + cell.measured.returned, backend=backend)
         yield Contender(name, calls.new, inputs, backend=backend)
 
 
@@ -206,8 +220,9 @@ def theirs(cell: Cell, weight: Tensor, implementations: Iterable[Implementation]
     for peer in implementations:
         build = peer.of(cell.forward_op)
         if build is not None and (peer.gradients or not cell.backward):
-            name = peer.name + IN_PLACE if peer.in_place else peer.name
-            yield Contender(name, build(weight, EPS), cell.measured.inputs, peer.in_place, peer.gradients)
+            in_place = peer.in_place and bool(cell.measured.written)
+            name = peer.name + IN_PLACE if in_place else peer.name
+            yield Contender(name, build(weight, EPS), cell.measured.inputs, in_place, peer.gradients)
 
 
 def _edges(tensor: Tensor) -> Tensor:
@@ -297,7 +312,7 @@ class Bench:
         return 2 * source.nbytes / statistics.median(seconds[1:])
 
     def _operands(self, cell: Cell) -> list[tuple[Tensor, ...]]:
-        """Sets of the inputs and of as many more tensors as a call reads and writes."""
+        """Sets of the inputs, and of tensors for the outputs or as many gradients as a call reads and writes."""
         dtype = getattr(torch, cell.dtype)
         count = self.clock.sets(cell.nbytes)
         if cell.backward:
@@ -305,8 +320,10 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         first = [
             torch.randn(cell.rows, cell.hidden_size, generator=generator).to(dtype).to(self.device)
-            for _ in range(cell.moved)
+            for _ in range(GRADIENTS[cell.op][1] if cell.backward else cell.measured.inputs)
         ]
+        if not cell.backward:
+            first += cell.measured.empty_outputs(first[0])
         return [tuple(t.clone() for t in first) for _ in range(count)]
 
     def _expected(self, cell: Cell, operands: tuple[Tensor, ...], weight: Tensor) -> list[Tensor]:
@@ -360,7 +377,7 @@ class Bench:
                     )
                 found[contender.name] = {"differing": differing}
                 runs.append(run)
-            runs.append(Run(Contender("copy", copy, len(sets[0])), copy, list(sets)))
+            runs.append(Run(Contender("copy", copy, len(sets[0])), copy, [halves(given) for given in sets]))
             starting("all are timed")
             for run, (eager, graph) in zip(runs, self._timed(runs), strict=True):
                 found.setdefault(run.contender.name, {}).update(eager=eager, graph=graph)
