@@ -32,6 +32,7 @@ from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fu
 from fusednorm import quantizations
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.explain import explain
+from fusednorm.l2 import l2_norm
 from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
@@ -60,6 +61,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_add_rms_norm_quant",
+    "l2_norm",
     "prewarm",
     "quantizations",
     "quantize",
