@@ -216,7 +216,7 @@ VLLM_FP8_BLOCK_FUSED = Quantization(torch.float8_e4m3fn, per=128, scale_floor=1 
 VLLM_FP8_BLOCK_UNFUSED = Quantization(torch.float8_e4m3fn, per=128, amax_floor=1e-10)
 #: DeepGEMM's `per_token_cast_to_fp8` with float32 scales.
 DEEPGEMM_FP8_BLOCK = Quantization(torch.float8_e4m3fn, per=128, apply="reciprocal", amax_floor=1e-4)
-#: SGLang's `sglang_per_token_group_quant_fp8`, groups of 128.
+#: SGLang's `sgl_per_token_group_quant_8bit`, groups of 128.
 SGLANG_FP8_BLOCK = Quantization(torch.float8_e4m3fn, per=128, scale_by="reciprocal", apply="ratio", amax_floor=1e-10)
 #: SGLang's `per_token_quant_int8_cpu`, with AVX-512.
 SGLANG_INT8_TOKEN_CPU = Quantization(torch.uint8, zero_point=128, apply="ratio", amax_floor=1e-7)
@@ -224,3 +224,7 @@ SGLANG_INT8_TOKEN_CPU = Quantization(torch.uint8, zero_point=128, apply="ratio",
 TENSORRT_LLM_FP8_TOKEN = Quantization(torch.float8_e4m3fn, apply="ratio", amax_floor=1e-6, floor_dtype="input")
 #: torchao's float8 with row-wise scales, which returns multipliers.
 TORCHAO_FP8_ROW = Quantization(torch.float8_e4m3fn, apply="ratio", amax_floor=1e-12, returns="multiplier")
+#: vLLM's `scaled_fp8_quant` of rows that are taken as one row: a tensor with one scale.
+VLLM_FP8_TENSOR = Quantization(torch.float8_e4m3fn, apply="reciprocal")
+#: SGLang's `sgl_per_token_quant_fp8`, and `sgl_per_tensor_quant_fp8` of rows that are taken as one row.
+SGLANG_FP8_TOKEN = Quantization(torch.float8_e4m3fn, apply="reciprocal")

@@ -144,6 +144,75 @@ def test_vllm_int8(dtype):
 
 
 @dtypes
+def test_vllm_fp8(dtype):
+    x, *_ = of(dtype)
+    wide, one = x.float(), torch.tensor([0.0123])
+    scale = wide.abs().amax(-1, keepdim=True) / 448.0
+
+    def numbers(v):
+        return v.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    values, found = vllm.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    same_bytes(values, numbers(wide / scale))
+    same(found, scale)
+    limit = wide.abs().max() / 2
+    values, found = vllm.scaled_fp8_quant(x, None, 9, limit, True)
+    same(found[:6], (scale * 448).clamp(max=limit) / 448)
+    same_bytes(values[:6], numbers(wide / found[:6]))
+    assert (values.shape, found.shape) == ((9, x.shape[1]), (9, 1))
+    values, found = vllm.scaled_fp8_quant(x)
+    same(found, scale.max().view(1))
+    same_bytes(values, numbers(wide * (1 / found)))
+    output = torch.empty_like(values)
+    values, found = vllm.scaled_fp8_quant(x, one, output=output, group_shape=(-1, -1))
+    assert values is output
+    assert found is one
+    same_bytes(values, numbers(wide * (1 / one)))
+    with pytest.raises(ValueError, match=r"group_shape must be None or \(-1, -1\), got \(1, 128\)"):
+        vllm.scaled_fp8_quant(x, one, group_shape=(1, 128))
+    with pytest.raises(ValueError, match="num_token_padding does not go with output"):
+        vllm.scaled_fp8_quant(x, one, 9, output=output)
+
+
+@dtypes
+def test_sgl_kernel_fp8(dtype):
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[2] = 0
+    wide, values = x.float(), torch.empty(6, 256, dtype=torch.float8_e4m3fn)
+    scale = wide.abs().amax(-1) / 448.0
+
+    def numbers(v):
+        return v.nan_to_num(0).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    for found in (torch.empty(6), torch.empty(6, 1)):
+        sgl_kernel.sgl_per_token_quant_fp8(x, values, found)
+        same(found.view(6), scale)
+        same_bytes(values, numbers(wide * (1 / scale[:, None])))
+    found = torch.zeros(1)
+    sgl_kernel.sgl_per_tensor_quant_fp8(x, values, found, False)
+    same(found, scale.max().view(1))
+    same_bytes(values, numbers(wide * (1 / found)))
+    found = 2 * found
+    for static in (True, False):  # a scale that was there and is greater stays
+        kept = found.clone()
+        sgl_kernel.sgl_per_tensor_quant_fp8(x, values, found, static)
+        same(found, kept)
+        same_bytes(values, numbers(wide * (1 / found)))
+    found = torch.zeros(1)
+    sgl_kernel.sgl_per_tensor_quant_fp8(x[2:3], values[2:3], found, False)
+    assert not found.any()
+    assert not values[2].view(torch.uint8).any()
+    groups = wide.view(6, 2, 128)
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=torch.tensor(1e-10))
+    found = torch.empty(2, 6).T
+    sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0)
+    same(found, (amax * (1 / torch.tensor(448.0))).squeeze(-1))
+    same_bytes(values, numbers((groups * (448 / amax)).view(6, 256)))
+    with pytest.raises(ValueError, match="does not support scale_ue8m0; call sgl_kernel's own"):
+        sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0, True)
+
+
+@dtypes
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_name)
 def test_flashinfer_quantized(dtype, kind):
     x, residual, weight = of(dtype)

@@ -371,6 +371,8 @@ FORMULAS = {
     "DEEPGEMM_FP8_BLOCK": lambda y: blocks(
         y, lambda v: inverting(v, v.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0)
     ),
+    "VLLM_FP8_TENSOR": lambda y: inverting(y, y.float().abs().amax(-1, keepdim=True) / 448.0),
+    "SGLANG_FP8_TOKEN": lambda y: inverting(y, y.float().abs().amax(-1, keepdim=True) / 448.0),
     "SGLANG_FP8_BLOCK": lambda y: blocks(y, sglang),
     "SGLANG_INT8_TOKEN_CPU": lambda y: ratio(y, 127.0, 1e-7),
     "TENSORRT_LLM_FP8_TOKEN": lambda y: ratio(y, 448.0, float(torch.tensor(1e-6).to(y.dtype))),

@@ -1,5 +1,111 @@
-"""SGLang's ``sgl_kernel``. Its norms on NVIDIA GPUs are FlashInfer's, with the same signatures."""
+"""SGLang's ``sgl_kernel``. Its norms on NVIDIA GPUs are FlashInfer's, with the same signatures.
+
+The functions that quantize have the formulas of its CUDA kernels. Rows of zeros have scale 0 and numbers 0; its kernel
+for few rows gives them 448.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
+from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
+from fusednorm.quantized import quantize
 
-__all__ = ["fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "rmsnorm"]
+__all__ = [
+    "fused_add_rmsnorm",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "rmsnorm",
+    "sgl_per_tensor_quant_fp8",
+    "sgl_per_token_group_quant_8bit",
+    "sgl_per_token_quant_fp8",
+]
+
+
+def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
+    """Quantizes each row to float8 with a scale of its own: :func:`fusednorm.quantize`.
+
+    Args:
+        input: [rows, N].
+        output_q: float8_e4m3fn [rows, N], receives the numbers.
+        output_s: float32 [rows, 1] or [rows], receives the scales.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
+    """
+    quantize(
+        input, SGLANG_FP8_TOKEN, out=output_q, scale_out=output_s.unsqueeze(-1) if output_s.dim() == 1 else output_s
+    )
+
+
+def sgl_per_tensor_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
+    """Quantizes a tensor to float8 with one scale: :func:`fusednorm.quantize`.
+
+    Args:
+        input: [rows, N], contiguous.
+        output_q: float8_e4m3fn [rows, N], contiguous, receives the numbers.
+        output_s: float32, one element: the scale, or where it goes. A computed scale is no less than what was there, so
+            callers write 0 to it first.
+        is_static: whether the scale is given.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
+    """
+    if not is_static:
+        greatest = input.detach().abs().amax().float() / 448.0
+        output_s.copy_(torch.maximum(output_s, greatest.expand_as(output_s)))
+        if not output_s.any():  # no number to divide by: all are 0
+            output_q.copy_(input)
+            return
+    quantize(input, VLLM_FP8_STATIC, scale=output_s, out=output_q)
+
+
+def sgl_per_token_group_quant_8bit(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    scale_ue8m0: bool = False,
+    fuse_silu_and_mul: bool = False,
+    masked_m: Tensor | None = None,
+    enable_v2: bool | None = None,
+) -> None:
+    """Quantizes groups of rows to float8, each with a scale: :func:`fusednorm.quantize`.
+
+    The formula is that of version 2 of the kernel, which SGLang takes for groups of 16, 32, 64 and 128.
+
+    Args:
+        input: [rows, N].
+        output_q: float8_e4m3fn [rows, N], receives the numbers.
+        output_s: float32 [rows, N / group_size], any strides, receives the scales.
+        group_size: the elements of a group.
+        eps: the least amax.
+        fp8_min: the least number.
+        fp8_max: the greatest number.
+        scale_ue8m0: False: scales that are powers of two are not supported.
+        fuse_silu_and_mul: False.
+        masked_m: None.
+        enable_v2: None or True.
+
+    Raises:
+        ValueError: an argument has a value that is not supported.
+        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
+    """
+    given = {
+        "scale_ue8m0": scale_ue8m0,
+        "fuse_silu_and_mul": fuse_silu_and_mul,
+        "masked_m": masked_m is not None,
+        "enable_v2=False": enable_v2 is False,
+    }
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"sgl_per_token_group_quant_8bit does not support {name}; call sgl_kernel's own for it")
+    quantization = replace(SGLANG_FP8_BLOCK, per=group_size, amax_floor=eps, qmin=fp8_min, qmax=fp8_max)
+    quantize(input, quantization, out=output_q, scale_out=output_s)

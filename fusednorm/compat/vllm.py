@@ -19,6 +19,7 @@ from fusednorm import ops, quantized
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
     VLLM_FP8_STATIC,
+    VLLM_FP8_TENSOR,
     VLLM_FP8_TOKEN,
     VLLM_INT8_STATIC,
     VLLM_INT8_STATIC_AZP,
@@ -173,6 +174,51 @@ def rms_norm_per_block_quant(
     layout = "row" if not is_scale_transposed else "column_padded" if tma_alignment else "column"
     quantization = replace(quantization, dtype=quant_dtype, per=group_size[1], layout=layout)
     return _dynamic(input, weight, epsilon, quantization, residual)
+
+
+def scaled_fp8_quant(
+    input: Tensor,
+    scale: Tensor | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: Tensor | None = None,
+    group_shape: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantizes to float8: :func:`fusednorm.quantize`.
+
+    Args:
+        input: [rows, N].
+        scale: float32, one element; None: it is computed.
+        num_token_padding: the least number of rows of the results. Rows beyond ``input`` are uninitialised.
+        scale_ub: the greatest amax of a row, one element, for scales of rows.
+        use_per_token_if_dynamic: whether each row has a computed scale, or all rows have one.
+        output: float8_e4m3fn [rows, N], receives the numbers.
+        group_shape: None or (-1, -1), beside a given scale: one for all.
+
+    Returns:
+        The numbers, and the scale: float32 [rows, 1] for rows, [1] for all, or ``scale``.
+
+    Raises:
+        ValueError: ``group_shape`` asks for several given scales.
+        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
+    """
+    if group_shape not in (None, (-1, -1)):
+        raise ValueError(f"group_shape must be None or (-1, -1), got {group_shape}; a given scale is one for all rows")
+    rows = len(input)
+    if output is None:
+        output = input.new_empty((max(num_token_padding or 0, rows), *input.shape[1:]), dtype=torch.float8_e4m3fn)
+    elif num_token_padding is not None:
+        raise ValueError("num_token_padding does not go with output; leave one of them out")
+    if scale is not None:
+        quantized.quantize(input, VLLM_FP8_STATIC, scale=scale, out=output[:rows])
+    elif use_per_token_if_dynamic:
+        scale = input.new_empty((len(output), 1), dtype=torch.float32)
+        quantized.quantize(input, _limited(VLLM_FP8_TOKEN, scale_ub), out=output[:rows], scale_out=scale[:rows])
+    else:
+        values, scale = quantized.quantize(input.reshape(-1), VLLM_FP8_TENSOR)
+        output[:rows].copy_(values.view(input.shape))
+    return output, scale
 
 
 def scaled_int8_quant(
