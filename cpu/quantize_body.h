@@ -20,19 +20,21 @@ FN_INLINE float element(int kind, const char *row, int64_t i) {
     return value;
 }
 
-/* A row of float16, or of float64, which is rounded. */
-static void widen_row(int kind, const char *row, int64_t hidden, float *y) {
+/* n elements as float; float64 is rounded. */
+static void widen_row(int kind, const char *y, int64_t n, float *wide) {
     int64_t i = 0;
     if (kind == FN_F64) {
-        for (; i < hidden; i++) {
+        for (; i < n; i++) {
             double value;
-            memcpy(&value, row + i * (int64_t)sizeof value, sizeof value);
-            y[i] = (float)value;
+            memcpy(&value, y + i * (int64_t)sizeof value, sizeof value);
+            wide[i] = (float)value;
         }
-        return;
+    } else if (kind == FN_BF16) {
+        for (; i < n; i++) wide[i] = element(BF16, y, i);
+    } else {
+        for (; i + UNIT <= n; i += UNIT) u_store(F32, wide, i, UNIT, u_load(F16, y, u_index(i), UNIT));
+        if (i < n) u_store(F32, wide, i, UNIT, u_load(F16, y, i, (int)(n - i)));
     }
-    for (; i + UNIT <= hidden; i += UNIT) u_store(F32, y, i, UNIT, u_load(F16, row, u_index(i), UNIT));
-    if (i < hidden) u_store(F32, y, i, UNIT, u_load(F16, row, i, (int)(hidden - i)));
 }
 
 /* The greatest magnitude, by its bits: a NaN is the greatest. */
@@ -62,10 +64,10 @@ FN_INLINE int32_t in_order_of_floats(float value) {
 }
 
 /* The least and the greatest element; both are NaN if one of them is. */
-FN_INLINE void least_and_greatest(int kind, const char *y, int64_t n, float *least, float *greatest) {
+static void least_and_greatest(const char *y, int64_t n, float *least, float *greatest) {
     int32_t low = INT32_MAX, high = INT32_MIN;
     for (int64_t i = 0; i < n; i++) {
-        int32_t place = in_order_of_floats(element(kind, y, i));
+        int32_t place = in_order_of_floats(element(F32, y, i));
         low = place < low ? place : low;
         high = place > high ? place : high;
     }
@@ -90,33 +92,36 @@ FN_INLINE float at_most(float value, float limit) {
 /*
  * The byte of a number, cut to the range and rounded to nearest even. Adding 2^20 steps of the format (of e4m3: its 3 bits
  * and those 20 fill a float) rounds a magnitude to whole steps, which then stand in the last bits. The step is that of the
- * magnitude's exponent, and from the least exponent on that of subnormals.
+ * magnitude's exponent, and from the least exponent on that of subnormals. `tame`: see struct group.
  */
-FN_INLINE uint8_t float8_of(float v, int mantissa, int least_exponent, uint32_t least, uint32_t greatest) {
+FN_INLINE uint8_t float8_of(float v, int mantissa, int least_exponent, int tame, uint32_t least, uint32_t greatest) {
     const int dropped = 23 - mantissa;
     const int32_t bits = (int32_t)bits_of_f32(v), negative = bits >> 31, magnitude = bits & 0x7fffffff;
     const int32_t limit = (int32_t)(greatest + ((uint32_t)negative & (least - greatest)));
-    const int32_t within = magnitude > limit ? limit : magnitude, lowest = (127 + least_exponent) << 23;
+    const int32_t within = !tame && magnitude > limit ? limit : magnitude, lowest = (127 + least_exponent) << 23;
     int32_t exponent = within & 0x7f800000;
     exponent = exponent > lowest ? exponent : lowest;
     const uint32_t shifted = (uint32_t)exponent + ((uint32_t)dropped << 23);
     const uint32_t steps = bits_of_f32(f32_of_bits((uint32_t)within) + f32_of_bits(shifted)) - shifted;
     const uint32_t code = steps + ((uint32_t)(exponent - lowest) >> dropped);
-    return (uint8_t)bits_if(magnitude > 0x7f800000, 0x7f, code | (uint32_t)(negative & 0x80));
+    const uint32_t signed_code = code | (uint32_t)(negative & 0x80);
+    return (uint8_t)(tame ? signed_code : bits_if(magnitude > 0x7f800000, 0x7f, signed_code));
 }
 
 /* A group of a row, whose quotients are y / by or y * by. */
 struct group {
     const char *given, *y; /* the elements, and what `element` reads: the same where it can */
     int given_kind, kind;
+    float *wide; /* room for the elements as float */
     uint8_t *out;
     int64_t n;
     float by, qmin, qmax, shift;
     int32_t added; /* to the whole number */
+    int tame; /* whether all quotients are numbers that round to one within the range, so that nothing need be cut */
 };
 
 /* `mode`: FLOAT8 with these numbers of the format; AFTER: a zero point is added to a whole number; or 0. */
-FN_INLINE void store_group(int kind, int divides, int mode, int mantissa, int least_exponent, int shifts,
+FN_INLINE void store_group(int kind, int divides, int tame, int mode, int mantissa, int least_exponent, int shifts,
                            const struct group *g) {
     const char *restrict y = g->y;
     uint8_t *restrict out = g->out; /* which could be the memory of anything else */
@@ -130,12 +135,14 @@ FN_INLINE void store_group(int kind, int divides, int mode, int mantissa, int le
         float v = divides ? element(kind, y, i) / by : element(kind, y, i) * by;
         if (shifts) v += shift;
         if (mode == FLOAT8) {
-            out[i] = float8_of(v, mantissa, least_exponent, least, greatest);
+            out[i] = float8_of(v, mantissa, least_exponent, tame, least, greatest);
         } else if (mode == AFTER) {
             v = f32_of_bits(bits_if(v == v, bits_of_f32(v), 0));
             int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f)) + added;
             whole = whole < qmin ? qmin : whole;
             out[i] = (uint8_t)(whole > qmax ? qmax : whole);
+        } else if (tame) {
+            out[i] = (uint8_t)((int32_t)bits_of_f32(v + magic) + added);
         } else { /* sums have the order of their bits, taken as a signed number */
             int32_t whole = (int32_t)bits_of_f32(v + magic);
             whole = whole < low ? low : whole;
@@ -145,27 +152,33 @@ FN_INLINE void store_group(int kind, int divides, int mode, int mantissa, int le
     }
 }
 
+/* The numbers of a group. Only a tame one may be of bfloat16. */
 static void store_numbers(const struct fn_quantizer *q, int divides, const struct group *g) {
-#define STORE(...)                                                                        \
-    do {                                                                                  \
-        if (g->kind == F32 && divides) store_group(F32, 1, __VA_ARGS__, g);               \
-        else if (g->kind == F32) store_group(F32, 0, __VA_ARGS__, g);                     \
-        else if (divides) store_group(BF16, 1, __VA_ARGS__, g);                           \
-        else store_group(BF16, 0, __VA_ARGS__, g);                                        \
+#define STORE(kind, tame, ...)                                       \
+    do {                                                             \
+        if (divides) store_group(kind, 1, tame, __VA_ARGS__, g);     \
+        else store_group(kind, 0, tame, __VA_ARGS__, g);             \
     } while (0)
-    if (q->kind == FN_E4M3) STORE(FLOAT8, 3, -6, 0);
-    else if (q->kind == FN_E5M2) STORE(FLOAT8, 2, -14, 0);
-    else if (q->flags & FN_ZERO_POINT_AFTER) STORE(AFTER, 0, 0, 0);
-    else if (q->flags & FN_ZERO_POINT_BEFORE) STORE(0, 0, 0, 1);
-    else STORE(0, 0, 0, 0);
+#define STORE_TAME(...)                                              \
+    do {                                                             \
+        if (!g->tame) STORE(F32, 0, __VA_ARGS__);                    \
+        else if (g->kind == F32) STORE(F32, 1, __VA_ARGS__);         \
+        else STORE(BF16, 1, __VA_ARGS__);                            \
+    } while (0)
+    if (q->kind == FN_E4M3) STORE_TAME(FLOAT8, 3, -6, 0);
+    else if (q->kind == FN_E5M2) STORE_TAME(FLOAT8, 2, -14, 0);
+    else if (q->flags & FN_ZERO_POINT_AFTER) STORE(F32, 0, AFTER, 0, 0, 0);
+    else if (q->flags & FN_ZERO_POINT_BEFORE) STORE(F32, 0, 0, 0, 0, 1);
+    else STORE_TAME(0, 0, 0, 0);
 #undef STORE
+#undef STORE_TAME
 }
 
 /* The scale and the zero point of a group, stored where they belong, and its numbers. */
 static void quantize_group(const struct fn_quantizer *q, struct group *g, float *scale_out, int32_t *zero_point_out) {
     const float qmin = (float)q->qmin, qmax = (float)q->qmax;
     const int asymmetric = (q->flags & (FN_ZERO_POINT_AFTER | FN_ZERO_POINT_BEFORE)) != 0;
-    float scale, span = 0, low = 0;
+    float scale, amax = INFINITY, span = 0, low = 0;
     int32_t zero_point = 0;
     g->qmin = qmin;
     g->qmax = qmax;
@@ -175,11 +188,12 @@ static void quantize_group(const struct fn_quantizer *q, struct group *g, float 
     } else {
         float steps = qmax, high;
         if (asymmetric) {
-            least_and_greatest(g->kind, g->y, g->n, &low, &high);
+            least_and_greatest(g->y, g->n, &low, &high);
             span = high - low;
             steps = qmax - qmin;
         } else {
-            span = at_most(at_least(greatest_magnitude(g->given_kind, g->given, g->n), (float)q->amax_floor), (float)q->amax_limit);
+            amax = greatest_magnitude(g->given_kind, g->given, g->n);
+            span = at_most(at_least(amax, (float)q->amax_floor), (float)q->amax_limit);
         }
         scale = q->flags & FN_SCALE_BY_RECIPROCAL ? span * (1.0f / steps) : span / steps;
         scale = at_least(scale, (float)q->scale_floor);
@@ -206,15 +220,23 @@ static void quantize_group(const struct fn_quantizer *q, struct group *g, float 
     }
     const int divides = !(q->flags & (FN_APPLY_RECIPROCAL | FN_APPLY_RATIO));
     g->by = divides ? scale : q->flags & FN_APPLY_RATIO ? qmax / span : 1.0f / scale;
+    /* Then a quotient is at most qmax * (1 + 5 * 2^-24): four roundings, none of them to a subnormal number. */
+    g->tame = amax <= span && span < INFINITY && scale >= 0x1p-126f && g->by < INFINITY && qmin <= -qmax;
+    if (!g->tame && g->kind == BF16) {
+        widen_row(FN_BF16, g->y, g->n, g->wide);
+        g->y = (const char *)g->wide;
+        g->kind = F32;
+    }
     store_numbers(q, divides, g);
 }
 
 static void quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
                          float *scratch) {
-    const int is_read = kind == FN_F32 || kind == FN_BF16, given_kind = kind == FN_F64 ? FN_F32 : kind;
+    const int asymmetric = (q->flags & (FN_ZERO_POINT_AFTER | FN_ZERO_POINT_BEFORE)) != 0;
+    const int is_read = kind == FN_F32 || (kind == FN_BF16 && !asymmetric), given_kind = kind == FN_F64 ? FN_F32 : kind;
     if (!is_read) widen_row(kind, row, hidden, scratch);
     const char *const y = is_read ? row : (const char *)scratch, *const given = kind == FN_F64 ? y : row;
-    const int64_t item = kind == FN_BF16 ? 2 : 4, given_item = fn_element_size(given_kind);
+    const int64_t item = is_read ? fn_element_size(kind) : 4, given_item = fn_element_size(given_kind);
     const int64_t length = q->group ? q->group : hidden;
     const int64_t outer = m / q->inner, inner = m % q->inner;
     char *const out = (char *)q->out + outer * q->out_outer_stride + inner * q->out_stride;
@@ -223,7 +245,7 @@ static void quantize_row(const struct fn_quantizer *q, int kind, const char *row
     for (int64_t begin = 0; begin < hidden; begin += length) {
         struct group g = {
             .given = given + begin * given_item, .y = y + begin * item, .given_kind = given_kind,
-            .kind = is_read ? kind : F32, .out = (uint8_t *)out + begin, .n = length,
+            .kind = is_read ? kind : F32, .wide = scratch + begin, .out = (uint8_t *)out + begin, .n = length,
         };
         float found = 0;
         int32_t found_point = 0;
