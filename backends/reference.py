@@ -23,7 +23,7 @@ SPEC_VERSION = 1
 DEVICES = ("any",)
 
 #: What it knows beyond the first operations.
-FEATURES = ("residual_dtype", "norm_before_add")
+FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
 
 #: As all of torch's arithmetic on a CPU.
 FLUSHES_WITH_CALLER = True
@@ -325,8 +325,17 @@ def forward(call: Forward) -> None:
         assert call.residual_out is not None
         call.residual_out.copy_(added(x, call.residual, call.residual_out.dtype))
         return
-    flags = (call.eps, call.weight_offset, *rounding)
-    y, total, r = outputs(x, call.residual, call.weight, *flags, operation.out, operation.residual_out)
+    around = operation.around
+    if around is not None and around.scaled:
+        x = scaled(x, call.x_scale)
+    if around is not None and (around.bias is not None or around.of_heads):
+        flags = (call.eps, 0.0, operation.round_sum, False)
+        n, total, r = outputs(x, call.residual, None, *flags, operation.accumulator, operation.residual_out)
+        rounded_to = x.dtype if operation.round_norm else None
+        y = affine(n, call.weight, call.bias, call.weight_offset, rounded_to, operation.out)
+    else:
+        flags = (call.eps, call.weight_offset, *rounding)
+        y, total, r = outputs(x, call.residual, call.weight, *flags, operation.out, operation.residual_out)
     # Only now, because an output may be the memory of an input.
     if call.residual_out is not None and total is not None:
         call.residual_out.copy_(total)

@@ -38,6 +38,17 @@ class FirstNorm(NamedTuple):
     between: torch.dtype
 
 
+class AroundNorm(NamedTuple):
+    """A bias, rows of heads and a scaled x, as far as they decide the backend of a call."""
+
+    #: The dtype of the bias, None if there is none.
+    bias: torch.dtype | None
+    #: Whether the weight or the bias has a row for each of several heads.
+    of_heads: bool
+    #: Whether x is multiplied by a number before the addition.
+    scaled: bool
+
+
 class RMSNorm(NamedTuple):
     """``rms_norm``, with a residual ``fused_add_rms_norm``, and with a norm of x before the addition.
 
@@ -57,6 +68,8 @@ class RMSNorm(NamedTuple):
     round_norm: bool
     residual_out: torch.dtype | None
     first: FirstNorm | None = None
+    #: None if there is nothing of it; never with a norm before the addition.
+    around: AroundNorm | None = None
 
     @property
     def name(self) -> str:
@@ -73,13 +86,18 @@ class RMSNorm(NamedTuple):
     @property
     def features(self) -> tuple[str, ...]:
         """The parts of the operation that a backend must know by name, because they may be younger than the backend."""
-        young = {"residual_dtype": self.residual_out != self.residual, "norm_before_add": self.first is not None}
+        young = {
+            "residual_dtype": self.residual_out != self.residual,
+            "norm_before_add": self.first is not None,
+            "affine": self.around is not None and (self.around.bias is not None or self.around.of_heads),
+            "x_scale": self.around is not None and self.around.scaled,
+        }
         return tuple(name for name, has in young.items() if has)
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
         operands = (self.x, self.residual, self.weight, self.out, self.residual_out, self.first and self.first.weight)
-        return [dtype for dtype in operands if dtype is not None]
+        return [dtype for dtype in (*operands, self.around and self.around.bias) if dtype is not None]
 
     def __str__(self) -> str:
         types = {"x": self.x, "residual": self.residual, "weight": self.weight, "out": self.out}
@@ -88,6 +106,8 @@ class RMSNorm(NamedTuple):
             types = {**before, "residual": self.residual, "next_weight": self.weight, "out": self.out}
         if self.residual_out != self.residual:
             types["residual_out"] = self.residual_out
+        if self.around is not None:
+            types["bias"] = self.around.bias
         named = ", ".join(f"{name} {str(dtype)[6:]}" for name, dtype in types.items() if dtype is not None)
         return f"{named}, hidden size {self.hidden_size}, on {self.device}"
 
@@ -106,6 +126,14 @@ class Before(NamedTuple):
     followed: bool
 
 
+class Around(NamedTuple):
+    """The arguments of a call with a bias, rows of heads or a scaled x; its weight may have a row for each head."""
+
+    #: [N] or [H, N].
+    bias: Tensor | None
+    x_scale: float
+
+
 def operation_of(
     x: Tensor,
     residual: Tensor | None,
@@ -113,9 +141,15 @@ def operation_of(
     flags: Flags,
     out: Tensor | None = None,
     before: Before | None = None,
+    around: Around | None = None,
 ) -> RMSNorm:
     """The operation that a call with these arguments asks for; they have been checked."""
-    first, out_dtype = None, flags.out_dtype or (x.dtype if out is None else out.dtype)
+    first, beside, out_dtype = None, None, flags.out_dtype or (x.dtype if out is None else out.dtype)
+    if around is not None:
+        bias, factor = around
+        beside = AroundNorm(None if bias is None else bias.dtype, _heads_of(weight, bias) > 1, factor != 1.0)
+        if not any(beside):
+            beside = None
     if before is not None:
         first = FirstNorm(None if before.weight is None else before.weight.dtype, before.between or x.dtype)
     return RMSNorm(
@@ -129,7 +163,13 @@ def operation_of(
         flags.round_norm,
         None if residual is None else flags.residual_dtype or residual.dtype,
         first,
+        beside,
     )
+
+
+def _heads_of(*rows: Tensor | None) -> int:
+    """The rows of a weight and a bias, of which all that have more than one have equally many."""
+    return max((t.shape[0] for t in rows if t is not None and t.dim() == 2), default=1)
 
 
 class Forward(NamedTuple):
@@ -143,7 +183,7 @@ class Forward(NamedTuple):
     x: Tensor
     #: [..., N]; None for the plain ``rms_norm``.
     residual: Tensor | None
-    #: [N], contiguous, or None.
+    #: [N], contiguous, or None; or [H, N], as the bias.
     weight: Tensor | None
     #: [..., N], receives the normalised rows, rounded to its dtype. It may be x or the residual itself. None if no norm
     #: follows the addition, or if only a quantizer takes the rows.
@@ -163,6 +203,15 @@ class Forward(NamedTuple):
     first_weight: Tensor | None = None
     #: The eps of that norm.
     first_eps: float = 0.0
+    #: [N], or [H, N] where row ``i`` takes row ``i % H``; contiguous, or None. It is added after the weight.
+    bias: Tensor | None = None
+    #: x is multiplied by it, and rounded to its dtype, before the addition.
+    x_scale: float = 1.0
+
+    @property
+    def heads(self) -> int:
+        """The rows of the weight and the bias; 1 where one row is for all."""
+        return _heads_of(self.weight, self.bias)
 
 
 class Quantize(NamedTuple):

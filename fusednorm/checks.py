@@ -445,10 +445,12 @@ def check_overlap(
     hidden_size: int,
 ) -> None:
     """An output may be exactly x or the residual, and may share no other memory. Weights have names."""
-    row = Rows(1, 1, 0, hidden_size)
+    weights_and_rows = [
+        (name, w, Rows(1, w.numel() // hidden_size, 0, hidden_size)) for name, w in weights if w is not None
+    ]
     both_are_one = out[0] is residual_out[0]
     if not both_are_one and _apart(
-        (x, residual, *((weight, row) for _, weight in weights), out, residual_out), hidden_size
+        (x, residual, *((weight, rows) for _, weight, rows in weights_and_rows), out, residual_out), hidden_size
     ):
         return
     inputs = [
@@ -456,7 +458,7 @@ def check_overlap(
         for name, (tensor, rows) in (("x", x), ("residual", residual))
         if tensor is not None and rows is not None
     ]
-    of_weights = [(name, w, row, Memory.of(w, row, hidden_size)) for name, w in weights if w is not None]
+    of_weights = [(*weight, Memory.of(*weight[1:], hidden_size)) for weight in weights_and_rows]
     before = None
     for name, (tensor, rows) in (("out", out), ("residual_out", residual_out)):
         if tensor is None or rows is None:

@@ -1,6 +1,7 @@
 """Operations that a backend refuses, served by other operations that it takes: the same bits, in several kernels.
 
-There are two: a norm before the addition, and a sum that is stored in another dtype than the residual's.
+There are three: a norm before the addition; a bias, rows of heads or a scaled x around the norm; and a sum that is
+stored in another dtype than the residual's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ def _apart(operation: Operation) -> tuple[Operation, Operation | None]:
     return norm, None if operation.out is None else operation._replace(x=between, first=None)
 
 
+def _is_affine(operation: Operation) -> bool:
+    """Whether a bias or rows of heads follow the norm."""
+    return "affine" in operation.features
+
+
+def _within(operation: Operation) -> Operation:
+    """The norm that a bias, rows of heads or a scaled x are around."""
+    alone = operation._replace(around=None)
+    if not _is_affine(operation):
+        return alone
+    return alone._replace(weight=None, out=operation.accumulator, round_norm=False)
+
+
 class Composition:
     """A backend in the calls of one operation, which it serves by :meth:`parts`."""
 
@@ -51,6 +65,9 @@ class Composition:
             if rest is None:
                 return (norm,)
             return norm, *((rest,) if takes(rest) else Composition.parts(rest, takes) or (rest,))
+        if operation.around is not None:
+            norm = _within(operation)
+            return (norm,) if takes(norm) else Composition.parts(norm, takes) or (norm,)
         if operation.residual_out == operation.residual:
             return ()
         stored = operation.residual_out
@@ -68,6 +85,12 @@ class Composition:
             if rest is not None and parts[1:] != (rest,):
                 return f"the first norm apart, and then {Composition.in_words(rest, parts[1:])}"
             return f"in two kernels, the first norm and then {then}"
+        if operation.around is not None:
+            norm, rows = _within(operation), "torch's operations multiply by the weight and add the bias"
+            done = [*["torch scales x"] * operation.around.scaled, *[rows] * _is_affine(operation)]
+            if parts != (norm,):
+                done.append(f"the norm runs {Composition.in_words(norm, parts)}")
+            return ", and ".join(done)
         stored = str(operation.residual_out)[6:]
         if _widens(operation):
             return f"in two kernels, the first of which converts the residual to {stored}"
@@ -82,6 +105,9 @@ class Composition:
         """Writes the outputs."""
         if call.operation.first is not None:
             self._forward_apart(call)
+            return
+        if call.operation.around is not None:
+            self._forward_within(call)
             return
         assert call.residual is not None
         assert call.residual_out is not None
@@ -129,6 +155,27 @@ class Composition:
         serving.forward(
             call._replace(x=rows, operation=rest, strides=(packed, *call.strides[1:]), first_weight=None, first_eps=0.0)
         )
+
+    def _forward_within(self, call: Forward) -> None:
+        """Writes the outputs of a norm between torch's operations."""
+        operation, norm = call.operation, _within(call.operation)
+        serving = self._backend if self._parts == (norm,) else Composition(self._backend, self._parts)
+        x, (x_strides, residual_strides, out_strides, total_strides) = call.x, call.strides
+        packed = (call.inner * norm.hidden_size, norm.hidden_size)
+        if operation.around is not None and operation.around.scaled:
+            x, x_strides = reference.scaled(x, call.x_scale).contiguous(), packed
+        inner = call._replace(operation=norm, x=x, bias=None, x_scale=1.0)
+        if not _is_affine(operation):
+            serving.forward(inner._replace(strides=(x_strides, residual_strides, out_strides, total_strides)))
+            return
+        rows = torch.empty(x.shape, dtype=norm.out, device=norm.device)
+        strides = (x_strides, residual_strides, packed, total_strides)
+        serving.forward(inner._replace(weight=None, out=rows, weight_offset=0.0, strides=strides))
+        assert call.out is not None
+        assert operation.out is not None
+        rounded_to = x.dtype if operation.round_norm else None
+        y = reference.affine(rows, call.weight, call.bias, call.weight_offset, rounded_to, operation.out)
+        call.out.copy_(y)
 
     def _run(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.call import Before, Flags, operation_of
+from fusednorm.call import Around, Before, Flags, operation_of
 from fusednorm.checks import check_affine, check_between, check_flags, check_operands, check_quantization
 from fusednorm.norm_before_add import (
     rms_norm_add,
@@ -84,9 +84,7 @@ def explain(
     if quantization is not None:
         check_quantization(quantization, x, None, None, in_memory=False, given=False)
         flags = flags._replace(out_dtype=between)
-    found = choose(operation_of(x, residual, None if of_heads else weight, flags, out, before))
-    if of_heads and found.backend != "cpu":
-        found = replace(found, plan=f"{found.plan}; torch's operations then multiply by the weight and add the bias")
+    found = choose(operation_of(x, residual, weight, flags, out, before, Around(bias, 1.0) if of_heads else None))
     if quantization is not None:
         by = "in the same call" if hasattr(found.module, "quantize") and not found.composed else "by torch's operations"
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function
 from fusednorm import dispatcher, listeners, plain, run
 from fusednorm.autograd import Normalise, Transformed
 from fusednorm.backends.reference import accumulator
-from fusednorm.call import Flags, operation_of
+from fusednorm.call import Around, Flags, operation_of
 from fusednorm.checks import (
     NAMES,
     check_affine,
@@ -339,12 +339,20 @@ def _composed(
     residual_out: Tensor | None,
     flags: Flags,
 ) -> tuple[Tensor, Any]:
-    """Both outputs of the public function of that name, out of plain operations: docs/spec.md, section 8."""
+    """Both outputs of the public function of that name: docs/spec.md, section 8.
+
+    One call of a backend; or, where gradients are wanted or a part of torch must see the call, plain operations.
+    """
     written = {"out": out, "residual_out": residual_out}
     given = {key: tensor for key, tensor in written.items() if tensor is not None}
-    if given and is_grad_enabled() and requires_grad(x, residual, weight, bias, *given.values()):
+    others = (weight, bias, *given.values())
+    records = is_grad_enabled() and requires_grad(x, residual, *others)
+    if given and records:
         refuse_grad(name)
-    if not compiling and not listeners.transform(x, residual, weight, bias, *given.values()):
+    transformed = not compiling and listeners.transform(x, residual, *others)
+    if not (records or compiling or transformed or listeners.below(x, residual, *others)):
+        return run.forward(x, residual, weight, flags, out, residual_out, around=Around(bias, x_scale))
+    if not (compiling or transformed):
         check_operands(x, residual, None, out, residual_out, in_memory=False)
         check_affine(x, weight, bias)
     flags = check_flags(flags, x, residual, out, residual_out)

@@ -25,7 +25,7 @@ KINDS: dict[torch.dtype | None, int] = {
 }
 
 #: The numbers that C has for flags: ``enum fn_flag``.
-ROUND_SUM, ROUND_NORM, QUANTIZED, QUANTIZE_ONLY = 1, 2, 8, 16
+ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = 1, 2, 4, 8, 16
 
 _CALL = struct.Struct("=10q2d36q")
 _pack = _CALL.pack
@@ -38,7 +38,7 @@ def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...
 
 
 def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
-    """A forward pass, of two calls where a norm comes before the addition. ``threads``: the most that a CPU uses.
+    """A forward pass, of two calls where a norm or a scaling comes first. ``threads``: the most that a CPU uses.
 
     Without ``out`` the rows have no memory of their own: C keeps them.
     """
@@ -46,6 +46,8 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
     device, x_type, residual_type, weight_type, out_type, hidden_size, round_sum, round_norm, total_type = operation[:9]
     if operation.first is not None:
         return _pack_chain(call, threads)
+    if operation.around is not None:
+        return _pack_around(call, threads)
     x_strides, residual_strides, out_strides, total_strides = strides
     # Written out, because this is a tenth of a short call.
     return _pack(
@@ -99,6 +101,30 @@ def _pack_chain(call: Forward, threads: int) -> bytes:
     ) + packed(
         *(0, call.eps, passed, _operand(call.residual, residual_strides), _operand(call.weight)),
         *(_operand(call.out, out_strides), _operand(call.residual_out, total_strides), _operand(call.rstd)),
+    )
+
+
+def _pack_around(call: Forward, threads: int) -> bytes:
+    """A norm with a bias, rows of heads or a scaled x; where x is scaled, that is a call before the norm's."""
+    operation, inner = call.operation, call.inner
+    x_strides, residual_strides, out_strides, total_strides = call.strides
+    flags, device = operation.round_sum * ROUND_SUM + operation.round_norm * ROUND_NORM, operation.device.index or 0
+    numbers = (device, threads, call.rows, inner, operation.hidden_size, 0)
+    weight, bias = (
+        _operand(t, (0, 0 if t is None or t.dim() == 1 else operation.hidden_size)) for t in (call.weight, call.bias)
+    )
+    x, before = _operand(call.x, x_strides), b""
+    if operation.around is not None and operation.around.scaled:
+        scaled = _passed(operation.x, inner, operation.hidden_size)
+        before = _pack(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *x, *_ABSENT, *_ABSENT, *scaled, *5 * _ABSENT)
+        x = scaled
+    return before + _pack(
+        *(0, flags, *numbers, 0, call.heads, call.eps, call.weight_offset, *x),
+        *_operand(call.residual, residual_strides),
+        *weight,
+        *_operand(call.out, out_strides),
+        *_operand(call.residual_out, total_strides),
+        *(*_operand(call.rstd), *bias, *_ABSENT, *_ABSENT),
     )
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm import fast_path
-from fusednorm.call import Backward, Before, Flags, Forward, Operation, operation_of
+from fusednorm.call import Around, Backward, Before, Flags, Forward, Operation, operation_of
 from fusednorm.checks import (
+    check_affine,
     check_between,
     check_flags,
     check_operands,
@@ -74,24 +75,33 @@ def forward(
     rstd: Tensor | None = None,
     before: Before | None = None,
     then: Results | None = None,
+    around: Around | None = None,
 ) -> tuple[Any, Any]:
     """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
     ``rstd`` ([...] of the accumulator type) receives the reciprocal root mean square. ``before``: a norm of x before
-    the addition; the weight and eps are then of the norm after it. ``then``: where a quantizer writes. If it is not
-    done in the end, the backend has none, and the caller must quantize the rows; if it is, rows have no memory but
-    ``out``.
+    the addition; the weight and eps are then of the norm after it. ``around``: a bias, rows of heads and a factor of x.
+    ``then``: where a quantizer writes. If it is not done in the end, the backend has none, and the caller must quantize
+    the rows; if it is, rows have no memory but ``out``.
     """
     name = "weight" if before is None else "next_weight"
-    check_operands(x, residual, weight, out, residual_out, weight_name=name)
-    first_weight, first_eps = None, 0.0
+    check_operands(x, residual, weight if around is None else None, out, residual_out, weight_name=name)
+    first_weight, first_eps, bias, x_scale = None, 0.0, None, 1.0
     if before is not None:
         check_operands(x, None, before.weight, None, None)
         check_between(before.between, x)
         first_weight = None if before.weight is None else packed(before.weight)
         first_eps = number("eps", before.eps)
     flags = check_flags(flags, x, residual, out, residual_out)
-    operation = operation_of(x, residual, weight, flags, out, before)
+    if around is not None:
+        check_affine(x, weight, around.bias)
+        # A row of one head is one for all.
+        weight, bias = (
+            t if t is None else packed(t if t.shape[0] != 1 else t.reshape(-1)) for t in (weight, around.bias)
+        )
+        x_scale = number("x_scale", around.x_scale)
+        around = Around(bias, x_scale)
+    operation = operation_of(x, residual, weight, flags, out, before, around)
     hidden_size = operation.hidden_size
     rows = x.numel() // hidden_size
 
@@ -126,7 +136,7 @@ def forward(
     if rows and written:
         check_overlap(
             *((out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows)),
-            ((name, weight), ("weight", first_weight)),
+            ((name, weight), ("weight", first_weight), ("bias", bias)),
             hidden_size,
         )
     # The levels of what is written come first: inputs can be copied.
@@ -156,7 +166,7 @@ def forward(
         call = Forward(
             *(x, residual, weight, out, residual_out, rstd, operation, rows, inner),
             (x_strides, residual_strides or NONE, out_strides or NONE, total_strides or NONE),
-            *(flags.eps, flags.weight_offset, first_weight, first_eps),
+            *(flags.eps, flags.weight_offset, first_weight, first_eps, bias, x_scale),
         )
         if quantize is not None and then is not None:
             quantize(then.call(None, NONE, call, inner, tuple(then_strides)))

@@ -1,6 +1,7 @@
 """A bias, weights of heads and a scaled x: what is refused, who sees the call, and which path it takes."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, rms_norm, rms_norm_
-from fusednorm.backends import cpu
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, registry, rms_norm, rms_norm_
+from fusednorm.backends import cpu, reference
+from fusednorm.composition import Composition
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
 X, RESIDUAL, WEIGHT = (t.view(2, 3, 64) if t.dim() > 1 else t for t in operands(Case(6, 64).of(F32)))
@@ -102,6 +104,27 @@ def test_c_takes_the_usual_calls(monkeypatch, threads, shape):
                 torch.set_num_threads(before)
 
 
+def test_calls_beyond_the_fast_path(monkeypatch):
+    """Rows in two levels, and results of another dtype: a call of a backend, which plain operations do not serve."""
+    memory = torch.randn(4, 9, 64, generator=torch.Generator().manual_seed(0))
+    for dtype in (BF16, F64):
+        x, residual = (memory.to(dtype)[:, begin : begin + 3] for begin in (0, 6))
+        for weight, bias, x_scale in (
+            (HEADS, WEIGHT, 1.0),
+            (None, HEADS, 0.22),
+            (WEIGHT, None, 3.0),
+            (HEADS, None, 1.0),
+        ):
+            flags = {"round_norm": True, "weight_offset": 0.5, "out_dtype": F32}
+            wanted = separately(x, residual, weight, bias, x_scale, flags)
+            alone = separately(x, None, weight, bias, 1.0, flags) if x_scale == 1.0 else None
+            with monkeypatch.context() as patch:
+                patch.setattr(ops, "beyond_fast_path", None)
+                assert same(fused_add_rms_norm(x, residual, weight, bias=bias, x_scale=x_scale, **flags), wanted)
+                if alone is not None:
+                    assert torch.equal(rms_norm(x, weight, bias=bias, **flags), *alone)
+
+
 @pytest.mark.skipif(not cpu.fast_path, reason="takes the fast path to the C library")
 def test_large_outputs(monkeypatch):
     """Outputs that bypass the caches."""
@@ -113,11 +136,65 @@ def test_large_outputs(monkeypatch):
         monkeypatch.undo()
 
 
-def test_outputs_that_share_memory_with_a_bias():
-    """The fast path leaves such calls to Python, where everything is read before anything is written."""
-    for _ in range(2):
-        x = X.clone()
-        assert torch.equal(rms_norm_(x, x[1], bias=x[0]), rms_norm(X, X[1], bias=X[0]))
+def test_outputs_that_share_memory_with_rows_of_heads_or_a_bias():
+    """The last row alone too. The fast path leaves such calls to Python, which refuses them."""
+    memory = torch.cat((HEADS, X.view(6, 64)))
+    for name in ("weight", "bias"):
+        wanted = rms_norm(X[:1], **{name: HEADS})
+        for begin in (0, 2, 3):
+            kept, out = memory.clone(), memory[begin : begin + 3].view(1, 3, 64)
+            for _ in range(2):
+                if begin == 3:
+                    assert torch.equal(rms_norm(X[:1], **{name: memory[:3]}, out=out), wanted)
+                    continue
+                with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+                    rms_norm(X[:1], **{name: memory[:3]}, out=out)
+                assert torch.equal(memory, kept)
+
+
+@pytest.mark.parametrize("features", [(), ("affine",), ("x_scale",), ("residual_dtype", "affine", "x_scale")], ids=str)
+def test_a_backend_of_others(monkeypatch, features):
+    """It is given what is around the norm if it knows all of that; else the norm alone. The bits are the same."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_selected", {})
+    taken = []
+
+    def forward(call):
+        taken.append(call.operation.features)
+        reference.forward(call)
+
+    other = SimpleNamespace(DEVICES=("cpu",), unavailable=list, unsuitable=lambda operation: [], plan=lambda _: "other")
+    other.forward, other.backward, other.FEATURES = forward, reference.backward, features
+    fusednorm.register_backend("other", other)
+    x, residual = X.to(BF16).mT.contiguous().mT, RESIDUAL.to(F16)
+    for given, asked in (
+        ({"bias": WEIGHT}, ("affine",)),
+        ({"weight": HEADS, "bias": HEADS}, ("affine",)),
+        ({"weight": WEIGHT, "x_scale": 0.22}, ("x_scale",)),
+        ({"weight": HEADS, "x_scale": 0.22}, ("affine", "x_scale")),
+        ({"bias": HEADS, "x_scale": 3.0, "residual_dtype": BF16}, ("residual_dtype", "affine", "x_scale")),
+    ):
+        flags = {"round_norm": True, "weight_offset": 0.5, "out_dtype": F32, **given}
+        rows = flags.pop("weight", None), flags.pop("bias", None), flags.pop("x_scale", 1.0)
+        wanted = separately(x, residual, *rows, flags)
+        options = dict(zip(("weight", "bias", "x_scale"), rows, strict=True)) | flags
+        with fusednorm.use_backend("reference"):
+            assert same(fused_add_rms_norm(x, residual, **options), wanted)
+        with fusednorm.use_backend("other"):
+            taken.clear()
+            assert same(fused_add_rms_norm(x, residual, **options), wanted)
+            assert (taken == [asked]) == (set(asked) <= set(features))
+            assert all(set(known) <= set(features) for known in taken)
+
+
+def test_compositions_in_words():
+    operation = fusednorm.explain(X, RESIDUAL, HEADS, bias=WEIGHT, residual_dtype=F16).operation
+    scaled = operation._replace(around=operation.around._replace(scaled=True))
+    parts = Composition.parts(scaled, lambda part: not part.features)
+    assert Composition.in_words(scaled, parts) == (
+        "torch scales x, and torch's operations multiply by the weight and add the bias, and the norm runs in four "
+        "kernels, of which one rounds the sum to float16"
+    )
 
 
 def test_each_operand_may_need_a_gradient():
