@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DEVICES = ("cuda",)
 
 #: What it knows beyond the first operations.
-FEATURES = ("residual_dtype", "norm_before_add")
+FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = "cuda" if path.OPEN else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.call import Backward, FirstNorm, Forward, Operation, Strides
+from fusednorm.call import AroundNorm, Backward, FirstNorm, Forward, Operation, Strides
 
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32
@@ -48,12 +48,15 @@ class ForwardKind(NamedTuple):
     two_levels: bool = False
     #: The norm of x before the addition.
     first: FirstNorm | None = None
+    #: A bias, rows of heads and a scaled x.
+    around: AroundNorm | None = None
 
     @classmethod
     def of(cls, call: Forward) -> ForwardKind:
         """The kind of a call."""
         operation = call.operation
         rows = zip((call.x, call.residual, call.out, call.residual_out), call.strides, strict=True)
+        of_heads = ((t, (0, 0 if t is None or t.dim() == 1 else t.shape[1])) for t in (call.weight, call.bias))
         return cls(
             *(operation.x, operation.residual, operation.weight, operation.out, operation.residual_out),
             operation.hidden_size,
@@ -61,9 +64,10 @@ class ForwardKind(NamedTuple):
             operation.round_norm,
             call.rstd is not None,
             call.weight_offset != 0,
-            _alignment(tuple(rows), (call.weight, call.rstd, call.first_weight)),
+            _alignment((*rows, *of_heads), (call.rstd, call.first_weight)),
             call.inner != call.rows,
             operation.first,
+            operation.around,
         )
 
     @classmethod
@@ -71,7 +75,7 @@ class ForwardKind(NamedTuple):
         """The kind of most calls of an operation."""
         dtypes = (operation.x, operation.residual, operation.weight, operation.out, operation.residual_out)
         flags = (operation.round_sum, operation.round_norm, False, False)
-        return cls(*dtypes, operation.hidden_size, *flags, alignment, first=operation.first)
+        return cls(*dtypes, operation.hidden_size, *flags, alignment, first=operation.first, around=operation.around)
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -80,7 +84,8 @@ class ForwardKind(NamedTuple):
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
-        return [dtype for dtype in (*self[:5], self.first and self.first.weight) if dtype is not None]
+        weights = (self.first and self.first.weight, self.around and self.around.bias)
+        return [dtype for dtype in (*self[:5], *weights) if dtype is not None]
 
 
 class BackwardKind(NamedTuple):

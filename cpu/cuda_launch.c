@@ -44,8 +44,11 @@ typedef struct {
     int32_t device, options, alignment, unused;
 } key;
 
-/* Options, above the flags of call.h: there is a weight offset; rstd is wanted; rows lie in two levels; a backward pass. */
-enum { OFFSET = 4, RSTD = 8, TWO_LEVELS = 16, BACKWARD = 32 };
+/*
+ * Options, above the flags of call.h: there is a weight offset; rstd is wanted; rows lie in two levels; a backward pass; a
+ * weight or a bias has rows of heads; x is scaled.
+ */
+enum { OFFSET = 4, RSTD = 8, TWO_LEVELS = 16, BACKWARD = 32, OF_HEADS = 64, SCALED = 128 };
 
 /* How a kernel shares out its work among programs: `Share` in backends/kernel_kinds.py says what each takes. */
 enum share { ROWS, COLUMNS_OF_SUMS, COLUMNS_OF_BLOCKS, BLOCKS };
@@ -141,23 +144,31 @@ static const form forms[] = {
 };
 
 /*
- * A call and the norm of x before its addition, which is NULL where there is none. Of a chain, the call is the last one
- * with the x of the first one, because one kernel takes both.
+ * A call, and the norm of x before its addition, or the scaling of x, which are NULL where there is none. Of a chain, the
+ * call is the last one with the x of the first one, because one kernel takes both.
  */
 typedef struct {
-    const struct fn_call *call, *first;
+    const struct fn_call *call, *first, *scaling;
     struct fn_call of_chain;
 } work;
 
 static void read_work(const struct fn_call *calls, work *w) {
     w->call = calls;
-    w->first = NULL;
+    w->first = w->scaling = NULL;
     if (!calls->following) return;
     w->of_chain = calls[1];
     w->of_chain.operand[FN_X] = calls->operand[FN_X];
     w->call = &w->of_chain;
-    w->first = calls;
+    if (calls->flags & FN_SCALE_ONLY) w->scaling = calls;
+    else w->first = calls;
 }
+
+/* The bias of a forward pass; of kind FN_NONE in other passes too. */
+static struct fn_operand bias_of(const struct fn_call *c) {
+    return c->pass == FN_FORWARD ? c->operand[FN_BIAS] : (struct fn_operand){.kind = FN_NONE};
+}
+
+static int has_heads(const struct fn_call *c) { return c->pass == FN_FORWARD && c->heads > 1; }
 
 static int is_wide(const struct fn_call *c) {
     return c->operand[c->pass == FN_FORWARD ? FN_X : FN_BACKWARD_RSTD].kind == FN_F64;
@@ -167,12 +178,15 @@ static int is_wide(const struct fn_call *c) {
 static int32_t alignment_of(const work *w) {
     const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
+    const struct fn_operand none = {.kind = FN_NONE}, more[] = {w->first ? w->first->operand[FN_WEIGHT] : none, bias_of(c)};
     uint64_t low = MOST_ALIGNED;
-    if (w->first && w->first->operand[FN_WEIGHT].kind) {
-        const struct fn_operand *weight = &w->first->operand[FN_WEIGHT];
-        if (weight->address % (uintptr_t)fn_element_size(weight->kind) != 0) return 0;
-        low |= weight->address;
+    for (int i = 0; i < 2; i++) {
+        const int item = fn_element_size(more[i].kind);
+        if (!item) continue;
+        if (more[i].address % (uintptr_t)item != 0) return 0;
+        low |= more[i].address | (uint64_t)(more[i].stride * item);
     }
+    if (has_heads(c)) low |= (uint64_t)(c->operand[FN_WEIGHT].stride * fn_element_size(c->operand[FN_WEIGHT].kind));
     for (int i = 0; i < f->operands; i++) {
         const struct fn_operand *o = &c->operand[i];
         const int item = fn_element_size(o->kind);
@@ -194,8 +208,10 @@ static key key_of(const work *w, int32_t alignment) {
     for (int i = 0; i < f->operands; i++)
         if (f->decide >> i & 1) k.kinds |= c->operand[i].kind << 4 * at++;
     if (w->first) k.kinds |= (w->first->operand[FN_WEIGHT].kind | w->first->operand[FN_OUT].kind << 4) << 4 * at;
+    k.kinds |= bias_of(c).kind << 4 * (at + 2);
     k.device = (int32_t)c->device;
     k.options = (int32_t)c->flags | (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
+    k.options |= (has_heads(c) ? OF_HEADS : 0) | (w->scaling ? SCALED : 0);
     if (c->pass == FN_BACKWARD) k.options |= BACKWARD;
     else if (c->operand[FN_RSTD].kind) k.options |= RSTD;
     k.alignment = alignment;
@@ -288,9 +304,16 @@ static void pack(const work *w, char *to) {
     for (int i = 0; i < (backward ? 3 : 1); i++) append(to, &at, &numbers[i], sizeof(int64_t));
     append(to, &at, &hidden, sizeof hidden);
     for (int i = backward; i < 2; i++) append_real(to, &at, reals[i], is_wide(c));
-    if (!w->first) return;
-    append(to, &at, &w->first->operand[FN_WEIGHT].address, sizeof(uintptr_t));
-    append_real(to, &at, w->first->eps, is_wide(c));
+    if (w->first) {
+        append(to, &at, &w->first->operand[FN_WEIGHT].address, sizeof(uintptr_t));
+        append_real(to, &at, w->first->eps, is_wide(c));
+    } else if (!backward) { /* a kernel without anything around the norm reads none of it */
+        append(to, &at, &c->operand[FN_BIAS].address, sizeof(uintptr_t));
+        append(to, &at, &c->heads, sizeof(int64_t));
+        append(to, &at, &c->operand[FN_WEIGHT].stride, sizeof(int64_t));
+        append(to, &at, &c->operand[FN_BIAS].stride, sizeof(int64_t));
+        append_real(to, &at, w->scaling ? w->scaling->eps : 1, is_wide(c));
+    }
 }
 
 /*

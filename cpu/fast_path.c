@@ -422,9 +422,8 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
-    const int in_c_alone = c->heads > 1 || c->operand[FN_BIAS].kind || (first && first->flags & FN_SCALE_ONLY);
     if (quantizes && (triton || device != DL_CPU)) return refuse();
-    if ((triton && first) || (in_c_alone && (triton || device != DL_CPU))) return refuse();
+    if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
     int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
     if (others < 0) return NULL;

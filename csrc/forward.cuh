@@ -13,6 +13,10 @@ using Out = OUT_TYPE;
 using FirstWeight = FIRST_WEIGHT_TYPE;
 using Between = BETWEEN_TYPE;
 
+// AROUND: there is something around the norm. SCALED: x is multiplied before the addition. OF_HEADS: row i takes row
+// i % heads of the weight and of the bias. There is never a norm before the addition too.
+using Bias = BIAS_TYPE;
+
 // One of two types.
 template <bool FIRST, class T, class OTHER> struct either {
     using type = T;
@@ -44,7 +48,32 @@ struct Arguments : Levels {
     __device__ const FirstWeight* weight_of_first() const { return nullptr; }
     __device__ A eps_of_first() const { return 0; }
 #endif
+#if AROUND
+    const Bias* bias;
+    long long heads, weight_stride, bias_stride;  // a stride is 0 where all heads have one row
+    A x_scale;
+    __device__ const Weight* weight_of(long long row) const {
+        return OF_HEADS ? weight + row % heads * weight_stride : weight;
+    }
+    __device__ const Bias* bias_of(long long row) const { return OF_HEADS ? bias + row % heads * bias_stride : bias; }
+    __device__ A scale_of_x() const { return x_scale; }
+#else
+    __device__ const Weight* weight_of(long long) const { return weight; }
+    __device__ const Bias* bias_of(long long) const { return nullptr; }
+    __device__ A scale_of_x() const { return 1; }
+#endif
 };
+
+// x times a number, rounded to its type, if it is to be scaled.
+__device__ inline void scale_first(X (&x)[VECTOR], const Arguments& a) {
+    if constexpr (SCALED) {
+        A scaled[VECTOR];
+        widen(scaled, x);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) scaled[v] *= a.scale_of_x();
+        narrow(x, scaled);
+    }
+}
 
 // h, the row that is normalised: the residual plus x, or plus x after its norm; or x alone. Stores the rounded sum if `stored`.
 template <class T, class R, class S>
@@ -77,6 +106,16 @@ __device__ void normalised(A (&y)[VECTOR], const A (&h)[VECTOR], A rstd, const W
         gain(g, weight, offset);
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) y[v] *= g[v];
+    }
+}
+
+// Adds the bias, if there is one.
+template <class T> __device__ void add_bias(A (&y)[VECTOR], const T (&bias)[VECTOR]) {
+    if constexpr (PRESENT<T>) {
+        A more[VECTOR];
+        widen(more, bias);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) y[v] += more[v];
     }
 }
 

@@ -3,6 +3,9 @@
 //
 // KEPT says where the last pass reads h, the row that is normalised: in shared memory; in global memory, as x or
 // residual_out; or nowhere: it adds x and the residual again.
+#if AROUND
+#define MANY_REGISTERS  // with fewer the compiler spills
+#endif
 #include "forward.cuh"
 
 constexpr int NOWHERE = 0, IN_MEMORY = 1, IN_SHARED = 2;
@@ -22,6 +25,7 @@ __device__ void load_added(bool inside, T (&to)[VECTOR], const Arguments& a, con
         normalised_first(to, x, first_rstd, weight, a.weight_offset);
     } else {
         load_if(inside, to, x_row + column);
+        scale_first(to, a);
     }
 }
 
@@ -33,6 +37,8 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     const Residual* const residual_row = a.residual + a.begin_of(blockIdx.x, a.residual_strides);
     ResidualOut* const residual_out_row = a.residual_out + a.begin_of(blockIdx.x, a.residual_out_strides);
     Out* const out_row = a.out + a.begin_of(blockIdx.x, a.out_strides);
+    const Weight* const weight_row = a.weight_of(blockIdx.x);
+    const Bias* const bias_row = a.bias_of(blockIdx.x);
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
 
     A first_rstd = 0;
@@ -107,8 +113,11 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
                 added(h, x, residual, inside, residual_out_row + column);
             }
             Weight weight[VECTOR];
-            load_if(inside, weight, a.weight + column);
+            load_if(inside, weight, weight_row + column);
             normalised<Added>(y, h, rstd, weight, a.weight_offset);
+            Bias bias[VECTOR];
+            load_if(inside, bias, bias_row + column);
+            add_bias(y, bias);
             store_if(inside, out_row + column, y);
         }
     }

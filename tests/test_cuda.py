@@ -22,7 +22,7 @@ from fusednorm import doctor, fast_path, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, lacking
-from fusednorm.call import FirstNorm, Flags, Forward, RMSNorm, operation_of
+from fusednorm.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
@@ -143,6 +143,38 @@ def test_machine_code_of_a_norm_before_the_addition(tmp_path, capability, x, res
         if variant.kernel == "forward":  # all four operands once, or all three
             loads = sum(i.startswith("LDG") for i in instructions)
             assert loads == bytes_of_lane // (32 if capability >= 100 else 16)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("capability", "x", "residual", "size"),
+    [
+        (90, BF16, BF16, 128),
+        (90, BF16, BF16, 8192),
+        (90, F32, F32, 16384),
+        (90, F64, F64, 16384),
+        (90, BF16, BF16, 200_000),
+        (75, BF16, F32, 4096),
+        (100, F32, F32, 65536),
+    ],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_what_is_around_a_norm(tmp_path, capability, x, residual, size):
+    """Nothing spilled, and each operand is read once, where a row fits the registers."""
+    for around in (AroundNorm(x, False, True), AroundNorm(x, True, True)):
+        kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 32, around=around)
+        variant = cuda_kernels.forward_variant(kind, capability)
+        code = cuda_compiler.compiled(variant, capability)
+        registers, stack, _ = resources(code, tmp_path)
+        instructions, _ = instructions_of(code, tmp_path)
+        assert stack == 0, around
+        assert not [i for i in instructions if i.startswith(("LDL", "STL"))], around
+        assert registers * variant.threads <= 65536, around
+        if variant.kernel == "forward":  # a lane has 32 elements of x; where half a warp has a row, of 8 columns
+            columns = 8 if size == 128 and not around.of_heads else 32
+            read = 32 * (x.itemsize + residual.itemsize) + columns * 2 * x.itemsize
+            loads = sum(i.startswith("LDG") for i in instructions)
+            assert loads == read // (32 if capability >= 100 else 16), around
 
 
 @compiles

@@ -108,6 +108,67 @@ def test_a_norm_before_the_addition(between, monkeypatch):
         assert fast(odd, next_weight, followed) is None  # begins where the kernel that is held reads nothing
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "heads"),
+    [
+        (Case(rows=12, hidden=72).of(BF16), 3),  # several rows in a warp, each of another head
+        (Case(rows=6, hidden=128, residual=None).of(F16, round_norm=True), 2),
+        (Case(rows=6, hidden=2056).of(BF16, weight=F32, weight_offset=0.5), 3),
+        (Case(rows=4, hidden=20_008).of(F32, residual=BF16, round_sum=False), 2),  # a cluster
+        (Case(rows=4, hidden=1528).of(F64, weight_offset=0.5), 2),
+        (Case(rows=4, hidden=140_008).of(BF16, round_norm=True), 2),
+    ],
+    ids=str,
+)
+def test_what_is_around_a_norm(case, heads, levels, monkeypatch):
+    """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    x, residual, weight = operands(case)
+    if levels == 2:  # the rows of heads lie beside each other, and those of tokens apart
+        x = torch.cat((x.view(-1, heads, case.hidden),) * 2, dim=1)[:, heads:]
+    x = x.view(-1, heads, case.hidden)
+    residual = None if residual is None else residual.view(x.shape)
+    of_heads = torch.stack([weight * (k + 1) for k in range(heads)])
+    take = fast_path.forward_on({"cuda"})
+    flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
+    if residual is not None:
+        flags["round_sum"] = case.round_sum
+
+    def python(w, b, x_scale):
+        if residual is None:
+            return fusednorm.rms_norm(x, w, bias=b, **flags), None
+        return fusednorm.fused_add_rms_norm(x, residual, w, bias=b, x_scale=x_scale, **flags)
+
+    def fast(w, b, x_scale):
+        numbers = (1e-6, case.weight_offset, case.round_sum, case.round_norm)
+        return take(x, residual, w, None, None, *numbers, None, True, b, x_scale)
+
+    kinds = [(weight, weight / 3, 1.0), (of_heads, None, 1.0), (weight, of_heads, 1.0), (None, weight, 1.0)]
+    if residual is not None:
+        kinds += [(weight, None, 0.22), (of_heads, of_heads * 2, 0.22)]
+    nothing_held()
+    with fusednorm.use_backend("cuda"):
+        python(weight, None, 1.0)
+    for held, given in enumerate(kinds):
+        assert fast(*given) is None, held  # the kernels before are of other kinds
+        names.clear()
+        with fusednorm.use_backend("cuda"):
+            first = python(*given)
+        assert len(names) == 1
+        with fusednorm.use_backend("reference"):
+            wanted = python(*given)
+        got = fast(*given)
+        assert (got is None) == (levels == 2)
+        for found in (first, *[got] * (levels == 1)):
+            assert not differing(found[0], wanted[0]).any(), held
+            assert residual is None or not differing(found[1], wanted[1]).any(), held
+    odd = torch.zeros(case.hidden + 1, dtype=weight.dtype)[1:]
+    assert fast(weight, odd, 1.0) is None  # begins where the kernel that is held reads nothing
+
+
 def test_sums_of_another_dtype_have_kernels_of_their_own():
     """Calls that differ in nothing else, one after the other."""
     for stored in (BF16, F32, F16, BF16):
@@ -363,6 +424,7 @@ FIELDS = {
     "forward": "x residual weight out residual_out rstd x_stride residual_stride out_stride residual_out_stride "
     "rows hidden_size eps weight_offset",
     "chain": "first_weight first_eps",
+    "around": "bias heads weight_stride bias_stride x_scale",
     "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride "
     "rows block blocks hidden_size weight_offset",
 }
@@ -370,7 +432,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("real", [F32, F64], ids=["float", "double"])
-@pytest.mark.parametrize("passes", ["forward", "chain", "backward"])
+@pytest.mark.parametrize("passes", ["forward", "chain", "around", "backward"])
 def test_arguments_lie_as_in_the_sources(passes, real, levels):
     """Every field that C packs is where a compiler puts it in `Arguments` of csrc/forward.cuh and csrc/backward.cuh."""
     packed = []
@@ -383,15 +445,17 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
     fast_path.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
     # Numbers that all differ: kinds, addresses and strides of operands, then the call's own.
-    chain, passes = passes == "chain", passes.replace("chain", "forward")
-    fields = FIELDS[passes].split() + FIELDS["chain"].split() * chain
-    strided = [name.removesuffix("_stride") for name in fields if name.endswith("_stride")]
+    more, passes = passes, passes.replace("chain", "forward").replace("around", "forward")
+    chain, around = more == "chain", more == "around"
+    fields = FIELDS[passes].split() + FIELDS[more].split() * (chain or around)
+    of_call = FIELDS[passes].split()
+    strided = [name.removesuffix("_stride") for name in of_call if name.endswith("_stride")]
     operands = fields[: fields.index(f"{strided[0]}_stride")]
     value = {name: 1000 + 64 * i for i, name in enumerate(fields)}
     value |= {"rows": 77 * 3, "block": 3, "blocks": 77, "eps": 1.5, "weight_offset": 2.5, "inner": 77 * 3 // levels}
-    value |= {"first_eps": 3.5} if chain else {}
+    value |= {"first_eps": 3.5, "x_scale": 4.5}
     flat = [passes == "backward", 0, 0, 1, value["rows"], value["inner"], value["hidden_size"], value.get("block", 0)]
-    flat += [0, 1, value.get("eps", 0.0), value["weight_offset"]]
+    flat += [0, value["heads"] if around else 1, value.get("eps", 0.0), value["weight_offset"]]
     for name in operands:
         stride = value[f"{name}_stride"] if name in strided else 0
         flat += [packing.KINDS[real], value[name] * 8, 7 + 200 * stride if stride else 0, stride]
@@ -403,7 +467,15 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         return packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
 
     try:
+        if around:  # strides of the weight and of the bias, and the bias after all other operands
+            flat[12 + 4 * operands.index("weight") + 3] = value["weight_stride"]
+            value["bias"] *= 8
+            flat += [packing.KINDS[real], value["bias"], 0, value["bias_stride"]]
         call = padded(flat)
+        if around:  # its first call scales x
+            numbers, x, others = flat[:12], flat[12:16], flat[16:]
+            first = [0, packing.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, packing.KINDS[real], 0, 0, 0]
+            call = padded(first) + padded([*numbers, packing.KINDS[real], 0, 0, 0, *others])
         if chain:  # its first call has the x and the first norm's weight, and its second one rows without memory
             value["first_weight"] *= 8
             numbers, x, others = flat[:12], flat[12:16], flat[16:]
@@ -414,10 +486,14 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         assert fast_path.launch_cuda(call, 0) == 0
     finally:
         nothing_held()
-    kinds = {"hidden_size": "i", **dict.fromkeys(("eps", "weight_offset", "first_eps"), "f" if real == F32 else "d")}
+    kinds = {
+        "hidden_size": "i",
+        **dict.fromkeys(("eps", "weight_offset", "first_eps", "x_scale"), "f" if real == F32 else "d"),
+    }
     if levels == 2:
         fields += ["inner", *(f"{name}_jump" for name in strided)]
-    members = [re.sub("_(stride|jump)$", r"_strides.\1", name) for name in fields]
+    lie = {f"{name}_{which}": f"{name}_strides.{which}" for name in strided for which in ("stride", "jump")}
+    members = [lie.get(name, name) for name in fields]
     offsets = ", ".join(f"(unsigned char)__INTADDR__(&((Arguments*)0)->{name})" for name in members)
     source = f'#include "{passes}.cuh"\n__device__ unsigned char offsets[] = {{{offsets}}};\n'
     _, nvrtc = cuda_compiler.bindings()
@@ -430,6 +506,7 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         "OUT",
         "FIRST_WEIGHT",
         "BETWEEN",
+        "BIAS",
         "DY",
         "D_TOTAL",
         "H",
@@ -446,6 +523,9 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         "FULL": 0,
         "TWO_LEVELS": levels - 1,
         "NORM_BEFORE_ADD": int(chain),
+        "AROUND": int(around),
+        "OF_HEADS": int(around),
+        "SCALED": int(around),
     }
     defines += [f"-D{name}={number}" for name, number in shape.items()]
     headers = {name: text for name, text in cuda_compiler._sources().items() if name.endswith(".cuh")}
