@@ -59,7 +59,8 @@ def test_the_weight_that_is_kept_has_no_mode():
         fake = l2_norm(mode.from_tensor(y))
         assert (type(fake).__name__, fake.shape) == ("FakeTensor", y.shape)
     assert type(l2_norm(y)) is torch.Tensor
-    assert l2_norm(y.to("meta")).shape == y.shape
+    with fusednorm.use_backend("reference"):
+        assert l2_norm(y.to("meta")).shape == y.shape
     compiled = torch.compile(l2_norm, fullgraph=True, backend="aot_eager")
     assert compiled(y).equal(l2_norm(y))
 

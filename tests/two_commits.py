@@ -5,8 +5,9 @@
 `objects`: the assembly of each cpu/kernel_*.c, by GCC for this machine and for AArch64 where its compiler is. `ptx`:
 the PTX that NVRTC makes of csrc/ for a range of calls. `triton`: Triton's own representation of its kernels, and their
 code for two kinds of GPU. Comments, names and the order of functions do not count. No GPU is needed. `calls`: the
-results and the errors of the inputs of this tests/fuzz.py, forward and backward, bit by bit and word by word; those
-that differ are counted by what they were and are, numbers left out. `bench`: the time
+results and the errors of inputs, forward and backward, bit by bit and word by word; those that differ are counted by
+what they were and are, numbers left out. BEFORE's tests/fuzz.py makes the inputs, because another one may use arguments
+that BEFORE lacks; `--inputs COMMIT` names another commit. `bench`: the time
 of calls of the cpu backend, in two processes in turn; a ratio above 1.05 is a difference. All are compared unless some
 are named. `calls` and `bench` compile both commits, which takes cmake and ninja.
 
@@ -227,7 +228,12 @@ def compared(what, package):
 
 def calls(before, after, asked):
     """Kinds of differences between the outcomes of calls."""
-    what = "calls", asked.seed, asked.calls
+    with tempfile.TemporaryDirectory() as folder:
+        return _calls(before, after, asked, Commit(asked.inputs or asked.before, Path(folder)).source / "tests")
+
+
+def _calls(before, after, asked, tests):
+    what = "calls", asked.seed, asked.calls, tests
     found, count = Counter(), 0
 
     def kind(text):
@@ -238,6 +244,8 @@ def calls(before, after, asked):
             count += 1
             if was != now:
                 found[kind(was), kind(now)] += 1
+            if count % 100_000 == 0:
+                print(f"calls: {count} compared, {sum(found.values())} differ", flush=True)
     assert count == asked.calls
     print(f"calls: {count} compared", flush=True)
     return [f"calls: {number} times {was!r}, now {now!r}" for (was, now), number in found.most_common()]
@@ -348,8 +356,9 @@ def answer_triton(*_):
     return found
 
 
-def answer_calls(seed, count):
-    """Prints, for each input of tests/fuzz.py, what it returns, as a digest, or raises."""
+def answer_calls(seed, count, tests):
+    """Prints, for each input of the folder's fuzz.py, what it returns, as a digest, or raises."""
+    sys.path.append(tests)
     import fuzz
     import torch
 
@@ -434,6 +443,7 @@ def main():
     parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all of them unless some are named")
     parser.add_argument("--changed", action="append", default=[], help="a difference that is meant")
     parser.add_argument("--calls", type=int, default=100_000, help="how many inputs")
+    parser.add_argument("--inputs", help="the commit whose tests/fuzz.py makes the inputs; BEFORE unless named")
     parser.add_argument("--seed", type=int, default=1, help="which inputs")
     parser.add_argument("--turns", type=int, default=10, help="how often each call is timed in each process")
     asked = parser.parse_args()
@@ -451,7 +461,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1] == "--answer":
-        sys.path.append(str(Path(__file__).parent))
         sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]  # no editable installs
         answer = globals()[f"answer_{sys.argv[2]}"](*sys.argv[3:])
         if answer is not None:
