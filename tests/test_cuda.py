@@ -114,6 +114,17 @@ def test_machine_code(tmp_path, capability, x, residual, size):
             assert not [offset for offset in offsets if offset % 32], name
 
 
+def without_spills(variant, capability, folder):
+    """Compiles a kernel, which spills nothing; returns a block's bytes of shared memory, and the number of loads."""
+    code = cuda_compiler.compiled(variant, capability)
+    registers, stack, shared = resources(code, folder)
+    instructions, _ = instructions_of(code, folder)
+    assert stack == 0, variant
+    assert not [i for i in instructions if i.startswith(("LDL", "STL"))], variant
+    assert registers * variant.threads <= 65536, variant
+    return shared, sum(i.startswith("LDG") for i in instructions)
+
+
 @compiles
 @pytest.mark.parametrize(
     ("capability", "x", "residual", "size"),
@@ -132,16 +143,10 @@ def test_machine_code_of_a_norm_before_the_addition(tmp_path, capability, x, res
     for weight, out in ((x, x), (None, None)):
         kind = ForwardKind(x, residual, weight, out, residual, size, True, False, False, False, 32)
         variant = cuda_kernels.forward_variant(kind._replace(first=FirstNorm(x, x)), capability)
-        code = cuda_compiler.compiled(variant, capability)
-        registers, stack, shared = resources(code, tmp_path)
-        instructions, _ = instructions_of(code, tmp_path)
-        assert stack == 0
-        assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
-        assert registers * variant.threads <= 65536
+        shared, loads = without_spills(variant, capability, tmp_path)
         assert shared <= 48 * 1024
         bytes_of_lane = 32 * (2 * x.itemsize + residual.itemsize + (0 if weight is None else x.itemsize))
         if variant.kernel == "forward":  # all four operands once, or all three
-            loads = sum(i.startswith("LDG") for i in instructions)
             assert loads == bytes_of_lane // (32 if capability >= 100 else 16)
 
 
@@ -164,16 +169,10 @@ def test_machine_code_of_what_is_around_a_norm(tmp_path, capability, x, residual
     for around in (AroundNorm(x, False, True), AroundNorm(x, True, True)):
         kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 32, around=around)
         variant = cuda_kernels.forward_variant(kind, capability)
-        code = cuda_compiler.compiled(variant, capability)
-        registers, stack, _ = resources(code, tmp_path)
-        instructions, _ = instructions_of(code, tmp_path)
-        assert stack == 0, around
-        assert not [i for i in instructions if i.startswith(("LDL", "STL"))], around
-        assert registers * variant.threads <= 65536, around
+        _, loads = without_spills(variant, capability, tmp_path)
         if variant.kernel == "forward":  # a lane has 32 elements of x; where half a warp has a row, of 8 columns
             columns = 8 if size == 128 and not around.of_heads else 32
             read = 32 * (x.itemsize + residual.itemsize) + columns * 2 * x.itemsize
-            loads = sum(i.startswith("LDG") for i in instructions)
             assert loads == read // (32 if capability >= 100 else 16), around
 
 
