@@ -1,16 +1,16 @@
 """A bias, weights of heads and a scaled x: what is refused, who sees the call, and which path it takes."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
+from other_backend import registered
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, registry, rms_norm, rms_norm_
-from fusednorm.backends import cpu, reference
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, rms_norm, rms_norm_
+from fusednorm.backends import cpu
 from fusednorm.composition import Composition
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
@@ -155,17 +155,7 @@ def test_outputs_that_share_memory_with_rows_of_heads_or_a_bias():
 @pytest.mark.parametrize("features", [(), ("affine",), ("x_scale",), ("residual_dtype", "affine", "x_scale")], ids=str)
 def test_a_backend_of_others(monkeypatch, features):
     """It is given what is around the norm if it knows all of that; else the norm alone. The bits are the same."""
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_selected", {})
-    taken = []
-
-    def forward(call):
-        taken.append(call.operation.features)
-        reference.forward(call)
-
-    other = SimpleNamespace(DEVICES=("cpu",), unavailable=list, unsuitable=lambda operation: [], plan=lambda _: "other")
-    other.forward, other.backward, other.FEATURES = forward, reference.backward, features
-    fusednorm.register_backend("other", other)
+    taken = registered(monkeypatch, features)
     x, residual = X.to(BF16).mT.contiguous().mT, RESIDUAL.to(F16)
     for given, asked in (
         ({"bias": WEIGHT}, ("affine",)),
@@ -183,8 +173,8 @@ def test_a_backend_of_others(monkeypatch, features):
         with fusednorm.use_backend("other"):
             taken.clear()
             assert same(fused_add_rms_norm(x, residual, **options), wanted)
-            assert (taken == [asked]) == (set(asked) <= set(features))
-            assert all(set(known) <= set(features) for known in taken)
+            assert ([operation.features for operation in taken] == [asked]) == (set(asked) <= set(features))
+            assert all(set(operation.features) <= set(features) for operation in taken)
 
 
 def test_compositions_in_words():

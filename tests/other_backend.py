@@ -1,0 +1,23 @@
+"""A backend of others, for tests of which operations it is given."""
+
+from types import SimpleNamespace
+
+import fusednorm
+from fusednorm import registry
+from fusednorm.backends import reference
+
+
+def registered(monkeypatch, features):
+    """Registers the backend "other" with these features; returns a list, of the operations that it will have taken."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_selected", {})
+    taken = []
+
+    def forward(call):
+        taken.append(call.operation)
+        reference.forward(call)
+
+    other = SimpleNamespace(DEVICES=("cpu",), unavailable=list, unsuitable=lambda operation: [], plan=lambda _: "other")
+    other.forward, other.backward, other.FEATURES = forward, reference.backward, features
+    fusednorm.register_backend("other", other)
+    return taken
