@@ -35,10 +35,12 @@ def rows_of(tensor: Tensor) -> Rows | None:
     """
     *sizes, hidden = tensor.shape
     *strides, last = tensor.stride()
-    if (last != 1 and hidden != 1) or tensor.is_neg():  # a negative tensor's memory holds the negatives
+    if tensor.is_neg():  # its memory holds the negatives
         return None
-    if tensor.is_contiguous():
+    if tensor.is_contiguous():  # as a tensor without rows is, whatever its strides
         return Rows(1, tensor.numel() // hidden, 0, hidden)
+    if last != 1 and hidden != 1:
+        return None
     levels: list[list[int]] = []  # number of rows and stride, the innermost level first
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:

@@ -86,6 +86,7 @@ def test_levels_that_are_one_are_found_as_one():
         torch.empty(2, 1, 3, 16)[..., :8]: (1, 6, 0, 16),
         torch.empty(5, 4, 8)[:, :3]: (5, 3, 32, 8),
         torch.empty(5, 4, 8)[:, :1]: (1, 5, 0, 32),
+        torch.empty(0, 16)[:, ::2]: (1, 0, 0, 8),
         torch.empty(5, 4, 8)[:1, :3]: (1, 3, 0, 8),
         torch.empty(8): (1, 1, 0, 8),
     }.items():

@@ -234,21 +234,26 @@ def calls(before, after, asked):
 
 def _calls(before, after, asked, tests):
     what = "calls", asked.seed, asked.calls, tests
-    found, count = Counter(), 0
+    found, first, count = Counter(), {}, 0
 
     def kind(text):
         return "returned" if text.startswith("returned") else re.sub(r"[\[\d\], ]*\d[\[\d\], ]*", "#", text.strip())
 
     with before.started(before.installed, *what) as old, after.started(after.installed, *what) as new:
         for was, now in zip(old.stdout, new.stdout, strict=True):
-            count += 1
             if was != now:
-                found[kind(was), kind(now)] += 1
+                pair = kind(was), kind(now)
+                found[pair] += 1
+                first.setdefault(pair, count)
+            count += 1
             if count % 100_000 == 0:
                 print(f"calls: {count} compared, {sum(found.values())} differ", flush=True)
     assert count == asked.calls
     print(f"calls: {count} compared", flush=True)
-    return [f"calls: {number} times {was!r}, now {now!r}" for (was, now), number in found.most_common()]
+    return [
+        f"calls: {number} times, first input {first[pair]}: {pair[0]!r}, now {pair[1]!r}"
+        for pair, number in found.most_common()
+    ]
 
 
 def bench(before, after, asked):
