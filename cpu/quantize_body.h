@@ -3,7 +3,7 @@
  * vectors of each instruction set: every operation is one of float or of 32-bit integers on one element.
  */
 
-enum { FLOAT8 = 1, AFTER = 2 }; /* beside 0: ways to make a byte */
+enum { FLOAT8 = 1, AFTER = 2 }; /* beside 0, a whole number: ways to make a byte */
 
 /*
  * An element of a row of float or bfloat16, which may be unaligned. Of the other kinds there are no vectors in plain C:
@@ -92,173 +92,244 @@ FN_INLINE float at_most(float value, float limit) {
 /*
  * The byte of a number, cut to the range and rounded to nearest even. Adding 2^20 steps of the format (of e4m3: its 3 bits
  * and those 20 fill a float) rounds a magnitude to whole steps, which then stand in the last bits. The step is that of the
- * magnitude's exponent, and from the least exponent on that of subnormals. `tame`: see struct group.
+ * magnitude's exponent, and from the least exponent on that of subnormals. What is added holds the byte's other bits too,
+ * the exponent's and the sign's: they are a multiple of 8 or 4 steps, so the sum rounds as without them, and ends with the
+ * byte. `tame`: see scale_of.
  */
-FN_INLINE uint8_t float8_of(float v, int mantissa, int least_exponent, int tame, uint32_t least, uint32_t greatest) {
+FN_INLINE uint32_t float8_of(float v, int mantissa, int least_exponent, int tame, uint32_t least, uint32_t greatest) {
     const int dropped = 23 - mantissa;
-    const int32_t bits = (int32_t)bits_of_f32(v), negative = bits >> 31, magnitude = bits & 0x7fffffff;
-    const int32_t limit = (int32_t)(greatest + ((uint32_t)negative & (least - greatest)));
-    const int32_t within = !tame && magnitude > limit ? limit : magnitude, lowest = (127 + least_exponent) << 23;
+    const uint32_t bits = bits_of_f32(v), negative = bits >> 24 & 0x80;
+    const int32_t magnitude = (int32_t)(bits & 0x7fffffff), lowest = (127 + least_exponent) << 23;
+    int32_t within = magnitude;
+    if (!tame) {
+        const int32_t limit = (int32_t)(negative ? least : greatest);
+        within = magnitude > limit ? limit : magnitude;
+    }
     int32_t exponent = within & 0x7f800000;
     exponent = exponent > lowest ? exponent : lowest;
-    const uint32_t shifted = (uint32_t)exponent + ((uint32_t)dropped << 23);
-    const uint32_t steps = bits_of_f32(f32_of_bits((uint32_t)within) + f32_of_bits(shifted)) - shifted;
-    const uint32_t code = steps + ((uint32_t)(exponent - lowest) >> dropped);
-    const uint32_t signed_code = code | (uint32_t)(negative & 0x80);
-    return (uint8_t)(tame ? signed_code : bits_if(magnitude > 0x7f800000, 0x7f, signed_code));
+    const int32_t others = exponent + (exponent >> dropped) + ((dropped << 23) - (lowest >> dropped)) + (int32_t)negative;
+    const uint32_t code = bits_of_f32(f32_of_bits((uint32_t)within) + f32_of_bits((uint32_t)others));
+    return tame ? code : bits_if(magnitude > 0x7f800000, 0x7f, code);
 }
 
-/* A group of a row, whose quotients are y / by or y * by. */
-struct group {
-    const char *given, *y; /* the elements, and what `element` reads: the same where it can */
-    int given_kind, kind;
-    float *wide; /* room for the elements as float */
+/* 1.5 * 2^23: adding it rounds to a whole number, whose last byte is the sum's. */
+static const float magic = 12582912.0f;
+
+/* Groups of a row, one after the other, whose numbers are all made by the same loop. */
+struct groups {
+    const char *y;
+    int kind;
     uint8_t *out;
-    int64_t n;
-    float by, qmin, qmax, shift;
+    int64_t length, count;
+    const float *by; /* a group's numbers are made of y / by or y * by */
+    const int32_t *zero_point; /* of each group, if there are any */
+    float qmin, qmax;
     int32_t added; /* to the whole number */
-    int tame; /* whether all quotients are numbers that round to one within the range, so that nothing need be cut */
 };
 
-/* `mode`: FLOAT8 with these numbers of the format; AFTER: a zero point is added to a whole number; or 0. */
-FN_INLINE void store_group(int kind, int divides, int tame, int mode, int mantissa, int least_exponent, int shifts,
-                           const struct group *g) {
-    const char *restrict y = g->y;
+FN_INLINE float quotient(int divides, float y, float by) { return divides ? y / by : y * by; }
+
+/* A number of a tame group (see scale_of), in the last byte. `mode`: FLOAT8 with these numbers of the format, or 0. */
+FN_INLINE uint32_t tame_number(int mode, int mantissa, int least_exponent, int32_t added, float v) {
+    if (mode == FLOAT8) return float8_of(v, mantissa, least_exponent, 1, 0, 0);
+    return bits_of_f32(v + magic) + (uint32_t)added;
+}
+
+FN_INLINE void store_tame_f32(int divides, int mode, int mantissa, int least_exponent, const struct groups *g) {
     uint8_t *restrict out = g->out; /* which could be the memory of anything else */
-    const int64_t n = g->n;
-    const float by = g->by, shift = g->shift;
+    const int64_t n = g->length;
+    const int32_t added = g->added;
+    for (int64_t k = 0; k < g->count; k++, out += n) {
+        const char *restrict y = g->y + 4 * k * n;
+        const float by = g->by[k];
+        for (int64_t i = 0; i < n; i++)
+            out[i] = (uint8_t)tame_number(mode, mantissa, least_exponent, added, quotient(divides, element(F32, y, i), by));
+    }
+}
+
+/* Two elements at a time: it costs less to take two apart than to widen each. */
+FN_INLINE void store_tame_bf16(int divides, int mode, int mantissa, int least_exponent, const struct groups *g) {
+    uint8_t *restrict out = g->out;
+    const int64_t n = g->length;
+    const int32_t added = g->added;
+#define NUMBER(y) tame_number(mode, mantissa, least_exponent, added, quotient(divides, y, by))
+    for (int64_t k = 0; k < g->count; k++, out += n) {
+        const char *restrict y = g->y + 2 * k * n;
+        const float by = g->by[k];
+        for (int64_t i = 0; i < n / 2; i++) {
+            uint32_t two;
+            memcpy(&two, y + 4 * i, sizeof two);
+            const uint32_t low = NUMBER(f32_of_bits(two << 16)), high = NUMBER(f32_of_bits(two & 0xffff0000));
+            const uint16_t numbers = (uint16_t)((low & 0xff) | high << 8);
+            memcpy(out + 2 * i, &numbers, sizeof numbers);
+        }
+        if (n % 2) out[n - 1] = (uint8_t)NUMBER(element(BF16, y, n - 1));
+    }
+#undef NUMBER
+}
+
+/*
+ * Of any elements, cut to the range. `mode`: FLOAT8; AFTER: a zero point is added to a whole number; or 0. `shifts`: a zero
+ * point is added before rounding.
+ */
+FN_INLINE void store_cut(int divides, int mode, int mantissa, int least_exponent, int shifts, const struct groups *g) {
+    uint8_t *restrict out = g->out;
+    const int64_t n = g->length;
     const int32_t added = g->added, qmin = (int32_t)g->qmin, qmax = (int32_t)g->qmax;
     const uint32_t least = bits_of_f32(g->qmin) & 0x7fffffff, greatest = bits_of_f32(g->qmax);
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, whose last byte is the sum's */
-    const int32_t low = (int32_t)bits_of_f32(magic) + qmin, high = (int32_t)bits_of_f32(magic) + qmax;
-    for (int64_t i = 0; i < n; i++) {
-        float v = divides ? element(kind, y, i) / by : element(kind, y, i) * by;
-        if (shifts) v += shift;
-        if (mode == FLOAT8) {
-            out[i] = float8_of(v, mantissa, least_exponent, tame, least, greatest);
-        } else if (mode == AFTER) {
-            v = f32_of_bits(bits_if(v == v, bits_of_f32(v), 0));
-            int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f)) + added;
-            whole = whole < qmin ? qmin : whole;
-            out[i] = (uint8_t)(whole > qmax ? qmax : whole);
-        } else if (tame) {
-            out[i] = (uint8_t)((int32_t)bits_of_f32(v + magic) + added);
-        } else { /* sums have the order of their bits, taken as a signed number */
-            int32_t whole = (int32_t)bits_of_f32(v + magic);
-            whole = whole < low ? low : whole;
-            whole = whole > high ? high : whole;
-            out[i] = (uint8_t)((int32_t)bits_if(v == v, (uint32_t)whole, 0) + added);
+    const int32_t lowest = (int32_t)bits_of_f32(magic) + qmin, highest = (int32_t)bits_of_f32(magic) + qmax;
+    for (int64_t k = 0; k < g->count; k++, out += n) {
+        const char *restrict y = g->y + 4 * k * n;
+        const float by = g->by[k];
+        const int32_t zero_point = mode == AFTER || shifts ? g->zero_point[k] : 0;
+        for (int64_t i = 0; i < n; i++) {
+            float v = quotient(divides, element(F32, y, i), by);
+            if (shifts) v += (float)zero_point;
+            if (mode == FLOAT8) {
+                out[i] = (uint8_t)float8_of(v, mantissa, least_exponent, 0, least, greatest);
+            } else if (mode == AFTER) {
+                v = f32_of_bits(bits_if(v == v, bits_of_f32(v), 0));
+                int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f)) + zero_point;
+                whole = whole < qmin ? qmin : whole;
+                out[i] = (uint8_t)(whole > qmax ? qmax : whole);
+            } else { /* sums have the order of their bits, taken as a signed number */
+                int32_t whole = (int32_t)bits_of_f32(v + magic);
+                whole = whole < lowest ? lowest : whole;
+                whole = whole > highest ? highest : whole;
+                out[i] = (uint8_t)((int32_t)bits_if(v == v, (uint32_t)whole, 0) + added);
+            }
         }
     }
 }
 
-/* The numbers of a group. Only a tame one may be of bfloat16. */
-static void store_numbers(const struct fn_quantizer *q, int divides, const struct group *g) {
-#define STORE(kind, tame, ...)                                       \
-    do {                                                             \
-        if (divides) store_group(kind, 1, tame, __VA_ARGS__, g);     \
-        else store_group(kind, 0, tame, __VA_ARGS__, g);             \
+/* The numbers of groups. Only a row of tame groups may be of bfloat16. */
+static void store_numbers(const struct fn_quantizer *q, int divides, int tame, const struct groups *g) {
+#define STORE(store, ...)                      \
+    do {                                       \
+        if (divides) store(1, __VA_ARGS__, g); \
+        else store(0, __VA_ARGS__, g);         \
     } while (0)
-#define STORE_TAME(...)                                              \
-    do {                                                             \
-        if (!g->tame) STORE(F32, 0, __VA_ARGS__);                    \
-        else if (g->kind == F32) STORE(F32, 1, __VA_ARGS__);         \
-        else STORE(BF16, 1, __VA_ARGS__);                            \
+#define STORE_ANY(...)                                          \
+    do {                                                        \
+        if (!tame) STORE(store_cut, __VA_ARGS__, 0);            \
+        else if (g->kind == F32) STORE(store_tame_f32, __VA_ARGS__); \
+        else STORE(store_tame_bf16, __VA_ARGS__);               \
     } while (0)
-    if (q->kind == FN_E4M3) STORE_TAME(FLOAT8, 3, -6, 0);
-    else if (q->kind == FN_E5M2) STORE_TAME(FLOAT8, 2, -14, 0);
-    else if (q->flags & FN_ZERO_POINT_AFTER) STORE(F32, 0, AFTER, 0, 0, 0);
-    else if (q->flags & FN_ZERO_POINT_BEFORE) STORE(F32, 0, 0, 0, 0, 1);
-    else STORE_TAME(0, 0, 0, 0);
+    if (q->kind == FN_E4M3) STORE_ANY(FLOAT8, 3, -6);
+    else if (q->kind == FN_E5M2) STORE_ANY(FLOAT8, 2, -14);
+    else if (q->flags & FN_ZERO_POINT_AFTER) STORE(store_cut, AFTER, 0, 0, 0);
+    else if (q->flags & FN_ZERO_POINT_BEFORE) STORE(store_cut, 0, 0, 0, 1);
+    else STORE_ANY(0, 0, 0);
+#undef STORE_ANY
 #undef STORE
-#undef STORE_TAME
 }
 
-/* The scale and the zero point of a group, stored where they belong, and its numbers. */
-static void quantize_group(const struct fn_quantizer *q, struct group *g, float *scale_out, int32_t *zero_point_out) {
+/* How the numbers of a group are made. ZERO: the scale is 0, and so is every number. TAME: see scale_of. */
+enum { CUT, TAME, ZERO };
+
+FN_INLINE int divides_by_scale(const struct fn_quantizer *q) {
+    return !(q->flags & (FN_APPLY_RECIPROCAL | FN_APPLY_RATIO));
+}
+
+/*
+ * The scale of a group, what its elements are divided by or multiplied with, and how its numbers are made. `low` and
+ * `high`: the least and the greatest element where a zero point is computed; else `high` is the greatest magnitude.
+ */
+FN_INLINE int scale_of(const struct fn_quantizer *q, float low, float high, float *scale, int32_t *zero_point, float *by) {
     const float qmin = (float)q->qmin, qmax = (float)q->qmax;
     const int asymmetric = (q->flags & (FN_ZERO_POINT_AFTER | FN_ZERO_POINT_BEFORE)) != 0;
-    float scale, amax = INFINITY, span = 0, low = 0;
-    int32_t zero_point = 0;
-    g->qmin = qmin;
-    g->qmax = qmax;
+    int tame = qmin <= -qmax && !asymmetric;
+    float found = *scale, span = 0;
     if (q->flags & FN_GIVEN_SCALE) {
-        scale = *scale_out;
-        if (asymmetric) zero_point = *zero_point_out;
+        tame = 0;
     } else {
-        float steps = qmax, high;
+        const float steps = asymmetric ? qmax - qmin : qmax;
+        span = asymmetric ? high - low : at_most(at_least(high, (float)q->amax_floor), (float)q->amax_limit);
+        found = q->flags & FN_SCALE_BY_RECIPROCAL ? span * (1.0f / steps) : span / steps;
+        found = at_least(found, (float)q->scale_floor);
         if (asymmetric) {
-            least_and_greatest(g->y, g->n, &low, &high);
-            span = high - low;
-            steps = qmax - qmin;
-        } else {
-            amax = greatest_magnitude(g->given_kind, g->given, g->n);
-            span = at_most(at_least(amax, (float)q->amax_floor), (float)q->amax_limit);
+            float point = rintf(qmin - low / found);
+            if (found == 0 || point != point) point = 0;
+            *zero_point = (int32_t)at_most(at_least(point, -0x1p30f), 0x1p30f);
         }
-        scale = q->flags & FN_SCALE_BY_RECIPROCAL ? span * (1.0f / steps) : span / steps;
-        scale = at_least(scale, (float)q->scale_floor);
-        if (asymmetric) {
-            float point = rintf(qmin - low / scale);
-            if (scale == 0 || point != point) point = 0;
-            zero_point = (int32_t)at_most(at_least(point, -0x1p30f), 0x1p30f);
-            *zero_point_out = zero_point;
-        }
-        *scale_out = q->flags & FN_RETURNS_MULTIPLIER ? qmax / span : scale;
+        *scale = q->flags & FN_RETURNS_MULTIPLIER ? qmax / span : found;
     }
-    g->shift = (float)zero_point;
-    g->added = q->flags & FN_ZERO_POINT_128 ? 128 : q->flags & FN_ZERO_POINT_AFTER ? zero_point : 0;
-    if (scale == 0) { /* one byte for all elements */
-        const float zero = 0;
-        struct group one = *g;
-        one.y = (const char *)&zero;
-        one.kind = F32;
-        one.n = 1;
-        one.by = 1;
-        store_numbers(q, 0, &one);
-        memset(g->out + 1, g->out[0], (size_t)(g->n - 1));
+    if (found == 0) return ZERO;
+    *by = divides_by_scale(q) ? found : q->flags & FN_APPLY_RATIO ? qmax / span : 1.0f / found;
+    /*
+     * Tame: all quotients are numbers that round to one within the range, so that nothing need be cut: they are at most
+     * qmax * (1 + 5 * 2^-24), by four roundings, none of them to a subnormal number.
+     */
+    return tame && high <= span && span < INFINITY && found >= 0x1p-126f && *by < INFINITY ? TAME : CUT;
+}
+
+static void store_run(const struct fn_quantizer *q, int how, struct groups g, float *wide) {
+    const int64_t n = g.count * g.length;
+    const float zero = 0, one = 1;
+    if (how == ZERO) { /* one byte for all elements */
+        struct groups byte = g;
+        byte.y = (const char *)&zero;
+        byte.by = &one;
+        byte.length = byte.count = 1;
+        byte.kind = F32;
+        store_numbers(q, 0, 0, &byte);
+        memset(g.out + 1, g.out[0], (size_t)(n - 1));
         return;
     }
-    const int divides = !(q->flags & (FN_APPLY_RECIPROCAL | FN_APPLY_RATIO));
-    g->by = divides ? scale : q->flags & FN_APPLY_RATIO ? qmax / span : 1.0f / scale;
-    /* Then a quotient is at most qmax * (1 + 5 * 2^-24): four roundings, none of them to a subnormal number. */
-    g->tame = amax <= span && span < INFINITY && scale >= 0x1p-126f && g->by < INFINITY && qmin <= -qmax;
-    if (!g->tame && g->kind == BF16) {
-        widen_row(FN_BF16, g->y, g->n, g->wide);
-        g->y = (const char *)g->wide;
-        g->kind = F32;
+    if (how == CUT && g.kind == BF16) {
+        widen_row(FN_BF16, g.y, n, wide);
+        g.y = (const char *)wide;
+        g.kind = F32;
     }
-    store_numbers(q, divides, g);
+    store_numbers(q, divides_by_scale(q), how == TAME, &g);
 }
+
+enum { GROUPS = 64 }; /* the most of which scales are computed before numbers are stored */
 
 static void quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
                          float *scratch) {
     const int asymmetric = (q->flags & (FN_ZERO_POINT_AFTER | FN_ZERO_POINT_BEFORE)) != 0;
+    const int given_scale = (q->flags & FN_GIVEN_SCALE) != 0;
     const int is_read = kind == FN_F32 || (kind == FN_BF16 && !asymmetric), given_kind = kind == FN_F64 ? FN_F32 : kind;
     if (!is_read) widen_row(kind, row, hidden, scratch);
     const char *const y = is_read ? row : (const char *)scratch, *const given = kind == FN_F64 ? y : row;
     const int64_t item = is_read ? fn_element_size(kind) : 4, given_item = fn_element_size(given_kind);
-    const int64_t length = q->group ? q->group : hidden;
+    const int64_t length = q->group ? q->group : hidden, all = hidden / length;
     const int64_t outer = m / q->inner, inner = m % q->inner;
-    char *const out = (char *)q->out + outer * q->out_outer_stride + inner * q->out_stride;
-    char *scale = (char *)q->scale + outer * q->scale_outer_stride + inner * q->scale_stride;
-    char *point = (char *)q->zero_point + outer * q->zero_point_outer_stride + inner * q->zero_point_stride;
-    for (int64_t begin = 0; begin < hidden; begin += length) {
-        struct group g = {
-            .given = given + begin * given_item, .y = y + begin * item, .given_kind = given_kind,
-            .kind = is_read ? kind : F32, .wide = scratch + begin, .out = (uint8_t *)out + begin, .n = length,
-        };
-        float found = 0;
-        int32_t found_point = 0;
-        if (q->flags & FN_GIVEN_SCALE) {
-            memcpy(&found, scale, sizeof found);
-            if (q->zero_point) memcpy(&found_point, point, sizeof found_point);
+    uint8_t *const out = (uint8_t *)q->out + outer * q->out_outer_stride + inner * q->out_stride;
+    char *scales = (char *)q->scale + outer * q->scale_outer_stride + inner * q->scale_stride;
+    char *points = (char *)q->zero_point + outer * q->zero_point_outer_stride + inner * q->zero_point_stride;
+    for (int64_t first = 0; first < all; first += GROUPS) {
+        float low[GROUPS] = {0}, high[GROUPS] = {0}, scale[GROUPS], by[GROUPS];
+        int32_t point[GROUPS] = {0};
+        int how[GROUPS];
+        const int64_t count = all - first < GROUPS ? all - first : GROUPS;
+        for (int64_t k = 0; k < count && !given_scale; k++) {
+            const int64_t at = (first + k) * length;
+            if (asymmetric) least_and_greatest(y + at * item, length, &low[k], &high[k]);
+            else high[k] = greatest_magnitude(given_kind, given + at * given_item, length);
         }
-        quantize_group(q, &g, &found, &found_point);
-        if (q->flags & FN_GIVEN_SCALE) continue;
-        memcpy(scale, &found, sizeof found);
-        scale += q->scale_group_stride;
-        if (!q->zero_point) continue;
-        memcpy(point, &found_point, sizeof found_point);
-        point += q->zero_point_group_stride;
+        for (int64_t k = 0; k < count; k++) {
+            char *const scale_out = scales + (first + k) * q->scale_group_stride;
+            char *const point_out = points + (first + k) * q->zero_point_group_stride;
+            if (given_scale) {
+                memcpy(&scale[k], scale_out, sizeof *scale);
+                if (q->zero_point) memcpy(&point[k], point_out, sizeof *point);
+            }
+            how[k] = scale_of(q, low[k], high[k], &scale[k], &point[k], &by[k]);
+            if (given_scale) continue;
+            memcpy(scale_out, &scale[k], sizeof *scale);
+            if (q->zero_point) memcpy(point_out, &point[k], sizeof *point);
+        }
+        for (int64_t k = 0, end; k < count; k = end) {
+            const int64_t at = (first + k) * length;
+            for (end = k + 1; end < count && how[end] == how[k];) end++;
+            const struct groups g = {
+                .y = y + at * item, .kind = is_read ? kind : F32, .out = out + at, .length = length, .count = end - k,
+                .by = by + k, .zero_point = point + k, .qmin = (float)q->qmin, .qmax = (float)q->qmax,
+                .added = q->flags & FN_ZERO_POINT_128 ? 128 : 0,
+            };
+            store_run(q, how[k], g, scratch + at);
+        }
     }
 }
