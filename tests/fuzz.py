@@ -218,11 +218,17 @@ class Input:
             self.tensors[name] = self.memories[memory].tensor(dtype, shape, strides, offset)
 
     def fill(self):
-        """Values of one kind for each memory."""
+        """Values of one kind for each memory, as far as an operand reaches."""
         random = self.random
         generator = torch.Generator().manual_seed(random.getrandbits(60))
+        first, end = {}, {}
+        for memory, offset, dtype, strides, shape in self.placed.values():
+            last = 0 if 0 in shape else reach(shape, strides) * dtype.itemsize
+            first[memory] = min(first.get(memory, ROOM), offset)
+            end[memory] = max(end.get(memory, 0), offset + last)
         for memory, _, dtype, *_ in self.placed.values():
-            whole = self.memories[memory].bytes
+            begin = first[memory] // 8 * 8
+            whole = self.memories[memory].bytes[begin : max(begin, -(-end[memory] // 8) * 8)]
             kind = random.random()
             if kind < 0.1 or not dtype.is_floating_point:
                 whole.view(torch.int64).random_(generator=generator)
@@ -231,7 +237,8 @@ class Input:
             else:
                 scale = random.choice((1, 1, 1, 1e-3, 1e3, 1e-6, torch.finfo(dtype).tiny, torch.finfo(dtype).max / 8))
                 begin = random.randrange(ROOM // 8)
-                whole.view(dtype).view(-1, ROOM // 8).copy_(NORMAL[begin : begin + ROOM // 8] * scale)
+                for part in whole.view(dtype).split(ROOM // 8):
+                    part.copy_(NORMAL[begin : begin + len(part)] * scale)
 
     def __str__(self):
         name = ("fused_add_rms_norm" if self.fused else "rms_norm") + ("_" if self.in_place else "")
