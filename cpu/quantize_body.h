@@ -94,7 +94,7 @@ FN_INLINE float at_most(float value, float limit) {
  * and those 20 fill a float) rounds a magnitude to whole steps, which then stand in the last bits. The step is that of the
  * magnitude's exponent, and from the least exponent on that of subnormals. What is added holds the byte's other bits too,
  * the exponent's and the sign's: they are a multiple of 8 or 4 steps, so the sum rounds as without them, and ends with the
- * byte. `tame`: see scale_of.
+ * byte. `tame`: see find_scales.
  */
 FN_INLINE uint32_t float8_of(float v, int mantissa, int least_exponent, int tame, uint32_t least, uint32_t greatest) {
     const int dropped = 23 - mantissa;
@@ -129,7 +129,7 @@ struct groups {
 
 FN_INLINE float quotient(int divides, float y, float by) { return divides ? y / by : y * by; }
 
-/* A number of a tame group (see scale_of), in the last byte. `mode`: FLOAT8 with these numbers of the format, or 0. */
+/* A number of a tame group (see find_scales), in the last byte. `mode`: FLOAT8 with these numbers of the format, or 0. */
 FN_INLINE uint32_t tame_number(int mode, int mantissa, int least_exponent, int32_t added, float v) {
     if (mode == FLOAT8) return float8_of(v, mantissa, least_exponent, 1, 0, 0);
     return bits_of_f32(v + magic) + (uint32_t)added;
@@ -224,43 +224,54 @@ static void store_numbers(const struct fn_quantizer *q, int divides, int tame, c
 #undef STORE
 }
 
-/* How the numbers of a group are made. ZERO: the scale is 0, and so is every number. TAME: see scale_of. */
+/* How the numbers of a group are made. ZERO: the scale is 0, and so is every number. TAME: see find_scales. */
 enum { CUT, TAME, ZERO };
+
+enum { GROUPS = 64 }; /* the most of which scales are found before numbers are stored */
+
+/* What is known of groups. */
+struct scales {
+    float low[GROUPS], high[GROUPS]; /* the least and the greatest element; without zero points only the greatest magnitude */
+    float span[GROUPS], scale[GROUPS], by[GROUPS]; /* by: elements are divided by it or multiplied with it */
+    int32_t zero_point[GROUPS], how[GROUPS];
+};
 
 FN_INLINE int divides_by_scale(const struct fn_quantizer *q) {
     return !(q->flags & (FN_APPLY_RECIPROCAL | FN_APPLY_RATIO));
 }
 
-/*
- * The scale of a group, what its elements are divided by or multiplied with, and how its numbers are made. `low` and
- * `high`: the least and the greatest element where a zero point is computed; else `high` is the greatest magnitude.
- */
-FN_INLINE int scale_of(const struct fn_quantizer *q, float low, float high, float *scale, int32_t *zero_point, float *by) {
-    const float qmin = (float)q->qmin, qmax = (float)q->qmax;
+/* The scales and the rest, of low and high, or of scales and zero points that are given. */
+static void find_scales(const struct fn_quantizer *q, struct scales *s, int64_t count) {
+    const float qmin = (float)q->qmin, qmax = (float)q->qmax, scale_floor = (float)q->scale_floor;
+    const float amax_floor = (float)q->amax_floor, amax_limit = (float)q->amax_limit;
+    const int given = (q->flags & FN_GIVEN_SCALE) != 0, by_reciprocal = (q->flags & FN_SCALE_BY_RECIPROCAL) != 0;
     const int asymmetric = (q->flags & (FN_ZERO_POINT_AFTER | FN_ZERO_POINT_BEFORE)) != 0;
-    int tame = qmin <= -qmax && !asymmetric;
-    float found = *scale, span = 0;
-    if (q->flags & FN_GIVEN_SCALE) {
-        tame = 0;
-    } else {
-        const float steps = asymmetric ? qmax - qmin : qmax;
-        span = asymmetric ? high - low : at_most(at_least(high, (float)q->amax_floor), (float)q->amax_limit);
-        found = q->flags & FN_SCALE_BY_RECIPROCAL ? span * (1.0f / steps) : span / steps;
-        found = at_least(found, (float)q->scale_floor);
-        if (asymmetric) {
-            float point = rintf(qmin - low / found);
-            if (found == 0 || point != point) point = 0;
-            *zero_point = (int32_t)at_most(at_least(point, -0x1p30f), 0x1p30f);
+    const int divides = divides_by_scale(q), by_ratio = (q->flags & FN_APPLY_RATIO) != 0;
+    const int may_be_tame = !given && !asymmetric && qmin <= -qmax;
+    const float steps = asymmetric ? qmax - qmin : qmax, reciprocal = 1.0f / steps;
+    if (!given) {
+        for (int64_t k = 0; k < count; k++) {
+            const float span = asymmetric ? s->high[k] - s->low[k] : at_most(at_least(s->high[k], amax_floor), amax_limit);
+            s->span[k] = span;
+            s->scale[k] = at_least(by_reciprocal ? span * reciprocal : span / steps, scale_floor);
         }
-        *scale = q->flags & FN_RETURNS_MULTIPLIER ? qmax / span : found;
     }
-    if (found == 0) return ZERO;
-    *by = divides_by_scale(q) ? found : q->flags & FN_APPLY_RATIO ? qmax / span : 1.0f / found;
-    /*
-     * Tame: all quotients are numbers that round to one within the range, so that nothing need be cut: they are at most
-     * qmax * (1 + 5 * 2^-24), by four roundings, none of them to a subnormal number.
-     */
-    return tame && high <= span && span < INFINITY && found >= 0x1p-126f && *by < INFINITY ? TAME : CUT;
+    for (int64_t k = 0; k < count && !given && asymmetric; k++) {
+        float point = rintf(qmin - s->low[k] / s->scale[k]);
+        if (s->scale[k] == 0 || point != point) point = 0;
+        s->zero_point[k] = (int32_t)at_most(at_least(point, -0x1p30f), 0x1p30f);
+    }
+    for (int64_t k = 0; k < count; k++) {
+        const float scale = s->scale[k], span = s->span[k], by = divides ? scale : by_ratio ? qmax / span : 1.0f / scale;
+        /*
+         * Tame: all quotients are numbers that round to one within the range, so that nothing need be cut: they are at most
+         * qmax * (1 + 5 * 2^-24), by four roundings, none of them to a subnormal number.
+         */
+        const int tame = (s->high[k] <= span) & (span < INFINITY) & (scale >= 0x1p-126f) & (by < INFINITY);
+        s->by[k] = by;
+        s->how[k] = scale == 0 ? ZERO : may_be_tame & tame ? TAME : CUT;
+    }
+    for (int64_t k = 0; k < count && q->flags & FN_RETURNS_MULTIPLIER; k++) s->scale[k] = qmax / s->span[k];
 }
 
 static void store_run(const struct fn_quantizer *q, int how, struct groups g, float *wide) {
@@ -284,8 +295,6 @@ static void store_run(const struct fn_quantizer *q, int how, struct groups g, fl
     store_numbers(q, divides_by_scale(q), how == TAME, &g);
 }
 
-enum { GROUPS = 64 }; /* the most of which scales are computed before numbers are stored */
-
 static void quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
                          float *scratch) {
     const int asymmetric = (q->flags & (FN_ZERO_POINT_AFTER | FN_ZERO_POINT_BEFORE)) != 0;
@@ -300,36 +309,34 @@ static void quantize_row(const struct fn_quantizer *q, int kind, const char *row
     char *scales = (char *)q->scale + outer * q->scale_outer_stride + inner * q->scale_stride;
     char *points = (char *)q->zero_point + outer * q->zero_point_outer_stride + inner * q->zero_point_stride;
     for (int64_t first = 0; first < all; first += GROUPS) {
-        float low[GROUPS] = {0}, high[GROUPS] = {0}, scale[GROUPS], by[GROUPS];
-        int32_t point[GROUPS] = {0};
-        int how[GROUPS];
+        struct scales s;
         const int64_t count = all - first < GROUPS ? all - first : GROUPS;
-        for (int64_t k = 0; k < count && !given_scale; k++) {
-            const int64_t at = (first + k) * length;
-            if (asymmetric) least_and_greatest(y + at * item, length, &low[k], &high[k]);
-            else high[k] = greatest_magnitude(given_kind, given + at * given_item, length);
-        }
         for (int64_t k = 0; k < count; k++) {
-            char *const scale_out = scales + (first + k) * q->scale_group_stride;
-            char *const point_out = points + (first + k) * q->zero_point_group_stride;
+            const int64_t at = (first + k) * length;
             if (given_scale) {
-                memcpy(&scale[k], scale_out, sizeof *scale);
-                if (q->zero_point) memcpy(&point[k], point_out, sizeof *point);
+                s.high[k] = s.span[k] = 0;
+                memcpy(&s.scale[k], scales, sizeof *s.scale);
+                if (q->zero_point) memcpy(&s.zero_point[k], points, sizeof *s.zero_point);
+            } else if (asymmetric) {
+                least_and_greatest(y + at * item, length, &s.low[k], &s.high[k]);
+            } else {
+                s.high[k] = greatest_magnitude(given_kind, given + at * given_item, length);
             }
-            how[k] = scale_of(q, low[k], high[k], &scale[k], &point[k], &by[k]);
-            if (given_scale) continue;
-            memcpy(scale_out, &scale[k], sizeof *scale);
-            if (q->zero_point) memcpy(point_out, &point[k], sizeof *point);
+        }
+        find_scales(q, &s, count);
+        for (int64_t k = 0; k < count && !given_scale; k++) {
+            memcpy(scales + (first + k) * q->scale_group_stride, &s.scale[k], sizeof *s.scale);
+            if (q->zero_point) memcpy(points + (first + k) * q->zero_point_group_stride, &s.zero_point[k], sizeof *s.zero_point);
         }
         for (int64_t k = 0, end; k < count; k = end) {
             const int64_t at = (first + k) * length;
-            for (end = k + 1; end < count && how[end] == how[k];) end++;
+            for (end = k + 1; end < count && s.how[end] == s.how[k];) end++;
             const struct groups g = {
                 .y = y + at * item, .kind = is_read ? kind : F32, .out = out + at, .length = length, .count = end - k,
-                .by = by + k, .zero_point = point + k, .qmin = (float)q->qmin, .qmax = (float)q->qmax,
+                .by = s.by + k, .zero_point = s.zero_point + k, .qmin = (float)q->qmin, .qmax = (float)q->qmax,
                 .added = q->flags & FN_ZERO_POINT_128 ? 128 : 0,
             };
-            store_run(q, how[k], g, scratch + at);
+            store_run(q, s.how[k], g, scratch + at);
         }
     }
 }
