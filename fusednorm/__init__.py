@@ -40,6 +40,7 @@ from fusednorm.prewarm import prewarm
 from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import BackendError, register_backend, use_backend
+from fusednorm.rotation import qk_norm_rope, qk_norm_rope_, rotate
 from fusednorm.version import __version__
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ __all__ = [
     "fused_add_rms_norm_quant",
     "l2_norm",
     "prewarm",
+    "qk_norm_rope",
+    "qk_norm_rope_",
     "quantizations",
     "quantize",
     "register_backend",
@@ -73,5 +76,6 @@ __all__ = [
     "rms_norm_add_rms_norm",
     "rms_norm_add_rms_norm_",
     "rms_norm_quant",
+    "rotate",
     "use_backend",
 ]

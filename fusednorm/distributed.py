@@ -168,6 +168,18 @@ def _affine_backward(schema: OpSchema) -> Any:
     return _strategy(_gradients(rows, (rows, _shares(rows), _shares(rows)), needs), operands, rows)
 
 
+def _rotate(schema: OpSchema) -> Any:
+    """The heads stay where they are, and the tables' rows lie with theirs; a head itself is joined."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    x = operands["x"]
+    heads = _rows(x)
+    tables = DTensorSpec(
+        x.mesh, tuple(p if getattr(p, "dim", x.ndim) < x.ndim - 2 else Replicate() for p in heads.placements)
+    )
+    return OpStrategy([OpSpec(heads, [heads, tables, tables], [[0.0]] * 3)])
+
+
 def _quantize(schema: OpSchema) -> Any:
     """Numbers, and what is computed for each row, stay where the rows are."""
     schema.get_mesh_from_args()
@@ -213,5 +225,6 @@ _register("scale", _forward)
 _register("affine", _affine)
 # The arguments from x_dtype on determine the outputs, so DTensor's cache of decisions must distinguish them.
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
+_register("rotate", _rotate)
 _register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
 _register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=5))

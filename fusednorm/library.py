@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fusednorm import run
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.backends import quantizer, reference
+from fusednorm.backends import quantizer, reference, rotation
 from fusednorm.call import Flags, RMSNorm, operation_of
 from fusednorm.checks import check_affine, check_flags, check_gradients, check_operands, check_quantization
 from fusednorm.listeners import has_tangent
 from fusednorm.quantizations import Quantization
 from fusednorm.registry import request, request_of_backward, use_backend
+from fusednorm.tables import check_heads, check_tables
 
 try:
     from torch._library.autograd import Info, make_autograd_impl
@@ -43,6 +44,8 @@ SCHEMAS = {
     "ScalarType out_dtype) -> Tensor",
     "affine_backward": "(Tensor dy, Tensor n, Tensor? weight, Tensor? bias, float weight_offset, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
+    "rotate": "(Tensor x, Tensor cos, Tensor sin, bool interleaved, ScalarType? rounded_to, ScalarType dtype) "
+    "-> Tensor",
     "quantize": "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
     "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
@@ -147,6 +150,12 @@ def _affine_backward(
     return dn.clone() if dn is dy else dn, dweight, dbias
 
 
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
+    check_heads("x", x)
+    check_tables(cos, sin, None, x, in_memory=False)
+    return rotation.rotated(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
+
+
 def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     quantization = _check_quantize(y, text, scale, zero_point)
     found = quantizer.quantized(y, quantization, scale, zero_point)
@@ -232,6 +241,12 @@ def _fake_affine_backward(
     return dn, dweight, dbias
 
 
+def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
+    check_heads("x", x)
+    check_tables(cos, sin, None, x, in_memory=False)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def _fake_quantize(
     y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,6 +295,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "scale": (_scale, _fake_scale),
     "affine": (_affine, _fake_affine),
     "affine_backward": (_affine_backward, _fake_affine_backward),
+    "rotate": (_rotate, _fake_rotate),
     "quantize": (_quantize, _fake_quantize),
     "backward": (_backward, _fake_backward),
 }
@@ -341,6 +357,17 @@ def _keep_affine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.weight_offset = inputs[3]
 
 
+def _gradients_of_rotation(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    return torch.ops.fusednorm.rotate(dy, cos, -sin, *ctx.how, ctx.x_dtype), *[None] * 5
+
+
+def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cos, sin, *ctx.how, _ = inputs
+    ctx.x_dtype = x.dtype
+    ctx.save_for_backward(cos, sin)
+
+
 #: Backward pass, and what is kept for it, of the operations that have one.
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_add_rms_norm": (_gradients_of_fused, _keep_fused),
@@ -348,6 +375,7 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "add": (_gradients_of_sum, _keep_sum),
     "scale": (_gradients_of_scale, _keep_scale),
     "affine": (_gradients_of_affine, _keep_affine),
+    "rotate": (_gradients_of_rotation, _keep_rotation),
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm import dispatcher, listeners
-from fusednorm.backends import reference
+from fusednorm.backends import reference, rotation
 
 
 def seen(*operands: Tensor | None) -> bool:
@@ -49,6 +49,47 @@ def affine(
     if seen(*operands):
         return cast(Tensor, dispatcher.operations(*operands).affine(*arguments))
     return cast(Tensor, Affine.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: torch.dtype | None, dtype: torch.dtype
+) -> Tensor:
+    """Rotated heads, [..., H, D], rounded once to a dtype; see :func:`fusednorm.backends.rotation.rotated`."""
+    arguments = (x, cos, sin, interleaved, rounded_to, dtype)
+    if seen(x, cos, sin):
+        return cast(Tensor, dispatcher.operations(x, cos, sin).rotate(*arguments))
+    return cast(Tensor, Rotate.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+class Rotate(torch.autograd.Function):
+    """:func:`rotate` with the specification's gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        """See :func:`rotate`."""
+        return rotation.rotated(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps the tables."""
+        x, cos, sin, *ctx.how = inputs
+        ctx.x_dtype = x.dtype
+        ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """The transpose: back by the same angles."""
+        cos, sin = ctx.saved_tensors
+        interleaved, rounded_to, _ = ctx.how
+        return rotate(dy, cos, -sin, interleaved, rounded_to, ctx.x_dtype), *[None] * 5
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        """The rotation of the tangent."""
+        return rotate(tangent, *ctx.saved_tensors, *ctx.how)
 
 
 class Affine(torch.autograd.Function):

@@ -119,6 +119,7 @@ _NAMES = {
     "fused_add_rms_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
     "rms_norm_add": (("x", "residual", "weight"), ("residual_out",)),
     "rms_norm_add_rms_norm": (("x", "residual", "weight", "next_weight"), ("out", "residual_out")),
+    "qk_norm_rope": (("q", "k", "q_weight", "k_weight", "cos", "sin"), ("q_out", "k_out")),
 }
 
 
@@ -131,7 +132,8 @@ def results_of_composition(vector):
     """The results of a composition on the current backend: outputs and gradients, by name."""
     names, outputs = _NAMES[vector["function"]]
     leaves = {name: decoded(vector[name]) for name in names}
-    present = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
+    tables = ("cos", "sin")  # which have no gradients
+    present = {name: t.requires_grad_() for name, t in leaves.items() if t is not None and name not in tables}
     found = getattr(fusednorm, vector["function"])(**leaves, **_dtypes(vector["flags"]))
     found = dict(zip(outputs, listed(found), strict=True))
     incoming = [decoded(vector[f"d_{name}"]) for name in outputs]
@@ -193,15 +195,43 @@ def vectors_of_compositions():
         inputs = {name: inputs[name] for name in names}
         incoming = {f"d_{name}": incoming[f"d_{name}"] for name in outputs}
         flags = {"eps": case.eps, "weight_offset": case.weight_offset, "round_norm": case.round_norm, **flags}
-        vector = {"function": function, "flags": flags}
-        vector |= {name: encoded(t) for name, t in {**inputs, **incoming}.items()}
-        found = results_of_composition(vector)
-        wanted = oracle.of_composition(function, inputs, tuple(incoming.values()), _dtypes(flags))
-        for (name, got), array in zip(found.items(), wanted, strict=True):
-            if differing(got.detach().double(), torch.from_numpy(array)).any():
-                sys.exit(f"{function}, {case}: the oracle has other values for {name}; nothing was written")
-        made.append(vector | {"expected": {name: encoded(t) for name, t in found.items()}})
-    return made
+        made.append(_vector_of_composition(function, flags, inputs, incoming))
+    return [*made, *_vectors_of_rotations()]
+
+
+def _vectors_of_rotations():
+    """q and k of two rows, 2 heads and 1, with partial rotation in some."""
+    for dtype, table, size, pairs, data, flags in (
+        (BF16, BF16, 16, 8, "normal", {"round_norm": True, "round_products": True}),
+        (BF16, F32, 16, 8, "normal", {"between": "float32"}),
+        (F16, F16, 10, 3, "ties", {"interleaved": True, "weight_offset": 1.0}),
+        (F16, F32, 34, 17, "overflowing", {"norm": False}),
+        (F32, BF16, 12, 6, "normal", {"interleaved": True}),
+        (F64, F32, 12, 4, "normal", {}),
+        (BF16, F32, 8, 4, "nan row", {"between": "float32", "round_products": True}),
+    ):
+        q, _, q_weight = operands(Case(4, size, data=data).of(dtype))
+        k, _, k_weight = operands(Case(2, size, data=data, seed=1).of(dtype))
+        dq, dk, _ = operands(Case(4, size, seed=2).of(dtype))
+        cos, sin, _ = operands(Case(2, pairs, seed=3).of(table))
+        if not flags.get("norm", True):
+            q_weight = k_weight = None
+        inputs = {"q": q.view(2, 2, size), "k": k.view(2, 1, size), "q_weight": q_weight, "k_weight": k_weight}
+        incoming = {"d_q_out": dq.view(2, 2, size), "d_k_out": dk[:2].view(2, 1, size)}
+        flags = {"eps": 1e-6, **flags}
+        yield _vector_of_composition("qk_norm_rope", flags, {**inputs, "cos": cos, "sin": sin}, incoming)
+
+
+def _vector_of_composition(function, flags, inputs, incoming):
+    """A vector, computed by the current backend, unless the oracle contradicts it."""
+    vector = {"function": function, "flags": flags}
+    vector |= {name: encoded(t) for name, t in {**inputs, **incoming}.items()}
+    found = results_of_composition(vector)
+    wanted = oracle.of_composition(function, inputs, tuple(incoming.values()), _dtypes(flags))
+    for (name, got), array in zip(found.items(), wanted, strict=True):
+        if differing(got.detach().double(), torch.from_numpy(array)).any():
+            sys.exit(f"{function}, {flags}: the oracle has other values for {name}; nothing was written")
+    return vector | {"expected": {name: encoded(t) for name, t in found.items()}}
 
 
 #: The golden vectors of quantized rows.

@@ -206,6 +206,56 @@ def rms_norm_add(leaves, incoming, eps, between=None, weight_offset=0.0, round_n
     return total, dx, round_to(d_total, residual.dtype), dweight
 
 
+def _turned(heads, cos, sin, acc, interleaved, rounded_to, dtype):
+    """Heads, an array, rotated pair by pair; ``rounded_to``: of products, or None."""
+    heads, c, s = heads.astype(acc), to_numpy(cos).astype(acc), to_numpy(sin).astype(acc)
+    found, pairs = heads.astype(np.float64), c.shape[-1]
+
+    def product(u, v):
+        return u * v if rounded_to is None else round_to(u * v, rounded_to).astype(acc)
+
+    for j in range(pairs):
+        one, other = (2 * j, 2 * j + 1) if interleaved else (j, j + pairs)
+        a, b = heads[..., one], heads[..., other]
+        cj, sj = c[..., None, j], s[..., None, j]
+        found[..., one] = product(a, cj) - product(b, sj)
+        found[..., other] = product(a, sj) + product(b, cj)
+    return round_to(found, dtype)
+
+
+@np.errstate(all="ignore")
+def qk_norm_rope(
+    leaves,
+    incoming,
+    eps,
+    norm=True,
+    interleaved=False,
+    round_products=False,
+    between=None,
+    weight_offset=0.0,
+    round_norm=False,
+):
+    """Outputs and gradients, as float64 arrays; ``leaves``: q, k, both weights, cos and sin (None: no rotation)."""
+    *operands, cos, sin = leaves
+    outputs, gradients, of_weights = [], [], []
+    for x, weight, dy in zip(operands[:2], operands[2:], incoming, strict=True):
+        acc = accumulator(x)
+        passed = between if between is not None and cos is not None else x.dtype
+        rows, norms_gradients = x, None
+        if norm:
+            rows, norms_gradients = _first_norm(x, weight, eps, passed, weight_offset, round_norm)
+        y, d_rows = to_numpy(rows).astype(np.float64), to_numpy(dy).astype(np.float64)
+        if cos is not None:
+            how = (acc, interleaved, rows.dtype if round_products else None)
+            y = _turned(y, cos, sin, *how, x.dtype)
+            d_rows = _turned(d_rows, cos, -sin, *how, rows.dtype)
+        dx, dweight = norms_gradients(d_rows) if norm else (d_rows, None)
+        outputs.append(y)
+        gradients.append(dx)
+        of_weights.append(dweight)
+    return *outputs, *gradients, *of_weights
+
+
 @np.errstate(all="ignore")
 def backward(dy, d_total, h, rstd, weight, weight_offset, x_dtype, residual_dtype):
     """Returns dx, dresidual, dweight as float64 arrays (None where there is no such operand)."""

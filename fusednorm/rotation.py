@@ -1,0 +1,296 @@
+"""Rotation of heads by position, alone and after a norm of each head: compositions (docs/spec.md, section 8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function
+
+from fusednorm import listeners, plain
+from fusednorm.checks import check_apart, check_between, check_output, refuse_grad, refuse_type
+from fusednorm.ops import rms_norm
+from fusednorm.tables import check_heads, check_tables, rows_for
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    round_products: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotates pairs of numbers of each head by angles, as rotary position embedding does: docs/spec.md, section 8.
+
+    A pair (a, b) becomes ``(a * cos - b * sin, b * cos + a * sin)``. The K angles of a row of heads rotate the first 2K
+    numbers of each head; the others stay as they are.
+
+    Args:
+        x: [..., H, D], rows of H heads, float16, bfloat16, float32 or float64, any strides.
+        cos: [..., K], any of these dtypes: a row for each row of heads, or a shape that expands to that; with
+            ``positions`` [P, K]. 2K is at most D. It has no gradient.
+        sin: as cos.
+        positions: int32 or int64, [...], which row of the tables each row of heads takes. On a GPU its values are not
+            looked at.
+        interleaved: pairs lie side by side; else the second numbers of all pairs follow the first ones, as halves.
+        round_products: round each product to x's dtype before two are added.
+        out: [..., H, D] of x's dtype to write to. May be x itself.
+
+    Returns:
+        The rotated heads, in x's dtype; ``out`` if given.
+
+    Raises:
+        TypeError: an operand is no tensor, or of another dtype.
+        ValueError: shapes, devices, positions or memory do not fit.
+        RuntimeError: ``out`` is given and x requires grad, or a table requires grad.
+    """
+    operands = (x, cos, sin, positions, out)
+    if listeners.override(*operands):
+        return handle_torch_function(
+            rotate,
+            operands,
+            x,
+            cos,
+            sin,
+            positions=positions,
+            interleaved=interleaved,
+            round_products=round_products,
+            out=out,
+        )
+    if not _transformed(*operands):
+        check_heads("x", x)
+        in_memory = not plain.seen(*operands)
+        check_tables(cos, sin, positions, x, in_memory=in_memory)
+        _check_outputs("rotate", {"out": (out, x)}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
+    return _written(out, _rotated(x, x.dtype, cos, sin, positions, interleaved, round_products))
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    norm: bool = True,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    round_products: bool = False,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMS-normalises each head of q and k and rotates it, as Qwen3, Gemma 3 and others do before attention.
+
+    The same bits as ``rotate(rms_norm(q, q_weight, eps), cos, sin)``, and the same for k: docs/spec.md, section 8.
+    q and k may be views into one tensor that also holds v.
+
+    Args:
+        q: [..., Hq, D], rows of heads, float16, bfloat16, float32 or float64, any strides.
+        k: [..., Hk, D]; q's rows, of another number of heads or the same.
+        q_weight: [D] or [Hq, D]; None multiplies by nothing.
+        k_weight: [D] or [Hk, D]; None multiplies by nothing.
+        cos: see :func:`rotate`; None with ``sin``: no rotation.
+        sin: see :func:`rotate`.
+        eps: added to the mean of squares, unitless.
+        norm: whether heads are normalised; without a norm, weights are None.
+        positions: see :func:`rotate`, as for the next two.
+        interleaved: pairs lie side by side.
+        round_products: round products to the dtype of what is rotated.
+        between: the dtype to which normalised heads are rounded before they are rotated: q's and k's own if None, or
+            ``torch.float32``, which leaves heads of 16 bits unrounded.
+        weight_offset: see :func:`fusednorm.rms_norm`, as for ``round_norm``.
+        round_norm: round what is normalised to its dtype before it meets the weight.
+        q_out: [..., Hq, D] of q's dtype to write to. May be q itself.
+        k_out: [..., Hk, D] of k's dtype to write to. May be k itself.
+
+    Returns:
+        q and k, in their dtypes; ``q_out`` and ``k_out`` if given.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`rotate` and :func:`fusednorm.rms_norm`.
+        RuntimeError: an output is given and an operand requires grad, or a table requires grad.
+    """
+    operands = (q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out)
+    if listeners.override(*operands):
+        return handle_torch_function(
+            qk_norm_rope,
+            operands,
+            *operands[:6],
+            eps,
+            norm=norm,
+            positions=positions,
+            interleaved=interleaved,
+            round_products=round_products,
+            between=between,
+            weight_offset=weight_offset,
+            round_norm=round_norm,
+            q_out=q_out,
+            k_out=k_out,
+        )
+    if not _transformed(*operands):
+        in_memory = not plain.seen(*operands)
+        _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
+        for heads in (q, k):
+            check_between(between, heads)
+        inputs = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+        outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
+        name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
+        _check_outputs(name, outputs, inputs | {"positions": positions}, in_memory)
+    rotates = cos is not None
+    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+    found = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        y = rms_norm(x, weight, eps, out_dtype=between if rotates else None, **flags) if norm else x
+        if rotates:
+            y = _rotated(y, x.dtype, cos, sin, positions, interleaved, round_products)
+        found.append(y)
+    return _written(q_out, found[0]), _written(k_out, found[1])
+
+
+def qk_norm_rope_(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    norm: bool = True,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    round_products: bool = False,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """:func:`qk_norm_rope` in place: the results land in ``q`` and ``k``.
+
+    Args:
+        q: [..., Hq, D]; must not share memory with k.
+        k: [..., Hk, D].
+        q_weight: see :func:`qk_norm_rope`, as for the rest.
+        k_weight: see :func:`qk_norm_rope`.
+        cos: see :func:`qk_norm_rope`.
+        sin: see :func:`qk_norm_rope`.
+        eps: see :func:`qk_norm_rope`.
+        norm: see :func:`qk_norm_rope`.
+        positions: see :func:`qk_norm_rope`.
+        interleaved: see :func:`qk_norm_rope`.
+        round_products: see :func:`qk_norm_rope`.
+        between: see :func:`qk_norm_rope`.
+        weight_offset: see :func:`qk_norm_rope`.
+        round_norm: see :func:`qk_norm_rope`.
+
+    Returns:
+        ``q`` and ``k``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`qk_norm_rope`.
+    """
+    return qk_norm_rope(
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        eps,
+        norm=norm,
+        positions=positions,
+        interleaved=interleaved,
+        round_products=round_products,
+        between=between,
+        weight_offset=weight_offset,
+        round_norm=round_norm,
+        q_out=q,
+        k_out=k,
+    )
+
+
+def _transformed(*operands: Tensor | None) -> bool:
+    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch."""
+    return not is_dynamo_compiling() and listeners.transform(*operands)
+
+
+def _rotated(
+    x: Tensor,
+    dtype: torch.dtype,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    interleaved: bool,
+    round_products: bool,
+) -> Tensor:
+    """Heads rotated by the rows of the tables, in a dtype."""
+    assert cos is not None
+    assert sin is not None
+    rounded_to = x.dtype if round_products else None
+    tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
+    return plain.rotate(x, *tables, bool(interleaved), rounded_to, dtype)
+
+
+def _written(out: Tensor | None, result: Tensor) -> Tensor:
+    return result if out is None or out is result else out.copy_(result)
+
+
+def _check_heads_and_tables(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    norm: bool,
+    in_memory: bool,
+) -> None:
+    """That q and k, their weights and the tables fit each other."""
+    for name, heads in (("q", q), ("k", k)):
+        if not isinstance(heads, Tensor):
+            refuse_type(name, heads)
+        check_heads(name, heads)
+    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"k must have q's shape {list(q.shape)} but for the number of heads, got {list(k.shape)}; pass both as "
+            "[..., H, D]"
+        )
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and not norm:
+            raise TypeError(f"{name} is given, and norm=False leaves out what it belongs to; pass None")
+    if cos is not None or sin is not None:
+        check_tables(cos, sin, positions, q, in_memory=in_memory)
+    elif positions is not None:
+        raise TypeError("positions are given without tables; pass cos and sin, or leave out positions")
+    elif not norm:
+        raise TypeError("norm is False and cos and sin are None, so there is nothing to do; leave out only one of both")
+
+
+def _check_outputs(
+    name: str,
+    outputs: dict[str, tuple[Tensor | None, Tensor]],
+    inputs: dict[str, Tensor | None],
+    in_memory: bool,
+) -> None:
+    """Outputs of the function of that name: for each the tensor or None, and the operand that it must look like."""
+    given = {output: tensor for output, (tensor, _) in outputs.items() if tensor is not None}
+    if not given:
+        return
+    operands = {operand: tensor for operand, tensor in inputs.items() if tensor is not None}
+    for output, (tensor, like) in outputs.items():
+        check_output(output, tensor, list(like.shape), like.dtype, like)
+    if is_grad_enabled() and any(tensor.requires_grad for tensor in (*given.values(), *operands.values())):
+        refuse_grad(name)
+    if in_memory:
+        check_apart(given, operands)

@@ -1,0 +1,85 @@
+"""Heads and the tables that rotate them: what both must be, and the rows of a table for given positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusednorm.checks import FLOATS, check_dense, check_operands
+
+
+def check_heads(name: str, x: Tensor) -> None:
+    """Heads, [..., H, D]."""
+    check_operands(x, None, None, None, None, in_memory=False, x_name=name)
+    if x.dim() < 2:
+        raise ValueError(f"{name} must be [..., H, D], rows of heads, got shape {list(x.shape)}")
+
+
+def check_tables(
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, x: Tensor, *, in_memory: bool
+) -> None:
+    """Tables to rotate heads by, and where in them; the values of positions too, if they are in a CPU's memory."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, Tensor):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got {type(table).__name__}; cos and sin go together: pass both, or "
+                "None for both to leave out the rotation"
+            )
+        if table.dtype not in FLOATS:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {str(table.dtype)[6:]}; convert it, for "
+                f"instance {name}.to(torch.float32)"
+            )
+        check_dense(name, table, f"{name}.to_dense() makes one")
+        _check_beside(name, table, x)
+        if torch.is_grad_enabled() and table.requires_grad:
+            raise RuntimeError(f"{name} requires grad, and tables have no gradients; pass {name}.detach()")
+    assert cos is not None
+    assert sin is not None
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must have cos's shape {list(cos.shape)}, got {list(sin.shape)}; pass a pair of tables")
+    pairs, size = cos.shape[-1] if cos.dim() else 0, x.shape[-1]
+    if not 1 <= pairs <= size // 2:
+        raise ValueError(
+            f"cos must have 1 to {size // 2} columns, one for each pair of a head of {size}, got shape "
+            f"{list(cos.shape)}; of a table with the angles twice, pass the first half: cos[..., : cos.shape[-1] // 2]"
+        )
+    rows = list(x.shape[:-2])
+    if positions is None:
+        _check_expands("cos", cos.shape[:-1], rows, "pass a row for each row of heads, or positions")
+        return
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions must be a torch.Tensor, got {type(positions).__name__}; leave it out for none")
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"positions must be int32 or int64, got {str(positions.dtype)[6:]}; convert it")
+    _check_beside("positions", positions, x)
+    _check_expands("positions", positions.shape, rows, "pass a position for each row of heads")
+    if cos.dim() != 2:
+        raise ValueError(f"cos must be [P, K], a row for each position, got shape {list(cos.shape)}")
+    if in_memory and positions.numel() and positions.device.type == "cpu":
+        least, greatest = positions.aminmax()
+        if least < 0 or greatest >= len(cos):
+            raise ValueError(
+                f"positions must be 0 to {len(cos) - 1}, the rows of cos, got {int(least)} to {int(greatest)}; pass a "
+                "longer table, or other positions"
+            )
+
+
+def _check_beside(name: str, tensor: Tensor, x: Tensor) -> None:
+    """That it is on x's device."""
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {name}.to({str(x.device)!r}) moves it")
+
+
+def _check_expands(name: str, shape: torch.Size, rows: list[int], cure: str) -> None:
+    """That a shape expands to that of rows of heads."""
+    missing = len(rows) - len(shape)
+    if missing < 0 or any(size not in (1, row) for size, row in zip(shape, rows[missing:], strict=True)):
+        raise ValueError(f"{name} must have rows of shape {rows}, or one that expands to it, got {list(shape)}; {cure}")
+
+
+def rows_for(table: Tensor, positions: Tensor | None, x: Tensor) -> Tensor:
+    """A row of the table for each row of heads, [..., K]."""
+    if positions is not None:
+        table = table.index_select(0, positions.reshape(-1)).reshape(*positions.shape, table.shape[-1])
+    return table.expand(*x.shape[:-2], table.shape[-1])

@@ -1,0 +1,212 @@
+"""Rotation of heads: what is refused, who sees a call, derivatives, and the formulas of other libraries."""
+
+import pytest
+import torch
+from torch.func import jvp, vmap
+from torch.library import opcheck
+
+import fusednorm
+from fusednorm import qk_norm_rope, qk_norm_rope_, rms_norm, rotate
+from fusednorm.conformance.cases import BF16, F32, F64, Case, operands
+
+QKV = operands(Case(12 * 8, 16).of(BF16))[0].view(3, 4, 8, 16)
+Q, K = QKV[:, :, :4], QKV[:, :, 4:6]
+WEIGHT = operands(Case(1, 16).of(BF16))[2]
+ANGLES = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+COS, SIN = ANGLES.cos(), ANGLES.sin()
+
+
+def same(a, b):
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: rotate([1.0], COS, SIN), TypeError, "x must be a torch.Tensor, got list"),
+        (lambda: rotate(Q.int(), COS, SIN), TypeError, "x must be float16, bfloat16, float32 or float64, got int32"),
+        (lambda: rotate(Q[0, 0, 0], COS, SIN), ValueError, r"x must be \[..., H, D\], rows of heads, got shape \[16\]"),
+        (lambda: rotate(Q, COS, None), TypeError, "sin must be a torch.Tensor, got NoneType; cos and sin go together"),
+        (lambda: rotate(Q, COS.int(), SIN), TypeError, "cos must be float16, .* got int32"),
+        (lambda: rotate(Q, COS.to_sparse(), SIN), TypeError, "cos must be a dense tensor"),
+        (lambda: rotate(Q, COS, SIN.to("meta")), ValueError, "sin is on meta and x on cpu"),
+        (lambda: rotate(Q, COS.requires_grad_(False), SIN[:, :4]), ValueError, r"sin must have cos's shape \[4, 8\]"),
+        (
+            lambda: rotate(Q, COS.repeat(1, 2), SIN.repeat(1, 2)),
+            ValueError,
+            r"cos must have 1 to 8 columns, .* \[4, 16\]",
+        ),
+        (lambda: rotate(Q, torch.tensor(1.0), torch.tensor(1.0)), ValueError, r"1 to 8 columns, .* got shape \[\]"),
+        (lambda: rotate(Q, COS[:3], SIN[:3]), ValueError, r"cos must have rows of shape \[3, 4\], .* got \[3\]"),
+        (lambda: rotate(Q, COS.expand(1, 3, 4, 8), SIN.expand(1, 3, 4, 8)), ValueError, r"got \[1, 3, 4\]"),
+        (lambda: rotate(Q, COS.clone().requires_grad_(), SIN), RuntimeError, "cos requires grad, and tables have no"),
+        (lambda: rotate(Q, COS, SIN, positions=[0]), TypeError, "positions must be a torch.Tensor, got list"),
+        (lambda: rotate(Q, COS, SIN, positions=COS), TypeError, "positions must be int32 or int64, got float32"),
+        (
+            lambda: rotate(Q, COS, SIN, positions=torch.zeros(3).long()),
+            ValueError,
+            r"positions must have rows .* \[3\]",
+        ),
+        (
+            lambda: rotate(Q, COS.view(1, 4, 8), SIN.view(1, 4, 8), positions=torch.zeros(4).long()),
+            ValueError,
+            r"cos must be \[P, K\], a row for each position, got shape \[1, 4, 8\]",
+        ),
+        (
+            lambda: rotate(Q, COS, SIN, positions=torch.arange(1, 5)),
+            ValueError,
+            "positions must be 0 to 3, .* got 1 to 4",
+        ),
+        (lambda: rotate(Q, COS, SIN, positions=-torch.ones(4).int()), ValueError, "got -1 to -1"),
+        (lambda: rotate(Q, COS, SIN, out=torch.empty(3, 4, 4, 16)), TypeError, "out must be bfloat16, got float32"),
+        (lambda: rotate(Q, COS, SIN, out=QKV[:, :, 1:5]), ValueError, "out shares memory with x"),
+        (lambda: rotate(Q.clone().requires_grad_(), COS, SIN, out=Q), RuntimeError, r"rotate\(\): functions with out="),
+        (lambda: qk_norm_rope(Q, None), TypeError, "k must be a torch.Tensor, got NoneType"),
+        (
+            lambda: qk_norm_rope(Q, K[:2]),
+            ValueError,
+            r"k must have q's shape \[3, 4, 4, 16\] but for the number of heads",
+        ),
+        (lambda: qk_norm_rope(Q, K[..., :8]), ValueError, r"got \[3, 4, 2, 8\]"),
+        (lambda: qk_norm_rope(Q, K, WEIGHT, norm=False), TypeError, "q_weight is given, and norm=False leaves out"),
+        (lambda: qk_norm_rope(Q, K, norm=False), TypeError, "so there is nothing to do"),
+        (lambda: qk_norm_rope(Q, K, positions=torch.arange(4)), TypeError, "positions are given without tables"),
+        (lambda: qk_norm_rope(Q, K, sin=SIN), TypeError, "cos must be a torch.Tensor, got NoneType; cos and sin go"),
+        (lambda: qk_norm_rope(Q, K, between=BF16), TypeError, "between must be None or torch.float32"),
+        (lambda: qk_norm_rope(Q, K, WEIGHT[:8]), ValueError, r"weight must have shape \[16\]"),
+        (lambda: qk_norm_rope(Q, K, q_out=torch.empty_like(Q), k_out=Q[:, :, :2]), ValueError, "k_out shares memory"),
+        (lambda: qk_norm_rope_(Q, Q), ValueError, "k_out shares memory with q_out"),
+        (
+            lambda: qk_norm_rope_(Q.clone().requires_grad_(), K),
+            RuntimeError,
+            r"qk_norm_rope_\(\): one of the arguments",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(call, error, words):
+    kept = QKV.clone()
+    with pytest.raises(error, match=words):
+        call()
+    assert QKV.equal(kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_derivatives(interleaved):
+    q, k = (torch.randn(2, 3, n, 6, dtype=F64, generator=torch.Generator().manual_seed(n)) for n in (2, 1))
+    weights = [torch.randn(6, dtype=F64).requires_grad_() for _ in range(2)]
+    tables = [torch.randn(3, 2, dtype=F64) for _ in range(2)]
+
+    def call(q, k, *weights):
+        return qk_norm_rope(q, k, *weights, *tables, interleaved=interleaved)
+
+    leaves = (q.requires_grad_(), k.requires_grad_(), *weights)
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+    turned = rotate(q, *tables, interleaved=interleaved)
+    assert jvp(lambda t: rotate(t, *tables, interleaved=interleaved), (q,), (q,))[1].equal(turned)
+    assert vmap(lambda t: rotate(t, *tables, interleaved=interleaved))(q).equal(turned)
+
+
+def test_a_gradient_is_the_rotation_back():
+    """With cosines and sines of angles of 90 degrees no rounding is left."""
+    x = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    quarter, half = (torch.zeros(4, 8), torch.ones(4, 8)), (-torch.ones(4, 8), torch.zeros(4, 8))
+    assert rotate(rotate(x, *quarter), *quarter).equal(rotate(x, *half))
+    y = rotate(x, *quarter)
+    assert torch.autograd.grad(y, x, y)[0].equal(x)
+
+
+def test_tracers_see_one_operator():
+    tables = COS.bfloat16(), SIN.bfloat16()
+
+    def call(q, k, weight, cos, sin):
+        return qk_norm_rope(q, k, weight, weight, cos, sin, round_norm=True, round_products=True)
+
+    leaves = [t.detach().clone().requires_grad_() for t in (Q, K, WEIGHT)]
+    outputs = call(*leaves, *tables)
+    incoming = [torch.randn_like(output) for output in outputs]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves, *tables)
+    assert same(compiled, outputs)
+    assert same(*(torch.autograd.grad(found, leaves, incoming) for found in (compiled, outputs)))
+
+    class Model(torch.nn.Module):
+        def forward(self, *arguments):
+            return call(*arguments)
+
+    program = torch.export.export(Model(), (Q, K, WEIGHT, *tables))
+    assert [node.target for node in program.graph.nodes].count(torch.ops.fusednorm.rotate.default) == 2
+    assert same(program.module()(Q, K, WEIGHT, *tables), outputs)
+    with fusednorm.use_backend("reference"):
+        found = call(*(t.to("meta") for t in (Q, K, WEIGHT, *tables)))
+    assert [t.shape for t in found] == [Q.shape, K.shape]
+
+
+def test_operator():
+    rows = COS.expand(3, 4, 8), SIN.expand(3, 4, 8)
+    for interleaved, rounded_to, dtype in ((False, None, BF16), (True, BF16, F32)):
+        opcheck(torch.ops.fusednorm.rotate.default, (Q.contiguous(), *rows, interleaved, rounded_to, dtype))
+
+
+# What other libraries compute
+
+
+def turned_by_halves(x, cos, sin):
+    """Hugging Face's ``apply_rotary_pos_emb``, of tables with the angles twice."""
+    cos, sin = (torch.cat((t, t), -1).unsqueeze(-2) for t in (cos, sin))
+    return x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin
+
+
+def test_hugging_face():
+    """Qwen 3: ``weight * normalised.to(dtype)``, and tables in the model's dtype: three roundings of each number."""
+    cos, sin = COS.bfloat16(), SIN.bfloat16()
+    found = qk_norm_rope(Q, K, WEIGHT, WEIGHT, cos, sin, round_norm=True, round_products=True)
+    for heads, got in zip((Q, K), found, strict=True):
+        assert got.equal(turned_by_halves(rms_norm(heads, round_norm=True) * WEIGHT, cos, sin))
+
+
+def test_flashinfer():
+    """The norm is rounded to bfloat16; the rotation is float32's, with interleaved pairs or halves, rounded once."""
+    rows = rms_norm(Q, WEIGHT).float()
+    found, _ = qk_norm_rope(Q, K, WEIGHT, WEIGHT, COS, SIN)
+    assert found.equal(turned_by_halves(rows, COS, SIN).bfloat16())
+    found, _ = qk_norm_rope(Q, K, WEIGHT, WEIGHT, COS, SIN, interleaved=True)
+    a, b = rows[..., 0::2], rows[..., 1::2]
+    cos, sin = COS.unsqueeze(-2), SIN.unsqueeze(-2)
+    assert found.equal(torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).bfloat16())
+
+
+def test_vllm():
+    """Its kernel for q and k rounds once, at the end, and multiplies a number by ``rstd * weight``.
+
+    That product is another one: few numbers of bfloat16 differ, each by one unit in the last place.
+    """
+    q = operands(Case(4096, 16).of(BF16))[0].view(256, 16, 16)
+    cos, sin = COS.repeat(64, 1), SIN.repeat(64, 1)
+    wide = q.float()
+    rstd = 1 / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    wanted = turned_by_halves(wide * (rstd * WEIGHT.float()), cos, sin).bfloat16()
+    found, _ = qk_norm_rope(q, q, WEIGHT, WEIGHT, cos, sin, between=F32)
+    steps = (found.view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
+    assert 0 < (steps > 0).float().mean() < 0.01
+    near = (found - wanted).abs() <= 2**-7 * wanted.abs() + 2**-20
+    assert near.all()
+
+
+def test_tensor_parallel_heads():
+    """DTensors: heads and rows stay on their ranks; tables are whole on each."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement, of_tables in ((Shard(2), Replicate()), (Shard(0), Shard(0)), (Replicate(), Replicate())):
+            q, k = (DTensor.from_local(t, mesh, [placement], run_check=False) for t in (Q, K))
+            tables = [DTensor.from_local(t.expand(3, 4, 8), mesh, [of_tables], run_check=False) for t in (COS, SIN)]
+            weight = DTensor.from_local(WEIGHT, mesh, [Replicate()], run_check=False)
+            found = qk_norm_rope(q, k, weight, weight, *tables)
+            assert all(t.placements == (placement,) for t in found)
+            assert same([t.to_local() for t in found], qk_norm_rope(Q, K, WEIGHT, WEIGHT, COS, SIN))
+    finally:
+        torch.distributed.destroy_process_group()
