@@ -19,7 +19,7 @@ from fusednorm import fast_path as path
 from fusednorm import packing
 from fusednorm.backends import cuda_compiler, reference
 from fusednorm.backends.cuda_compiler import checked
-from fusednorm.backends.cuda_kernels import LONGEST, Layout, Variant, backward_variants, forward_variant
+from fusednorm.backends.cuda_kernels import LONGEST, Layout, Variant, backward_variants, forward_variant, fuses
 from fusednorm.backends.kernel_kinds import (
     UNTRIED,
     BackwardKind,
@@ -32,7 +32,8 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Operation
+    from fusednorm.call import Backward, Forward, Operation, Quantize
+    from fusednorm.quantizations import Quantization
 
 DEVICES = ("cuda",)
 
@@ -204,7 +205,7 @@ def _hold(packed: bytes, device: int, variants: Mapping[str, Variant]) -> None:
 
 
 def _launch(
-    packed: bytes, device: int, call: Forward | Backward, variants: Callable[[], Mapping[str, Variant]]
+    packed: bytes, device: int, call: Forward | Backward | Quantize, variants: Callable[[], Mapping[str, Variant]]
 ) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
     stream = _stream(device)
@@ -226,6 +227,22 @@ def forward(call: Forward) -> None:
         device,
         call,
         lambda: {"forward": forward_variant(ForwardKind.of(call), capability(device))},
+    )
+
+
+def quantizes(quantization: Quantization, hidden_size: int) -> bool:
+    """Whether :func:`quantize` takes rows of this length."""
+    return fuses(quantization.group(hidden_size), hidden_size)
+
+
+def quantize(call: Quantize) -> None:
+    """Quantizes rows, which it may normalise before, with one kernel; see :class:`fusednorm.call.Quantize`."""
+    device = call.out.device.index or 0
+    _launch(
+        packing.pack_quantize(call),
+        device,
+        call,
+        lambda: {"quantize": forward_variant(ForwardKind.of_quantizer(call), capability(device))},
     )
 
 

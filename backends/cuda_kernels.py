@@ -13,6 +13,7 @@ import torch
 
 from fusednorm.backends import reference
 from fusednorm.backends.kernel_kinds import BLOCKS_IN_LANE, BackwardKind, ForwardKind, Share, ceiling
+from fusednorm.quantizations import Quantization
 
 #: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
 LONGEST = 4096 * reference.SEGMENT
@@ -32,6 +33,11 @@ _WARPS = 4
 #: Segments of the longest rows whose gradients and share of the weight's fit the registers together.
 _MOST_AT_ONCE = 8
 
+#: Bytes of shared memory for the extremes of the warps of a block that quantizes a row.
+_EXTREMES = 2 * 4 * _MOST_WARPS
+
+_NUMBERS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+_ZERO_POINTS = {None: "NONE", 128: "PLUS_128", "after": "AFTER", "before": "BEFORE"}
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
 
 
@@ -130,7 +136,7 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         "NORM_BEFORE_ADD": int(kind.first is not None),
         "FIRST_WEIGHT_TYPE": _NAMES[kind.first and kind.first.weight],
         "BETWEEN_TYPE": _NAMES[kind.first and kind.first.between],
-        "AROUND": int(kind.around is not None),
+        "AROUND": int(kind.around is not None or kind.quantizer is not None),
         "BIAS_TYPE": _NAMES[kind.around and kind.around.bias],
         "OF_HEADS": int(kind.around is not None and kind.around.of_heads),
         "SCALED": int(kind.around is not None and kind.around.scaled),
@@ -139,8 +145,12 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         "ROUND_SUM": int(kind.round_sum),
         "ROUND_NORM": int(kind.round_norm),
         "TWO_LEVELS": int(kind.two_levels),
+        "QUANTIZED": int(kind.quantizer is not None),
+        "KEEPS": int(kind.quantizer is None or kind.quantizer.keeps),
         **layout.defines(),
     }
+    if kind.quantizer is not None:
+        defines |= _quantizer_defines(kind.quantizer.quantization, kind.hidden_size)
     shared = 0
     if layout.wide:  # KEPT: the second pass recomputes the row (0), or reads it from memory (1) or shared memory (2)
         row = kind.x
@@ -149,11 +159,38 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         defines["KEPT"] = int(kind.residual_out is None or row == kind.residual_out)
         sums = defines["SEGMENTS"] = _padded_segments(kind.hidden_size)
         needed = kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize
-        if kind.out is not None and needed <= _SHARED.get(capability, 0):
+        needed += 0 if kind.quantizer is None else _EXTREMES
+        if _normalises(kind) and needed <= _SHARED.get(capability, 0):
             defines["KEPT"], shared = 2, kind.hidden_size * row.itemsize
-    kernel = "forward_wide" if layout.wide else "forward"
+    kernel = "forward" if _normalises(kind) else "quantize"
+    if layout.wide:
+        kernel += "_wide"
     launch = (layout.warps * 32, layout.cluster, Share.ROWS, layout.rows, shared)
     return Variant(kernel, tuple(defines.items()), *launch)
+
+
+def _normalises(kind: ForwardKind) -> bool:
+    """Whether a norm gives the kernel's rows."""
+    return kind.out is not None and (kind.quantizer is None or kind.quantizer.normalises)
+
+
+def fuses(group: int, hidden_size: int) -> bool:
+    """Whether the kernels quantize groups of this length: powers of two that lie within a segment, and whole rows."""
+    return group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
+
+
+def _quantizer_defines(quantization: Quantization, hidden_size: int) -> dict[str, str | int]:
+    """The constants of csrc/quantize.cuh."""
+    group = quantization.group(hidden_size)
+    return {
+        "NUMBER": _NUMBERS.get(quantization.dtype, "WHOLE"),
+        "PER": 0 if group == hidden_size else group,
+        "SCALE_GIVEN": int(quantization.per == "tensor"),
+        "SCALE_BY": quantization.scale_by.upper(),
+        "APPLY": quantization.apply.upper(),
+        "RETURNS_MULTIPLIER": int(quantization.returns == "multiplier"),
+        "ZERO_POINT": _ZERO_POINTS[quantization.zero_point],
+    }
 
 
 #: The types that each kernel of the backward pass knows. It is compiled once for all others.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.call import AroundNorm, Backward, FirstNorm, Forward, Operation, Strides
+from fusednorm.call import AroundNorm, Backward, FirstNorm, Forward, Operation, Quantize, Strides
+from fusednorm.quantizations import Quantization
 
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32
@@ -25,6 +26,17 @@ BLOCKS_IN_LANE = 8
 
 #: What plans of kernels for GPUs say until our tests have run on one.
 UNTRIED = "our tests have not run on a GPU yet"
+
+
+class QuantizerKind(NamedTuple):
+    """What decides the kernel of a quantizer, beside the rows that it takes."""
+
+    #: Its numbers, floors and limits are arguments of kernels.
+    quantization: Quantization
+    #: Whether the rows come from a norm, which the same kernel computes.
+    normalises: bool
+    #: Whether these rows are stored too.
+    keeps: bool
 
 
 class ForwardKind(NamedTuple):
@@ -50,6 +62,8 @@ class ForwardKind(NamedTuple):
     first: FirstNorm | None = None
     #: A bias, rows of heads and a scaled x.
     around: AroundNorm | None = None
+    #: What takes the rows.
+    quantizer: QuantizerKind | None = None
 
     @classmethod
     def of(cls, call: Forward) -> ForwardKind:
@@ -69,6 +83,21 @@ class ForwardKind(NamedTuple):
             operation.first,
             operation.around,
         )
+
+    @classmethod
+    def of_quantizer(cls, call: Quantize) -> ForwardKind:
+        """The kind of a call that quantizes rows. Without a norm these are those of x, and of out."""
+        if call.norm is not None:
+            kind = cls.of(call.norm)
+        else:
+            assert call.y is not None
+            alone = (call.y.dtype, None, None, call.y.dtype, None, call.hidden_size, True, False, False, False)
+            kind = cls(*alone, _alignment(((call.y, call.y_strides),), ()), call.inner != call.rows)
+        # A vector of numbers has as many elements as one of the operand with the narrowest type.
+        begins = call.out.data_ptr() | call.out_strides[0] | call.out_strides[1]
+        low = kind.alignment | begins * min(dtype.itemsize for dtype in kind.dtypes())
+        quantizer = QuantizerKind(call.quantization, call.norm is not None, call.norm is None or call.norm.out is not None)
+        return kind._replace(alignment=low & -low, quantizer=quantizer)
 
     @classmethod
     def of_operation(cls, operation: Operation, alignment: int = _MOST_ALIGNED) -> ForwardKind:
@@ -182,12 +211,14 @@ def ceiling(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def check_addresses(call: Forward | Backward) -> None:
+def check_addresses(call: Forward | Backward | Quantize) -> None:
     """Raises where an operand begins between two elements, where a GPU reads nothing.
 
     Raises:
         ValueError: it names the operand.
     """
+    if isinstance(call, Quantize) and call.norm is not None:
+        check_addresses(call.norm)
     for name, tensor in zip(call._fields, call, strict=True):
         if isinstance(tensor, Tensor) and tensor.data_ptr() % tensor.itemsize:
             raise ValueError(

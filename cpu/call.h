@@ -37,8 +37,8 @@ enum {
 
 enum { FN_OPERANDS = FN_BACKWARD_OPERANDS };
 
-/* A chain has at most so many calls. */
-enum { FN_CHAIN = 2 };
+/* A chain has at most so many calls. With a quantizer after them it takes no more memory than so many. */
+enum { FN_CHAIN = 2, FN_PACKED = FN_CHAIN + 1 };
 
 /* Row i begins i / inner * outer_stride + i % inner * stride elements after the address. */
 struct fn_operand {
@@ -96,6 +96,11 @@ struct fn_quantizer {
     int64_t zero_point_outer_stride, zero_point_stride, zero_point_group_stride;
 };
 
+/* The quantizer that follows the last call of a chain in memory; NULL if there is none. */
+static inline const struct fn_quantizer *fn_quantizer_after(const struct fn_call *last) {
+    return last->flags & (FN_QUANTIZED | FN_QUANTIZE_ONLY) ? (const struct fn_quantizer *)(last + 1) : NULL;
+}
+
 /* Row i of an operand begins i * stride + i / inner * jump elements after its address. */
 static inline int64_t fn_jump(const struct fn_call *c, int operand) {
     const struct fn_operand *o = &c->operand[operand];
@@ -108,5 +113,6 @@ static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ?
 _Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (12 + 4 * FN_OPERANDS) * 8,
                "fusednorm/packing.py packs fields of 8 bytes without gaps");
 _Static_assert(sizeof(struct fn_quantizer) == 20 * 8, "fusednorm/packing.py packs fields of 8 bytes without gaps");
+_Static_assert(sizeof(struct fn_quantizer) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 
 #endif

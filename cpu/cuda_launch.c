@@ -37,11 +37,12 @@ static struct {
 
 /*
  * What decides which kernels a call takes: the same as `ForwardKind` and `BackwardKind` in backends/kernel_kinds.py. The
- * kinds of the operands follow each other in `kinds`, four bits each. Without gaps, to be compared.
+ * kinds of the operands follow each other in `kinds`, four bits each. Of a quantizer there are the length of its groups,
+ * and a bit for its being there, one for whether rows are stored too, its kind and its flags. Without gaps, to be compared.
  */
 typedef struct {
-    int64_t hidden, kinds;
-    int32_t device, options, alignment, unused;
+    int64_t hidden, kinds, group;
+    int32_t device, options, alignment, quantizer;
 } key;
 
 /*
@@ -144,17 +145,19 @@ static const form forms[] = {
 };
 
 /*
- * A call, and the norm of x before its addition, or the scaling of x, which are NULL where there is none. Of a chain, the
- * call is the last one with the x of the first one, because one kernel takes both.
+ * A call, and the norm of x before its addition, or the scaling of x, and the quantizer of its rows, which are NULL where
+ * there is none. Of a chain, the call is the last one with the x of the first one, because one kernel takes both.
  */
 typedef struct {
     const struct fn_call *call, *first, *scaling;
+    const struct fn_quantizer *quantizer;
     struct fn_call of_chain;
 } work;
 
 static void read_work(const struct fn_call *calls, work *w) {
     w->call = calls;
     w->first = w->scaling = NULL;
+    w->quantizer = fn_quantizer_after(calls->following ? calls + 1 : calls);
     if (!calls->following) return;
     w->of_chain = calls[1];
     w->of_chain.operand[FN_X] = calls->operand[FN_X];
@@ -174,7 +177,20 @@ static int is_wide(const struct fn_call *c) {
     return c->operand[c->pass == FN_FORWARD ? FN_X : FN_BACKWARD_RSTD].kind == FN_F64;
 }
 
-/* The bytes of which every row of every operand begins at a multiple; 0 where one begins between two elements. */
+/* The bytes of an element of the narrowest type, which a vector of numbers has as many of. */
+static int64_t narrowest(const struct fn_call *c) {
+    int64_t least = fn_element_size(c->operand[FN_X].kind);
+    for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS_IN_C; i++) {
+        const int64_t item = fn_element_size(c->operand[i].kind);
+        if (item && item < least) least = item;
+    }
+    return least;
+}
+
+/*
+ * The bytes of which every row of every operand begins at a multiple; 0 where one begins between two elements. An operand
+ * without an address is in registers.
+ */
 static int32_t alignment_of(const work *w) {
     const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
@@ -190,10 +206,15 @@ static int32_t alignment_of(const work *w) {
     for (int i = 0; i < f->operands; i++) {
         const struct fn_operand *o = &c->operand[i];
         const int item = fn_element_size(o->kind);
-        if (!item) continue;
+        if (!item || !o->address) continue;
         if (o->address % (uintptr_t)item != 0) return 0;
         low |= o->address;
         if (f->of_rows >> i & 1) low |= (uint64_t)((o->stride | o->outer_stride) * item);
+    }
+    if (w->quantizer) {
+        const struct fn_quantizer *q = w->quantizer;
+        if ((q->scale | q->zero_point) % 4 != 0) return 0;
+        low |= (q->out | (uint64_t)(q->out_stride | q->out_outer_stride)) * (uint64_t)narrowest(c);
     }
     return (int32_t)(low & -low);
 }
@@ -210,18 +231,25 @@ static key key_of(const work *w, int32_t alignment) {
     if (w->first) k.kinds |= (w->first->operand[FN_WEIGHT].kind | w->first->operand[FN_OUT].kind << 4) << 4 * at;
     k.kinds |= bias_of(c).kind << 4 * (at + 2);
     k.device = (int32_t)c->device;
-    k.options = (int32_t)c->flags | (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
+    const int normalises = !(c->flags & FN_QUANTIZE_ONLY); /* without a norm its flags say nothing */
+    k.options = normalises ? (int32_t)c->flags & (FN_ROUND_SUM | FN_ROUND_NORM) : 0;
+    k.options |= (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
     k.options |= (has_heads(c) ? OF_HEADS : 0) | (w->scaling ? SCALED : 0);
     if (c->pass == FN_BACKWARD) k.options |= BACKWARD;
     else if (c->operand[FN_RSTD].kind) k.options |= RSTD;
     k.alignment = alignment;
+    if (w->quantizer) {
+        k.group = w->quantizer->group;
+        k.quantizer = 1 | (!normalises || c->operand[FN_OUT].address ? 2 : 0) | (int32_t)w->quantizer->kind << 2;
+        k.quantizer |= (int32_t)w->quantizer->flags << 4 | normalises << 16;
+    }
     return k;
 }
 
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments) {
     (void)module;
     held given;
-    struct fn_call calls[FN_CHAIN];
+    struct fn_call calls[FN_PACKED];
     PyObject *packed, *kernels;
     unsigned long long context;
     memset(&given, 0, sizeof given);
@@ -283,6 +311,25 @@ static void append_real(char *to, size_t *at, double value, int wide) {
     else append(to, at, &narrow, sizeof narrow);
 }
 
+/* Appends the arguments of a quantizer. Strides are given in bytes, and scales and zero points have four. */
+static void append_quantizer(char *to, size_t *at, const struct fn_quantizer *q, int two_levels) {
+    const int64_t strides[3][2] = {{q->out_outer_stride, q->out_stride},
+                                   {q->scale_outer_stride / 4, q->scale_stride / 4},
+                                   {q->zero_point_outer_stride / 4, q->zero_point_stride / 4}};
+    const int64_t of_groups[2] = {q->scale_group_stride / 4, q->zero_point_group_stride / 4};
+    const double reals[] = {q->qmin, q->qmax, q->amax_floor, q->amax_limit, q->scale_floor};
+    append(to, at, &q->out, sizeof(uintptr_t));
+    append(to, at, &q->scale, sizeof(uintptr_t));
+    append(to, at, &q->zero_point, sizeof(uintptr_t));
+    for (int i = 0; i < 3; i++) {
+        const int64_t jump = strides[i][0] - q->inner * strides[i][1];
+        append(to, at, &strides[i][1], sizeof(int64_t));
+        if (two_levels) append(to, at, &jump, sizeof(int64_t));
+    }
+    for (int i = 0; i < 2; i++) append(to, at, &of_groups[i], sizeof(int64_t));
+    for (int i = 0; i < 5; i++) append_real(to, at, reals[i], 0);
+}
+
 /* Writes a kernel's arguments: the structures `Arguments` of csrc/forward.cuh and csrc/backward.cuh. */
 static void pack(const work *w, char *to) {
     const struct fn_call *c = w->call;
@@ -314,6 +361,7 @@ static void pack(const work *w, char *to) {
         append(to, &at, &c->operand[FN_BIAS].stride, sizeof(int64_t));
         append_real(to, &at, w->scaling ? w->scaling->eps : 1, is_wide(c));
     }
+    if (w->quantizer) append_quantizer(to, &at, w->quantizer, two_levels);
 }
 
 /*
@@ -323,7 +371,7 @@ static void pack(const work *w, char *to) {
 int fn_launch_cuda(const struct fn_call *calls, void *stream) {
     config hows[KERNELS];
     attribute attributes[KERNELS][2];
-    _Alignas(8) char packed[(FN_OPERANDS + 3 + 3 + 3 + 6) * 8];
+    _Alignas(8) char packed[(FN_OPERANDS + 3 + 3 + 3 + 6 + 14) * 8];
     void *arguments = packed;
     work w;
     read_work(calls, &w);
@@ -372,7 +420,7 @@ int fn_launch_cuda(const struct fn_call *calls, void *stream) {
 
 PyObject *fn_launch_held(PyObject *module, PyObject *arguments) {
     (void)module;
-    struct fn_call calls[FN_CHAIN];
+    struct fn_call calls[FN_PACKED];
     PyObject *packed;
     unsigned long long stream;
     if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &packed, &stream) || !fn_unpack(packed, calls)) return NULL;

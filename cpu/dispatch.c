@@ -245,7 +245,7 @@ int fn_forward(const struct fn_call *calls, int count) {
     struct chain chain; /* without an initializer: that would take as long as a short row */
     size_t scratch_bytes = 0;
     const int64_t flags = calls[count - 1].flags;
-    chain.quantizer = flags & (FN_QUANTIZED | FN_QUANTIZE_ONLY) ? (const struct fn_quantizer *)(calls + count) : NULL;
+    chain.quantizer = fn_quantizer_after(calls + count - 1);
     chain.count = flags & FN_QUANTIZE_ONLY ? 0 : count;
     chain.block = 0;
     chain.passed_bytes = 0;

@@ -78,11 +78,15 @@ int fn_same_device(const tensor *a, const tensor *b) {
 
 int fn_unpack(PyObject *bytes, struct fn_call *calls) {
     const size_t size = (size_t)PyBytes_Size(bytes);
-    if (size == sizeof *calls || size == FN_CHAIN * sizeof *calls) {
+    if (size >= sizeof *calls && size <= FN_PACKED * sizeof *calls) {
         memcpy(calls, PyBytes_AsString(bytes), size);
-        if ((calls->following + 1) * sizeof *calls == size) return 1;
+        const size_t count = calls->following ? FN_CHAIN : 1, of_calls = count * sizeof *calls;
+        if (size >= of_calls && size == of_calls + (fn_quantizer_after(&calls[count - 1]) ? sizeof(struct fn_quantizer) : 0))
+            return 1;
     }
-    PyErr_Format(PyExc_ValueError, "a packed call has %zu bytes, and so has one that follows, got %zu", sizeof *calls, size);
+    PyErr_Format(PyExc_ValueError,
+                 "a packed call has %zu bytes, and so has one that follows, and a quantizer after them %zu; got %zu",
+                 sizeof *calls, sizeof(struct fn_quantizer), size);
     return 0;
 }
 
@@ -375,7 +379,7 @@ static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_
     return 0;
 }
 
-static int run(struct fn_call *c, const tensor *x, int triton) {
+int fn_run_on_device(struct fn_call *c, const tensor *x, int triton) {
     if (triton) return fn_run_triton_kernel(c);
     if (x->device.type == DL_CPU) return fn_run_in_c(c, fn_run_on_cpu);
     void *stream;
@@ -409,7 +413,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const int quantizes = count == ARGUMENTS_OF_QUANTIZER;
     if (quantizes) c = &quantized.call;
     if (!read_arguments(arguments, t, c)) return refuse();
-    if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &quantized)) return refuse();
+    if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &t[FN_X], &quantized)) return refuse();
     const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
     if (count == ARGUMENTS_OF_CHAIN) {
         first = calls;
@@ -422,8 +426,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
-    if (quantizes && (triton || device != DL_CPU)) return refuse();
-    if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
+    if (triton && (quantizes || first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
     int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
     if (others < 0) return NULL;
@@ -440,7 +443,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
         return result;
     }
     if (first) c->operand[FN_X] = first->operand[FN_OUT];
-    if (!failed) failed = run(first ? first : c, &t[FN_X], triton);
+    if (!failed) failed = fn_run_on_device(first ? first : c, &t[FN_X], triton);
     if (!failed) failed = fn_count_writes(outputs, written, 2);
     if (!failed) result = PyTuple_Pack(2, outputs[0], outputs[1]);
     else if (failed > 0) result = refuse();

@@ -55,12 +55,14 @@ fn_extent fn_extent_of(const struct fn_call *c, int operand);
 int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
 /* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
 int fn_count_writes(PyObject *const *outputs, const int *written, int count);
-/* Reads at most FN_CHAIN calls, as fusednorm/packing.py packs them; returns 0 with a Python error. */
+/* Reads calls, FN_PACKED at most, as fusednorm/packing.py packs them; returns 0 with a Python error. */
 int fn_unpack(PyObject *bytes, struct fn_call *calls);
 int fn_threads(const struct fn_call *c); /* -1 with a Python error */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
+/* Runs a call whose x is this tensor, by Triton's kernels or by the kernels of x's device; returns the same. */
+int fn_run_on_device(struct fn_call *c, const tensor *x, int triton);
 
-/* cuda_launch.c; launches the kernels that are held for such a call, or for a norm and the addition that follows it. */
+/* cuda_launch.c; launches the kernels that are held for such a call, or for a chain, and the quantizer after it. */
 enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
 int fn_launch_cuda(const struct fn_call *calls, void *stream);
 
@@ -76,7 +78,7 @@ struct fn_quantized {
 };
 enum { FN_QUANTIZER_ARGUMENTS = 6 };
 /* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
-int fn_read_quantizer(PyObject *const *arguments, struct fn_quantized *given);
+int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_quantized *given);
 /* Allocates what is not given, and quantizes: the results, or None if Python must make the call. */
 PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
                       PyObject *residual_out, int residual_written);

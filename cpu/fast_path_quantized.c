@@ -1,4 +1,4 @@
-/* A quantizer on the fast path: the rows of a norm, or of x, to 8-bit numbers and their scales, on a CPU. */
+/* A quantizer on the fast path: the rows of a norm, or of x, to 8-bit numbers and their scales. */
 #include "fast_path.h"
 
 #include <math.h>
@@ -43,7 +43,7 @@ static int fits(const tensor *t, const tensor *x, int64_t groups) {
 
 static int64_t groups_of(const struct fn_quantizer *q, const struct fn_call *c) { return q->group ? c->hidden / q->group : 1; }
 
-int fn_read_quantizer(PyObject *const *arguments, struct fn_quantized *given) {
+int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_quantized *given) {
     struct fn_call *c = &given->call;
     struct fn_quantizer *q = &given->quantizer;
     const Py_ssize_t size = (Py_ssize_t)offsetof(struct fn_quantizer, inner);
@@ -63,9 +63,11 @@ int fn_read_quantizer(PyObject *const *arguments, struct fn_quantized *given) {
         struct fn_operand o;
         float value;
         if (arguments[SCALE_OUT] != Py_None || !fn_read(arguments[SCALE], &t, &o) || o.kind != FN_F32) return 0;
-        if (t.device.type != DL_CPU || fn_elements(&t) != 1) return 0;
-        memcpy(&value, (const void *)o.address, sizeof value);
-        if (!(value > 0 && value < INFINITY)) return 0;
+        if (!fn_same_device(&t, x) || fn_elements(&t) != 1) return 0;
+        if (x->device.type == DL_CPU) { /* a GPU would have to be waited for */
+            memcpy(&value, (const void *)o.address, sizeof value);
+            if (!(value > 0 && value < INFINITY)) return 0;
+        }
         q->scale = o.address;
     }
     c->flags |= arguments[NORMALISES] == Py_True ? FN_QUANTIZED : FN_QUANTIZE_ONLY;
@@ -115,7 +117,7 @@ PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_t
         !fn_same_device(&t, x_tensor))
         goto end;
     q->out = o.address, q->out_stride = o.stride;
-    if (!out_given) fn_expect_writes(o.address, c->rows * c->hidden);
+    if (!out_given && x_tensor->device.type == DL_CPU) fn_expect_writes(o.address, c->rows * c->hidden);
     extent = (fn_extent){o.address, c->rows, o.stride, c->hidden};
     if (out_given && !lies_apart(c, extent, NULL)) goto end;
     if (computed) {
@@ -135,7 +137,7 @@ PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_t
         if (residual_written && !fn_apart(fn_extent_of(c, FN_RESIDUAL_OUT), other)) goto end;
     }
     if (c->flags & FN_QUANTIZED) c->operand[FN_OUT] = (struct fn_operand){.kind = given->passed_kind, .stride = c->hidden};
-    failed = fn_run_in_c(c, fn_run_on_cpu);
+    failed = fn_run_on_device(c, x_tensor, 0);
     if (failed) goto end;
     PyObject *const outputs[] = {out, scale, residual_out};
     const int written[] = {out_given, scale_given, residual_written};

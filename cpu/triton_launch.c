@@ -35,7 +35,7 @@ PyObject *fn_open_triton(PyObject *module, PyObject *arguments) {
 
 PyObject *fn_hold_triton(PyObject *module, PyObject *arguments) {
     (void)module;
-    struct fn_call c[FN_CHAIN];
+    struct fn_call c[FN_PACKED];
     unsigned long long kernel;
     PyObject *call;
     if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &call, &kernel) || !fn_unpack(call, c)) return NULL;

@@ -3,6 +3,9 @@
 #define MANY_REGISTERS  // with fewer the compiler spills
 #endif
 #include "forward.cuh"
+#if QUANTIZED
+#include "quantize.cuh"
+#endif
 
 // The sums of the warp's rows, or of the row of its block or cluster. Each NUMBER has memory of its own.
 template <int NUMBER> __device__ A sum_of_row(const A (&elements)[VECTORS][VECTOR]) {
@@ -98,11 +101,21 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
         bool mine = BLOCKS_ROW ? threadIdx.x == 0 && segment == 0 : first + row_of_sum() < a.rows;
         if (mine) a.rstd[first + (BLOCKS_ROW ? 0 : row_of_sum())] = rstd;
     }
+#if QUANTIZED
+    if (CLUSTER > 1 && OF_WARPS) cluster_arrive();
+    float passing[VECTORS][VECTOR];
+#endif
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
         A y[VECTOR];
         normalised<Added>(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % OF_WEIGHT], a.weight_offset);
         add_bias(y, bias[k % OF_WEIGHT]);
-        store_if(rows.have(k), a.out + rows.at(k, a.out_strides), y);
+        if (KEEPS) store_if(rows.have(k), a.out + rows.at(k, a.out_strides), y);
+#if QUANTIZED
+        passed<Out>(passing[k], y);
+#endif
     }
+#if QUANTIZED
+    quantize_rows(passing, rows, a);
+#endif
 }

@@ -17,6 +17,9 @@ using Between = BETWEEN_TYPE;
 // i % heads of the weight and of the bias. There is never a norm before the addition too.
 using Bias = BIAS_TYPE;
 
+// QUANTIZED: rows are quantized, as quantize.cuh says. There is then no norm before the addition, and AROUND is 1, so that
+// all arguments lie where the launcher puts them.
+
 // One of two types.
 template <bool FIRST, class T, class OTHER> struct either {
     using type = T;
@@ -61,6 +64,14 @@ struct Arguments : Levels {
     __device__ const Weight* weight_of(long long) const { return weight; }
     __device__ const Bias* bias_of(long long) const { return nullptr; }
     __device__ A scale_of_x() const { return 1; }
+#endif
+#if QUANTIZED
+    unsigned char* numbers;
+    float* scale;  // computed for each group of each row, or one that is given, as the zero point
+    int* zero_point;
+    Strides numbers_strides, scale_strides, zero_point_strides;
+    long long scale_group_stride, zero_point_group_stride;  // from a group to the row's next one
+    float qmin, qmax, amax_floor, amax_limit, scale_floor;
 #endif
 };
 

@@ -1,5 +1,5 @@
-// y, residual_out and rstd of rows that do not fit the registers. A block per row reads it twice, segment by segment; three
-// times where a norm comes before the addition.
+// y, residual_out and rstd of rows that do not fit the registers, or numbers and scales. A block per row reads it twice,
+// segment by segment; three times where a norm comes before the addition, or a quantizer computes one scale for the row.
 //
 // KEPT says where the last pass reads h, the row that is normalised: in shared memory; in global memory, as x or
 // residual_out; or nowhere: it adds x and the residual again.
@@ -7,6 +7,9 @@
 #define MANY_REGISTERS  // with fewer the compiler spills
 #endif
 #include "forward.cuh"
+#if QUANTIZED
+#include "quantize.cuh"
+#endif
 
 constexpr int NOWHERE = 0, IN_MEMORY = 1, IN_SHARED = 2;
 static_assert(KEPT != IN_SHARED || ALIGNED < 32, "only global memory has accesses of 32 bytes");
@@ -91,7 +94,17 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     let_next_kernel_begin();
 
     // Each thread reads what it wrote itself, so no barrier is needed.
+#if QUANTIZED
+    Passes passes(a, blockIdx.x);
+    for (; passes.left > 0; passes.end())
+#endif
     for (int segment = warp(); segment < segments; segment += WARPS) {
+#if QUANTIZED
+        float passing[VECTORS][VECTOR];
+        const bool stored = passes.left == 1;
+#else
+        constexpr bool stored = true;
+#endif
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
             const int column = segment * SEGMENT + column_of(k);
@@ -110,7 +123,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
                 Residual residual[VECTOR];
                 load_added(inside, x, a, x_row, column, first_rstd);
                 load_if(inside, residual, residual_row + column);
-                added(h, x, residual, inside, residual_out_row + column);
+                added(h, x, residual, inside && stored, residual_out_row + column);
             }
             Weight weight[VECTOR];
             load_if(inside, weight, weight_row + column);
@@ -118,7 +131,13 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
             Bias bias[VECTOR];
             load_if(inside, bias, bias_row + column);
             add_bias(y, bias);
-            store_if(inside, out_row + column, y);
+            if (KEEPS) store_if(inside && stored, out_row + column, y);
+#if QUANTIZED
+            passed<Out>(passing[k], y);
+#endif
         }
+#if QUANTIZED
+        passes.take(passing, segment);
+#endif
     }
 }

@@ -25,6 +25,9 @@ __device__ inline float float_of_half(unsigned short bits) {
 __device__ inline float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
 __device__ inline unsigned bits_of_float(float value) { return __float_as_uint(value); }
 
+// The nearest whole number, ties to even, of a value that an int holds.
+__device__ inline int int_of_float(float value) { return __float2int_rn(value); }
+
 // Rounds two values to nearest even; the first goes to the low half of the word.
 __device__ inline unsigned halves_of_floats(float low, float high) {
     unsigned word;

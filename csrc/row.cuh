@@ -94,6 +94,9 @@ template <int BYTES> struct alignas(BYTES) Words {
 template <> struct alignas(2) Words<2> {
     unsigned short word[1];
 };
+template <> struct Words<1> {
+    unsigned char word[1];
+};
 
 // Bytes of an operand that one access reads or writes.
 template <class T> constexpr int AT_ONCE = larger(sizeof(T), smaller(VECTOR * sizeof(T), ALIGNED));
@@ -244,20 +247,33 @@ __device__ constexpr int padded(int count) {
     return power;
 }
 
+// Gives all warps of a row the values of each: value `i` of segment `s` is shared[i * CLUSTER * WARPS + s].
+template <class T, int COUNT, class MEMORY> __device__ void share(const T (&values)[COUNT], MEMORY& shared) {
+    constexpr int IN_ROW = CLUSTER * WARPS;
+    if constexpr (CLUSTER > 1) {
+        int segment = rank_in_cluster() * WARPS + warp();
+        cluster_wait();  // until all blocks have started, or have read the values before these
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            if (lane() < CLUSTER) store_in_block(shared[i * IN_ROW + segment], lane(), values[i]);
+        }
+        cluster_arrive();
+        cluster_wait();
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            if (lane() == 0) shared[i * IN_ROW + warp()] = values[i];
+        }
+        block_barrier();
+    }
+}
+
 // A row's sum, from the sum of each warp's segment. `sums` is shared memory for all of them. It may be used again after
 // the next call, which must be given other memory.
 template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
     constexpr int IN_ROW = CLUSTER * WARPS, PADDED = padded(IN_ROW), COUNT = larger(PADDED / LANES, 1);
-    if constexpr (CLUSTER > 1) {
-        int segment = rank_in_cluster() * WARPS + warp();
-        cluster_wait();  // until all blocks have started, or have read the sums before these
-        if (lane() < CLUSTER) store_in_block(sums[segment], lane(), sum);
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        if (lane() == 0) sums[warp()] = sum;
-        block_barrier();
-    }
+    const A values[1] = {sum};
+    share(values, sums);
     A halves[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {

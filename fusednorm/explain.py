@@ -21,6 +21,7 @@ from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms
 from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import Explanation, choose
+from fusednorm.run_quantized import quantizer_of
 
 _WITH_RESIDUAL = (fused_add_rms_norm, fused_add_rms_norm_, fused_add_rms_norm_quant)
 _WITHOUT = (rms_norm, rms_norm_, rms_norm_quant, quantize)
@@ -86,6 +87,7 @@ def explain(
         flags = flags._replace(out_dtype=between)
     found = choose(operation_of(x, residual, weight, flags, out, before, Around(bias, 1.0) if of_heads else None))
     if quantization is not None:
-        by = "in the same call" if hasattr(found.module, "quantize") and not found.composed else "by torch's operations"
+        takes = not found.composed and quantizer_of(found.module, quantization, x.shape[-1]) is not None
+        by = "in the same call" if takes else "by torch's operations"
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
     return found

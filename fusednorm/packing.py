@@ -47,7 +47,7 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
     if operation.first is not None:
         return _pack_chain(call, threads)
     if operation.around is not None:
-        return _pack_around(call, threads)
+        return _pack_around(call, threads, more_flags)
     x_strides, residual_strides, out_strides, total_strides = strides
     # Written out, because this is a tenth of a short call.
     return _pack(
@@ -104,7 +104,7 @@ def _pack_chain(call: Forward, threads: int) -> bytes:
     )
 
 
-def _pack_around(call: Forward, threads: int) -> bytes:
+def _pack_around(call: Forward, threads: int, more_flags: int) -> bytes:
     """A norm with a bias, rows of heads or a scaled x; where x is scaled, that is a call before the norm's."""
     operation, inner = call.operation, call.inner
     x_strides, residual_strides, out_strides, total_strides = call.strides
@@ -118,11 +118,12 @@ def _pack_around(call: Forward, threads: int) -> bytes:
         scaled = _passed(operation.x, inner, operation.hidden_size)
         before = _pack(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *x, *_ABSENT, *_ABSENT, *scaled, *5 * _ABSENT)
         x = scaled
+    out = _passed(operation.out, inner, operation.hidden_size) if call.out is None else _operand(call.out, out_strides)
     return before + _pack(
-        *(0, flags, *numbers, 0, call.heads, call.eps, call.weight_offset, *x),
+        *(0, flags + more_flags, *numbers, 0, call.heads, call.eps, call.weight_offset, *x),
         *_operand(call.residual, residual_strides),
         *weight,
-        *_operand(call.out, out_strides),
+        *out,
         *_operand(call.residual_out, total_strides),
         *(*_operand(call.rstd), *bias, *_ABSENT, *_ABSENT),
     )

@@ -24,7 +24,7 @@ from fusednorm.composition import Composition
 from fusednorm.contract import FirstCalls
 from fusednorm.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import Backend, fast_paths, request, select, selected
-from fusednorm.run_quantized import Results
+from fusednorm.run_quantized import Results, quantizer_of
 
 #: The strides of an operand that is absent.
 NONE = (0, 0)
@@ -154,7 +154,7 @@ def forward(
     backend = backend_of(operation)
     quantize = None
     if then is not None and rows and then.fits(tuple(then_strides)):
-        quantize = getattr(backend, "quantize", None)
+        quantize = quantizer_of(backend, then.quantization, hidden_size)
     if out is None and operation.out is not None and quantize is None:
         out = _new(x, operation.out)
     if residual is not None and residual_out is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -106,9 +109,17 @@ def laid_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, q
     return torch.zeros((groups, padded), dtype=dtype, device=device)[:, :rows].mT.reshape(shape)
 
 
+def quantizer_of(backend: object, quantization: Quantization, hidden_size: int) -> Callable[[Quantize], None] | None:
+    """A backend's function ``quantize``; None if it has none, or refuses such rows."""
+    takes = getattr(backend, "quantizes", None)
+    if takes is not None and not takes(quantization, hidden_size):
+        return None
+    return cast("Callable[[Quantize], None] | None", getattr(backend, "quantize", None))
+
+
 def quantize(y: Tensor, results: Results, backend: object) -> bool:
     """Quantizes the rows of y; returns whether the backend could do so."""
-    run = getattr(backend, "quantize", None)
+    run = quantizer_of(backend, results.quantization, results.hidden_size)
     if run is None or results.rows == 0:
         return False
     y_rows = rows_of(y)

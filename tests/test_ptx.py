@@ -118,6 +118,15 @@ def test_conversions(dtype, name):
     assert same(of_bits(narrowed, dtype, torch.int16), reference.rounded(doubles, dtype))
 
 
+def test_floats_to_integers():
+    """To the nearest, ties to even, and towards 0; what an integer cannot hold becomes the nearest one, and a NaN 0."""
+    values = torch.tensor([0.5, 1.5, -2.5, 2.75, -2.75, 2.0**31, -(2.0**31), 3e9, -3e9, -torch.inf, torch.nan])
+    for how, expected in (("rni", [0, 2, -2, 3, -3]), ("rzi", [0, 1, -2, 2, -2])):
+        body = f"cvt.u32.u64 %r1, %x; mov.b32 %f0, %r1; cvt.{how}.s32.f32 %r2, %f0; cvt.s64.s32 %z, %r2;"
+        found = in_parts(LOAD + body + STORE, bits(values, F32, torch.int32)).tolist()
+        assert found == [*expected, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), -(2**31), 0], how
+
+
 @pytest.mark.parametrize(("dtype", "name", "one"), [(F16, "f16", 0x3C003C00), (BF16, "bf16", 0x3F803F80)])
 def test_operations_of_16_bits(dtype, name, one):
     """Rounded once: numbers whose sum a double holds exactly, so that it says what is right."""

@@ -96,6 +96,13 @@ template <auto F> u64 floats(u64 a, u64 b) {
            put<float>(F(get<float>(a >> 32), get<float>(b >> 32))) << 32;
 }
 
+// A float without a fraction as an integer: 0 of a NaN, and the nearest of what an integer cannot hold.
+i32 whole(float value) {
+    if (value != value) return 0;
+    using Limits = std::numeric_limits<i32>;
+    return value >= 0x1p31f ? Limits::max() : value < -0x1p31f ? Limits::min() : (i32)value;
+}
+
 template <class T> T shifted_left(T a, u32 by) { return by < 8 * sizeof a ? (T)(a << by) : (T)0; }
 template <class T> T shifted_right(T a, u32 by) {
     if (by < 8 * sizeof a) return (T)(a >> by);
@@ -331,6 +338,8 @@ Table table() {
 
     set("cvt.f64.f32", one<float, double, [](float a) { return (double)a; }>);
     set("cvt.rn.f32.f64", one<double, float, [](double a) { return (float)a; }>);
+    set("cvt.rni.s32.f32", one<float, i32, [](float a) { return whole(std::nearbyint(a)); }>);
+    set("cvt.rzi.s32.f32", one<float, i32, [](float a) { return whole(std::trunc(a)); }>);
     set("cvt.f32.f16", one<u16, float, of_half>);
     set("cvt.f32.bf16", one<u16, float, of_bfloat16>);
     set("cvt.f64.f16", one<u16, double, [](u16 a) { return (double)of_half(a); }>);

@@ -20,14 +20,16 @@ constexpr int PAGE = 4096, MOST_PAGES = 1024, MOST_BLOCKS = 16;
 // Bytes of the widest access.
 constexpr int MOST_BYTES = 64;
 
+// Accesses to single bytes are watched apart from others where the address is odd: no kernel mixes both.
 struct Page {
     Record records[PAGE / 2];
+    std::unique_ptr<Record[]> odd;
 };
 std::unordered_map<u64, std::unique_ptr<Page>> pages;
 u64 last_number = 0;
 Page* last = nullptr;
 
-// The record of two bytes of global memory; nullptr where they are not watched.
+// The record of two bytes of global memory, or of a single byte; nullptr where they are not watched.
 Record* record_of(const Warp& w, u64 address) {
     if (w.block->cluster->shape->grid > MOST_BLOCKS) return nullptr;
     const u64 number = address / PAGE;
@@ -43,7 +45,8 @@ Record* record_of(const Warp& w, u64 address) {
         last_number = number;
         last = page.get();
     }
-    return &last->records[address % PAGE / 2];
+    if (address % 2 && !last->odd) last->odd = std::make_unique<Record[]>(PAGE / 2);
+    return &(address % 2 ? last->odd.get() : last->records)[address % PAGE / 2];
 }
 
 bool same_block(const Stamp& s, const Warp& w) {
@@ -181,7 +184,7 @@ template <int BYTES> void store_global(Warp& w, const Instruction& i, u32 lanes)
         for (int k = 2; k < i.count; k++) memcpy(values + BYTES * (k - 2), &w[i.operands[k]][l], BYTES);
         for (int b = 0; b < a.bytes; b += 2)
             if (Record* r = record_of(w, (u64)a.at[l] + b))
-                note(*r, w, i, w.thread(l), launch_serial, true, memcmp(a.at[l] + b, values + b, 2) == 0);
+                note(*r, w, i, w.thread(l), launch_serial, true, memcmp(a.at[l] + b, values + b, std::min(a.bytes, 2)) == 0);
         memcpy(a.at[l], values, a.bytes);
     });
 }
@@ -272,6 +275,10 @@ void add_memory(std::map<std::string, std::pair<Handler, Kind>>& to) {
         for (const char* type : {"b64", "u64", "f64", "s64"}) add_types<8, false>(to, vector, type);
         add_types<2, true>(to, vector, "s16");
         add_types<4, true>(to, vector, "s32");
+    }
+    for (const char* type : {"b8", "v2.b8", "v4.b8", "u8", "v2.u8", "v4.u8"}) {
+        to[std::string("ld.global.") + type] = {load_global<1, false>, PLAIN};
+        to[std::string("st.global.") + type] = {store_global<1>, PLAIN};
     }
     for (const char* count : {"x1", "x2", "x4"}) {
         to[std::string("ldmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<false>, TOGETHER};
