@@ -96,7 +96,8 @@ class ForwardKind(NamedTuple):
         # A vector of numbers has as many elements as one of the operand with the narrowest type.
         begins = call.out.data_ptr() | call.out_strides[0] | call.out_strides[1]
         low = kind.alignment | begins * min(dtype.itemsize for dtype in kind.dtypes())
-        quantizer = QuantizerKind(call.quantization, call.norm is not None, call.norm is None or call.norm.out is not None)
+        keeps = call.norm is None or call.norm.out is not None
+        quantizer = QuantizerKind(call.quantization, call.norm is not None, keeps)
         return kind._replace(alignment=low & -low, quantizer=quantizer)
 
     @classmethod

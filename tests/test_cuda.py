@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import doctor, fast_path, registry
+from fusednorm import Quantization, doctor, fast_path, quantizations, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, lacking
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, QuantizerKind, lacking
 from fusednorm.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
@@ -174,6 +174,79 @@ def test_machine_code_of_what_is_around_a_norm(tmp_path, capability, x, residual
             columns = 8 if size == 128 and not around.of_heads else 32
             read = 32 * (x.itemsize + residual.itemsize) + columns * 2 * x.itemsize
             assert loads == read // (32 if capability >= 100 else 16), around
+
+
+QUANTIZED = {
+    "int8": Quantization(torch.int8, apply="reciprocal"),
+    "float8": quantizations.VLLM_FP8_TOKEN,
+    "float8 blocks": quantizations.VLLM_FP8_BLOCK_FUSED,
+    "single elements": Quantization(torch.float8_e5m2, per=1),
+    "zero points": Quantization(torch.uint8, per=64, zero_point="before"),
+}
+
+
+def quantized_kind(x, residual, size, quantization, normalises=True):
+    """The kind of a call that quantizes rows, alone or after a norm whose rows nobody else wants."""
+    quantizer = QuantizerKind(quantization, normalises, not normalises)
+    others = (residual, x, x, residual) if normalises else (None, None, x, None)
+    return ForwardKind(x, *others, size, True, False, False, False, 32, quantizer=quantizer)
+
+
+@compiles
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    ("capability", "x", "residual", "size"),
+    [
+        (90, BF16, BF16, 128),
+        (90, BF16, BF16, 4096),
+        (90, F32, F32, 16384),
+        (90, F64, F64, 4096),
+        (90, BF16, BF16, 200_000),
+        (75, BF16, F32, 4096),
+        (80, BF16, BF16, 65536),
+        (100, BF16, BF16, 65536),
+    ],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, name):
+    """Nothing spilled, and each operand is read once, where a row fits the registers."""
+    for normalises in (True, False):
+        kind = quantized_kind(x, residual, size, QUANTIZED[name], normalises)
+        variant = cuda_kernels.forward_variant(kind, capability)
+        assert variant.kernel.startswith("forward" if normalises else "quantize")
+        shared, loads = without_spills(variant, capability, tmp_path)
+        assert shared <= 48 * 1024
+        if not variant.kernel.endswith("wide"):  # a lane has 32 elements; where half a warp has a row, 8 of the weight
+            weight = (8 if size == 128 else 32) * x.itemsize
+            read = 32 * (x.itemsize + residual.itemsize) + weight if normalises else 32 * x.itemsize
+            assert loads == read // (32 if capability >= 100 else 16)
+
+
+def test_int8_and_uint8_share_a_kernel_and_numbers_are_arguments():
+    """Floors, limits and ranges load no other kernel, and a group as long as the row is the row."""
+    found = {
+        cuda_kernels.forward_variant(quantized_kind(BF16, BF16, 4096, quantization), 90)
+        for quantization in (
+            Quantization(torch.int8),
+            Quantization(torch.uint8, scale_floor=1e-3),
+            Quantization(torch.int8, per=4096, qmin=-100, amax_limit=5.0),
+        )
+    }
+    assert len(found) == 1
+
+
+def test_groups_that_are_torchs():
+    for group, hidden_size, fused in (
+        (1, 96, 1),
+        (64, 64, 1),
+        (96, 96, 1),
+        (96, 192, 0),
+        (1024, 4096, 1),
+        (2048, 4096, 0),
+    ):
+        assert cuda.quantizes(Quantization(torch.int8, per=group), hidden_size) == fused
+    for per in ("row", "tensor"):
+        assert cuda.quantizes(Quantization(torch.int8, per=per), 1000)
 
 
 @compiles

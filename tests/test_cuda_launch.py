@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import fast_path, packing, rms_norm_add_rms_norm, run
+from fusednorm import Quantization, fast_path, packing, rms_norm_add_rms_norm, run
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels, reference
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
-from fusednorm.call import Backward, Flags, Forward, RMSNorm, operation_of
+from fusednorm.call import Around, Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 
 pytestmark = pytest.mark.skipif(
@@ -167,6 +167,143 @@ def test_what_is_around_a_norm(case, heads, levels, monkeypatch):
             assert residual is None or not differing(found[1], wanted[1]).any(), held
     odd = torch.zeros(case.hidden + 1, dtype=weight.dtype)[1:]
     assert fast(weight, odd, 1.0) is None  # begins where the kernel that is held reads nothing
+
+
+#: Each differs from one before it in a field that is compiled into kernels.
+QUANTIZED = (
+    Quantization(torch.int8),
+    Quantization(torch.float8_e4m3fn),
+    Quantization(torch.float8_e5m2),
+    Quantization(torch.float8_e5m2, per=8),
+    Quantization(torch.float8_e5m2, per=8, scale_by="reciprocal"),
+    Quantization(torch.float8_e5m2, per=8, apply="reciprocal"),
+    Quantization(torch.float8_e5m2, per=8, apply="ratio"),
+    Quantization(torch.float8_e5m2, per=8, apply="ratio", returns="multiplier"),
+    Quantization(torch.uint8, zero_point=128),
+    Quantization(torch.uint8, per="tensor"),
+)
+
+
+def same_bytes(found, wanted):
+    """Whether numbers and scales have the same bits."""
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=True))
+
+
+def quantized_calls(case, levels=1):
+    """The same call by Python, and by the fast path; of rows alone where `between` is None."""
+    x, residual, weight = operands(case)
+    if levels == 2:  # pairs of rows, with as much again before the next pair
+        x = torch.cat((x.view(-1, 2, case.hidden),) * 2, dim=1)[:, 2:]
+    residual = residual.view(x.shape)
+    take = fast_path.forward_on({"cuda"})
+    flags = {"round_norm": case.round_norm, "round_sum": case.round_sum}
+
+    def python(quantization, between=None, **more):
+        if between is None:
+            return fusednorm.quantize(x, quantization, **more)
+        more |= {"quantization": quantization, "between": None if between == x.dtype else between}
+        return fusednorm.fused_add_rms_norm_quant(x, residual, weight, **flags, **more)
+
+    def fast(quantization, between=None, scale=None, out=None):
+        of_norm = (residual, weight, None, None, 1e-6, 0.0, case.round_sum, case.round_norm)
+        of_norm = (None, None, None, None, 0.0, 0.0, True, False) if between is None else of_norm
+        how = (quantization.packed, between == F32 != x.dtype, between is not None, scale, out, None)
+        return take(x, *of_norm, None, True, None, 1.0, *how)
+
+    nothing_held()
+    with fusednorm.use_backend("cuda"):
+        fusednorm.rms_norm(x)
+    return python, fast
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=12, hidden=72).of(BF16),  # several rows in a warp
+        Case(rows=4, hidden=2056).of(BF16, weight=F32, round_norm=True),
+        Case(rows=4, hidden=20_008).of(F32, residual=BF16, round_sum=False),  # a cluster
+        Case(rows=4, hidden=140_008).of(BF16, round_sum=False),
+    ],
+    ids=str,
+)
+def test_quantized_rows(case, levels, monkeypatch):
+    """One kernel; the fast path launches it from the second call on."""
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    python, fast = quantized_calls(case, levels)
+    wide = "_wide" * (case.hidden > 131_072)
+    kinds = [(QUANTIZED[1], None, {}), (QUANTIZED[1], case.x, {}), (QUANTIZED[3], F32, {})]
+    for quantization, between, more in (*kinds, (QUANTIZED[-1], case.x, {"scale": torch.tensor([0.037])})):
+        names.clear()
+        with fusednorm.use_backend("cuda"):
+            first = python(quantization, between, **more)
+        assert names == [("quantize" if between is None else "forward") + wide]
+        with fusednorm.use_backend("reference"):
+            wanted = python(quantization, between, **more)
+        got = fast(quantization, between, **more)
+        assert (got is None) == (levels == 2)
+        for found in (first, *[got] * (levels == 1)):
+            assert same_bytes(found, wanted), (quantization, between)
+    odd = torch.empty(case.rows * case.hidden + 1, dtype=torch.uint8)[1:].view(first[0].shape)
+    assert fast(quantization, between, **more, out=odd) is None  # begins where the kernel that is held writes nothing
+    with fusednorm.use_backend("cuda"):
+        found = python(quantization, between, **more, out=odd)
+    assert same_bytes(found, wanted)
+
+
+def test_quantizers_have_kernels_of_their_own():
+    """The fast path never launches the kernel of another."""
+    python, fast = quantized_calls(Case(rows=5, hidden=72).of(BF16))
+    for quantization in QUANTIZED:
+        more = {"scale": torch.tensor([0.037])} if quantization.per == "tensor" else {}
+        assert fast(quantization, **more) is None
+        with fusednorm.use_backend("cuda"):
+            python(quantization, **more)
+        with fusednorm.use_backend("reference"):
+            assert same_bytes(fast(quantization, **more), python(quantization, **more)), quantization
+
+
+def test_rows_that_are_kept_and_quantized_have_kernels_of_their_own():
+    """Calls that differ in nothing else, one after the other."""
+    x, residual, weight = operands(Case(rows=5, hidden=72).of(BF16))
+    with fusednorm.use_backend("reference"):
+        y, total = fusednorm.fused_add_rms_norm(x, residual, weight)
+        wanted = fusednorm.quantize(y, QUANTIZED[1])
+    for kept in (None, torch.zeros_like(x), None):
+        with fusednorm.use_backend("cuda"):
+            *found, got_total = fusednorm.fused_add_rms_norm_quant(
+                x, residual, weight, quantization=QUANTIZED[1], normed_out=kept
+            )
+        assert same_bytes([*found, got_total], [*wanted, total])
+        assert kept is None or not differing(kept, y).any()
+
+
+def test_quantized_rows_with_what_is_around_a_norm():
+    """A call that no public function makes yet: a bias and a weight of heads, a scaled x, and a quantizer."""
+    x, residual, weight = operands(Case(rows=6, hidden=264).of(BF16))
+    of_heads = torch.stack([weight * (k + 1) for k in range(3)])
+    x3, residual3 = x.view(2, 3, -1), residual.view(2, 3, -1)
+    with fusednorm.use_backend("reference"):
+        y, total = fusednorm.fused_add_rms_norm(x3, residual3, of_heads, bias=weight, x_scale=0.22)
+        wanted = fusednorm.quantize(y, QUANTIZED[1])
+    operation = operation_of(x3, residual3, of_heads, Flags(), None, None, Around(weight, 0.22))
+    found = torch.empty(x.shape, dtype=QUANTIZED[1].dtype), torch.empty(6, 1), torch.empty_like(x)
+    strides = ((0, 264), (0, 264), (0, 0), (0, 264))
+    norm = Forward(
+        x, residual, of_heads, None, found[2], None, operation, 6, 6, strides, 1e-6, 0.0, None, 0.0, weight, 0.22
+    )
+    rows = (found[0], (0, 264), found[1], (0, 1, 1), None, (0, 0, 0), 264, 6, 6)
+    cuda.quantize(Quantize(None, (0, 0), norm, QUANTIZED[1], *rows))
+    assert same_bytes(found, [t.view(6, -1) for t in (*wanted, total)])
+
+
+def test_a_scale_between_two_numbers_is_refused():
+    memory = torch.frombuffer(bytearray(41), dtype=torch.uint8)
+    between = torch.frombuffer(memory.numpy(), dtype=F32, offset=1, count=5).view(5, 1)
+    with fusednorm.use_backend("cuda"), pytest.raises(ValueError, match=r"^scale begins at an address that is no mult"):
+        fusednorm.quantize(torch.ones(5, 64), QUANTIZED[0], scale_out=between)
 
 
 def test_sums_of_another_dtype_have_kernels_of_their_own():
@@ -425,6 +562,8 @@ FIELDS = {
     "rows hidden_size eps weight_offset",
     "chain": "first_weight first_eps",
     "around": "bias heads weight_stride bias_stride x_scale",
+    "quantizer": "numbers scale zero_point numbers_stride scale_stride zero_point_stride scale_group_stride "
+    "zero_point_group_stride qmin qmax amax_floor amax_limit scale_floor",
     "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride "
     "rows block blocks hidden_size weight_offset",
 }
@@ -432,28 +571,30 @@ FIELDS = {
 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("real", [F32, F64], ids=["float", "double"])
-@pytest.mark.parametrize("passes", ["forward", "chain", "around", "backward"])
+@pytest.mark.parametrize("passes", ["forward", "chain", "around", "quantizer", "backward"])
 def test_arguments_lie_as_in_the_sources(passes, real, levels):
     """Every field that C packs is where a compiler puts it in `Arguments` of csrc/forward.cuh and csrc/backward.cuh."""
     packed = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def launch(config, function, arguments, extra):
-        packed.append(ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], 192))
+        packed.append(ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], 304))
         return 0
 
     names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
     fast_path.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
     # Numbers that all differ: kinds, addresses and strides of operands, then the call's own.
-    more, passes = passes, passes.replace("chain", "forward").replace("around", "forward")
-    chain, around = more == "chain", more == "around"
-    fields = FIELDS[passes].split() + FIELDS[more].split() * (chain or around)
+    more, passes = passes, passes if passes == "backward" else "forward"
+    chain, quantizer = more == "chain", more == "quantizer"
+    around = quantizer or more == "around"
+    fields = FIELDS[passes].split() + FIELDS["around"].split() * around + FIELDS[more].split() * (chain or quantizer)
     of_call = FIELDS[passes].split()
     strided = [name.removesuffix("_stride") for name in of_call if name.endswith("_stride")]
     operands = fields[: fields.index(f"{strided[0]}_stride")]
     value = {name: 1000 + 64 * i for i, name in enumerate(fields)}
     value |= {"rows": 77 * 3, "block": 3, "blocks": 77, "eps": 1.5, "weight_offset": 2.5, "inner": 77 * 3 // levels}
     value |= {"first_eps": 3.5, "x_scale": 4.5}
+    value |= {name: 5.5 + i for i, name in enumerate(FIELDS["quantizer"].split()[8:])}
     flat = [passes == "backward", 0, 0, 1, value["rows"], value["inner"], value["hidden_size"], value.get("block", 0)]
     flat += [0, value["heads"] if around else 1, value.get("eps", 0.0), value["weight_offset"]]
     for name in operands:
@@ -475,7 +616,19 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         if around:  # its first call scales x
             numbers, x, others = flat[:12], flat[12:16], flat[16:]
             first = [0, packing.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, packing.KINDS[real], 0, 0, 0]
+            numbers[1] = packing.QUANTIZED * quantizer
             call = padded(first) + padded([*numbers, packing.KINDS[real], 0, 0, 0, *others])
+        if quantizer:  # follows the calls, with strides in bytes
+            results = [value["inner"]]
+            for name, item in (("numbers", 1), ("scale", 4), ("zero_point", 4)):
+                stride = value[f"{name}_stride"]
+                results += [value[name] * 8, (7 + 200 * stride) * item, stride * item]
+                results += [value[f"{name}_group_stride"] * item] if item > 1 else []
+                value[name] *= 8
+                value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
+            reals = [value[name] for name in FIELDS["quantizer"].split()[8:]]
+            call += packing._QUANTIZATION.pack(0, 0, 0, *reals) + packing._RESULTS.pack(*results)
+            strided += ["numbers", "scale", "zero_point"]
         if chain:  # its first call has the x and the first norm's weight, and its second one rows without memory
             value["first_weight"] *= 8
             numbers, x, others = flat[:12], flat[12:16], flat[16:]
@@ -489,12 +642,13 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     kinds = {
         "hidden_size": "i",
         **dict.fromkeys(("eps", "weight_offset", "first_eps", "x_scale"), "f" if real == F32 else "d"),
+        **dict.fromkeys(FIELDS["quantizer"].split()[8:], "f"),
     }
     if levels == 2:
         fields += ["inner", *(f"{name}_jump" for name in strided)]
     lie = {f"{name}_{which}": f"{name}_strides.{which}" for name in strided for which in ("stride", "jump")}
     members = [lie.get(name, name) for name in fields]
-    offsets = ", ".join(f"(unsigned char)__INTADDR__(&((Arguments*)0)->{name})" for name in members)
+    offsets = ", ".join(f"(unsigned char)(__INTADDR__(&((Arguments*)0)->{name}) / 4)" for name in members)
     source = f'#include "{passes}.cuh"\n__device__ unsigned char offsets[] = {{{offsets}}};\n'
     _, nvrtc = cuda_compiler.bindings()
     types = {"F32": "f32", "F64": "f64"}[str(real)[6:].replace("float", "F")]
@@ -524,6 +678,7 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         "TWO_LEVELS": levels - 1,
         "NORM_BEFORE_ADD": int(chain),
         "AROUND": int(around),
+        "QUANTIZED": int(quantizer),
         "OF_HEADS": int(around),
         "SCALED": int(around),
     }
@@ -541,4 +696,4 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     nvrtc.nvrtcDestroyProgram(program)
     (found,) = re.findall(r"offsets\[\d+\] = \{(.*)\}", ptx.decode(errors="replace"))
     for name, offset in zip(fields, map(int, found.split(",")), strict=True):
-        assert struct.unpack_from(kinds.get(name, "q"), packed[0], offset) == (value[name],), name
+        assert struct.unpack_from(kinds.get(name, "q"), packed[0], 4 * offset) == (value[name],), name

@@ -1,6 +1,7 @@
 """Quantized rows: bytes, scales and zero points, alone and after a norm."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -110,6 +111,30 @@ def test_after_a_norm(mode, agree, name):
             agree(total, torch.from_numpy(wanted[4]).to(residual), f"{about}: sum")
         compare(agree, found, wanted[:3], quantization, about)
         agree(normed, torch.from_numpy(wanted[3]).to(x), f"{about}: rows")
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("hidden", [1, 40, 128, 2056, 18_432, 262_144])
+def test_sizes_of_rows(mode, agree, hidden):
+    """From one element to rows that no kernel keeps in registers, with scales of all of it and of groups of it."""
+    short, long = math.gcd(hidden, 32), math.gcd(hidden, 1024)
+    for dtype, quantization in (
+        (BF16, Quantization(E4M3)),
+        (F32, Quantization(I8, zero_point="after", apply="reciprocal")),
+        (F64, Quantization(U8, zero_point=128, apply="ratio", amax_floor=1e-7)),
+        (F16, Quantization(E4M3, per=long, scale_floor=1e-3)),
+        (BF16, Quantization(U8, per=short, zero_point="before")),
+        (BF16, Quantization(E5M2, per="tensor", apply="reciprocal")),
+    ):
+        tensors = operands(Case(3, hidden).of(dtype))
+        more = given(quantization)
+        found = fusednorm.quantize(tensors[0], quantization, **more)
+        wanted = oracle_quantized.quantized(tensors[0], quantization, **more)
+        compare(agree, found, wanted, quantization, f"{quantization}, alone")
+        *found, total = fusednorm.fused_add_rms_norm_quant(*tensors, quantization=quantization, **more)
+        wanted = oracle_quantized.after_norm(*tensors, 1e-6, quantization, **more)
+        compare(agree, found, wanted[:3], quantization, f"{quantization}, after a norm")
+        agree(total, torch.from_numpy(wanted[4]).to(total), f"{quantization}: sum")
 
 
 @pytest.mark.promise("fused equals unfused")
