@@ -280,6 +280,18 @@ def test_rows_that_are_kept_and_quantized_have_kernels_of_their_own():
         assert kept is None or not differing(kept, y).any()
 
 
+def test_quantized_long_rows_in_place():
+    """A row that is read once more for its scale is not changed before."""
+    case = Case(rows=2, hidden=140_008).of(BF16, round_sum=False)
+    x, residual, weight = operands(case)
+    flags = {"quantization": QUANTIZED[1], "round_sum": False}
+    with fusednorm.use_backend("reference"):
+        wanted = fusednorm.fused_add_rms_norm_quant(x, residual, weight, **flags)
+    with fusednorm.use_backend("cuda"):
+        found = fusednorm.fused_add_rms_norm_quant(x, residual, weight, **flags, residual_out=residual)
+    assert same_bytes(found, wanted)
+
+
 def test_quantized_rows_with_what_is_around_a_norm():
     """A call that no public function makes yet: a bias and a weight of heads, a scaled x, and a quantizer."""
     x, residual, weight = operands(Case(rows=6, hidden=264).of(BF16))
