@@ -1,5 +1,7 @@
 """The Triton kernels for GPUs; ``triton_cpu_kernels.py`` has those for CPUs, and ``triton_numbers.py`` what both share.
 
+``triton_tiles.py`` says how rows lie over threads.
+
 Every operation here is rounded once: kernels are compiled with ``enable_fp_fusion=False``, quotients and roots are the
 ``_rn`` ones, and a sum adds two numbers at a time. ``A`` is the accumulator type, float32 or float64.
 """
@@ -21,94 +23,15 @@ from fusednorm.backends.triton_numbers import (
     rstd_of,
     widened,
 )
-
-# For GPUs. A tile has the shape [DEPTH * ROWS * SEGMENTS, WIDTH]. Where its first number is (d, row, s), d being the
-# slowest, and its second w, it has element 1024 * s + WIDTH * d + w of the row. So a warp's load is contiguous, a warp
-# has segments of its own, and most of the tree joins elements of one thread. Segments have DEPTH * WIDTH elements: 1024
-# unless the row is shorter.
-
-
-@triton.jit
-def columns_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
-    """Where in its row each element of a tile lies."""
-    part = tl.arange(0, DEPTH * ROWS * SEGMENTS)[:, None]
-    first = part % SEGMENTS * (DEPTH * WIDTH) + part // (ROWS * SEGMENTS) * WIDTH
-    return first + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def rows_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
-    """The row of each element of a tile, among its own."""
-    return (tl.arange(0, DEPTH * ROWS * SEGMENTS) % (ROWS * SEGMENTS) // SEGMENTS)[:, None]
-
-
-@triton.jit
-def exchanged(value):
-    """A tensor with the two halves of its second dimension, which has length 2, in each other's place.
-
-    The sum of two integers minus the one is the other, also where the sum wraps. The compiler sees that, and makes a
-    single shuffle of it.
-    """
-    BITS: tl.constexpr = tl.uint64 if value.dtype == tl.float64 else tl.uint32
-    bits = value.to(BITS, bitcast=True)
-    both = tl.sum(bits, axis=1, keep_dims=True).to(tl.uint64)  # whose type the interpreter gets wrong without
-    return (both - bits.to(tl.uint64)).to(BITS).to(value.dtype, bitcast=True)
-
-
-@triton.jit
-def sums_of_segments(tile, SUMS: tl.constexpr, VECTOR: tl.constexpr):
-    """The halving sum of each segment of a tile: [SUMS]. A thread has VECTOR neighbours of a tile's width.
-
-    Two lanes that add their VECTOR values to each other's share the work: each keeps one half of its values, gives the
-    other half away, and adds what it gets. So every level takes half as many shuffles and additions as the one before.
-    Which half a lane keeps is the highest bit of an element's number in its vector. These bits are halved last, and
-    until then they lie in the first dimension.
-    """
-    value = tl.reshape(halved_first(tile, SUMS), (SUMS, tile.shape[1] // VECTOR, VECTOR))
-    for _ in tl.static_range(3):
-        if value.shape[1] > 1 and value.shape[2] > 1:
-            halves = tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2, 2, value.shape[2] // 2))
-            first, second = tl.split(tl.permute(halves, (0, 1, 2, 4, 3)))
-            upper = tl.arange(0, 2)[None, :, None, None] == 1
-            halves = tl.where(upper, second, first) + exchanged(tl.where(upper, first, second))
-            value = tl.reshape(halves, (value.shape[0] * 2, value.shape[1] // 2, value.shape[2] // 2))
-    for _ in tl.static_range(20):
-        if value.shape[1] > 1:
-            value = tl.sum(tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2, value.shape[2])), axis=1)
-    return halved(tl.reshape(value, (SUMS, VECTOR)))
-
-
-@triton.jit
-def sums_of_rows(sums, ROWS: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The halving sums of rows, from those of their segments: [ROWS * SEGMENTS] to [ROWS].
-
-    By ``tl.split``, which gives every thread all sums of its row at once: one barrier. With ``tl.sum`` the warps would
-    wait for each other at every level.
-    """
-    sums = tl.reshape(tl.permute(tl.reshape(sums, (ROWS, SEGMENTS)), (1, 0)), (SEGMENTS * ROWS, 1))
-    return tl.reshape(halved_first(sums, ROWS), (ROWS,))
-
-
-@triton.jit
-def per_element(value, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
-    """One value per row, [ROWS], for the elements of a tile."""
-    value = tl.broadcast_to(value[None, :, None], (DEPTH, value.shape[0], SEGMENTS))
-    return tl.reshape(value, (DEPTH * value.shape[1] * SEGMENTS, 1))
-
-
-@triton.jit
-def stored(pointers, inside):
-    """What lies there, and 0 outside; ``inside`` may be None: everywhere."""
-    if inside is None:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
-
-
-@triton.jit
-def loaded(pointers, inside, A: tl.constexpr):
-    """What lies there as ``A``."""
-    return widened(stored(pointers, inside), A)
+from fusednorm.backends.triton_tiles import (
+    columns_of_tile,
+    loaded,
+    per_element,
+    rows_of_tile,
+    stored,
+    sums_of_rows,
+    sums_of_segments,
+)
 
 
 @triton.jit

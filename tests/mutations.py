@@ -639,7 +639,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton: neighbouring lanes added first",
-        "backends/triton_kernels.py",
+        "backends/triton_tiles.py",
         "(value.shape[0], 2, value.shape[1] // 2, value.shape[2])), axis=1)",
         "(value.shape[0], value.shape[1] // 2, 2, value.shape[2])), axis=2)",
         "triton",
@@ -647,7 +647,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton: lanes keep the values that they give away",
-        "backends/triton_kernels.py",
+        "backends/triton_tiles.py",
         "exchanged(tl.where(upper, first, second))",
         "exchanged(tl.where(upper, second, first))",
         "triton",
