@@ -13,6 +13,7 @@ import torch
 from fusednorm.backends import reference, triton_host
 from fusednorm.backends.kernel_kinds import UNTRIED, BackwardKind, ForwardKind, Share, ceiling
 from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
+from fusednorm.call import AroundNorm
 
 if TYPE_CHECKING:
     from fusednorm.call import Operation
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
 #: What it knows beyond the first operations.
-FEATURES = ("residual_dtype", "norm_before_add")
+FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384
@@ -110,6 +111,9 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     else:
         kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
         constants |= {"KEPT": kept, "TILES": tiles}
+    around = kind.around or AroundNorm(None, False, False)
+    absent = ["first_eps"] * (kind.first is None) + ["x_scale"] * (not around.scaled)
+    absent += ["heads", "weight_stride", "bias_stride"] * (not around.of_heads)
     return Variant(
         kernels.forward_tile if tiles == 1 else kernels.forward_wide,
         {
@@ -120,6 +124,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
             "residual_out": kind.residual_out,
             "rstd": kind.accumulator if kind.rstd else None,
             "first_weight": kind.first and kind.first.weight,
+            "bias": around.bias,
         },
         kind.accumulator,
         {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},
@@ -128,6 +133,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         warps=warps,
         per_program=rows,
         two_levels=kind.two_levels,
+        absent=tuple(absent),
     )
 
 

@@ -28,7 +28,7 @@ from fusednorm.backends.kernel_kinds import (
     programs,
     scratch_of,
 )
-from fusednorm.call import Backward, Forward
+from fusednorm.call import AroundNorm, Backward, Forward
 from fusednorm.registry import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
@@ -136,6 +136,8 @@ class Variant:
     null: bool = False
     #: Whether rows lie in two levels.
     two_levels: bool = False
+    #: The names of numbers in whose place the kernel is given None when it is compiled.
+    absent: tuple[str, ...] = ()
 
     def programs(self, rows: int, hidden_size: int, block: int, blocks: int) -> int:
         """How many programs are launched."""
@@ -167,9 +169,9 @@ class Variant:
                 found[name] = (self.pointer(operand or self.accumulator), 1)
             elif name in self.dtypes:
                 found[name] = ("constexpr" if operand is None else self.pointer(operand), 16 if self.aligned else 1)
-            elif name == "first_eps" and not constants["BETWEEN"]:
+            elif name in self.absent:
                 found[name] = ("constexpr", 1)
-            elif name in ("eps", "weight_offset", "first_eps"):
+            elif name in ("eps", "weight_offset", "first_eps", "x_scale"):
                 found[name] = (_NAMES[self.accumulator], 1)
             elif (name.endswith("_jump") or name == "inner") and not (self.two_levels or self.null):
                 found[name] = ("constexpr", 1)
@@ -272,6 +274,9 @@ def pointer_or_null(tensor: Tensor | None) -> Any:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+#: What a kernel is given where there is no bias and one row for all heads, and x is not scaled.
+_NOTHING_AROUND = dict.fromkeys(("bias", "weight_stride", "bias_stride", "heads", "x_scale"))
+
 #: The names of the strides and jumps of a forward pass's operands, and of a backward pass's.
 _OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residual", "out", "residual_out"))
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
@@ -346,6 +351,14 @@ class Host:
         key = (call.operation.device.index, kind)
         return kind, self.held.get(key) or self._hold(key, self.backward_variants(kind), call)
 
+    def _around(self, call: Forward, around: AroundNorm) -> dict[str, Any]:
+        """What a kernel is given for a bias, rows of heads and a scaled x."""
+        values = {"bias": self.pointer(call.bias), "x_scale": call.x_scale if around.scaled else None}
+        if not around.of_heads:
+            return {**values, "weight_stride": None, "bias_stride": None, "heads": None}
+        strides = (0 if t is None or t.dim() == 1 else t.shape[1] for t in (call.weight, call.bias))
+        return {**values, **dict(zip(("weight_stride", "bias_stride"), strides, strict=True)), "heads": call.heads}
+
     def forward(self, call: Forward) -> None:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
         with _current(call.operation.device):
@@ -365,6 +378,7 @@ class Host:
                 "weight_offset": call.weight_offset,
                 "first_weight": self.pointer(call.first_weight),
                 "first_eps": None if call.operation.first is None else call.first_eps,
+                **(_NOTHING_AROUND if call.operation.around is None else self._around(call, call.operation.around)),
             }
             launch(-(-call.rows // launch.variant.per_program), values)
 

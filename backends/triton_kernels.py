@@ -19,8 +19,10 @@ from fusednorm.backends.triton_numbers import (
     normalised,
     passed,
     quotient,
+    row_of_heads,
     rows_at,
     rstd_of,
+    scaled,
     widened,
 )
 from fusednorm.backends.triton_tiles import (
@@ -37,6 +39,7 @@ from fusednorm.backends.triton_tiles import (
 @triton.jit
 def added(
     x_rows,
+    x_scale,
     first_rstd,
     first_g,
     residual_rows,
@@ -48,11 +51,13 @@ def added(
     ROUND_NORM: tl.constexpr,
     A: tl.constexpr,
 ):
-    """The row that is normalised: x, after a norm if BETWEEN asks for one, and the residual if there is one.
+    """The row that is normalised: x, scaled, or after a norm if BETWEEN asks for one, and the residual if there is one.
 
     Stores the sum, unless there is nowhere to.
     """
     h = loaded(x_rows + column, inside, A)
+    if x_scale is not None:
+        h = scaled(h, x_scale, x_rows.dtype.element_ty, A)
     if BETWEEN != "":
         h = passed(h, first_rstd, first_g, x_rows.dtype.element_ty, BETWEEN, ROUND_NORM, A)
     if residual_rows is not None:
@@ -93,6 +98,11 @@ def forward_tile(
     weight_offset,
     first_weight,
     first_eps,
+    bias,
+    weight_stride,
+    bias_stride,
+    heads,
+    x_scale,
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -123,17 +133,33 @@ def forward_tile(
         sums = sums_of_rows(sums_of_segments(first_h * first_h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
         first_rstd = per_element(rstd_of(sums, N, first_eps, A), SEGMENTS, DEPTH)
     h = added(
-        x_rows, first_rstd, first_g, residual_rows, residual_out_rows, column, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A
+        x_rows,
+        x_scale,
+        first_rstd,
+        first_g,
+        residual_rows,
+        residual_out_rows,
+        column,
+        inside,
+        BETWEEN,
+        ROUND_SUM,
+        ROUND_NORM,
+        A,
     )
     if out is not None:
         # Now, so that it is there when the sum is.
-        g = None if weight is None else gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
+        weight_rows = row_of_heads(weight, row, weight_stride, heads)
+        bias_rows = row_of_heads(bias, row, bias_stride, heads)
+        g = None if weight is None else gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
+        b = None if bias is None else stored(bias_rows + column, inside_row)
         row_rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
         if rstd is not None:
             row_of_rstd = first + tl.arange(0, ROWS)
             tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
         X: tl.constexpr = A if BETWEEN == "A" else x.dtype.element_ty  # the type of the rows that were added
         y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, X, ROUND_NORM, A)
+        if b is not None:
+            y = y + widened(b, A)
         out_rows = rows_at(out, row, out_stride, out_jump, inner)
         tl.store(out_rows + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
@@ -160,6 +186,11 @@ def forward_wide(
     weight_offset,
     first_weight,
     first_eps,
+    bias,
+    weight_stride,
+    bias_stride,
+    heads,
+    x_scale,
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -183,6 +214,8 @@ def forward_wide(
     x_row, out_row = rows_at(x, row, x_stride, x_jump, inner), rows_at(out, row, out_stride, out_jump, inner)
     residual_row = rows_at(residual, row, residual_stride, residual_jump, inner)
     residual_out_row = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
+    weight_row = row_of_heads(weight, row, weight_stride, heads)
+    bias_row = row_of_heads(bias, row, bias_stride, heads)
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
     index = tl.arange(0, TILES)[:, None]
     first_rstd = None
@@ -200,7 +233,20 @@ def forward_wide(
         inside = None if N % TILE == 0 else at < N
         g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
         stored_to = residual_out_row if KEPT else None
-        h = added(x_row, first_rstd, g, residual_row, stored_to, at, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A)
+        h = added(
+            x_row,
+            x_scale,
+            first_rstd,
+            g,
+            residual_row,
+            stored_to,
+            at,
+            inside,
+            BETWEEN,
+            ROUND_SUM,
+            ROUND_NORM,
+            A,
+        )
         if out is not None:
             sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
     if out is not None:
@@ -217,10 +263,24 @@ def forward_wide(
                 h = loaded((x_row if residual is None else residual_out_row) + at, inside, A)
             else:
                 g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
-                stored_to = residual_out_row
-                h = added(x_row, first_rstd, g, residual_row, stored_to, at, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A)
-            g = None if weight is None else gain_at(weight, at, inside, weight_offset, OFFSET, A)
+                h = added(
+                    x_row,
+                    x_scale,
+                    first_rstd,
+                    g,
+                    residual_row,
+                    residual_out_row,
+                    at,
+                    inside,
+                    BETWEEN,
+                    ROUND_SUM,
+                    ROUND_NORM,
+                    A,
+                )
+            g = None if weight is None else gain_at(weight_row, at, inside, weight_offset, OFFSET, A)
             y = normalised(h, row_rstd, g, X, ROUND_NORM, A)
+            if bias is not None:
+                y = y + loaded(bias_row + at, inside, A)
             tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
 
 

@@ -80,6 +80,12 @@ def rstd_of(sum_of_squares, hidden_size, eps, A: tl.constexpr):
 
 
 @triton.jit
+def scaled(x, x_scale, X_TYPE: tl.constexpr, A: tl.constexpr):
+    """x times a number, rounded to x's type."""
+    return widened(narrowed(x * tl.full(x.shape, x_scale, A), X_TYPE), A)
+
+
+@triton.jit
 def gain(g, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
     """The weight plus its offset."""
     if OFFSET:
@@ -119,3 +125,17 @@ def rows_at(operand, row, stride, jump, inner):
         return operand + row * stride
     else:
         return operand + (row * stride + row // inner * jump)
+
+
+@triton.jit
+def row_of_heads(operand, row, stride, heads):
+    """Where a weight or a bias begins for a row of the call; None if it is absent.
+
+    Row ``i`` takes row ``i % heads``; ``heads`` is None where one row is for all.
+    """
+    if operand is None:
+        return None
+    elif heads is None:
+        return operand
+    else:
+        return operand + row % heads * stride

@@ -15,7 +15,7 @@ import torch
 import fusednorm
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
-from fusednorm.call import Flags, Forward, operation_of
+from fusednorm.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.run import backward as differentiate
 
@@ -92,6 +92,38 @@ def test_nvidia(target, types, size):
         # A row's root is one float per row; as many threads load it as need it.
         assert narrow == [] if name == "forward" else set(narrow) <= {4}, name
         assert set(stores) == {16}, name
+
+
+@pytest.mark.parametrize(
+    ("capability", "types", "size"),
+    [
+        (90, (BF16, BF16), 128),
+        (90, (BF16, BF16), 8192),
+        (90, (F32, F32), 16384),
+        (90, (F64, F64), 4096),
+        (90, (BF16, BF16), 65536),
+        (75, (F16, F32), 4096),
+        (100, (BF16, F32), 1024),
+    ],
+    ids=str,
+)
+def test_what_is_around_a_norm(capability, types, size):
+    """Nothing spilled, every operation rounded by itself, and each operand read once where a row fits the registers."""
+    x, residual = types
+    for around in (AroundNorm(x, False, True), AroundNorm(x, True, True)):
+        kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 16, around=around)
+        variant = triton_gpu.forward_variant(kind, 32)
+        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        ptx = kernel.asm["ptx"]
+        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx), around
+        registers, stack = resources(kernel)
+        assert stack == 0, around
+        assert registers * 32 * variant.warps <= 65536, around
+        assert kernel.metadata.shared <= 48 * 1024, around
+        loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
+        assert set(loads) == set(stores) == {16}, around
+        if variant.function is triton_kernels.forward_tile:  # 32 elements of a thread: x, the residual, weight and bias
+            assert sum(loads) == 32 * (3 * x.itemsize + residual.itemsize), around
 
 
 #: Instructions of AMD's that compute with floating-point numbers and round each result to nearest even, or not at all.
@@ -205,6 +237,18 @@ def test_amd(target, x, residual):
             assert set(stores) <= {"dwordx4", "b128"}, name
 
 
+@pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)
+def test_what_is_around_a_norm_on_amd(target):
+    """The same as without it; but for heads, whose numbers are divided by way of floating-point numbers."""
+    for around in (AroundNorm(F16, False, True), AroundNorm(F16, True, True)):
+        kind = ForwardKind(F32, F16, F16, F32, F16, 4000, True, True, False, False, 16, around=around)
+        kernel = triton_host.compiled(triton_gpu.forward_variant(kind, target.warp_size), target)
+        assert around.of_heads or unlike_the_source("forward", F32, kernel) == []
+        assembly = kernel.asm["amdgcn"]
+        assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", assembly)) == {"0"}
+        assert set(re.findall(r"(?:global|buffer)_store_(\w+)", assembly)) <= {"dwordx4", "b128"}
+
+
 def test_numbers_are_given_in_the_type_that_is_computed_in():
     assert forward(F64, F64, F64, 64, 32).arguments()["eps"] == ("fp64", 1)
     assert forward(BF16, F32, F32, 64, 32).arguments()["eps"] == ("fp32", 1)
@@ -299,9 +343,27 @@ def test_a_launch(launches):
     assert grid == (2, 1, 1)  # four rows per program
     assert arguments[:5] == pointers
     assert arguments[5:10] == [None, 1024, 1024, 1024, 1024]
-    # After what only rows in two levels need; and what only a norm before the addition has.
-    assert arguments[15:21] == [5, 1e-6, 0.0, None, None, 1024]
+    # After what only rows in two levels need; then what only a norm before the addition has, and what is around a norm.
+    assert arguments[15:26] == [5, 1e-6, 0.0, *[None] * 7, 1024]
     assert len(arguments) == len(launches.compiled[0].function.arg_names)
+
+
+def test_a_launch_with_what_is_around_a_norm(launches, monkeypatch):
+    """The factor, the number of heads and the strides are arguments; other heads never compile again."""
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    x, _, weight = operands(Case(rows=12, hidden=1024).of(BF16))
+    with fusednorm.use_backend("triton"):
+        for heads in (3, 4):
+            rows, of_heads = (t.unflatten(0, (-1, heads)) for t in (x, x[:heads]))
+            fusednorm.fused_add_rms_norm(rows, rows, weight, bias=of_heads[0], x_scale=heads / 2)
+            fusednorm.fused_add_rms_norm(rows, rows, of_heads[0], bias=weight, x_scale=1.0)
+        fusednorm.rms_norm(x, bias=weight)
+    factor, of_weight, *_, alone = (call[20:26] for call in launches.calls)
+    assert factor == (None, x.data_ptr(), 0, 1024, 3, 1.5)
+    assert of_weight == (None, weight.data_ptr(), 1024, 0, 3, None)
+    assert alone == (None, weight.data_ptr(), None, None, None, None)
+    assert [call[24] for call in launches.calls] == [3, 3, 4, 4, None]
+    assert len(launches.compiled) == 3
 
 
 def test_rows_eps_and_strides_never_compile_again(launches):
@@ -425,8 +487,8 @@ def test_tritons_own_code_calls_its_launcher(monkeypatch):
     run(triton_gpu, x, residual, weight)
     ours, names = Nothing.given, triton_kernels.forward_tile.arg_names
     variant = forward(BF16, BF16, BF16, 1024, 32)
-    # No jumps, because rows lie in one level, and no norm before the addition.
-    numbers = (*[1024] * 4, *[None] * 5, 5, 1e-6, 0.0, None, None)
+    # No jumps, because rows lie in one level, no norm before the addition, and nothing around a norm.
+    numbers = (*[1024] * 4, *[None] * 5, 5, 1e-6, 0.0, *[None] * 7)
     total, out = torch.empty_like(residual), torch.empty_like(x)
     options = {"num_warps": variant.warps, "enable_fp_fusion": False}
     variant.function[(2,)](x, residual, weight, out, total, None, *numbers, **variant.all_constants(), **options)

@@ -83,6 +83,13 @@ def test_many_rows(mode, agree):
     check(Case(3 * 515, 24).of(BF16), agree, 3, 3)
 
 
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("round_sum", [True, False])
+def test_long_rows(mode, agree, round_sum):
+    """Rows that a GPU reads twice."""
+    check(replace(Case(3, 20_000).of(BF16), round_sum=round_sum), agree, 3, 3, 0.22)
+
+
 @pytest.mark.promise("fused equals unfused")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_each_head_is_a_norm_of_its_own(mode, agree, dtype):
@@ -93,3 +100,15 @@ def test_each_head_is_a_norm_of_its_own(mode, agree, dtype):
         wanted = fusednorm.fused_add_rms_norm(x[k::3], residual[k::3], heads[k])
         agree(y[:, k], wanted[0], f"head {k}")
         agree(total[:, k], wanted[1], f"the sum of head {k}")
+
+
+@pytest.mark.promise("fused equals unfused")
+def test_each_step_is_an_operation_of_its_own(mode, agree):
+    """A bias is added to the rounded row where there is no weight, and x is rounded after it was multiplied."""
+    x, residual, weight = operands(Case(6, 130).of(BF16))
+    wanted = (fusednorm.rms_norm(x).float() + weight.float()).to(BF16)
+    agree(fusednorm.rms_norm(x, bias=weight, round_norm=True), wanted, "a bias")
+    y, total = fusednorm.fused_add_rms_norm(x, residual, weight, x_scale=0.22)
+    wanted = fusednorm.fused_add_rms_norm((x.float() * 0.22).to(BF16), residual, weight)
+    agree(y, wanted[0], "a scaled x")
+    agree(total, wanted[1], "the sum with a scaled x")
