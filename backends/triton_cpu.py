@@ -23,7 +23,7 @@ from fusednorm.backends import cpu, reference, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, ceiling, scratch_of
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
-from fusednorm.call import Forward
+from fusednorm.call import AroundNorm, Forward
 from fusednorm.composition import Composition
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEVICES = ("cpu",)
 
 #: What it knows beyond the first operations.
-FEATURES = ("residual_dtype",)
+FEATURES = ("residual_dtype", "affine", "x_scale")
 
 #: Elements in a tile. Eight of them are a segment.
 TILE = reference.SEGMENT // 8
@@ -93,17 +93,22 @@ def forward_variant(kind: ForwardKind) -> Variant:
     from fusednorm.backends import triton_cpu_kernels as kernels
 
     adds, accumulator = kind.residual is not None, kind.accumulator
+    around = kind.around or AroundNorm(None, False, False)
+    affine = kind.weight is not None or around.bias is not None
     exact_sum = kind.residual_out == accumulator
     flags = _flags(
         ADD=adds,
         KEEP=adds and (exact_sum or kind.round_sum),
         ROUND_SUM=adds and kind.round_sum and not exact_sum,
-        ROUND_NORM=kind.round_norm and kind.x != accumulator and (kind.weight is not None or kind.out != kind.x),
+        ROUND_NORM=kind.round_norm and kind.x != accumulator and (affine or kind.out != kind.x),
         WEIGHT=kind.weight is not None,
         TWO_LEVELS=kind.two_levels,
+        BIAS=around.bias is not None,
+        OF_HEADS=around.of_heads,
+        SCALED=around.scaled,
     )
     dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
-    dtypes |= {"residual_out": kind.residual_out, "rstd": accumulator}
+    dtypes |= {"residual_out": kind.residual_out, "rstd": accumulator, "bias": around.bias}
     constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size), **_constants()}
     return Variant(kernels.forward, dtypes, accumulator, constants, bits=True, null=True)
 
@@ -193,8 +198,8 @@ class _Host(Host):
         held = super()._hold(key, variants, call)
         if fast_path is not None and isinstance(call, Forward):
             operation = call.operation
-            # The fast path knows one dtype for the residual and the sum, and one level of rows.
-            usual = operation.residual_out == operation.residual and call.inner == call.rows
+            # The fast path knows one dtype for the residual and the sum, one level of rows, and nothing around a norm.
+            usual = not operation.features and call.inner == call.rows
             if usual and _segments(operation.hidden_size) == _FEWEST_SEGMENTS:
                 path.hold_triton(packing.pack_forward(call), held[0].address)
         return held
@@ -229,13 +234,18 @@ else:
     fast_path = path.open_triton_cpu(_FEWEST_SEGMENTS * reference.SEGMENT)
 
 
+def _c_takes(operation: Operation) -> bool:
+    """Whether the cpu backend takes an operation in one call."""
+    return set(operation.features) <= set(cpu.FEATURES)
+
+
 def forward(call: Forward) -> None:
     """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
     try:
         _host.forward(call)
     except NotYetError:
         backend: Any = cpu
-        parts = Composition.parts(call.operation, lambda part: not part.features)
+        parts = () if _c_takes(call.operation) else Composition.parts(call.operation, _c_takes)
         (Composition(backend, parts) if parts else backend).forward(call)
 
 

@@ -37,9 +37,9 @@ with contextlib.suppress(ImportError):  # the cpu backend says why
 
 _log = logging.getLogger("fusednorm")
 
-#: What ``cpu/triton_programs.c`` gives a kernel, by how many of eps and the weight's offset the kernel takes: pointers,
-#: and integers.
-_ARGUMENTS = {2: (6, 11), 1: (9, 11)}
+#: What ``cpu/triton_programs.c`` gives a kernel of a forward pass, and one of a backward pass: pointers, integers, and
+#: floating-point numbers.
+_FORWARD, _BACKWARD = (7, 14, 3), (9, 11, 1)
 
 
 def processor() -> str:
@@ -81,8 +81,7 @@ class Program:
         ) or [""]
         given = re.findall(r"(\w+)[^,%]*%\d+", re.sub(r"\w+\([^()]*\)", "", arguments))
         real = "double" if self.variant.accumulator == torch.float64 else "float"
-        reals = 2 if "eps" in self.variant.function.arg_names else 1
-        pointers, integers = _ARGUMENTS[reals]
+        pointers, integers, reals = _FORWARD if "eps" in self.variant.function.arg_names else _BACKWARD
         if given != ["ptr"] * pointers + ["i64"] * integers + [real] * reals + ["i32"] * 6:
             raise BackendError(
                 f"the kernels of this version of Triton take other arguments than fusednorm gives them: {given}; "

@@ -13,11 +13,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_numbers import gain, narrowed, normalised, quotient, rows_at, rstd_of, widened
+from fusednorm.backends.triton_numbers import (
+    gain,
+    narrowed,
+    normalised,
+    quotient,
+    row_of_heads,
+    rows_at,
+    rstd_of,
+    scaled,
+    widened,
+)
 
 #: What a pass has and does, added up: KEEP, for example, stores the sums in the first pass, and not in the second.
 ADD, KEEP, ROUND_SUM, ROUND_NORM, WEIGHT = (tl.constexpr(1 << bit) for bit in range(5))
 D_TOTAL, DX, DRESIDUAL, TWO_LEVELS = (tl.constexpr(1 << bit) for bit in range(5, 9))
+BIAS, OF_HEADS, SCALED = (tl.constexpr(1 << bit) for bit in range(9, 12))
 
 
 @triton.jit
@@ -168,8 +179,10 @@ def gain_of(weight, at, left, weight_offset, A: tl.constexpr, SIZE: tl.constexpr
 @triton.jit
 def added(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """The elements that are normalised: x's, or with ADD the sums, which are stored with KEEP."""
-    x_row, residual_row, total_row = row
+    x_row, residual_row, total_row, x_scale = row
     h = widened(got(x_row, at, left, SIZE), A)
+    if SCALED & FLAGS:
+        h = scaled(h, x_scale, x_row.dtype.element_ty, A)
     if ADD & FLAGS:
         h = h + widened(got(residual_row, at, left, SIZE), A)
         if KEEP & FLAGS:
@@ -191,9 +204,11 @@ def square(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constex
 def normalise(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """Writes the normalised elements of the row that :func:`added` knows."""
     h = added(row, at, left, FLAGS, A, SIZE)
-    x, row_rstd, weight, weight_offset, out_row = more
-    g = gain_of(weight, at, left, weight_offset, A, SIZE) if WEIGHT & FLAGS else None
+    x, row_rstd, weight_row, weight_offset, bias_row, out_row = more
+    g = gain_of(weight_row, at, left, weight_offset, A, SIZE) if WEIGHT & FLAGS else None
     y = normalised(h, row_rstd, g, x.dtype.element_ty, ROUND_NORM & FLAGS, A)
+    if BIAS & FLAGS:
+        y = y + widened(got(bias_row, at, left, SIZE), A)
     put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
 
 
@@ -205,6 +220,7 @@ def forward(
     out,
     residual_out,
     rstd,
+    bias,
     x_stride,
     residual_stride,
     out_stride,
@@ -216,8 +232,12 @@ def forward(
     residual_out_jump,
     hidden_size,
     with_rstd,
+    weight_stride,
+    bias_stride,
+    heads,
     eps,
     weight_offset,
+    x_scale,
     A: tl.constexpr,
     FLAGS: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -231,13 +251,17 @@ def forward(
     residual_row = rows_at(residual, number, residual_stride, residual_jump, levels)
     out_row = rows_at(out, number, out_stride, out_jump, levels)
     total_row = rows_at(residual_out, number, residual_out_stride, residual_out_jump, levels)
-    row = (x_row, residual_row, total_row)
+    row = (x_row, residual_row, total_row, x_scale)
     row_rstd = rstd_of(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
     if with_rstd != 0:
         tl.store(rstd + number + tl.arange(0, 1), row_rstd)
-    more = (x, row_rstd, weight, weight_offset, out_row)
+    number_of_heads = heads if OF_HEADS & FLAGS else None
+    weight_row = row_of_heads(weight, number, weight_stride, number_of_heads)
+    bias_row = row_of_heads(bias, number, bias_stride, number_of_heads)
+    more = (x, row_rstd, weight_row, weight_offset, bias_row, out_row)
     if KEEP & FLAGS:
-        over_row(normalise, (total_row, total_row, total_row), more, hidden_size, ~ADD & FLAGS, A, TILE // 4)
+        stored = (total_row, total_row, total_row, x_scale)
+        over_row(normalise, stored, more, hidden_size, ~(ADD | SCALED) & FLAGS, A, TILE // 4)
     else:
         over_row(normalise, row, more, hidden_size, KEEP | FLAGS, A, TILE // 4)
 

@@ -23,7 +23,7 @@ enum fn_pass { FN_FORWARD, FN_BACKWARD };
 /* The operands of a forward pass, as in `Forward` of fusednorm/call.py. */
 enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_FORWARD_OPERANDS };
 
-/* A bias comes after them: kernels of CUDA's have its address behind all other arguments, and Triton's do not know it. */
+/* A bias comes after them: kernels of CUDA's have its address behind all other arguments. */
 enum { FN_BIAS = FN_FORWARD_OPERANDS, FN_FORWARD_OPERANDS_IN_C };
 
 /*
