@@ -58,7 +58,7 @@ MOST = (
     r"test_quantized.py::test_(every_quant|after_a|golden)\w*\[\w+-(?!VLLM_INT8_TOKEN_CPU|VLLM_FP8_BLOCK_FUSED|0|7)|"
     r"test_sizes_of_rows\[\w+-(1|262144)\]|"
     r"test_(separate_calls|each_head_is\w+)\[\w+-(?!bfloat16)|"
-    # The rotation is torch\'s; its norm is that of other tests.
+    # The rotation is torch's; its norm is that of other tests.
     r"test_rotation.py::test_(flags|tables|data)|"
     r"test_norm_before_add.py::test_golden_vectors\[\w+-(?!(0|3|6|9|20|23)\])|"
     r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"

@@ -724,6 +724,78 @@ MUTANTS = (
         "triton",
     ),
     Mutant(
+        FUSED,
+        "Triton: x is not multiplied before the addition",
+        "backends/triton_numbers.py",
+        "narrowed(x * tl.full(x.shape, x_scale, A), X_TYPE)",
+        "narrowed(x, X_TYPE)",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton: a scaled x is not rounded",
+        "backends/triton_numbers.py",
+        "widened(narrowed(x * tl.full(x.shape, x_scale, A), X_TYPE), A)",
+        "x * tl.full(x.shape, x_scale, A)",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton: heads are counted from the first one only once",
+        "backends/triton_numbers.py",
+        "operand + row % heads * stride",
+        "operand + tl.minimum(row, heads - 1) * stride",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton: a bias has the heads of the weight",
+        "backends/triton_host.py",
+        "(0 if t is None or t.dim() == 1 else t.shape[1] for t in (call.weight, call.bias))",
+        "(0 if t is None or t.dim() == 1 else t.shape[1] for t in (call.weight, call.weight))",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton: a bias is added before the weight",
+        "backends/triton_kernels.py",
+        """        y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, X, ROUND_NORM, A)
+        if b is not None:
+            y = y + widened(b, A)
+""",
+        """        y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), None, X, ROUND_NORM, A)
+        if b is not None:
+            y = y + widened(b, A)
+        if g is not None:
+            y = y * g
+""",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton: a bias is lost where rows are too long for registers",
+        "backends/triton_kernels.py",
+        "                y = y + loaded(bias_row + at, inside, A)\n",
+        "                pass\n",
+        "triton",
+    ),
+    Mutant(
+        FUSED,
+        "Triton on CPUs: the sums are multiplied too",
+        "backends/triton_cpu_kernels.py",
+        "~(ADD | SCALED) & FLAGS",
+        "~ADD & FLAGS",
+        "triton_cpu",
+    ),
+    Mutant(
+        FUSED,
+        "Triton on CPUs: n is not rounded before a bias without a weight",
+        "backends/triton_cpu.py",
+        "kind.weight is not None or around.bias is not None",
+        "kind.weight is not None",
+        "triton_cpu",
+    ),
+    Mutant(
         SAME,
         "Triton: the last rows of a block left out",
         "backends/triton_kernels.py",
@@ -806,6 +878,20 @@ MUTANTS = (
         "cpu/triton_programs.c",
         "o[FN_RESIDUAL].stride, o[FN_OUT].stride, o[FN_RESIDUAL_OUT].stride",
         "o[FN_OUT].stride, o[FN_RESIDUAL].stride, o[FN_RESIDUAL_OUT].stride",
+    ),
+    Mutant(
+        SAME,
+        "Triton_cpu: the factor of x is the eps of the norm",
+        "cpu/triton_programs.c",
+        "g.x_scale = call->eps;",
+        "g.x_scale = scaled.eps;",
+    ),
+    Mutant(
+        SAME,
+        "Triton_cpu: until a kernel is compiled, C is asked for the plain norm alone",
+        "backends/triton_cpu.py",
+        "return set(operation.features) <= set(cpu.FEATURES)",
+        "return not operation.features",
     ),
     Mutant(
         ROW,
@@ -2261,7 +2347,8 @@ def first_failure(folder, mutant):
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name not in never]
     if mutant.backend:  # interpreted: the quickest first
-        first = [kit + name for name in ("golden", "gradients", "forward", "one_rule", "norm_before_add", "quantized")]
+        names = ("golden", "affine", "gradients", "forward", "one_rule", "norm_before_add", "quantized")
+        first = [kit + name for name in names]
         others = []
         if mutant.backend == "cuda":
             first = [folder / "tests/test_cuda_launch.py", *first]

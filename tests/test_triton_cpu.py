@@ -22,7 +22,7 @@ import fusednorm
 from fusednorm import packing, registry
 from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
-from fusednorm.call import Flags, Forward, operation_of
+from fusednorm.call import Around, AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 from fusednorm.run import backward as differentiate
 
@@ -71,7 +71,7 @@ def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weig
 @pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
 def test_c_gives_a_kernel_its_arguments(number, real):
     calls = []
-    forward = kernel(6, 11, number, 2, calls)
+    forward = kernel(7, 14, number, 3, calls)
     address = ctypes.cast(forward, POINTER).value
     call = packed([1, 2, 0, 4, 5, 6], range(10, 14), 2, 14, real=real, eps=0.1, weight_offset=1.5)
     assert LIB.fn_run_triton(address, call, 2) == 0
@@ -80,7 +80,7 @@ def test_c_gives_a_kernel_its_arguments(number, real):
     call = packed(range(1, 10), (10, 11, 12), 13, 16, block=3, real=real, weight_offset=0.1)
     assert LIB.fn_run_triton(address, call, 1) == 0
     eps = number(0.1).value
-    given = (1, 2, None, 4, 5, 6, *range(10, 14), 2, 0, 0, 0, 0, 14, 1, eps, 1.5)
+    given = (1, 2, None, 4, 5, 6, None, *range(10, 14), 2, 0, 0, 0, 0, 14, 1, 0, 0, 1, eps, 1.5, 1)
     assert [call for call, _ in calls] == [
         (*given, 0, 0, 0, 2, 1, 1),
         (*given, 1, 0, 0, 2, 1, 1),
@@ -90,15 +90,32 @@ def test_c_gives_a_kernel_its_arguments(number, real):
 
 def test_c_gives_a_kernel_the_jumps_of_the_outer_level():
     calls = []
-    forward = kernel(6, 11, ctypes.c_float, 2, calls)
+    forward = kernel(7, 14, ctypes.c_float, 3, calls)
     numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0, 1, 0.0, 0.0]
     for address in (1000, 0, 2000, 3000, 0, 4000):
         level = (500, 8) if address in (1000, 3000) else (0, 0)
         numbers += [packing.KINDS[F32] if address else 0, address, *level]
     call = packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
-    assert [given[6:17] for given, _ in calls] == [(8, 0, 8, 0, 3, 476, 0, 476, 0, 8, 1)] * 6
-    assert [given[19] for given, _ in calls] == list(range(6))
+    assert [given[7:18] for given, _ in calls] == [(8, 0, 8, 0, 3, 476, 0, 476, 0, 8, 1)] * 6
+    assert [given[24] for given, _ in calls] == list(range(6))
+
+
+@pytest.mark.parametrize("x_scale", [1.0, 0.25])
+def test_c_gives_a_kernel_what_is_around_a_norm(x_scale):
+    """Also where the call is a chain, whose first part scales x."""
+    calls = []
+    forward = kernel(7, 14, ctypes.c_float, 3, calls)
+    x, residual, bias = operands(Case(rows=6, hidden=8).of(F32))
+    weight = x[:3]
+    operation = operation_of(x, residual, weight, Flags(), around=Around(bias, x_scale))
+    lies = (6, 6, ((0, 8),) * 4, 0.5, 1.5)
+    call = Forward(x, residual, weight, x, residual, None, operation, *lies, bias=bias, x_scale=x_scale)
+    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, packing.pack_forward(call), 1) == 0
+    ((given, _),) = calls
+    assert given[:7] == (*(t.data_ptr() for t in (x, residual, weight, x, residual)), None, bias.data_ptr())
+    assert given[7:16] == (8, 8, 8, 8, 6, 0, 0, 0, 0)
+    assert given[16:24] == (8, 0, 8, 0, 3, 0.5, 1.5, x_scale)
 
 
 def test_threads_share_the_programs_and_none_flushes_subnormals():
@@ -107,14 +124,14 @@ def test_threads_share_the_programs_and_none_flushes_subnormals():
         pytest.skip("this processor cannot flush subnormals")
     try:
         calls = []
-        forward = kernel(6, 11, ctypes.c_float, 2, calls)
+        forward = kernel(7, 14, ctypes.c_float, 3, calls)
         address = ctypes.cast(forward, POINTER).value
         call = packed([4] * 6, [0] * 4, 11, LIB.FN_PARALLEL_ELEMENTS, threads=4)
         assert LIB.fn_run_triton(address, call, 11) == 0
         assert sys.float_info.min / 2 * float(torch.ones(())) == 0
     finally:
         torch.set_flush_denormal(False)
-    assert sorted(call[19] for call, _ in calls) == list(range(11))
+    assert sorted(call[24] for call, _ in calls) == list(range(11))
     assert all(subnormal > 0 for _, subnormal in calls)
 
 
@@ -131,8 +148,9 @@ def backward_kind(*kind):
 
 #: What `cpu/triton_programs.c` gives a kernel, in this order.
 ARGUMENTS = {
-    "forward": "x residual weight out residual_out rstd x_stride residual_stride out_stride residual_out_stride "
-    "inner x_jump residual_jump out_jump residual_out_jump hidden_size with_rstd eps weight_offset",
+    "forward": "x residual weight out residual_out rstd bias x_stride residual_stride out_stride residual_out_stride "
+    "inner x_jump residual_jump out_jump residual_out_jump hidden_size with_rstd weight_stride bias_stride heads "
+    "eps weight_offset x_scale",
     "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride inner dy_jump "
     "d_total_jump h_jump rows block blocks hidden_size weight_offset",
 }
@@ -150,9 +168,9 @@ ARGUMENTS = {
 def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
     """Triton's own front end says what a kernel takes; another order in either place would be silent nonsense."""
     assert ARGUMENTS[named].split() == list(variant.arguments())
-    pointers, integers = triton_cpu_host._ARGUMENTS[2 if named == "forward" else 1]
+    pointers, integers, reals = triton_cpu_host._FORWARD if named == "forward" else triton_cpu_host._BACKWARD
     kinds = [kind for kind, _ in variant.arguments().values()]
-    assert [kind.startswith("*") for kind in kinds].count(True) == pointers
+    assert [kind.startswith("*") for kind in kinds] == [True] * pointers + [False] * (integers + reals)
     assert kinds[pointers : pointers + integers] == ["i64"] * integers
 
 
@@ -163,7 +181,7 @@ def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
         "define void @forward() #0 {",
         "nothing",
         "define void @forward("
-        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 6 + ["i64"] * 11 + ["double"] * 2 + ["i32"] * 6))
+        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 7 + ["i64"] * 14 + ["double"] * 3 + ["i32"] * 6))
         + ") #0 {",
     ],
 )
@@ -329,6 +347,21 @@ def test_the_cpu_backend_takes_calls_until_the_kernel_is_compiled(fake):
     fake.compiling.set()
 
 
+def test_the_cpu_backend_takes_all_of_a_call_until_the_kernel_is_compiled(fake, monkeypatch):
+    """With what is around a norm, one call of C."""
+    fake.compiling.clear()
+    taken = []
+    c_forward = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda call: taken.append(call.operation.features) or c_forward(call))
+    x, residual, weight = operands(Case(rows=6, hidden=100).of(BF16))
+    with fusednorm.use_backend("triton_cpu"):
+        got = fusednorm.fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5)
+    assert taken == [("affine", "x_scale")]
+    with fusednorm.use_backend("reference"):
+        wanted = fusednorm.fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5)
+    assert all(map(torch.equal, got, wanted))
+
+
 def test_the_cpu_backend_takes_gradients_until_their_kernels_are_compiled(fake):
     fake.compiling.clear()
     x, _, weight = operands(Case(rows=5, hidden=100).of(F32))
@@ -453,6 +486,8 @@ def real_variants(x, residual):
     accumulator = F64 if x == F64 else F32
     yield forward_variant(x, residual, residual, x, residual, 1000, True, False, True, True)
     yield forward_variant(x, None, residual, x, None, 1000, True, True, False, False)
+    numbers, around = (1000, True, False, False, True, 1), AroundNorm(residual, True, True)
+    yield triton_cpu.forward_variant(ForwardKind(x, residual, residual, x, residual, *numbers, around=around))
     kind = backward_kind(x, residual, residual, residual, x, residual, residual, accumulator, 1000, True)
     yield from triton_cpu.backward_variants(kind).values()
 
