@@ -10,6 +10,8 @@ import torch
 from fusednorm.devices import present
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.quantizations import Quantization
+from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import waiting_for_kernels
 
 
@@ -26,6 +28,7 @@ def prewarm(
     round_norm: bool = False,
     training: bool = False,
     norm_before_add: bool = False,
+    quantization: Quantization | None = None,
 ) -> None:
     """Compiles and loads the kernels of a kind of call, so that no later call waits for a compiler.
 
@@ -44,6 +47,8 @@ def prewarm(
         round_norm: as in the calls.
         training: also prepare calls whose gradients are needed, and their backward pass.
         norm_before_add: also prepare ``rms_norm_add`` and ``rms_norm_add_rms_norm``.
+        quantization: also prepare ``rms_norm_quant``, ``fused_add_rms_norm_quant`` and ``quantize`` with it, without
+            ``between`` and ``normed_out``.
 
     Raises:
         BackendError: no requested backend can take such calls.
@@ -56,6 +61,11 @@ def prewarm(
         if not isinstance(kind, torch.dtype) and (kind is not None or name == "dtype"):
             raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {kind!r}")
     device = present(device)
+    given: dict[str, Any] = {}
+    if quantization is not None and quantization.per == "tensor":
+        given["scale"] = torch.ones(1, device=device)
+        if quantization.computes_zero_point:
+            given["zero_point"] = torch.zeros(1, dtype=torch.int32, device=device)
     with waiting_for_kernels():
         for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
             leaves = [
@@ -74,5 +84,11 @@ def prewarm(
                     both = rms_norm_add_rms_norm(x, residual, row, row, round_sum=round_sum, **flags)
                     outputs = (*outputs, total, *both)
             if gradients:
-                given = [torch.zeros_like(t) for t in (y, *outputs)]
-                torch.autograd.grad((y, *outputs), leaves if weight else leaves[:2], given)
+                of_outputs = [torch.zeros_like(t) for t in (y, *outputs)]
+                torch.autograd.grad((y, *outputs), leaves if weight else leaves[:2], of_outputs)
+            elif quantization is not None:
+                how: dict[str, Any] = {"quantization": quantization, **given, "weight_offset": weight_offset}
+                how["round_norm"] = round_norm
+                rms_norm_quant(x, row, **how)
+                fused_add_rms_norm_quant(x, residual, row, **how, round_sum=round_sum)
+                quantize(x, quantization, **given)

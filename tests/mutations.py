@@ -2058,14 +2058,6 @@ MUTANTS = (
         "cuda",
     ),
     Mutant(
-        SAME,
-        "CUDA: quantized: all lanes of a group store its scale",
-        "csrc/quantize.cuh",
-        "if (lane() % LANES_OF_GROUP == 0 && rows.have(first))",
-        "if (rows.have(first))",
-        "cuda",
-    ),
-    Mutant(
         FUSED,
         "CUDA: quantized: rows are not rounded before",
         "csrc/forward.cu",

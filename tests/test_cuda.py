@@ -3,6 +3,7 @@
 import ctypes
 import enum
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -193,24 +194,23 @@ def quantized_kind(x, residual, size, quantization, normalises=True):
 
 
 @compiles
-@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize(
-    ("capability", "x", "residual", "size"),
+    ("capability", "x", "residual", "size", "names"),
     [
-        (90, BF16, BF16, 128),
-        (90, BF16, BF16, 4096),
-        (90, F32, F32, 16384),
-        (90, F64, F64, 4096),
-        (90, BF16, BF16, 200_000),
-        (75, BF16, F32, 4096),
-        (80, BF16, BF16, 65536),
-        (100, BF16, BF16, 65536),
+        (90, BF16, BF16, 4096, QUANTIZED),
+        (90, BF16, BF16, 128, ("float8", "zero points")),
+        (90, F32, F32, 16384, ("float8 blocks",)),
+        (90, F64, F64, 4096, ("zero points",)),
+        (90, BF16, BF16, 200_000, ("float8",)),
+        (75, BF16, F32, 4096, ("int8", "float8 blocks")),
+        (80, BF16, BF16, 65536, ("int8",)),
+        (100, BF16, BF16, 65536, ("float8", "float8 blocks")),
     ],
     ids=lambda of: str(of).split(".")[-1],
 )
-def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, name):
+def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, names):
     """Nothing spilled, and each operand is read once, where a row fits the registers."""
-    for normalises in (True, False):
+    for name, normalises in itertools.product(names, (True, False)):
         kind = quantized_kind(x, residual, size, QUANTIZED[name], normalises)
         variant = cuda_kernels.forward_variant(kind, capability)
         assert variant.kernel.startswith("forward" if normalises else "quantize")

@@ -280,6 +280,38 @@ def test_rows_that_are_kept_and_quantized_have_kernels_of_their_own():
         assert kept is None or not differing(kept, y).any()
 
 
+def test_floors_limits_zeros_and_what_is_no_number():
+    """Numbers, floors and limits are arguments: quantizations that differ in them alone have one kernel."""
+    x, *_ = operands(Case(rows=6, hidden=40, residual=None).of(F32))
+    x = x * torch.tensor([[0.0], [1e-30], [1.0], [1e4], [1.0], [1.0]])
+    x[4, 3], x[5, 7] = torch.inf, torch.nan
+    limits = ({}, {"amax_floor": 5.0}, {"amax_limit": 0.5}, {"scale_floor": 0.25}, {"qmax": 100.0})
+    for dtype, numbers in itertools.product((torch.int8, torch.float8_e4m3fn), limits):
+        quantization = Quantization(dtype, **numbers)
+        with fusednorm.use_backend("reference"):
+            wanted = fusednorm.quantize(x, quantization)
+        with fusednorm.use_backend("cuda"):
+            found = fusednorm.quantize(x, quantization)
+        assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8)), quantization
+        assert not differing(found[1], wanted[1]).any(), quantization
+
+
+def test_prewarm_loads_all_that_quantized_calls_will_need(monkeypatch):
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    with fusednorm.use_backend("cuda"):
+        fusednorm.prewarm(128, BF16, quantization=QUANTIZED[1])
+        assert {"forward", "quantize"} == set(names)
+        names.clear()
+        for offset in (0, 1):
+            x = torch.zeros(6 * 128 + offset, dtype=BF16)[offset:].view(6, 128)
+            fusednorm.quantize(x, QUANTIZED[1])
+            fusednorm.rms_norm_quant(x, x[0], quantization=QUANTIZED[1])
+            fusednorm.fused_add_rms_norm_quant(x, x, x[0], quantization=QUANTIZED[1])
+    assert names == []
+
+
 def test_quantized_long_rows_in_place():
     """A row that is read once more for its scale is not changed before."""
     case = Case(rows=2, hidden=140_008).of(BF16, round_sum=False)

@@ -2,12 +2,14 @@
 
 import math
 import operator
+import sys
 from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import fusednorm
 from fusednorm import (
     Quantization,
     fast_path,
@@ -31,6 +33,22 @@ ONE, POINT = torch.ones(1), torch.ones(1, dtype=torch.int32)
 def same(found, wanted):
     pairs = [[t.flatten().clone().view(U8) for t in pair] for pair in zip(found, wanted, strict=True)]
     return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("quantization", [TOKEN, AZP], ids=str)
+def test_prewarm(monkeypatch, quantization):
+    """Aligned rows and others, without gradients; a scale is given where there must be one."""
+    module, called = sys.modules["fusednorm.prewarm"], []
+    names = ("rms_norm_quant", "fused_add_rms_norm_quant", "quantize")
+    for name in names:
+
+        def spy(x, *given, name=name, **flags):
+            called.append((name, x.data_ptr() % 16, x.requires_grad))
+            return getattr(fusednorm, name)(x, *given, **flags)
+
+        monkeypatch.setattr(module, name, spy)
+    fusednorm.prewarm(64, F32, training=True, quantization=quantization)
+    assert called == [(name, at, False) for at in (0, 4) for name in names]
 
 
 # What is refused
