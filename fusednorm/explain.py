@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from fusednorm.call import Around, Before, Flags, operation_of
-from fusednorm.checks import check_affine, check_between, check_flags, check_operands, check_quantization
+from fusednorm.checks import (
+    check_affine,
+    check_between,
+    check_flags,
+    check_operands,
+    check_quantization,
+    number,
+)
 from fusednorm.norm_before_add import (
     rms_norm_add,
     rms_norm_add_,
@@ -26,6 +33,8 @@ from fusednorm.run_quantized import quantizer_of
 _WITH_RESIDUAL = (fused_add_rms_norm, fused_add_rms_norm_, fused_add_rms_norm_quant)
 _WITHOUT = (rms_norm, rms_norm_, rms_norm_quant, quantize)
 _FOLLOWED = (rms_norm_add_rms_norm, rms_norm_add_rms_norm_)
+_SCALED = (fused_add_rms_norm, fused_add_rms_norm_)
+_AFFINE = (rms_norm, rms_norm_, *_SCALED)
 _BEFORE = (rms_norm_add, rms_norm_add_, *_FOLLOWED)
 
 
@@ -37,6 +46,7 @@ def explain(
     function: Callable[..., Any] | None = None,
     next_weight: Tensor | None = None,
     bias: Tensor | None = None,
+    x_scale: float = 1.0,
     between: torch.dtype | None = None,
     quantization: Quantization | None = None,
     round_sum: bool = True,
@@ -55,6 +65,7 @@ def explain(
             residual.
         next_weight: [N] or None, of ``rms_norm_add_rms_norm``.
         bias: [N], [H, N] or None, as in the call.
+        x_scale: as in the call of ``fused_add_rms_norm``: only whether it is 1 matters.
         between: as in the call.
         quantization: as in the call.
         round_sum: as in the call.
@@ -77,15 +88,20 @@ def explain(
     if (residual is None) != (function in _WITHOUT):
         taken = "takes no residual" if function in _WITHOUT else "takes a residual"
         raise TypeError(f"{function.__name__} {taken}; pass the residual and the function that go together")
+    x_scale = number("x_scale", x_scale)
+    for name, given, functions in (("bias", bias is not None, _AFFINE), ("x_scale", x_scale != 1.0, _SCALED)):
+        if given and function not in functions:
+            raise TypeError(f"{function.__name__} takes no {name}; leave it out, or pass a function that takes it")
     check_affine(x, before.weight if before is not None else weight, bias)
     of_heads = bias is not None or (weight is not None and weight.dim() == 2)
+    around = Around(bias, x_scale) if of_heads or x_scale != 1.0 else None
     check_operands(x, residual, None if of_heads else weight, out, None)
     check_between(between, x)
     flags = check_flags(Flags(1e-6, 0.0, round_sum, round_norm, out_dtype, residual_dtype), x, residual, out, None)
     if quantization is not None:
         check_quantization(quantization, x, None, None, in_memory=False, given=False)
         flags = flags._replace(out_dtype=between)
-    found = choose(operation_of(x, residual, weight, flags, out, before, Around(bias, 1.0) if of_heads else None))
+    found = choose(operation_of(x, residual, weight, flags, out, before, around))
     if quantization is not None:
         takes = not found.composed and quantizer_of(found.module, quantization, x.shape[-1]) is not None
         by = "in the same call" if takes else "by torch's operations"

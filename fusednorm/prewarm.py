@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ def prewarm(
     residual_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
     weight: bool = True,
+    bias: bool = False,
+    heads: int = 1,
+    x_scale: float = 1.0,
     weight_offset: float = 0.0,
     round_sum: bool = True,
     round_norm: bool = False,
@@ -42,6 +46,9 @@ def prewarm(
         residual_dtype: x's if None.
         weight_dtype: x's if None.
         weight: whether calls have a weight.
+        bias: whether calls have a bias, of the weight's dtype.
+        heads: H, the rows of the weight and the bias; only whether it is 1 matters.
+        x_scale: as in calls of ``fused_add_rms_norm``; only whether it is 1 matters.
         weight_offset: as in the calls; only whether it is 0 matters.
         round_sum: as in the calls.
         round_norm: as in the calls.
@@ -57,6 +64,8 @@ def prewarm(
     """
     if not isinstance(hidden_size, int) or hidden_size < 1:
         raise ValueError(f"hidden_size must be an int of at least 1, got {hidden_size!r}")
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"heads must be an int of at least 1, got {heads!r}")
     for name, kind in (("dtype", dtype), ("residual_dtype", residual_dtype), ("weight_dtype", weight_dtype)):
         if not isinstance(kind, torch.dtype) and (kind is not None or name == "dtype"):
             raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {kind!r}")
@@ -66,29 +75,35 @@ def prewarm(
         given["scale"] = torch.ones(1, device=device)
         if quantization.computes_zero_point:
             given["zero_point"] = torch.zeros(1, dtype=torch.int32, device=device)
+    # Kernels are the same for all numbers of several heads.
+    shape = (hidden_size,) if heads == 1 else (2, hidden_size)
+    kinds = [dtype, residual_dtype, *[weight_dtype] * weight, *[weight_dtype] * bias]
+    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
     with waiting_for_kernels():
         for offset, gradients in itertools.product((0, 1), (False, True) if training else (False,)):
-            leaves = [
-                torch.zeros(hidden_size + offset, dtype=kind or dtype, device=device)[offset:].requires_grad_(gradients)
-                for kind in (dtype, residual_dtype, weight_dtype)
-            ]
+            leaves = [_zeros(shape, kind or dtype, device, offset).requires_grad_(gradients) for kind in kinds]
             x, residual, row = leaves[0].unsqueeze(0), leaves[1].unsqueeze(0), leaves[2] if weight else None
+            one = None if row is None else row.view(-1, hidden_size)[0]
+            affine: dict[str, Any] = {**flags, "bias": leaves[-1] if bias else None}
             with torch.set_grad_enabled(gradients):
-                y = rms_norm(x, row, weight_offset=weight_offset, round_norm=round_norm)
+                y = rms_norm(x, row, **affine)
                 outputs: tuple[torch.Tensor, ...] = fused_add_rms_norm(
-                    x, residual, row, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm
+                    x, residual, row, round_sum=round_sum, x_scale=x_scale, **affine
                 )
                 if norm_before_add:
-                    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
-                    total = rms_norm_add(x, residual, row, **flags)
-                    both = rms_norm_add_rms_norm(x, residual, row, row, round_sum=round_sum, **flags)
+                    total = rms_norm_add(x, residual, one, **flags)
+                    both = rms_norm_add_rms_norm(x, residual, one, one, round_sum=round_sum, **flags)
                     outputs = (*outputs, total, *both)
             if gradients:
-                of_outputs = [torch.zeros_like(t) for t in (y, *outputs)]
-                torch.autograd.grad((y, *outputs), leaves if weight else leaves[:2], of_outputs)
+                torch.autograd.grad((y, *outputs), leaves, [torch.zeros_like(t) for t in (y, *outputs)])
             elif quantization is not None:
-                how: dict[str, Any] = {"quantization": quantization, **given, "weight_offset": weight_offset}
-                how["round_norm"] = round_norm
-                rms_norm_quant(x, row, **how)
-                fused_add_rms_norm_quant(x, residual, row, **how, round_sum=round_sum)
+                rms_norm_quant(x, one, quantization=quantization, **given, **flags)
+                fused_add_rms_norm_quant(
+                    x, residual, one, quantization=quantization, **given, **flags, round_sum=round_sum
+                )
                 quantize(x, quantization, **given)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, offset: int) -> torch.Tensor:
+    """Rows that begin so many elements after an address that is aligned."""
+    return torch.zeros(math.prod(shape) + offset, dtype=dtype, device=device)[offset:].view(shape)

@@ -47,6 +47,15 @@ def test_who_multiplies_by_the_weights_of_heads():
     assert explain(X[:1], None, heads[:1]).operation == explain(X[:1], None, WEIGHT).operation  # one head has no others
 
 
+def test_who_scales_x():
+    scaled = explain(X, RESIDUAL, x_scale=0.22)
+    assert scaled.operation.features == ("x_scale",)
+    assert scaled.operation == explain(X, RESIDUAL, x_scale=3, function=fusednorm.fused_add_rms_norm_).operation
+    assert not scaled.composed
+    assert explain(X, RESIDUAL, bias=WEIGHT, x_scale=0.22).operation.features == ("affine", "x_scale")
+    assert explain(X, RESIDUAL, x_scale=1).operation == explain(X, RESIDUAL).operation
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -56,6 +65,13 @@ def test_who_multiplies_by_the_weights_of_heads():
         ({"residual": RESIDUAL, "function": fusednorm.rms_norm_}, TypeError, "rms_norm_ takes no residual"),
         ({"weight": WEIGHT[:3]}, ValueError, r"weight must have shape \[64\]"),
         ({"bias": WEIGHT.to(F64)}, TypeError, "bias is float64 while x is float32"),
+        ({"x_scale": 0.5}, TypeError, "rms_norm takes no x_scale; leave it out, or pass a function"),
+        (
+            {"residual": RESIDUAL, "bias": WEIGHT, "function": fusednorm.rms_norm_add},
+            TypeError,
+            "rms_norm_add takes no bias; leave it out",
+        ),
+        ({"residual": RESIDUAL, "x_scale": "2"}, TypeError, "x_scale must be a number, got str"),
         ({"between": BF16}, TypeError, "between must be None or torch.float32"),
         ({"quantization": "int8"}, TypeError, "quantization must be a fusednorm.Quantization, got str"),
         ({"quantization": quantizations.VLLM_FP8_BLOCK_FUSED}, ValueError, "groups of 128 elements, which do not"),

@@ -191,6 +191,7 @@ def quantised():
         (lambda: fusednorm.explain(X, X[:, :7]), ValueError, says("residual must have x's shape")),
         (lambda: fusednorm.prewarm(0), ValueError, says("hidden_size must be an int of at least 1, got 0")),
         (lambda: fusednorm.prewarm("8"), ValueError, says("hidden_size must be an int of at least 1, got '8'")),
+        (lambda: fusednorm.prewarm(8, heads=0), ValueError, says("heads must be an int of at least 1, got 0")),
         (lambda: fusednorm.prewarm(8, torch.int8), TypeError, says("x must be float16", "got int8")),
         (
             lambda: fusednorm.prewarm(8, "float32", "cpu"),

@@ -402,6 +402,30 @@ def test_prewarm_compiles_all_that_calls_will_need(launches, monkeypatch):
         assert len(launches.compiled) == compiled
 
 
+@pytest.mark.parametrize(
+    ("around", "kernels"),
+    [
+        # With heads, a kernel of either function; of each, one for aligned rows and one for others.
+        ({"bias": True, "heads": 7, "x_scale": 0.22}, 4),
+        ({"weight": False, "bias": True, "weight_dtype": F32}, 4),
+        ({"x_scale": 0.22}, 4),
+    ],
+)
+def test_prewarm_compiles_what_is_around_a_norm(launches, monkeypatch, around, kernels):
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    heads, x_scale, dtype = around.get("heads", 1), around.get("x_scale", 1.0), around.get("weight_dtype", BF16)
+    with fusednorm.use_backend("triton"):
+        fusednorm.prewarm(1024, BF16, **around)
+        assert len(launches.compiled) == kernels
+        for offset in (0, 3):
+            x = torch.zeros(6 * heads * 1024 + offset, dtype=BF16)[offset:].view(6, heads, 1024)
+            row = torch.zeros(heads * 1024 + offset, dtype=dtype)[offset:].view(heads, 1024)
+            weight, bias = row if around.get("weight", True) else None, row if "bias" in around else None
+            fusednorm.rms_norm(x, weight, bias=bias)
+            fusednorm.fused_add_rms_norm(x, x, weight, bias=bias, x_scale=x_scale * 2 if x_scale != 1.0 else 1.0)
+        assert len(launches.compiled) == kernels
+
+
 def test_why_not():
     """Here, without a driver for Triton, each backend says what it lacks; and asking for one raises with it."""
     if triton_host.active_target()[0] is not None:
