@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference, triton_host
-from fusednorm.backends.kernel_kinds import UNTRIED, BackwardKind, ForwardKind, Share, ceiling
+from fusednorm.backends.kernel_kinds import UNTRIED, BackwardKind, ForwardKind, QuantizerKind, Share, ceiling
 from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
 from fusednorm.call import AroundNorm
 
 if TYPE_CHECKING:
     from fusednorm.call import Operation
+    from fusednorm.quantizations import Quantization
 
 #: ROCm's devices are called cuda too. Triton's interpreter takes tensors on the CPU.
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
@@ -98,6 +99,8 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     from fusednorm.backends import triton_kernels as kernels
 
     lanes = lanes or warp_size()
+    if kind.quantizer is not None:
+        return _quantizer_variant(kind, kind.quantizer, lanes)
     rows, segments, depth, width, vector, warps, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     constants: dict[str, Any] = {
         "N": kind.hidden_size,
@@ -111,9 +114,8 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     else:
         kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
         constants |= {"KEPT": kept, "TILES": tiles}
-    around = kind.around or AroundNorm(None, False, False)
-    absent = ["first_eps"] * (kind.first is None) + ["x_scale"] * (not around.scaled)
-    absent += ["heads", "weight_stride", "bias_stride"] * (not around.of_heads)
+    around, absent = _around(kind)
+    absent += ("first_eps",) * (kind.first is None)
     return Variant(
         kernels.forward_tile if tiles == 1 else kernels.forward_wide,
         {
@@ -133,8 +135,65 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         warps=warps,
         per_program=rows,
         two_levels=kind.two_levels,
-        absent=tuple(absent),
+        absent=absent,
     )
+
+
+def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
+    """What is around a norm, and the names of numbers that only more around it would need."""
+    around = kind.around or AroundNorm(None, False, False)
+    absent = ("x_scale",) * (not around.scaled)
+    return around, absent + ("heads", "weight_stride", "bias_stride") * (not around.of_heads)
+
+
+def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) -> Variant:
+    """The kernel that quantizes rows, which it may normalise before."""
+    from fusednorm.backends.triton_quantize import quantize_tile
+
+    quantization = quantizer.quantization
+    rows, segments, depth, width, vector, warps, _ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
+    group = quantization.group(kind.hidden_size)
+    around, absent = _around(kind)
+    normalised = {"residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
+    normalised |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
+    zero_points = torch.int32 if quantization.computes_zero_point else None
+    constants = {
+        "N": kind.hidden_size,
+        "OFFSET": kind.offset,
+        "ROUND_SUM": kind.round_sum,
+        "ROUND_NORM": kind.round_norm,
+        "PASSED": "" if not quantizer.normalises else "x" if kind.out == kind.x else "A",
+        "NUMBER": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(quantization.dtype, "whole"),
+        "PER": 0 if group == kind.hidden_size else group,
+        "GIVEN": quantization.per == "tensor",
+        "SCALE_BY": quantization.scale_by,
+        "APPLY": quantization.apply,
+        "MULTIPLIER": quantization.returns == "multiplier",
+        "ZERO_POINT": str(quantization.zero_point or ""),
+    }
+    constants |= {"ROWS": rows, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
+    return Variant(
+        quantize_tile,
+        {"x": kind.x, **normalised, "numbers": torch.uint8, "scale": torch.float32, "zero_point": zero_points},
+        kind.accumulator,
+        constants,
+        kind.alignment >= 16,
+        bits=INTERPRETED,
+        warps=warps,
+        per_program=rows,
+        two_levels=kind.two_levels,
+        absent=absent,
+    )
+
+
+def quantizes(quantization: Quantization, hidden_size: int) -> bool:
+    """Whether :func:`quantize` takes rows of this length.
+
+    They fit the registers, and their groups, unless they are all of a row, are powers of two that lie within a segment.
+    """
+    group = quantization.group(hidden_size)
+    fits = group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
+    return fits and hidden_size <= _MOST
 
 
 def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str, Variant]:
@@ -181,4 +240,5 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
 
 _host = Host(forward_variant, backward_variants, launcher)
 forward = _host.forward
+quantize = _host.quantize
 backward = _host.backward

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm import packing
 from fusednorm.backends.kernel_kinds import (
     BackwardKind,
     ForwardKind,
@@ -28,7 +29,7 @@ from fusednorm.backends.kernel_kinds import (
     programs,
     scratch_of,
 )
-from fusednorm.call import AroundNorm, Backward, Forward
+from fusednorm.call import AroundNorm, Backward, Forward, Quantize
 from fusednorm.registry import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
@@ -57,6 +58,13 @@ LONGEST = 2**30
 _INTERPRETER = threading.Lock()
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_NAMES |= {torch.uint8: "u8", torch.int32: "i32"}
+
+#: The numbers of a quantizer, as :func:`fusednorm.packing.limits` returns them.
+_LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
+
+#: Operands with one number for each group, which begin anywhere.
+_OF_GROUPS = ("scale", "zero_point")
 
 
 def missing(on_cpus: bool = False) -> list[str]:
@@ -162,21 +170,29 @@ class Variant:
         found: dict[str, tuple[str, int]] = {}
         constants = self.all_constants()
         for name in self.function.arg_names:
-            operand = self.dtypes.get(name.removesuffix("_stride").removesuffix("_jump"))
+            rows_of = name.removesuffix("_stride").removesuffix("_jump")
+            operand = self.dtypes.get(rows_of)
+            # A vector of numbers has as many elements as one of the operand with the narrowest type.
+            divisor = 1 if rows_of in _OF_GROUPS or not self.aligned or operand is None else 16 // operand.itemsize
+            if rows_of == "numbers" and self.aligned:
+                divisor = constants["VECTOR"]
             if name in constants:
                 continue
             if name in self.dtypes and self.null:
                 found[name] = (self.pointer(operand or self.accumulator), 1)
             elif name in self.dtypes:
-                found[name] = ("constexpr" if operand is None else self.pointer(operand), 16 if self.aligned else 1)
+                aligned = divisor * operand.itemsize if operand is not None and divisor > 1 else 1
+                found[name] = ("constexpr" if operand is None else self.pointer(operand), aligned)
             elif name in self.absent:
                 found[name] = ("constexpr", 1)
+            elif name in _LIMITS:
+                found[name] = ("fp32", 1)
             elif name in ("eps", "weight_offset", "first_eps", "x_scale"):
                 found[name] = (_NAMES[self.accumulator], 1)
             elif (name.endswith("_jump") or name == "inner") and not (self.two_levels or self.null):
                 found[name] = ("constexpr", 1)
             elif name.endswith(("_stride", "_jump")) and operand is not None:
-                found[name] = ("i64", 16 // operand.itemsize if self.aligned else 1)
+                found[name] = ("i64", divisor)
             else:
                 found[name] = ("i64", self.divisor if name == "hidden_size" else 1)
         return found
@@ -277,6 +293,10 @@ def pointer_or_null(tensor: Tensor | None) -> Any:
 #: What a kernel is given where there is no bias and one row for all heads, and x is not scaled.
 _NOTHING_AROUND = dict.fromkeys(("bias", "weight_stride", "bias_stride", "heads", "x_scale"))
 
+#: What only a norm before a quantizer has: operands, and numbers.
+_OPERANDS = ("residual", "weight", "out", "residual_out")
+_NUMBERS = ("eps", "weight_offset", *(f"{name}_{what}" for name in _OPERANDS for what in ("stride", "jump")))
+
 #: The names of the strides and jumps of a forward pass's operands, and of a backward pass's.
 _OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residual", "out", "residual_out"))
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
@@ -326,7 +346,9 @@ class Host:
         self.held.clear()
         self.launchers.clear()
 
-    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Forward | Backward) -> list[Any]:
+    def _hold(
+        self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Forward | Backward | Quantize
+    ) -> list[Any]:
         if not self.unaligned:
             check_addresses(call)
         found = []
@@ -341,9 +363,13 @@ class Host:
     def for_forward(self, call: Forward) -> tuple[ForwardKind, Any]:
         """The kind of a call, and what launches its kernel."""
         kind = ForwardKind.of(call)
-        key = (call.operation.device.index, kind)
+        return kind, self._held_for(kind, call.operation.device, call)
+
+    def _held_for(self, kind: ForwardKind, device: torch.device, call: Forward | Quantize) -> Any:
+        """What launches the kernel of a kind of call on a device."""
+        key = (device.index, kind)
         held = self.held.get(key) or self._hold(key, {"forward": self.forward_variant(kind)}, call)
-        return kind, held[0]
+        return held[0]
 
     def for_backward(self, call: Backward, partial: Tensor | None) -> tuple[BackwardKind, list[Any]]:
         """The kind of a pass, and what launches its kernels."""
@@ -359,27 +385,50 @@ class Host:
         strides = (0 if t is None or t.dim() == 1 else t.shape[1] for t in (call.weight, call.bias))
         return {**values, **dict(zip(("weight_stride", "bias_stride"), strides, strict=True)), "heads": call.heads}
 
+    def _operands(self, call: Forward) -> dict[str, Any]:
+        """What a kernel is given for a forward pass."""
+        return {
+            **_places(call, _OF_FORWARD),
+            "x": self.pointer(call.x),
+            "residual": self.pointer(call.residual),
+            "weight": self.pointer(call.weight),
+            "out": self.pointer(call.out),
+            "residual_out": self.pointer(call.residual_out),
+            "rstd": self.pointer(call.rstd),
+            "rows": call.rows,
+            "hidden_size": call.operation.hidden_size,
+            "with_rstd": int(call.rstd is not None),
+            "eps": call.eps,
+            "weight_offset": call.weight_offset,
+            "first_weight": self.pointer(call.first_weight),
+            "first_eps": None if call.operation.first is None else call.first_eps,
+            **(_NOTHING_AROUND if call.operation.around is None else self._around(call, call.operation.around)),
+        }
+
     def forward(self, call: Forward) -> None:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
         with _current(call.operation.device):
-            kind, launch = self.for_forward(call)
-            values = {
-                **_places(call, _OF_FORWARD),
-                "x": self.pointer(call.x),
-                "residual": self.pointer(call.residual),
-                "weight": self.pointer(call.weight),
-                "out": self.pointer(call.out),
-                "residual_out": self.pointer(call.residual_out),
-                "rstd": self.pointer(call.rstd),
-                "rows": call.rows,
-                "hidden_size": kind.hidden_size,
-                "with_rstd": int(kind.rstd),
-                "eps": call.eps,
-                "weight_offset": call.weight_offset,
-                "first_weight": self.pointer(call.first_weight),
-                "first_eps": None if call.operation.first is None else call.first_eps,
-                **(_NOTHING_AROUND if call.operation.around is None else self._around(call, call.operation.around)),
-            }
+            _, launch = self.for_forward(call)
+            launch(-(-call.rows // launch.variant.per_program), self._operands(call))
+
+    def quantize(self, call: Quantize) -> None:
+        """Launches the kernel that quantizes rows, which it may normalise before; see :class:`Quantize`."""
+        inner = None if call.inner == call.rows else call.inner
+        lie = {"x": call.y_strides, "numbers": call.out_strides, "scale": call.scale_strides[:2]}
+        lie["zero_point"] = call.zero_point_strides[:2]
+        values = dict.fromkeys((*_OPERANDS, *_NOTHING_AROUND)) | dict.fromkeys(_NUMBERS, 0)
+        for name, (outer_stride, stride) in lie.items():
+            values |= {f"{name}_stride": stride}
+            values |= {f"{name}_jump": None if inner is None else outer_stride - inner * stride}
+        values |= {"x": self.pointer(call.y), "inner": inner, "rows": call.rows}
+        if call.norm is not None:
+            values |= self._operands(call.norm)
+        values |= {"numbers": self.pointer(call.out.view(torch.uint8)), "scale": self.pointer(call.scale)}
+        values |= {"scale_group_stride": call.scale_strides[2], "zero_point": self.pointer(call.zero_point)}
+        values |= {"zero_point_group_stride": call.zero_point_strides[2]}
+        values |= zip(_LIMITS, packing.limits(call.quantization, call.dtype), strict=True)
+        with _current(call.out.device):
+            launch = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
             launch(-(-call.rows // launch.variant.per_program), values)
 
     def backward(self, call: Backward) -> None:

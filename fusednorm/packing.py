@@ -173,6 +173,12 @@ def pack_quantization(quantization: Quantization, dtype: torch.dtype) -> bytes:
     return _QUANTIZATION.pack(_BYTE_KINDS[quantization.dtype], flags, group, *limits)
 
 
+def limits(quantization: Quantization, dtype: torch.dtype) -> tuple[float, float, float, float, float]:
+    """qmin, qmax, the floor and the limit of amax, and the floor of scales, for rows of this dtype."""
+    _, _, _, qmin, qmax, *rest = _QUANTIZATION.unpack(quantization.packed[KINDS[dtype]])
+    return (qmin, qmax, *rest)
+
+
 def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
     """A forward pass, or a call with the rows alone, and the quantizer that takes the rows."""
     if call.norm is not None:

@@ -211,6 +211,17 @@ def test_shuffles():
         assert run(body + STORE, lanes).tolist() == expected.tolist(), how
 
 
+def test_the_greatest_of_lanes():
+    """As signed numbers, of the lanes of a mask."""
+    values = (torch.arange(32) * 37 + 5) % 32 - 20
+    body = "cvt.u32.u64 %r1, %x; redux.sync.max.s32 %r2, %r1, -1; cvt.s64.s32 %z, %r2;"
+    assert run(LOAD + body + STORE, values).tolist() == [11] * 32
+    halves = "setp.gt.u32 %p0, %r0, 15; selp.b32 %r3, 4294901760, 65535, %p0; "
+    body = body.replace("-1;", "%r3;")
+    expected = [values[:16].max().item()] * 16 + [values[16:].max().item()] * 16
+    assert run(LOAD + halves + body + STORE, values - 20).tolist() == [value - 20 for value in expected]
+
+
 def test_lanes_that_part_meet_again():
     """Some take another way, some a loop of their own length, some end; those that are left exchange values."""
     body = """

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm import Quantization
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, QuantizerKind
 from fusednorm.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.run import backward as differentiate
@@ -235,6 +237,69 @@ def test_amd(target, x, residual):
             stores = re.findall(r"(?:global|buffer)_store_(\w+)", assembly)
             assert stores, name
             assert set(stores) <= {"dwordx4", "b128"}, name
+
+
+INT8, FP8_BLOCKS = Quantization(torch.int8), Quantization(torch.float8_e4m3fn, per=128)
+ZERO_POINTS = Quantization(torch.uint8, zero_point="after", apply="reciprocal")
+
+
+@pytest.mark.parametrize(
+    ("capability", "types", "size", "quantization"),
+    [
+        (90, (BF16, BF16), 128, INT8),
+        (90, (BF16, BF16), 16384, FP8_BLOCKS),
+        (90, (F32, F32), 16384, ZERO_POINTS),
+        (75, (F16, F32), 4096, FP8_BLOCKS),
+        (100, (F32, BF16), 4096, INT8),
+    ],
+    ids=str,
+)
+def test_a_quantizer(capability, types, size, quantization):
+    """Alone and after a norm: nothing spilled, every operation rounded by itself, and vectors of rows and numbers."""
+    x, residual = types
+    for normalises in (False, True):
+        of_norm = (residual, x, x, residual) if normalises else (None, None, x, None)
+        quantizer = QuantizerKind(quantization, normalises, not normalises)
+        kind = ForwardKind(x, *of_norm, size, True, False, False, False, 16, quantizer=quantizer)
+        variant = triton_gpu.forward_variant(kind, 32)
+        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        ptx = kernel.asm["ptx"]
+        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
+        registers, stack = resources(kernel)
+        assert stack == 0
+        assert registers * 32 * variant.warps <= 65536
+        loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
+        assert set(loads) == {16}
+        vector = 16 // min(dtype.itemsize for dtype in kind.dtypes())  # of numbers, of one byte each
+        scales = stores.count(4) - (32 // vector if vector == 4 else 0)
+        assert scales > 0
+        assert stores.count(16) == (32 * residual.itemsize // 16 if normalises else 0)
+        assert stores.count(vector) - (scales if vector == 4 else 0) == 32 // vector
+
+
+def test_a_launch_of_a_quantizer(launches, monkeypatch):
+    """Limits, floors, strides and other rows never compile again; rows that are too long are not taken."""
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    wide = torch.zeros(9, 4096, dtype=BF16)
+    with fusednorm.use_backend("triton"):
+        for rows in (2, 9):
+            fusednorm.quantize(wide[:rows, : rows * 128], INT8)
+    assert len(launches.compiled) == 2  # a row length each
+    with fusednorm.use_backend("triton"):
+        for rows in (2, 9):
+            fusednorm.rms_norm_quant(wide[:rows], quantization=INT8)
+            limited = replace(INT8, amax_floor=0.5, amax_limit=9.0, scale_floor=1e-3, qmax=100.0)
+            fusednorm.rms_norm_quant(wide.repeat(1, 2)[:rows, :4096], quantization=limited)
+        assert len(launches.compiled) == 3
+        x = wide.view(1, -1)
+        fusednorm.rms_norm_quant(x, quantization=INT8)
+    assert [variant.function.__name__ for variant in launches.compiled[2:]] == ["quantize_tile", "forward_wide"]
+    names = list(launches.compiled[2].arguments())
+    call = launches.calls[3]
+    assert call[0] == (2, 1, 1)
+    given = dict(zip(names, call[1:], strict=False))
+    assert (given["qmin"], given["qmax"], given["scale_floor"]) == (-128.0, 100.0, 1e-3)
+    assert (given["x_stride"], given["numbers_stride"], given["scale_stride"]) == (8192, 4096, 1)
 
 
 @pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)

@@ -198,6 +198,22 @@ template <Shuffle HOW> void shuffled(Warp& w, const Instruction& i, u32 lanes) {
     });
 }
 
+// The greatest value of the lanes of a mask: operands d, a, the mask.
+void greatest_of_lanes(Warp& w, const Instruction& i, u32 lanes) {
+    i32 given[LANES];
+    for (int l = 0; l < LANES; l++) given[l] = get<i32>(w[i.operands[1]][l]);
+    u64 *d = w[i.operands[0]], *mask = w[i.operands[2]];
+    each(lanes, [&](int l) {
+        const u32 members = (u32)mask[l];
+        if (!(members >> l & 1)) throw Fault(i.name + ": a lane is not in its own mask");
+        if (members & ~lanes) throw Fault(i.name + ": lanes of the mask are missing");
+        i32 greatest = given[l];
+        for (int from = 0; from < LANES; from++)
+            if (members >> from & 1 && given[from] > greatest) greatest = given[from];
+        d[l] = (u32)greatest;
+    });
+}
+
 void nothing(Warp&, const Instruction&, u32) {}
 
 using Table = std::map<std::string, std::pair<Handler, Kind>>;
@@ -383,6 +399,7 @@ Table table() {
     to["shfl.sync.down.b32"] = {shuffled<DOWN>, TOGETHER};
     to["shfl.sync.bfly.b32"] = {shuffled<XOR>, TOGETHER};
     to["shfl.sync.idx.b32"] = {shuffled<INDEX>, TOGETHER};
+    to["redux.sync.max.s32"] = {greatest_of_lanes, TOGETHER};
     set("prefetch.global.L2", nothing);
     set("griddepcontrol.launch_dependents", nothing);
     set("griddepcontrol.wait", [](Warp& w, const Instruction&, u32) { w.waited_for_kernels_before = true; });

@@ -1,0 +1,342 @@
+"""The Triton kernel for GPUs that quantizes rows, which it may normalise before (docs/spec.md, section 9).
+
+A group is what shares a scale. Of the index of an element in its row, the last bits say which element of its group it
+is (``triton_tiles.py``). So a tile is seen as [Q, D, R, G, E] here: D * E elements are a group, or, where a row is one,
+a segment of the row. R counts the rows and their segments. All arithmetic but a norm's is in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusednorm.backends.triton_kernels import added, gain_at
+from fusednorm.backends.triton_numbers import narrowed, normalised, quotient, row_of_heads, rows_at, rstd_of, widened
+from fusednorm.backends.triton_tiles import (
+    columns_of_tile,
+    loaded,
+    per_element,
+    rows_of_tile,
+    stored,
+    sums_of_rows,
+    sums_of_segments,
+)
+
+
+@triton.jit
+def in_order(bits):
+    """The bits of floats as whole numbers in the order of the floats, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def greatest(keys, SEGMENTS: tl.constexpr):
+    """The greatest whole number of each group: [Q, 1, R, G, 1]; SEGMENTS of R are one group."""
+    found = tl.max(tl.max(keys, axis=4, keep_dims=True), axis=1, keep_dims=True)
+    if SEGMENTS > 1:
+        Q: tl.constexpr = found.shape[0]
+        R: tl.constexpr = found.shape[2]
+        of_rows = tl.max(tl.reshape(found, (Q, R // SEGMENTS, SEGMENTS)), axis=2, keep_dims=True)
+        found = tl.reshape(tl.broadcast_to(of_rows, (Q, R // SEGMENTS, SEGMENTS)), found.shape)
+    return found
+
+
+@triton.jit
+def at_least(value, floor):
+    """The greater one; a NaN stays."""
+    floor = tl.full(value.shape, floor, tl.float32)
+    return tl.where(value < floor, floor, value)
+
+
+@triton.jit
+def at_most(value, limit):
+    """The smaller one; a NaN stays."""
+    limit = tl.full(value.shape, limit, tl.float32)
+    return tl.where(value > limit, limit, value)
+
+
+@triton.jit
+def whole_of(value):
+    """The nearest whole number, within 2^30; 0 of a NaN.
+
+    Adding and subtracting 2^23 with its sign rounds a number below 2^23; from there on all are whole.
+    """
+    value = tl.where(value != value, 0.0, value)
+    value = at_most(at_least(value, -1073741824.0), 1073741824.0)
+    shift = tl.where(value < 0, -8388608.0, 8388608.0)
+    rounded = tl.where(tl.abs(value) < 8388608.0, (value + shift) - shift, value)
+    return rounded.to(tl.int32)
+
+
+@triton.jit
+def float8_of(v, qmin, qmax, MANTISSA: tl.constexpr, LEAST_EXPONENT: tl.constexpr):
+    """The code of a number, cut to the range and rounded to nearest even; a NaN is 0x7F.
+
+    Adding 2^20 steps of the format (of e4m3: its 3 bits and those 20 fill a float) rounds a magnitude to whole steps,
+    which then stand in the last bits. The step is that of the exponent, and from the least exponent on that of
+    subnormals.
+    """
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    LOWEST: tl.constexpr = (127 + LEAST_EXPONENT) << 23
+    bits = v.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    limit = tl.where(bits < 0, tl.full(v.shape, 0, tl.float32) - qmin, tl.full(v.shape, qmax, tl.float32))
+    within = tl.minimum(magnitude, limit.to(tl.int32, bitcast=True))
+    exponent = tl.maximum(within & 0x7F800000, LOWEST)
+    shifted = exponent + (DROPPED << 23)
+    total = within.to(tl.float32, bitcast=True) + shifted.to(tl.float32, bitcast=True)
+    code = total.to(tl.int32, bitcast=True) - shifted + ((exponent - LOWEST) >> DROPPED)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code | ((bits >> 24) & 0x80))
+
+
+@triton.jit
+def numbers_of(v, zero, qmin, qmax, NUMBER: tl.constexpr, ZERO_POINT: tl.constexpr):
+    """Quotients, with their zero points, as they are stored."""
+    if ZERO_POINT == "before":
+        v = v + zero.to(tl.float32)
+    if NUMBER == "e4m3":
+        return float8_of(v, qmin, qmax, 3, -6).to(tl.uint8)
+    elif NUMBER == "e5m2":
+        return float8_of(v, qmin, qmax, 2, -14).to(tl.uint8)
+    else:
+        whole = whole_of(v)
+        if ZERO_POINT == "after":
+            whole = whole + zero
+        least, most = tl.full(v.shape, qmin, tl.float32), tl.full(v.shape, qmax, tl.float32)
+        # What a NaN becomes, 0, lies within the range.
+        whole = tl.minimum(tl.maximum(whole, least.to(tl.int32)), most.to(tl.int32))
+        if ZERO_POINT == "128":
+            whole = whole + 128
+        return (whole & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def store_quantized(
+    y,
+    inside,
+    numbers_rows,
+    column,
+    first,
+    rows,
+    numbers,
+    scale,
+    zero_point,
+    scale_stride,
+    scale_jump,
+    scale_group_stride,
+    zero_point_stride,
+    zero_point_jump,
+    zero_point_group_stride,
+    inner,
+    qmin,
+    qmax,
+    amax_floor,
+    amax_limit,
+    scale_floor,
+    N: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PER: tl.constexpr,
+    GIVEN: tl.constexpr,
+    SCALE_BY: tl.constexpr,
+    APPLY: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Stores the numbers of a tile of float32, and its scales and zero points."""
+    COMPUTED: tl.constexpr = (ZERO_POINT == "before") | (ZERO_POINT == "after")  # each scale has a zero point
+    E: tl.constexpr = WIDTH if PER == 0 or PER > WIDTH else PER
+    D: tl.constexpr = DEPTH if PER == 0 else (PER // WIDTH if PER > WIDTH else 1)
+    Q: tl.constexpr = DEPTH // D
+    R: tl.constexpr = ROWS * SEGMENTS
+    G: tl.constexpr = WIDTH // E
+    v = tl.reshape(y, (Q, D, R, G, E))
+    multiplier = None
+    zero = None
+    if GIVEN:
+        s = tl.full((1, 1, 1, 1, 1), tl.load(scale), tl.float32)
+        if COMPUTED:
+            zero = tl.full((1, 1, 1, 1, 1), tl.load(zero_point), tl.int32)
+    else:
+        bits = v.to(tl.int32, bitcast=True)
+        there = None if inside is None else tl.reshape(tl.broadcast_to(inside, y.shape), v.shape)
+        OF_ROW: tl.constexpr = SEGMENTS if PER == 0 else 1
+        if COMPUTED:
+            keys = in_order(bits)
+            others = ~keys
+            if there is not None:
+                keys = tl.where(there, keys, -2147483648)
+                others = tl.where(there, others, -2147483648)
+            high = in_order(greatest(keys, OF_ROW)).to(tl.float32, bitcast=True)
+            low = in_order(~greatest(others, OF_ROW)).to(tl.float32, bitcast=True)
+            both = low + high
+            # A NaN of either sign is at one end.
+            strange = (low != low) | (high != high)
+            low, high = tl.where(strange, both, low), tl.where(strange, both, high)
+            span = high - low
+            steps = tl.full(span.shape, qmax, tl.float32) - qmin
+        else:
+            keys = bits & 0x7FFFFFFF
+            if there is not None:
+                keys = tl.where(there, keys, 0)
+            span = greatest(keys, OF_ROW).to(tl.float32, bitcast=True)
+            span = at_most(at_least(span, amax_floor), amax_limit)
+            steps = tl.full(span.shape, qmax, tl.float32)
+        if SCALE_BY == "reciprocal":
+            s = span * quotient(tl.full(span.shape, 1.0, tl.float32), steps, tl.float32)
+        else:
+            s = quotient(span, steps, tl.float32)
+        s = at_least(s, scale_floor)
+        if COMPUTED:
+            zero = tl.full(s.shape, qmin, tl.float32) - quotient(low, s, tl.float32)
+            zero = tl.where(s == 0, 0, whole_of(zero))
+        elif APPLY == "ratio":
+            multiplier = quotient(tl.full(span.shape, qmax, tl.float32), span, tl.float32)
+        row = first + (tl.arange(0, R) // SEGMENTS)[None, None, :, None, None]
+        begin = (tl.arange(0, R) % SEGMENTS * (DEPTH * WIDTH))[None, None, :, None, None]
+        begin = begin + (tl.arange(0, Q) * (D * WIDTH))[:, None, None, None, None]
+        begin = begin + (tl.arange(0, G) * E)[None, None, None, :, None]
+        number = begin * 0 if PER == 0 else begin // PER
+        mine = (row < rows) & ((begin == 0) if PER == 0 else (begin < N))
+        at = rows_at(scale, row, scale_stride, scale_jump, inner) + number * scale_group_stride
+        tl.store(at, multiplier if MULTIPLIER else s, mask=mine)
+        if COMPUTED:
+            at = rows_at(zero_point, row, zero_point_stride, zero_point_jump, inner) + number * zero_point_group_stride
+            tl.store(at, zero, mask=mine)
+    if APPLY == "divide":
+        v = quotient(v, tl.broadcast_to(s, v.shape), tl.float32)
+    elif APPLY == "ratio":
+        v = v * multiplier
+    else:
+        v = v * quotient(tl.full(s.shape, 1.0, tl.float32), s, tl.float32)
+    v = tl.where(s == 0, 0.0, v)
+    found = tl.reshape(numbers_of(v, zero, qmin, qmax, NUMBER, ZERO_POINT), y.shape)
+    tl.store(numbers_rows + column, found, mask=inside)
+
+
+@triton.jit
+def quantize_tile(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    bias,
+    numbers,
+    scale,
+    zero_point,
+    x_stride,
+    residual_stride,
+    out_stride,
+    residual_out_stride,
+    numbers_stride,
+    scale_stride,
+    scale_group_stride,
+    zero_point_stride,
+    zero_point_group_stride,
+    inner,
+    x_jump,
+    residual_jump,
+    out_jump,
+    residual_out_jump,
+    numbers_jump,
+    scale_jump,
+    zero_point_jump,
+    rows,
+    eps,
+    weight_offset,
+    weight_stride,
+    bias_stride,
+    heads,
+    x_scale,
+    qmin,
+    qmax,
+    amax_floor,
+    amax_limit,
+    scale_floor,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_SUM: tl.constexpr,
+    ROUND_NORM: tl.constexpr,
+    PASSED: tl.constexpr,
+    NUMBER: tl.constexpr,
+    PER: tl.constexpr,
+    GIVEN: tl.constexpr,
+    SCALE_BY: tl.constexpr,
+    APPLY: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """ROWS whole rows per program, each kept in registers.
+
+    PASSED: the rows pass from a norm to the quantizer as "x"'s type or as "A"; "": they are those of x.
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
+    column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
+    inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
+    every_row = row < rows if inside_row is None else inside_row & (row < rows)
+    inside = inside_row if ROWS == 1 else every_row
+    x_rows = rows_at(x, row, x_stride, x_jump, inner)
+    if PASSED == "":
+        y = loaded(x_rows + column, inside, A)
+    else:
+        residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
+        total_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
+        h = added(x_rows, x_scale, None, None, residual_rows, total_rows, column, inside, "", ROUND_SUM, ROUND_NORM, A)
+        weight_rows = row_of_heads(weight, row, weight_stride, heads)
+        g = None if weight is None else gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
+        bias_rows = row_of_heads(bias, row, bias_stride, heads)
+        b = None if bias is None else stored(bias_rows + column, inside_row)
+        rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
+        y = normalised(h, per_element(rstd, SEGMENTS, DEPTH), g, x.dtype.element_ty, ROUND_NORM, A)
+        if b is not None:
+            y = y + widened(b, A)
+        kept = narrowed(y, A if PASSED == "A" else x.dtype.element_ty)
+        if out is not None:
+            tl.store(rows_at(out, row, out_stride, out_jump, inner) + column, kept, mask=inside)
+        y = widened(kept, A)
+    store_quantized(
+        y.to(tl.float32),
+        inside,
+        rows_at(numbers, row, numbers_stride, numbers_jump, inner),
+        column,
+        first,
+        rows,
+        numbers,
+        scale,
+        zero_point,
+        scale_stride,
+        scale_jump,
+        scale_group_stride,
+        zero_point_stride,
+        zero_point_jump,
+        zero_point_group_stride,
+        inner,
+        qmin,
+        qmax,
+        amax_floor,
+        amax_limit,
+        scale_floor,
+        N,
+        NUMBER,
+        PER,
+        GIVEN,
+        SCALE_BY,
+        APPLY,
+        MULTIPLIER,
+        ZERO_POINT,
+        ROWS,
+        SEGMENTS,
+        DEPTH,
+        WIDTH,
+    )
