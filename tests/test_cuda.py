@@ -197,7 +197,7 @@ def quantized_kind(x, residual, size, quantization, normalises=True):
 @pytest.mark.parametrize(
     ("capability", "x", "residual", "size", "names"),
     [
-        (90, BF16, BF16, 4096, QUANTIZED),
+        (90, BF16, BF16, 4096, tuple(QUANTIZED)),
         (90, BF16, BF16, 128, ("float8", "zero points")),
         (90, F32, F32, 16384, ("float8 blocks",)),
         (90, F64, F64, 4096, ("zero points",)),
