@@ -14,7 +14,7 @@ from fusednorm import fast_path as path
 from fusednorm import packing, registry
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Operation, Quantize
+    from fusednorm.call import Backward, Forward, Gate, GateBackward, Operation, Quantize
 
 DEVICES = ("cpu",)
 
@@ -138,6 +138,16 @@ def quantize(call: Quantize) -> None:
     """
     if _lib.fn_run(packing.pack_quantize(call, torch.get_num_threads())):
         raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
+
+
+def gate(call: Gate) -> None:
+    """Multiplies rows by a function of others; see :class:`fusednorm.registry.Backend`."""
+    _lib.fn_run_gate(packing.pack_gate(call, torch.get_num_threads()))
+
+
+def gate_backward(call: GateBackward) -> None:
+    """Writes the gradients of a gate; see :class:`fusednorm.registry.Backend`."""
+    _lib.fn_run_gate(packing.pack_gate(call, torch.get_num_threads()))
 
 
 def backward_on_fast_path(*operands: Any) -> bool:

@@ -3,6 +3,7 @@
 #define FUSEDNORM_CPU_H
 
 #include "call.h"
+#include "gate.h"
 
 #if defined(__FAST_MATH__)
 #error "fusednorm promises bits: build it without -ffast-math"
@@ -153,6 +154,7 @@ struct fn_kernels {
     fn_backward_flush *backward_flush;
     fn_backward_end *backward_end;
     fn_quantize_row *quantize_row;
+    fn_gate_tile *gate_tile;
 };
 extern const struct fn_kernels fn_kernels_scalar;
 extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
@@ -196,6 +198,9 @@ void fn_use_isa(int isa);
  */
 typedef int fn_run_fn(const struct fn_call *call);
 fn_run_fn fn_run;
+
+/* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
+void fn_run_gate(const void *packed);
 
 /* dispatch.c and backward.c */
 int fn_forward(const struct fn_call *calls, int count);

@@ -159,6 +159,8 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
 
 #include "quantize_body.h"
 
+#include "gate_body.h"
+
 const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
     forward_rows, two_norms_rows, backward_begin, backward_rows, backward_flush, backward_end,
-    quantize_row};
+    quantize_row, gate_tile};

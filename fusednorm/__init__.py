@@ -32,6 +32,7 @@ from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fu
 from fusednorm import quantizations
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.explain import explain
+from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.l2 import l2_norm
 from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
@@ -62,6 +63,9 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_add_rms_norm_quant",
+    "gate",
+    "gate_",
+    "gelu_tanh_and_mul",
     "l2_norm",
     "prewarm",
     "qk_norm_rope",
@@ -77,5 +81,6 @@ __all__ = [
     "rms_norm_add_rms_norm_",
     "rms_norm_quant",
     "rotate",
+    "silu_and_mul",
     "use_backend",
 ]

@@ -283,3 +283,43 @@ class Backward(NamedTuple):
         if self.dx is not None and self.dx.dtype != self.operation.x:
             return None, self.dx, self.dweight
         return self.dx, self.dresidual, self.dweight
+
+
+class Gate(NamedTuple):
+    """Rows times a function of other rows: docs/spec.md, section 10. ``inner`` and ``strides`` are as in Forward."""
+
+    #: [..., N].
+    y: Tensor
+    #: [..., N], the gate.
+    z: Tensor
+    #: [..., N], receives the products, rounded to its dtype. It may be y or z itself.
+    out: Tensor
+    #: The function, of :data:`fusednorm.backends.activations.ACTIVATIONS`.
+    activation: str
+    #: The dtype that the function's value is rounded to before it is multiplied; None: it is not rounded.
+    between: torch.dtype | None
+    hidden_size: int
+    rows: int
+    inner: int
+    #: Of y, z and out.
+    strides: tuple[Strides, Strides, Strides]
+
+
+class GateBackward(NamedTuple):
+    """The gradients of a gate, of which one is wanted at least. The outputs share no memory with other operands."""
+
+    #: [..., N], the gradient of the products.
+    d: Tensor
+    y: Tensor
+    z: Tensor
+    #: [..., N], receives the gradient of y, rounded to its dtype, or None.
+    dy: Tensor | None
+    #: [..., N], receives the gradient of z, rounded to its dtype, or None.
+    dz: Tensor | None
+    activation: str
+    between: torch.dtype | None
+    hidden_size: int
+    rows: int
+    inner: int
+    #: Of d, y, z, dy and dz; (0, 0) where it is absent.
+    strides: tuple[Strides, Strides, Strides, Strides, Strides]

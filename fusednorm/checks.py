@@ -11,6 +11,7 @@ from typing import NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
 from fusednorm.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
@@ -22,10 +23,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-#: The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
-_ANEW = {"out": "allocate it with torch.empty_like(x)", "residual_out": "allocate it with torch.empty_like(residual)"}
-
-
 def check_operands(
     x: Tensor,
     residual: Tensor | None,
@@ -35,33 +32,38 @@ def check_operands(
     *,
     in_memory: bool = True,
     x_name: str = "x",
+    residual_name: str = "residual",
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
     if _usual((x, residual, weight, out, residual_out)):
         return
-    operands = {x_name: x, "residual": residual, weight_name: weight, "out": out, "residual_out": residual_out}
+    operands = {x_name: x, residual_name: residual, weight_name: weight, "out": out, "residual_out": residual_out}
+    # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
+    like = {"out": x_name, "residual_out": residual_name}
+    anew = {name: f"allocate it with torch.empty_like({other})" for name, other in like.items()}
     for name, tensor in operands.items():
         if tensor is None and name != x_name:
             continue
         if not isinstance(tensor, Tensor):
             refuse_type(name, tensor)
         if tensor.dtype not in FLOATS:
-            cure = _ANEW.get(name, f"convert it, for instance {name}.to(torch.float32)")
+            cure = anew.get(name, f"convert it, for instance {name}.to(torch.float32)")
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; {cure}"
             )
         if tensor.dtype == torch.float64 and x.dtype != torch.float64:
-            cure = _ANEW.get(name, f"convert x with x.double(), or {name} with {name}.float()")
+            cure = anew.get(name, f"convert {x_name} with {x_name}.double(), or {name} with {name}.float()")
             raise TypeError(
-                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: {cure}"
+                f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
+                f"{x_name}: {cure}"
             )
-        check_dense(name, tensor, _ANEW.get(name, f"{name}.to_dense() makes one"))
+        check_dense(name, tensor, anew.get(name, f"{name}.to_dense() makes one"))
         if tensor.device != x.device:
-            cure = _ANEW.get(name, f"{name}.to({str(x.device)!r}) moves it")
-            if tensor.is_meta and name not in _ANEW:
+            cure = anew.get(name, f"{name}.to({str(x.device)!r}) moves it")
+            if tensor.is_meta and name not in anew:
                 cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
+            raise ValueError(f"{name} is on {tensor.device} and {x_name} on {x.device}; {cure}")
         if name == x_name:
             if tensor.dim() == 0 or tensor.shape[-1] == 0:
                 raise ValueError(f"{name} must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
@@ -72,10 +74,11 @@ def check_operands(
                     f"got {list(tensor.shape)}"
                 )
         elif tensor.shape != x.shape:
-            cure = _ANEW.get(name, "pass a row of the residual for each row of x")
-            if name == "residual" and _expands(tensor, x):
-                cure = "expand it with residual.expand_as(x)"
-            raise ValueError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
+            whose = f"the {name}" if name == "residual" else name
+            cure = anew.get(name, f"pass a row of {whose} for each row of {x_name}")
+            if name == residual_name and _expands(tensor, x):
+                cure = f"expand it with {name}.expand_as({x_name})"
+            raise ValueError(f"{name} must have {x_name}'s shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
@@ -121,17 +124,24 @@ def check_flags(
     return flags
 
 
-def check_between(between: torch.dtype | None, x: Tensor) -> None:
+def check_between(between: torch.dtype | None, x: Tensor, name: str = "x") -> None:
     """The dtype of what passes between two operations."""
     if between is None:
         return
     if between is not torch.float32:
         raise TypeError(
-            f"between must be None or torch.float32, got {between!r}; leave it out for x's dtype, which separate calls "
-            "would pass on"
+            f"between must be None or torch.float32, got {between!r}; leave it out for {name}'s dtype, which separate "
+            "calls would pass on"
         )
     if x.dtype == torch.float64:
-        raise TypeError("between is float32 while x is float64, whose rows it would round; leave it out")
+        raise TypeError(f"between is float32 while {name} is float64, whose rows it would round; leave it out")
+
+
+def check_activation(activation: str) -> None:
+    """The name of a gate's function."""
+    if activation not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation must be one of {names}, got {activation!r}; silu is also called swish")
 
 
 def check_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:

@@ -190,6 +190,23 @@ def _quantize(schema: OpSchema) -> Any:
     return _strategy(outputs, operands, rows)
 
 
+def _gate(schema: OpSchema) -> Any:
+    """Elements stay where they are, those of a row too."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    elements = _rows(operands["y"], operands["z"], whole=0)
+    return _strategy(elements, operands, elements)
+
+
+def _gate_backward(schema: OpSchema) -> Any:
+    """As :func:`_gate`."""
+    schema.get_mesh_from_args()
+    operands = _placed(schema)
+    elements = _rows(operands["y"], operands["z"], operands["d"], whole=0)
+    needs = cast(Sequence[bool], schema.args_schema[5])
+    return _strategy(_gradients(elements, (elements, elements), needs), operands, elements)
+
+
 def _shares(rows: DTensorSpec) -> DTensorSpec:
     """Where the gradient of a row of all ranks lies: each rank that has other rows has a share of it."""
     return DTensorSpec(
@@ -228,3 +245,5 @@ _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
 _register("rotate", _rotate)
 _register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
 _register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=5))
+_register("gate", _gate, RuntimeSchemaInfo(static_argnum=2))
+_register("gate_backward", _gate_backward, RuntimeSchemaInfo(static_argnum=3))

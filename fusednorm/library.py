@@ -13,14 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import run
+from fusednorm import run, run_gated
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.backends import quantizer, reference, rotation
+from fusednorm.backends import activations, quantizer, reference, rotation
 from fusednorm.call import Flags, RMSNorm, operation_of
-from fusednorm.checks import check_affine, check_flags, check_gradients, check_operands, check_quantization
+from fusednorm.checks import (
+    check_activation,
+    check_affine,
+    check_flags,
+    check_gradients,
+    check_operands,
+    check_quantization,
+)
 from fusednorm.listeners import has_tangent
 from fusednorm.quantizations import Quantization
 from fusednorm.registry import request, request_of_backward, use_backend
+from fusednorm.run_gated import Gating
 from fusednorm.tables import check_heads, check_tables
 
 try:
@@ -46,6 +54,9 @@ SCHEMAS = {
     "-> (Tensor, Tensor, Tensor)",
     "rotate": "(Tensor x, Tensor cos, Tensor sin, bool interleaved, ScalarType? rounded_to, ScalarType dtype) "
     "-> Tensor",
+    "gate": "(Tensor y, Tensor z, str activation, ScalarType? between, ScalarType out_dtype) -> Tensor",
+    "gate_backward": "(Tensor d, Tensor y, Tensor z, str activation, ScalarType? between, bool[] needs) "
+    "-> (Tensor, Tensor)",
     "quantize": "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
     "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
@@ -156,6 +167,39 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: 
     return rotation.rotated(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
 
 
+def _gate(y: Tensor, z: Tensor, *gating: Any) -> Tensor:
+    _check_gate(y, z, *gating)
+    return run_gated.forward(y, z, Gating(*gating)).contiguous()
+
+
+def _check_gate(
+    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, *others: torch.dtype | Tensor
+) -> None:
+    """``others``: the dtype of the result, or its gradient."""
+    wider = y if y.dtype == torch.float64 else z  # either may decide the accumulator type
+    for operand in (y, z, *others):
+        if isinstance(operand, Tensor):
+            check_operands(wider, operand, None, None, None, in_memory=False, x_name="y", residual_name="z")
+        else:
+            check_flags(Flags(out_dtype=operand), wider, None, None, None)
+    check_activation(activation)
+    if between not in (None, torch.float16, torch.bfloat16):
+        raise TypeError(f"between must be None, torch.float16 or torch.bfloat16, got {between!r}; pass None for wider")
+
+
+def _gate_backward(
+    d: Tensor, y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    _check_gate(y, z, activation, between, d)
+    dy, dz = (
+        torch.empty(t.shape if need else 0, dtype=t.dtype, device=t.device)
+        for t, need in zip((y, z), needs, strict=True)
+    )
+    into = (dy if needs[0] else None, dz if needs[1] else None)
+    run_gated.backward(run_gated.backend_of(y), d, y, z, Gating(activation, between, d.dtype), into)
+    return dy, dz
+
+
 def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     quantization = _check_quantize(y, text, scale, zero_point)
     found = quantizer.quantized(y, quantization, scale, zero_point)
@@ -247,6 +291,22 @@ def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def _fake_gate(y: Tensor, z: Tensor, activation: str, between: Any, out_dtype: torch.dtype) -> Tensor:
+    _check_gate(y, z, activation, between, out_dtype)
+    return torch.empty_like(y, dtype=out_dtype, memory_format=torch.contiguous_format)
+
+
+def _fake_gate_backward(
+    d: Tensor, y: Tensor, z: Tensor, activation: str, between: Any, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    _check_gate(y, z, activation, between, d)
+    dy, dz = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) if need else t.new_empty(0)
+        for t, need in zip((y, z), needs, strict=True)
+    )
+    return dy, dz
+
+
 def _fake_quantize(
     y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,6 +356,8 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "affine": (_affine, _fake_affine),
     "affine_backward": (_affine_backward, _fake_affine_backward),
     "rotate": (_rotate, _fake_rotate),
+    "gate": (_gate, _fake_gate),
+    "gate_backward": (_gate_backward, _fake_gate_backward),
     "quantize": (_quantize, _fake_quantize),
     "backward": (_backward, _fake_backward),
 }
@@ -368,6 +430,20 @@ def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(cos, sin)
 
 
+def _gradients_of_gate(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    needs, (y, z) = ctx.needs_input_grad[:2], ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        found: Any = activations.gate_gradients(d, y, z, *ctx.gating, needs)
+    else:
+        found = torch.ops.fusednorm.gate_backward(d, y, z, *ctx.gating, list(needs))
+    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), None, None, None
+
+
+def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.gating = inputs[2:4]
+
+
 #: Backward pass, and what is kept for it, of the operations that have one.
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_add_rms_norm": (_gradients_of_fused, _keep_fused),
@@ -376,6 +452,7 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "scale": (_gradients_of_scale, _keep_scale),
     "affine": (_gradients_of_affine, _keep_affine),
     "rotate": (_gradients_of_rotation, _keep_rotation),
+    "gate": (_gradients_of_gate, _keep_gate),
 }
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusednorm.call import Backward, Forward, Quantize, Strides
+from fusednorm.backends.activations import ACTIVATIONS
+from fusednorm.call import Backward, Forward, Gate, GateBackward, Quantize, Strides
 
 if TYPE_CHECKING:
     from fusednorm.quantizations import Quantization
@@ -194,3 +195,19 @@ def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
         *((0, 0, 0, 0) if zero_point is None else (zero_point.data_ptr(), *(4 * s for s in call.zero_point_strides))),
     )
     return packed + call.quantization.packed[KINDS[call.dtype]] + results
+
+
+_GATE = struct.Struct("=28q")
+
+
+def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
+    """A gate, or its gradients, as ``struct fn_gate`` of ``cpu/gate.h``."""
+    if isinstance(call, Gate):
+        operands = (_ABSENT, *map(_operand, (call.y, call.z, call.out), call.strides), _ABSENT)
+    else:
+        operands = tuple(map(_operand, (call.d, call.y, call.z, call.dy, call.dz), call.strides))
+    wide = torch.float64 in (call.y.dtype, call.z.dtype)
+    return _GATE.pack(
+        *(isinstance(call, GateBackward), ACTIVATIONS.index(call.activation), KINDS[call.between], wide),
+        *(threads, call.rows, call.inner, call.hidden_size, *itertools.chain(*operands)),
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.conformance import oracle, oracle_quantized
+from fusednorm.conformance import oracle, oracle_gated, oracle_quantized
 from fusednorm.conformance.cases import BF16, F16, F32, F64, INTEGERS, Case, differing, dtype_name, listed, operands
 
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -277,6 +277,54 @@ def vectors_of_quantized():
     return made
 
 
+#: The golden vectors of gates.
+GATED = Path(__file__).parent / "golden-gated.json"
+
+_GATES = {"gate": ("y", "z"), "silu_and_mul": ("gate", "up"), "gelu_tanh_and_mul": ("gate", "up")}
+
+
+def results_of_gated(vector):
+    """The result of a gate on the current backend, and its gradients, by name."""
+    leaves = {name: decoded(vector[name]).requires_grad_() for name in _GATES[vector["function"]]}
+    out = getattr(fusednorm, vector["function"])(**leaves, **_dtypes(vector["flags"]))
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), decoded(vector["d_out"]))
+    return {"out": out.detach()} | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def _gate_cases():
+    """Function, dtypes of both operands, factor of the gate, and flags."""
+    for activation in ("silu", "sigmoid", "gelu_tanh"):
+        for (y, z), factor in zip(((BF16, BF16), (F16, F32), (F32, BF16), (F64, F64)), (2, 20, 60, 400), strict=True):
+            yield "gate", y, z, factor, {"activation": activation}
+    for function in ("silu_and_mul", "gelu_tanh_and_mul"):
+        for (gate, up), between in zip(((BF16, BF16), (F16, F16), (BF16, F32)), (None, "float32", None), strict=True):
+            yield function, gate, up, 3, {"between": between}
+
+
+def vectors_of_gated():
+    """All vectors of gates, computed by the current backend; none that the oracle contradicts."""
+    made = []
+    for function, first, second, factor, flags in _gate_cases():
+        x, residual, _ = operands(Case(2, 45, first, second))
+        inputs = dict(zip(_GATES[function], (x, residual), strict=True))
+        gate = "z" if function == "gate" else "gate"
+        inputs[gate] = inputs[gate] * factor
+        inputs["d_out"] = operands(Case(2, 45, first, seed=1))[0]
+        vector = {"function": function, "flags": flags, **{name: encoded(t) for name, t in inputs.items()}}
+        found = results_of_gated(vector)
+        between = None if function == "gate" or flags["between"] else first
+        activation = flags.get("activation") or function.removesuffix("_and_mul")
+        wanted = oracle_gated.gated(
+            inputs.get("y", inputs.get("up")), inputs[gate], activation, between, first, inputs["d_out"]
+        )
+        names = ("out", "d_y", "d_z") if function == "gate" else ("out", "d_up", "d_gate")
+        for name, tensor in zip(names, wanted, strict=True):
+            if differing(found[name], tensor).any():
+                sys.exit(f"{function} {flags}: the oracle has other values for {name}; nothing was written")
+        made.append(vector | {"expected": {name: encoded(t) for name, t in found.items()}})
+    return made
+
+
 def contradictions(vector):
     """The names of the expected tensors for which the oracle has other values."""
     x, residual, weight, dy, d_residual_out = (
@@ -307,9 +355,11 @@ def main():
     with fusednorm.use_backend("reference"):
         compositions = vectors_of_compositions()
         quantized = vectors_of_quantized()
+        gated = vectors_of_gated()
     path(fusednorm.SPEC_VERSION).write_text(json.dumps(made, indent=1) + "\n")
     COMPOSITIONS.write_text(json.dumps(compositions, indent=1) + "\n")
     QUANTIZED.write_text(json.dumps(quantized, indent=1) + "\n")
+    GATED.write_text(json.dumps(gated, indent=1) + "\n")
 
 
 if __name__ == "__main__":

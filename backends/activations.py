@@ -1,0 +1,195 @@
+"""Gates in plain torch operations: docs/spec.md, section 10. Every backend must return these bits.
+
+Where a docstring says "in the accumulator type", a function takes float32 or float64, and computes in it.
+``tests/exponential.py`` computes the constants.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fusednorm.backends.reference import accumulator, rounded, widened
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: The names of the functions that a gate goes through.
+ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
+
+#: From 2 * sqrt(2 / pi) * (z + 0.044715 * z^3), the argument of the sigmoid in gelu_tanh, and from its derivative.
+OUTER, INNER, SLOPE = 1.5957691216057308, 0.044715, 0.134145
+#: Beyond it a gelu_tanh is z or 0, and its derivative 1 or 0.
+FLAT = 64.0
+
+
+class Scheme(NamedTuple):
+    """The constants of the exponential for one type."""
+
+    whole: torch.dtype
+    mantissa: int
+    bias: int
+    #: From here down exp is 0, and from `greatest` up infinite.
+    least: float
+    greatest: float
+    #: Below it the sigmoid is the exponential itself.
+    low: float
+    #: Adding it rounds to a whole number, which then stands in the last bits.
+    rounder: float
+    log2_e: float
+    ln2_high: float
+    ln2_low: float
+    coefficients: tuple[float, ...]
+
+
+SCHEMES = {
+    torch.float32: Scheme(
+        *(torch.int32, 23, 127, -110.0, 89.0, -80.0, 1.5 * 2.0**23),
+        *(1.4426950216293335, 0.693145751953125, 1.428606765330187e-06),
+        (
+            *(0.5, 0.16666647791862488, 0.041666481643915176),
+            *(0.008337817154824734, 0.0013933278387412429, 0.00017366002430208027),
+        ),
+    ),
+    torch.float64: Scheme(
+        *(torch.int64, 52, 1023, -760.0, 710.0, -680.0, 1.5 * 2.0**52),
+        *(1.4426950408889634, 0.6931471805598903, 5.497923018708371e-14),
+        (
+            *(0.5, 0.16666666666666669, 0.04166666666666668, 0.00833333333333214, 0.0013888888888877072),
+            *(0.00019841269845288366, 2.4801587341355542e-05, 2.7557313100394887e-06, 2.7557258593055556e-07),
+            *(2.5056429617706943e-08, 2.091968294911386e-09, 1.491964640100774e-10),
+        ),
+    ),
+}
+
+
+def _at_least(value: Tensor, least: float) -> Tensor:
+    """The value, or ``least`` if that is greater; a NaN stays."""
+    return torch.where(value < least, least, value)
+
+
+def _within(value: Tensor, least: float, greatest: float) -> Tensor:
+    """The value cut to a range; a NaN stays."""
+    return torch.where(value > greatest, greatest, _at_least(value, least))
+
+
+def _exponential(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three factors of exp(t), which are multiplied from left to right."""
+    scheme = SCHEMES[t.dtype]
+    t = _within(t, scheme.least, scheme.greatest)
+    shifted = t * scheme.log2_e + scheme.rounder
+    k = shifted - scheme.rounder
+    r = (t - k * scheme.ln2_high) - k * scheme.ln2_low
+    square = r * r
+    pairs = list(zip(scheme.coefficients[::2], scheme.coefficients[1::2], strict=True))
+    even, odd = pairs.pop()
+    p = r * odd + even
+    for even, odd in reversed(pairs):
+        p = p * square + (r * odd + even)
+    p = p * square + r + 1
+    whole = shifted.view(scheme.whole) - torch.full_like(shifted, scheme.rounder).view(scheme.whole) + 2 * scheme.bias
+    half = whole >> 1
+    return p, *((part << scheme.mantissa).view(t.dtype) for part in (half, whole - half))
+
+
+def exponential(t: Tensor) -> Tensor:
+    """exp(t) in the accumulator type."""
+    p, first, second = _exponential(t)
+    return p * first * second
+
+
+def _product(z: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z * sigmoid(v), whether v is low, and exp(-v); exp(v) where v is low."""
+    scheme = SCHEMES[v.dtype]
+    low = v < scheme.low
+    p, first, second = _exponential(torch.where(low, v, -v))
+    e = p * first * second
+    # Not z * e: where e is subnormal, it has lost bits. z - z is 0, or NaN for an infinity.
+    n = torch.where(low, _at_least(z, scheme.least) * p * first * second + (z - z), z)
+    return n / (1 + e), low, e
+
+
+class Product(torch.autograd.Function):
+    """(z, v) -> (z * sigmoid(v), sigmoid(v), 1 - sigmoid(v)), of which every derivative consists."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Both are of the accumulator type, and of one shape."""
+        f, low, e = _product(z, v)
+        s = torch.where(low, e, 1) / (1 + e)
+        return f, s, torch.where(low, 1, e * s)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Keeps the outputs."""
+        ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, df: Tensor, ds: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of z and v."""
+        f, s, c = ctx.saved_tensors
+        return df * s, df * f * c + (ds - dc) * s * c
+
+    @staticmethod
+    def jvp(ctx: Any, z_tangent: Tensor, v_tangent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tangents."""
+        f, s, c = ctx.saved_tensors
+        slope = s * c * v_tangent
+        return z_tangent * s + f * c * v_tangent, slope, -slope
+
+
+def _argument(z: Tensor) -> Tensor:
+    """What gelu_tanh passes to the sigmoid."""
+    return (z + z * z * z * INNER) * OUTER
+
+
+def activated(z: Tensor, activation: str) -> Tensor:
+    """A gate through its function, in the accumulator type."""
+    if activation == "sigmoid":
+        return _product(torch.ones_like(z), z)[0]
+    return _product(z, z if activation == "silu" else _argument(z))[0]
+
+
+def activated_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The same, and the function's derivative there; both can be differentiated again."""
+    if activation == "sigmoid":
+        f, _, c = Product.apply(torch.ones_like(z), z)  # type: ignore[no-untyped-call]
+        return f, f * c
+    f, s, c = Product.apply(z, z if activation == "silu" else _argument(z))  # type: ignore[no-untyped-call]
+    if activation == "silu":
+        return f, s + f * c
+    within = _within(z, -FLAT, FLAT)
+    return f, s + f * c * ((within * within * SLOPE + 1) * OUTER)
+
+
+def gated(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype) -> Tensor:
+    """y times the gate z, [..., N], as the specification writes it.
+
+    Args:
+        y: [..., N], float16, bfloat16, float32 or float64.
+        z: [..., N], any of these dtypes.
+        activation: the gate's function, of :data:`ACTIVATIONS`.
+        between: the dtype that the gate is rounded to before it is multiplied, or None.
+        out_dtype: the dtype of the result.
+    """
+    wide = accumulator(torch.promote_types(y.dtype, z.dtype))
+    a = activated(z.to(wide), activation)
+    if between is not None:
+        a = rounded(a, between).to(wide)
+    return rounded(y.to(wide) * a, out_dtype)
+
+
+def gate_gradients(
+    d: Tensor, y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of y and z of :func:`gated`, as far as they are needed; d is the result's."""
+    wide = accumulator(torch.promote_types(y.dtype, z.dtype))
+    a, slope = activated_and_slope(widened(z, wide), activation)
+    da, d = d.to(wide) * y.to(wide), d.to(wide)
+    if between is not None:
+        a, da = rounded(a, between).to(wide), rounded(da, between).to(wide)
+    return rounded(d * a, y.dtype) if needs[0] else None, rounded(da * slope, z.dtype) if needs[1] else None

@@ -1,0 +1,28 @@
+/* A gate, as fusednorm/packing.py packs it: out = y * f(z), or the gradients of y and z. All fields have 8 bytes. */
+#ifndef FUSEDNORM_GATE_H
+#define FUSEDNORM_GATE_H
+
+#include "call.h"
+
+enum fn_activation { FN_SILU, FN_SIGMOID, FN_GELU_TANH };
+
+/* The operands: y, z and out; or d, y, z and the gradients of y and z, of which one may be absent. */
+enum { FN_GATE_D, FN_GATED, FN_GATE, FN_GATE_OUT, FN_GATED_D = FN_GATE_OUT, FN_GATE_DZ, FN_GATE_OPERANDS };
+
+struct fn_gate {
+    int64_t pass, activation;
+    int64_t between; /* the kind that f(z) and its gradient are rounded to, or FN_NONE */
+    int64_t wide; /* whether all is computed in float64 */
+    int64_t threads, rows, inner, hidden; /* as in struct fn_call */
+    struct fn_operand operand[FN_GATE_OPERANDS];
+};
+
+/* Elements that are computed together, and that a thread takes at least: their buffers stay in the first cache. */
+enum { FN_GATE_TILE = 512 };
+
+_Static_assert(sizeof(struct fn_gate) == (8 + 4 * FN_GATE_OPERANDS) * 8, "fusednorm/packing.py packs fields without gaps");
+
+/* Computes n <= FN_GATE_TILE elements of a row, which begin at `at` of each operand (NULL where it is absent). */
+typedef void fn_gate_tile(const struct fn_gate *gate, char *const *at, int n);
+
+#endif

@@ -1,0 +1,98 @@
+"""A second implementation of gates, in NumPy, written from docs/spec.md alone, to check backends/activations.py.
+
+It shares no code with that file: whole numbers are found by np.rint, and powers of two multiplied by np.ldexp.
+"""
+
+import numpy as np
+import torch
+
+from fusednorm.conformance.oracle import _rounded, to_numpy
+
+#: least, greatest, lowest, log2_e, ln2_high, ln2_low, and the coefficients from c2 on.
+_CONSTANTS = {
+    np.float32: (
+        *(-110, 89, -80, "0x1.715476p+0", "0x1.62e4p-1", "0x1.7f7d1cp-20"),
+        ("0x1p-1", "0x1.55553cp-3", "0x1.5554f2p-5", "0x1.1136aep-7", "0x1.6d40a6p-10", "0x1.6c3104p-13"),
+    ),
+    np.float64: (
+        *(-760, 710, -680, "0x1.71547652b82fep+0", "0x1.62e42fefa38p-1", "0x1.ef35793c7673p-45"),
+        (
+            *("0x1p-1", "0x1.5555555555556p-3", "0x1.5555555555557p-5", "0x1.1111111110e61p-7"),
+            *("0x1.6c16c16c156cdp-10", "0x1.a01a01a183f68p-13", "0x1.a01a01ab4b9c3p-16", "0x1.71de34f283766p-19"),
+            *("0x1.27e4d0cd3dd2bp-22", "0x1.ae7757c5bb063p-26", "0x1.1f849744516fbp-29", "0x1.4816247897b6bp-33"),
+        ),
+    ),
+}
+
+
+class _Exponential:
+    """exp of each element, apart as a number near 1 and a power of two."""
+
+    def __init__(self, t):
+        kind = t.dtype.type
+        least, greatest, _, *constants, coefficients = _CONSTANTS[kind]
+        log2_e, ln2_high, ln2_low = (kind(float.fromhex(text)) for text in constants)
+        c = dict(enumerate((kind(float.fromhex(text)) for text in coefficients), 2))
+        t = np.minimum(np.maximum(t, kind(least)), kind(greatest))  # which keep a NaN
+        k = np.rint(t * log2_e)
+        r = (t - k * ln2_high) - k * ln2_low
+        q = r * r
+        value = None
+        for power in range(len(c), 1, -2):
+            pair = c[power + 1] * r + c[power]
+            value = pair if value is None else value * q + pair
+        self.p = value * q + r + kind(1)
+        self.power = np.nan_to_num(k).astype(np.int32)
+
+    def times(self, z):
+        return np.ldexp(z * self.p, self.power)
+
+
+def _product(z, v):
+    """z * sigmoid(v), sigmoid(v), and 1 - sigmoid(v)."""
+    kind = v.dtype.type
+    least, _, lowest, *_ = _CONSTANTS[kind]
+    low, one = v < lowest, kind(1)
+    exponential = _Exponential(np.where(low, v, -v))
+    e = exponential.times(one)
+    n = np.where(low, exponential.times(np.maximum(z, kind(least))) + (z - z), z)
+    s = np.where(low, e, one) / (one + e)
+    return n / (one + e), s, np.where(low, one, e * s)
+
+
+@np.errstate(all="ignore")
+def activated(z, activation):
+    """A function of z and its derivative."""
+    kind = z.dtype.type
+    if activation == "sigmoid":
+        f, _, t = _product(np.ones_like(z), z)
+        return f, f * t
+    if activation == "silu":
+        f, s, t = _product(z, z)
+        return f, s + f * t
+    g0, g1, g2 = kind(1.5957691216057308), kind(0.044715), kind(0.134145)
+    f, s, t = _product(z, (z + z * z * z * g1) * g0)
+    m = np.minimum(np.maximum(z, kind(-64)), kind(64))
+    return f, s + f * t * ((m * m * g2 + kind(1)) * g0)
+
+
+def _wide(tensor, kind):
+    return to_numpy(tensor).astype(kind)
+
+
+@np.errstate(all="ignore")
+def gated(y, z, activation, between, out_dtype, d=None):
+    """The products, and with their gradient ``d`` also those of y and z, as tensors on the CPU.
+
+    ``between``: the dtype that the function's value is rounded to, or None.
+    """
+    kind = np.float64 if torch.float64 in (y.dtype, z.dtype) else np.float32
+    between = between or (torch.float64 if kind == np.float64 else torch.float32)
+    a, slope = activated(_wide(z, kind), activation)
+    a, y_wide = _wide(_rounded(a, between), kind), _wide(y, kind)
+    out = _rounded(y_wide * a, out_dtype)
+    if d is None:
+        return (out,)
+    d = _wide(d, kind)
+    da = _wide(_rounded(d * y_wide, between), kind)
+    return out, _rounded(d * a, y.dtype), _rounded(da * slope, z.dtype)

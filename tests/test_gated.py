@@ -1,0 +1,171 @@
+"""Gates: the constants, what is refused, who sees a call, and derivatives of derivatives."""
+
+import math
+import re
+from pathlib import Path
+
+import exponential
+import pytest
+import torch
+
+import fusednorm
+from fusednorm import gate, gate_, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.backends import activations, cpu
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = ["reference", *(["cpu"] if not cpu.unavailable() else [])]
+Y, Z = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+@pytest.mark.parametrize("name", exponential.TYPES)
+def test_constants_are_those_of_the_script(name):
+    """In the reference, in C and in the specification."""
+    found = exponential.constants(*exponential.TYPES[name])
+    found.pop("error")
+    scheme = activations.SCHEMES[getattr(torch, name)]
+    assert {key: getattr(scheme, key) for key in found} == found
+    wanted = {*found.pop("coefficients")[1:], *found.values()}  # without 1/2
+    for path in ("cpu/gate_body.h", "docs/spec.md"):
+        written = re.findall(r"\b0x[0-9a-f.]+p[-+]\d+", (ROOT / path).read_text())
+        assert wanted <= set(map(float.fromhex, written)), path
+
+
+def test_the_exponential_in_float64():
+    """Within 1.25 ulp of the exact value, as docs/spec.md derives, and half a unit for the rounding of torch's exp."""
+    t = torch.linspace(-745, 709.7, 200_001, dtype=torch.float64)
+    exact, found = torch.exp(t), activations.exponential(t)
+    unit = torch.exp2((torch.frexp(exact)[1] - 53).clamp_min(-1074).double())
+    assert ((found - exact).abs() <= 2.25 * unit).all()
+    ends = torch.tensor([-math.inf, -800, 720, math.inf, math.nan], dtype=torch.float64)
+    torch.testing.assert_close(
+        activations.exponential(ends), torch.tensor([0, 0, math.inf, math.inf, math.nan]).double(), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: gate(Y, None), TypeError, "z must be a torch.Tensor, got NoneType"),
+        (lambda: gate(None, Z), TypeError, "y must be a torch.Tensor, got NoneType"),
+        (lambda: gate(Y, Z.int()), TypeError, "z must be float16, bfloat16, float32 or float64, got int32"),
+        (lambda: gate(Y, Z.double()), TypeError, "z is float64 while y is float32; float64 .* only for a float64 y"),
+        (lambda: gate(Y, Z[:2]), ValueError, r"z must have y's shape \[4, 6\], got \[2, 6\]; pass a row of z for each"),
+        (lambda: gate(Y, Z[:1]), ValueError, r"expand it with z.expand_as\(y\)"),
+        (lambda: gate(Y, Z.to("meta")), ValueError, "z is on meta and y on cpu"),
+        (lambda: gate(Y, Z, activation="swish"), ValueError, "activation must be one of 'silu', .* got 'swish'"),
+        (lambda: gate(Y, Z, out_dtype=torch.int8), TypeError, "out_dtype must be torch.float16"),
+        (lambda: gate(Y, Z, out=Y.view(-1)), ValueError, r"allocate it with torch.empty_like\(y\)"),
+        (lambda: gate(Y, Z, out=Y[:, :1].clone().expand(4, 6)), ValueError, "share memory"),
+        (lambda: gate(Y[1:], Z[1:], out=Y[:3]), ValueError, "out shares memory with y"),
+        (lambda: gate_(Y.clone().requires_grad_(), Z), RuntimeError, r"gate_\(\): one of the arguments requires grad"),
+        (lambda: gate(Y, Z.clone().requires_grad_(), out=Y.clone()), RuntimeError, "gate.*out=... arguments"),
+        (lambda: silu_and_mul(None), TypeError, "gate must be a torch.Tensor, got NoneType"),
+        (lambda: silu_and_mul(Y[:, :5]), ValueError, r"gate must be \[..., 2 \* N\] where up is not given"),
+        (lambda: silu_and_mul(Y, Z[:, :3]), ValueError, r"up must have gate's shape \[4, 6\], got \[4, 3\]"),
+        (lambda: silu_and_mul(Y, out=Y), ValueError, r"torch.empty_like\(gate\[..., :3\]\)"),
+        (lambda: gelu_tanh_and_mul(Y, between=torch.float16), TypeError, "between must be None or torch.float32"),
+        (
+            lambda: silu_and_mul(Y.double(), between=torch.float32),
+            TypeError,
+            "between is float32 while gate is float64",
+        ),
+        (
+            lambda: torch.ops.fusednorm.gate(Y, Z, "silu", torch.float32, torch.float32),
+            TypeError,
+            "between must be None, torch.float16 or torch.bfloat16",
+        ),
+    ],
+)
+def test_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty(backend):
+    with fusednorm.use_backend(backend):
+        assert gate(Y[:0], Z[:0]).shape == (0, 6)
+        leaves = [t[:0].clone().requires_grad_() for t in (Y, Z)]
+        assert [g.shape for g in torch.autograd.grad(gate(*leaves).sum(), leaves)] == [(0, 6), (0, 6)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", activations.ACTIVATIONS)
+def test_derivatives(backend, activation):
+    """Of results and of gradients, forwards too, where the gate is low, near 0 and large."""
+    z = torch.tensor([[-700.0, -90.0, -8.0, -1.3], [-0.2, 0.4, 3.0, 40.0]], dtype=torch.float64)
+    y = torch.linspace(-2, 1, 8, dtype=torch.float64).view(2, 4)
+    leaves = [t.clone().requires_grad_() for t in (y, z)]
+    with fusednorm.use_backend(backend):
+        assert torch.autograd.gradcheck(lambda y, z: gate(y, z, activation=activation), leaves, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(lambda y, z: gate(y, z, activation=activation), leaves)
+        both = torch.cat((z, y), -1).requires_grad_()
+        assert torch.autograd.gradcheck(silu_and_mul, both, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(silu_and_mul, both)
+
+
+def test_the_first_gradient_does_not_depend_on_create_graph():
+    leaves = [t.bfloat16().requires_grad_() for t in (Y, Z)]
+    out = gate(*leaves)
+    for plain, recorded in zip(
+        torch.autograd.grad(out.sum(), leaves, retain_graph=True),
+        torch.autograd.grad(out.sum(), leaves, create_graph=True),
+        strict=True,
+    ):
+        assert plain.equal(recorded)
+
+
+def test_compiled_and_exported():
+    """One graph with one operator for each pass, and the same bits."""
+
+    def model(both, y):
+        h = silu_and_mul(both)
+        return gate(y, h, activation="gelu_tanh") + gelu_tanh_and_mul(h, y, between=torch.float32)
+
+    both, y = torch.cat((Z, Y), -1).bfloat16().requires_grad_(), Y.bfloat16().requires_grad_()
+    wanted = model(both, y)
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(both, y)
+    assert found.equal(wanted)
+    for a, b in zip(*(torch.autograd.grad(out.sum(), (both, y)) for out in (found, wanted)), strict=True):
+        assert a.equal(b)
+
+    class Model(torch.nn.Module):
+        def forward(self, both, y):
+            return model(both, y)
+
+    exported = torch.export.export(Model(), (both.detach(), y.detach()))
+    assert exported.module()(both.detach(), y.detach()).equal(wanted)
+    assert "fusednorm.gate.default" in exported.graph_module.code
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def in_place(y, z):
+        return gate_(y, z)
+
+    y = Y.clone()
+    assert in_place(y, Z) is y
+    assert y.equal(gate(Y, Z))
+
+
+def test_operators():
+    for arguments in ((Y, Z), (Y.bfloat16(), Z), (Y.double(), Z)):
+        leaves = [t.clone().requires_grad_() for t in arguments]
+        between = torch.bfloat16 if leaves[0].dtype == torch.bfloat16 else None
+        operator = torch.ops.fusednorm.gate.default
+        torch.library.opcheck(operator, (*leaves, "silu", between, leaves[0].dtype))
+
+
+def test_transforms():
+    per_row = torch.vmap(gate)(Y, Z)
+    assert per_row.equal(gate(Y, Z))
+    assert torch.vmap(gate, in_dims=(None, 0))(Y, torch.stack((Z, Y)))[1].equal(gate(Y, Y))
+    slopes = torch.func.vmap(torch.func.grad(lambda z: silu_and_mul(z).sum()))(Z)
+    leaf = Z.clone().requires_grad_()
+    assert slopes.equal(torch.autograd.grad(silu_and_mul(leaf).sum(), leaf)[0])
+
+
+def test_fake_tensors():
+    y = Y.bfloat16()
+    with torch._subclasses.FakeTensorMode() as mode:
+        found = gate(mode.from_tensor(y), mode.from_tensor(Z), out_dtype=torch.float16)
+    assert (found.dtype, found.shape) == (torch.float16, Y.shape)
