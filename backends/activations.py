@@ -90,7 +90,8 @@ def _exponential(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p = p * square + r + 1
     whole = shifted.view(scheme.whole) - torch.full_like(shifted, scheme.rounder).view(scheme.whole) + 2 * scheme.bias
     half = whole >> 1
-    return p, *((part << scheme.mantissa).view(t.dtype) for part in (half, whole - half))
+    first, second = ((part << scheme.mantissa).view(t.dtype) for part in (half, whole - half))
+    return p, first, second
 
 
 def exponential(t: Tensor) -> Tensor:

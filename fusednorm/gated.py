@@ -56,10 +56,7 @@ def gate(
         BackendError: the requested backends cannot take the call.
     """
     if not is_dynamo_compiling() and listeners.override(y, z, out):
-        return cast(
-            Tensor,
-            handle_torch_function(gate, (y, z, out), y, z, activation=activation, out=out, out_dtype=out_dtype),
-        )
+        return handle_torch_function(gate, (y, z, out), y, z, activation=activation, out=out, out_dtype=out_dtype)
     name = "gate_" if out is y and out is not None else "gate"
     return _run(name, {"y": y, "z": z}, y, z, activation, None, out, out_dtype)
 
@@ -106,7 +103,7 @@ def silu_and_mul(
     """
     if not is_dynamo_compiling() and listeners.override(gate, up, out):
         operands = (gate, up, out)
-        return cast(Tensor, handle_torch_function(silu_and_mul, operands, gate, up, between=between, out=out))
+        return handle_torch_function(silu_and_mul, operands, gate, up, between=between, out=out)
     return _and_mul("silu_and_mul", gate, up, "silu", between, out)
 
 
@@ -129,7 +126,7 @@ def gelu_tanh_and_mul(
     """
     if not is_dynamo_compiling() and listeners.override(gate, up, out):
         operands = (gate, up, out)
-        return cast(Tensor, handle_torch_function(gelu_tanh_and_mul, operands, gate, up, between=between, out=out))
+        return handle_torch_function(gelu_tanh_and_mul, operands, gate, up, between=between, out=out)
     return _and_mul("gelu_tanh_and_mul", gate, up, "gelu_tanh", between, out)
 
 
@@ -152,8 +149,9 @@ def _and_mul(
             "[..., N]"
         )
     half = gate.shape[-1] // 2
-    halves = {f"gate[..., :{half}]": gate[..., :half], f"gate[..., {half}:]": gate[..., half:]}
-    return _run(name, halves, *reversed(halves.values()), activation, rounded_to, out, None, gate)
+    z, y = gate[..., :half], gate[..., half:]
+    halves = {f"gate[..., :{half}]": z, f"gate[..., {half}:]": y}
+    return _run(name, halves, y, z, activation, rounded_to, out, None, gate)
 
 
 def _run(
@@ -225,11 +223,13 @@ class Gated(torch.autograd.Function):
         first, second = ctx.saved_tensors
         y, z = _apart(first, second)
         needs, nothing = (ctx.needs_input_grad[:2] if first is not None else (True, True)), (None,) * len(ctx.gating)
+        activation, between, _ = ctx.gating
+        found: Any
         if is_grad_enabled() or listeners.level_entered():  # the gradients may be differentiated again
-            found = activations.gate_gradients(d, y, z, *ctx.gating[:2], needs)
+            found = activations.gate_gradients(d, y, z, activation, between, needs)
         elif listeners.below(d, y, z):
             operations = dispatcher.operations(d, y, z)
-            found = operations.gate_backward(d, y, z, *ctx.gating[:2], list(needs))
+            found = operations.gate_backward(d, y, z, activation, between, list(needs))
             found = tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
         elif first is not None:
             found = tuple(

@@ -431,11 +431,11 @@ def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients_of_gate(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-    needs, (y, z) = ctx.needs_input_grad[:2], ctx.saved_tensors
+    needs, (y, z), (activation, between) = ctx.needs_input_grad[:2], ctx.saved_tensors, ctx.gating
     if torch.is_grad_enabled():  # create_graph=True
-        found: Any = activations.gate_gradients(d, y, z, *ctx.gating, needs)
+        found: Any = activations.gate_gradients(d, y, z, activation, between, needs)
     else:
-        found = torch.ops.fusednorm.gate_backward(d, y, z, *ctx.gating, list(needs))
+        found = torch.ops.fusednorm.gate_backward(d, y, z, activation, between, list(needs))
     return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), None, None, None
 
 

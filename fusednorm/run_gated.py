@@ -80,14 +80,14 @@ def backward(
                 output.copy_(gradient)
         return
     rows, hidden_size = d.shape[:-1].numel(), d.shape[-1]
-    (d_rows, y_rows, z_rows), inner, strides = in_levels((d, y, z))
+    (d_rows, y_rows, z_rows), inner, (d_strides, y_strides, z_strides) = in_levels((d, y, z))
     assert d_rows is not None
     assert y_rows is not None
     assert z_rows is not None
-    written = [(0, 0) if t is None else _in_levels_of(t, inner) for t in into]
+    dy_strides, dz_strides = ((0, 0) if t is None else _in_levels_of(t, inner) for t in into)
     gate_backward(
         GateBackward(
             *(d_rows, y_rows, z_rows, dy, dz, *gating[:2], hidden_size, rows, inner),
-            (*strides, *written),
+            (d_strides, y_strides, z_strides, dy_strides, dz_strides),
         )
     )
