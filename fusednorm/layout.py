@@ -33,14 +33,15 @@ def rows_of(tensor: Tensor) -> Rows | None:
     Heads of a view into a tensor of q, k and v lie in two levels: one stride leads from token to token, and another
     from head to head.
     """
-    *sizes, hidden = tensor.shape
-    *strides, last = tensor.stride()
+    contiguous = tensor.is_contiguous()  # as a tensor without rows is, whatever its strides
+    if not contiguous and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        return None
     if tensor.is_neg():  # its memory holds the negatives
         return None
-    if tensor.is_contiguous():  # as a tensor without rows is, whatever its strides
+    *sizes, hidden = tensor.shape
+    if contiguous:
         return Rows(1, tensor.numel() // hidden, 0, hidden)
-    if last != 1 and hidden != 1:
-        return None
+    strides = tensor.stride()[:-1]
     levels: list[list[int]] = []  # number of rows and stride, the innermost level first
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:
