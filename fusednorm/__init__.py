@@ -36,6 +36,7 @@ from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.l2 import l2_norm
 from fusednorm.modules import AddRMSNorm, RMSNorm
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
+from fusednorm.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.prewarm import prewarm
 from fusednorm.quantizations import Quantization
@@ -79,6 +80,8 @@ __all__ = [
     "rms_norm_add_",
     "rms_norm_add_rms_norm",
     "rms_norm_add_rms_norm_",
+    "rms_norm_gated",
+    "rms_norm_gated_",
     "rms_norm_quant",
     "rotate",
     "silu_and_mul",

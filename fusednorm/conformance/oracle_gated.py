@@ -6,6 +6,7 @@ It shares no code with that file: whole numbers are found by np.rint, and powers
 import numpy as np
 import torch
 
+from fusednorm.conformance import oracle
 from fusednorm.conformance.oracle import _rounded, to_numpy
 
 #: least, greatest, lowest, log2_e, ln2_high, ln2_low, and the coefficients from c2 on.
@@ -96,3 +97,51 @@ def gated(y, z, activation, between, out_dtype, d=None):
     d = _wide(d, kind)
     da = _wide(_rounded(d * y_wide, between), kind)
     return out, _rounded(d * a, y.dtype), _rounded(da * slope, z.dtype)
+
+
+@np.errstate(all="ignore")
+def rms_norm_gated(
+    x,
+    z,
+    weight,
+    d,
+    eps=1e-6,
+    group_size=None,
+    norm_before_gate=True,
+    activation="silu",
+    round_norm=False,
+    between=None,
+    weight_offset=0.0,
+):
+    """The rows, and the gradients of x, z and the weight (None without one), as tensors on the CPU."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    parts = x.shape if group_size is None else (*x.shape[:-1], x.shape[-1] // group_size, group_size)
+    weights = weight if weight is None or group_size is None else weight.view(parts[-2:])
+
+    def norm(rows, incoming, rounds, dtype):
+        """Of rows or groups: the result, and the gradients of the rows and the weight."""
+        leaves = [rows.reshape(parts), None, weights, None]
+        incoming = [torch.zeros(parts) if incoming is None else incoming.reshape(parts)]
+        found = oracle.affine(leaves, incoming, eps, 1.0, weight_offset, True, rounds, dtype)
+        y, _, d_rows, _, dweight, _ = found
+        return y.reshape(x.shape), _rounded(d_rows, rows.dtype).view(x.shape), dweight
+
+    if norm_before_gate:
+        passed = between or x.dtype
+        y = _rounded(norm(x, None, round_norm, passed)[0], passed)
+        out, dy, dz = gated(y, z, activation, None, x.dtype, d)
+        _, dx, dweight = norm(x, dy, round_norm, passed)
+    else:
+        (h,) = gated(x, z, activation, None, wide)
+        out, dh, dweight = norm(h, d, False, x.dtype)
+        if round_norm:
+            weight_of_rows, weights = weights, None
+            n = to_numpy(_rounded(norm(h, None, False, wide)[0], wide))
+            n = _wide(_rounded(n, x.dtype), n.dtype.type).reshape(parts)
+            if weight_of_rows is not None:
+                g = _wide(weight_of_rows, n.dtype.type)
+                n = n * (g + n.dtype.type(weight_offset) if weight_offset != 0 else g)
+            out = n.reshape(x.shape)
+        out = _rounded(out, x.dtype)
+        _, dx, dz = gated(x, z, activation, None, wide, dh)
+    return out, dx, dz, None if dweight is None else _rounded(dweight, weight.dtype).view(weight.shape)

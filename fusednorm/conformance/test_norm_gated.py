@@ -1,0 +1,75 @@
+"""A norm with a gate has the bits of the plain operations one after the other, on every backend."""
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm.conformance import oracle_gated
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
+
+
+def check(agree, case, group_size=None, **flags):
+    """Compares the rows and all gradients with the oracle's, and the call in place with the call."""
+    x, z, weight = operands(case)
+    d = operands(Case(case.rows, case.hidden, seed=1).of(case.x))[0]
+    flags = {"group_size": group_size, **flags, **case.flags}
+    wanted = oracle_gated.rms_norm_gated(x, z, weight, d, **flags)
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, z, weight)]
+    out = fusednorm.rms_norm_gated(*leaves, **flags)
+    found = [out.detach(), *torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], d)]
+    for got, tensor in zip(found, [tensor for tensor in wanted if tensor is not None], strict=True):
+        agree(got, tensor, f"{case}, {flags}")
+    agree(fusednorm.rms_norm_gated_(x, z, weight, **flags), out.detach(), f"{case}, {flags}, in place")
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_flags(mode, agree, dtype):
+    """Every order and rounding, whole rows and groups."""
+    between = (None,) if dtype == F64 else (None, F32)
+    axes = (
+        (True, False),
+        ("silu", "sigmoid", "gelu_tanh"),
+        (True, False),
+        between,
+        (0.0, 1.0),
+        (None, 32, 96),
+        (96, 1056),
+    )
+    for first, activation, round_norm, passed, offset, group, hidden in covering(*axes, turn=DTYPES.index(dtype)):
+        case = Case(5, hidden, round_norm=round_norm, weight_offset=offset).of(dtype)
+        flags = {"norm_before_gate": first, "activation": activation, "between": passed if first else None}
+        check(agree, case, group, **flags)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("x", [BF16, F16, F32, F64], ids=dtype_name)
+def test_mixed_dtypes(mode, agree, x):
+    for z, weight, first, group in covering((BF16, F32), (None, F16, F32), (True, False), (None, 15)):
+        check(agree, Case(4, 45, x, z, weight, round_norm=not first), group, norm_before_gate=first)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("data", ["nan row", "inf row", "zeros", "subnormal", "overflowing"])
+def test_data(mode, agree, data):
+    for dtype in (BF16, F16, F32):
+        for first in (True, False):
+            check(agree, Case(hidden=64, data=data).of(dtype), 32, norm_before_gate=first)
+
+
+@pytest.mark.promise("fused equals unfused")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_separate_calls(mode, agree, dtype):
+    x, z, weight = operands(Case(hidden=96).of(dtype))
+    agree(
+        fusednorm.rms_norm_gated(x, z, weight),
+        fusednorm.gate(fusednorm.rms_norm(x, weight), z),
+        f"the norm first, {dtype_name(dtype)}",
+    )
+    wide = F64 if dtype == F64 else F32
+    product = fusednorm.gate(x, z, out_dtype=wide)
+    agree(
+        fusednorm.rms_norm_gated(x, z, weight, norm_before_gate=False),
+        fusednorm.rms_norm(product, weight, out_dtype=dtype),
+        f"the gate first, {dtype_name(dtype)}",
+    )

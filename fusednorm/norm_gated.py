@@ -1,0 +1,214 @@
+"""A norm of rows or of groups of them, and a gate before or after it: compositions (docs/spec.md, section 10)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function
+
+from fusednorm import listeners, plain
+from fusednorm.backends.reference import accumulator
+from fusednorm.checks import check_activation, check_apart, check_between, check_operands, refuse_grad, requires_grad
+from fusednorm.gated import gate as gated
+from fusednorm.ops import rms_norm
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    round_norm: bool = False,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """RMS-normalises rows and multiplies them by a function of a gate, as Mamba 2, Qwen3-Next and Kimi do.
+
+    The same bits as :func:`fusednorm.gate` of ``rms_norm(x, weight, eps)`` and the gate; or, with
+    ``norm_before_gate=False``, as the norm of :func:`fusednorm.gate` of x and the gate, which is not rounded before.
+    docs/spec.md, section 10.
+
+    Args:
+        x: [..., N], float16, bfloat16, float32 or float64, any strides.
+        gate: [..., N], x's shape, any of these dtypes (float64 only if x is float64).
+        weight: [N]; None multiplies by nothing.
+        eps: added to the mean of squares, unitless.
+        group_size: the elements that are normalised together, which divides N; None: the whole row.
+        norm_before_gate: whether the norm comes first, and its rows meet the gate; else the gated x is normalised.
+        activation: "silu" (also called swish), "sigmoid" or "gelu_tanh".
+        round_norm: round what is normalised to x's dtype before it meets the weight.
+        between: with ``norm_before_gate``, the dtype to which normalised rows are rounded before they meet the gate:
+            x's if None, or ``torch.float32``, which leaves rows of a 16-bit x unrounded.
+        weight_offset: added to the weight; see :func:`fusednorm.rms_norm`.
+
+    Returns:
+        The rows, in x's dtype.
+
+    Raises:
+        TypeError: an operand is no tensor, or of a dtype that does not fit; ``between`` is another dtype.
+        ValueError: shapes or devices do not fit; ``group_size`` does not divide N; there is no such activation.
+        BackendError: the requested backends cannot take the call.
+    """
+    operands = (x, gate, weight)
+    if listeners.override(*operands):
+        return handle_torch_function(
+            rms_norm_gated,
+            operands,
+            *operands,
+            eps,
+            group_size=group_size,
+            norm_before_gate=norm_before_gate,
+            activation=activation,
+            round_norm=round_norm,
+            between=between,
+            weight_offset=weight_offset,
+        )
+    _check(*operands, group_size, norm_before_gate, activation, between)
+    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+    if norm_before_gate:
+        y = _normed(x, weight, eps, group_size, flags, None, between)
+        return gated(y, gate, activation=activation, out_dtype=None if between is None else x.dtype)
+    return _norm_of_gated(x, gate, weight, eps, group_size, activation, flags, None)
+
+
+def rms_norm_gated_(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    round_norm: bool = False,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """:func:`rms_norm_gated` in place: the rows land in ``x``.
+
+    Args:
+        x: [..., N]; each row contiguous, in at most two levels of strides.
+        gate: see :func:`rms_norm_gated`, as for the rest; may be x itself, and else shares no memory with it.
+        weight: see :func:`rms_norm_gated`.
+        eps: see :func:`rms_norm_gated`.
+        group_size: see :func:`rms_norm_gated`.
+        norm_before_gate: see :func:`rms_norm_gated`.
+        activation: see :func:`rms_norm_gated`.
+        round_norm: see :func:`rms_norm_gated`.
+        between: see :func:`rms_norm_gated`.
+        weight_offset: see :func:`rms_norm_gated`.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`rms_norm_gated`.
+    """
+    operands = (x, gate, weight)
+    if listeners.override(*operands):
+        return handle_torch_function(
+            rms_norm_gated_,
+            operands,
+            *operands,
+            eps,
+            group_size=group_size,
+            norm_before_gate=norm_before_gate,
+            activation=activation,
+            round_norm=round_norm,
+            between=between,
+            weight_offset=weight_offset,
+        )
+    _check(*operands, group_size, norm_before_gate, activation, between)
+    if is_grad_enabled() and requires_grad(*operands):
+        refuse_grad("rms_norm_gated_")
+    if not (_transformed(*operands) or plain.seen(*operands)):
+        present = {"gate": gate, "weight": weight}
+        check_apart({"x": x}, {name: tensor for name, tensor in present.items() if tensor is not None})
+    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+    if not norm_before_gate:
+        return _norm_of_gated(x, gate, weight, eps, group_size, activation, flags, x)
+    y = _normed(x, weight, eps, group_size, flags, None, between)
+    return gated(y, gate, activation=activation, out=x)
+
+
+def _normed(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    flags: dict[str, Any],
+    out: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The norm of rows in ``dtype`` or into ``out``; or of each group, which is a head with a weight of its own."""
+    if group_size is None or group_size == x.shape[-1]:
+        return rms_norm(x, weight, eps, out=out, out_dtype=dtype, **flags)
+    groups, weights, into = (None if t is None else _in_groups(t, group_size) for t in (x, weight, out))
+    assert groups is not None
+    y = rms_norm(groups, weights, eps, out=into, out_dtype=dtype, **flags)
+    return y.flatten(-2) if out is None else out
+
+
+def _in_groups(rows: Tensor, group_size: int) -> Tensor:
+    """[..., N] as [..., N / group_size, group_size]."""
+    return torch.unflatten(rows, -1, (rows.shape[-1] // group_size, group_size))
+
+
+def _norm_of_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    activation: str,
+    flags: dict[str, Any],
+    out: Tensor | None,
+) -> Tensor:
+    """The norm of x times a function of the gate, which is not rounded in between, in x's dtype or into ``out``."""
+    wide = accumulator(x.dtype)
+    h = gated(x, gate, activation=activation, out_dtype=wide)
+    dtype = x.dtype if out is None else None
+    if weight is None or x.dtype == wide or not flags["round_norm"]:  # then nothing is rounded before the end
+        return _normed(h, weight, eps, group_size, flags, out, dtype)
+    # Rounded to x's dtype, and not to that of h.
+    n = _normed(h, None, eps, group_size, {}, None, wide)
+    y = plain.affine(n, weight, None, flags["weight_offset"], x.dtype, x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _transformed(*operands: Tensor | None) -> bool:
+    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch."""
+    return not is_dynamo_compiling() and listeners.transform(*operands)
+
+
+def _check(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    group_size: int | None,
+    norm_before_gate: bool,
+    activation: str,
+    between: torch.dtype | None,
+) -> None:
+    """That operands and flags fit each other."""
+    if not _transformed(x, gate, weight):
+        check_operands(x, gate, weight, None, None, in_memory=not plain.seen(x, gate, weight), residual_name="gate")
+        check_between(between, x)
+    check_activation(activation)
+    if between is not None and not norm_before_gate:
+        raise TypeError("between is given with norm_before_gate=False, where nothing is rounded between; leave it out")
+    if group_size is None:
+        return
+    if type(group_size) is not int or group_size < 1 or x.shape[-1] % group_size:
+        raise ValueError(
+            f"group_size must be an int that divides the {x.shape[-1]} elements of a row, got {group_size!r}; leave it "
+            "out to normalise whole rows"
+        )
