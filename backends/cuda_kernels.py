@@ -160,18 +160,18 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         sums = defines["SEGMENTS"] = _padded_segments(kind.hidden_size)
         needed = kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize
         needed += 0 if kind.quantizer is None else _EXTREMES
-        if _normalises(kind) and needed <= _SHARED.get(capability, 0):
+        if kind.out is not None and not _only_quantizes(kind) and needed <= _SHARED.get(capability, 0):
             defines["KEPT"], shared = 2, kind.hidden_size * row.itemsize
-    kernel = "forward" if _normalises(kind) else "quantize"
+    kernel = "quantize" if _only_quantizes(kind) else "forward"
     if layout.wide:
         kernel += "_wide"
     launch = (layout.warps * 32, layout.cluster, Share.ROWS, layout.rows, shared)
     return Variant(kernel, tuple(defines.items()), *launch)
 
 
-def _normalises(kind: ForwardKind) -> bool:
-    """Whether a norm gives the kernel's rows."""
-    return kind.out is not None and (kind.quantizer is None or kind.quantizer.normalises)
+def _only_quantizes(kind: ForwardKind) -> bool:
+    """Whether the kernel takes rows that no norm gives."""
+    return kind.quantizer is not None and not kind.quantizer.normalises
 
 
 def fuses(group: int, hidden_size: int) -> bool:
