@@ -31,7 +31,9 @@ FN_INLINE struct OF(exponential) OF(exponential)(REAL t) {
 /* z * sigmoid(v); in `e`, exp(-v), or exp(v) where v is low. */
 FN_INLINE REAL OF(product)(REAL z, REAL v, REAL *e) {
     const int low = v < LOW;
-    const struct OF(exponential) x = OF(exponential)(OF(chosen)(low, v, -v));
+    /* low ? v : -v, by the sign's bit: GCC 12 fails to make vectors of SVE of a choice between the two. */
+    const WHOLE other_sign = (WHOLE)!low << (8 * sizeof(WHOLE) - 1);
+    const struct OF(exponential) x = OF(exponential)(OF(number_of)(OF(bits_of)(v) ^ other_sign));
     const REAL within = OF(chosen)(z < LEAST, LEAST, z);
     *e = x.p * x.first * x.second;
     /* Not z * e: where e is subnormal, it has lost bits. z - z is 0, or NaN for an infinity. */
