@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import listeners, plain
@@ -129,7 +128,7 @@ def rms_norm_gated_(
     _check(*operands, group_size, norm_before_gate, activation, between)
     if is_grad_enabled() and requires_grad(*operands):
         refuse_grad("rms_norm_gated_")
-    if not (_transformed(*operands) or plain.seen(*operands)):
+    if not (plain.transformed(*operands) or plain.seen(*operands)):
         present = {"gate": gate, "weight": weight}
         check_apart({"x": x}, {name: tensor for name, tensor in present.items() if tensor is not None})
     flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
@@ -184,11 +183,6 @@ def _norm_of_gated(
     return y if out is None else out.copy_(y)
 
 
-def _transformed(*operands: Tensor | None) -> bool:
-    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch."""
-    return not is_dynamo_compiling() and listeners.transform(*operands)
-
-
 def _check(
     x: Tensor,
     gate: Tensor,
@@ -199,7 +193,7 @@ def _check(
     between: torch.dtype | None,
 ) -> None:
     """That operands and flags fit each other."""
-    if not _transformed(x, gate, weight):
+    if not plain.transformed(x, gate, weight):
         check_operands(x, gate, weight, None, None, in_memory=not plain.seen(x, gate, weight), residual_name="gate")
         check_between(between, x)
     check_activation(activation)

@@ -21,6 +21,11 @@ def seen(*operands: Tensor | None) -> bool:
     return is_dynamo_compiling() or (listeners.below(*operands) and not listeners.transform(*operands))
 
 
+def transformed(*operands: Tensor | None) -> bool:
+    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch and its memory."""
+    return not is_dynamo_compiling() and listeners.transform(*operands)
+
+
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.added`."""
     if seen(x, residual):

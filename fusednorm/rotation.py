@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import listeners, plain
@@ -62,7 +61,7 @@ def rotate(
             round_products=round_products,
             out=out,
         )
-    if not _transformed(*operands):
+    if not plain.transformed(*operands):
         check_heads("x", x)
         in_memory = not plain.seen(*operands)
         check_tables(cos, sin, positions, x, in_memory=in_memory)
@@ -137,7 +136,7 @@ def qk_norm_rope(
             q_out=q_out,
             k_out=k_out,
         )
-    if not _transformed(*operands):
+    if not plain.transformed(*operands):
         in_memory = not plain.seen(*operands)
         _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
         for heads in (q, k):
@@ -217,11 +216,6 @@ def qk_norm_rope_(
         q_out=q,
         k_out=k,
     )
-
-
-def _transformed(*operands: Tensor | None) -> bool:
-    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch."""
-    return not is_dynamo_compiling() and listeners.transform(*operands)
 
 
 def _rotated(
