@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.overrides import handle_torch_function
 
 from fusednorm import listeners, plain
-from fusednorm.checks import check_apart, check_between, check_output, refuse_grad, refuse_type
+from fusednorm.checks import check_apart, check_between, check_output, refuse_grad
 from fusednorm.ops import rms_norm
 from fusednorm.tables import check_heads, check_tables, rows_for
 
@@ -66,7 +66,9 @@ def rotate(
         in_memory = not plain.seen(*operands)
         check_tables(cos, sin, positions, x, in_memory=in_memory)
         _check_outputs("rotate", {"out": (out, x)}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
-    return _written(out, _rotated(x, x.dtype, cos, sin, positions, interleaved, round_products))
+    rounded_to = x.dtype if round_products else None
+    tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
+    return _written(out, plain.rotate(x, *tables, bool(interleaved), rounded_to, x.dtype))
 
 
 def qk_norm_rope(
@@ -145,13 +147,14 @@ def qk_norm_rope(
         outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
         name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
         _check_outputs(name, outputs, inputs | {"positions": positions}, in_memory)
-    rotates = cos is not None
+    # Rows of the tables are the same for q and k.
+    tables = None if cos is None or sin is None else (rows_for(cos, positions, q), rows_for(sin, positions, q))
     flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
     found = []
     for x, weight in ((q, q_weight), (k, k_weight)):
-        y = rms_norm(x, weight, eps, out_dtype=between if rotates else None, **flags) if norm else x
-        if rotates:
-            y = _rotated(y, x.dtype, cos, sin, positions, interleaved, round_products)
+        y = rms_norm(x, weight, eps, out_dtype=None if tables is None else between, **flags) if norm else x
+        if tables is not None:
+            y = plain.rotate(y, *tables, bool(interleaved), y.dtype if round_products else None, x.dtype)
         found.append(y)
     return _written(q_out, found[0]), _written(k_out, found[1])
 
@@ -218,23 +221,6 @@ def qk_norm_rope_(
     )
 
 
-def _rotated(
-    x: Tensor,
-    dtype: torch.dtype,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    interleaved: bool,
-    round_products: bool,
-) -> Tensor:
-    """Heads rotated by the rows of the tables, in a dtype."""
-    assert cos is not None
-    assert sin is not None
-    rounded_to = x.dtype if round_products else None
-    tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
-    return plain.rotate(x, *tables, bool(interleaved), rounded_to, dtype)
-
-
 def _written(out: Tensor | None, result: Tensor) -> Tensor:
     return result if out is None or out is result else out.copy_(result)
 
@@ -252,8 +238,6 @@ def _check_heads_and_tables(
 ) -> None:
     """That q and k, their weights and the tables fit each other."""
     for name, heads in (("q", q), ("k", k)):
-        if not isinstance(heads, Tensor):
-            refuse_type(name, heads)
         check_heads(name, heads)
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
