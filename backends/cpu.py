@@ -116,9 +116,8 @@ def plan(operation: Operation) -> str:
     return f"C kernels for {variant()}, {threads}"
 
 
-def _run(call: bytes, operation: Operation) -> None:
-    if _lib.fn_run(call):
-        raise MemoryError(f"fusednorm found no memory for rows of {operation.hidden_size} elements")
+def _no_memory(hidden_size: int) -> MemoryError:
+    return MemoryError(f"fusednorm found no memory for rows of {hidden_size} elements")
 
 
 def forward(call: Forward) -> None:
@@ -127,7 +126,8 @@ def forward(call: Forward) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    _run(packing.pack_forward(call, torch.get_num_threads()), call.operation)
+    if _lib.fn_run(packing.pack_forward(call, torch.get_num_threads())):
+        raise _no_memory(call.operation.hidden_size)
 
 
 def quantize(call: Quantize) -> None:
@@ -137,7 +137,7 @@ def quantize(call: Quantize) -> None:
         MemoryError: no memory for the rows' buffers.
     """
     if _lib.fn_run(packing.pack_quantize(call, torch.get_num_threads())):
-        raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
+        raise _no_memory(call.hidden_size)
 
 
 def gate(call: Gate) -> None:
@@ -162,4 +162,5 @@ def backward(call: Backward) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    _run(packing.pack_backward(call, torch.get_num_threads()), call.operation)
+    if _lib.fn_run(packing.pack_backward(call, torch.get_num_threads())):
+        raise _no_memory(call.operation.hidden_size)

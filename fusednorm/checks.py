@@ -89,9 +89,10 @@ def check_flags(
 ) -> Flags:
     """The flags, numbers as floats: their types and values, and that given outputs have the dtypes asked for."""
     eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)
-    for name, flag in (("round_sum", flags.round_sum), ("round_norm", flags.round_norm)):
-        if type(flag) is not bool:
-            raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
+    if type(flags.round_sum) is not bool:
+        _refuse_flag("round_sum", flags.round_sum)
+    if type(flags.round_norm) is not bool:
+        _refuse_flag("round_norm", flags.round_norm)
     if eps is not flags.eps or weight_offset is not flags.weight_offset:
         flags = flags._replace(eps=eps, weight_offset=weight_offset)
     if residual_out is None and flags.out_dtype is None and flags.residual_dtype is None:
@@ -122,6 +123,10 @@ def check_flags(
         whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
     return flags
+
+
+def _refuse_flag(name: str, flag: object) -> NoReturn:
+    raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
 
 
 def check_between(between: torch.dtype | None, x: Tensor, name: str = "x") -> None:
@@ -272,7 +277,9 @@ def _usual(operands: tuple[Tensor | None, ...]) -> bool:
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
             return False
-        if tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape) or not tensor.data_ptr():
+        if not tensor.data_ptr():
+            return False
+        if i and (tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape)):
             return False
     return len(shape) > 0
 

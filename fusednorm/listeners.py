@@ -87,7 +87,7 @@ def override(*operands: Tensor | None) -> bool:
 
 def transform(*operands: Tensor | None) -> bool:
     """Whether a transform of ``torch.func`` is active, or an operand has a tangent of forward-mode differentiation."""
-    return bool(_transforms_active()) or has_tangent(*operands)
+    return bool(_transforms_active()) or (level_entered() and has_tangent(*operands))
 
 
 def level_entered() -> bool:
@@ -109,12 +109,15 @@ def has_tangent(*operands: Tensor | None) -> bool:
 
 def below(*operands: Tensor | None) -> bool:
     """Whether the dispatcher has a listener: a mode, a tracer, a profiler, a tensor that overrides operations."""
+    return listening() or (not plain(*operands) and any(overrides_operations(t) for t in operands))
+
+
+def listening() -> bool:
+    """Whether the dispatcher has a listener that is no operand."""
     for ask in QUESTIONS:
         if ask():
             return True
-    if getattr(profiler, "_is_profiler_enabled", True):
-        return True
-    return not plain(*operands) and any(overrides_operations(t) for t in operands)
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
 
 
 def plain(*operands: Tensor | None) -> bool:

@@ -373,10 +373,11 @@ def _composed(
 
 def _heard_below(*operands: Tensor | None) -> bool:
     """Whether the call must go through torch's dispatcher. The operands are those of :data:`NAMES`."""
-    if not listeners.plain(*operands):
-        for name, tensor in zip(NAMES, operands, strict=True):
-            if listeners.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
-                refuse_nested(name)  # it would override our operation, and not know it
+    if listeners.plain(*operands):
+        return listeners.listening()
+    for name, tensor in zip(NAMES, operands, strict=True):
+        if listeners.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
+            refuse_nested(name)  # it would override our operation, and not know it
     return listeners.below(*operands)
 
 

@@ -31,7 +31,8 @@ ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = 1, 2, 4, 8, 16
 _CALL = struct.Struct("=10q2d36q")
 _pack = _CALL.pack
 _ABSENT = (0, 0, 0, 0)
-_NONE_LEFT = 3 * _ABSENT
+#: The same of a call that has none of the last three operands.
+_pack_six = struct.Struct(f"=10q2d24q{3 * 4 * 8}x").pack
 
 
 def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
         return _pack_around(call, threads, more_flags)
     x_strides, residual_strides, out_strides, total_strides = strides
     # Written out, because this is a tenth of a short call.
-    return _pack(
+    return _pack_six(
         *(
             0,
             round_sum * ROUND_SUM + round_norm * ROUND_NORM + more_flags,
@@ -74,7 +75,6 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
         ),
         *(_ABSENT if residual_out is None else (KINDS[total_type], residual_out.data_ptr(), *total_strides)),
         *(_ABSENT if rstd is None else _operand(rstd)),
-        *_NONE_LEFT,
     )
 
 
@@ -94,7 +94,7 @@ def _pack_chain(call: Forward, threads: int) -> bytes:
 
     def packed(following: int, eps: float, *operands: tuple[int, ...]) -> bytes:
         numbers = (0, flags, device, threads, call.rows, inner, operation.hidden_size, 0, following, 1)
-        return _pack(*numbers, eps, call.weight_offset, *itertools.chain(*operands), *_NONE_LEFT)
+        return _pack_six(*numbers, eps, call.weight_offset, *itertools.chain(*operands))
 
     return packed(
         *(1, call.first_eps, _operand(call.x, x_strides), _ABSENT, _operand(call.first_weight), passed),

@@ -140,10 +140,9 @@ def forward(
             hidden_size,
         )
     # The levels of what is written come first: inputs can be copied.
-    inner, (out_strides, total_strides, *others) = common_levels(
+    inner, (out_strides, total_strides, *then_strides, x_strides, residual_strides) = common_levels(
         (out_rows, total_rows, *(() if then is None else then.levels), x_rows, residual_rows)
     )
-    *then_strides, x_strides, residual_strides = others
     if total_strides is None and residual_out is not None:
         refuse_layout("residual_out", residual_out, "the same two levels of strides as out")
     if x_strides is None:
@@ -163,10 +162,24 @@ def forward(
     for tensor in written:
         increment_version(tensor)
     if rows:
+        strides = x_strides, residual_strides or NONE, out_strides or NONE, total_strides or NONE
         call = Forward(
-            *(x, residual, weight, out, residual_out, rstd, operation, rows, inner),
-            (x_strides, residual_strides or NONE, out_strides or NONE, total_strides or NONE),
-            *(flags.eps, flags.weight_offset, first_weight, first_eps, bias, x_scale),
+            x,
+            residual,
+            weight,
+            out,
+            residual_out,
+            rstd,
+            operation,
+            rows,
+            inner,
+            strides,
+            flags.eps,
+            flags.weight_offset,
+            first_weight,
+            first_eps,
+            bias,
+            x_scale,
         )
         if quantize is not None and then is not None:
             quantize(then.call(None, NONE, call, inner, tuple(then_strides)))

@@ -1611,8 +1611,8 @@ MUTANTS = (
         SAME,
         "Listeners: profilers are not asked for beyond the fast path",
         "fusednorm/listeners.py",
-        'if getattr(profiler, "_is_profiler_enabled", True):',
-        "if False:",
+        'return bool(getattr(profiler, "_is_profiler_enabled", True))',
+        "return False",
     ),
     Mutant(
         SAME,
@@ -1625,14 +1625,14 @@ MUTANTS = (
         SAME,
         "Derivatives: operands with a tangent are taken as plain ones",
         "fusednorm/listeners.py",
-        "return bool(_transforms_active()) or has_tangent(*operands)",
+        "return bool(_transforms_active()) or (level_entered() and has_tangent(*operands))",
         "return bool(_transforms_active())",
     ),
     Mutant(
         SAME,
         "Derivatives: torch.func is not asked for",
         "fusednorm/listeners.py",
-        "return bool(_transforms_active()) or has_tangent(*operands)",
+        "return bool(_transforms_active()) or (level_entered() and has_tangent(*operands))",
         "return has_tangent(*operands)",
     ),
     Mutant(
@@ -1681,8 +1681,8 @@ MUTANTS = (
         SAME,
         "Torch: operands that override operations are not asked for",
         "fusednorm/listeners.py",
-        "return not plain(*operands) and any(overrides_operations(t) for t in operands)",
-        "return False",
+        "return listening() or (not plain(*operands) and any(overrides_operations(t) for t in operands))",
+        "return listening()",
     ),
     Mutant(
         SAME,
