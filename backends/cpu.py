@@ -14,7 +14,7 @@ from fusednorm import fast_path as path
 from fusednorm import packing, registry
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Gate, GateBackward, Operation, Quantize
+    from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Operation, Quantize
 
 DEVICES = ("cpu",)
 
@@ -148,6 +148,16 @@ def gate(call: Gate) -> None:
 def gate_backward(call: GateBackward) -> None:
     """Writes the gradients of a gate; see :class:`fusednorm.registry.Backend`."""
     _lib.fn_run_gate(packing.pack_gate(call, torch.get_num_threads()))
+
+
+def norm_gated(call: NormGated) -> None:
+    """Normalises rows and gates them, in the order that the call says; see :class:`fusednorm.registry.Backend`.
+
+    Raises:
+        MemoryError: no memory for the rows' buffers.
+    """
+    if _lib.fn_run(packing.pack_norm_gated(call, torch.get_num_threads())):
+        raise MemoryError(f"fusednorm found no memory for rows of {call.norm.operation.hidden_size} elements")
 
 
 def backward_on_fast_path(*operands: Any) -> bool:

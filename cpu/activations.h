@@ -43,6 +43,9 @@ FN_INLINE REAL OF(product)(REAL z, REAL v, REAL *e) {
 /* What gelu_tanh passes to the sigmoid. */
 FN_INLINE REAL OF(argument)(REAL z) { return (z + z * z * z * (REAL)0.044715) * (REAL)1.5957691216057308; }
 
+/* What it passes on changes so much with z. */
+FN_INLINE REAL OF(slope_of_argument)(REAL z) { return (z * z * (REAL)0.134145 + 1) * (REAL)1.5957691216057308; }
+
 FN_INLINE REAL OF(activated)(int activation, REAL z) {
     REAL e;
     if (activation == FN_SIGMOID) return OF(product)(1, z, &e);
@@ -60,7 +63,7 @@ FN_INLINE REAL OF(activated_and_slope)(int activation, REAL z, REAL *slope) {
     if (activation == FN_GELU_TANH) {
         /* Beyond these numbers the function is z or 0, and the square of the argument would be infinite. */
         const REAL raised = OF(chosen)(z < -64, -64, z), m = OF(chosen)(raised > 64, 64, raised);
-        *slope *= (m * m * (REAL)0.134145 + 1) * (REAL)1.5957691216057308;
+        *slope *= OF(slope_of_argument)(m);
     }
     if (activation != FN_SIGMOID) *slope += s;
     return f;

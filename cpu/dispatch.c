@@ -81,12 +81,6 @@ size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
     return (size_t)(round_up(5 * padded + fn_padded_sums(job->hidden), FN_SEGMENT) * (job->wide ? 8 : 4));
 }
 
-/* Whether all rows of an operand begin and end with a cache line. */
-static int on_border(const struct fn_operand *o, int64_t hidden) {
-    const uintptr_t item = (uintptr_t)fn_element_size(o->kind);
-    return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);
-}
-
 /* Whether an input of these calls lies at this address. */
 static int is_input(const struct fn_call *calls, int count, uintptr_t address) {
     for (int k = 0; k < count; k++)
@@ -104,7 +98,7 @@ static int bypasses_cache(const struct fn_call *calls, int count) {
     if (c->hidden < 256 && out_item == 2) return 0;
     for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
         if (!o[i].kind) continue;
-        if (is_input(calls, count, o[i].address) || !on_border(&o[i], c->hidden)) return 0;
+        if (is_input(calls, count, o[i].address) || !fn_on_border(&o[i], c->hidden)) return 0;
     }
     return 1;
 }
@@ -128,6 +122,8 @@ struct chain {
     size_t thread_bytes; /* a thread's buffer: the passed rows, then the kernels' scratch */
     char *buffers; /* one per thread, or NULL: on the stack */
     const struct fn_quantizer *quantizer; /* takes the rows of the last part, or those of x if there is no part; or NULL */
+    const struct fn_gate *gate; /* takes the rows of the last part, or passes its rows to the first part; or NULL */
+    int gate_first, gate_bypasses_cache;
 };
 
 static int64_t outer_bytes(const struct fn_operand *o, int64_t outer) { return outer * o->outer_stride * fn_element_size(o->kind); }
@@ -171,17 +167,20 @@ static void quantize_rows(const struct chain *chain, const struct fn_call *c, in
 static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, char *passed, void *scratch) {
     for (int64_t row = begin; row < end; row += chain->block) {
         const int64_t next = end - row < chain->block ? end : row + chain->block;
+        if (chain->gate_first) fn_gate_rows(chain->gate, row, next, FN_GATE_OUT, passed, 0);
         for (int k = 0; k < chain->count; k++) {
             const struct part *part = &chain->part[k];
             struct fn_forward_job job = part->job;
             /* Row number `row` is the first one there. */
-            if (k > 0) job.x = passed - row * job.x_stride;
-            if (k < chain->count - 1 || (chain->quantizer && !job.out)) job.out = passed - row * job.out_stride;
+            if (k > 0 || chain->gate_first) job.x = passed - row * job.x_stride;
+            if (k < chain->count - 1 || ((chain->quantizer || chain->gate) && !job.out)) job.out = passed - row * job.out_stride;
             run_rows(part, &job, row, next, scratch);
         }
         if (chain->quantizer) {
             const struct fn_call *last = chain->part[chain->count - 1].given;
             quantize_rows(chain, last, FN_OUT, row, next, last->operand[FN_OUT].address ? NULL : passed, scratch);
+        } else if (chain->gate && !chain->gate_first) {
+            fn_gate_rows(chain->gate, row, next, FN_GATED, passed, chain->gate_bypasses_cache);
         }
     }
 }
@@ -192,9 +191,9 @@ static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t e
     const int one_level = part->given->inner == part->given->rows;
     if (!chain->count)
         quantize_rows(chain, part->given, FN_X, begin, end, NULL, scratch);
-    else if (chain->count == 1 && !chain->quantizer)
+    else if (chain->count == 1 && !chain->quantizer && !chain->gate)
         run_rows(part, &part->job, begin, end, scratch);
-    else if (chain->quantizer || !one_level || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
+    else if (chain->quantizer || chain->gate || !one_level || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
         run_blocks(chain, begin, end, buffer, scratch);
 }
 
@@ -246,6 +245,10 @@ int fn_forward(const struct fn_call *calls, int count) {
     size_t scratch_bytes = 0;
     const int64_t flags = calls[count - 1].flags;
     chain.quantizer = fn_quantizer_after(calls + count - 1);
+    chain.gate = fn_gate_after(calls + count - 1);
+    chain.gate_first = (flags & FN_GATE_BEFORE) != 0;
+    const int gate_last = chain.gate && !chain.gate_first;
+    chain.gate_bypasses_cache = gate_last && fn_gate_bypasses_cache(chain.gate) && chain.gate->operand[FN_GATE_OUT].address != calls->operand[FN_X].address;
     chain.count = flags & FN_QUANTIZE_ONLY ? 0 : count;
     chain.block = 0;
     chain.passed_bytes = 0;
@@ -256,7 +259,7 @@ int fn_forward(const struct fn_call *calls, int count) {
         prepare(&chain.part[k], &calls[k]);
         struct fn_forward_job *job = &chain.part[k].job;
         size_t bytes = fn_scratch_bytes(job);
-        if (k == count - 1 && !chain.quantizer && bypasses_cache(calls, count)) {
+        if (k == count - 1 && !chain.quantizer && !gate_last && bypasses_cache(calls, count)) {
             job->bypass_cache = bytes;
             bytes = fn_scratch_bytes(job);
         }
@@ -265,8 +268,8 @@ int fn_forward(const struct fn_call *calls, int count) {
             bytes += affine_bytes(job);
         }
         if (bytes > scratch_bytes) scratch_bytes = bytes;
-        if (k == count - 1 && !chain.quantizer) continue;
-        const int64_t row_bytes = job->out_stride;
+        if (k == count - 1 && !chain.quantizer && !chain.gate) continue;
+        const int64_t row_bytes = chain.gate_first ? job->x_stride : job->out_stride;
         chain.block = BLOCK_BYTES / row_bytes > BLOCK_ROWS ? BLOCK_BYTES / row_bytes : BLOCK_ROWS;
         if (chain.block > rows) chain.block = rows;
         const int64_t passed = chain.block * row_bytes, gain = 4 * fn_float_row(calls->hidden);
@@ -287,5 +290,11 @@ int fn_forward(const struct fn_call *calls, int count) {
 }
 
 int fn_run(const struct fn_call *call) {
+    if (call->flags & FN_GATE_ONLY) {
+        struct fn_gate gate = *fn_gate_after(call);
+        gate.threads = call->threads;
+        fn_run_gate(&gate);
+        return 0;
+    }
     return call->pass == FN_BACKWARD ? fn_backward(call) : fn_forward(call, 1 + (int)call->following);
 }

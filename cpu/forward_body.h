@@ -411,7 +411,8 @@ static struct plan plan_of(const struct fn_forward_job *job) {
         if (p.residual) p.residual = BF16P;
         if (p.weight) p.weight = BF16P;
     }
-    if (job->flags & FN_ROUND_NORM && p.x != F32) p.norm = p.x;
+    const int rounded_to = job->flags & FN_GATE_BEFORE ? p.out : p.x;
+    if (job->flags & FN_ROUND_NORM && rounded_to != F32) p.norm = rounded_to;
     p.round_sum = job->flags & FN_ROUND_SUM && p.residual != NONE && p.residual != F32;
     p.offset = p.weight != NONE && (float)job->weight_offset != 0;
     /* h is an operand, unless it is a sum before rounding. The second pass reads an operand of out's kind, or float. */

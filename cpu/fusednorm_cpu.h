@@ -154,7 +154,7 @@ struct fn_kernels {
     fn_backward_flush *backward_flush;
     fn_backward_end *backward_end;
     fn_quantize_row *quantize_row;
-    fn_gate_tile *gate_tile;
+    fn_gate_run *gate_run;
 };
 extern const struct fn_kernels fn_kernels_scalar;
 extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
@@ -201,6 +201,20 @@ fn_run_fn fn_run;
 
 /* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
 void fn_run_gate(const void *packed);
+
+/*
+ * gate.c: rows [begin, end) of a gate. `passed`, FN_GATED or FN_GATE_OUT, is an operand without memory of its own, whose
+ * rows lie one after the other from `rows` on.
+ */
+void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, int passed, char *rows, int bypass_cache);
+/* Whether the outputs of a gate are large, made of whole cache lines, and not in the caches already as inputs. */
+int fn_gate_bypasses_cache(const struct fn_gate *gate);
+
+/* Whether all rows of an operand begin and end with a cache line. */
+static inline int fn_on_border(const struct fn_operand *o, int64_t hidden) {
+    const uintptr_t item = (uintptr_t)fn_element_size(o->kind);
+    return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);
+}
 
 /* dispatch.c and backward.c */
 int fn_forward(const struct fn_call *calls, int count);

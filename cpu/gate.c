@@ -1,38 +1,79 @@
-/* Divides the elements of a gate among threads, in tiles. */
+/* Divides the elements of a gate among threads, and passes rows that follow each other to the kernels as one. */
 #include "fusednorm_cpu.h"
 #include "ieee.h"
 
-/* Tiles [begin, end) of all rows, each of which has `per_row`. */
-static void run_tiles(const struct fn_gate *g, int64_t per_row, int64_t begin, int64_t end) {
-    const struct fn_kernels *kernels = fn_kernels((int)g->operand[FN_GATED].kind);
-    for (int64_t tile = begin; tile < end; tile++) {
-        const int64_t row = tile / per_row, first = tile % per_row * FN_GATE_TILE;
-        const int64_t outer = row / g->inner, inner = row % g->inner, rest = g->hidden - first;
-        char *at[FN_GATE_OPERANDS];
-        for (int i = 0; i < FN_GATE_OPERANDS; i++) {
-            const struct fn_operand *o = &g->operand[i];
-            const int64_t offset = outer * o->outer_stride + inner * o->stride + first;
-            at[i] = o->kind ? (char *)o->address + offset * fn_element_size(o->kind) : NULL;
-        }
-        kernels->gate_tile(g, at, (int)(rest < FN_GATE_TILE ? rest : FN_GATE_TILE));
+/* Elements [begin, end) of a row; of all rows, as if they were one, where no gap is between them. */
+static void run_elements(const struct fn_gate *g, int64_t row, int64_t begin, int64_t end, int bypass_cache) {
+    char *at[FN_GATE_OPERANDS];
+    for (int i = 0; i < FN_GATE_OPERANDS; i++) {
+        const struct fn_operand *o = &g->operand[i];
+        const int64_t first = row / g->inner * o->outer_stride + row % g->inner * o->stride;
+        at[i] = o->kind ? (char *)o->address + (first + begin) * fn_element_size(o->kind) : NULL;
     }
+    fn_kernels((int)g->operand[FN_GATED].kind)->gate_run(g, at, end - begin, bypass_cache);
 }
 
+/* Whether rows follow each other without a gap in every operand. */
+static int is_one_row(const struct fn_gate *g) {
+    if (g->inner != g->rows) return 0;
+    for (int i = 0; i < FN_GATE_OPERANDS; i++)
+        if (g->operand[i].kind && g->operand[i].stride != g->hidden) return 0;
+    return 1;
+}
+
+void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, int passed, char *rows, int bypass_cache) {
+    struct fn_gate g = *gate;
+    struct fn_operand *o = &g.operand[passed];
+    /* Row `begin` is the first one there; row 0 would have this address. */
+    o->address = (uintptr_t)rows - (uintptr_t)(begin * g.hidden * fn_element_size(o->kind));
+    if (is_one_row(&g)) run_elements(&g, 0, begin * g.hidden, end * g.hidden, bypass_cache);
+    else
+        for (int64_t row = begin; row < end; row++) run_elements(&g, row, 0, g.hidden, bypass_cache);
+}
+
+int fn_gate_bypasses_cache(const struct fn_gate *g) {
+    const int first = g->pass == FN_BACKWARD ? FN_GATED_D : FN_GATE_OUT;
+    int64_t bytes = 0;
+    for (int i = first; i < FN_GATE_OPERANDS; i++) {
+        const struct fn_operand *out = &g->operand[i];
+        if (!out->kind) continue;
+        if (!fn_on_border(out, g->hidden)) return 0;
+        for (int k = 0; k < first; k++)
+            if (g->operand[k].address == out->address) return 0;
+        bytes += g->rows * g->hidden * fn_element_size(out->kind);
+    }
+    return !g->wide && bytes >= FN_FROM_MEMORY_BYTES;
+}
+
+/* A gate, and what its threads share. */
+struct work {
+    struct fn_gate gate;
+    int64_t per_row; /* tiles */
+    int bypasses_cache;
+};
+
 static void run_thread(void *argument, int thread, int threads) {
-    const struct fn_gate *g = argument;
-    const int64_t per_row = (g->hidden + FN_GATE_TILE - 1) / FN_GATE_TILE, tiles = g->rows * per_row;
+    const struct work *work = argument;
+    const struct fn_gate *g = &work->gate;
+    const int64_t tiles = g->rows * work->per_row, end = fn_first_row(tiles, thread + 1, threads);
     fn_fp_state state = fn_enter_ieee();
-    run_tiles(g, per_row, fn_first_row(tiles, thread, threads), fn_first_row(tiles, thread + 1, threads));
+    for (int64_t tile = fn_first_row(tiles, thread, threads), next; tile < end; tile = next) {
+        const int64_t row = tile / work->per_row, first = row * work->per_row;
+        next = first + work->per_row < end ? first + work->per_row : end;
+        const int64_t last = (next - first) * FN_GATE_TILE;
+        run_elements(g, row, (tile - first) * FN_GATE_TILE, last < g->hidden ? last : g->hidden, work->bypasses_cache);
+    }
     fn_leave_ieee(state);
 }
 
 void fn_run_gate(const void *packed) {
-    struct fn_gate g = *(const struct fn_gate *)packed;
-    int one_row = g.inner == g.rows;
-    for (int i = 0; i < FN_GATE_OPERANDS; i++) one_row &= !g.operand[i].kind || g.operand[i].stride == g.hidden;
-    if (one_row) { /* short rows would be short tiles */
-        g.hidden *= g.rows;
-        g.rows = g.inner = 1;
+    struct work work = {.gate = *(const struct fn_gate *)packed};
+    struct fn_gate *g = &work.gate;
+    work.bypasses_cache = fn_gate_bypasses_cache(g);
+    if (is_one_row(g)) { /* short rows would be short tiles */
+        g->hidden *= g->rows;
+        g->rows = g->inner = 1;
     }
-    fn_parallel(run_thread, &g, g.rows * g.hidden < FN_PARALLEL_ELEMENTS ? 1 : (int)g.threads);
+    work.per_row = (g->hidden + FN_GATE_TILE - 1) / FN_GATE_TILE;
+    fn_parallel(run_thread, &work, g->rows * g->hidden < FN_PARALLEL_ELEMENTS ? 1 : (int)g->threads);
 }

@@ -22,7 +22,17 @@ enum { FN_GATE_TILE = 512 };
 
 _Static_assert(sizeof(struct fn_gate) == (8 + 4 * FN_GATE_OPERANDS) * 8, "fusednorm/packing.py packs fields without gaps");
 
-/* Computes n <= FN_GATE_TILE elements of a row, which begin at `at` of each operand (NULL where it is absent). */
-typedef void fn_gate_tile(const struct fn_gate *gate, char *const *at, int n);
+_Static_assert(sizeof(struct fn_gate) <= sizeof(struct fn_call), "FN_PACKED has room for both");
+
+/* The gate that follows the last call of a chain in memory; NULL if there is none. */
+static inline const struct fn_gate *fn_gate_after(const struct fn_call *last) {
+    return last->flags & (FN_GATE_AFTER | FN_GATE_BEFORE | FN_GATE_ONLY) ? (const struct fn_gate *)(last + 1) : NULL;
+}
+
+/*
+ * Computes n elements, which begin at `at` of each operand (NULL where it is absent) and follow each other. Outputs that
+ * bypass the cache begin there with a cache line.
+ */
+typedef void fn_gate_run(const struct fn_gate *gate, char *const *at, int64_t n, int bypass_cache);
 
 #endif

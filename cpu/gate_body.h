@@ -30,6 +30,7 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
 #define COEFFICIENTS \
     {0.5f, 0x1.55553cp-3f, 0x1.5554f2p-5f, 0x1.1136aep-7f, 0x1.6d40a6p-10f, 0x1.6c3104p-13f}
 #include "activations.h"
+#include "usual_gates.h"
 #undef REAL
 #undef WHOLE
 #undef OF
@@ -65,53 +66,110 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
 #undef WHOLE
 #undef OF
 
-/* Units of a kind that only the running program knows: a branch for each costs less than a loop for each pair of kinds. */
+/* bfloat16 where all operands are of it: their elements may then lie by parity, as they are in one order (see kinds.h). */
+#if defined(BF16_BY_PARITY)
+enum { GATE_BF16 = BF16P };
+#else
+enum { GATE_BF16 = BF16 };
+#endif
+
+/*
+ * Units of a kind that may be known only when the program runs: operands of one kind have loops of their own, and for the
+ * others a branch for each unit costs less than a loop for each pair of kinds.
+ */
 FN_INLINE U gate_load(int64_t kind, const void *row, int64_t i, int n) {
     if (kind == F32) return u_load(F32, row, i, n);
     if (kind == F16) return u_load(F16, row, i, n);
-    return u_load(BF16, row, i, n);
+    if (kind == BF16) return u_load(BF16, row, i, n);
+    return u_load(GATE_BF16, row, i, n);
 }
-FN_INLINE void gate_store(int64_t kind, void *row, int64_t i, int n, U value) {
-    if (kind == F32) u_store(F32, row, i, n, value);
+FN_INLINE void gate_store(int64_t kind, void *row, int64_t i, int n, U value, int bypass_cache) {
+    if (STREAMS && bypass_cache && kind == F32) u_stream(F32, row, i, n, value);
+    else if (STREAMS && bypass_cache && kind == F16) u_stream(F16, row, i, n, value);
+    else if (STREAMS && bypass_cache && kind == BF16) u_stream(BF16, row, i, n, value);
+    else if (STREAMS && bypass_cache) u_stream(GATE_BF16, row, i, n, value);
+    else if (kind == F32) u_store(F32, row, i, n, value);
     else if (kind == F16) u_store(F16, row, i, n, value);
-    else u_store(BF16, row, i, n, value);
+    else if (kind == BF16) u_store(BF16, row, i, n, value);
+    else u_store(GATE_BF16, row, i, n, value);
 }
 FN_INLINE U gate_round(int64_t kind, U value) {
     if (kind == F16) return u_round(F16, value);
     if (kind == BF16) return u_round(BF16, value);
+    if (kind == GATE_BF16) return u_round(GATE_BF16, value);
     return value;
 }
 
-FN_INLINE void gate_unit(const struct fn_gate *g, char *const *at, const float *a, int64_t i, int n) {
-    const struct fn_operand *o = g->operand;
-    const U y = gate_load(o[FN_GATED].kind, at[FN_GATED], i, n), f = gate_round(g->between, u_load(F32, a, i, UNIT));
-    gate_store(o[FN_GATE_OUT].kind, at[FN_GATE_OUT], i, n, u_mul(y, f));
+/* n elements of the gate as float, in whole units. */
+FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
+    int i = 0;
+    for (; i + UNIT <= n; i += UNIT) u_store(F32, z, i, UNIT, u_load(kind, row, u_index(i), UNIT));
+    if (i < n) u_store(F32, z, i, UNIT, u_load(kind, row, i, n - i));
 }
 
-FN_INLINE void gate_backward_unit(const struct fn_gate *g, char *const *at, const float *a, const float *slope, int64_t i,
-                                  int n) {
-    const struct fn_operand *o = g->operand;
-    const U d = gate_load(o[FN_GATE_D].kind, at[FN_GATE_D], i, n), y = gate_load(o[FN_GATED].kind, at[FN_GATED], i, n);
-    const U f = gate_round(g->between, u_load(F32, a, i, UNIT)), da = gate_round(g->between, u_mul(d, y));
-    if (at[FN_GATED_D]) gate_store(o[FN_GATED_D].kind, at[FN_GATED_D], i, n, u_mul(d, f));
-    if (at[FN_GATE_DZ]) gate_store(o[FN_GATE_DZ].kind, at[FN_GATE_DZ], i, n, u_mul(da, u_load(F32, slope, i, UNIT)));
+/*
+ * A unit: `kind` is that of all operands, or NONE where they have several kinds. The rest is known where a loop is compiled,
+ * too, but for several kinds.
+ */
+FN_INLINE void gate_unit(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at,
+                         const float *a, int64_t i, int n) {
+#define KIND(of) (kind != NONE ? kind : g->operand[of].kind)
+    const U y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n), f = gate_round(between, u_load(F32, a, i, UNIT));
+    gate_store(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f), bypass_cache);
 }
 
-/* n <= FN_GATE_TILE elements, which begin at `at` of each operand. */
-static void gate_float(const struct fn_gate *g, char *const *at, int n) {
-    _Alignas(64) float z[FN_GATE_TILE], a[FN_GATE_TILE], slope[FN_GATE_TILE];
-    const int whole = n / UNIT * UNIT, backward = g->pass == FN_BACKWARD, rest = n - whole;
-    for (int i = 0; i < whole; i += UNIT)
-        u_store(F32, z, i, UNIT, gate_load(g->operand[FN_GATE].kind, at[FN_GATE], u_index(i), UNIT));
-    if (rest) u_store(F32, z, whole, UNIT, gate_load(g->operand[FN_GATE].kind, at[FN_GATE], whole, rest));
-    activate_float((int)g->activation, z, rest ? whole + UNIT : whole, a, backward ? slope : NULL);
-    if (backward) {
-        for (int i = 0; i < whole; i += UNIT) gate_backward_unit(g, at, a, slope, u_index(i), UNIT);
-        if (rest) gate_backward_unit(g, at, a, slope, whole, rest);
+FN_INLINE void gate_backward_unit(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at,
+                                  const float *a, const float *slope, int64_t i, int n) {
+    const U d = gate_load(KIND(FN_GATE_D), at[FN_GATE_D], i, n), y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n);
+    const U f = gate_round(between, u_load(F32, a, i, UNIT)), da = gate_round(between, u_mul(d, y));
+    if (at[FN_GATED_D]) gate_store(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f), bypass_cache);
+    if (at[FN_GATE_DZ]) gate_store(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, u_mul(da, u_load(F32, slope, i, UNIT)), bypass_cache);
+#undef KIND
+}
+
+FN_INLINE void gate_units(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at, const float *a,
+                          const float *slope, int n) {
+    int i = 0;
+    if (slope) {
+        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, bypass_cache, g, at, a, slope, u_index(i), UNIT);
+        if (i < n) gate_backward_unit(kind, between, bypass_cache, g, at, a, slope, i, n - i);
     } else {
-        for (int i = 0; i < whole; i += UNIT) gate_unit(g, at, a, u_index(i), UNIT);
-        if (rest) gate_unit(g, at, a, whole, rest);
+        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, bypass_cache, g, at, a, u_index(i), UNIT);
+        if (i < n) gate_unit(kind, between, bypass_cache, g, at, a, i, n - i);
     }
+}
+
+/* The kind of all operands and of what passes between, if that is rounded; NONE if there are several. */
+static int kind_of_all(const struct fn_gate *g) {
+    const int64_t kind = g->operand[FN_GATED].kind;
+    for (int i = 0; i < FN_GATE_OPERANDS; i++)
+        if (g->operand[i].kind != NONE && g->operand[i].kind != kind) return NONE;
+    return g->between == NONE || g->between == kind ? (int)kind : NONE;
+}
+
+/* A tile, whose elements begin at `at` of each operand. */
+static void gate_float(const struct fn_gate *g, char *const *at, int n, int bypass_cache) {
+    _Alignas(64) float z[FN_GATE_TILE], a[FN_GATE_TILE], slopes[FN_GATE_TILE];
+    const int kind = kind_of_all(g), activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
+    const void *const gate = at[FN_GATE];
+    if (kind == BF16) widen_gate(GATE_BF16, gate, n, z);
+    else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, z);
+    else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, z);
+    else widen_gate(F32, gate, n, z);
+    float *const slope = g->pass == FN_BACKWARD ? slopes : NULL;
+    if (!activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
+#define OF_ONE_KIND(kind)                                                                    \
+    do {                                                                                     \
+        if (bypass_cache && g->between != NONE) gate_units(kind, kind, 1, g, at, a, slope, n); \
+        else if (bypass_cache) gate_units(kind, NONE, 1, g, at, a, slope, n);                 \
+        else if (g->between != NONE) gate_units(kind, kind, 0, g, at, a, slope, n);           \
+        else gate_units(kind, NONE, 0, g, at, a, slope, n);                                   \
+    } while (0)
+    if (kind == BF16) OF_ONE_KIND(GATE_BF16);
+    else if (kind == F16) OF_ONE_KIND(F16);
+    else if (kind == F32) OF_ONE_KIND(F32);
+    else gate_units(NONE, g->between, bypass_cache, g, at, a, slope, n);
+#undef OF_ONE_KIND
 }
 
 /* The same in float64; the function's value is never rounded there. */
@@ -137,7 +195,13 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n) {
     if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, slope, at[FN_GATE_DZ], n);
 }
 
-static void gate_tile(const struct fn_gate *g, char *const *at, int n) {
-    if (g->wide) gate_double(g, at, n);
-    else gate_float(g, at, n);
+static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, int bypass_cache) {
+    for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
+        const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
+        char *tile[FN_GATE_OPERANDS];
+        for (int i = 0; i < FN_GATE_OPERANDS; i++) tile[i] = at[i] ? at[i] + done * fn_element_size(g->operand[i].kind) : NULL;
+        if (g->wide) gate_double(g, tile, count);
+        else gate_float(g, tile, count, bypass_cache);
+    }
+    if (STREAMS && bypass_cache) u_stream_end();
 }

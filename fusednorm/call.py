@@ -305,6 +305,19 @@ class Gate(NamedTuple):
     strides: tuple[Strides, Strides, Strides]
 
 
+class NormGated(NamedTuple):
+    """A norm and a gate, one after the other; the rows that pass between them have no memory of their own."""
+
+    #: ``x`` and ``out`` are those of both together. Where the norm comes first, the operation's ``out`` is the dtype
+    #: that passes; else the operation's ``x`` is, and ``round_norm`` rounds to the dtype of ``out``.
+    norm: Forward
+    #: [..., N], the gate, of which nothing is rounded before it is multiplied.
+    z: Tensor
+    z_strides: Strides
+    activation: str
+    norm_first: bool
+
+
 class GateBackward(NamedTuple):
     """The gradients of a gate, of which one is wanted at least. The outputs share no memory with other operands."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.activations import ACTIVATIONS
-from fusednorm.call import Backward, Forward, Gate, GateBackward, Quantize, Strides
+from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Quantize, Strides
 
 if TYPE_CHECKING:
     from fusednorm.quantizations import Quantization
@@ -26,7 +26,7 @@ KINDS: dict[torch.dtype | None, int] = {
 }
 
 #: The numbers that C has for flags: ``enum fn_flag``.
-ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = 1, 2, 4, 8, 16
+ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY, GATE_AFTER, GATE_BEFORE = 1, 2, 4, 8, 16, 32, 64
 
 _CALL = struct.Struct("=10q2d36q")
 _pack = _CALL.pack
@@ -114,7 +114,7 @@ def _pack_around(call: Forward, threads: int, more_flags: int) -> bytes:
     weight, bias = (
         _operand(t, (0, 0 if t is None or t.dim() == 1 else operation.hidden_size)) for t in (call.weight, call.bias)
     )
-    x, before = _operand(call.x, x_strides), b""
+    x, before = (KINDS[operation.x], call.x.data_ptr(), *x_strides), b""
     if operation.around is not None and operation.around.scaled:
         scaled = _passed(operation.x, inner, operation.hidden_size)
         before = _pack(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *x, *_ABSENT, *_ABSENT, *scaled, *5 * _ABSENT)
@@ -210,4 +210,22 @@ def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
     return _GATE.pack(
         *(isinstance(call, GateBackward), ACTIVATIONS.index(call.activation), KINDS[call.between], wide),
         *(threads, call.rows, call.inner, call.hidden_size, *itertools.chain(*operands)),
+    )
+
+
+def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
+    """A forward pass, and the gate that takes its rows or that it takes the rows of."""
+    norm, wide = call.norm, call.norm.x.dtype == torch.float64
+    (x_strides, _, out_strides, _), operation, inner = norm.strides, norm.operation, norm.inner
+    packed = (inner * operation.hidden_size, operation.hidden_size)
+    assert norm.out is not None
+    if call.norm_first:
+        flag, norm = GATE_AFTER, norm._replace(out=None)
+        y, out = _passed(operation.out, inner, operation.hidden_size), _operand(call.norm.out, out_strides)
+    else:
+        flag, norm = GATE_BEFORE, norm._replace(strides=(packed, *norm.strides[1:]))
+        y, out = _operand(norm.x, x_strides), _passed(operation.x, inner, operation.hidden_size)
+    return pack_forward(norm, threads, flag) + _GATE.pack(
+        *(0, ACTIVATIONS.index(call.activation), 0, wide, threads, norm.rows, inner, operation.hidden_size),
+        *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, 2 * _ABSENT),
     )

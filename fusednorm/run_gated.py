@@ -1,4 +1,4 @@
-"""Runs a gate without torch's dispatcher, by the backend that normalises such rows, if it has gates."""
+"""Runs gates without torch's dispatcher, by the backend that normalises such rows, if it has gates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch.autograd.graph import increment_version
 
 from fusednorm import run
 from fusednorm.backends import activations
-from fusednorm.call import Flags, Gate, GateBackward, Strides, operation_of
-from fusednorm.layout import in_levels, overlaps_itself, rows_of
+from fusednorm.backends.reference import accumulator
+from fusednorm.call import Around, Flags, Forward, Gate, GateBackward, NormGated, Strides, operation_of
+from fusednorm.checks import check_flags
+from fusednorm.layout import in_levels, overlaps_itself, packed, rows_of
 
 
 class Gating(NamedTuple):
@@ -49,6 +51,50 @@ def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> 
     if rows:
         gate(Gate(y_rows, z_rows, out, *gating[:2], y.shape[-1], rows, inner, (strides[1], strides[2], strides[0])))
     return out
+
+
+def norm_gated(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    flags: Flags,
+    activation: str,
+    norm_first: bool,
+    between: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """A norm and a gate in one call, for checked operands: the rows, in new memory of x's dtype or in ``out``.
+
+    None if the backend has no function for it. ``weight`` may have a row for each head.
+    """
+    flags = check_flags(flags, x, None, None, None)
+    if weight is not None:
+        weight = packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
+    asked = flags._replace(out_dtype=between if norm_first and between is not None else x.dtype)
+    operation = operation_of(x, None, weight, asked, around=Around(None, 1.0))
+    if not norm_first:
+        operation = operation._replace(x=accumulator(x.dtype))
+    takes = getattr(run.backend_of(operation), "norm_gated", None)
+    if takes is None:
+        return None
+    if out is not None:
+        increment_version(out)
+        if not _can_be_written(out):
+            found = norm_gated(x, z, weight, flags, activation, norm_first, between, None)
+            return None if found is None else out.copy_(found)
+    written = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    (_, x_rows, z_rows), inner, (out_strides, x_strides, z_strides) = in_levels((written, x, z))
+    assert x_rows is not None
+    assert z_rows is not None
+    rows = x.shape[:-1].numel()
+    if rows:
+        strides = (x_strides, (0, 0), out_strides, (0, 0))
+        norm = Forward(
+            *(x_rows, None, weight, written, None, None, operation, rows, inner, strides),
+            *(flags.eps, flags.weight_offset),
+        )
+        takes(NormGated(norm, z_rows, z_strides, activation, norm_first))
+    return written
 
 
 def _can_be_written(out: Tensor) -> bool:

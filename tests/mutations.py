@@ -458,7 +458,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "the cache bypassed although rows are not on a border",
-        "cpu/dispatch.c",
+        "cpu/fusednorm_cpu.h",
         "return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);",
         "return 1;",
     ),
@@ -1926,8 +1926,8 @@ MUTANTS = (
         FUSED,
         "Norm_before_add: a block of rows begins where the first one begins",
         "cpu/dispatch.c",
-        "if (k > 0) job.x = passed - row * job.x_stride;",
-        "if (k > 0) job.x = passed;",
+        "if (k > 0 || chain->gate_first) job.x = passed - row * job.x_stride;",
+        "if (k > 0 || chain->gate_first) job.x = passed;",
     ),
     Mutant(
         SAME,

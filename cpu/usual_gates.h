@@ -1,0 +1,84 @@
+/*
+ * Gates of float whose exponentials need no care, which is all that a program usually has; included by gate_body.h. No z is
+ * a NaN or so low that the function is the exponential itself. Then exp(-v) is a normal number or so small that 1 + exp(-v)
+ * is 1, and one factor 2^k is enough. The bits are those of activations.h, by fewer operations.
+ */
+
+/* Below -LEAST_USUAL a gate may be low, as gelu_tanh's v is below -80 from -9.67 down. From MOST_USUAL on 1 + exp(-v) is 1. */
+#define LEAST_USUAL(activation) ((activation) == FN_GELU_TANH ? 9.625f : 80.0f)
+#define MOST_USUAL 80.0f
+
+/*
+ * The first half of exp(-v): what is left of v beside whole multiples k of ln 2, and 2^k, as a number that is added to the
+ * bits. All signs are opposite to those of activations.h, which makes no difference to rounding. The work is in two halves,
+ * because from a load to the quotient an element takes so many steps that a processor's queues hold only a few vectors,
+ * which wait for each other: in one loop it took a third longer.
+ *
+ * Returns whether all are usual. Whole numbers have the order of the floats whose bits they are, and of negative ones the
+ * opposite order as unsigned numbers; a NaN is beyond infinity. With `backward` no z may be large either: then exp(-v) is
+ * multiplied, too.
+ */
+FN_INLINE int reduce(int activation, int backward, const float *restrict z, int n, float *restrict rest,
+                     uint32_t *restrict power) {
+    const uint32_t least = bits_of_f32(LEAST_USUAL(activation));
+    uint32_t lowest = 0;
+    int32_t greatest = 0;
+    for (int i = 0; i < n; i++) {
+        const int32_t bits = (int32_t)bits_of_f32(z[i]), most = (int32_t)bits_of_f32(MOST_USUAL);
+        float v = z[i];
+        if (backward) {
+            greatest = (bits & 0x7fffffff) > greatest ? bits & 0x7fffffff : greatest;
+        } else {
+            lowest = (uint32_t)bits > lowest ? (uint32_t)bits : lowest;
+            if (activation == FN_SIGMOID) greatest = bits > greatest ? bits : greatest;
+        }
+        if (activation == FN_GELU_TANH) v = argument_float(v);
+        if (!backward) {
+            const int32_t place = (int32_t)bits_of_f32(v);
+            v = f32_of_bits((uint32_t)(place < most ? place : most));
+        }
+        const float shifted = v * -LOG2_E + ROUNDER, k = shifted - ROUNDER;
+        rest[i] = (v + k * LN2_HIGH) + k * LN2_LOW;
+        power[i] = bits_of_f32(shifted) << 23;
+    }
+    if (backward) return greatest <= (int32_t)least;
+    return lowest <= (0x80000000 | least) && greatest <= 0x7f800000;
+}
+
+/* exp(-v) of both halves. */
+FN_INLINE float usual_exponential(float r, uint32_t power) {
+    static const float c[] = COEFFICIENTS;
+    const float square = r * r;
+    float p = ((c[4] - c[5] * r) * square + (c[2] - c[3] * r)) * square + (c[0] - c[1] * r);
+    return f32_of_bits(bits_of_f32(p * square - r + 1) + power);
+}
+
+/* activate_float for usual gates; 0, if some are not, having done nothing that counts. */
+static FN_NOINLINE int activate_usual(int activation, const float *restrict z, int n, float *restrict f,
+                                      float *restrict slope) {
+    float rest[FN_GATE_TILE];
+    uint32_t power[FN_GATE_TILE];
+#define EACH(activation)                                                                              \
+    do {                                                                                              \
+        if (!slope) {                                                                                 \
+            if (!reduce(activation, 0, z, n, rest, power)) return 0;                                  \
+            for (int i = 0; i < n; i++)                                                               \
+                f[i] = (activation == FN_SIGMOID ? 1 : z[i]) / (1 + usual_exponential(rest[i], power[i])); \
+            return 1;                                                                                 \
+        }                                                                                             \
+        if (!reduce(activation, 1, z, n, rest, power)) return 0;                                      \
+        for (int i = 0; i < n; i++) rest[i] = usual_exponential(rest[i], power[i]);                   \
+        for (int i = 0; i < n; i++) {                                                                 \
+            const float e = rest[i], s = 1 / (1 + e);                                                 \
+            f[i] = activation == FN_SIGMOID ? s : z[i] / (1 + e);                                     \
+            slope[i] = f[i] * (e * s);                                                                \
+            if (activation == FN_GELU_TANH) slope[i] *= slope_of_argument_float(z[i]);                    \
+            if (activation != FN_SIGMOID) slope[i] += s;                                              \
+        }                                                                                             \
+        return 1;                                                                                     \
+    } while (0)
+    if (activation == FN_SILU) EACH(FN_SILU);
+    else if (activation == FN_SIGMOID) EACH(FN_SIGMOID);
+    else EACH(FN_GELU_TANH);
+#undef EACH
+}
