@@ -13,7 +13,7 @@
 
 const exchange_api *fn_exchange_api;
 fn_run_fn *fn_run_on_cpu;
-static PyObject *plain_types, *get_num_threads, *empty_like, *requires_grad;
+static PyObject *plain_types, *get_num_threads, *empty_like, *new_empty, *requires_grad;
 static PyTypeObject *tensor_type, *parameter_type;
 
 static int kind_of(const tensor *t) {
@@ -76,6 +76,23 @@ int fn_same_device(const tensor *a, const tensor *b) {
     return a->device.type == b->device.type && a->device.id == b->device.id;
 }
 
+PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords) {
+    if (given != Py_None) return Py_NewRef(given);
+    PyObject *arguments = shape ? PyTuple_Pack(2, x, shape) : PyTuple_Pack(1, x);
+    PyObject *made = arguments ? PyObject_Call(shape ? new_empty : empty_like, arguments, keywords) : NULL;
+    Py_XDECREF(arguments);
+    return made;
+}
+
+PyObject *fn_shape(const tensor *x, int64_t last) {
+    PyObject *shape = PyTuple_New(x->ndim);
+    for (int i = 0; shape && i < x->ndim; i++) {
+        PyObject *size = PyLong_FromLongLong(i < x->ndim - 1 ? x->shape[i] : last);
+        if (!size || PyTuple_SetItem(shape, i, size)) Py_CLEAR(shape);
+    }
+    return shape;
+}
+
 int fn_unpack(PyObject *bytes, struct fn_call *calls) {
     const size_t size = (size_t)PyBytes_Size(bytes);
     if (size >= sizeof *calls && size <= FN_PACKED * sizeof *calls) {
@@ -130,12 +147,13 @@ static PyObject *call_function(const function *f, PyObject *argument) {
 
 /*
  * Python's arguments: the operands that users may give, then the others. Those from FIRST_WEIGHT on are of a norm of x
- * before the addition, if there is one: it has the flags and the weight_offset of the norm after the addition. Or a
- * quantizer's arguments follow the others.
+ * before the addition, if there is one: it has the flags and the weight_offset of the norm after the addition. Or the
+ * arguments of a quantizer or of a gate follow the others.
  */
 enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, ARGUMENTS };
 enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN_IS_F32, NEXT_NORM, ARGUMENTS_OF_CHAIN };
 enum { ARGUMENTS_OF_QUANTIZER = ARGUMENTS + FN_QUANTIZER_ARGUMENTS }; /* see fast_path_quantized.c */
+enum { ARGUMENTS_OF_GATE = ARGUMENTS + FN_GATE_ARGUMENTS }; /* see fast_path_gated.c */
 
 static function is_grad_enabled, increment_version;
 static descrgetfunc get_requires_grad; /* of the descriptor `requires_grad`, which Python would look up each time */
@@ -164,6 +182,7 @@ static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
         if (records) return records;
     }
     records = requires_gradient(arguments[BIAS]);
+    if (!records && count == ARGUMENTS_OF_GATE) records = requires_gradient(arguments[ARGUMENTS]);
     return !records && count == ARGUMENTS_OF_CHAIN ? requires_gradient(arguments[FIRST_WEIGHT]) : records;
 }
 
@@ -242,11 +261,14 @@ static int open_listeners(PyObject *questions, PyObject *variables, PyObject *fu
 /* None: Python must make the call. */
 static PyObject *refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
 
+fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden) {
+    const int64_t item = fn_element_size(o->kind);
+    return (fn_extent){o->address, rows, o->stride * item, hidden * item};
+}
+
 fn_extent fn_extent_of(const struct fn_call *c, int i) {
     const struct fn_operand *o = &c->operand[i];
-    int64_t item = fn_element_size(o->kind);
-    const int64_t rows = i != FN_WEIGHT && i != FN_BIAS ? c->rows : o->stride ? c->heads : 1;
-    return (fn_extent){o->address, rows, o->stride * item, c->hidden * item};
+    return fn_extent_of_rows(o, i != FN_WEIGHT && i != FN_BIAS ? c->rows : o->stride ? c->heads : 1, c->hidden);
 }
 
 /* One lies before the other, or they are columns of one matrix. */
@@ -404,16 +426,19 @@ int fn_count_writes(PyObject *const *outputs, const int *written, int count) {
 static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
     struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
     struct fn_quantized quantized;
+    struct fn_gated gated;
     tensor t[FN_FORWARD_OPERANDS_IN_C];
-    if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER) {
-        PyErr_Format(PyExc_TypeError, "forward takes %d, %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN,
-                     ARGUMENTS_OF_QUANTIZER, count);
+    if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER && count != ARGUMENTS_OF_GATE) {
+        PyErr_Format(PyExc_TypeError, "forward takes %d, %d, %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN,
+                     ARGUMENTS_OF_QUANTIZER, ARGUMENTS_OF_GATE, count);
         return NULL;
     }
-    const int quantizes = count == ARGUMENTS_OF_QUANTIZER;
+    const int quantizes = count == ARGUMENTS_OF_QUANTIZER, gates = count == ARGUMENTS_OF_GATE;
     if (quantizes) c = &quantized.call;
+    if (gates) c = &gated.call;
     if (!read_arguments(arguments, t, c)) return refuse();
     if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &t[FN_X], &quantized)) return refuse();
+    if (gates && !fn_read_gate(arguments + ARGUMENTS, &t[FN_X], &gated)) return refuse();
     const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
     if (count == ARGUMENTS_OF_CHAIN) {
         first = calls;
@@ -426,11 +451,15 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
+    if (gates && (triton || device != DL_CPU)) return refuse();
     if (triton && (quantizes || first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
     int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
+    /* A gate's output must not require a gradient, whether gradients are recorded or not. */
+    if (!others && gates) others = requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
     if (others < 0) return NULL;
     if (others || (triton && !fn_has_triton_kernel(c))) return refuse();
+    if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated);
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
     const int written[2] = {c->operand[FN_OUT].kind != FN_NONE, c->operand[FN_RESIDUAL_OUT].kind != FN_NONE};
@@ -454,9 +483,9 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
 
 static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *capsule, *types[2], *callables[4], *asked[4];
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOO!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
-                          &callables[2], &callables[3], &PyTuple_Type, &asked[0], &PyTuple_Type, &asked[1],
+    PyObject *capsule, *types[2], *callables[5], *asked[4];
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOO!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+                          &callables[2], &callables[3], &callables[4], &PyTuple_Type, &asked[0], &PyTuple_Type, &asked[1],
                           &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3]))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* other packages set other objects under this name */
@@ -472,7 +501,8 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     is_grad_enabled = function_of(callables[0], METH_NOARGS);
     get_num_threads = Py_NewRef(callables[1]);
     empty_like = Py_NewRef(callables[2]);
-    increment_version = function_of(callables[3], METH_O);
+    new_empty = Py_NewRef(callables[3]);
+    increment_version = function_of(callables[4], METH_O);
     if (!open_listeners(asked[0], asked[1], asked[2], asked[3])) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "questions, variables or function modes of another form");
         return NULL;
@@ -492,9 +522,10 @@ static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
 static PyMethodDef forward_method = {
     "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
     "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask, bias, x_scale[, "
-    "first_weight, first_eps, between_is_float32, next_norm | packed, between_is_float32, normalises, scale, out, scale_out])\n--\n\nThe outputs (any operand but x may be None), or None "
+    "first_weight, first_eps, between_is_float32, next_norm | packed, between_is_float32, normalises, scale, out, scale_out | gate, "
+    "activation, how, group_size, out])\n--\n\nThe outputs (any operand but x may be None), or None "
     "if nothing was done and Python must make the call. The last arguments ask for a norm of x before the addition, and "
-    "say whether a norm follows the addition; or they ask for a quantizer."};
+    "say whether a norm follows the addition; or they ask for a quantizer; or for a gate, and then the output alone is returned."};
 
 static PyObject *forward_on(PyObject *module, PyObject *arguments) {
     (void)module;
@@ -514,12 +545,12 @@ static PyObject *forward_on(PyObject *module, PyObject *arguments) {
 
 static PyMethodDef methods[] = {
     {"open", open_fast_path, METH_VARARGS,
-     "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, increment_version, "
+     "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, increment_version, "
      "questions, variables, function modes, addresses in C++)\n--\n\n"
      "Whether this version of the exchange API is understood."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_quantizer", fn_open_quantizer, METH_VARARGS,
-     "open_quantizer(empty_like, new_empty, keywords of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nLets "
+     "open_quantizer(keywords of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nLets "
      "calls with a quantizer through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
      "open_cuda(addresses of cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent)\n--\n\n"

@@ -1,6 +1,6 @@
 /*
  * What the files of the fast path share: fast_path.c reads the operands of a forward pass, fast_path_quantized.c those of a
- * quantizer after it, and fast_path_backward.c those of a backward pass. The C library takes the call, or cuda_launch.c, or
+ * quantizer after it, fast_path_gated.c those of a gate, and fast_path_backward.c those of a backward pass. The C library takes the call, or cuda_launch.c, or
  * triton_launch.c.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
@@ -52,7 +52,11 @@ typedef struct {
     int64_t rows, step, bytes;
 } fn_extent;
 fn_extent fn_extent_of(const struct fn_call *c, int operand);
+fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden);
 int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
+/* A new tensor like x, of this shape and of these keywords unless they are NULL; or the one given. NULL with a Python error. */
+PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords);
+PyObject *fn_shape(const tensor *x, int64_t last); /* x's shape with another last size; NULL with a Python error */
 /* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
 int fn_count_writes(PyObject *const *outputs, const int *written, int count);
 /* Reads calls, FN_PACKED at most, as fusednorm/packing.py packs them; returns 0 with a Python error. */
@@ -82,6 +86,19 @@ int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_qua
 /* Allocates what is not given, and quantizes: the results, or None if Python must make the call. */
 PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
                       PyObject *residual_out, int residual_written);
+
+/* fast_path_gated.c */
+struct fn_gated {
+    struct fn_call call;
+    struct fn_gate gate; /* follows the call in memory, as fn_run expects it */
+    int how, between; /* the order, and whether what passes is float */
+    int64_t groups; /* the parts of a row that are normalised */
+};
+enum { FN_GATE_ARGUMENTS = 5, FN_GATE_OUT_ARGUMENT = 4 };
+/* Reads the arguments of a gate. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given);
+/* Allocates the output if it is not given, and makes the call: the output, or None if Python must make the call. */
+PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given);
 
 /* Python's functions; fast_path.c has their documentation. */
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

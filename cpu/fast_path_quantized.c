@@ -16,16 +16,15 @@ enum { PACKED, BETWEEN_IS_F32, NORMALISES, SCALE, OUT, SCALE_OUT };
 /* DLPack's codes for what a quantizer writes, in the order of enum fn_byte_kind. */
 static const uint8_t codes[] = {0, 1, 10, 12};
 
-static PyObject *empty_like, *new_empty, *dtypes[5]; /* the last ones: keywords for each kind, and for scales */
+static PyObject *dtypes[5]; /* keywords for each kind, and for scales */
 
 PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *found[7];
-    if (!PyArg_ParseTuple(arguments, "OOO!O!O!O!O!", &found[0], &found[1], &PyDict_Type, &found[2], &PyDict_Type,
-                          &found[3], &PyDict_Type, &found[4], &PyDict_Type, &found[5], &PyDict_Type, &found[6]))
+    PyObject *found[5];
+    if (!PyArg_ParseTuple(arguments, "O!O!O!O!O!", &PyDict_Type, &found[0], &PyDict_Type, &found[1], &PyDict_Type, &found[2],
+                          &PyDict_Type, &found[3], &PyDict_Type, &found[4]))
         return NULL;
-    empty_like = Py_NewRef(found[0]), new_empty = Py_NewRef(found[1]);
-    for (int i = 0; i < 5; i++) dtypes[i] = Py_NewRef(found[2 + i]);
+    for (int i = 0; i < 5; i++) dtypes[i] = Py_NewRef(found[i]);
     Py_RETURN_NONE;
 }
 
@@ -74,24 +73,6 @@ int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_qua
     return 1;
 }
 
-/* A new tensor, or the one given; NULL with a Python error. */
-static PyObject *output_of(PyObject *given, PyObject *make, PyObject *x, PyObject *shape, PyObject *keywords) {
-    if (given != Py_None) return Py_NewRef(given);
-    PyObject *arguments = shape ? PyTuple_Pack(2, x, shape) : PyTuple_Pack(1, x);
-    PyObject *made = arguments ? PyObject_Call(make, arguments, keywords) : NULL;
-    Py_XDECREF(arguments);
-    return made;
-}
-
-static PyObject *shape_of_scales(const tensor *x, int64_t groups) {
-    PyObject *shape = PyTuple_New(x->ndim);
-    for (int i = 0; shape && i < x->ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(i < x->ndim - 1 ? x->shape[i] : groups);
-        if (!size || PyTuple_SetItem(shape, i, size)) Py_CLEAR(shape);
-    }
-    return shape;
-}
-
 /* Whether an output that is given lies apart from the operands, and from an output before it. */
 static int lies_apart(const struct fn_call *c, fn_extent output, const fn_extent *other) {
     if (output.rows > 1 && output.step < output.bytes) return 0;
@@ -112,7 +93,7 @@ PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_t
     fn_extent extent, other;
     PyObject *result = NULL, *scale = NULL, *shape = NULL;
     int failed = 1;
-    PyObject *out = output_of(arguments[OUT], empty_like, x, NULL, dtypes[q->kind]);
+    PyObject *out = fn_output(arguments[OUT], x, NULL, dtypes[q->kind]);
     if (!out || !fn_read_any(out, &t, &o) || !is_of(&t, q->kind) || !fn_same_shape(&t, x_tensor) ||
         !fn_same_device(&t, x_tensor))
         goto end;
@@ -121,9 +102,9 @@ PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_t
     extent = (fn_extent){o.address, c->rows, o.stride, c->hidden};
     if (out_given && !lies_apart(c, extent, NULL)) goto end;
     if (computed) {
-        shape = scale_given ? NULL : shape_of_scales(x_tensor, groups);
+        shape = scale_given ? NULL : fn_shape(x_tensor, groups);
         if (!scale_given && !shape) goto end;
-        scale = output_of(arguments[SCALE_OUT], new_empty, x, shape, dtypes[4]);
+        scale = fn_output(arguments[SCALE_OUT], x, shape, dtypes[4]);
         if (!scale || !fn_read(scale, &t, &o) || o.kind != FN_F32 || !fits(&t, x_tensor, groups) ||
             !fn_same_device(&t, x_tensor))
             goto end;

@@ -32,6 +32,7 @@ def _open(exchange_api: object) -> bool:
             torch.is_grad_enabled,
             torch.get_num_threads,
             torch.empty_like,
+            torch.Tensor.new_empty,
             torch._C._increment_version,
             listeners.QUESTIONS,
             tuple((vars(module), name, value) for module, name, value in listeners.VARIABLES),
@@ -46,8 +47,14 @@ _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 def _open_quantizer() -> None:
     dtypes = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
-    _fast_path.open_quantizer(torch.empty_like, torch.Tensor.new_empty, *({"dtype": dtype} for dtype in dtypes))
+    _fast_path.open_quantizer(*({"dtype": dtype} for dtype in dtypes))
 
+
+#: The arguments of a forward pass after x, for a call without a norm.
+NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)
+
+#: What a gate's arguments say of its order, in C; and in addition to it, that what passes between is float32.
+ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 = range(5)
 
 #: Whether its extension can be imported.
 COMPILED = _fast_path is not None

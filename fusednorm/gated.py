@@ -24,6 +24,8 @@ from fusednorm.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
+from fusednorm.registry import fast_paths, request
 from fusednorm.run_gated import Gating
 
 
@@ -55,6 +57,12 @@ def gate(
         RuntimeError: ``out`` is given and an operand requires grad.
         BackendError: the requested backends cannot take the call.
     """
+    if not is_dynamo_compiling():
+        take = fast_paths.get(request())
+        if take is not None and out_dtype is None:
+            result: Any = take(y, *NO_NORM, z, activation, ALONE, None, out)
+            if result is not None:
+                return cast(Tensor, result)
     if not is_dynamo_compiling() and listeners.override(y, z, out):
         return handle_torch_function(gate, (y, z, out), y, z, activation=activation, out=out, out_dtype=out_dtype)
     name = "gate_" if out is y and out is not None else "gate"
@@ -101,6 +109,8 @@ def silu_and_mul(
         RuntimeError: ``out`` is given and an operand requires grad.
         BackendError: the requested backends cannot take the call.
     """
+    if (result := _on_fast_path(gate, up, "silu", between, out)) is not None:
+        return result
     if not is_dynamo_compiling() and listeners.override(gate, up, out):
         operands = (gate, up, out)
         return handle_torch_function(silu_and_mul, operands, gate, up, between=between, out=out)
@@ -124,10 +134,25 @@ def gelu_tanh_and_mul(
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`silu_and_mul`.
     """
+    if (result := _on_fast_path(gate, up, "gelu_tanh", between, out)) is not None:
+        return result
     if not is_dynamo_compiling() and listeners.override(gate, up, out):
         operands = (gate, up, out)
         return handle_torch_function(gelu_tanh_and_mul, operands, gate, up, between=between, out=out)
     return _and_mul("gelu_tanh_and_mul", gate, up, "gelu_tanh", between, out)
+
+
+def _on_fast_path(
+    gate: Tensor, up: Tensor | None, activation: str, between: torch.dtype | None, out: Tensor | None
+) -> Tensor | None:
+    """:func:`_and_mul` by the fast path, if that takes the call."""
+    if is_dynamo_compiling() or not (between is None or between is torch.float32):
+        return None
+    take = fast_paths.get(request())
+    if take is None:
+        return None
+    how = AND_MUL if between is None else AND_MUL + BETWEEN_IS_F32
+    return cast("Tensor | None", take(gate, *NO_NORM, up, activation, how, None, out))
 
 
 def _and_mul(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners, plain
+from fusednorm import listeners, plain, run_gated
 from fusednorm.backends.reference import accumulator
+from fusednorm.call import Flags
 from fusednorm.checks import check_activation, check_apart, check_between, check_operands, refuse_grad, requires_grad
+from fusednorm.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.gated import gate as gated
 from fusednorm.ops import rms_norm
+from fusednorm.registry import fast_paths, request
 
 
 def rms_norm_gated(
@@ -56,6 +60,9 @@ def rms_norm_gated(
         BackendError: the requested backends cannot take the call.
     """
     operands = (x, gate, weight)
+    rest = (eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset)
+    if (found := _on_fast_path(*operands, *rest, None)) is not None:
+        return found
     if listeners.override(*operands):
         return handle_torch_function(
             rms_norm_gated,
@@ -71,6 +78,10 @@ def rms_norm_gated(
         )
     _check(*operands, group_size, norm_before_gate, activation, between)
     flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+    if not (is_grad_enabled() and requires_grad(*operands)):
+        found = _in_one_call(*operands, eps, group_size, norm_before_gate, activation, flags, between, None)
+        if found is not None:
+            return found
     if norm_before_gate:
         y = _normed(x, weight, eps, group_size, flags, None, between)
         return gated(y, gate, activation=activation, out_dtype=None if between is None else x.dtype)
@@ -112,6 +123,9 @@ def rms_norm_gated_(
         TypeError, ValueError, BackendError: see :func:`rms_norm_gated`.
     """
     operands = (x, gate, weight)
+    rest = (eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset)
+    if _on_fast_path(*operands, *rest, x) is not None:
+        return x
     if listeners.override(*operands):
         return handle_torch_function(
             rms_norm_gated_,
@@ -132,10 +146,66 @@ def rms_norm_gated_(
         present = {"gate": gate, "weight": weight}
         check_apart({"x": x}, {name: tensor for name, tensor in present.items() if tensor is not None})
     flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+    if _in_one_call(*operands, eps, group_size, norm_before_gate, activation, flags, between, x) is not None:
+        return x
     if not norm_before_gate:
         return _norm_of_gated(x, gate, weight, eps, group_size, activation, flags, x)
     y = _normed(x, weight, eps, group_size, flags, None, between)
     return gated(y, gate, activation=activation, out=x)
+
+
+def _on_fast_path(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+    activation: str,
+    round_norm: bool,
+    between: torch.dtype | None,
+    weight_offset: float,
+    out: Tensor | None,
+) -> Tensor | None:
+    """The rows by the fast path, if that takes the call."""
+    if is_dynamo_compiling() or type(norm_before_gate) is not bool:
+        return None
+    if between is not None and not (norm_before_gate and between is torch.float32):
+        return None
+    take = fast_paths.get(request())
+    if take is None:
+        return None
+    how = NORM_FIRST if norm_before_gate else GATE_FIRST
+    found: Any = take(
+        *(x, None, weight, None, None, eps, weight_offset, True, round_norm, None, True, None, 1.0),
+        *(gate, activation, how if between is None else how + BETWEEN_IS_F32, group_size, out),
+    )
+    return cast("Tensor | None", found)
+
+
+def _in_one_call(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+    activation: str,
+    flags: dict[str, Any],
+    between: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """The rows, by a backend that has a norm and a gate in one call; None if torch must see both, or there is none."""
+    if plain.seen(x, gate, weight) or plain.transformed(x, gate, weight):
+        return None
+    whole = group_size is None or group_size == x.shape[-1]
+    rows = (t if whole or t is None else _in_groups(t, group_size) for t in (x, gate, weight, out))  # type: ignore[arg-type]
+    groups, gates, weights, into = rows
+    assert groups is not None
+    assert gates is not None
+    asked = Flags(eps, round_norm=flags["round_norm"], weight_offset=flags["weight_offset"])
+    found = run_gated.norm_gated(groups, gates, weights, asked, activation, norm_before_gate, between, into)
+    return found if found is None or whole else found.flatten(-2)
 
 
 def _normed(

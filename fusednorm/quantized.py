@@ -21,6 +21,7 @@ from fusednorm.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.fast_path import NO_NORM
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.quantizations import Quantization
 from fusednorm.registry import FastPath, fast_paths, request
@@ -59,7 +60,7 @@ def quantize(
         RuntimeError: y requires grad while gradients are recorded: what is quantized has none.
     """
     if (take := _taken_by(quantization, zero_point, zero_point_out, None, None, scale_out)) is not None:
-        result = take(y, *_NO_NORM, quantization.packed, False, False, scale, out, scale_out)
+        result = take(y, *NO_NORM, quantization.packed, False, False, scale, out, scale_out)
         if result is not None:
             return result
     operands = (y, scale, zero_point, out, scale_out, zero_point_out)
@@ -264,10 +265,6 @@ def fused_add_rms_norm_quant(
         x, residual, weight, eps, out=None if between else normed_out, out_dtype=between, **flags
     )
     return *_quantized(y, quantization, scale, zero_point, outputs), total
-
-
-#: The fast path's arguments where there are rows alone.
-_NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)
 
 
 def _taken_by(

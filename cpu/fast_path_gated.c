@@ -1,0 +1,137 @@
+/* A gate on the fast path, alone or with a norm: rows times a function of other rows. */
+#include "fast_path.h"
+
+#include <string.h>
+
+#include "pages.h"
+
+/*
+ * Python's arguments, after those of every forward pass. HOW: a number of the list below, and BETWEEN_IS_F32 in addition.
+ * GROUP: the elements of a row that are normalised together, or None.
+ */
+enum { Z, ACTIVATION, HOW, GROUP, OUT };
+
+/* ALONE: x times the gate Z. AND_MUL: x is the gate, and Z the rows; or x holds both, and Z is None. */
+enum { ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 };
+
+static int activation_of(PyObject *name) {
+    static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh"};
+    for (int i = 0; i <= FN_GELU_TANH; i++)
+        if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[i]) == 0) return i;
+    return -1;
+}
+
+int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given) {
+    struct fn_call *c = &given->call;
+    struct fn_gate *g = &given->gate;
+    struct fn_operand other;
+    const int64_t kind = c->operand[FN_X].kind;
+    const long how = PyLong_AsLong(arguments[HOW]);
+    memset(g, 0, sizeof *g);
+    given->how = (int)how % BETWEEN_IS_F32;
+    given->between = how >= BETWEEN_IS_F32;
+    g->activation = activation_of(arguments[ACTIVATION]);
+    g->wide = kind == FN_F64;
+    /* What Python reports; and a weight with a row for each head, which no function with a gate takes. */
+    if (g->activation < 0 || (given->between && g->wide) || c->operand[FN_WEIGHT].stride) return 0;
+    if (given->how == AND_MUL && !given->between && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
+    if (given->how == AND_MUL && arguments[Z] == Py_None) {
+        if (c->hidden % 2 || c->hidden == 2) return 0; /* of one element: as in fast_path.c */
+        c->hidden /= 2;
+        other = c->operand[FN_X];
+        other.address += (uintptr_t)(c->hidden * fn_element_size(kind));
+    } else {
+        tensor t;
+        if (!fn_read(arguments[Z], &t, &other) || !fn_same_device(&t, x) || !fn_same_shape(&t, x)) return 0;
+        if (other.kind == FN_F64 && !g->wide) return 0;
+    }
+    g->operand[given->how == AND_MUL ? FN_GATE : FN_GATED] = c->operand[FN_X];
+    g->operand[given->how == AND_MUL ? FN_GATED : FN_GATE] = other;
+    given->groups = 1;
+    if (arguments[GROUP] != Py_None) {
+        const int64_t size = PyLong_Check(arguments[GROUP]) && !PyBool_Check(arguments[GROUP]) ? PyLong_AsLongLong(arguments[GROUP]) : 0;
+        if (size < 1 || c->hidden % size) return 0;
+        given->groups = c->hidden / size;
+    }
+    return 1;
+}
+
+/* Whether an output that is given lies apart from the weight and from each row operand, unless it is that operand. */
+static int may_be_written(const struct fn_gated *given, const struct fn_operand *out) {
+    const struct fn_call *c = &given->call;
+    const fn_extent o = fn_extent_of_rows(out, c->rows, c->hidden);
+    if (o.rows > 1 && o.step < o.bytes) return 0;
+    for (int i = FN_GATED; i <= FN_GATE; i++) {
+        const struct fn_operand *operand = &given->gate.operand[i];
+        const int same = operand->address == out->address && operand->stride == out->stride && operand->kind == out->kind;
+        if (!same && !fn_apart(o, fn_extent_of_rows(operand, c->rows, c->hidden))) return 0;
+    }
+    return !c->operand[FN_WEIGHT].kind || fn_apart(o, fn_extent_of(c, FN_WEIGHT));
+}
+
+/* The strides of an operand's groups, of which the rows are to be normalised. */
+static void put_in_groups(struct fn_operand *o, int64_t inner, int64_t groups, int64_t size) {
+    if (!o->kind) return;
+    o->outer_stride = inner == groups ? o->stride : 0;
+    o->stride = size;
+}
+
+/* Fills in what the order of a norm and a gate decides, and groups. */
+static void put_together(struct fn_gated *given, const struct fn_operand *out) {
+    struct fn_call *c = &given->call;
+    struct fn_gate *g = &given->gate;
+    const int64_t kind = c->operand[FN_X].kind, groups = given->groups, size = c->hidden / groups;
+    g->operand[FN_GATE_OUT] = c->operand[FN_OUT] = *out;
+    if (given->how == NORM_FIRST) {
+        c->flags |= FN_GATE_AFTER;
+        c->operand[FN_OUT] = (struct fn_operand){.kind = given->between ? FN_F32 : kind, .stride = c->hidden};
+        g->operand[FN_GATED] = c->operand[FN_OUT];
+    } else if (given->how == GATE_FIRST) {
+        c->flags |= FN_GATE_BEFORE;
+        c->operand[FN_X].kind = g->wide ? FN_F64 : FN_F32;
+        c->operand[FN_X].stride = c->hidden;
+        g->operand[FN_GATE_OUT] = c->operand[FN_X];
+    } else {
+        c->flags = FN_GATE_ONLY;
+    }
+    if (groups > 1) {
+        int packed = 1;
+        for (int i = FN_GATED; i <= FN_GATE_OUT; i++) packed &= g->operand[i].stride == c->hidden;
+        packed &= c->operand[FN_X].stride == c->hidden && out->stride == c->hidden;
+        c->rows *= groups;
+        c->inner = packed ? c->rows : groups;
+        for (int i = FN_GATED; i <= FN_GATE_OUT; i++) put_in_groups(&g->operand[i], c->inner, groups, size);
+        put_in_groups(&c->operand[FN_X], c->inner, groups, size);
+        put_in_groups(&c->operand[FN_OUT], c->inner, groups, size);
+        if (c->operand[FN_WEIGHT].kind) {
+            c->operand[FN_WEIGHT].stride = size;
+            c->heads = groups;
+        }
+        c->hidden = size;
+    }
+    g->rows = c->rows, g->inner = c->inner, g->hidden = c->hidden;
+}
+
+PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given) {
+    struct fn_call *c = &given->call;
+    const int is_given = arguments[OUT] != Py_None, halves = c->hidden != x_tensor->shape[x_tensor->ndim - 1];
+    tensor t;
+    struct fn_operand o;
+    PyObject *shape = is_given || !halves ? NULL : fn_shape(x_tensor, c->hidden), *result = NULL;
+    int failed = 1;
+    PyObject *out = fn_output(arguments[OUT], x, shape, NULL);
+    if (!out || !fn_read(out, &t, &o) || t.ndim != x_tensor->ndim || t.shape[t.ndim - 1] != c->hidden) goto end;
+    for (int i = 0; i < t.ndim - 1; i++)
+        if (t.shape[i] != x_tensor->shape[i]) goto end;
+    if (!fn_same_device(&t, x_tensor) || (o.kind == FN_F64 && !given->gate.wide)) goto end;
+    if (is_given && !may_be_written(given, &o)) goto end;
+    if (!is_given) fn_expect_writes(o.address, c->rows * c->hidden * fn_element_size(o.kind));
+    put_together(given, &o);
+    failed = fn_run_in_c(c, fn_run_on_cpu);
+    if (!failed) failed = fn_count_writes(&out, &is_given, 1);
+    if (!failed) result = Py_NewRef(out);
+end:
+    Py_XDECREF(out);
+    Py_XDECREF(shape);
+    return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}
