@@ -18,12 +18,14 @@ from fusednorm.checks import (
     check_quantization,
     number,
 )
+from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.norm_before_add import (
     rms_norm_add,
     rms_norm_add_,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_,
 )
+from fusednorm.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
@@ -31,7 +33,9 @@ from fusednorm.registry import Explanation, choose
 from fusednorm.run_quantized import quantizer_of
 
 _WITH_RESIDUAL = (fused_add_rms_norm, fused_add_rms_norm_, fused_add_rms_norm_quant)
-_WITHOUT = (rms_norm, rms_norm_, rms_norm_quant, quantize)
+_NORM_GATED = (rms_norm_gated, rms_norm_gated_)
+_GATED = (gate, gate_, silu_and_mul, gelu_tanh_and_mul, *_NORM_GATED)
+_WITHOUT = (rms_norm, rms_norm_, rms_norm_quant, quantize, *_GATED)
 _FOLLOWED = (rms_norm_add_rms_norm, rms_norm_add_rms_norm_)
 _SCALED = (fused_add_rms_norm, fused_add_rms_norm_)
 _AFFINE = (rms_norm, rms_norm_, *_SCALED)
@@ -58,7 +62,8 @@ def explain(
     """Which backend a call takes, and why not the others.
 
     Args:
-        x: [..., N], as in the call.
+        x: [..., N], as in the call; of ``silu_and_mul`` and ``gelu_tanh_and_mul`` the gate. The gate of other
+            functions, and the order of a norm and a gate, do not matter.
         residual: [..., N], or None for functions without one.
         weight: [N], [H, N] or None, as in the call.
         function: the function of fusednorm that is called; None: ``fused_add_rms_norm``, or ``rms_norm`` without a
@@ -84,7 +89,9 @@ def explain(
         before = Before(weight, 1e-6, between, function in _FOLLOWED)
         weight = next_weight
     elif function not in (*_WITH_RESIDUAL, *_WITHOUT):
-        raise TypeError(f"function must be a function of fusednorm that normalises or quantizes, got {function!r}")
+        raise TypeError(
+            f"function must be a function of fusednorm that normalises, quantizes or gates, got {function!r}"
+        )
     if (residual is None) != (function in _WITHOUT):
         taken = "takes no residual" if function in _WITHOUT else "takes a residual"
         raise TypeError(f"{function.__name__} {taken}; pass the residual and the function that go together")
@@ -106,4 +113,9 @@ def explain(
         takes = not found.composed and quantizer_of(found.module, quantization, x.shape[-1]) is not None
         by = "in the same call" if takes else "by torch's operations"
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
+    if function in _GATED:
+        in_one_call = function in _NORM_GATED and hasattr(found.module, "norm_gated") and not found.composed
+        here = "in the same call" if in_one_call else "by a call of its own"
+        by = here if hasattr(found.module, "gate") else "by torch's operations"
+        found = replace(found, plan=f"{found.plan}; the rows are gated {by}")
     return found

@@ -1,7 +1,8 @@
 """The operations that ``compare`` and ``bench`` measure: fusednorm's calls of each, and its formula in torch.
 
-A call takes x and the residual, both [M, N], or x alone. It returns the outputs, of the shape and the dtype of x. If
-the operation quantizes, it returns 8-bit numbers, [M, N], their scales, and the sum.
+A call takes x and the residual, both [M, N], or x alone; if the operation has a gate, that takes the residual's place.
+It returns the outputs, of the shape and the dtype of x. If the operation quantizes, it returns 8-bit numbers, [M, N],
+their scales, and the sum.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Calls(NamedTuple):
     """fusednorm's calls of an operation."""
 
     new: Callable[..., Any]
-    #: Also takes the tensors to write the outputs to.
-    out: Callable[..., Any]
-    #: None if there is none.
+    #: Also takes the tensors to write the outputs to. None if there is no such call, as for the next one.
+    out: Callable[..., Any] | None
+    #: None too where a call after another one would not take rows of the same kind: gates make them smaller each time.
     in_place: Callable[..., Any] | None
 
 
@@ -41,6 +42,8 @@ class Measured(NamedTuple):
     written: tuple[int, ...]
     #: If the first output is quantized.
     quantization: Quantization | None = None
+    #: Whether it has a weight.
+    weighted: bool = True
 
     @property
     def returned(self) -> int:
@@ -117,6 +120,21 @@ def _add_norm_quant(quantization: Quantization) -> Callable[[Tensor, float], Cal
     )
 
 
+def _gate(weight: Tensor, eps: float) -> Calls:
+    function = fusednorm.gate
+    return Calls(lambda y, z: function(y, z), lambda y, z, out: function(y, z, out=out), None)
+
+
+def _silu_and_mul(weight: Tensor, eps: float) -> Calls:
+    function = fusednorm.silu_and_mul
+    return Calls(lambda gate, up: function(gate, up), lambda gate, up, out: function(gate, up, out=out), None)
+
+
+def _norm_gated(weight: Tensor, eps: float) -> Calls:
+    function = fusednorm.rms_norm_gated
+    return Calls(lambda x, z: function(x, z, weight, eps), None, None)
+
+
 def _formula_of_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -151,6 +169,19 @@ def _formula_of_add_norm_quant(quantization: Quantization) -> Callable[..., tupl
     return formula
 
 
+def _formula_of_gate(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return (y.to(wide) * torch.nn.functional.silu(z.to(wide))).to(y.dtype)
+
+
+def _formula_of_silu_and_mul(gate: Tensor, up: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+def _formula_of_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _formula_of_gate(_formula_of_norm(x, weight, eps), z, weight, eps)
+
+
 def _quantized(quantization: Quantization) -> Measured:
     formula = _formula_of_add_norm_quant(quantization)
     return Measured(2, 2, _add_norm_quant(quantization), formula, "sum, norm", (), quantization)
@@ -165,10 +196,18 @@ OPERATIONS = {
     "add_norm_int8": _quantized(quantizations.VLLM_INT8_TOKEN_CPU),
     "add_norm_fp8": _quantized(quantizations.VLLM_FP8_TOKEN),
     "add_norm_fp8_block": _quantized(quantizations.VLLM_FP8_BLOCK_FUSED),
+    "gate": Measured(2, 1, _gate, _formula_of_gate, "nothing", (), weighted=False),
+    "silu_and_mul": Measured(2, 1, _silu_and_mul, _formula_of_silu_and_mul, "silu", (), weighted=False),
+    "norm_gated": Measured(2, 1, _norm_gated, _formula_of_norm_gated, "normed rows", ()),
 }
 
 #: The gradients of which operation, and the number of large operands that are read and written at least.
-GRADIENTS = {"backward": ("add_norm", 4), "norm_add_norm_backward": ("norm_add_norm", 6)}
+GRADIENTS = {
+    "backward": ("add_norm", 4),
+    "norm_add_norm_backward": ("norm_add_norm", 6),
+    "silu_and_mul_backward": ("silu_and_mul", 5),
+    "norm_gated_backward": ("norm_gated", 5),
+}
 
 #: Everything that ``bench`` times.
 OPS = (*OPERATIONS, *GRADIENTS)

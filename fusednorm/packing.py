@@ -227,5 +227,5 @@ def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
         y, out = _operand(norm.x, x_strides), _passed(operation.x, inner, operation.hidden_size)
     return pack_forward(norm, threads, flag) + _GATE.pack(
         *(0, ACTIVATIONS.index(call.activation), 0, wide, threads, norm.rows, inner, operation.hidden_size),
-        *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, 2 * _ABSENT),
+        *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, _ABSENT),
     )

@@ -102,7 +102,12 @@ def test_bytes():
         "add_norm_fp8": 3.5,
         "add_norm_fp8_block": 3.5,
         "backward": 4,
+        "gate": 3,
+        "silu_and_mul": 3,
+        "norm_gated": 3,
         "norm_add_norm_backward": 6,
+        "silu_and_mul_backward": 5,
+        "norm_gated_backward": 5,
     }
 
 
@@ -149,7 +154,9 @@ def test_ratio_is_beside_the_same_way_of_calling():
 def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
     found = cells.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
     quantizes = op in OPERATIONS and OPERATIONS[op].quantization
-    ways = [""] if op in GRADIENTS else ["", " out="] if quantizes else ["", " in place", " out="]
+    gates = op in ("gate", "silu_and_mul")
+    alone = op == "norm_gated" or op in GRADIENTS
+    ways = [""] if alone else ["", " out="] if quantizes or gates else ["", " in place", " out="]
     assert {name for name in found if name.startswith("fusednorm")} == {
         f"fusednorm {backend}{way}" for backend in ("cpu", "reference") for way in ways
     }
@@ -174,7 +181,8 @@ def test_one_wrong_bit_ends_it(monkeypatch, op, at):
                 return outputs
             step = torch.zeros_like(y)
             step[at, 5] = 2**-16
-            return y + step if alone else (y * (1 + step), *outputs[1:])
+            wrong = y * (1 + step) if op in GRADIENTS or not alone else y + step
+            return wrong if alone else (wrong, *outputs[1:])
 
         yield from ways
         yield last._replace(call=call)

@@ -37,6 +37,17 @@ def test_who_quantizes():
     assert plan == "plain torch operations; the rows are quantized by torch's operations"
 
 
+def test_who_gates():
+    """A backend that has neither leaves both to torch; one without the chain makes two calls."""
+    gated = (fusednorm.rms_norm_gated, fusednorm.rms_norm_gated_)
+    alone = (fusednorm.gate, fusednorm.gate_, fusednorm.silu_and_mul, fusednorm.gelu_tanh_and_mul)
+    for function in (*gated, *alone):
+        by = "in the same call" if function in gated else "by a call of its own"
+        assert explain(X, function=function).plan.endswith(f"; the rows are gated {by}")
+        with fusednorm.use_backend("reference"):
+            assert explain(X, function=function).plan.endswith("; the rows are gated by torch's operations")
+
+
 def test_who_multiplies_by_the_weights_of_heads():
     """One call of C; test_affine.py has a backend that knows no heads."""
     heads = torch.stack([WEIGHT] * 4)
@@ -59,7 +70,7 @@ def test_who_scales_x():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"function": torch.add}, TypeError, "function must be a function of fusednorm that normalises or quantizes"),
+        ({"function": torch.add}, TypeError, "function must be a function of fusednorm that normalises, quantizes"),
         ({"function": fusednorm.fused_add_rms_norm}, TypeError, "fused_add_rms_norm takes a residual"),
         ({"function": fusednorm.rms_norm_add}, TypeError, "rms_norm_add takes a residual"),
         ({"residual": RESIDUAL, "function": fusednorm.rms_norm_}, TypeError, "rms_norm_ takes no residual"),

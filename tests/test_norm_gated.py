@@ -1,11 +1,15 @@
-"""A norm with a gate: what is refused, derivatives, tracers, and the formulas of other libraries."""
+"""A norm with a gate: what is refused, derivatives, tracers, ways into C, and the formulas of other libraries."""
+
+import itertools
 
 import pytest
 import torch
 from torch.func import vmap
 
-from fusednorm import rms_norm_gated, rms_norm_gated_
-from fusednorm.conformance.cases import BF16, F32, F64, Case, operands
+import fusednorm
+from fusednorm import fast_path, norm_gated, rms_norm_gated, rms_norm_gated_
+from fusednorm.backends import cpu
+from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
 X, Z, WEIGHT = operands(Case(6, 96).of(BF16))
 ORDERS = ({}, {"norm_before_gate": False}, {"norm_before_gate": False, "round_norm": True})
@@ -51,6 +55,158 @@ def test_derivatives_and_tracers(order, group_size):
     wanted = call(x, z, weight)
     assert torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves).equal(wanted)
     assert vmap(lambda x, z: call(x, z, weight))(x, z).equal(wanted)
+
+
+# Ways into C
+
+
+def as_composition(monkeypatch, *operands_of_rows, **flags):
+    """``rms_norm_gated`` as the plain operations one after the other."""
+    with monkeypatch.context() as patch:
+        patch.setattr(norm_gated, "_on_fast_path", lambda *_: None)
+        patch.setattr(norm_gated, "_in_one_call", lambda *_: None)
+        return rms_norm_gated(*operands_of_rows, **flags)
+
+
+@pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
+@pytest.mark.parametrize("way", ["Python", "fast path"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=str)
+def test_one_call_of_c(monkeypatch, way, dtype):
+    """Has the bits of the composition: blocks of rows, threads, groups, and rows that do not follow each other."""
+    memory = torch.randn(3, 130, 600, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x, z, weight = memory[0, :, 40:552], memory[1, :, :512], memory[2, 0, :512]
+    heads = [t.unflatten(0, (10, 13))[:, 2:9] for t in (x, z)]  # in two levels of strides
+    between = (None, F32) if dtype != F64 else (None,)
+    others = {"round_norm": True, "weight_offset": 0.5, "activation": "gelu_tanh"}
+    one_call, on_fast_path = norm_gated._in_one_call, norm_gated._on_fast_path
+    taken = []
+
+    def noted(call):
+        def run(*arguments):
+            found = call(*arguments)
+            taken.append(found is not None)
+            return found
+
+        return run
+
+    for group, first, passed, threads in itertools.product((None, 32), (True, False), between, (1, 3)):
+        for operands_of_rows in ((x, z), (x.contiguous(), z.contiguous()), (x[:1], z[:1]), heads):
+            flags = {"group_size": group, "norm_before_gate": first, **others}
+            flags |= {"between": passed} if first else {}
+            wanted = as_composition(monkeypatch, *operands_of_rows, weight, **flags)
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            with monkeypatch.context() as patch, fusednorm.use_backend("cpu"):
+                patch.setattr(norm_gated, "_in_one_call", noted(one_call))
+                patch.setattr(
+                    norm_gated, "_on_fast_path", (lambda *_: None) if way == "Python" else noted(on_fast_path)
+                )
+                taken.clear()
+                assert rms_norm_gated(*operands_of_rows, weight, **flags).equal(wanted)
+                assert taken[0] == (way == "Python" or (operands_of_rows is not heads and bool(cpu.fast_path)))
+                assert taken[-1]
+                given = operands_of_rows[0].clone()
+                version = given._version
+                assert rms_norm_gated_(given, operands_of_rows[1], weight, **flags) is given
+                assert given.equal(wanted)
+                assert given._version > version
+                given = operands_of_rows[0].clone()
+                alike = as_composition(patch, given, given, None, **flags)
+                assert rms_norm_gated_(given, given, None, **flags).equal(alike)
+            torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_large_outputs(monkeypatch, dtype):
+    """Outputs that bypass the caches, where rows begin with a cache line and where they do not."""
+    memory = torch.randn(1, 2**22 + 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for begin in (0, 3):
+        x = memory[0, begin : begin + 2**22].view(2048, 2048)
+        z, into = x.flip(0), memory.clone()[0, begin : begin + 2**22].view(2048, 2048)
+        for first in (True, False):
+            wanted = as_composition(monkeypatch, x[:9], z[:9], norm_before_gate=first)
+            assert rms_norm_gated(x, z, norm_before_gate=first)[:9].equal(wanted)
+        assert fusednorm.gate(x, z, out=into)[-9:].equal(fusednorm.gate(x[-9:], z[-9:]))
+        assert fusednorm.gate(into, z, out=into)[:9].equal(fusednorm.gate(fusednorm.gate(x[:9], z[:9]), z[:9]))
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
+def test_the_fast_path_takes_what_is_usual_and_nothing_else():
+    """Results equal those of Python; what is refused leaves every output as it was."""
+    take, no_norm = fast_path.forward_on({"cpu"}), fast_path.NO_NORM
+    matrix = torch.randn(6, 256, generator=torch.Generator().manual_seed(2))
+    y, z, out = matrix[:, :64], matrix[:, 64:128], torch.zeros(6, 64)
+    half = matrix.bfloat16()
+    weight = matrix[0, 192:].clone()
+
+    def gates(y, z, how=fast_path.ALONE, activation="silu", out=None, group=None):
+        return take(y, *no_norm, z, activation, how, group, out)
+
+    def normed(x, z, how=fast_path.NORM_FIRST, weight=weight, out=None, group=None, activation="silu"):
+        return take(
+            *(x, None, weight, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0),
+            *(z, activation, how, group, out),
+        )
+
+    kept = fusednorm.gate(y, z)
+    and_mul, f32 = fast_path.AND_MUL, fast_path.BETWEEN_IS_F32
+    copy, other, both = y.clone(), z.clone(), half.clone()
+    into_half, unrounded = fusednorm.silu_and_mul(half), fusednorm.gelu_tanh_and_mul(half, half, between=F32)
+    usual = {
+        "gate": (gates(y, z), kept),
+        "in place": (gates(copy, z, out=copy), kept),
+        "into the gate": (gates(y, other, out=other), kept),
+        "sigmoid": (gates(half, matrix, activation="sigmoid"), fusednorm.gate(half, matrix, activation="sigmoid")),
+        "float64": (gates(y.double(), z), fusednorm.gate(y.double(), z)),
+        "one tensor": (gates(half, None, and_mul), into_half),
+        "into a half": (gates(both, None, and_mul, out=both[:, :128]), into_half),
+        "unrounded": (gates(half, half, and_mul + f32, "gelu_tanh"), unrounded),
+        "of another type": (gates(y, z, out=torch.zeros(6, 64, dtype=F16)), kept.half()),
+        "norm": (normed(y, z), rms_norm_gated(y, z, weight)),
+        "groups": (normed(y, z, group=16), rms_norm_gated(y, z, weight, group_size=16)),
+        "gate first": (normed(y, z, fast_path.GATE_FIRST), rms_norm_gated(y, z, weight, norm_before_gate=False)),
+    }
+    for name, (found, wanted) in usual.items():
+        assert found is not None, name
+        assert found.equal(wanted), name
+    assert (copy._version, other._version, both._version) == (1, 1, 1)
+
+    grad = y.clone().requires_grad_()
+    unusual = {
+        "no gate": lambda: gates(y, None, out=out),
+        "gate of another shape": lambda: gates(y, z[:3], out=out),
+        "float64 gate": lambda: gates(y, z.double(), out=out),
+        "gradient of the gate": lambda: gates(y, grad, out=out),
+        "gradient of y": lambda: gates(grad, z, out=out),
+        "an output with a gradient": lambda: gates(y, z, out=grad),
+        "another function": lambda: gates(y, z, activation="relu", out=out),
+        "no name": lambda: gates(y, z, activation=None, out=out),
+        "float32 between of float64": lambda: gates(y.double(), None, and_mul + f32),
+        "an odd row": lambda: gates(y[:, :7], None, and_mul),
+        "halves of one element": lambda: gates(y[:, :2], None, and_mul),
+        "output of another shape": lambda: gates(y, z, out=torch.zeros(3, 64)),
+        "output of half the rows": lambda: gates(y, z, out=out[:, :32]),
+        "float64 output": lambda: gates(y, z, out=out.double()),
+        "output that overlaps y": lambda: gates(y, z, out=matrix[:, 1:65]),
+        "output that overlaps the gate": lambda: gates(y, z, out=matrix[:, 63:127]),
+        "output that overlaps itself": lambda: gates(y, z, out=out[:1].expand(6, 64)),
+        "half an output": lambda: gates(half, None, and_mul, out=half[:, 1:129]),
+        "weight of another length": lambda: normed(y, z, weight=weight[:32], out=out),
+        "a weight of heads": lambda: normed(y, z, weight=torch.ones(6, 64), out=out),
+        "groups that do not fit": lambda: normed(y, z, group=24, out=out),
+        "a group that is no int": lambda: normed(y, z, group=16.0, out=out),
+        "a group of nothing": lambda: normed(y, z, group=0, out=out),
+        "output that overlaps the weight": lambda: normed(y, z, weight=out[3], out=out),
+    }
+    before = matrix.clone(), half.clone()
+    for name, call in unusual.items():
+        assert call() is None, name
+        assert not out.any(), name
+        assert (matrix.equal(before[0]), half.equal(before[1])) == (True, True), name
+    with torch.no_grad():
+        assert gates(y, z, out=grad) is None
+        assert gates(grad, z).equal(kept)
 
 
 # What other libraries compute

@@ -211,7 +211,8 @@ def ours(cell: Cell, weight: Tensor, backends: Sequence[str]) -> Iterator[Conten
         if not cell.backward:
             if calls.in_place is not None:
                 yield Contender(name + IN_PLACE, calls.in_place, inputs, in_place=True, backend=backend)
-            yield Contender(f"{name} out=", calls.out, inputs + cell.measured.returned, backend=backend)
+            if calls.out is not None:
+                yield Contender(f"{name} out=", calls.out, inputs + cell.measured.returned, backend=backend)
         yield Contender(name, calls.new, inputs, backend=backend)
 
 
@@ -250,14 +251,14 @@ def _outputs(contender: Contender, operands: tuple[Tensor, ...], written: Sequen
 
 
 def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The gradients of x, the residual and the weight, from those of the outputs."""
+    """The gradients of x, the residual or the gate, and the weight if there is one, from those of the outputs."""
     return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
 
-def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: Tensor) -> tuple[Any, ...]:
+def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Any, ...]:
     """Calls forward; returns the arguments of :func:`_gradients`."""
     x, residual, *given = operands
-    leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), weight)
+    leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), *(() if weight is None else (weight,)))
     with contender.requested():
         outputs = as_tuple(contender.call(*leaves[:2]))
     return outputs, leaves, tuple(given[: len(outputs)])
@@ -337,7 +338,8 @@ class Bench:
                 return list(as_tuple(operation.calls(leaf, EPS).new(*edges)))
             leaf.requires_grad_()
             contender = Contender("reference", operation.calls(leaf, EPS).new, operation.inputs)
-            return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), leaf)))
+            used = leaf if operation.weighted else None
+            return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), used)))
 
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
@@ -353,6 +355,7 @@ class Bench:
         weight = torch.linspace(0.5, 1.5, cell.hidden_size).to(getattr(torch, cell.dtype)).to(self.device)
         wanted = self._expected(cell, sets[0], weight)
         weight.requires_grad_(backward)
+        used = weight if cell.measured.weighted else None
         found: dict[str, dict[str, Any]] = {}
         runs: list[Run] = []
         with torch.set_grad_enabled(backward):
@@ -360,8 +363,8 @@ class Bench:
                 starting(f"{contender.name} {'compiles' if contender.name == COMPILED else 'is compared'}")
                 try:
                     if backward:
-                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), weight))
-                        run = Run(contender, _gradients, [_differentiated(contender, given, weight) for given in sets])
+                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), used))
+                        run = Run(contender, _gradients, [_differentiated(contender, given, used) for given in sets])
                     else:
                         got = _outputs(contender, sets[0], cell.measured.written)
                         run = Run(contender, contender.call, [given[: contender.takes] for given in sets])
