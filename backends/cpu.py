@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fusednorm import fast_path as path
 from fusednorm import packing, registry
@@ -148,6 +149,13 @@ def gate(call: Gate) -> None:
 def gate_backward(call: GateBackward) -> None:
     """Writes the gradients of a gate; see :class:`fusednorm.registry.Backend`."""
     _lib.fn_run_gate(packing.pack_gate(call, torch.get_num_threads()))
+
+
+def gate_backward_on_fast_path(
+    d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
+) -> bool:
+    """As :func:`gate_backward`, without a call as a value; returns whether it wrote the gradients."""
+    return path.gate_backward(d, y, z, dy, dz, activation, packing.KINDS[between])
 
 
 def norm_gated(call: NormGated) -> None:

@@ -430,7 +430,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     tensor t[FN_FORWARD_OPERANDS_IN_C];
     if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER && count != ARGUMENTS_OF_GATE) {
         PyErr_Format(PyExc_TypeError, "forward takes %d, %d, %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN,
-                     ARGUMENTS_OF_QUANTIZER, ARGUMENTS_OF_GATE, count);
+                     ARGUMENTS_OF_GATE, ARGUMENTS_OF_QUANTIZER, count);
         return NULL;
     }
     const int quantizes = count == ARGUMENTS_OF_QUANTIZER, gates = count == ARGUMENTS_OF_GATE;
@@ -567,6 +567,9 @@ static PyMethodDef methods[] = {
     {"backward", (PyCFunction)(void (*)(void))fn_backward_on_fast_path, METH_FASTCALL,
      "backward(type of device, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
      "weight_offset)\n--\n\nWhether the gradients were written; if not, Python must make the call."},
+    {"gate_backward", (PyCFunction)(void (*)(void))fn_gate_backward_on_fast_path, METH_FASTCALL,
+     "gate_backward(d, y, z, dy, dz, activation, number of the dtype between)\n--\n\nWhether the gradients of a gate "
+     "on the CPU were written; if not, Python must make the call."},
     {"forward_on", forward_on, METH_VARARGS,
      "forward_on(cpu, cuda, triton_cpu)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},

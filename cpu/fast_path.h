@@ -102,6 +102,7 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
 
 /* Python's functions; fast_path.c has their documentation. */
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments);
 PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments);

@@ -1,4 +1,4 @@
-/* A gate on the fast path, alone or with a norm: rows times a function of other rows. */
+/* A gate on the fast path, alone or with a norm: rows times a function of other rows; and its gradients. */
 #include "fast_path.h"
 
 #include <string.h>
@@ -134,4 +134,39 @@ end:
     Py_XDECREF(out);
     Py_XDECREF(shape);
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}
+
+/* Python's arguments of a backward pass: the operands as struct fn_gate has them, the function, and the kind between. */
+enum { BACKWARD_ACTIVATION = FN_GATE_OPERANDS, BACKWARD_BETWEEN, BACKWARD_ARGUMENTS };
+
+PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    struct fn_gated given;
+    struct fn_call *c = &given.call;
+    struct fn_gate *g = &given.gate;
+    tensor t[FN_GATE_OPERANDS];
+    if (count != BACKWARD_ARGUMENTS) {
+        PyErr_Format(PyExc_TypeError, "gate_backward takes %d arguments, got %zd", BACKWARD_ARGUMENTS, count);
+        return NULL;
+    }
+    memset(&given, 0, sizeof given);
+    g->pass = FN_BACKWARD;
+    g->activation = activation_of(arguments[BACKWARD_ACTIVATION]);
+    g->between = PyLong_AsLongLong(arguments[BACKWARD_BETWEEN]);
+    int taken = fn_exchange_api && fn_run_on_cpu && g->activation >= 0 && !PyErr_Occurred();
+    for (int i = 0; taken && i < FN_GATE_OPERANDS; i++) {
+        struct fn_operand *o = &g->operand[i];
+        if (i >= FN_GATED_D && arguments[i] == Py_None) continue;
+        taken = fn_read(arguments[i], &t[i], o) && t[i].ndim && t[i].device.type == DL_CPU && fn_same_shape(&t[i], &t[0]);
+        g->wide |= o->kind == FN_F64 && (i == FN_GATED || i == FN_GATE);
+    }
+    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
+    if (!taken || t[0].shape[t[0].ndim - 1] == 1) return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    c->flags = FN_GATE_ONLY;
+    c->hidden = g->hidden = t[0].shape[t[0].ndim - 1];
+    c->rows = 1;
+    for (int i = 0; i < t[0].ndim - 1; i++) c->rows *= t[0].shape[i];
+    g->rows = g->inner = c->rows;
+    const int failed = fn_run_in_c(c, fn_run_on_cpu);
+    return failed < 0 ? NULL : PyBool_FromLong(!failed);
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Around, Flags, Forward, Gate, GateBackward, NormGated, Strides, operation_of
 from fusednorm.checks import check_flags
+from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.layout import in_levels, overlaps_itself, packed, rows_of
+from fusednorm.registry import fast_paths, request
 
 
 class Gating(NamedTuple):
@@ -34,6 +36,8 @@ def backend_of(y: Tensor) -> run.Chosen:
 
 def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
     """The result for checked operands, in new memory or in ``out``."""
+    if out is None and (found := _on_fast_path(y, z, gating)) is not None:
+        return found
     gate = getattr(backend_of(y), "gate", None)
     rows = y.shape[:-1].numel()
     if out is not None:
@@ -51,6 +55,21 @@ def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> 
     if rows:
         gate(Gate(y_rows, z_rows, out, *gating[:2], y.shape[-1], rows, inner, (strides[1], strides[2], strides[0])))
     return out
+
+
+def _on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
+    """The result by the fast path, for a gate that has not been there, as gradients are recorded of it."""
+    activation, between, out_dtype = gating
+    take = fast_paths.get(request())
+    if take is None:
+        return None
+    if between is None and out_dtype == y.dtype:
+        found: Any = take(y, *NO_NORM, z, activation, ALONE, None, None)
+    elif between in (None, z.dtype) and out_dtype == z.dtype:
+        found = take(z, *NO_NORM, y, activation, AND_MUL + BETWEEN_IS_F32 * (between is None), None, None)
+    else:
+        return None
+    return cast("Tensor | None", found)
 
 
 def norm_gated(
@@ -117,6 +136,9 @@ def backward(
     """Writes the gradients of y and z, new tensors whose rows lie in one level; None for one that is not needed."""
     dy, dz = into
     if not d.numel():
+        return
+    take = getattr(backend, "gate_backward_on_fast_path", None)
+    if take is not None and take(d, y, z, dy, dz, *gating[:2]):
         return
     gate_backward = getattr(backend, "gate_backward", None)
     if gate_backward is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import gate, gate_, gelu_tanh_and_mul, silu_and_mul
+from fusednorm import fast_path, gate, gate_, gelu_tanh_and_mul, run_gated, silu_and_mul
 from fusednorm.backends import activations, cpu
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +87,45 @@ def test_empty(backend):
         assert gate(Y[:0], Z[:0]).shape == (0, 6)
         leaves = [t[:0].clone().requires_grad_() for t in (Y, Z)]
         assert [g.shape for g in torch.autograd.grad(gate(*leaves).sum(), leaves)] == [(0, 6), (0, 6)]
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
+def test_gradients_on_the_fast_path(monkeypatch):
+    """What is usual, with the bits of the other way into C; what is refused leaves the gradients as they were."""
+    rows = torch.randn(3, 5, 260, generator=torch.Generator().manual_seed(4))
+    d, y, z = (t[:, :128] for t in rows)
+    half, same = torch.bfloat16, torch.Tensor.equal
+
+    def gradients(d, y, z, *how):
+        dy, dz = torch.empty_like(y), torch.empty_like(z)
+        run_gated.backward(cpu, d, y, z, run_gated.Gating(*how, y.dtype), (dy, dz))
+        return dy, dz
+
+    for operands in ((d, y, z), (d.bfloat16(), y.bfloat16(), z), (d, y.double(), z), (d, y.half(), z.bfloat16())):
+        for how in (("silu", None), ("sigmoid", half), ("gelu_tanh", None)):
+            new = [torch.empty_like(t) for t in operands[1:]]
+            assert cpu.gate_backward_on_fast_path(*operands, *new, *how)
+            with monkeypatch.context() as patch:
+                patch.delattr(cpu, "gate_backward_on_fast_path")
+                wanted = gradients(*operands, *how)
+            assert all(map(same, new, wanted))
+            assert all(map(same, gradients(*operands, *how), wanted))
+            alone = torch.zeros_like(new[1])
+            assert cpu.gate_backward_on_fast_path(*operands, None, alone, *how)
+            assert alone.equal(wanted[1])
+    for operands, how in (
+        ((d[:3], y, z), ("silu", None)),
+        ((d, y, z[:, :64]), ("silu", None)),
+        ((d, y.t().contiguous().t(), z), ("silu", None)),
+        ((d, y, z.int()), ("silu", None)),
+        ((d, y, z), ("relu", None)),
+        ((d[:, :1], y[:, :1], z[:, :1]), ("silu", None)),
+    ):
+        new = [torch.full_like(t, 7) for t in operands[1:]]
+        assert not cpu.gate_backward_on_fast_path(*operands, *new, *how)
+        assert all(t.eq(7).all() for t in new)
+    with pytest.raises(TypeError, match="gate_backward takes 7 arguments, got 1"):
+        fast_path.gate_backward(d)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
