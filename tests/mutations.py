@@ -22,10 +22,10 @@ FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
 FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
-#: A mutant whose description begins so is run against the file of tests of that name alone.
+#: A mutant whose description begins so is run against the files of tests of that name alone.
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
-    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine"),
+    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated"),
 )
 
 
@@ -2328,6 +2328,146 @@ MUTANTS = (
         "summed(d * rounded(n, dy.dtype).to(n.dtype), weight)",
     ),
     Mutant(
+        SAME,
+        "Gated: low gates of gelu_tanh are usual",
+        "cpu/usual_gates.h",
+        "((activation) == FN_GELU_TANH ? 9.625f : 80.0f)",
+        "80.0f",
+    ),
+    Mutant(
+        SAME,
+        "Gated: a sigmoid of NaN is usual",
+        "cpu/usual_gates.h",
+        "if (activation == FN_SIGMOID) greatest",
+        "if (0) greatest",
+    ),
+    Mutant(
+        SAME,
+        "Gated: large gates are usual for gradients",
+        "cpu/usual_gates.h",
+        "if (backward) return greatest <= (int32_t)least;",
+        "if (backward) return greatest < 0x7f800000;",
+    ),
+    Mutant(
+        SAME,
+        "Gated: exp(-v) of large usual gates is not cut",
+        "cpu/usual_gates.h",
+        "place < most ? place : most",
+        "place",
+    ),
+    Mutant(
+        SAME,
+        "Gated: low gates are multiplied by a subnormal exponential",
+        "cpu/activations.h",
+        "within * x.p * x.first * x.second + (z - z)",
+        "z * *e + (z - z)",
+    ),
+    Mutant(
+        SAME,
+        "Gated: minus infinity is a number",
+        "cpu/activations.h",
+        "* x.second + (z - z), z)",
+        "* x.second, z)",
+    ),
+    Mutant(
+        SAME,
+        "Gated: one factor makes all powers of 2",
+        "cpu/activations.h",
+        "half = whole >> 1;",
+        "half = BIAS;",
+    ),
+    Mutant(
+        FUSED,
+        "Gated: a gradient passes between two products unrounded",
+        "cpu/gate_body.h",
+        "da = gate_round(between, u_mul(d, y));",
+        "da = u_mul(d, y);",
+    ),
+    Mutant(
+        SAME,
+        "Gated: operands of several kinds are taken as of one",
+        "cpu/gate_body.h",
+        "if (g->operand[i].kind != NONE && g->operand[i].kind != kind) return NONE;",
+        "if (g->operand[i].kind == NONE && i == 1) return NONE;",
+    ),
+    Mutant(
+        ROW,
+        "Gated: rows with gaps are one row",
+        "cpu/gate.c",
+        "if (g->operand[i].kind && g->operand[i].stride != g->hidden) return 0;",
+        "if (g->operand[i].kind && !g->operand[i].stride) return 0;",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_gated: a block of rows begins where the first one begins",
+        "cpu/gate.c",
+        "(uintptr_t)(begin * g.hidden * fn_element_size(o->kind));",
+        "0;",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_gated: rows that were gated before are rounded to float",
+        "cpu/forward_body.h",
+        "job->flags & FN_GATE_BEFORE ? p.out : p.x;",
+        "p.x;",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_gated: gated rows have the strides of x",
+        "fusednorm/packing.py",
+        "GATE_BEFORE, norm._replace(strides=(packed, *norm.strides[1:]))",
+        "GATE_BEFORE, norm",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_gated: rows pass unrounded from a norm to a gate",
+        "fusednorm/run_gated.py",
+        "between if norm_first and between is not None else x.dtype",
+        "accumulator(x.dtype) if norm_first else x.dtype",
+    ),
+    Mutant(
+        FUSED,
+        "Gated: the fast path rounds in spite of between",
+        "cpu/fast_path_gated.c",
+        "if (given->how == AND_MUL && !given->between && (kind",
+        "if (given->how == AND_MUL && (kind",
+    ),
+    Mutant(
+        FUSED,
+        "Gated: gates whose gradients are recorded are not rounded between",
+        "fusednorm/run_gated.py",
+        "AND_MUL + BETWEEN_IS_F32 * (between is None)",
+        "AND_MUL + BETWEEN_IS_F32",
+    ),
+    Mutant(
+        ROW,
+        "Norm_gated: groups of rows with gaps follow each other",
+        "cpu/fast_path_gated.c",
+        "c->inner = packed ? c->rows : groups;",
+        "c->inner = c->rows;",
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: an output may overlap the gate",
+        "cpu/fast_path_gated.c",
+        "for (int i = FN_GATED; i <= FN_GATE; i++) {\n        const struct fn_operand *operand",
+        "for (int i = FN_GATED; i < FN_GATE; i++) {\n        const struct fn_operand *operand",
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: the gradient of a gate is not recorded",
+        "cpu/fast_path.c",
+        "if (!records && count == ARGUMENTS_OF_GATE) records = requires_gradient(arguments[ARGUMENTS]);",
+        "if (count == ARGUMENTS_OF_GATE) records = 0;",
+    ),
+    Mutant(
+        SAME,
+        "Gated: gradients are computed in float32 beside a float64 y",
+        "cpu/fast_path_gated.c",
+        "g->wide |= o->kind == FN_F64 && (i == FN_GATED || i == FN_GATE);",
+        "g->wide |= o->kind == FN_F64 && i == FN_GATE;",
+    ),
+    Mutant(
         ROW,
         "Registry: copies of outputs in two levels are not copied back",
         "fusednorm/layout.py",
@@ -2393,7 +2533,10 @@ def first_failure(folder, mutant):
         if mutant.backend == "cuda":
             first = [folder / "tests/test_cuda_launch.py", *first]
     elif mutant.fault.partition(":")[0] in ONE_FILE:
-        first, others = list(folder.glob(f"tests/**/test_{mutant.fault.partition(':')[0].lower()}.py")), []
+        name = f"test_{mutant.fault.partition(':')[0].lower()}"
+        first, others = list(folder.glob(f"tests/**/{name}.py")), []
+        if (folder / f"fusednorm/conformance/{name}.py").exists():
+            others = [f"fusednorm.conformance.{name}"]
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
     if done.returncode == 0:
         return None
