@@ -59,10 +59,12 @@ def rms_norm_gated(
         ValueError: shapes or devices do not fit; ``group_size`` does not divide N; there is no such activation.
         BackendError: the requested backends cannot take the call.
     """
-    operands = (x, gate, weight)
-    rest = (eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset)
-    if (found := _on_fast_path(*operands, *rest, None)) is not None:
+    found = _on_fast_path(
+        x, gate, weight, eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset, None
+    )
+    if found is not None:
         return found
+    operands = (x, gate, weight)
     if listeners.override(*operands):
         return handle_torch_function(
             rms_norm_gated,
@@ -122,10 +124,12 @@ def rms_norm_gated_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`rms_norm_gated`.
     """
+    found = _on_fast_path(
+        x, gate, weight, eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset, x
+    )
+    if found is not None:
+        return found
     operands = (x, gate, weight)
-    rest = (eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset)
-    if _on_fast_path(*operands, *rest, x) is not None:
-        return x
     if listeners.override(*operands):
         return handle_torch_function(
             rms_norm_gated_,

@@ -114,7 +114,8 @@ def _pack_around(call: Forward, threads: int, more_flags: int) -> bytes:
     weight, bias = (
         _operand(t, (0, 0 if t is None or t.dim() == 1 else operation.hidden_size)) for t in (call.weight, call.bias)
     )
-    x, before = (KINDS[operation.x], call.x.data_ptr(), *x_strides), b""
+    x: tuple[int, ...] = (KINDS[operation.x], call.x.data_ptr(), *x_strides)
+    before = b""
     if operation.around is not None and operation.around.scaled:
         scaled = _passed(operation.x, inner, operation.hidden_size)
         before = _pack(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *x, *_ABSENT, *_ABSENT, *scaled, *5 * _ABSENT)
