@@ -15,7 +15,7 @@ from fusednorm import fast_path as path
 from fusednorm import packing, registry
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Operation, Quantize
+    from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate
 
 DEVICES = ("cpu",)
 
@@ -165,7 +165,17 @@ def norm_gated(call: NormGated) -> None:
         MemoryError: no memory for the rows' buffers.
     """
     if _lib.fn_run(packing.pack_norm_gated(call, torch.get_num_threads())):
-        raise MemoryError(f"fusednorm found no memory for rows of {call.norm.operation.hidden_size} elements")
+        raise _no_memory(call.norm.operation.hidden_size)
+
+
+def rotate(call: Rotate) -> None:
+    """Normalises and rotates heads; see :class:`fusednorm.registry.Backend`.
+
+    Raises:
+        MemoryError: no memory for the heads' buffers.
+    """
+    if _lib.fn_run_rotation(packing.pack_rotate(call, torch.get_num_threads())):
+        raise MemoryError(f"fusednorm found no memory for heads of {call.size} elements")
 
 
 def backward_on_fast_path(*operands: Any) -> bool:

@@ -15,6 +15,7 @@ typedef __m512i H2;
 FN_INLINE V v_set1(float value) { return _mm512_set1_ps(value); }
 FN_INLINE V v_add(V x, V y) { return _mm512_add_ps(x, y); }
 FN_INLINE V v_mul(V x, V y) { return _mm512_mul_ps(x, y); }
+FN_INLINE V v_swap(V x) { return _mm512_permute_ps(x, 0xb1); }
 
 FN_INLINE float v_halve(V x) {
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

@@ -71,7 +71,7 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job) {
 }
 
 /* The weight and the bias as float, of all heads. */
-static size_t affine_bytes(const struct fn_forward_job *job) {
+size_t fn_affine_bytes(const struct fn_forward_job *job) {
     return job->x_kind == FN_F64 ? 0 : (size_t)(2 * 4 * job->heads * fn_float_row(job->hidden));
 }
 
@@ -265,7 +265,7 @@ int fn_forward(const struct fn_call *calls, int count) {
         }
         if (job->bias || job->heads > 1) {
             job->affine = bytes;
-            bytes += affine_bytes(job);
+            bytes += fn_affine_bytes(job);
         }
         if (bytes > scratch_bytes) scratch_bytes = bytes;
         if (k == count - 1 && !chain.quantizer && !chain.gate) continue;

@@ -13,6 +13,7 @@
 
 const exchange_api *fn_exchange_api;
 fn_run_fn *fn_run_on_cpu;
+fn_run_rotation_fn *fn_rotate_on_cpu;
 static PyObject *plain_types, *get_num_threads, *empty_like, *new_empty, *requires_grad;
 static PyTypeObject *tensor_type, *parameter_type;
 
@@ -37,8 +38,7 @@ static int64_t row_stride(const tensor *t) {
     return stride < 0 ? t->shape[last] : stride;
 }
 
-/* An empty tensor, and one without memory, is no plain tensor. */
-int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o) {
+int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o) {
     if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return 0;
     if (fn_exchange_api->tensor_from(object, t)) {
         /* Sparse, meta, of a type that DLPack lacks: Python reports the error. No memory, an interrupt: raised as it is. */
@@ -49,9 +49,13 @@ int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o) {
     }
     for (int i = 0; i < t->ndim; i++)
         if (t->shape[i] == 0) return 0;
-    *o = (struct fn_operand){.kind = kind_of(t), .stride = row_stride(t)};
+    *o = (struct fn_operand){.kind = kind_of(t)};
     if (t->data) o->address = (uintptr_t)t->data + t->byte_offset;
-    return o->stride >= 0 && o->address;
+    return o->address != 0;
+}
+
+int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o) {
+    return fn_read_memory(object, t, o) && (o->stride = row_stride(t)) >= 0;
 }
 
 int fn_read(PyObject *object, tensor *t, struct fn_operand *o) { return fn_read_any(object, t, o) && o->kind; }
@@ -108,8 +112,8 @@ int fn_unpack(PyObject *bytes, struct fn_call *calls) {
 }
 
 /* As many as torch has, where more than one pays. */
-int fn_threads(const struct fn_call *c) {
-    if (c->rows == 1 || c->rows * c->hidden < FN_PARALLEL_ELEMENTS) return 1;
+int fn_threads(int64_t rows, int64_t elements) {
+    if (rows == 1 || elements < FN_PARALLEL_ELEMENTS) return 1;
     PyObject *number = PyObject_CallNoArgs(get_num_threads);
     if (!number) return -1;
     int threads = (int)PyLong_AsLong(number);
@@ -119,7 +123,7 @@ int fn_threads(const struct fn_call *c) {
 
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run) {
     if (!run) return 1;
-    c->threads = fn_threads(c);
+    c->threads = fn_threads(c->rows, c->rows * c->hidden);
     if (c->threads < 0) return -1;
     /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
     PyThreadState *state = c->rows * c->hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
@@ -172,18 +176,25 @@ static int requires_gradient(PyObject *operand) {
     return operand == Py_None ? 0 : truth(get_requires_grad(requires_grad, operand, (PyObject *)tensor_type));
 }
 
+int fn_records_gradient(PyObject *const *operands, Py_ssize_t count) {
+    int records = answer(&is_grad_enabled);
+    for (Py_ssize_t i = 0; records > 0 && i < count; i++) {
+        const int needed = requires_gradient(operands[i]);
+        if (needed) return needed;
+    }
+    return records < 0 ? records : 0;
+}
+
 /* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */
 static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
-    int records = answer(&is_grad_enabled);
-    if (records <= 0) return records;
-    for (int i = 0; i < EPS; i++) {
-        if (i >= FN_OUT && arguments[i] == arguments[i - FN_OUT]) continue;
-        records = requires_gradient(arguments[i]);
-        if (records) return records;
-    }
-    records = requires_gradient(arguments[BIAS]);
-    if (!records && count == ARGUMENTS_OF_GATE) records = requires_gradient(arguments[ARGUMENTS]);
-    return !records && count == ARGUMENTS_OF_CHAIN ? requires_gradient(arguments[FIRST_WEIGHT]) : records;
+    PyObject *operands[EPS + 2];
+    int number = 0;
+    for (int i = 0; i < EPS; i++)
+        if (i < FN_OUT || arguments[i] != arguments[i - FN_OUT]) operands[number++] = arguments[i];
+    operands[number++] = arguments[BIAS];
+    if (count == ARGUMENTS_OF_GATE) operands[number++] = arguments[ARGUMENTS];
+    if (count == ARGUMENTS_OF_CHAIN) operands[number++] = arguments[FIRST_WEIGHT];
+    return fn_records_gradient(operands, number);
 }
 
 /* What fusednorm/listeners.py asks: functions, and dictionary, name and value of variables. */
@@ -199,11 +210,8 @@ static struct {
     void *const *(*trace)(void); /* where the pointer to the state of a trace is */
 } listeners;
 
-/*
- * Whether a mode, a tracer or a transform must see the operation, as fusednorm/listeners.py tells in detail; -1 with a
- * Python error. torch's own function mode for a default device, which a program leaves on, does not listen.
- */
-static int call_is_heard(void) {
+/* As fusednorm/listeners.py tells in detail. torch's own function mode for a default device, which a program leaves on, does not listen. */
+int fn_is_heard(void) {
     if (listeners.trace) {
         if (listeners.dispatch_modes() || *listeners.trace()) return 1;
     } else {
@@ -383,6 +391,8 @@ static void scale_first(double factor, const struct fn_call *next, struct fn_cal
     c->eps = factor;
 }
 
+PyObject *fn_empty_like(PyObject *x) { return PyObject_CallFunctionObjArgs(empty_like, x, NULL); }
+
 /* Allocates the outputs that are not given. Returns 0, or nonzero if one is no plain tensor, or -1 with a Python error. */
 static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_call *c, int normalises) {
     const int wanted[2] = {normalises, c->operand[FN_RESIDUAL].kind != FN_NONE};
@@ -393,7 +403,7 @@ static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_
             continue;
         }
         tensor t;
-        PyObject *output = outputs[i - FN_OUT] = PyObject_CallFunctionObjArgs(empty_like, arguments[i - FN_OUT], NULL);
+        PyObject *output = outputs[i - FN_OUT] = fn_empty_like(arguments[i - FN_OUT]);
         if (!output) return -1;
         if (!fn_read(output, &t, o)) return PyErr_Occurred() ? -1 : 1;
         if (t.device.type == DL_CPU) fn_expect_writes(o->address, c->rows * c->hidden * fn_element_size(o->kind));
@@ -428,9 +438,10 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     struct fn_quantized quantized;
     struct fn_gated gated;
     tensor t[FN_FORWARD_OPERANDS_IN_C];
+    if (count == FN_ROTATION_ARGUMENTS) return fn_rotate(arguments, PyLong_AsLong(devices) >> DL_CPU & 1);
     if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER && count != ARGUMENTS_OF_GATE) {
-        PyErr_Format(PyExc_TypeError, "forward takes %d, %d, %d or %d arguments, got %zd", ARGUMENTS, ARGUMENTS_OF_CHAIN,
-                     ARGUMENTS_OF_GATE, ARGUMENTS_OF_QUANTIZER, count);
+        PyErr_Format(PyExc_TypeError, "forward takes %d, %d, %d, %d or %d arguments, got %zd", ARGUMENTS, FN_ROTATION_ARGUMENTS,
+                     ARGUMENTS_OF_CHAIN, ARGUMENTS_OF_GATE, ARGUMENTS_OF_QUANTIZER, count);
         return NULL;
     }
     const int quantizes = count == ARGUMENTS_OF_QUANTIZER, gates = count == ARGUMENTS_OF_GATE;
@@ -453,7 +464,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
     if (gates && (triton || device != DL_CPU)) return refuse();
     if (triton && (quantizes || first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
-    int others = arguments[ASK] == Py_True ? call_is_heard() : 0;
+    int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
     /* A gate's output must not require a gradient, whether gradients are recorded or not. */
     if (!others && gates) others = requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
@@ -513,9 +524,10 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
 
 static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
     (void)module;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(arguments, "K", &address)) return NULL;
-    fn_run_on_cpu = (fn_run_fn *)(uintptr_t)address;
+    unsigned long long run, rotate;
+    if (!PyArg_ParseTuple(arguments, "KK", &run, &rotate)) return NULL;
+    fn_run_on_cpu = (fn_run_fn *)(uintptr_t)run;
+    fn_rotate_on_cpu = (fn_run_rotation_fn *)(uintptr_t)rotate;
     Py_RETURN_NONE;
 }
 
@@ -523,9 +535,12 @@ static PyMethodDef forward_method = {
     "forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
     "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask, bias, x_scale[, "
     "first_weight, first_eps, between_is_float32, next_norm | packed, between_is_float32, normalises, scale, out, scale_out | gate, "
-    "activation, how, group_size, out])\n--\n\nThe outputs (any operand but x may be None), or None "
-    "if nothing was done and Python must make the call. The last arguments ask for a norm of x before the addition, and "
-    "say whether a norm follows the addition; or they ask for a quantizer; or for a gate, and then the output alone is returned."};
+    "activation, how, group_size, out])\n"
+    "forward(q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out, eps, weight_offset, norm, interleaved, "
+    "round_products, between_is_float32, round_norm)\n--\n\nThe outputs (any operand but x and q may be None), or None "
+    "if nothing was done and Python must make the call. The last arguments of the first form ask for a norm of x before the "
+    "addition, and say whether a norm follows the addition; or they ask for a quantizer; or for a gate, and then the output "
+    "alone is returned. The second form rotates heads."};
 
 static PyObject *forward_on(PyObject *module, PyObject *arguments) {
     (void)module;
@@ -548,7 +563,7 @@ static PyMethodDef methods[] = {
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, increment_version, "
      "questions, variables, function modes, addresses in C++)\n--\n\n"
      "Whether this version of the exchange API is understood."},
-    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
+    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_run and fn_run_rotation)\n--\n\nLets CPU tensors through."},
     {"open_quantizer", fn_open_quantizer, METH_VARARGS,
      "open_quantizer(keywords of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nLets "
      "calls with a quantizer through."},

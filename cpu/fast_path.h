@@ -1,7 +1,7 @@
 /*
  * What the files of the fast path share: fast_path.c reads the operands of a forward pass, fast_path_quantized.c those of a
- * quantizer after it, fast_path_gated.c those of a gate, and fast_path_backward.c those of a backward pass. The C library takes the call, or cuda_launch.c, or
- * triton_launch.c.
+ * quantizer after it, fast_path_gated.c those of a gate, fast_path_backward.c those of a backward pass, and
+ * fast_path_rotated.c heads. The C library takes the call, or cuda_launch.c, or triton_launch.c.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
 #define FUSEDNORM_FAST_PATH_H
@@ -40,9 +40,12 @@ enum { TRITON_CPU = 0, DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_BFLOAT = 4, DL_
 /* fast_path.c */
 extern const exchange_api *fn_exchange_api; /* NULL until it is open */
 extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
+extern fn_run_rotation_fn *fn_rotate_on_cpu;
 /* Reads a plain tensor whose rows are one stride apart. Returns 0 for any other object, perhaps with a Python error. */
 int fn_read(PyObject *object, tensor *t, struct fn_operand *o);
 int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o); /* also of a type that no kernel takes: FN_NONE */
+/* The same with any strides, which are left out. An empty tensor, and one without memory, is no plain tensor. */
+int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o);
 int fn_same_shape(const tensor *a, const tensor *b);
 int fn_same_device(const tensor *a, const tensor *b);
 int64_t fn_elements(const tensor *t); /* -1 if there are gaps between them */
@@ -57,11 +60,15 @@ int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far 
 /* A new tensor like x, of this shape and of these keywords unless they are NULL; or the one given. NULL with a Python error. */
 PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords);
 PyObject *fn_shape(const tensor *x, int64_t last); /* x's shape with another last size; NULL with a Python error */
+/* Whether a mode, a tracer or a transform must see the operation; -1 with a Python error. */
+int fn_is_heard(void);
+/* Whether autograd would have to know of a call with these operands, some of them None; -1 with a Python error. */
+int fn_records_gradient(PyObject *const *operands, Py_ssize_t count);
 /* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
 int fn_count_writes(PyObject *const *outputs, const int *written, int count);
 /* Reads calls, FN_PACKED at most, as fusednorm/packing.py packs them; returns 0 with a Python error. */
 int fn_unpack(PyObject *bytes, struct fn_call *calls);
-int fn_threads(const struct fn_call *c); /* -1 with a Python error */
+int fn_threads(int64_t rows, int64_t elements); /* -1 with a Python error */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
 /* Runs a call whose x is this tensor, by Triton's kernels or by the kernels of x's device; returns the same. */
 int fn_run_on_device(struct fn_call *c, const tensor *x, int triton);
@@ -99,6 +106,10 @@ enum { FN_GATE_ARGUMENTS = 5, FN_GATE_OUT_ARGUMENT = 4 };
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given);
 /* Allocates the output if it is not given, and makes the call: the output, or None if Python must make the call. */
 PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given);
+
+/* fast_path_rotated.c: heads that are normalised and rotated. The results, or None if Python must make the call. */
+enum { FN_ROTATION_ARGUMENTS = 16 };
+PyObject *fn_rotate(PyObject *const *arguments, int takes_cpu);
 
 /* Python's functions; fast_path.c has their documentation. */
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

@@ -24,6 +24,7 @@ ffibuilder.cdef("""
     /* A `struct fn_call`, as fusednorm/packing.py packs it: cffi passes bytes as a pointer to void. */
     int fn_run(const void *call);
     void fn_run_gate(const void *packed); /* a `struct fn_gate` */
+    int fn_run_rotation(const void *packed); /* a `struct fn_rotation` */
     int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
     enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };

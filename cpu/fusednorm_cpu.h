@@ -4,6 +4,7 @@
 
 #include "call.h"
 #include "gate.h"
+#include "rotation.h"
 
 #if defined(__FAST_MATH__)
 #error "fusednorm promises bits: build it without -ffast-math"
@@ -59,6 +60,7 @@ typedef int fn_two_norms_rows(const struct fn_forward_job *first, const struct f
                               int64_t end, void *scratch, float *gain);
 
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
+size_t fn_affine_bytes(const struct fn_forward_job *job); /* of job->affine */
 
 /* The elements that scratch holds as float between the passes: several short rows, or one row in whole segments. */
 enum { FN_KEPT = 4 * FN_SEGMENT };
@@ -68,6 +70,9 @@ static inline int64_t fn_float_row(int64_t hidden) { return (hidden + 127) / 128
 static inline int64_t fn_kept(int64_t hidden) {
     return hidden <= FN_KEPT ? FN_KEPT : (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
 }
+
+/* The room for a row of the tables that heads of so many elements are rotated by, and for one head. */
+static inline size_t fn_table_bytes(int64_t size) { return (size_t)(16 * fn_float_row(size)); }
 
 /* The sums of a row's segments, padded to a power of two. */
 static inline int64_t fn_padded_sums(int64_t hidden) {
@@ -155,6 +160,7 @@ struct fn_kernels {
     fn_backward_end *backward_end;
     fn_quantize_row *quantize_row;
     fn_gate_run *gate_run;
+    fn_rotate_row *rotate_row;
 };
 extern const struct fn_kernels fn_kernels_scalar;
 extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
@@ -198,6 +204,10 @@ void fn_use_isa(int isa);
  */
 typedef int fn_run_fn(const struct fn_call *call);
 fn_run_fn fn_run;
+
+/* Normalises and rotates heads, as a `struct fn_rotation` says, under the same conditions; returns as fn_run does. */
+typedef int fn_run_rotation_fn(const void *packed);
+fn_run_rotation_fn fn_run_rotation;
 
 /* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
 void fn_run_gate(const void *packed);

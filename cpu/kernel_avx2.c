@@ -17,6 +17,7 @@ typedef __m256i H2;
 FN_INLINE V v_set1(float value) { return _mm256_set1_ps(value); }
 FN_INLINE V v_add(V x, V y) { return _mm256_add_ps(x, y); }
 FN_INLINE V v_mul(V x, V y) { return _mm256_mul_ps(x, y); }
+FN_INLINE V v_swap(V x) { return _mm256_permute_ps(x, 0xb1); }
 
 FN_INLINE float v_halve(V x) {
     __m128 z = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -12,6 +12,7 @@
  *   u_store                    rounds, stores n <= UNIT elements, and returns the stored values; it and
  *                              u_round round results of u_add and u_mul only
  *   u_halve                    v[:n/2] + v[n/2:] until one value is left
+ *   u_swap                     exchanges neighbours
  *
  * A file may also define:
  *
@@ -161,6 +162,8 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
 
 #include "gate_body.h"
 
+#include "rotation_body.h"
+
 const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
     forward_rows, two_norms_rows, backward_begin, backward_rows, backward_flush, backward_end,
-    quantize_row, gate_run};
+    quantize_row, gate_run, rotate_row};

@@ -13,6 +13,7 @@ typedef uint16x8_t H2;
 FN_INLINE V v_set1(float value) { return vdupq_n_f32(value); }
 FN_INLINE V v_add(V x, V y) { return vaddq_f32(x, y); }
 FN_INLINE V v_mul(V x, V y) { return vmulq_f32(x, y); }
+FN_INLINE V v_swap(V x) { return vrev64q_f32(x); }
 
 FN_INLINE float v_halve(V x) {
     float32x2_t z = vadd_f32(vget_low_f32(x), vget_high_f32(x));

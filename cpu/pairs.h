@@ -8,6 +8,7 @@
  *   v_load v_store             unaligned
  *   v_load_n v_store_n         the first n of LANES only; a load fills the rest with +0
  *   v_halve                    v[:n/2] + v[n/2:] until one value is left
+ *   v_swap                     exchanges neighbours, where LANES is not 1
  *   h2_load h2_store h2_load_n h2_store_n      the same for 2 * LANES 16-bit values
  *   f16_lo f16_hi h2_f16       widen each half; narrow two vectors to nearest even
  *   bf16_lo bf16_hi h2_bf16    the same for bfloat16
@@ -144,6 +145,14 @@ FN_INLINE U u_stream(int kind, void *row, int64_t i, int n, U value) {
     return value;
 }
 #endif
+
+FN_INLINE U u_swap(int by_parity, U u) {
+#if LANES == 1
+    return (void)by_parity, (U){u.b, u.a};
+#else
+    return by_parity ? (U){u.b, u.a} : (U){v_swap(u.a), v_swap(u.b)};
+#endif
+}
 
 /* By parity, neighbours are in different vectors, which are therefore added last. */
 FN_INLINE float u_halve(int by_parity, U u) {

@@ -25,6 +25,9 @@ FN_INLINE int64_t u_index(int64_t i) {
 FN_INLINE U u_set1(float value) { return svdup_n_f32(value); }
 FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
 FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
+FN_INLINE U u_swap(int by_parity, U u) {
+    return (void)by_parity, svreinterpret_f32_u64(svrevw_u64_x(svptrue_b64(), svreinterpret_u64_f32(u)));
+}
 
 /* 16-bit values are in the lower halves of 32-bit lanes, where loads put them. */
 FN_INLINE U widen(int kind, svuint32_t h) {

@@ -285,6 +285,54 @@ class Backward(NamedTuple):
         return self.dx, self.dresidual, self.dweight
 
 
+class Heads(NamedTuple):
+    """Heads of q or of k, each of adjacent numbers. The strides: of rows in two levels, and from head to head."""
+
+    #: [..., H, D].
+    x: Tensor
+    #: [..., H, D], receives the heads, rounded to its dtype. It may be x itself.
+    out: Tensor
+    #: [D], or [H, D] with a row for each head; contiguous, or None.
+    weight: Tensor | None
+    x_strides: tuple[int, int, int]
+    out_strides: tuple[int, int, int]
+
+
+class HeadsNorm(NamedTuple):
+    """A norm of each head."""
+
+    eps: float
+    weight_offset: float
+    round_norm: bool
+
+
+class Rotate(NamedTuple):
+    """Heads of q, or of q and of k, that are normalised, rotated, or both: docs/spec.md, section 8.
+
+    ``inner`` and the strides say where rows of heads lie, as :class:`Forward` says it of rows.
+    """
+
+    #: Of the same dtypes.
+    heads: tuple[Heads, ...]
+    norm: HeadsNorm | None
+    #: The dtype of the heads that are rotated: that of x, or the one that normalised heads are rounded to.
+    between: torch.dtype
+    #: The dtype that products are rounded to before two are added, or None.
+    products: torch.dtype | None
+    interleaved: bool
+    #: [..., K], with a row for each row of heads; or [P, K], where there are positions. None: nothing is rotated.
+    cos: Tensor | None
+    sin: Tensor | None
+    #: Of cos and sin, as of operands whose rows are rows of heads.
+    table_strides: tuple[Strides, Strides]
+    #: int32 or int64, which row of the tables each row of heads takes; or None.
+    positions: Tensor | None
+    position_strides: Strides
+    size: int
+    rows: int
+    inner: int
+
+
 class Gate(NamedTuple):
     """Rows times a function of other rows: docs/spec.md, section 10. ``inner`` and ``strides`` are as in Forward."""
 

@@ -110,10 +110,10 @@ def open_to(explanation: Explanation, fast_paths: dict[str, FastPath]) -> None:
 
 def open_cpu() -> str | None:
     """Lets CPU tensors through to the C library; returns their type of device, None if there is no fast path."""
-    address = _address("fn_run")
-    if address is None:
+    run, rotate = _address("fn_run"), _address("fn_run_rotation")
+    if run is None or rotate is None:
         return None
-    _fast_path.open_cpu(address)
+    _fast_path.open_cpu(run, rotate)
     return "cpu"
 
 

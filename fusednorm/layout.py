@@ -56,6 +56,26 @@ def rows_of(tensor: Tensor) -> Rows | None:
     return Rows(outer, inner, 0 if outer == 1 else outer_stride, stride)
 
 
+def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, list[Strides]] | None:
+    """Rows of these sizes in two levels that hold for all operands: rows of the inner one, and the strides of each.
+
+    None if one of the operands lies otherwise. ``strides``: those of each operand, as many as there are sizes.
+    """
+    levels: list[tuple[int, tuple[int, ...]]] = []  # number of rows and their strides, the innermost level first
+    for size, steps in zip(reversed(sizes), reversed(list(zip(*strides, strict=True))), strict=True):
+        if size == 1:
+            continue
+        if levels and steps == tuple(levels[-1][0] * step for step in levels[-1][1]):
+            levels[-1] = levels[-1][0] * size, levels[-1][1]
+        else:
+            levels.append((size, steps))
+    if len(levels) > 2:
+        return None
+    nothing = (1, (0,) * len(strides))
+    (inner, steps), (_, outer_steps) = [*levels, nothing, nothing][:2]
+    return inner, list(zip(outer_steps, steps, strict=True))
+
+
 def packed(tensor: Tensor) -> Tensor:
     """The tensor if it is contiguous, else a copy that is."""
     return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import run, run_gated
+from fusednorm import run, run_gated, run_rotated
 from fusednorm.autograd import gradients, keep, new_rstd, normalise
-from fusednorm.backends import activations, quantizer, reference, rotation
+from fusednorm.backends import activations, quantizer, reference
 from fusednorm.call import Flags, RMSNorm, operation_of
 from fusednorm.checks import (
     check_activation,
@@ -164,7 +164,7 @@ def _affine_backward(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
     check_heads("x", x)
     check_tables(cos, sin, None, x, in_memory=False)
-    return rotation.rotated(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
+    return run_rotated.rotate(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
 
 
 def _gate(y: Tensor, z: Tensor, *gating: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.activations import ACTIVATIONS
-from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Quantize, Strides
+from fusednorm.call import Backward, Forward, Gate, GateBackward, Heads, NormGated, Quantize, Rotate, Strides
 
 if TYPE_CHECKING:
     from fusednorm.quantizations import Quantization
@@ -229,4 +229,35 @@ def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
     return pack_forward(norm, threads, flag) + _GATE.pack(
         *(0, ACTIVATIONS.index(call.activation), 0, wide, threads, norm.rows, inner, operation.hidden_size),
         *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, _ABSENT),
+    )
+
+
+#: The numbers that C has for flags: ``enum fn_rotation_flag``.
+NORMALISED, INTERLEAVED = 1, 4
+_ROTATION = struct.Struct("=11q2d36q")
+_NO_HEADS = (0,) * 12
+
+
+def _heads(heads: Heads) -> tuple[int, ...]:
+    x, out, weight, x_strides, out_strides = heads
+    found = x.shape[-2], x.data_ptr(), *x_strides, out.data_ptr(), *out_strides
+    if weight is None:
+        return *found, 0, 0, 0
+    return *found, KINDS[weight.dtype], weight.data_ptr(), 0 if weight.dim() == 1 else weight.shape[1]
+
+
+def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
+    """Heads that are normalised and rotated, as ``struct fn_rotation`` of ``cpu/rotation.h``."""
+    norm, positions, (first, *_) = call.norm, call.positions, call.heads
+    flags = 0 if norm is None else NORMALISED + ROUND_NORM * norm.round_norm
+    pairs = 0 if call.cos is None else call.cos.shape[-1]
+    position_size = 0 if positions is None else positions.element_size()
+    return _ROTATION.pack(
+        *(flags + INTERLEAVED * call.interleaved, KINDS[first.x.dtype], KINDS[first.out.dtype], KINDS[call.between]),
+        *(KINDS[call.products], threads, call.rows, call.inner, call.size, pairs, len(call.heads)),
+        *((0.0, 0.0) if norm is None else norm[:2]),
+        *itertools.chain(*map(_operand, (call.cos, call.sin), call.table_strides)),
+        *(position_size, 0 if positions is None else positions.data_ptr(), *call.position_strides),
+        *itertools.chain(*map(_heads, call.heads)),
+        *(_NO_HEADS if len(call.heads) == 1 else ()),
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm import dispatcher, listeners
+from fusednorm import dispatcher, listeners, run_rotated
 from fusednorm.backends import reference, rotation
 
 
@@ -74,7 +74,9 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         """See :func:`rotate`."""
-        return rotation.rotated(*arguments)
+        x, cos, sin, *_ = arguments
+        rotated = rotation.rotated if transformed(x, cos, sin) else run_rotated.rotate
+        return rotated(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

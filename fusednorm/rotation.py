@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners, plain
-from fusednorm.checks import check_apart, check_between, check_output, refuse_grad
+from fusednorm import listeners, plain, run_rotated
+from fusednorm.call import Flags, HeadsNorm
+from fusednorm.checks import check_affine, check_apart, check_between, check_flags, check_output, refuse_grad
 from fusednorm.ops import rms_norm
+from fusednorm.registry import fast_paths, request
+from fusednorm.run_rotated import Head, Turn
 from fusednorm.tables import check_heads, check_tables, rows_for
 
 
@@ -48,6 +52,15 @@ def rotate(
         ValueError: shapes, devices, positions or memory do not fit.
         RuntimeError: ``out`` is given and x requires grad, or a table requires grad.
     """
+    if not is_dynamo_compiling():
+        take = fast_paths.get(request())
+        if take is not None:
+            result = take(
+                *(x, None, None, None, cos, sin, positions, out, None),
+                *(0.0, 0.0, False, interleaved, round_products, False, False),
+            )
+            if result is not None:
+                return result[0]
     operands = (x, cos, sin, positions, out)
     if listeners.override(*operands):
         return handle_torch_function(
@@ -61,12 +74,17 @@ def rotate(
             round_products=round_products,
             out=out,
         )
+    rounded_to = x.dtype if round_products else None
     if not plain.transformed(*operands):
         check_heads("x", x)
         in_memory = not plain.seen(*operands)
         check_tables(cos, sin, positions, x, in_memory=in_memory)
         _check_outputs("rotate", {"out": (out, x)}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
-    rounded_to = x.dtype if round_products else None
+        if in_memory and not (is_grad_enabled() and x.requires_grad):
+            turn = Turn(cos, sin, positions, bool(interleaved), rounded_to)
+            found = run_rotated.forward([Head(x, None, out)], None, None, turn)
+            if found is not None:
+                return found[0]
     tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
     return _written(out, plain.rotate(x, *tables, bool(interleaved), rounded_to, x.dtype))
 
@@ -121,6 +139,15 @@ def qk_norm_rope(
         TypeError, ValueError, BackendError: see :func:`rotate` and :func:`fusednorm.rms_norm`.
         RuntimeError: an output is given and an operand requires grad, or a table requires grad.
     """
+    if not is_dynamo_compiling() and (between is None or between is torch.float32):
+        take = fast_paths.get(request())
+        if take is not None:
+            result = take(
+                *(q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out, eps, weight_offset, norm, interleaved),
+                *(round_products, between is not None, round_norm),
+            )
+            if result is not None:
+                return result
     operands = (q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out)
     if listeners.override(*operands):
         return handle_torch_function(
@@ -147,16 +174,22 @@ def qk_norm_rope(
         outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
         name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
         _check_outputs(name, outputs, inputs | {"positions": positions}, in_memory)
+        if in_memory and not (is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
+            found = _in_one_call(
+                operands, norm, between, Flags(eps, weight_offset, True, round_norm), interleaved, round_products
+            )
+            if found is not None:
+                return found
     # Rows of the tables are the same for q and k.
     tables = None if cos is None or sin is None else (rows_for(cos, positions, q), rows_for(sin, positions, q))
-    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
-    found = []
+    of_norm: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
+    results = []
     for x, weight in ((q, q_weight), (k, k_weight)):
-        y = rms_norm(x, weight, eps, out_dtype=None if tables is None else between, **flags) if norm else x
+        y = rms_norm(x, weight, eps, out_dtype=None if tables is None else between, **of_norm) if norm else x
         if tables is not None:
             y = plain.rotate(y, *tables, bool(interleaved), y.dtype if round_products else None, x.dtype)
-        found.append(y)
-    return _written(q_out, found[0]), _written(k_out, found[1])
+        results.append(y)
+    return _written(q_out, results[0]), _written(k_out, results[1])
 
 
 def qk_norm_rope_(
@@ -219,6 +252,28 @@ def qk_norm_rope_(
         q_out=q,
         k_out=k,
     )
+
+
+def _in_one_call(
+    operands: tuple[Any, ...],
+    norm: bool,
+    between: torch.dtype | None,
+    flags: Flags,
+    interleaved: bool,
+    round_products: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """The results of one call of a backend that can rotate heads; None if there is none."""
+    q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out = operands
+    if norm:
+        flags = check_flags(flags, q, None, None, None)
+        for heads, weight in ((q, q_weight), (k, k_weight)):
+            check_affine(heads, weight, None)
+    passed = q.dtype if between is None or cos is None or not norm else between
+    turn = Turn(cos, sin, positions, bool(interleaved), passed if round_products else None)
+    sets = (Head(q, q_weight, q_out), Head(k, k_weight, k_out))
+    of_heads = HeadsNorm(flags.eps, flags.weight_offset, flags.round_norm) if norm else None
+    found = run_rotated.forward(sets, of_heads, passed, turn)
+    return None if found is None else (found[0], found[1])
 
 
 def _written(out: Tensor | None, result: Tensor) -> Tensor:

@@ -1,0 +1,163 @@
+"""Normalises and rotates heads without torch's dispatcher, by the backend of such rows, if it can rotate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fusednorm import run
+from fusednorm.backends import rotation
+from fusednorm.call import Around, Flags, Heads, HeadsNorm, Rotate, Strides, operation_of
+from fusednorm.layout import packed, two_levels
+
+#: The strides of an operand that is absent.
+NONE = (0, 0)
+
+
+class Head(NamedTuple):
+    """Heads of q or of k, and what goes with them."""
+
+    #: [..., H, D].
+    x: Tensor
+    #: [D], [H, D] or None.
+    weight: Tensor | None = None
+    #: [..., H, D], which receives the results; None: new memory.
+    out: Tensor | None = None
+
+
+class Turn(NamedTuple):
+    """How heads are rotated."""
+
+    #: [..., K], of a shape that expands to the rows of heads; or [P, K], with positions. None: nothing is rotated.
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor | None
+    interleaved: bool
+    #: The dtype that products are rounded to before two are added, or None.
+    products: torch.dtype | None
+
+
+def rotator_of(
+    heads: Sequence[Head], norm: HeadsNorm | None, between: torch.dtype | None
+) -> Callable[[Rotate], None] | None:
+    """The function ``rotate`` of the backend that takes the norms of all these heads; None if there is none."""
+    found = []
+    for x, weight, _ in heads:
+        flags, around = Flags(), None
+        if norm is not None:
+            flags = Flags(*norm[:2], round_norm=norm.round_norm, out_dtype=between)
+            around = Around(None, 1.0)
+        found.append(run.backend_of(operation_of(x, None, weight, flags, around=around)))
+    same_kind = all(backend is found[0] for backend in found) and len({head.x.dtype for head in heads}) == 1
+    return cast("Callable[[Rotate], None] | None", getattr(found[0], "rotate", None)) if same_kind else None
+
+
+def forward(
+    heads: Sequence[Head],
+    norm: HeadsNorm | None,
+    between: torch.dtype | None,
+    turn: Turn,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor] | None:
+    """The results for checked operands; None, with nothing done, if no backend can rotate them.
+
+    ``between``: the dtype that normalised heads are rounded to before they are rotated, and ``dtype``: that of new
+    results; x's if None.
+    """
+    rotate = rotator_of(heads, norm, between)
+    if rotate is None:
+        return None
+    first, operands = heads[0].x, [t for head in heads for t in head[:2]] + list(turn[:3])
+    rows = first.shape[:-2]
+    found = [
+        out
+        if out is not None and _can_be_written(out, [t for t in operands if t is not None and t is not x])
+        else torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+        for x, _, out in heads
+    ]
+    inputs = [_dense(x) for x, _, _ in heads]
+    tables = [t if t is None else _dense(t) for t in (turn.cos, turn.sin)]
+    in_rows = [*found, *inputs]
+    if turn.positions is not None:
+        in_rows.append(turn.positions.expand(rows))
+    elif tables[0] is not None and tables[1] is not None:
+        tables = [t if t is None else t.expand(*rows, t.shape[-1]) for t in tables]
+        in_rows += [t for t in tables if t is not None]
+    levels = two_levels(rows, [t.stride()[: len(rows)] for t in in_rows])
+    if levels is None:  # what is only read can be copied, and what is written can be written afterwards
+        in_memory = [t if t is None or turn.positions is not None else t.contiguous() for t in tables]
+        positions = None if turn.positions is None else turn.positions.expand(rows).contiguous()
+        turn = turn._replace(cos=in_memory[0], sin=in_memory[1], positions=positions)
+        done = forward([Head(packed(x), w) for x, w, _ in heads], norm, between, turn, dtype)
+        assert done is not None
+        found = done
+    else:
+        for at, (_, _, out) in enumerate(heads):
+            if out is found[at]:
+                increment_version(out)
+        if any(t.numel() for t in found):
+            rotate(_call(heads, inputs, found, tables, norm, between or first.dtype, turn, *levels))
+    return [new if out is None or out is new else out.copy_(new) for new, (_, _, out) in zip(found, heads, strict=True)]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor if the numbers of its last dimension are adjacent, else a copy."""
+    adjacent = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    return tensor if adjacent and not tensor.is_neg() else packed(tensor)
+
+
+def _can_be_written(out: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether a kernel can write to an output that shares no memory with operands, or all of it with one of them."""
+    return _dense(out) is out and all(t.data_ptr() != out.data_ptr() for t in others)
+
+
+def _call(
+    heads: Sequence[Head],
+    inputs: Sequence[Tensor],
+    found: Sequence[Tensor],
+    tables: Sequence[Tensor | None],
+    norm: HeadsNorm | None,
+    between: torch.dtype,
+    turn: Turn,
+    inner: int,
+    strides: Sequence[Strides],
+) -> Rotate:
+    """The call; ``strides`` has those of the results, of the inputs, and of the positions or of both tables."""
+    sets = []
+    for at, (x, out) in enumerate(zip(inputs, found, strict=True)):
+        weight = heads[at].weight
+        if weight is not None:  # a row of one head is one for all
+            weight = packed(weight if weight.dim() == 1 or len(weight) > 1 else weight[0])
+        x_strides, out_strides = strides[len(found) + at], strides[at]
+        if x.numel():
+            sets.append(Heads(x, out, weight, (*x_strides, x.stride(-2)), (*out_strides, out.stride(-2))))
+    of_rows = strides[2 * len(found) :] or [NONE, NONE]
+    of_tables, of_positions = (of_rows[0], of_rows[-1]), NONE
+    if turn.positions is not None:
+        first, second = ((0, 0 if t is None else t.stride(0)) for t in tables)
+        of_tables, of_positions = (first, second), of_rows[0]
+    return Rotate(
+        heads=tuple(sets),
+        norm=norm,
+        between=between,
+        products=turn.products,
+        interleaved=turn.interleaved,
+        cos=tables[0],
+        sin=tables[1],
+        table_strides=of_tables,
+        positions=turn.positions,
+        position_strides=of_positions,
+        size=inputs[0].shape[-1],
+        rows=inputs[0].shape[:-2].numel(),
+        inner=inner,
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: Any) -> Tensor:
+    """Rotated heads, in new memory; see :func:`fusednorm.plain.rotate`."""
+    found = forward([Head(x)], None, None, Turn(cos, sin, None, interleaved, products), dtype)
+    return rotation.rotated(x, cos, sin, interleaved, products, dtype) if found is None else found[0]
