@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.func import jvp, vmap
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import qk_norm_rope, qk_norm_rope_, rms_norm, rotate
+from fusednorm import fast_path, qk_norm_rope, qk_norm_rope_, rms_norm, rotate
 from fusednorm.conformance.cases import BF16, F32, F64, Case, operands
 
 QKV = operands(Case(12 * 8, 16).of(BF16))[0].view(3, 4, 8, 16)
@@ -88,6 +89,121 @@ def test_what_is_refused_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
     assert QKV.equal(kept)
+
+
+class Mine(torch.Tensor):
+    """A subclass, as users write them."""
+
+
+def test_the_fast_path_takes_what_is_usual_and_nothing_else():
+    """Where torch has DLPack's exchange API. What it does not take, it leaves untouched."""
+    if not fast_path.OPEN:
+        assert not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+        return
+    take = fast_path.forward_on({"cpu"})
+    q, k = torch.ones(3, 4, 16), torch.ones(3, 2, 16)
+    cos, sin, weight = torch.ones(3, 8), torch.ones(3, 8), torch.ones(16)
+    positions, grad = torch.tensor([2, 0, 1]), torch.ones(3, 4, 16, requires_grad=True)
+
+    def run(
+        q=q,
+        k=k,
+        weights=(weight, None),
+        tables=(cos, sin),
+        positions=None,
+        out=(None, None),
+        numbers=(1e-6, 0.0),
+        **flags,
+    ):
+        given = {"norm": True, "interleaved": False, "products": False, "between": False, "round_norm": False} | flags
+        return take(q, k, *weights, *tables, positions, *out, *numbers, *given.values())
+
+    qkv = torch.ones(3, 8, 16)
+    usual = {
+        "plain": run(),
+        "views": run(qkv[:, :4], qkv[:, 4:6]),
+        "views in place": run(qkv[:, :4], qkv[:, 4:6], out=(qkv[:, :4], qkv[:, 4:6])),
+        "q alone": run(k=None),
+        "no norm": run(weights=(None, None), norm=False),
+        "no rotation": run(tables=(None, None)),
+        "positions": run(positions=positions),
+        "short positions": run(positions=positions.int()),
+        "one position": run(positions=torch.tensor(1)),
+        "one row of tables": run(tables=(cos[0], sin[:1])),
+        "heads of the weight": run(weights=(torch.ones(4, 16), None)),
+        "tables of other types": run(tables=(cos.double(), sin.bfloat16())),
+        "part of the heads": run(tables=(cos[:, :5], sin[:, :5])),
+        "two levels": run(qkv.expand(2, 3, 8, 16)[:, :, :4], torch.ones(2, 3, 2, 16), tables=(cos, sin)),
+        "gaps": run(torch.ones(3, 4, 20)[..., 2:18]),
+    }
+    with torch.no_grad():
+        usual["no_grad"] = run(grad)
+    refused = [name for name, found in usual.items() if found is None and name != "one row of tables"]
+    assert refused == []
+    assert usual["one row of tables"] is None  # cosines and sines of two shapes: Python reports it
+    assert usual["q alone"][1] is None
+    with torch.no_grad():
+        assert all(map(torch.equal, run(between=True, products=True), run()))  # float32 is not rounded
+    out = torch.full((3, 4, 16), 7.0)
+    unusual = {
+        "no tensor": lambda: run([1.0]),
+        "no q": lambda: run(None),
+        "one dimension": lambda: run(torch.ones(16), torch.ones(16)),
+        "no rows": lambda: run(q[:0], k[:0]),
+        "every other number": lambda: run(torch.ones(3, 4, 32)[..., ::2], out=(out, None)),
+        "rows in three levels": lambda: run(
+            torch.ones(2, 3, 4, 5, 16)[:, :2, :3, :4], torch.ones(2, 2, 3, 2, 16), tables=(cos[0], sin[0])
+        ),
+        "k of other rows": lambda: run(k=torch.ones(2, 2, 16), out=(out, None)),
+        "k of another size": lambda: run(k=torch.ones(3, 2, 8), out=(out, None)),
+        "k of another type": lambda: run(k=k.half(), out=(out, None)),
+        "a weight for a missing k": lambda: run(k=None, weights=(None, weight), out=(out, None)),
+        "a weight without a norm": lambda: run(norm=False, out=(out, None)),
+        "a weight of another size": lambda: run(weights=(torch.ones(8), None), out=(out, None)),
+        "a weight of other heads": lambda: run(weights=(torch.ones(2, 16), None), out=(out, None)),
+        "a weight with gaps": lambda: run(weights=(torch.ones(32)[::2], None), out=(out, None)),
+        "a wider weight": lambda: run(weights=(weight.double(), None), out=(out, None)),
+        "nothing to do": lambda: run(weights=(None, None), tables=(None, None), norm=False, out=(out, None)),
+        "one table": lambda: run(tables=(cos, None), out=(out, None)),
+        "integers as tables": lambda: run(tables=(cos.int(), sin.int()), out=(out, None)),
+        "tables that are too wide": lambda: run(tables=(torch.ones(3, 9),) * 2, out=(out, None)),
+        "tables of one column": lambda: run(tables=(cos[:, :1], sin[:, :1]), out=(out, None)),
+        "tables of other rows": lambda: run(tables=(cos[:2], sin[:2]), out=(out, None)),
+        "tables of a row too many": lambda: run(tables=(cos[None, None], sin[None, None]), out=(out, None)),
+        "tables of unequal widths": lambda: run(tables=(cos, sin[:, :4]), out=(out, None)),
+        "a gradient of a table": lambda: run(tables=(cos.clone().requires_grad_(), sin), out=(out, None)),
+        "positions beyond the table": lambda: run(positions=positions + 1, out=(out, None)),
+        "positions before the table": lambda: run(positions=positions - 1, out=(out, None)),
+        "positions of other rows": lambda: run(positions=positions[:2], out=(out, None)),
+        "positions of another type": lambda: run(positions=positions.short(), out=(out, None)),
+        "positions without tables": lambda: run(tables=(None, None), positions=positions, out=(out, None)),
+        "positions in a table of three dimensions": lambda: run(
+            tables=(cos[None], sin[None]), positions=positions, out=(out, None)
+        ),
+        "a gradient": lambda: run(grad, out=(out, None)),
+        "a subclass": lambda: run(q.as_subclass(Mine), out=(out, None)),
+        "float64 to float32": lambda: run(q.double(), k.double(), between=True),
+        "eps of another type": lambda: run(numbers=(1, 0.0), out=(out, None)),
+        "a flag of another type": lambda: run(interleaved=1, out=(out, None)),
+        "an output of another shape": lambda: run(out=(out, torch.ones(3, 4, 16))),
+        "an output of another type": lambda: run(out=(out, k.half())),
+        "an output that overlaps": lambda: run(out[:, :3], out[:, 3:], weights=(None, None), out=(out[:, 1:], None)),
+        "an output in the place of k": lambda: run(q, out, weights=(None, None), out=(out, None)),
+        "both outputs": lambda: run(q, q, weights=(None, None), out=(out, out)),
+        "an output in the place of a table": lambda: run(tables=(out[0, :3, :8],) * 2, out=(out, None)),
+        "an output with itself": lambda: run(out=(out[:1].expand(3, 4, 16), None)),
+        "heads of an output with themselves": lambda: run(out=(out[:, :1].expand(3, 4, 16), None)),
+    }
+    for name, call in unusual.items():
+        assert call() is None, name
+        assert out.eq(7).all(), name
+        assert out._version == 0, name
+    with FlopCounterMode(display=False):
+        assert run() is None
+    assert fast_path.forward_on({"cuda"})(q, k, *[None] * 7, 1e-6, 0.0, True, *[False] * 4) is None
+    kept = q.clone()
+    run(kept, None, weights=(None, None), out=(kept, None))
+    assert kept._version == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -174,6 +290,22 @@ def test_flashinfer():
     a, b = rows[..., 0::2], rows[..., 1::2]
     cos, sin = COS.unsqueeze(-2), SIN.unsqueeze(-2)
     assert found.equal(torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).bfloat16())
+
+
+def test_sglang_on_a_cpu():
+    """A partial rotation by positions, with a table of the model's dtype that has cosines and sines side by side.
+
+    Its kernel rounds a head once after the norm, and rotated numbers once.
+    """
+    cache = torch.cat((COS[:, :6], SIN[:, :6]), -1).bfloat16()
+    q, k, positions = Q[0], K[0], torch.tensor([3, 0, 0, 2])
+    found = qk_norm_rope(q, k, WEIGHT, WEIGHT, cache[:, :6], cache[:, 6:], positions=positions)
+    for heads, got in zip((q, k), found, strict=True):
+        rows = rms_norm(heads, WEIGHT).float()
+        cos, sin = (t[positions].float().unsqueeze(1) for t in (cache[:, :6], cache[:, 6:]))
+        x, y = rows[..., :6], rows[..., 6:12]
+        wanted = torch.cat((x * cos - y * sin, y * cos + x * sin, rows[..., 12:]), -1)
+        assert got.equal(wanted.bfloat16())
 
 
 def test_vllm():
