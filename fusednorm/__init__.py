@@ -34,13 +34,13 @@ from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.explain import explain
 from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.l2 import l2_norm
-from fusednorm.modules import AddRMSNorm, RMSNorm
+from fusednorm.modules import AddRMSNorm, RMSNorm, RMSNormGated
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.prewarm import prewarm
 from fusednorm.quantizations import Quantization
-from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
+from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
 from fusednorm.registry import BackendError, register_backend, use_backend
 from fusednorm.rotation import qk_norm_rope, qk_norm_rope_, rotate
 from fusednorm.version import __version__
@@ -58,6 +58,7 @@ __all__ = [
     "BackendError",
     "Quantization",
     "RMSNorm",
+    "RMSNormGated",
     "__version__",
     "backends",
     "explain",
@@ -85,5 +86,6 @@ __all__ = [
     "rms_norm_quant",
     "rotate",
     "silu_and_mul",
+    "silu_and_mul_quant",
     "use_backend",
 ]

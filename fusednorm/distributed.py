@@ -33,10 +33,10 @@ __all__ = ["SequenceParallel"]
 
 
 class SequenceParallel(ParallelStyle):
-    """Shards the rows of a :class:`fusednorm.RMSNorm` or :class:`fusednorm.AddRMSNorm` along the sequence.
+    """Shards the rows of fusednorm's modules along the sequence.
 
-    torch's style of this name keeps only the first input, and would drop the residual of ``norm(x, residual)``. This
-    style shards every tensor that the module takes: a plain tensor is this rank's part of the sequence, and a DTensor
+    torch's style of this name keeps only the first input, and would drop the residual or the gate of
+    ``norm(x, residual)`` and ``norm(x, gate)``. This style shards every tensor that the module takes: a plain tensor is this rank's part of the sequence, and a DTensor
     with another placement is redistributed. The parameters are replicated, from the first rank of the mesh.
 
     Args:

@@ -166,6 +166,20 @@ def _and_mul(
     rounded_to = None if passed == accumulator(gate.dtype) else passed
     if up is not None:
         return _run(name, {"gate": gate, "up": up}, up, gate, activation, rounded_to, out, None)
+    z, y = halves(gate)
+    half = y.shape[-1]
+    names = {f"gate[..., :{half}]": z, f"gate[..., {half}:]": y}
+    return _run(name, names, y, z, activation, rounded_to, out, None, gate)
+
+
+def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """The gate, and the rows that it multiplies, in one tensor of [..., 2 * N].
+
+    Raises:
+        TypeError, ValueError: it is no such tensor.
+    """
+    if not isinstance(gate, Tensor):
+        refuse_type("gate", gate)
     if gate.is_nested:
         refuse_nested("gate")
     if gate.dim() == 0 or gate.shape[-1] == 0 or gate.shape[-1] % 2:
@@ -174,9 +188,7 @@ def _and_mul(
             "[..., N]"
         )
     half = gate.shape[-1] // 2
-    z, y = gate[..., :half], gate[..., half:]
-    halves = {f"gate[..., :{half}]": z, f"gate[..., {half}:]": y}
-    return _run(name, halves, y, z, activation, rounded_to, out, None, gate)
+    return gate[..., :half], gate[..., half:]
 
 
 def _run(

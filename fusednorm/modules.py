@@ -11,7 +11,8 @@ import torch
 from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm.checks import refuse_type
+from fusednorm.checks import check_activation, refuse_type
+from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 
 
@@ -205,6 +206,83 @@ class AddRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         """The arguments as :class:`RMSNorm` shows them, and ``round_sum``."""
         return super().extra_repr() + ("" if self.round_sum else ", round_sum=False")
+
+
+class RMSNormGated(RMSNorm):
+    """Normalises and gates: ``norm(x, gate)``, as Mamba 2, Qwen3-Next and Kimi do.
+
+    The arguments are those of :class:`RMSNorm`, and those of :func:`fusednorm.rms_norm_gated`. ``fusednorm.compat`` has
+    the modules of mamba_ssm, FLA and Hugging Face's transformers, with their arguments and roundings.
+
+    Args:
+        group_size: the elements that are normalised together; None: all.
+        norm_before_gate: whether the norm comes first; else the gated x is normalised.
+        activation: "silu", "sigmoid" or "gelu_tanh".
+        between: the dtype to which normalised rows are rounded before they meet the gate; x's if None, or
+            ``torch.float32``.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        activation: str = "silu",
+        round_norm: bool = False,
+        between: torch.dtype | None = None,
+        weight_offset: float = 0.0,
+    ) -> None:
+        check_activation(activation)  # raises here, not in the first step
+        self.group_size, self.norm_before_gate = group_size, norm_before_gate
+        self.activation, self.between = activation, between
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            device=device,
+            dtype=dtype,
+            weight_offset=weight_offset,
+            round_norm=round_norm,
+        )
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalises x and multiplies it by the function of the gate; the result has x's dtype.
+
+        Args:
+            x: ``[..., *normalized_shape]``.
+            gate: x's shape.
+        """
+        if not isinstance(x, Tensor) and (node := _one_node(self, x, gate)) is not None:
+            return cast(Tensor, node)
+        y = rms_norm_gated(
+            as_rows(x, self.normalized_shape),
+            as_rows(gate, self.normalized_shape, "gate"),
+            as_row(self.weight, self.normalized_shape),
+            self._eps(x),
+            group_size=self.group_size,
+            norm_before_gate=self.norm_before_gate,
+            activation=self.activation,
+            round_norm=self.round_norm,
+            between=self.between,
+            weight_offset=self.weight_offset,
+        )
+        return self._of_shape(y)
+
+    def extra_repr(self) -> str:
+        """The arguments as :class:`RMSNorm` shows them, and those of the gate where they are not the default."""
+        added = [] if self.group_size is None else [f"group_size={self.group_size}"]
+        added += [] if self.norm_before_gate else ["norm_before_gate=False"]
+        added += [] if self.activation == "silu" else [f"activation={self.activation!r}"]
+        added += [] if self.between is None else [f"between={self.between}"]
+        return ", ".join([super().extra_repr(), *added])
 
 
 def _with_every_input(hook: Callable[..., Any], module: AddRMSNorm, inputs: tuple[Any, ...]) -> Any:

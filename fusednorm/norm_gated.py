@@ -12,7 +12,15 @@ from torch.overrides import handle_torch_function
 from fusednorm import listeners, plain, run_gated
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
-from fusednorm.checks import check_activation, check_apart, check_between, check_operands, refuse_grad, requires_grad
+from fusednorm.checks import (
+    check_activation,
+    check_apart,
+    check_between,
+    check_operands,
+    refuse_grad,
+    refuse_type,
+    requires_grad,
+)
 from fusednorm.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.gated import gate as gated
 from fusednorm.ops import rms_norm
@@ -267,6 +275,8 @@ def _check(
     between: torch.dtype | None,
 ) -> None:
     """That operands and flags fit each other."""
+    if gate is None:
+        refuse_type("gate", gate)
     if not plain.transformed(x, gate, weight):
         check_operands(x, gate, weight, None, None, in_memory=not plain.seen(x, gate, weight), residual_name="gate")
         check_between(between, x)

@@ -22,6 +22,8 @@ from fusednorm.checks import (
     requires_grad,
 )
 from fusednorm.fast_path import NO_NORM
+from fusednorm.gated import gate as gated
+from fusednorm.gated import halves, silu_and_mul
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.quantizations import Quantization
 from fusednorm.registry import FastPath, fast_paths, request
@@ -265,6 +267,63 @@ def fused_add_rms_norm_quant(
         x, residual, weight, eps, out=None if between else normed_out, out_dtype=between, **flags
     )
     return *_quantized(y, quantization, scale, zero_point, outputs), total
+
+
+def silu_and_mul_quant(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    quantization: Quantization,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    between: torch.dtype | None = None,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    zero_point_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """``silu(gate) * up``, quantized: the same bits as ``quantize(silu_and_mul(gate, up), quantization)``.
+
+    Args:
+        gate: [..., N], or without ``up`` [..., 2 * N]; see :func:`fusednorm.silu_and_mul`.
+        up: [..., N] or None; see :func:`fusednorm.silu_and_mul`.
+        quantization: see :func:`quantize`.
+        scale: see :func:`quantize`.
+        zero_point: see :func:`quantize`.
+        between: the dtype to which ``silu(gate)`` is rounded before the multiplication, and the product before it is
+            quantized: gate's if None, or ``torch.float32``, which leaves both of a 16-bit gate unrounded.
+        out: see :func:`quantize`.
+        scale_out: see :func:`quantize`.
+        zero_point_out: see :func:`quantize`.
+
+    Returns:
+        See :func:`quantize`.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.silu_and_mul`.
+        RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
+    """
+    operands = (gate, up, scale, zero_point, out, scale_out, zero_point_out)
+    if listeners.override(*operands):
+        return handle_torch_function(
+            silu_and_mul_quant,
+            operands,
+            gate,
+            up,
+            quantization=quantization,
+            scale=scale,
+            zero_point=zero_point,
+            between=between,
+            out=out,
+            scale_out=scale_out,
+            zero_point_out=zero_point_out,
+        )
+    z, y = halves(gate) if up is None else (gate, up)
+    check_operands(z, y, None, None, None, in_memory=not plain.seen(z, y), x_name="gate", residual_name="up")
+    check_between(between, z, "gate")
+    outputs = Outputs(out, scale_out, zero_point_out)
+    _check("silu_and_mul_quant", z, quantization, scale, zero_point, outputs, {"gate": gate, "up": up})
+    product = silu_and_mul(z, y) if between is None else gated(y, z, out_dtype=between)
+    return _quantized(product, quantization, scale, zero_point, outputs)
 
 
 def _taken_by(

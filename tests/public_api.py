@@ -29,11 +29,15 @@ MODULES = (
     "fusednorm.layout",
     "fusednorm.distributed",
     "fusednorm.transformers",
+    "fusednorm.compat.fla",
     "fusednorm.compat.flag_gems",
     "fusednorm.compat.flashinfer",
     "fusednorm.compat.functional",
     "fusednorm.compat.liger",
+    "fusednorm.compat.mamba_ssm",
+    "fusednorm.compat.quack",
     "fusednorm.compat.sgl_kernel",
+    "fusednorm.compat.transformers",
     "fusednorm.compat.vllm",
 )
 

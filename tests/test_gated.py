@@ -203,6 +203,36 @@ def test_transforms():
     assert slopes.equal(torch.autograd.grad(silu_and_mul(leaf).sum(), leaf)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_nothing(dtype):
+    """As of torch's silu and its multiplication on a CPU: dtypes and bits are those without it, gradients too."""
+    functions = {
+        "gate": gate,
+        "silu_and_mul": silu_and_mul,
+        "unrounded": lambda y, z: silu_and_mul(z, y, between=torch.float32 if z.dtype != torch.float64 else None),
+        "norm first": fusednorm.rms_norm_gated,
+        "gate first": lambda y, z: fusednorm.rms_norm_gated(y, z, norm_before_gate=False, round_norm=True),
+        "module": fusednorm.RMSNormGated(6),
+        "torch": lambda y, z: torch.nn.functional.silu(z) * y,
+    }
+    for kinds in ((torch.float32, torch.float32), (dtype, dtype), (torch.float32, dtype), (torch.float64,) * 2):
+        leaves = [t.clone().to(kind).requires_grad_() for t, kind in zip((Y, Z), kinds, strict=True)]
+        for name, function in functions.items():
+            found = []
+            for enabled in (True, False):
+                with torch.autocast("cpu", dtype, enabled=enabled):
+                    out = function(*leaves)
+                    found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+            for inside, outside in zip(*found, strict=True):
+                assert inside.dtype == outside.dtype, name
+                assert inside.equal(outside), name
+    preset = fusednorm.quantizations.VLLM_INT8_TOKEN_FUSED
+    with torch.autocast("cpu", dtype):
+        inside = fusednorm.silu_and_mul_quant(Y, Z, quantization=preset)
+    for found, wanted in zip(inside, fusednorm.silu_and_mul_quant(Y, Z, quantization=preset), strict=True):
+        assert found.equal(wanted)
+
+
 def test_fake_tensors():
     y = Y.bfloat16()
     with torch._subclasses.FakeTensorMode() as mode:

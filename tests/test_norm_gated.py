@@ -1,5 +1,6 @@
 """A norm with a gate: what is refused, derivatives, tracers, ways into C, and the formulas of other libraries."""
 
+import copy
 import itertools
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch.func import vmap
 
 import fusednorm
-from fusednorm import fast_path, norm_gated, rms_norm_gated, rms_norm_gated_
+from fusednorm import RMSNormGated, fast_path, norm_gated, rms_norm_gated, rms_norm_gated_
 from fusednorm.backends import cpu
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 
@@ -19,6 +20,11 @@ ORDERS = ({}, {"norm_before_gate": False}, {"norm_before_gate": False, "round_no
     ("call", "error", "words"),
     [
         (lambda: rms_norm_gated([1.0], Z), TypeError, "x must be a torch.Tensor, got list"),
+        (lambda: rms_norm_gated(X, None), TypeError, r"gate must be a torch\.Tensor, got NoneType"),
+        (lambda: rms_norm_gated_(X, None), TypeError, r"gate must be a torch\.Tensor, got NoneType"),
+        (lambda: RMSNormGated(96)(X, None), TypeError, r"gate must be a torch\.Tensor, got NoneType"),
+        (lambda: RMSNormGated(96)(X, Z[:, :95]), ValueError, "gate must end in the dimensions"),
+        (lambda: RMSNormGated(96, activation="swish"), ValueError, "activation must be one of"),
         (lambda: rms_norm_gated(X, Z[:5]), ValueError, r"gate must have x's shape \[6, 96\], got \[5, 96\]"),
         (lambda: rms_norm_gated(X, Z.double()), TypeError, "gate is float64 while x is bfloat16"),
         (lambda: rms_norm_gated(X, Z, WEIGHT[:32]), ValueError, r"weight must have shape \[96\]"),
@@ -207,6 +213,40 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     with torch.no_grad():
         assert gates(y, z, out=grad) is None
         assert gates(grad, z).equal(kept)
+
+
+def test_module():
+    """Arguments, state_dict, text, shapes of several dimensions, copies, and one node of a graph."""
+    flags = {"group_size": 32, "norm_before_gate": False, "activation": "sigmoid", "round_norm": True}
+    norm = RMSNormGated((4, 24), 1e-5, weight_offset=1.0, **flags)
+    assert repr(norm) == (
+        "RMSNormGated((4, 24), eps=1e-05, elementwise_affine=True, weight_offset=1.0, round_norm=True, group_size=32, "
+        "norm_before_gate=False, activation='sigmoid')"
+    )
+    assert norm.weight.eq(0).all()
+    torch.nn.init.normal_(norm.weight)
+    assert list(norm.state_dict()) == ["weight"]
+    wanted = rms_norm_gated(X, Z, norm.weight.view(-1), 1e-5, weight_offset=1.0, **flags)
+    inputs = X.view(6, 4, 24), Z.view(6, 4, 24)
+    assert norm(*inputs).equal(wanted.view(6, 4, 24))
+    assert copy.deepcopy(norm)(*inputs).equal(wanted.view(6, 4, 24))
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x, gate):
+            return self.norm(x, gate=gate) if gate is None else self.norm(x, gate)
+
+    graph = torch.fx.symbolic_trace(Block())
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", "placeholder", "call_module", "output"]
+    assert graph(*inputs).equal(wanted.view(6, 4, 24))
+    bare = RMSNormGated(96, elementwise_affine=False, between=F32)
+    assert repr(bare) == "RMSNormGated((96,), eps=None, elementwise_affine=False, between=torch.float32)"
+    assert bare(X, Z).equal(rms_norm_gated(X, Z, None, 2.0**-23, between=F32))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'gate'"):
+        bare(X)
 
 
 # What other libraries compute

@@ -18,6 +18,8 @@ from fusednorm import (
     quantize,
     rms_norm,
     rms_norm_quant,
+    silu_and_mul,
+    silu_and_mul_quant,
 )
 from fusednorm.backends import quantizer
 from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
@@ -111,6 +113,38 @@ def test_prewarm(monkeypatch, quantization):
             ValueError,
             "shares memory with",
         ),
+        (
+            lambda: silu_and_mul_quant(X[:, :127], quantization=TOKEN),
+            ValueError,
+            r"gate must be \[..., 2 \* N\] where up is not given, got shape \[6, 127\]",
+        ),
+        (
+            lambda: silu_and_mul_quant(None, quantization=TOKEN),
+            TypeError,
+            r"gate must be a torch\.Tensor, got NoneType",
+        ),
+        (
+            lambda: silu_and_mul_quant(X, RESIDUAL[:3], quantization=TOKEN),
+            ValueError,
+            r"up must have gate's shape \[6, 128\]",
+        ),
+        (lambda: silu_and_mul_quant(X, quantization="int8"), TypeError, "quantization must be"),
+        (
+            lambda: silu_and_mul_quant(X, quantization=TOKEN, between=F16),
+            TypeError,
+            "between must be None or torch.float32, got torch.float16; leave it out for gate's dtype",
+        ),
+        (lambda: silu_and_mul_quant(X, quantization=replace(TOKEN, per=48)), ValueError, "do not divide rows of 64"),
+        (
+            lambda: silu_and_mul_quant(X, quantization=TOKEN, out=X.view(I8)[:, :64]),
+            ValueError,
+            "out shares memory with gate",
+        ),
+        (
+            lambda: silu_and_mul_quant(RESIDUAL, X, quantization=TOKEN, out=X.view(I8)[:, :128]),
+            ValueError,
+            "out shares memory with up",
+        ),
     ],
 )
 def test_what_is_refused_is_named_and_nothing_is_written(call, error, words):
@@ -120,13 +154,14 @@ def test_what_is_refused_is_named_and_nothing_is_written(call, error, words):
     assert same((X, RESIDUAL), kept)
 
 
-@pytest.mark.parametrize("name", ["quantize", "rms_norm_quant", "fused_add_rms_norm_quant"])
+@pytest.mark.parametrize("name", ["quantize", "rms_norm_quant", "fused_add_rms_norm_quant", "silu_and_mul_quant"])
 def test_gradients_are_refused(name):
     leaf = X.clone().requires_grad_()
     calls = {
         "quantize": lambda: quantize(leaf, TOKEN),
         "rms_norm_quant": lambda: rms_norm_quant(X, leaf[0], quantization=TOKEN),
         "fused_add_rms_norm_quant": lambda: fused_add_rms_norm_quant(X, leaf, quantization=TOKEN),
+        "silu_and_mul_quant": lambda: silu_and_mul_quant(X, leaf, quantization=TOKEN),
     }
     with pytest.raises(RuntimeError, match=rf"{name}\(\): one of the arguments requires grad.*torch.no_grad"):
         calls[name]()
@@ -308,7 +343,9 @@ def test_compile_and_export(name):
 
     class Block(torch.nn.Module):
         def forward(self, x, residual, weight):
-            return fused_add_rms_norm_quant(x, residual, weight, quantization=quantization, **static)
+            gated = silu_and_mul_quant(x, residual, quantization=quantization, **static)
+            both = silu_and_mul_quant(torch.cat((x, residual), -1).bfloat16(), quantization=quantization, **static)
+            return *fused_add_rms_norm_quant(x, residual, weight, quantization=quantization, **static), *gated, *both
 
     wanted = Block()(X, RESIDUAL, WEIGHT)
     compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
@@ -335,8 +372,10 @@ def test_modes_see_the_call():
 
     with Mode():
         found = fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, quantization=TOKEN)
-    assert fused_add_rms_norm_quant in seen
+        gated = silu_and_mul_quant(X, RESIDUAL, quantization=TOKEN)
+    assert {fused_add_rms_norm_quant, silu_and_mul_quant} <= set(seen)
     assert same(found, fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, quantization=TOKEN))
+    assert same(gated, silu_and_mul_quant(X, RESIDUAL, quantization=TOKEN))
 
 
 def test_empty():
@@ -347,6 +386,14 @@ def test_empty():
         *found, total = fused_add_rms_norm_quant(X[:0], RESIDUAL[:0], WEIGHT, quantization=quantization)
         assert same(found[:2], (values, scale))
         assert total.shape == (0, 128)
+        assert silu_and_mul_quant(X[:0], RESIDUAL[:0], quantization=quantization)[0].shape == (0, 128)
+
+
+def test_between_leaves_out_both_roundings():
+    gate, up = X.bfloat16() * 3, RESIDUAL.bfloat16()
+    once = quantize(silu_and_mul(gate.float(), up.float()), TOKEN)
+    assert same(silu_and_mul_quant(gate, up, quantization=TOKEN, between=F32), once)
+    assert not same(silu_and_mul_quant(gate, up, quantization=TOKEN), once)
 
 
 # The peers' formulas, in plain torch, written from their sources (docs/rounding.md names them)

@@ -1,5 +1,8 @@
 """SGLang's ``sgl_kernel``. Its norms on NVIDIA GPUs are FlashInfer's, with the same signatures.
 
+``silu_and_mul`` and ``gelu_tanh_and_mul`` round once, as its kernels do; the exponential is fusednorm's (docs/spec.md,
+section 10).
+
 The functions that quantize have the formulas of its CUDA kernels. Rows of zeros have scale 0 and numbers 0; its kernel
 for few rows gives them 448.
 """
@@ -11,19 +14,59 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fusednorm import gated
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
-from fusednorm.quantized import quantize
+from fusednorm.quantized import quantize, silu_and_mul_quant
 
 __all__ = [
     "fused_add_rmsnorm",
+    "gelu_tanh_and_mul",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
     "rmsnorm",
     "sgl_per_tensor_quant_fp8",
     "sgl_per_token_group_quant_8bit",
     "sgl_per_token_quant_fp8",
+    "silu_and_mul",
 ]
+
+
+def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``, rounded once: :func:`fusednorm.silu_and_mul` with ``between=torch.float32``.
+
+    Args:
+        input: [..., 2 * N], the gate and what it multiplies.
+        out: [..., N] to write to, or None for a new tensor.
+
+    Returns:
+        ``out``, or the new tensor.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul`.
+    """
+    return gated.silu_and_mul(input, between=_unrounded(input), out=out)
+
+
+def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """``gelu(gate) * up``, rounded once: :func:`fusednorm.gelu_tanh_and_mul` with ``between=torch.float32``.
+
+    Args:
+        input: [..., 2 * N], the gate and what it multiplies.
+        out: [..., N] to write to, or None for a new tensor.
+
+    Returns:
+        ``out``, or the new tensor.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.gelu_tanh_and_mul`.
+    """
+    return gated.gelu_tanh_and_mul(input, between=_unrounded(input), out=out)
+
+
+def _unrounded(gate: Tensor) -> torch.dtype | None:
+    """What the function of the gate is rounded to: float32, and float64 for a gate of it."""
+    return None if isinstance(gate, Tensor) and gate.dtype == torch.float64 else torch.float32
 
 
 def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
@@ -82,7 +125,7 @@ def sgl_per_token_group_quant_8bit(
     The formula is that of version 2 of the kernel, which SGLang takes for groups of 16, 32, 64 and 128.
 
     Args:
-        input: [rows, N].
+        input: [rows, N], or [rows, 2 * N] with ``fuse_silu_and_mul``.
         output_q: float8_e4m3fn [rows, N], receives the numbers.
         output_s: float32 [rows, N / group_size], any strides, receives the scales.
         group_size: the elements of a group.
@@ -90,7 +133,8 @@ def sgl_per_token_group_quant_8bit(
         fp8_min: the least number.
         fp8_max: the greatest number.
         scale_ue8m0: False: scales that are powers of two are not supported.
-        fuse_silu_and_mul: False.
+        fuse_silu_and_mul: whether ``silu(gate) * up`` is quantized, of which each of both is rounded to the input's
+            dtype: :func:`fusednorm.silu_and_mul_quant`. The input holds gate and up.
         masked_m: None.
         enable_v2: None or True.
 
@@ -100,7 +144,6 @@ def sgl_per_token_group_quant_8bit(
     """
     given = {
         "scale_ue8m0": scale_ue8m0,
-        "fuse_silu_and_mul": fuse_silu_and_mul,
         "masked_m": masked_m is not None,
         "enable_v2=False": enable_v2 is False,
     }
@@ -108,4 +151,7 @@ def sgl_per_token_group_quant_8bit(
         if value:
             raise ValueError(f"sgl_per_token_group_quant_8bit does not support {name}; call sgl_kernel's own for it")
     quantization = replace(SGLANG_FP8_BLOCK, per=group_size, amax_floor=eps, qmin=fp8_min, qmax=fp8_max)
-    quantize(input, quantization, out=output_q, scale_out=output_s)
+    if fuse_silu_and_mul:
+        silu_and_mul_quant(input, quantization=quantization, out=output_q, scale_out=output_s)
+    else:
+        quantize(input, quantization, out=output_q, scale_out=output_s)

@@ -4,6 +4,9 @@ From v0.20 to that PR the kernels did not round before the multiplication by the
 differently: the plain one rounds only the result; the fused one takes the mean of squares from the unrounded sum and
 the result from the rounded sum. No flags reproduce the latter (``round_norm=False`` comes close).
 
+``silu_and_mul``, ``gelu_tanh_and_mul`` and ``silu_and_mul_quant`` are operations of vLLM's library, which it calls as
+``torch.ops._C.silu_and_mul`` and so on. The exponential is fusednorm's (docs/spec.md, section 10).
+
 The functions that quantize have the quantizers of vLLM's CUDA kernels. For tensors on a CPU ``scaled_int8_quant`` has
 that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md, section 9).
 """
@@ -15,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fusednorm import ops, quantized
+from fusednorm import gated, ops, quantized
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
     VLLM_FP8_STATIC,
@@ -174,6 +177,83 @@ def rms_norm_per_block_quant(
     layout = "row" if not is_scale_transposed else "column_padded" if tma_alignment else "column"
     quantization = replace(quantization, dtype=quant_dtype, per=group_size[1], layout=layout)
     return _dynamic(input, weight, epsilon, quantization, residual)
+
+
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    """``silu(gate) * up`` into ``out``, each of both rounded: :func:`fusednorm.silu_and_mul`.
+
+    Args:
+        out: [..., N], written.
+        input: [..., 2 * N], the gate and what it multiplies.
+
+    Raises:
+        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.silu_and_mul`.
+    """
+    gated.silu_and_mul(input, out=out)
+
+
+def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
+    """``gelu(gate) * up`` into ``out``, each of both rounded: :func:`fusednorm.gelu_tanh_and_mul`.
+
+    Args:
+        out: [..., N], written.
+        input: [..., 2 * N], the gate and what it multiplies.
+
+    Raises:
+        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.gelu_tanh_and_mul`.
+    """
+    gated.gelu_tanh_and_mul(input, out=out)
+
+
+def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
+    """:func:`silu_and_mul`, quantized into ``result``: :func:`fusednorm.silu_and_mul_quant`.
+
+    Args:
+        result: [..., N], float8_e4m3fn, written.
+        input: [..., 2 * N], the gate and what it multiplies.
+        scale: float32, one element.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul_quant`.
+    """
+    quantized.silu_and_mul_quant(input, quantization=VLLM_FP8_STATIC, scale=scale, out=result)
+
+
+def silu_and_mul_per_block_quant(
+    input: Tensor,
+    group_size: int,
+    quant_dtype: torch.dtype,
+    scale_ub: Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``silu(gate) * up``, of which nothing is rounded, quantized with a scale for each group of a row.
+
+    Args:
+        input: [rows, 2 * N], the gate and what it multiplies.
+        group_size: the elements of a group.
+        quant_dtype: torch.float8_e4m3fn or torch.int8.
+        scale_ub: None: vLLM's kernel limits the scale by it, and a quantization of fusednorm limits amax.
+        is_scale_transposed: whether the scales lie by columns.
+
+    Returns:
+        The numbers, [rows, N], and the scales, float32 [rows, groups].
+
+    Raises:
+        ValueError: ``scale_ub`` is given.
+        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul_quant`.
+    """
+    if scale_ub is not None:
+        raise ValueError("scale_ub limits the scale in vLLM's kernel, which no quantization does; leave it out")
+    quantization = replace(
+        VLLM_FP8_BLOCK_FUSED, dtype=quant_dtype, per=group_size, layout="column" if is_scale_transposed else "row"
+    )
+    if quant_dtype == torch.int8:
+        quantization = replace(quantization, scale_floor=2.0**-23)
+    between = None if input.dtype == torch.float64 else torch.float32
+    values, scale = quantized.silu_and_mul_quant(input, quantization=quantization, between=between)
+    return values, scale
 
 
 def scaled_fp8_quant(

@@ -34,9 +34,12 @@ def covering(*axes, turn=0):
     Most faults take one value, or two that meet. Tests that differ in ``turn`` take other rows, so that together they
     have more. With :data:`EVERYTHING`, every row.
     """
+    return list(itertools.product(*axes)) if EVERYTHING else pairwise(*axes, turn=turn)
+
+
+def pairwise(*axes, turn=0):
+    """:func:`covering`, whatever :data:`EVERYTHING` says."""
     rows = list(itertools.product(*axes))
-    if EVERYTHING:
-        return rows
     rows = rows[turn % len(rows) :] + rows[: turn % len(rows)]
     pairs = [frozenset(itertools.combinations(enumerate(row), min(2, len(row)))) for row in rows]
     missing, chosen = set().union(*pairs), []

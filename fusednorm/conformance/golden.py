@@ -16,7 +16,19 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle, oracle_gated, oracle_quantized
-from fusednorm.conformance.cases import BF16, F16, F32, F64, INTEGERS, Case, differing, dtype_name, listed, operands
+from fusednorm.conformance.cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    INTEGERS,
+    Case,
+    differing,
+    dtype_name,
+    listed,
+    operands,
+    pairwise,
+)
 
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
@@ -280,13 +292,24 @@ def vectors_of_quantized():
 #: The golden vectors of gates.
 GATED = Path(__file__).parent / "golden-gated.json"
 
-_GATES = {"gate": ("y", "z"), "silu_and_mul": ("gate", "up"), "gelu_tanh_and_mul": ("gate", "up")}
+_GATES = {
+    "gate": ("y", "z"),
+    "silu_and_mul": ("gate", "up"),
+    "gelu_tanh_and_mul": ("gate", "up"),
+    "rms_norm_gated": ("x", "gate", "weight"),
+    "silu_and_mul_quant": ("gate", "up"),
+}
 
 
 def results_of_gated(vector):
-    """The result of a gate on the current backend, and its gradients, by name."""
-    leaves = {name: decoded(vector[name]).requires_grad_() for name in _GATES[vector["function"]]}
-    out = getattr(fusednorm, vector["function"])(**leaves, **_dtypes(vector["flags"]))
+    """The result of a gate on the current backend, and its gradients, by name; numbers of 8 bits as bytes."""
+    function, flags = getattr(fusednorm, vector["function"]), _dtypes(vector["flags"])
+    operands_ = {name: decoded(vector[name]) for name in _GATES[vector["function"]]}
+    if function is fusednorm.silu_and_mul_quant:
+        out, scale = function(**operands_, quantization=fusednorm.Quantization.parse(vector["quantization"]), **flags)
+        return {"out": out.view(torch.uint8), "scale": scale}
+    leaves = {name: t.requires_grad_() for name, t in operands_.items() if t is not None}
+    out = function(**operands_, **flags)
     gradients = torch.autograd.grad(out, tuple(leaves.values()), decoded(vector["d_out"]))
     return {"out": out.detach()} | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
@@ -311,18 +334,73 @@ def vectors_of_gated():
         inputs[gate] = inputs[gate] * factor
         inputs["d_out"] = operands(Case(2, 45, first, seed=1))[0]
         vector = {"function": function, "flags": flags, **{name: encoded(t) for name, t in inputs.items()}}
-        found = results_of_gated(vector)
         between = None if function == "gate" or flags["between"] else first
         activation = flags.get("activation") or function.removesuffix("_and_mul")
         wanted = oracle_gated.gated(
             inputs.get("y", inputs.get("up")), inputs[gate], activation, between, first, inputs["d_out"]
         )
         names = ("out", "d_y", "d_z") if function == "gate" else ("out", "d_up", "d_gate")
-        for name, tensor in zip(names, wanted, strict=True):
-            if differing(found[name], tensor).any():
-                sys.exit(f"{function} {flags}: the oracle has other values for {name}; nothing was written")
-        made.append(vector | {"expected": {name: encoded(t) for name, t in found.items()}})
-    return made
+        made.append(_vector_of_gated(vector, dict(zip(names, wanted, strict=True))))
+    made += [_vector_of_norm_gated(*case) for case in _norm_gated_cases()]
+    return [*made, *_vectors_of_quantized_gates()]
+
+
+def _norm_gated_cases():
+    """Dtypes of the rows, the gate and the weight, the activation, and all flags: any two of them stand together."""
+    flags = {
+        "activation": ("silu", "sigmoid", "gelu_tanh"),
+        "round_norm": (False, True),
+        "group_size": (None, 15, 45),
+        "weight_offset": (0.0, 1.0),
+    }
+    dtypes = ((BF16, BF16, BF16), (F16, F32, None), (F32, BF16, F32), (BF16, F32, F32))
+    orders = ((True, None), (True, "float32"), (False, None))
+    wide = (
+        ((F64, F64, F16), (True, None), "silu", False, 15, 1.0),
+        ((F64, F32, F64), (False, None), "sigmoid", True, None, 0.0),
+    )
+    for kinds, (first, between), *values in (*pairwise(dtypes, orders, *flags.values()), *wide):
+        yield kinds, {"norm_before_gate": first, "between": between, **dict(zip(flags, values, strict=True))}
+
+
+def _vector_of_norm_gated(kinds, flags):
+    """A vector of ``rms_norm_gated``, unless the oracle contradicts it."""
+    x, gate, weight = operands(Case(2, 45, *kinds))
+    d = operands(Case(2, 45, kinds[0], seed=1))[0]
+    inputs = {"x": x, "gate": gate * 4, "weight": weight, "d_out": d}
+    flags = {"eps": 1e-6, **flags}
+    vector = {"function": "rms_norm_gated", "flags": flags, **{name: encoded(t) for name, t in inputs.items()}}
+    wanted = oracle_gated.rms_norm_gated(x, inputs["gate"], weight, d, **_dtypes(flags))
+    return _vector_of_gated(vector, dict(zip(("out", "d_x", "d_gate", "d_weight"), wanted, strict=True)))
+
+
+def _vectors_of_quantized_gates():
+    """Vectors of ``silu_and_mul_quant``: rows, groups and a given scale, unless the oracle contradicts one."""
+    for text, dtype, between in (
+        ("VLLM_FP8_TOKEN", BF16, None),
+        ("VLLM_FP8_TOKEN", BF16, "float32"),
+        ("SGLANG_FP8_BLOCK", F16, None),
+        ("VLLM_INT8_TOKEN_FUSED", F32, "float32"),
+    ):
+        quantization = getattr(fusednorm.quantizations, text)
+        gate, up, _ = operands(Case(2, 128).of(dtype))
+        inputs = {"gate": gate * 3, "up": up}
+        vector = {"function": "silu_and_mul_quant", "quantization": str(quantization), "flags": {"between": between}}
+        vector |= {name: encoded(t) for name, t in inputs.items()}
+        passed = None if between or dtype == F32 else dtype
+        (product,) = oracle_gated.gated(up, inputs["gate"], "silu", passed, F32 if between else dtype)
+        out, scale, _ = oracle_quantized.quantized(product, quantization)
+        yield _vector_of_gated(vector, {"out": torch.from_numpy(out), "scale": torch.from_numpy(scale)})
+
+
+def _vector_of_gated(vector, wanted):
+    """A vector, computed by the current backend, unless the oracle has other values; of None it has none."""
+    found = results_of_gated(vector)
+    for name, tensor in wanted.items():
+        if tensor is not None and differing(found[name].double(), tensor.double()).any():
+            about = f"{vector['function']} {vector['flags']}"
+            sys.exit(f"{about}: the oracle has other values for {name}; nothing was written")
+    return vector | {"expected": {name: encoded(t) for name, t in found.items()}}
 
 
 def contradictions(vector):

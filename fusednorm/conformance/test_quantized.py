@@ -9,7 +9,7 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
-from fusednorm.conformance import golden, oracle_quantized
+from fusednorm.conformance import golden, oracle_gated, oracle_quantized
 from fusednorm.conformance.cases import (
     BF16,
     DATA,
@@ -114,6 +114,28 @@ def test_after_a_norm(mode, agree, name):
 
 
 @pytest.mark.promise("same bits")
+@pytest.mark.parametrize("name", ALL)
+def test_after_a_gate(mode, agree, name):
+    """Two tensors, and one that holds both; with and without the roundings between."""
+    quantization = ALL[name]
+    axes = (DTYPES, (BF16, F32), (None, F32), ("normal", "nan row", "zeros"))
+    for dtype, up_dtype, between, data in covering(*axes, turn=list(ALL).index(name)):
+        if between is not None and dtype == F64:
+            continue
+        gate, up, _ = operands(Case(4, 384, dtype, up_dtype, data=data))
+        gate = gate * 3
+        passed = None if between or dtype in (F32, F64) else dtype
+        (product,) = oracle_gated.gated(up, gate, "silu", passed, between or dtype)
+        wanted = oracle_quantized.quantized(product, quantization, **given(quantization))
+        flags = {"quantization": quantization, "between": between, **given(quantization)}
+        about = f"{quantization}, {dtype}, {up_dtype}, {between}, {data}"
+        compare(agree, fusednorm.silu_and_mul_quant(gate, up, **flags), wanted, quantization, about)
+        if up_dtype == dtype:
+            both = torch.cat((gate, up), -1)
+            compare(agree, fusednorm.silu_and_mul_quant(both, **flags), wanted, quantization, f"one tensor, {about}")
+
+
+@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("hidden", [1, 40, 128, 2056, 18_432, 262_144])
 def test_sizes_of_rows(mode, agree, hidden):
     """From one element to rows that no kernel keeps in registers, with scales of all of it and of groups of it.
@@ -156,6 +178,24 @@ def test_separate_calls(mode, agree, dtype, between):
         agree(found_total, total, f"{quantization}: sum")
         for got, tensor in zip(found, wanted, strict=True):
             agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in (got, tensor)), str(quantization))
+
+
+@pytest.mark.promise("fused equals unfused")
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
+def test_separate_gates(mode, agree, dtype):
+    gate, up, _ = operands(Case(6, 256).of(dtype))
+    for quantization in (ALL["VLLM_FP8_TOKEN"], ALL["columns"], ALL["VLLM_INT8_TOKEN_AZP_CPU"]):
+        for between, product in (
+            (None, fusednorm.silu_and_mul(gate, up)),
+            (F32, fusednorm.gate(up, gate, out_dtype=F32)),
+        ):
+            wanted = fusednorm.quantize(product, quantization)
+            memory = {"out": torch.empty_like(wanted[0]), "scale_out": torch.empty_like(wanted[1])}
+            found = fusednorm.silu_and_mul_quant(gate, up, quantization=quantization, between=between, **memory)
+            assert found[0] is memory["out"]
+            assert found[1] is memory["scale_out"]
+            for got, tensor in zip(found, wanted, strict=True):
+                agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in (got, tensor)), str(quantization))
 
 
 @pytest.mark.promise("a row is a row")

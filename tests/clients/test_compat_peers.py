@@ -45,7 +45,7 @@ def of(dtype, rows, seed=0):
 #: The others are operations of its library alone, without a function around them.
 VLLM_QUANTIZERS = (
     *("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"),
-    *("scaled_fp8_quant", "scaled_int8_quant"),
+    *("scaled_fp8_quant", "scaled_int8_quant", "silu_and_mul_per_block_quant"),
 )
 
 

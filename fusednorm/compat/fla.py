@@ -1,0 +1,132 @@
+"""``fla.modules.fused_norm_gate``: everything in float32, rounded once, as its Triton kernels do.
+
+They multiply the row by g and then by its sigmoid, where fusednorm multiplies it by ``silu(g)``: in float32 the last
+bit may differ. The exponential is fusednorm's (docs/spec.md, section 10).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends.reference import accumulator
+from fusednorm.checks import refuse_type
+from fusednorm.gated import gate
+from fusednorm.norm_gated import rms_norm_gated as norm_gated
+from fusednorm.ops import fused_add_rms_norm, rms_norm
+
+_ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+
+
+def _activation(name: str) -> str:
+    """What fusednorm calls an activation of FLA.
+
+    Raises:
+        ValueError: FLA has none of that name.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation must be 'swish', 'silu' or 'sigmoid', got {name!r}")
+    return _ACTIVATIONS[name]
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Adds the residual if there is one, RMS-normalises the unrounded sum, and gates: :func:`fusednorm.rms_norm_gated`.
+
+    Args:
+        x: [..., N].
+        g: [..., N], the gate.
+        weight: [N], or None.
+        bias: [N], added after the weight, or None.
+        activation: "swish" or "silu", or "sigmoid".
+        residual: [..., N], or None.
+        prenorm: whether the sum is returned too.
+        residual_in_fp32: without a residual, whether the sum, which is x, is returned in float32.
+        eps: added to the mean of squares.
+
+    Returns:
+        The gated rows, in x's dtype; with ``prenorm`` also the sum, in the residual's dtype. With gradients.
+
+    Raises:
+        ValueError: another activation.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm_gated`.
+    """
+    function = _activation(activation)
+    if not isinstance(x, Tensor):
+        refuse_type("x", x)
+    wide, total = accumulator(x.dtype), x
+    if residual is None and bias is None:
+        y = norm_gated(x, g, weight, eps, activation=function, between=None if wide == x.dtype else wide)
+    else:
+        if residual is None:
+            y = rms_norm(x, weight, eps, bias=bias, out_dtype=wide)
+        else:
+            y, total = fused_add_rms_norm(x, residual, weight, eps, bias=bias, round_sum=False, out_dtype=wide)
+        y = gate(y, g, activation=function, out_dtype=x.dtype)
+    if not prenorm:
+        return y
+    return y, total.to(wide) if residual is None and residual_in_fp32 else total
+
+
+class FusedRMSNormGated(torch.nn.Module):
+    """:func:`rms_norm_gated` with a trainable weight.
+
+    Args:
+        hidden_size: the length of a row, N.
+        elementwise_affine: whether there is a weight.
+        eps: added to the mean of squares.
+        activation: "swish" or "silu", or "sigmoid".
+        device: of the weight.
+        dtype: of the weight.
+
+    Raises:
+        ValueError: another activation.
+    """
+
+    weight: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _activation(activation)  # raises here, not in the first step
+        self.hidden_size, self.elementwise_affine, self.eps, self.activation = (
+            hidden_size,
+            elementwise_affine,
+            eps,
+            activation,
+        )
+        weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", None)
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """:func:`rms_norm_gated` of x, [..., hidden_size], and the gate g."""
+        return rms_norm_gated(x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, self.eps)
+
+    def extra_repr(self) -> str:
+        """The arguments that determine the result."""
+        affine = "" if self.elementwise_affine else ", elementwise_affine=False"
+        return f"{self.hidden_size}{affine}, eps={self.eps}, activation={self.activation}"

@@ -1,0 +1,89 @@
+"""``mamba_ssm.ops.triton.layernorm_gated``: everything in float32, rounded once, as its Triton kernels do.
+
+The bits of the gate are those of fusednorm's exponential (docs/spec.md, section 10).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends.reference import accumulator
+from fusednorm.checks import refuse_type
+from fusednorm.gated import gate
+from fusednorm.norm_gated import rms_norm_gated
+from fusednorm.ops import rms_norm
+
+
+def rmsnorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """RMS-normalises rows, or groups of them, and gates: :func:`fusednorm.rms_norm_gated` without a rounding between.
+
+    Args:
+        x: [..., N].
+        weight: [N].
+        bias: [N], added after the weight, or None.
+        z: [..., N], the gate; None: the norm alone.
+        eps: added to the mean of squares.
+        group_size: the elements that are normalised together; None: the whole row.
+        norm_before_gate: ``norm(x) * silu(z)``; False: ``norm(x * silu(z))``.
+
+    Returns:
+        A new tensor of x's shape and dtype, with a gradient.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm_gated`.
+    """
+    if not isinstance(x, Tensor):
+        refuse_type("x", x)
+    wide = accumulator(x.dtype)
+    if z is not None and bias is None:
+        between = None if wide == x.dtype or not norm_before_gate else wide
+        return rms_norm_gated(
+            x, z, weight, eps, group_size=group_size, norm_before_gate=norm_before_gate, between=between
+        )
+    gate_follows = z is not None and norm_before_gate
+    h = x if z is None or norm_before_gate else gate(x, z, out_dtype=wide)
+    groups = (-1, x.shape[-1] if group_size is None else group_size)
+    rows, of_weight, of_bias = (None if t is None else torch.unflatten(t, -1, groups) for t in (h, weight, bias))
+    assert rows is not None
+    y = rms_norm(rows, of_weight, eps, bias=of_bias, out_dtype=wide if gate_follows else x.dtype).flatten(-2)
+    return gate(y, z, out_dtype=x.dtype) if gate_follows and z is not None else y
+
+
+class RMSNorm(torch.nn.Module):
+    """:func:`rmsnorm_fn` with a trainable weight. mamba_ssm's models import it as ``RMSNormGated``.
+
+    Args:
+        hidden_size: the length of a row, N.
+        eps: added to the mean of squares.
+        group_size: the elements that are normalised together; None: the whole row.
+        norm_before_gate: ``norm(x) * silu(z)``; False: ``norm(x * silu(z))``.
+        device: of the weight.
+        dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalises x, [..., hidden_size], and gates it by z, of x's shape, if that is given."""
+        return rmsnorm_fn(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
