@@ -35,9 +35,10 @@ __all__ = ["SequenceParallel"]
 class SequenceParallel(ParallelStyle):
     """Shards the rows of fusednorm's modules along the sequence.
 
-    torch's style of this name keeps only the first input, and would drop the residual or the gate of
-    ``norm(x, residual)`` and ``norm(x, gate)``. This style shards every tensor that the module takes: a plain tensor is this rank's part of the sequence, and a DTensor
-    with another placement is redistributed. The parameters are replicated, from the first rank of the mesh.
+    torch's style of this name keeps only the first input, and would drop the residual of ``norm(x, residual)`` and the
+    gate of ``norm(x, gate)``. This style shards every tensor that the module takes: a plain tensor is this rank's part
+    of the sequence, and a DTensor with another placement is redistributed. The parameters are replicated, from the
+    first rank of the mesh.
 
     Args:
         sequence_dim: the sequence's dimension of the inputs, [..., N].
@@ -232,18 +233,19 @@ def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSc
     _register_rule(getattr(torch.ops.fusednorm, name).default, rule, schema_info)
 
 
-_register("fused_add_rms_norm", _forward)
-_register("rms_norm", _forward)
+# DTensor keeps its decisions. It tells calls apart by their DTensors and by all arguments from `static_argnum` on. They
+# determine the dtypes of the outputs, and which of several tensors is absent.
+_register("fused_add_rms_norm", _forward, RuntimeSchemaInfo(static_argnum=7))
+_register("rms_norm", _forward, RuntimeSchemaInfo(static_argnum=6))
 _register("fused_add_rms_norm_", _in_place)
 _register("rms_norm_", _in_place)
 _register("into", _in_place)
-_register("add", _forward)
+_register("add", _forward, RuntimeSchemaInfo(static_argnum=2))
 _register("scale", _forward)
-_register("affine", _affine)
-# The arguments from x_dtype on determine the outputs, so DTensor's cache of decisions must distinguish them.
+_register("affine", _affine, RuntimeSchemaInfo(static_argnum=1))
+_register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=2))
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
-_register("rotate", _rotate)
+_register("rotate", _rotate, RuntimeSchemaInfo(static_argnum=5))
 _register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
-_register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=5))
 _register("gate", _gate, RuntimeSchemaInfo(static_argnum=2))
 _register("gate_backward", _gate_backward, RuntimeSchemaInfo(static_argnum=3))

@@ -31,10 +31,14 @@ from fusednorm import (
     fused_add_rms_norm,
     fused_add_rms_norm_,
     fused_add_rms_norm_quant,
+    gate,
     rms_norm,
     rms_norm_,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_gated,
+    silu_and_mul,
+    silu_and_mul_quant,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 
@@ -192,6 +196,48 @@ def test_quantization(sharding):
         assert moved == {}
         assert outputs[0].placements == outputs[-1].placements == (sharding,)
         all_same(outputs, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
+def test_gates(sharding):
+    """A gate leaves elements where they are, those of a row too; a norm with a gate joins the rows."""
+    x, z, weight = tensors(4, 6)
+    incoming = tensors(4, 6, seed=1)[:1]
+    grouped = {"group_size": 10, "round_norm": True}
+    calls = {
+        "gate": lambda x, z, w: (gate(x, z, activation="sigmoid", out_dtype=F16) + 0 * w.sum(),),
+        "silu_and_mul": lambda x, z, w: (silu_and_mul(x, z, between=F32) + 0 * w.sum(),),
+        "norm first": lambda x, z, w: (rms_norm_gated(x, z, w, between=F32),),
+        "gate first": lambda x, z, w: (rms_norm_gated(x, z, w, norm_before_gate=False, **grouped),),
+    }
+    for name, call in calls.items():
+        given = [t.to(call(x, z, weight)[0].dtype) for t in incoming]
+        expected, gradients = of_one_process(call, (x, z, weight), given)
+        leaves = [placed(t, sharding, grad=True) for t in (x, z)] + [placed(weight, Replicate(), grad=True)]
+        outputs, moved = collectives(lambda call=call, leaves=leaves: call(*leaves))
+        of_rows = sharding == Shard(2) and name in ("norm first", "gate first")
+        if not of_rows:
+            assert moved == {}, name
+            assert outputs[0].placements == (sharding,)
+        found = torch.autograd.grad(outputs, leaves, [placed(t, outputs[0].placements[0]) for t in given])
+        all_same(outputs, expected)
+        all_same(found[:2], gradients[:2])
+        assert found[2].to_local().shape == weight.shape
+    if sharding == Shard(2):
+        return
+    for quantization in (Quantization(torch.int8, per=4), Quantization(torch.uint8, zero_point="after")):
+        expected = silu_and_mul_quant(x, quantization=quantization), silu_and_mul_quant(x, z, quantization=quantization)
+        parts = placed(x, sharding), placed(z, sharding)
+        found, moved = collectives(
+            lambda parts=parts, quantization=quantization: (
+                silu_and_mul_quant(parts[0], quantization=quantization),
+                silu_and_mul_quant(*parts, quantization=quantization),
+            )
+        )
+        assert moved == {}
+        for outputs, wanted in zip(found, expected, strict=True):
+            all_same(outputs, wanted, [sharding])
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
@@ -369,6 +415,61 @@ def test_calls_that_differ_share_no_decision():
                 else:
                     same(part.grad, leaf.grad, [where])
                 leaf.grad = part.grad = None
+
+
+#: Operators with arguments that the dtype of a result follows, and such arguments.
+KINDS = {
+    "rms_norm": [("x", "weight", 1e-6, 0.0, True, False, dtype) for dtype in (None, F32, F16)],
+    "fused_add_rms_norm": [
+        ("x", "residual", "weight", 1e-6, 0.0, True, False, *dtypes)
+        for dtypes in ((None, None), (F32, BF16), (F16, F16))
+    ],
+    "add": [("x", "residual", dtype) for dtype in (F32, BF16)],
+    "affine": [
+        *(("n", weight, bias, 0.0, None, BF16) for weight, bias in (("weight", None), (None, "weight"))),
+        *(("n", "weight", None, 0.0, rounded_to, F32) for rounded_to in (None, BF16)),
+    ],
+    "affine_backward": [
+        ("n", "n", weight, bias, 0.0, [True, weight is not None, bias is not None])
+        for weight, bias in (("weight", None), (None, "weight"))
+    ],
+    "rotate": [("x", "cos", "cos", interleaved, None, dtype) for interleaved in (False, True) for dtype in (BF16, F32)],
+    "gate": [("x", "residual", name, None, dtype) for name in ("silu", "sigmoid") for dtype in (BF16, F32)],
+    "gate_backward": [("x", "x", "residual", name, None, [True, True]) for name in ("silu", "sigmoid")],
+    "quantize": [("x", f"dtype={name}", None, None) for name in ("int8", "uint8", "int8 per=8")],
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_calls_of_one_operator_share_no_decision(name):
+    """They differ only in arguments that are no tensors, or in which tensor is absent."""
+    x, residual, weight = tensors(2, 4)
+    whole = {"x": x, "residual": residual, "weight": weight, "n": residual, "cos": weight[: HIDDEN // 2].expand(2, -1)}
+    parts = {key: placed(t, Shard(1) if t.ndim == 3 else Replicate()) for key, t in whole.items()}
+    operator = getattr(torch.ops.fusednorm, name)
+    for arguments in KINDS[name]:
+        found, wanted = (
+            operator(*(given[a] if isinstance(a, str) and a in given else a for a in arguments))
+            for given in (parts, whole)
+        )
+        found, wanted = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (found, wanted))
+        for actual, expected in zip(found, wanted, strict=True):
+            # The operator that takes the result chooses, and checks, by the dtype of the specification.
+            assert actual.dtype == actual._spec.tensor_meta.dtype == expected.dtype, arguments
+            assert actual.shape == expected.shape, arguments
+            if not any(placement.is_partial() for placement in actual.placements):
+                assert torch.equal(actual.full_tensor().float(), expected.float())
+
+
+@on_ranks(2)
+def test_the_next_operator_takes_a_result_for_what_it_is():
+    """It would refuse a float64 residual beside a result that is taken for float32."""
+    x, residual, weight = tensors(2, 4, F64, F64, F64, seed=2)
+    parts = split((x, residual, weight), Shard(1))
+    for dtype in (F32, F64):
+        y = rms_norm(parts[0], parts[2], out_dtype=dtype)
+    same(fused_add_rms_norm(y, parts[1])[1], fused_add_rms_norm(rms_norm(x, weight), residual)[1])
 
 
 def signs(batch, sequence, hidden, seed):
