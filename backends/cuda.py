@@ -19,11 +19,20 @@ from fusednorm import fast_path as path
 from fusednorm import packing
 from fusednorm.backends import cuda_compiler, reference
 from fusednorm.backends.cuda_compiler import checked
-from fusednorm.backends.cuda_kernels import LONGEST, Layout, Variant, backward_variants, forward_variant, fuses
+from fusednorm.backends.cuda_kernels import (
+    LONGEST,
+    Layout,
+    Variant,
+    backward_variants,
+    forward_variant,
+    fuses,
+    gate_variant,
+)
 from fusednorm.backends.kernel_kinds import (
     UNTRIED,
     BackwardKind,
     ForwardKind,
+    GateKind,
     blocks_of,
     check_addresses,
     lacking,
@@ -32,7 +41,7 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Operation, Quantize
+    from fusednorm.call import Backward, Forward, Gate, GateBackward, Operation, Quantize
     from fusednorm.quantizations import Quantization
 
 DEVICES = ("cuda",)
@@ -205,7 +214,10 @@ def _hold(packed: bytes, device: int, variants: Mapping[str, Variant]) -> None:
 
 
 def _launch(
-    packed: bytes, device: int, call: Forward | Backward | Quantize, variants: Callable[[], Mapping[str, Variant]]
+    packed: bytes,
+    device: int,
+    call: Forward | Backward | Quantize | Gate | GateBackward,
+    variants: Callable[[], Mapping[str, Variant]],
 ) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
     stream = _stream(device)
@@ -244,6 +256,20 @@ def quantize(call: Quantize) -> None:
         call,
         lambda: {"quantize": forward_variant(ForwardKind.of_quantizer(call), capability(device))},
     )
+
+
+def gate(call: Gate | GateBackward) -> None:
+    """Multiplies rows by a function of others, or writes the gradients, with one kernel."""
+    device = call.y.device.index or 0
+    _launch(
+        packing.pack_gate_alone(call),
+        device,
+        call,
+        lambda: {"gate": gate_variant(GateKind.of(call), capability(device))},
+    )
+
+
+gate_backward = gate
 
 
 def backward_on_fast_path(

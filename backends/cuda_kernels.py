@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusednorm.backends import reference
-from fusednorm.backends.kernel_kinds import BLOCKS_IN_LANE, BackwardKind, ForwardKind, Share, ceiling
+from fusednorm.backends.kernel_kinds import BLOCKS_IN_LANE, BackwardKind, ForwardKind, GateKind, Share, ceiling
 from fusednorm.quantizations import Quantization
 
 #: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
@@ -265,6 +265,29 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         more |= {"CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0, "OFFSET": 0}
         variants["sums"] = variant("weight_sum", _OF_SUMS, warps, Share.COLUMNS_OF_SUMS, warps * 32, more)
     return variants
+
+
+def gate_variant(kind: GateKind, capability: int) -> Variant:
+    """The kernel of a gate, or of its backward pass."""
+    layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
+    defines = {
+        "ACCUMULATOR": _NAMES[kind.accumulator],
+        "D_TYPE": _NAMES[kind.d],
+        "Y_TYPE": _NAMES[kind.y],
+        "Z_TYPE": _NAMES[kind.z],
+        "OUT_TYPE": _NAMES[kind.out],
+        "DZ_TYPE": _NAMES[kind.dz],
+        "BETWEEN_TYPE": _NAMES[kind.between],
+        "ACTIVATION": kind.activation.upper(),
+        "TWO_LEVELS": int(kind.two_levels),
+        "PACKED": int(kind.packed),
+        "VECTOR": layout.vector,
+        "ALIGNED": layout.aligned,
+        "WARPS": _WARPS,
+    }
+    threads = _WARPS * 32
+    kernel = "gate" if kind.d is None else "gate_backward"
+    return Variant(kernel, tuple(defines.items()), threads, 1, Share.ELEMENTS, threads * layout.vector)
 
 
 def _padded_segments(hidden_size: int) -> int:

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.call import AroundNorm, Backward, FirstNorm, Forward, Operation, Quantize, Strides
+from fusednorm.call import (
+    AroundNorm,
+    Backward,
+    FirstNorm,
+    Forward,
+    Gate,
+    GateBackward,
+    Operation,
+    Quantize,
+    Strides,
+)
 from fusednorm.quantizations import Quantization
 
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
@@ -163,6 +173,57 @@ class BackwardKind(NamedTuple):
         return [dtype for dtype in self[:6] if dtype is not None]
 
 
+class GateKind(NamedTuple):
+    """What decides the kernel of a gate, or of its backward pass."""
+
+    #: The gradient of the products; None in a forward pass.
+    d: torch.dtype | None
+    y: torch.dtype
+    z: torch.dtype
+    #: The products, or the gradient of y.
+    out: torch.dtype | None
+    #: The gradient of z.
+    dz: torch.dtype | None
+    activation: str
+    between: torch.dtype | None
+    hidden_size: int
+    #: Bytes of which every row of every operand begins at a multiple.
+    alignment: int
+    #: Whether rows lie in two levels.
+    two_levels: bool = False
+    #: Whether the rows of all operands lie side by side.
+    packed: bool = True
+
+    @classmethod
+    def of(cls, call: Gate | GateBackward) -> GateKind:
+        """The kind of a call."""
+        if isinstance(call, Gate):
+            operands, strides = (None, call.y, call.z, call.out, None), ((0, 0), *call.strides, (0, 0))
+        else:
+            operands, strides = (call.d, call.y, call.z, call.dy, call.dz), call.strides
+        two_levels = call.inner != call.rows
+        return cls(
+            _dtype(operands[0]),
+            call.y.dtype,
+            call.z.dtype,
+            *map(_dtype, operands[3:]),
+            *(call.activation, call.between, call.hidden_size),
+            _alignment(tuple(zip(operands, strides, strict=True)), ()),
+            two_levels,
+            not two_levels
+            and all(o is None or s == call.hidden_size for o, (_, s) in zip(operands, strides, strict=True)),
+        )
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type that everything is computed in."""
+        return reference.accumulator(torch.promote_types(self.y, self.z))
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands that there are."""
+        return [dtype for dtype in self[:5] if dtype is not None]
+
+
 class Share(IntEnum):
     """What a program of a kernel takes, ``per_program`` being its number; ``enum share`` in ``cpu/cuda_launch.c``."""
 
@@ -176,12 +237,16 @@ class Share(IntEnum):
     BLOCKS = 3
     #: So many columns of all blocks; no kernel of CUDA's.
     COLUMNS = 4
+    #: So many elements of all rows.
+    ELEMENTS = 5
 
 
 def programs(share: Share, per_program: int, rows: int, hidden_size: int, block: int, blocks: int) -> int:
     """How many programs of a kernel are launched; the last two numbers are of a backward pass."""
     if share == Share.ROWS:
         return -(-rows // per_program)
+    if share == Share.ELEMENTS:
+        return -(-rows * hidden_size // per_program)
     if share == Share.BLOCKS:
         return -(-blocks // max(per_program // block, 1))
     if share == Share.COLUMNS_OF_SUMS:
@@ -212,7 +277,7 @@ def ceiling(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def check_addresses(call: Forward | Backward | Quantize) -> None:
+def check_addresses(call: Forward | Backward | Quantize | Gate | GateBackward) -> None:
     """Raises where an operand begins between two elements, where a GPU reads nothing.
 
     Raises:

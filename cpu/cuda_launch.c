@@ -36,25 +36,28 @@ static struct {
 } driver;
 
 /*
- * What decides which kernels a call takes: the same as `ForwardKind` and `BackwardKind` in backends/kernel_kinds.py. The
- * kinds of the operands follow each other in `kinds`, four bits each. Of a quantizer there are the length of its groups,
- * and a bit for its being there, one for whether rows are stored too, its kind and its flags. Without gaps, to be compared.
+ * What decides which kernels a call takes: the same as `ForwardKind`, `BackwardKind` and `GateKind` in
+ * backends/kernel_kinds.py. The kinds of the operands follow each other in `kinds`, four bits each. Of a quantizer there
+ * are the length of its groups, and a bit for its being there, one for whether rows are stored too, its kind and its flags.
+ * Of a gate there are its function, and the kind that this is rounded to. Without gaps, to be compared.
  */
 typedef struct {
     int64_t hidden, kinds, group;
-    int32_t device, options, alignment, quantizer;
+    int32_t device, options, alignment, quantizer, gate, unused;
 } key;
 
 /*
  * Options, above the flags of call.h: there is a weight offset; rstd is wanted; rows lie in two levels; a backward pass; a
- * weight or a bias has rows of heads; x is scaled.
+ * weight or a bias has rows of heads; x is scaled; nothing but a gate; the rows of all its operands lie side by side.
  */
-enum { OFFSET = 4, RSTD = 8, TWO_LEVELS = 16, BACKWARD = 32, OF_HEADS = 64, SCALED = 128 };
+enum {
+    OFFSET = 4, RSTD = 8, TWO_LEVELS = 16, BACKWARD = 32, OF_HEADS = 64, SCALED = 128, GATE_ONLY = 256, SIDE_BY_SIDE = 512
+};
 
 /* How a kernel shares out its work among programs: `Share` in backends/kernel_kinds.py says what each takes. */
-enum share { ROWS, COLUMNS_OF_SUMS, COLUMNS_OF_BLOCKS, BLOCKS };
+enum share { ROWS, COLUMNS_OF_SUMS, COLUMNS_OF_BLOCKS, BLOCKS, COLUMNS, ELEMENTS };
 
-/* A kernel, of which a program takes `per_program` rows, or columns. */
+/* A kernel, of which a program takes `per_program` rows, columns or elements. */
 typedef struct {
     void *function;
     unsigned threads, per_program, shared, cluster, early;
@@ -83,6 +86,13 @@ static void unlock(void) { PyMutex_Unlock(&mutex); }
 static void lock(void) {}
 static void unlock(void) {}
 #endif
+
+/* What is launched for a call: its key, its extent, and the arguments of its kernels. */
+typedef struct {
+    key key;
+    int64_t rows, hidden, block; /* the rows of a block, where there are blocks */
+    _Alignas(8) char arguments[(FN_OPERANDS + 3 + 3 + 3 + 6 + 14) * 8];
+} launch;
 
 /* Where the kernels of a call are, or may be put: there is a free place. */
 static held *place_of(const key *wanted) {
@@ -246,53 +256,21 @@ static key key_of(const work *w, int32_t alignment) {
     return k;
 }
 
-PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments) {
-    (void)module;
-    held given;
-    struct fn_call calls[FN_PACKED];
-    PyObject *packed, *kernels;
-    unsigned long long context;
-    memset(&given, 0, sizeof given);
-    if (!PyArg_ParseTuple(arguments, "O!KO!", &PyBytes_Type, &packed, &context, &PyTuple_Type, &kernels) ||
-        !fn_unpack(packed, calls))
-        return NULL;
-    work w;
-    read_work(calls, &w);
-    given.key = key_of(&w, alignment_of(&w));
-    given.context = (void *)(uintptr_t)context;
-    for (; given.count < PyTuple_Size(kernels) && given.count < KERNELS; given.count++) {
-        kernel *k = &given.kernels[given.count];
-        unsigned long long function;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(kernels, given.count), "KIIIIpi", &function, &k->threads, &k->per_program,
-                              &k->shared, &k->cluster, &k->early, &k->share))
-            return NULL;
-        k->function = (void *)(uintptr_t)function;
-    }
-    lock();
-    const int full = grow();
-    if (!full) {
-        held *place = place_of(&given.key);
-        taken += !place->count;
-        *place = given;
-    }
-    unlock();
-    if (full) return PyErr_NoMemory();
-    Py_RETURN_NONE;
-}
-
 /* The programs of a kernel for a call. */
-static int64_t programs(const kernel *k, const struct fn_call *c) {
-    int64_t per_program = k->per_program, count = c->hidden, times = 1;
-    const int64_t blocks = fn_blocks(c);
+static int64_t programs(const kernel *k, const launch *l) {
+    int64_t per_program = k->per_program, count = l->hidden, times = 1;
+    const int64_t blocks = l->block > 0 ? (l->rows + l->block - 1) / l->block : 0;
     switch ((enum share)k->share) {
-    case ROWS: count = c->rows; break;
+    case COLUMNS: break;
+    case ROWS: count = l->rows; break;
+    case ELEMENTS: count = l->rows * l->hidden; break;
     case COLUMNS_OF_SUMS:
         for (int64_t more = BLOCKS_IN_LANE; more < blocks; more *= 2) per_program /= 2;
         break;
     case COLUMNS_OF_BLOCKS: times = blocks; break;
     case BLOCKS:
         count = blocks;
-        per_program = per_program > c->block ? per_program / c->block : 1;
+        per_program = per_program > l->block ? per_program / l->block : 1;
         break;
     }
     return (count + per_program - 1) / per_program * times;
@@ -365,28 +343,114 @@ static void pack(const work *w, char *to) {
 }
 
 /*
+ * Reads a gate, whose arguments are those of csrc/gate.cuh. Returns 0 if an operand begins between two elements: no kernel
+ * is held for such a call.
+ */
+static int read_gate(const struct fn_call *call, launch *l) {
+    const struct fn_gate *const g = fn_gate_after(call);
+    const int two_levels = g->inner != g->rows;
+    const int32_t hidden = (int32_t)g->hidden;
+    int packed = !two_levels;
+    uint64_t low = MOST_ALIGNED;
+    size_t at = 0;
+    memset(&l->key, 0, sizeof l->key);
+    if (two_levels) append(l->arguments, &at, &g->inner, sizeof(int64_t));
+    for (int i = 0; i < FN_GATE_OPERANDS; i++) {
+        const struct fn_operand *o = &g->operand[i];
+        const int item = fn_element_size(o->kind);
+        if (item && o->address % (uintptr_t)item != 0) return 0;
+        low |= o->address | (uint64_t)((o->stride | o->outer_stride) * item);
+        packed &= !item || o->stride == g->hidden;
+        l->key.kinds |= o->kind << 4 * i;
+        append(l->arguments, &at, &o->address, sizeof(uintptr_t));
+    }
+    for (int i = 0; i < FN_GATE_OPERANDS; i++) {
+        const struct fn_operand *o = &g->operand[i];
+        const int64_t jump = o->outer_stride - g->inner * o->stride;
+        append(l->arguments, &at, &o->stride, sizeof(int64_t));
+        if (two_levels) append(l->arguments, &at, &jump, sizeof(int64_t));
+    }
+    append(l->arguments, &at, &g->rows, sizeof(int64_t));
+    append(l->arguments, &at, &hidden, sizeof hidden);
+    l->key.hidden = l->hidden = g->hidden;
+    l->rows = g->rows;
+    l->block = 0;
+    l->key.device = (int32_t)call->device;
+    l->key.options = GATE_ONLY | (two_levels ? TWO_LEVELS : 0) | (g->pass == FN_BACKWARD ? BACKWARD : 0);
+    l->key.options |= packed ? SIDE_BY_SIDE : 0;
+    l->key.alignment = (int32_t)(low & -low);
+    l->key.gate = (int32_t)(g->activation | g->between << 4);
+    return 1;
+}
+
+/* The same for any call. */
+static int read_call(const struct fn_call *calls, launch *l) {
+    work w;
+    if (calls->flags & FN_GATE_ONLY) return read_gate(calls, l);
+    read_work(calls, &w);
+    const int32_t alignment = alignment_of(&w);
+    if (!alignment) return 0;
+    l->key = key_of(&w, alignment);
+    l->rows = w.call->rows;
+    l->hidden = w.call->hidden;
+    l->block = w.call->block;
+    pack(&w, l->arguments);
+    return 1;
+}
+
+PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments) {
+    (void)module;
+    held given;
+    launch wanted;
+    struct fn_call calls[FN_PACKED];
+    PyObject *packed, *kernels;
+    unsigned long long context;
+    memset(&given, 0, sizeof given);
+    if (!PyArg_ParseTuple(arguments, "O!KO!", &PyBytes_Type, &packed, &context, &PyTuple_Type, &kernels) ||
+        !fn_unpack(packed, calls))
+        return NULL;
+    if (!read_call(calls, &wanted)) {
+        PyErr_SetString(PyExc_ValueError, "an operand begins between two elements");
+        return NULL;
+    }
+    given.key = wanted.key;
+    given.context = (void *)(uintptr_t)context;
+    for (; given.count < PyTuple_Size(kernels) && given.count < KERNELS; given.count++) {
+        kernel *k = &given.kernels[given.count];
+        unsigned long long function;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(kernels, given.count), "KIIIIpi", &function, &k->threads, &k->per_program,
+                              &k->shared, &k->cluster, &k->early, &k->share))
+            return NULL;
+        k->function = (void *)(uintptr_t)function;
+    }
+    lock();
+    const int full = grow();
+    if (!full) {
+        held *place = place_of(&given.key);
+        taken += !place->count;
+        *place = given;
+    }
+    unlock();
+    if (full) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/*
  * Launches the kernels that are held for a call, one after the other, with the same arguments: in the current context
  * if that is the one of the tensors' GPU, to which torch's current stream then belongs, else in the GPU's primary context.
  */
-int fn_launch_cuda(const struct fn_call *calls, void *stream) {
+static int launch_kernels(launch *l, void *stream) {
     config hows[KERNELS];
     attribute attributes[KERNELS][2];
-    _Alignas(8) char packed[(FN_OPERANDS + 3 + 3 + 3 + 6 + 14) * 8];
-    void *arguments = packed;
-    work w;
-    read_work(calls, &w);
-    const struct fn_call *c = w.call;
-    const int32_t alignment = alignment_of(&w);
-    if (!alignment) return FN_NOT_HELD;
-    const key wanted = key_of(&w, alignment);
+    void *arguments = l->arguments;
     lock();
-    const held found = driver.launch && size ? *place_of(&wanted) : (held){.count = 0};
+    const held found = driver.launch && size ? *place_of(&l->key) : (held){.count = 0};
     unlock();
     if (!found.count) return FN_NOT_HELD;
     memset(attributes, 0, sizeof attributes);
     for (int i = 0; i < found.count; i++) {
         const kernel *k = &found.kernels[i];
-        const int64_t grid = k->cluster * programs(k, c);
+        const int64_t grid = k->cluster * programs(k, l);
         if (grid > INT32_MAX) return TOO_LARGE;
         hows[i] = (config){.grid = {(unsigned)grid, 1, 1}, .block = {k->threads, 1, 1}, .attributes = attributes[i],
                            .shared_bytes = k->shared, .stream = stream};
@@ -402,12 +466,11 @@ int fn_launch_cuda(const struct fn_call *calls, void *stream) {
             early->value.early = 1;
         }
     }
-    pack(&w, packed);
     int failed = 0, device, pushed = 0;
     void *popped;
     /* A full queue makes the driver wait, perhaps for a callback that needs the interpreter. */
     PyThreadState *state = PyEval_SaveThread();
-    if (driver.current_device(&device) || device != c->device) { /* or a thread that has used no GPU yet */
+    if (driver.current_device(&device) || device != l->key.device) { /* or a thread that has used no GPU yet */
         failed = driver.push(found.context);
         pushed = !failed;
     }
@@ -416,6 +479,11 @@ int fn_launch_cuda(const struct fn_call *calls, void *stream) {
     if (pushed) driver.pop(&popped);
     PyEval_RestoreThread(state);
     return failed;
+}
+
+int fn_launch_cuda(const struct fn_call *calls, void *stream) {
+    launch l;
+    return read_call(calls, &l) ? launch_kernels(&l, stream) : FN_NOT_HELD;
 }
 
 PyObject *fn_launch_held(PyObject *module, PyObject *arguments) {

@@ -102,12 +102,17 @@ int fn_unpack(PyObject *bytes, struct fn_call *calls) {
     if (size >= sizeof *calls && size <= FN_PACKED * sizeof *calls) {
         memcpy(calls, PyBytes_AsString(bytes), size);
         const size_t count = calls->following ? FN_CHAIN : 1, of_calls = count * sizeof *calls;
-        if (size >= of_calls && size == of_calls + (fn_quantizer_after(&calls[count - 1]) ? sizeof(struct fn_quantizer) : 0))
-            return 1;
+        if (size >= of_calls) {
+            const struct fn_call *last = &calls[count - 1];
+            const size_t more = fn_quantizer_after(last) ? sizeof(struct fn_quantizer)
+                                : fn_gate_after(last)    ? sizeof(struct fn_gate)
+                                                         : 0;
+            if (size == of_calls + more) return 1;
+        }
     }
     PyErr_Format(PyExc_ValueError,
-                 "a packed call has %zu bytes, and so has one that follows, and a quantizer after them %zu; got %zu",
-                 sizeof *calls, sizeof(struct fn_quantizer), size);
+                 "a packed call has %zu bytes, and so has one that follows, a quantizer after them %zu, and a gate %zu; got %zu",
+                 sizeof *calls, sizeof(struct fn_quantizer), sizeof(struct fn_gate), size);
     return 0;
 }
 

@@ -25,6 +25,12 @@ __device__ inline float float_of_half(unsigned short bits) {
 __device__ inline float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
 __device__ inline unsigned bits_of_float(float value) { return __float_as_uint(value); }
 
+// The same for either type of arithmetic.
+__device__ inline unsigned bits_of(float value) { return __float_as_uint(value); }
+__device__ inline unsigned long long bits_of(double value) { return (unsigned long long)__double_as_longlong(value); }
+__device__ inline float number_of_bits(unsigned bits) { return __uint_as_float(bits); }
+__device__ inline double number_of_bits(unsigned long long bits) { return __longlong_as_double((long long)bits); }
+
 // The nearest whole number, ties to even, of a value that an int holds.
 __device__ inline int int_of_float(float value) { return __float2int_rn(value); }
 

@@ -73,3 +73,12 @@ template <class T, int COUNT> __device__ void narrow(T (&to)[COUNT], const A (&f
         }
     }
 }
+
+// Rounds values to T and widens them again; none: leaves them as they are.
+template <class T, int COUNT> __device__ void round_to(A (&values)[COUNT]) {
+    if constexpr (PRESENT<T>) {
+        T rounded[COUNT];
+        narrow(rounded, values);
+        widen(values, rounded);
+    }
+}

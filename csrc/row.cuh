@@ -1,14 +1,12 @@
-// Which thread has which elements of a row, and the row's halving sum. Constants that the compilation defines:
+// Which thread has which elements of a row, and the row's halving sum. Constants that the compilation defines beside those
+// of memory.cuh:
 //
-//   VECTOR      adjacent elements that a thread loads together
-//   ALIGNED     the address of such a vector, of the operand with the narrowest type, is a multiple of so many bytes
 //   ROW         elements of a warp's 1024 that are reserved for one row: a power of two from 32 on
 //   BLOCKS_ROW  whether all warps of a block work on one row; else each warp has rows of its own
 //   WARPS       warps per block
 //   CLUSTER     blocks per row
 //   SEGMENTS    at least the segments of a row that is too long for registers: a power of two
 //   FULL        whether rows fill their vectors, so that no column need be compared with the row's length
-//   TWO_LEVELS  whether rows lie in two levels: `inner` rows one stride apart, and then a jump
 //
 // A row longer than 1024 has a warp for each segment. Within a warp, the index of an element in its row is
 //
@@ -16,7 +14,7 @@
 //
 // which is the order in which the tree halves: over vectors, then lanes, then positions. The layout decides no bits.
 #pragma once
-#include "numbers.cuh"
+#include "memory.cuh"
 
 constexpr int SEGMENT = 1024;
 constexpr int VECTORS = SEGMENT / LANES / VECTOR;  // that a lane has
@@ -29,9 +27,6 @@ constexpr int ROWS_PER_WARP = SEGMENT / ROW;
 constexpr int ROWS_APART = LANES / LANES_PER_ROW;  // from one row of a lane to the lane's next row
 constexpr int THREADS = WARPS * LANES;
 
-__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
-__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 __device__ inline int lane() { return threadIdx.x % LANES; }
 __device__ inline int warp() { return threadIdx.x / LANES; }
 
@@ -42,26 +37,6 @@ __device__ inline int column_of(int k) {
 __device__ inline int row_of(int k) {
     return (k / VECTORS_IN_ROW) * ROWS_APART + lane() / LANES_PER_ROW;
 }
-
-// The strides of an operand's rows, in elements.
-struct Strides {
-    long long stride;
-#if TWO_LEVELS
-    long long jump;  // what leads from the end of the inner level to its next begin, beyond the stride
-#endif
-};
-
-// Where a row begins, in elements from the first row.
-struct Levels {
-#if TWO_LEVELS
-    long long inner;
-    __device__ long long begin_of(long long row, Strides strides) const {
-        return row * strides.stride + row / inner * strides.jump;
-    }
-#else
-    __device__ long long begin_of(long long row, Strides strides) const { return row * strides.stride; }
-#endif
-};
 
 // The rows of a warp: `count` rows from `first` on, and of these at most 1024 columns, from `begin` on.
 struct Rows : Levels {
@@ -88,50 +63,6 @@ __device__ inline Rows rows_of_warp(const Levels& levels, long long first, long 
     return {levels, first, end - first < ROWS_PER_WARP ? (int)(end - first) : ROWS_PER_WARP, begin, hidden_size};
 }
 
-template <int BYTES> struct alignas(BYTES) Words {
-    unsigned word[BYTES / 4];
-};
-template <> struct alignas(2) Words<2> {
-    unsigned short word[1];
-};
-template <> struct Words<1> {
-    unsigned char word[1];
-};
-
-// Bytes of an operand that one access reads or writes.
-template <class T> constexpr int AT_ONCE = larger(sizeof(T), smaller(VECTOR * sizeof(T), ALIGNED));
-
-template <class T> __device__ void load(T (&to)[VECTOR], const T* from) {
-    using Part = Words<AT_ONCE<T>>;
-#pragma unroll
-    for (int i = 0; i < VECTOR * (int)sizeof(T) / AT_ONCE<T>; i++) {
-        Part part;
-        if constexpr (AT_ONCE<T> == 32) load_32_bytes(part, reinterpret_cast<const Part*>(from) + i);
-        else part = reinterpret_cast<const Part*>(from)[i];
-        memcpy(to + i * (AT_ONCE<T> / sizeof(T)), &part, sizeof part);
-    }
-}
-
-template <class T, int COUNT> __device__ void store(T* to, const T (&from)[COUNT]) {
-    constexpr int BYTES = smaller(COUNT * sizeof(T), AT_ONCE<T>);
-    using Part = Words<BYTES>;
-#pragma unroll
-    for (int i = 0; i < COUNT * (int)sizeof(T) / BYTES; i++) {
-        Part part;
-        memcpy(&part, from + i * (BYTES / sizeof(T)), sizeof part);
-        if constexpr (BYTES == 32) store_32_bytes(reinterpret_cast<Part*>(to) + i, part);
-        else reinterpret_cast<Part*>(to)[i] = part;
-    }
-}
-
-// Loads the vector if it is inside, else zeros.
-template <class T> __device__ void load_if(bool inside, T (&to)[VECTOR], const T* from) {
-    if constexpr (PRESENT<T>) {
-        if (inside) load(to, from);
-        else memset(to, 0, sizeof to);
-    }
-}
-
 // Loads the lane's vectors of an operand.
 template <class T>
 __device__ void load_rows(T (&to)[VECTORS][VECTOR], const T* from, Strides strides, const Rows& rows) {
@@ -143,15 +74,6 @@ __device__ void load_rows(T (&to)[VECTORS][VECTOR], const T* from, Strides strid
 template <class T> __device__ void load_weight(T (&to)[VECTORS_IN_ROW][VECTOR], const T* from, const Rows& rows) {
 #pragma unroll
     for (int k = 0; k < VECTORS_IN_ROW; k++) load_if(rows.have_column(k), to[k], from + rows.begin + column_of(k));
-}
-
-// Rounds and stores the vector if it is inside and the operand is present.
-template <class T> __device__ void store_if(bool inside, T* to, const A (&from)[VECTOR]) {
-    if constexpr (PRESENT<T>) {
-        T rounded[VECTOR];
-        narrow(rounded, from);
-        if (inside) store(to, rounded);
-    }
 }
 
 // The gain: the weight plus its offset.

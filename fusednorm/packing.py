@@ -26,7 +26,8 @@ KINDS: dict[torch.dtype | None, int] = {
 }
 
 #: The numbers that C has for flags: ``enum fn_flag``.
-ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY, GATE_AFTER, GATE_BEFORE = 1, 2, 4, 8, 16, 32, 64
+ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = 1, 2, 4, 8, 16
+GATE_AFTER, GATE_BEFORE, GATE_ONLY = 32, 64, 128
 
 _CALL = struct.Struct("=10q2d36q")
 _pack = _CALL.pack
@@ -261,3 +262,9 @@ def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
         *itertools.chain(*map(_heads, call.heads)),
         *(_NO_HEADS if len(call.heads) == 1 else ()),
     )
+
+
+def pack_gate_alone(call: Gate | GateBackward) -> bytes:
+    """A gate, or its gradients, after a call that says what there is beside the operands."""
+    numbers = (isinstance(call, GateBackward), GATE_ONLY, call.y.device.index or 0, 1, call.rows, call.inner)
+    return _pack(*numbers, call.hidden_size, 0, 0, 1, 0.0, 0.0, *9 * _ABSENT) + pack_gate(call)

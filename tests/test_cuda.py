@@ -22,7 +22,7 @@ import fusednorm
 from fusednorm import Quantization, doctor, fast_path, quantizations, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, QuantizerKind, lacking
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, QuantizerKind, lacking
 from fusednorm.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
@@ -247,6 +247,39 @@ def test_groups_that_are_torchs():
         assert cuda.quantizes(Quantization(torch.int8, per=group), hidden_size) == fused
     for per in ("row", "tensor"):
         assert cuda.quantizes(Quantization(torch.int8, per=per), 1000)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("capability", "dtype", "activation"),
+    [
+        (75, BF16, "silu"),
+        (80, F16, "sigmoid"),
+        (90, BF16, "gelu_tanh"),
+        (90, F32, "silu"),
+        (90, F64, "gelu_tanh"),
+        (100, BF16, "silu"),
+    ],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_a_gate(tmp_path, capability, dtype, activation):
+    """Nothing spilled, each operand is one access, and an exponential takes few operations, each rounded by itself."""
+    vector = (32 if capability >= 100 else 16) // dtype.itemsize
+    # Forwards there are two exponentials, of which the second is rarely taken.
+    most = (80, 60) if dtype == F64 else (55, 46)
+    for d in (None, dtype):
+        kind = GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, 32)
+        variant = cuda_kernels.gate_variant(kind, capability)
+        assert variant.kernel == ("gate" if d is None else "gate_backward")
+        _, loads = without_spills(variant, capability, tmp_path)
+        assert loads == (2 if d is None else 3)
+        ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
+        assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
+        real = "f64" if dtype == F64 else "f32"
+        quotients = len(re.findall(rf"(?:div|rcp)\.rn\.{real}", ptx))
+        assert quotients == vector * (1 if d is None or activation == "sigmoid" else 2)
+        counted = len(re.findall(rf"(?:add|sub|mul)(?:\.rn)?\.{real}", ptx))
+        assert counted <= vector * most[d is not None]
 
 
 @compiles

@@ -350,6 +350,79 @@ def test_a_scale_between_two_numbers_is_refused():
         fusednorm.quantize(torch.ones(5, 64), QUANTIZED[0], scale_out=between)
 
 
+#: What a gate is asked for; each is of another kind than the one before.
+GATES = (
+    {"activation": "silu"},
+    {"activation": "sigmoid"},
+    {"activation": "gelu_tanh"},
+    {"activation": "gelu_tanh", "out_dtype": F32},
+    {"activation": "gelu_tanh"},
+)
+
+
+def of_gate(function, y, z, backend):
+    """The products and both gradients."""
+    leaves = y.detach().requires_grad_(), z.detach().requires_grad_()
+    with fusednorm.use_backend(backend):
+        out = function(*leaves)
+        return out, *torch.autograd.grad(out, leaves, out.detach())
+
+
+def test_gates_have_kernels_of_their_own(monkeypatch):
+    """One kernel for each pass, loaded once for a kind, whatever the number of rows."""
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    nothing_held()
+    seen = []
+    for rows, flags in itertools.product((5, 70), GATES):
+        y, z, _ = operands(Case(rows=rows, hidden=72).of(BF16))
+        names.clear()
+        found, wanted = (
+            of_gate(lambda y, z: fusednorm.gate(y, z, **flags), y, 90 * z, backend)  # noqa: B023
+            for backend in ("cuda", "reference")
+        )
+        assert not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True)), flags
+        assert names == ([] if flags in seen else ["gate", "gate_backward"])
+        seen.append(flags)
+    names.clear()
+    between = {"between": None}, {"between": F32}
+    for flags in (*between, *between):
+        found, wanted = (
+            of_gate(lambda y, z: fusednorm.silu_and_mul(z, y, **flags), y, z, backend)  # noqa: B023
+            for backend in ("cuda", "reference")
+        )
+        assert not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True)), flags
+    assert len(names) == 2  # without rounding between, these are the first gates
+
+
+@pytest.mark.parametrize("hidden", [1, 24, 600, 4096])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_where_rows_of_gates_lie(dtype, hidden):
+    """Side by side, apart, in two levels, and at addresses of their own, which have kernels of their own."""
+    shape = (6, 5, hidden)
+    both = torch.randn(6, 10, 2 * hidden + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    z = both[:, :5, 8 : 8 + hidden]
+    for y in (
+        torch.randn(shape).to(dtype),
+        both[:, :5, 8 + hidden :],
+        both[:, 5:, :hidden],
+        both[:, 5:, 1 : 1 + hidden],
+        torch.randn(30 * hidden + 1).to(dtype)[1:].view(shape),
+    ):
+        for gate in (z, z.contiguous(), z[:, 0:1].expand(shape)):
+            found, wanted = (of_gate(fusednorm.gate, y, gate, backend) for backend in ("cuda", "reference"))
+            assert not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_gate_between_two_numbers_is_refused():
+    memory = torch.frombuffer(bytearray(130), dtype=torch.uint8)
+    between = torch.frombuffer(memory.numpy(), dtype=F16, offset=1, count=64).view(1, 64)
+    y = torch.ones(1, 64, dtype=F16)
+    with fusednorm.use_backend("cuda"), pytest.raises(ValueError, match=r"^z begins at an address that is no multiple"):
+        fusednorm.gate(y, between)
+
+
 def test_sums_of_another_dtype_have_kernels_of_their_own():
     """Calls that differ in nothing else, one after the other."""
     for stored in (BF16, F32, F16, BF16):

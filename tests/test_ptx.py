@@ -198,6 +198,21 @@ def test_integers(instruction, operands, expected):
     assert found[0].item() & mask == expected & mask
 
 
+def test_the_lesser_and_the_greater():
+    """The number where one of two is a NaN; -0 is less than +0."""
+    a = torch.tensor([1.5, -1.5, torch.nan, 2.0, torch.nan, -0.0, 0.0, torch.inf])
+    b = torch.tensor([2.5, -torch.inf, 3.0, torch.nan, torch.nan, 0.0, -0.0, 4.0])
+    lesser = torch.tensor([1.5, -torch.inf, 3.0, 2.0, torch.nan, -0.0, -0.0, 4.0])
+    greater = torch.tensor([2.5, -1.5, 3.0, 2.0, torch.nan, 0.0, 0.0, torch.inf])
+    for name, expected in (("min", lesser), ("max", greater)):
+        body = "cvt.u32.u64 %r1, %x; mov.b32 %f0, %r1; cvt.u32.u64 %r2, %y; mov.b32 %f1, %r2;"
+        body += f"{name}.f32 %f2, %f0, %f1; mov.b32 %r3, %f2; cvt.u64.u32 %z, %r3;"
+        found = in_parts(LOAD + body + STORE, bits(a, F32, torch.int32), bits(b, F32, torch.int32))
+        found = of_bits(found, F32, torch.int32)
+        assert same(found, expected)
+        assert (found.signbit() == expected.signbit()).all()
+
+
 def test_shuffles():
     lanes = torch.arange(32)
     for how, by, clamp, expected in (

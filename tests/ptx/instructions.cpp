@@ -279,6 +279,12 @@ template <class T> void add_comparisons(Table& to, const std::string& type) {
     }
 }
 
+// The lesser number, and the number where one operand is a NaN. -0 is less than +0.
+template <class T> T least(T a, T b) {
+    if (a != a || b != b) return a != a ? b : a;
+    return a < b || (a == b && std::signbit(a)) ? a : b;
+}
+
 template <class T> void add_floats(Table& to, const std::string& type) {
     auto set = [&](const std::string& name, Handler handler) { to[name + "." + type] = {handler, PLAIN}; };
     set("add.rn", two<T, T, T, [](T a, T b) { return a + b; }>);
@@ -287,6 +293,8 @@ template <class T> void add_floats(Table& to, const std::string& type) {
     set("div.rn", two<T, T, T, [](T a, T b) { return a / b; }>);
     set("rcp.rn", one<T, T, [](T a) { return 1 / a; }>);
     set("sqrt.rn", one<T, T, [](T a) { return std::sqrt(a); }>);
+    set("min", two<T, T, T, least<T>>);
+    set("max", two<T, T, T, [](T a, T b) { return -least<T>(-a, -b); }>);
     set("neg", one<T, T, [](T a) { return -a; }>);
     set("abs", one<T, T, [](T a) { return std::fabs(a); }>);
 }
