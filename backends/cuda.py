@@ -41,7 +41,7 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Gate, GateBackward, Operation, Quantize
+    from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Operation, Quantize
     from fusednorm.quantizations import Quantization
 
 DEVICES = ("cuda",)
@@ -216,7 +216,7 @@ def _hold(packed: bytes, device: int, variants: Mapping[str, Variant]) -> None:
 def _launch(
     packed: bytes,
     device: int,
-    call: Forward | Backward | Quantize | Gate | GateBackward,
+    call: Forward | Backward | Quantize | Gate | GateBackward | NormGated,
     variants: Callable[[], Mapping[str, Variant]],
 ) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
@@ -270,6 +270,17 @@ def gate(call: Gate | GateBackward) -> None:
 
 
 gate_backward = gate
+
+
+def norm_gated(call: NormGated) -> None:
+    """Normalises rows and gates them, in the order that the call says, with one kernel."""
+    device = call.norm.operation.device.index or 0
+    _launch(
+        packing.pack_norm_gated(call),
+        device,
+        call,
+        lambda: {"forward": forward_variant(ForwardKind.of_gated(call), capability(device))},
+    )
 
 
 def backward_on_fast_path(

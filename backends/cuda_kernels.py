@@ -135,8 +135,10 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         "OUT_TYPE": _NAMES[kind.out],
         "NORM_BEFORE_ADD": int(kind.first is not None),
         "FIRST_WEIGHT_TYPE": _NAMES[kind.first and kind.first.weight],
-        "BETWEEN_TYPE": _NAMES[kind.first and kind.first.between],
-        "AROUND": int(kind.around is not None or kind.quantizer is not None),
+        "BETWEEN_TYPE": _NAMES[kind.first.between if kind.first else kind.gate and kind.gate.between],
+        "GATED": 0 if kind.gate is None else 2 if kind.gate.between is None else 1,
+        "Z_TYPE": _NAMES[kind.gate and kind.gate.z],
+        "AROUND": int(any(part is not None for part in (kind.around, kind.quantizer, kind.gate))),
         "BIAS_TYPE": _NAMES[kind.around and kind.around.bias],
         "OF_HEADS": int(kind.around is not None and kind.around.of_heads),
         "SCALED": int(kind.around is not None and kind.around.scaled),
@@ -149,14 +151,18 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         "KEEPS": int(kind.quantizer is None or kind.quantizer.keeps),
         **layout.defines(),
     }
+    if kind.gate is not None:
+        defines["ACTIVATION"] = kind.gate.activation.upper()
     if kind.quantizer is not None:
         defines |= _quantizer_defines(kind.quantizer.quantization, kind.hidden_size)
     shared = 0
     if layout.wide:  # KEPT: the second pass recomputes the row (0), or reads it from memory (1) or shared memory (2)
-        row = kind.x
+        row, gate_first = kind.x, kind.gate is not None and kind.gate.between is None
         if kind.residual_out is not None:
             row = kind.residual_out if kind.round_sum or kind.out is None else kind.accumulator
-        defines["KEPT"] = int(kind.residual_out is None or row == kind.residual_out)
+        if gate_first:
+            row = kind.accumulator
+        defines["KEPT"] = int(not gate_first and (kind.residual_out is None or row == kind.residual_out))
         sums = defines["SEGMENTS"] = _padded_segments(kind.hidden_size)
         needed = kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize
         needed += 0 if kind.quantizer is None else _EXTREMES

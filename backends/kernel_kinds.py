@@ -22,6 +22,7 @@ from fusednorm.call import (
     Forward,
     Gate,
     GateBackward,
+    NormGated,
     Operation,
     Quantize,
     Strides,
@@ -49,6 +50,15 @@ class QuantizerKind(NamedTuple):
     keeps: bool
 
 
+class GateOfNorm(NamedTuple):
+    """What decides the kernel of a norm with a gate, beside the norm."""
+
+    activation: str
+    z: torch.dtype
+    #: The dtype to which rows are rounded between both; None where the gate comes first.
+    between: torch.dtype | None
+
+
 class ForwardKind(NamedTuple):
     """What decides the kernel of a forward pass."""
 
@@ -74,6 +84,8 @@ class ForwardKind(NamedTuple):
     around: AroundNorm | None = None
     #: What takes the rows.
     quantizer: QuantizerKind | None = None
+    #: The gate after the norm, or before it.
+    gate: GateOfNorm | None = None
 
     @classmethod
     def of(cls, call: Forward) -> ForwardKind:
@@ -111,6 +123,16 @@ class ForwardKind(NamedTuple):
         return kind._replace(alignment=low & -low, quantizer=quantizer)
 
     @classmethod
+    def of_gated(cls, call: NormGated) -> ForwardKind:
+        """The kind of a call with a norm and a gate."""
+        norm, z = call.norm, call.z
+        assert norm.out is not None
+        kind = cls.of(norm)
+        low = kind.alignment | _alignment(((z, call.z_strides),), ())
+        gate = GateOfNorm(call.activation, z.dtype, norm.operation.out if call.norm_first else None)
+        return kind._replace(x=norm.x.dtype, out=norm.out.dtype, alignment=low & -low, gate=gate)
+
+    @classmethod
     def of_operation(cls, operation: Operation, alignment: int = _MOST_ALIGNED) -> ForwardKind:
         """The kind of most calls of an operation."""
         dtypes = (operation.x, operation.residual, operation.weight, operation.out, operation.residual_out)
@@ -124,8 +146,8 @@ class ForwardKind(NamedTuple):
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
-        weights = (self.first and self.first.weight, self.around and self.around.bias)
-        return [dtype for dtype in (*self[:5], *weights) if dtype is not None]
+        others = (self.first and self.first.weight, self.around and self.around.bias, self.gate and self.gate.z)
+        return [dtype for dtype in (*self[:5], *others) if dtype is not None]
 
 
 class BackwardKind(NamedTuple):
@@ -277,13 +299,13 @@ def ceiling(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def check_addresses(call: Forward | Backward | Quantize | Gate | GateBackward) -> None:
+def check_addresses(call: Forward | Backward | Quantize | Gate | GateBackward | NormGated) -> None:
     """Raises where an operand begins between two elements, where a GPU reads nothing.
 
     Raises:
         ValueError: it names the operand.
     """
-    if isinstance(call, Quantize) and call.norm is not None:
+    if isinstance(call, (Quantize, NormGated)) and call.norm is not None:
         check_addresses(call.norm)
     for name, tensor in zip(call._fields, call, strict=True):
         if isinstance(tensor, Tensor) and tensor.data_ptr() % tensor.itemsize:

@@ -155,12 +155,16 @@ static const form forms[] = {
 };
 
 /*
- * A call, and the norm of x before its addition, or the scaling of x, and the quantizer of its rows, which are NULL where
- * there is none. Of a chain, the call is the last one with the x of the first one, because one kernel takes both.
+ * A call, and the norm of x before its addition, or the scaling of x, and the quantizer of its rows, or a gate after it or
+ * before it, which are NULL where there is none. Of a chain, the call is the last one with the x of the first one, because
+ * one kernel takes both; and with a gate, the call has the x and the out of both. `between`: the kind that the norm passes
+ * to the gate.
  */
 typedef struct {
     const struct fn_call *call, *first, *scaling;
     const struct fn_quantizer *quantizer;
+    const struct fn_gate *gate;
+    int64_t between;
     struct fn_call of_chain;
 } work;
 
@@ -168,6 +172,14 @@ static void read_work(const struct fn_call *calls, work *w) {
     w->call = calls;
     w->first = w->scaling = NULL;
     w->quantizer = fn_quantizer_after(calls->following ? calls + 1 : calls);
+    w->gate = fn_gate_after(calls);
+    if (w->gate) {
+        w->of_chain = *calls;
+        w->call = &w->of_chain;
+        w->between = calls->flags & FN_GATE_AFTER ? calls->operand[FN_OUT].kind : FN_NONE;
+        if (calls->flags & FN_GATE_AFTER) w->of_chain.operand[FN_OUT] = w->gate->operand[FN_GATE_OUT];
+        else w->of_chain.operand[FN_X] = w->gate->operand[FN_GATED];
+    }
     if (!calls->following) return;
     w->of_chain = calls[1];
     w->of_chain.operand[FN_X] = calls->operand[FN_X];
@@ -221,6 +233,12 @@ static int32_t alignment_of(const work *w) {
         low |= o->address;
         if (f->of_rows >> i & 1) low |= (uint64_t)((o->stride | o->outer_stride) * item);
     }
+    if (w->gate) {
+        const struct fn_operand *z = &w->gate->operand[FN_GATE];
+        const int item = fn_element_size(z->kind);
+        if (z->address % (uintptr_t)item != 0) return 0;
+        low |= z->address | (uint64_t)((z->stride | z->outer_stride) * item);
+    }
     if (w->quantizer) {
         const struct fn_quantizer *q = w->quantizer;
         if ((q->scale | q->zero_point) % 4 != 0) return 0;
@@ -240,6 +258,10 @@ static key key_of(const work *w, int32_t alignment) {
         if (f->decide >> i & 1) k.kinds |= c->operand[i].kind << 4 * at++;
     if (w->first) k.kinds |= (w->first->operand[FN_WEIGHT].kind | w->first->operand[FN_OUT].kind << 4) << 4 * at;
     k.kinds |= bias_of(c).kind << 4 * (at + 2);
+    if (w->gate) {
+        k.kinds |= (w->between | w->gate->operand[FN_GATE].kind << 12) << 4 * (at + 1);
+        k.gate = 1 + (int32_t)w->gate->activation;
+    }
     k.device = (int32_t)c->device;
     const int normalises = !(c->flags & FN_QUANTIZE_ONLY); /* without a norm its flags say nothing */
     k.options = normalises ? (int32_t)c->flags & (FN_ROUND_SUM | FN_ROUND_NORM) : 0;
@@ -339,6 +361,13 @@ static void pack(const work *w, char *to) {
         append(to, &at, &c->operand[FN_BIAS].stride, sizeof(int64_t));
         append_real(to, &at, w->scaling ? w->scaling->eps : 1, is_wide(c));
     }
+    if (w->gate) {
+        const struct fn_operand *z = &w->gate->operand[FN_GATE];
+        const int64_t jump = z->outer_stride - c->inner * z->stride;
+        append(to, &at, &z->address, sizeof(uintptr_t));
+        append(to, &at, &z->stride, sizeof(int64_t));
+        if (two_levels) append(to, &at, &jump, sizeof(int64_t));
+    }
     if (w->quantizer) append_quantizer(to, &at, w->quantizer, two_levels);
 }
 
@@ -379,7 +408,7 @@ static int read_gate(const struct fn_call *call, launch *l) {
     l->key.options = GATE_ONLY | (two_levels ? TWO_LEVELS : 0) | (g->pass == FN_BACKWARD ? BACKWARD : 0);
     l->key.options |= packed ? SIDE_BY_SIDE : 0;
     l->key.alignment = (int32_t)(low & -low);
-    l->key.gate = (int32_t)(g->activation | g->between << 4);
+    l->key.gate = (int32_t)(1 + g->activation + (g->between << 4));
     return 1;
 }
 

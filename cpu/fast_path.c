@@ -467,8 +467,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
-    if (gates && (triton || device != DL_CPU)) return refuse();
-    if (triton && (quantizes || first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
+    if (triton && (gates || quantizes || first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
     int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
     /* A gate's output must not require a gradient, whether gradients are recorded or not. */

@@ -125,9 +125,9 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
         if (t.shape[i] != x_tensor->shape[i]) goto end;
     if (!fn_same_device(&t, x_tensor) || (o.kind == FN_F64 && !given->gate.wide)) goto end;
     if (is_given && !may_be_written(given, &o)) goto end;
-    if (!is_given) fn_expect_writes(o.address, c->rows * c->hidden * fn_element_size(o.kind));
+    if (!is_given && t.device.type == DL_CPU) fn_expect_writes(o.address, c->rows * c->hidden * fn_element_size(o.kind));
     put_together(given, &o);
-    failed = fn_run_in_c(c, fn_run_on_cpu);
+    failed = fn_run_on_device(c, x_tensor, 0);
     if (!failed) failed = fn_count_writes(&out, &is_given, 1);
     if (!failed) result = Py_NewRef(out);
 end:

@@ -109,3 +109,11 @@ template <class T> __device__ void activate(A (&f)[VECTOR], A (&slope)[VECTOR], 
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) f[i] = activated(z[i], slope[i]);
 }
+
+// Multiplies values by the function of gates.
+template <class T> __device__ void multiply_by_gates(A (&values)[VECTOR], const T (&gates)[VECTOR]) {
+    A f[VECTOR];
+    activate(f, gates);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) values[i] *= f[i];
+}

@@ -6,6 +6,9 @@
 #if QUANTIZED
 #include "quantize.cuh"
 #endif
+#if GATED
+#include "activations.cuh"
+#endif
 
 // The sums of the warp's rows, or of the row of its block or cluster. Each NUMBER has memory of its own.
 template <int NUMBER> __device__ A sum_of_row(const A (&elements)[VECTORS][VECTOR]) {
@@ -57,6 +60,10 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     Weight weight[OF_WEIGHT][VECTOR];
     load_rows(x, a.x, a.x_strides, rows);
     load_rows(residual, a.residual, a.residual_strides, rows);
+#if GATED
+    Z z[VECTORS][VECTOR];
+    load_rows(z, a.z, a.z_strides, rows);
+#endif
     FirstWeight first_weight[VECTORS_IN_ROW][VECTOR];
     load_weight(first_weight, a.weight_of_first(), rows);
     const auto weight_of = [&](long long row) { return a.weight_of(row); };
@@ -90,6 +97,9 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
             scale_first(x[k], a);
             added(h[k], x[k], residual[k], rows.have(k), a.residual_out + rows.at(k, a.residual_out_strides));
         }
+#if GATED == 2
+        multiply_by_gates(h[k], z[k]);
+#endif
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) squares[k][v] = h[k][v] * h[k][v];
     }
@@ -110,6 +120,10 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
         A y[VECTOR];
         normalised<Added>(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % OF_WEIGHT], a.weight_offset);
         add_bias(y, bias[k % OF_WEIGHT]);
+#if GATED == 1
+        round_to<Between>(y);
+        multiply_by_gates(y, z[k]);
+#endif
         if (KEEPS) store_if(rows.have(k), a.out + rows.at(k, a.out_strides), y);
 #if QUANTIZED
         passed<Out>(passing[k], y);

@@ -20,6 +20,11 @@ using Bias = BIAS_TYPE;
 // QUANTIZED: rows are quantized, as quantize.cuh says. There is then no norm before the addition, and AROUND is 1, so that
 // all arguments lie where the launcher puts them.
 
+// GATED: a gate comes AFTER_NORM, which passes rows of type Between to it, or BEFORE_NORM. There is then no residual, and
+// AROUND is 1, as for a quantizer. The gate itself is in activations.cuh.
+constexpr int AFTER_NORM = 1, BEFORE_NORM = 2;
+using Z = Z_TYPE;
+
 // One of two types.
 template <bool FIRST, class T, class OTHER> struct either {
     using type = T;
@@ -64,6 +69,13 @@ struct Arguments : Levels {
     __device__ const Weight* weight_of(long long) const { return weight; }
     __device__ const Bias* bias_of(long long) const { return nullptr; }
     __device__ A scale_of_x() const { return 1; }
+#endif
+#if GATED
+    const Z* z;
+    Strides z_strides;
+    __device__ const Z* gates_of(long long row) const { return z + begin_of(row, z_strides); }
+#else
+    __device__ const Z* gates_of(long long) const { return nullptr; }
 #endif
 #if QUANTIZED
     unsigned char* numbers;

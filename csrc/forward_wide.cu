@@ -10,12 +10,15 @@
 #if QUANTIZED
 #include "quantize.cuh"
 #endif
+#if GATED
+#include "activations.cuh"
+#endif
 
 constexpr int NOWHERE = 0, IN_MEMORY = 1, IN_SHARED = 2;
 static_assert(KEPT != IN_SHARED || ALIGNED < 32, "only global memory has accesses of 32 bytes");
 
 // The type of h.
-using Row = either<!PRESENT<Residual>, X, either<ROUND_SUM, ResidualOut, A>::type>::type;
+using Row = either<GATED == BEFORE_NORM, A, either<!PRESENT<Residual>, X, either<ROUND_SUM, ResidualOut, A>::type>::type>::type;
 
 // Loads a vector that meets the residual: x, or x after its norm.
 template <class T>
@@ -32,6 +35,17 @@ __device__ void load_added(bool inside, T (&to)[VECTOR], const Arguments& a, con
     }
 }
 
+// Multiplies a vector by the gate, if that comes there.
+template <int WHERE> __device__ void gate(A (&values)[VECTOR], bool inside, const Z* z_row, int column) {
+#if GATED
+    if constexpr (GATED == WHERE) {
+        Z z[VECTOR];
+        load_if(inside, z, z_row + column);
+        multiply_by_gates(values, z);
+    }
+#endif
+}
+
 extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     SHARED(A, sums, SEGMENTS);
     Row* const kept = static_cast<Row*>(shared_of_launch());
@@ -40,6 +54,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     const Residual* const residual_row = a.residual + a.begin_of(blockIdx.x, a.residual_strides);
     ResidualOut* const residual_out_row = a.residual_out + a.begin_of(blockIdx.x, a.residual_out_strides);
     Out* const out_row = a.out + a.begin_of(blockIdx.x, a.out_strides);
+    const Z* const z_row = a.gates_of(blockIdx.x);
     const Weight* const weight_row = a.weight_of(blockIdx.x);
     const Bias* const bias_row = a.bias_of(blockIdx.x);
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
@@ -79,6 +94,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
             const bool inside = FULL || column < a.hidden_size;
             A h[VECTOR];
             added(h, x[k], residual[k], inside && KEPT != NOWHERE, residual_out_row + column);
+            gate<BEFORE_NORM>(h, inside, z_row, column);
             if (KEPT == IN_SHARED) store_if(inside, kept + column, h);
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) squares[k][v] = h[v] * h[v];
@@ -124,6 +140,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
                 load_added(inside, x, a, x_row, column, first_rstd);
                 load_if(inside, residual, residual_row + column);
                 added(h, x, residual, inside && stored, residual_out_row + column);
+                gate<BEFORE_NORM>(h, inside, z_row, column);
             }
             Weight weight[VECTOR];
             load_if(inside, weight, weight_row + column);
@@ -131,6 +148,8 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
             Bias bias[VECTOR];
             load_if(inside, bias, bias_row + column);
             add_bias(y, bias);
+            if (GATED == AFTER_NORM) round_to<Between>(y);
+            gate<AFTER_NORM>(y, inside, z_row, column);
             if (KEEPS) store_if(inside && stored, out_row + column, y);
 #if QUANTIZED
             passed<Out>(passing[k], y);

@@ -233,6 +233,12 @@ def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
     )
 
 
+def pack_gate_alone(call: Gate | GateBackward) -> bytes:
+    """A gate, or its gradients, after a call that says what there is beside the operands."""
+    numbers = (isinstance(call, GateBackward), GATE_ONLY, call.y.device.index or 0, 1, call.rows, call.inner)
+    return _pack(*numbers, call.hidden_size, 0, 0, 1, 0.0, 0.0, *9 * _ABSENT) + pack_gate(call)
+
+
 #: The numbers that C has for flags: ``enum fn_rotation_flag``.
 NORMALISED, INTERLEAVED = 1, 4
 _ROTATION = struct.Struct("=11q2d36q")
@@ -262,9 +268,3 @@ def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
         *itertools.chain(*map(_heads, call.heads)),
         *(_NO_HEADS if len(call.heads) == 1 else ()),
     )
-
-
-def pack_gate_alone(call: Gate | GateBackward) -> bytes:
-    """A gate, or its gradients, after a call that says what there is beside the operands."""
-    numbers = (isinstance(call, GateBackward), GATE_ONLY, call.y.device.index or 0, 1, call.rows, call.inner)
-    return _pack(*numbers, call.hidden_size, 0, 0, 1, 0.0, 0.0, *9 * _ABSENT) + pack_gate(call)

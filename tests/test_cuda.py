@@ -22,7 +22,7 @@ import fusednorm
 from fusednorm import Quantization, doctor, fast_path, quantizations, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, QuantizerKind, lacking
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind, lacking
 from fusednorm.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
@@ -247,6 +247,25 @@ def test_groups_that_are_torchs():
         assert cuda.quantizes(Quantization(torch.int8, per=group), hidden_size) == fused
     for per in ("row", "tensor"):
         assert cuda.quantizes(Quantization(torch.int8, per=per), 1000)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size"),
+    [(75, BF16, 4096), (90, BF16, 128), (90, F32, 4096), (90, BF16, 200_000), (100, BF16, 65536)],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_a_norm_with_a_gate(tmp_path, capability, dtype, size):
+    """Nothing spilled, and each operand is read once, where a row fits the registers."""
+    for between in (dtype, None):
+        gate = GateOfNorm("silu", dtype, between)
+        kind = ForwardKind(dtype, None, dtype, dtype, None, size, True, False, False, False, 32, gate=gate)
+        variant = cuda_kernels.forward_variant(kind, capability)
+        shared, loads = without_spills(variant, capability, tmp_path)
+        assert shared <= 48 * 1024
+        if variant.kernel == "forward":  # a lane has 32 elements; where half a warp has a row, 8 of the weight
+            read = (32 + 32 + (8 if size == 128 else 32)) * dtype.itemsize
+            assert loads == read // (32 if capability >= 100 else 16)
 
 
 @compiles

@@ -415,6 +415,92 @@ def test_where_rows_of_gates_lie(dtype, hidden):
             assert not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("case", "levels"),
+    [
+        (Case(rows=6, hidden=96).of(BF16, round_norm=True), 1),  # several rows in a warp
+        (Case(rows=6, hidden=96).of(BF16), 2),
+        (Case(rows=4, hidden=2064).of(F16, residual=F32, weight=F32, weight_offset=0.5), 1),
+        (Case(rows=4, hidden=20_016).of(F32, residual=BF16, weight=None), 2),  # a cluster
+        (Case(rows=4, hidden=528).of(F64, round_norm=True), 1),
+        (Case(rows=2, hidden=140_016).of(BF16, round_norm=True), 1),
+    ],
+    ids=str,
+)
+def test_a_norm_with_a_gate(case, levels, monkeypatch):
+    """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    x, z, weight = operands(case)
+    if levels == 2:  # pairs of rows, with as much again before the next pair
+        x = torch.cat((x.view(-1, 2, case.hidden),) * 2, dim=1)[:, 2:]
+        z = z.view(x.shape)
+    take = fast_path.forward_on({"cuda"})
+    nothing_held()
+    with fusednorm.use_backend("cuda"):
+        fusednorm.rms_norm(x, weight)
+    seen = []
+    for first, between, activation, group in (
+        (True, None, "silu", None),
+        (True, None, "silu", case.hidden // 3),
+        (True, None, "gelu_tanh", None),
+        (True, F32, "silu", None),
+        (False, None, "silu", None),
+        (False, None, "sigmoid", case.hidden // 6),
+    ):
+        between = None if case.x == F64 else between
+        flags = {"norm_before_gate": first, "between": between, "activation": activation, "group_size": group}
+        flags |= {"round_norm": case.round_norm, "weight_offset": case.weight_offset}
+
+        def fast(out=None, first=first, between=between, activation=activation, group=group):
+            how = fast_path.NORM_FIRST if first else fast_path.GATE_FIRST
+            of_gate = (z, activation, how + (fast_path.BETWEEN_IS_F32 if between else 0), group, out)
+            numbers = (1e-6, case.weight_offset, True, case.round_norm)
+            return take(x, None, weight, None, None, *numbers, None, True, None, 1.0, *of_gate)
+
+        kind = (first, between or case.x, activation, group)
+        assert (fast() is None) == (kind not in seen or levels == 2), flags
+        names.clear()
+        with fusednorm.use_backend("cuda"):
+            found = fusednorm.rms_norm_gated(x, z, weight, **flags)
+        wide = case.x == F64 or (group or case.hidden) > 131_072
+        assert names == ([] if kind in seen else ["forward" + "_wide" * wide]), flags
+        seen.append(kind)
+        with fusednorm.use_backend("reference"):
+            wanted = fusednorm.rms_norm_gated(x, z, weight, **flags)
+        assert not differing(found, wanted).any(), flags
+        got = fast()
+        assert (got is None) == (levels == 2)
+        assert got is None or not differing(got, wanted).any(), flags
+        given = x.clone()
+        with fusednorm.use_backend("cuda"):
+            assert fusednorm.rms_norm_gated_(given, z, weight, **flags) is given
+        assert not differing(given, wanted).any(), flags
+
+
+def test_gates_on_the_fast_path():
+    """Refused until their kernels are held, and then with the same bits."""
+    take = fast_path.forward_on({"cuda"})
+    nothing_held()
+    y, z, _ = operands(Case(rows=5, hidden=72).of(BF16))
+    both = torch.cat((z, y), -1)
+    calls = [
+        (lambda: fusednorm.gate(y, z), (y, z, fast_path.ALONE, None)),
+        (lambda: fusednorm.gate(y, z, out=z.clone()), (y, z, fast_path.ALONE, z.clone())),
+        (lambda: fusednorm.silu_and_mul(both), (both, None, fast_path.AND_MUL, None)),
+        (lambda: fusednorm.silu_and_mul(z, y), (z, y, fast_path.AND_MUL, None)),
+    ]
+    with fusednorm.use_backend("cuda"):
+        fusednorm.rms_norm(y)
+        for number, (call_of, (x, gate, how, out)) in enumerate(calls):
+            fast = (x, *fast_path.NO_NORM, gate, "silu", how, None, out)
+            assert (take(*fast) is None) == (number != 1)
+            wanted = call_of()
+            assert not differing(take(*fast), wanted).any()
+            assert out is None or not differing(out, wanted).any()
+
+
 def test_a_gate_between_two_numbers_is_refused():
     memory = torch.frombuffer(bytearray(130), dtype=torch.uint8)
     between = torch.frombuffer(memory.numpy(), dtype=F16, offset=1, count=64).view(1, 64)
