@@ -165,6 +165,7 @@ static void quantize_rows(const struct chain *chain, const struct fn_call *c, in
 
 /* Rows [begin, end) through all parts, a block at a time. What passes between two parts lies where `passed` points. */
 static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, char *passed, void *scratch) {
+    const int taken = chain->quantizer || (chain->gate && !chain->gate_first); /* the last part's rows, too */
     for (int64_t row = begin; row < end; row += chain->block) {
         const int64_t next = end - row < chain->block ? end : row + chain->block;
         if (chain->gate_first) fn_gate_rows(chain->gate, row, next, FN_GATE_OUT, passed, 0);
@@ -173,7 +174,7 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
             struct fn_forward_job job = part->job;
             /* Row number `row` is the first one there. */
             if (k > 0 || chain->gate_first) job.x = passed - row * job.x_stride;
-            if (k < chain->count - 1 || ((chain->quantizer || chain->gate) && !job.out)) job.out = passed - row * job.out_stride;
+            if (k < chain->count - 1 || (taken && !job.out)) job.out = passed - row * job.out_stride;
             run_rows(part, &job, row, next, scratch);
         }
         if (chain->quantizer) {
@@ -193,7 +194,8 @@ static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t e
         quantize_rows(chain, part->given, FN_X, begin, end, NULL, scratch);
     else if (chain->count == 1 && !chain->quantizer && !chain->gate)
         run_rows(part, &part->job, begin, end, scratch);
-    else if (chain->quantizer || chain->gate || !one_level || !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
+    else if (chain->quantizer || chain->gate || !one_level ||
+             !part->kernels->two_norms_rows(&part[0].job, &part[1].job, begin, end, scratch, (float *)buffer))
         run_blocks(chain, begin, end, buffer, scratch);
 }
 
@@ -248,7 +250,8 @@ int fn_forward(const struct fn_call *calls, int count) {
     chain.gate = fn_gate_after(calls + count - 1);
     chain.gate_first = (flags & FN_GATE_BEFORE) != 0;
     const int gate_last = chain.gate && !chain.gate_first;
-    chain.gate_bypasses_cache = gate_last && fn_gate_bypasses_cache(chain.gate) && chain.gate->operand[FN_GATE_OUT].address != calls->operand[FN_X].address;
+    chain.gate_bypasses_cache = gate_last && !is_input(calls, 1, chain.gate->operand[FN_GATE_OUT].address) &&
+                                fn_gate_bypasses_cache(chain.gate);
     chain.count = flags & FN_QUANTIZE_ONLY ? 0 : count;
     chain.block = 0;
     chain.passed_bytes = 0;

@@ -49,7 +49,8 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
     g->operand[given->how == AND_MUL ? FN_GATED : FN_GATE] = other;
     given->groups = 1;
     if (arguments[GROUP] != Py_None) {
-        const int64_t size = PyLong_Check(arguments[GROUP]) && !PyBool_Check(arguments[GROUP]) ? PyLong_AsLongLong(arguments[GROUP]) : 0;
+        const int is_int = PyLong_Check(arguments[GROUP]) && !PyBool_Check(arguments[GROUP]);
+        const int64_t size = is_int ? PyLong_AsLongLong(arguments[GROUP]) : 0;
         if (size < 1 || c->hidden % size) return 0;
         given->groups = c->hidden / size;
     }

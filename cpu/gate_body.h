@@ -107,13 +107,11 @@ FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
     if (i < n) u_store(F32, z, i, UNIT, u_load(kind, row, i, n - i));
 }
 
-/*
- * A unit: `kind` is that of all operands, or NONE where they have several kinds. The rest is known where a loop is compiled,
- * too, but for several kinds.
- */
+/* `kind` is that of all operands, which the compiler then knows, or NONE where they have several kinds. */
+#define KIND(of) (kind != NONE ? kind : g->operand[of].kind)
+
 FN_INLINE void gate_unit(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at,
                          const float *a, int64_t i, int n) {
-#define KIND(of) (kind != NONE ? kind : g->operand[of].kind)
     const U y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n), f = gate_round(between, u_load(F32, a, i, UNIT));
     gate_store(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f), bypass_cache);
 }
@@ -122,10 +120,11 @@ FN_INLINE void gate_backward_unit(int kind, int64_t between, int bypass_cache, c
                                   const float *a, const float *slope, int64_t i, int n) {
     const U d = gate_load(KIND(FN_GATE_D), at[FN_GATE_D], i, n), y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n);
     const U f = gate_round(between, u_load(F32, a, i, UNIT)), da = gate_round(between, u_mul(d, y));
+    const U dz = u_mul(da, u_load(F32, slope, i, UNIT));
     if (at[FN_GATED_D]) gate_store(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f), bypass_cache);
-    if (at[FN_GATE_DZ]) gate_store(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, u_mul(da, u_load(F32, slope, i, UNIT)), bypass_cache);
-#undef KIND
+    if (at[FN_GATE_DZ]) gate_store(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz, bypass_cache);
 }
+#undef KIND
 
 FN_INLINE void gate_units(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at, const float *a,
                           const float *slope, int n) {

@@ -1,22 +1,23 @@
 /*
- * Gates of float whose exponentials need no care, which is all that a program usually has; included by gate_body.h. No z is
- * a NaN or so low that the function is the exponential itself. Then exp(-v) is a normal number or so small that 1 + exp(-v)
- * is 1, and one factor 2^k is enough. The bits are those of activations.h, by fewer operations.
+ * Gates of float whose exponentials need no care, as nearly all gates of a program are; included by gate_body.h. None is so
+ * low that the function is the exponential itself. Then exp(-v) is a normal number, or so small that 1 + exp(-v) is 1, and
+ * one factor 2^k is enough: the bits of activations.h by fewer operations. A NaN makes silu and gelu_tanh NaN as their
+ * dividend; for sigmoids it is not usual.
  */
 
-/* Below -LEAST_USUAL a gate may be low, as gelu_tanh's v is below -80 from -9.67 down. From MOST_USUAL on 1 + exp(-v) is 1. */
+/* Below -LEAST_USUAL a gate may be low: gelu_tanh's v is below -80 from -9.67 down. From MOST_USUAL on, 1 + exp(-v) is 1. */
 #define LEAST_USUAL(activation) ((activation) == FN_GELU_TANH ? 9.625f : 80.0f)
 #define MOST_USUAL 80.0f
 
 /*
  * The first half of exp(-v): what is left of v beside whole multiples k of ln 2, and 2^k, as a number that is added to the
- * bits. All signs are opposite to those of activations.h, which makes no difference to rounding. The work is in two halves,
- * because from a load to the quotient an element takes so many steps that a processor's queues hold only a few vectors,
- * which wait for each other: in one loop it took a third longer.
+ * bits. All signs are opposite to those of activations.h, which makes no difference to rounding. Two loops do the work:
+ * from a load to the quotient an element takes so many steps that a processor's queues hold only a few vectors, which wait
+ * for each other. One loop took a third longer on Zen 4.
  *
- * Returns whether all are usual. Whole numbers have the order of the floats whose bits they are, and of negative ones the
- * opposite order as unsigned numbers; a NaN is beyond infinity. With `backward` no z may be large either: then exp(-v) is
- * multiplied, too.
+ * Returns whether all are usual. The bits of floats, as whole numbers, have the order of the floats; those of negative ones
+ * grow with the magnitude as unsigned numbers; a NaN is beyond infinity. With `backward` no z may be large either, because
+ * exp(-v) itself is multiplied then.
  */
 FN_INLINE int reduce(int activation, int backward, const float *restrict z, int n, float *restrict rest,
                      uint32_t *restrict power) {

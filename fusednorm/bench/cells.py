@@ -48,8 +48,7 @@ IN_PLACE = " in place"
 ROUNDS = 9
 TURN_SECONDS = 0.002
 #: On a CPU, operands of more than HOT_BYTES come in sets that together exceed every cache, as in a model.
-HOT_BYTES = 16 << 20
-COLD_BYTES = 512 << 20
+HOT_BYTES, COLD_BYTES = 16 << 20, 512 << 20
 #: On a GPU the sets exceed its cache TIMES_GPU_CACHE times; there are at most MOST_SETS.
 TIMES_GPU_CACHE, MOST_SETS = 4, 256
 #: The least number of calls in a CUDA graph; it has one with each set if there are more sets.
@@ -255,10 +254,10 @@ def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ..
     return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
 
-def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Any, ...]:
+def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: Tensor) -> tuple[Any, ...]:
     """Calls forward; returns the arguments of :func:`_gradients`."""
     x, residual, *given = operands
-    leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), *(() if weight is None else (weight,)))
+    leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), *[weight] * weight.requires_grad)
     with contender.requested():
         outputs = as_tuple(contender.call(*leaves[:2]))
     return outputs, leaves, tuple(given[: len(outputs)])
@@ -336,10 +335,9 @@ class Bench:
             if not cell.backward:
                 edges = [_edges(t) for t in on_cpu[: operation.inputs]]
                 return list(as_tuple(operation.calls(leaf, EPS).new(*edges)))
-            leaf.requires_grad_()
+            leaf.requires_grad_(operation.weighted)
             contender = Contender("reference", operation.calls(leaf, EPS).new, operation.inputs)
-            used = leaf if operation.weighted else None
-            return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), used)))
+            return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), leaf)))
 
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
@@ -354,8 +352,7 @@ class Bench:
         sets = self._operands(cell)
         weight = torch.linspace(0.5, 1.5, cell.hidden_size).to(getattr(torch, cell.dtype)).to(self.device)
         wanted = self._expected(cell, sets[0], weight)
-        weight.requires_grad_(backward)
-        used = weight if cell.measured.weighted else None
+        weight.requires_grad_(backward and cell.measured.weighted)
         found: dict[str, dict[str, Any]] = {}
         runs: list[Run] = []
         with torch.set_grad_enabled(backward):
@@ -363,8 +360,8 @@ class Bench:
                 starting(f"{contender.name} {'compiles' if contender.name == COMPILED else 'is compared'}")
                 try:
                     if backward:
-                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), used))
-                        run = Run(contender, _gradients, [_differentiated(contender, given, used) for given in sets])
+                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), weight))
+                        run = Run(contender, _gradients, [_differentiated(contender, given, weight) for given in sets])
                     else:
                         got = _outputs(contender, sets[0], cell.measured.written)
                         run = Run(contender, contender.call, [given[: contender.takes] for given in sets])
