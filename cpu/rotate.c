@@ -53,6 +53,7 @@ static void normalise(const struct run *run, int set, int64_t begin, int64_t end
         const struct place at = place_of(r, row);
         job.x = x_of(r, h, at);
         job.out = passed ? passed + (row - begin) * h->count * job.out_stride : out_of(r, h, at);
+        if (h->rstd) job.rstd = (char *)h->rstd + row * h->count * (r->x_kind == FN_F64 ? 8 : 4);
         run->kernels->forward_rows(&job, 0, together * h->count, scratch);
     }
 }

@@ -19,6 +19,7 @@ struct fn_heads {
     int64_t weight_kind;
     uintptr_t weight;
     int64_t weight_stride;
+    uintptr_t rstd; /* 0, or one number per head, without gaps: float, double where x is */
 };
 
 enum { FN_SETS = 2 };
@@ -40,8 +41,8 @@ struct fn_rotation {
     struct fn_heads heads[FN_SETS];
 };
 
-_Static_assert(sizeof(struct fn_heads) == 12 * 8, "fusednorm/packing.py packs fields without gaps");
-_Static_assert(sizeof(struct fn_rotation) == (13 + 2 * 4 + 4 + FN_SETS * 12) * 8, "fusednorm/packing.py packs fields without gaps");
+_Static_assert(sizeof(struct fn_heads) == 13 * 8, "fusednorm/packing.py packs fields without gaps");
+_Static_assert(sizeof(struct fn_rotation) == (13 + 2 * 4 + 4 + FN_SETS * 13) * 8, "fusednorm/packing.py packs fields without gaps");
 
 /* Whether everything is computed in float64. */
 static inline int fn_is_wide(const struct fn_rotation *r) {

@@ -296,6 +296,8 @@ class Heads(NamedTuple):
     weight: Tensor | None
     x_strides: tuple[int, int, int]
     out_strides: tuple[int, int, int]
+    #: [..., H] of the accumulator type, contiguous, receives ``1 / sqrt(mean(x^2) + eps)``; or None.
+    rstd: Tensor | None = None
 
 
 class HeadsNorm(NamedTuple):

@@ -241,16 +241,17 @@ def pack_gate_alone(call: Gate | GateBackward) -> bytes:
 
 #: The numbers that C has for flags: ``enum fn_rotation_flag``.
 NORMALISED, INTERLEAVED = 1, 4
-_ROTATION = struct.Struct("=11q2d36q")
-_NO_HEADS = (0,) * 12
+_ROTATION = struct.Struct("=11q2d38q")
+_NO_HEADS = (0,) * 13
 
 
 def _heads(heads: Heads) -> tuple[int, ...]:
-    x, out, weight, x_strides, out_strides = heads
-    found = x.shape[-2], x.data_ptr(), *x_strides, out.data_ptr(), *out_strides
-    if weight is None:
-        return *found, 0, 0, 0
-    return *found, KINDS[weight.dtype], weight.data_ptr(), 0 if weight.dim() == 1 else weight.shape[1]
+    x, out, weight, x_strides, out_strides, rstd = heads
+    of_weight = 0, 0, 0
+    if weight is not None:
+        of_weight = KINDS[weight.dtype], weight.data_ptr(), 0 if weight.dim() == 1 else weight.shape[1]
+    of_rstd = 0 if rstd is None else rstd.data_ptr()
+    return x.shape[-2], x.data_ptr(), *x_strides, out.data_ptr(), *out_strides, *of_weight, of_rstd
 
 
 def pack_rotate(call: Rotate, threads: int = 1) -> bytes:

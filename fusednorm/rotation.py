@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -10,9 +10,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import listeners, plain, run_rotated
+from fusednorm.autograd_rotated import How, NormalisedAndRotated, composed, differentiable_in_one_call
 from fusednorm.call import Flags, HeadsNorm
 from fusednorm.checks import check_affine, check_apart, check_between, check_flags, check_output, refuse_grad
-from fusednorm.ops import rms_norm
 from fusednorm.registry import fast_paths, request
 from fusednorm.run_rotated import Head, Turn
 from fusednorm.tables import check_heads, check_tables, rows_for
@@ -165,30 +165,34 @@ def qk_norm_rope(
             q_out=q_out,
             k_out=k_out,
         )
-    if not plain.transformed(*operands):
-        in_memory = not plain.seen(*operands)
+    transformed = plain.transformed(*operands)
+    in_memory = not (transformed or plain.seen(*operands))
+    if not transformed:
         _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
         for heads in (q, k):
             check_between(between, heads)
-        inputs = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+        named = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
         outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
         name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
-        _check_outputs(name, outputs, inputs | {"positions": positions}, in_memory)
-        if in_memory and not (is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
-            found = _in_one_call(
-                operands, norm, between, Flags(eps, weight_offset, True, round_norm), interleaved, round_products
-            )
+        _check_outputs(name, outputs, named | {"positions": positions}, in_memory)
+    of_norm = None
+    if norm:
+        flags = check_flags(Flags(eps, weight_offset, True, round_norm), q, None, None, None)
+        of_norm = HeadsNorm(flags.eps, flags.weight_offset, flags.round_norm)
+    passed = None if of_norm is None or cos is None else between
+    how = How(of_norm, passed, bool(interleaved), bool(round_products))
+    inputs = operands[:7]
+    if in_memory:
+        for heads, weight in ((q, q_weight), (k, k_weight)):
+            check_affine(heads, weight, None)
+        if not (is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
+            sets = Head(q, q_weight, q_out), Head(k, k_weight, k_out)
+            found = run_rotated.forward(sets, how.norm, how.between, how.turn(q, cos, sin, positions))
             if found is not None:
-                return found
-    # Rows of the tables are the same for q and k.
-    tables = None if cos is None or sin is None else (rows_for(cos, positions, q), rows_for(sin, positions, q))
-    of_norm: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
-    results = []
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        y = rms_norm(x, weight, eps, out_dtype=None if tables is None else between, **of_norm) if norm else x
-        if tables is not None:
-            y = plain.rotate(y, *tables, bool(interleaved), y.dtype if round_products else None, x.dtype)
-        results.append(y)
+                return found[0], found[1]
+        elif differentiable_in_one_call(inputs, how):
+            return cast("tuple[Tensor, Tensor]", NormalisedAndRotated.apply(*inputs, how))  # type: ignore[no-untyped-call]
+    results = composed(*inputs, how)
     return _written(q_out, results[0]), _written(k_out, results[1])
 
 
@@ -252,28 +256,6 @@ def qk_norm_rope_(
         q_out=q,
         k_out=k,
     )
-
-
-def _in_one_call(
-    operands: tuple[Any, ...],
-    norm: bool,
-    between: torch.dtype | None,
-    flags: Flags,
-    interleaved: bool,
-    round_products: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """The results of one call of a backend that can rotate heads; None if there is none."""
-    q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out = operands
-    if norm:
-        flags = check_flags(flags, q, None, None, None)
-        for heads, weight in ((q, q_weight), (k, k_weight)):
-            check_affine(heads, weight, None)
-    passed = q.dtype if between is None or cos is None or not norm else between
-    turn = Turn(cos, sin, positions, bool(interleaved), passed if round_products else None)
-    sets = (Head(q, q_weight, q_out), Head(k, k_weight, k_out))
-    of_heads = HeadsNorm(flags.eps, flags.weight_offset, flags.round_norm) if norm else None
-    found = run_rotated.forward(sets, of_heads, passed, turn)
-    return None if found is None else (found[0], found[1])
 
 
 def _written(out: Tensor | None, result: Tensor) -> Tensor:

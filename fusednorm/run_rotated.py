@@ -13,6 +13,7 @@ from fusednorm import run
 from fusednorm.backends import rotation
 from fusednorm.call import Around, Flags, Heads, HeadsNorm, Rotate, Strides, operation_of
 from fusednorm.layout import packed, two_levels
+from fusednorm.registry import fast_paths, request
 
 #: The strides of an operand that is absent.
 NONE = (0, 0)
@@ -27,6 +28,8 @@ class Head(NamedTuple):
     weight: Tensor | None = None
     #: [..., H, D], which receives the results; None: new memory.
     out: Tensor | None = None
+    #: [..., H] of the accumulator type, contiguous, which receives ``1 / sqrt(mean(x^2) + eps)``; or None.
+    rstd: Tensor | None = None
 
 
 class Turn(NamedTuple):
@@ -46,10 +49,10 @@ def rotator_of(
 ) -> Callable[[Rotate], None] | None:
     """The function ``rotate`` of the backend that takes the norms of all these heads; None if there is none."""
     found = []
-    for x, weight, _ in heads:
+    for x, weight, *_ in heads:
         flags, around = Flags(), None
         if norm is not None:
-            flags = Flags(*norm[:2], round_norm=norm.round_norm, out_dtype=between)
+            flags = Flags(norm.eps, norm.weight_offset, True, norm.round_norm, between)
             around = Around(None, 1.0)
         found.append(run.backend_of(operation_of(x, None, weight, flags, around=around)))
     same_kind = all(backend is found[0] for backend in found) and len({head.x.dtype for head in heads}) == 1
@@ -62,13 +65,14 @@ def forward(
     between: torch.dtype | None,
     turn: Turn,
     dtype: torch.dtype | None = None,
+    rotate: Callable[[Rotate], None] | None = None,
 ) -> list[Tensor] | None:
     """The results for checked operands; None, with nothing done, if no backend can rotate them.
 
     ``between``: the dtype that normalised heads are rounded to before they are rotated, and ``dtype``: that of new
-    results; x's if None.
+    results; x's if None. ``rotate``: a backend's function; None: that of :func:`rotator_of`.
     """
-    rotate = rotator_of(heads, norm, between)
+    rotate = rotate or rotator_of(heads, norm, between)
     if rotate is None:
         return None
     first, operands = heads[0].x, [t for head in heads for t in head[:2]] + list(turn[:3])
@@ -77,9 +81,9 @@ def forward(
         out
         if out is not None and _can_be_written(out, [t for t in operands if t is not None and t is not x])
         else torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-        for x, _, out in heads
+        for x, _, out, _ in heads
     ]
-    inputs = [_dense(x) for x, _, _ in heads]
+    inputs = [_dense(head.x) for head in heads]
     tables = [t if t is None else _dense(t) for t in (turn.cos, turn.sin)]
     in_rows = [*found, *inputs]
     if turn.positions is not None:
@@ -92,16 +96,20 @@ def forward(
         in_memory = [t if t is None or turn.positions is not None else t.contiguous() for t in tables]
         positions = None if turn.positions is None else turn.positions.expand(rows).contiguous()
         turn = turn._replace(cos=in_memory[0], sin=in_memory[1], positions=positions)
-        done = forward([Head(packed(x), w) for x, w, _ in heads], norm, between, turn, dtype)
+        alone = [Head(packed(x), weight, None, rstd) for x, weight, _, rstd in heads]
+        done = forward(alone, norm, between, turn, dtype, rotate)
         assert done is not None
         found = done
     else:
-        for at, (_, _, out) in enumerate(heads):
-            if out is found[at]:
+        for out, head in zip(found, heads, strict=True):
+            if out is head.out:
                 increment_version(out)
         if any(t.numel() for t in found):
             rotate(_call(heads, inputs, found, tables, norm, between or first.dtype, turn, *levels))
-    return [new if out is None or out is new else out.copy_(new) for new, (_, _, out) in zip(found, heads, strict=True)]
+    return [
+        new if head.out is None or head.out is new else head.out.copy_(new)
+        for new, head in zip(found, heads, strict=True)
+    ]
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -134,7 +142,12 @@ def _call(
             weight = packed(weight if weight.dim() == 1 or len(weight) > 1 else weight[0])
         x_strides, out_strides = strides[len(found) + at], strides[at]
         if x.numel():
-            sets.append(Heads(x, out, weight, (*x_strides, x.stride(-2)), (*out_strides, out.stride(-2))))
+            sets.append(
+                Heads(
+                    *(x, out, weight, (*x_strides, x.stride(-2)), (*out_strides, out.stride(-2))),
+                    heads[at].rstd,
+                )
+            )
     of_rows = strides[2 * len(found) :] or [NONE, NONE]
     of_tables, of_positions = (of_rows[0], of_rows[-1]), NONE
     if turn.positions is not None:
@@ -159,5 +172,11 @@ def _call(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: Any) -> Tensor:
     """Rotated heads, in new memory; see :func:`fusednorm.plain.rotate`."""
+    take = fast_paths.get(request())
+    if take is not None and dtype is x.dtype and products in (None, dtype):
+        absent = (None,) * 3
+        result = take(x, *absent, cos, sin, *absent, 0.0, 0.0, False, interleaved, products is not None, False, False)
+        if result is not None:
+            return result[0]
     found = forward([Head(x)], None, None, Turn(cos, sin, None, interleaved, products), dtype)
     return rotation.rotated(x, cos, sin, interleaved, products, dtype) if found is None else found[0]

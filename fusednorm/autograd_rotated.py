@@ -1,0 +1,123 @@
+"""Heads that are normalised and rotated, with gradients: as a composition, and in one call of a backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm import listeners, plain, run, run_rotated
+from fusednorm.autograd import new_rstd
+from fusednorm.call import Flags, HeadsNorm, operation_of
+from fusednorm.ops import rms_norm
+from fusednorm.run_rotated import Head, Turn
+from fusednorm.tables import rows_for
+
+
+class How(NamedTuple):
+    """The arguments of ``qk_norm_rope`` that are no operands; they have been checked."""
+
+    norm: HeadsNorm | None
+    #: The dtype that normalised heads are rounded to, None if that is theirs.
+    between: torch.dtype | None
+    interleaved: bool
+    round_products: bool
+
+    def turn(self, q: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> Turn:
+        """How q is rotated."""
+        products = (self.between or q.dtype) if self.round_products else None
+        return Turn(cos, sin, positions, self.interleaved, products)
+
+
+def composed(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    how: How,
+) -> tuple[Tensor, Tensor]:
+    """q and k by plain operations one after the other: docs/spec.md, section 8."""
+    # Rows of the tables are the same for q and k.
+    tables = None if cos is None or sin is None else (rows_for(cos, positions, q), rows_for(sin, positions, q))
+    found = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        y = x
+        if how.norm is not None:
+            eps, weight_offset, round_norm = how.norm
+            out_dtype = None if tables is None else how.between
+            y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=out_dtype)
+        if tables is not None:
+            y = plain.rotate(y, *tables, how.interleaved, y.dtype if how.round_products else None, x.dtype)
+        found.append(y)
+    return found[0], found[1]
+
+
+def differentiable_in_one_call(operands: tuple[Tensor | None, ...], how: How) -> bool:
+    """Whether :class:`NormalisedAndRotated` takes the operands of :func:`composed`."""
+    q, k, q_weight, k_weight, cos, *_ = operands
+    if how.norm is None or cos is None or q is None or k is None:
+        return False
+    if any(weight is not None and weight.dim() == 2 for weight in (q_weight, k_weight)):
+        return False
+    return run_rotated.rotator_of((Head(q, q_weight), Head(k, k_weight)), how.norm, how.between) is not None
+
+
+class NormalisedAndRotated(torch.autograd.Function):
+    """The operands of :func:`composed` -> q and k, in one call of a backend that can rotate."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """See :func:`composed`."""
+        q, k, q_weight, k_weight, cos, sin, positions, how = inputs
+        rstds = new_rstd(q), new_rstd(k)
+        heads = Head(q, q_weight, None, rstds[0]), Head(k, k_weight, None, rstds[1])
+        ctx.rotate = run_rotated.rotator_of(heads, how.norm, how.between)
+        found = run_rotated.forward(heads, how.norm, how.between, how.turn(q, cos, sin, positions), None, ctx.rotate)
+        assert found is not None
+        ctx.save_for_backward(*inputs[:-1], *rstds)
+        ctx.set_materialize_grads(False)
+        ctx.how = how
+        flags = Flags(how.norm.eps, how.norm.weight_offset, True, how.norm.round_norm, how.between)
+        ctx.operations = [operation_of(x, None, weight, flags) for x, weight, *_ in heads]
+        ctx.backend = run.backend_of(ctx.operations[0])
+        return found[0], found[1]
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The transpose of the rotation, then the gradients of the norms."""
+        q, k, q_weight, k_weight, cos, sin, positions, *rstds = ctx.saved_tensors
+        operands = (q, k, q_weight, k_weight, cos, sin, positions)
+        needs, how = ctx.needs_input_grad[:4], ctx.how
+        here = [set_ for set_ in (0, 1) if incoming[set_] is not None and (needs[set_] or needs[2 + set_])]
+        found: list[Tensor | None] = [None] * (len(operands) + 1)
+        if not here:
+            return tuple(found)
+        given = [d for d in incoming if d is not None]
+        if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(*given, *operands):
+            with torch.enable_grad():
+                outputs = composed(q, k, q_weight, k_weight, cos, sin, positions, how)
+            places = [place for place in range(4) if needs[place]]
+            gradients = torch.autograd.grad(
+                [outputs[set_] for set_ in here],
+                [operands[place] for place in places],
+                [incoming[set_] for set_ in here],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+            for place, gradient in zip(places, gradients, strict=True):
+                found[place] = gradient
+            return tuple(found)
+        turn, rotate = how.turn(q, cos, -sin, positions), ctx.rotate
+        heads = [Head(d) for d in (incoming[set_] for set_ in here) if d is not None]
+        turned = run_rotated.forward(heads, None, None, turn, how.between, rotate)
+        assert turned is not None
+        for set_, d in zip(here, turned, strict=True):
+            found[set_], _, found[2 + set_] = run.backward(
+                *(ctx.backend, ctx.operations[set_], d, None, operands[set_], rstds[set_]),
+                *(operands[2 + set_], how.norm.weight_offset, (needs[set_], False, needs[2 + set_])),
+            )
+        return tuple(found)
