@@ -22,10 +22,10 @@ FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
 FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
-#: A mutant whose description begins so is run against the files of tests of that name alone.
+#: A mutant whose description begins so is run against the files of tests of that name alone, the kit's among them.
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
-    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated"),
+    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated", "Compat_gated", "Quantized"),
 )
 
 
@@ -1531,8 +1531,8 @@ MUTANTS = (
         SAME,
         "Distributed: calls with other dtypes share a decision",
         "fusednorm/distributed.py",
-        "RuntimeSchemaInfo(static_argnum=6)",
-        "RuntimeSchemaInfo()",
+        "_backward, RuntimeSchemaInfo(static_argnum=6)",
+        "_backward, RuntimeSchemaInfo()",
     ),
     Mutant(
         SAME,
@@ -2474,6 +2474,360 @@ MUTANTS = (
         "    if out is not call.out:\n",
         "    if False:\n",
     ),
+    Mutant(
+        SAME,
+        "Gated: a half of a tensor that holds both is the other one",
+        "fusednorm/gated.py",
+        "return z[..., half:], z[..., :half]",
+        "return z[..., :half], z[..., half:]",
+    ),
+    Mutant(
+        SAME,
+        "Gated: the gradients of a tensor that holds both change places",
+        "fusednorm/gated.py",
+        "torch.cat(found[::-1], -1)",
+        "torch.cat(found, -1)",
+    ),
+    Mutant(
+        FUSED,
+        "Gated: the function's value is not rounded before the multiplication",
+        "fusednorm/gated.py",
+        "rounded_to = None if passed == accumulator(gate.dtype) else passed",
+        "rounded_to = None",
+    ),
+    Mutant(
+        SAME,
+        "Gated: a tangent of the gate is lost",
+        "fusednorm/gated.py",
+        "terms += [] if z_tangent is None else [y.to(wide) * slope * z_tangent.to(wide)]",
+        "pass",
+    ),
+    Mutant(
+        SAME,
+        "Gated: memory that is shared with the output is not looked at",
+        "fusednorm/gated.py",
+        "    if out is not None and not transformed:\n        check_apart(",
+        "    if False:\n        check_apart(",
+    ),
+    Mutant(
+        SAME,
+        "Gated: tracers do not see a gate",
+        "fusednorm/gated.py",
+        "    if seen:\n        found = dispatcher",
+        "    if False:\n        found = dispatcher",
+    ),
+    Mutant(
+        SAME,
+        "Gated: an output that is given has the dtype of the rows",
+        "fusednorm/gated.py",
+        "out.dtype if out is not None else out_dtype or first.dtype",
+        "out_dtype or first.dtype",
+    ),
+    Mutant(SAME, "Gated: a batch lies in the first dimension", "fusednorm/gated.py", "t.movedim(dim, 0)", "t"),
+    Mutant(
+        ROW,
+        "Gated: rows that lie otherwise than a kernel can write are written by it",
+        "fusednorm/run_gated.py",
+        "if gate is None or not _can_be_written(out):",
+        "if gate is None:",
+    ),
+    Mutant(
+        ROW,
+        "Gated: the strides of both gradients change places",
+        "fusednorm/run_gated.py",
+        "dy_strides, dz_strides = ((0, 0)",
+        "dz_strides, dy_strides = ((0, 0)",
+    ),
+    Mutant(
+        SAME,
+        "Gated: a write is not counted as a modification",
+        "fusednorm/run_gated.py",
+        "        increment_version(out)\n        if gate is None",
+        "        if gate is None",
+    ),
+    Mutant(
+        SAME,
+        "Gated: the reference cuts a NaN",
+        "backends/activations.py",
+        "torch.where(value < least, least, value)",
+        "torch.where(value > least, value, least)",
+    ),
+    Mutant(
+        SAME,
+        "Gated: low gates lose the last bits of the exponential",
+        "backends/activations.py",
+        "_at_least(z, scheme.least) * p * first * second + (z - z)",
+        "z * e",
+    ),
+    Mutant(
+        SAME,
+        "Gated: a gate of minus infinity gives a number",
+        "backends/activations.py",
+        " * second + (z - z)",
+        " * second",
+    ),
+    Mutant(
+        SAME,
+        "Gated: both powers of two are multiplied first",
+        "backends/activations.py",
+        "    e = p * first * second",
+        "    e = p * (first * second)",
+    ),
+    Mutant(
+        SAME,
+        "Gated: a coefficient meets the wrong power",
+        "backends/activations.py",
+        "p = p * square + (r * odd + even)",
+        "p = p * square + (r * even + odd)",
+    ),
+    Mutant(
+        SAME,
+        "Gated: the slope of GELU overflows",
+        "backends/activations.py",
+        "within = _within(z, -FLAT, FLAT)",
+        "within = z",
+    ),
+    Mutant(
+        SAME,
+        "Gated: second derivatives ignore the sigmoid",
+        "backends/activations.py",
+        "df * f * c + (ds - dc) * s * c",
+        "df * f * c",
+    ),
+    Mutant(
+        SAME,
+        "Gated: tangents of gradients have the wrong sign",
+        "backends/activations.py",
+        "slope, -slope",
+        "slope, slope",
+    ),
+    Mutant(
+        FUSED,
+        "Gated: a gradient that passes between is not rounded",
+        "backends/activations.py",
+        "a, da = rounded(a, between).to(wide), rounded(da, between).to(wide)",
+        "a = rounded(a, between).to(wide)",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_gated: gated rows are rounded before the norm",
+        "fusednorm/norm_gated.py",
+        "h = gated(x, gate, activation=activation, out_dtype=wide)",
+        "h = gated(x, gate, activation=activation)",
+    ),
+    Mutant(
+        FUSED,
+        "Norm_gated: what meets the weight is not rounded",
+        "fusednorm/norm_gated.py",
+        'flags["weight_offset"], x.dtype, x.dtype)',
+        'flags["weight_offset"], None, x.dtype)',
+    ),
+    Mutant(
+        FUSED,
+        "Norm_gated: the result has the dtype of what passed between",
+        "fusednorm/norm_gated.py",
+        "out_dtype=None if between is None else x.dtype)",
+        "out_dtype=None)",
+    ),
+    Mutant(
+        ROW,
+        "Norm_gated: groups are normalised together",
+        "fusednorm/norm_gated.py",
+        "    if group_size is None or group_size == x.shape[-1]:",
+        "    if True:",
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: gradients are lost in place",
+        "fusednorm/norm_gated.py",
+        "    if is_grad_enabled() and requires_grad(*operands):\n        refuse",
+        "    if False:\n        refuse",
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: a flag without effect is taken",
+        "fusednorm/norm_gated.py",
+        "    if between is not None and not norm_before_gate:\n        raise",
+        "    if False:\n        raise",
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: memory of the gate is overwritten",
+        "fusednorm/norm_gated.py",
+        '        check_apart({"x": x}',
+        '        ({"x": x}',
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: the module forgets its groups",
+        "fusednorm/modules.py",
+        "            group_size=self.group_size,\n",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: the module forgets what comes first",
+        "fusednorm/modules.py",
+        "            norm_before_gate=self.norm_before_gate,\n",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "Norm_gated: the module forgets what passes between",
+        "fusednorm/modules.py",
+        "            between=self.between,\n",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: mamba_ssm's rows are rounded before the gate",
+        "fusednorm/compat/mamba_ssm.py",
+        "between = None if wide == x.dtype or not norm_before_gate else wide",
+        "between = None",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: with a bias they are",
+        "fusednorm/compat/mamba_ssm.py",
+        "out_dtype=wide if gate_follows else x.dtype",
+        "out_dtype=x.dtype",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: mamba_ssm's gate always comes first",
+        "fusednorm/compat/mamba_ssm.py",
+        "h = x if z is None or norm_before_gate else",
+        "h = x if z is None else",
+    ),
+    Mutant(
+        SAME, "Compat_gated: FLA's sum is rounded before the norm", "fusednorm/compat/fla.py", "round_sum=False, ", ""
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: FLA's rows are rounded before the gate",
+        "fusednorm/compat/fla.py",
+        "between=None if wide == x.dtype else wide",
+        "between=None",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: FLA's sigmoid is its swish",
+        "fusednorm/compat/fla.py",
+        '"sigmoid": "sigmoid"',
+        '"sigmoid": "silu"',
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: FLA's stream keeps 16 bits",
+        "fusednorm/compat/fla.py",
+        "total.to(wide) if residual is None and residual_in_fp32 else total",
+        "total",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: a product by a weight of float32 is rounded to 16 bits",
+        "fusednorm/compat/transformers.py",
+        "between=None if product == hidden_states.dtype else torch.float32",
+        "between=None",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: Qwen3-Next's rows meet the weight unrounded",
+        "fusednorm/compat/transformers.py",
+        "            round_norm=True,\n",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: Mamba 2's rows meet the weight unrounded",
+        "fusednorm/compat/transformers.py",
+        "eps, round_norm=True, **flags)",
+        "eps, **flags)",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: Mamba 2's result is never wider than its rows",
+        "fusednorm/compat/transformers.py",
+        "if torch.promote_types(x.dtype, weight.dtype) != x.dtype:",
+        "if False:",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: vLLM's silu is not rounded",
+        "fusednorm/compat/vllm.py",
+        "gated.silu_and_mul(input, out=out)",
+        "gated.silu_and_mul(input, between=torch.float32, out=out)",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: vLLM's groups are quantized from rounded rows",
+        "fusednorm/compat/vllm.py",
+        "    between = None if input.dtype == torch.float64 else torch.float32\n    values",
+        "    between = None\n    values",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: vLLM's int8 has the floor of its float8",
+        "fusednorm/compat/vllm.py",
+        "quantization = replace(quantization, scale_floor=2.0**-23)",
+        "pass",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: SGLang's silu is rounded",
+        "fusednorm/compat/sgl_kernel.py",
+        "return None if isinstance(gate, Tensor) and gate.dtype == torch.float64 else torch.float32",
+        "return None",
+    ),
+    Mutant(
+        SAME,
+        "Compat_gated: SGLang's groups are quantized from unrounded rows",
+        "fusednorm/compat/sgl_kernel.py",
+        "silu_and_mul_quant(input, quantization=quantization,",
+        "silu_and_mul_quant(input, between=torch.float32, quantization=quantization,",
+    ),
+    Mutant(
+        FUSED,
+        "Quantized: a product is rounded although it passes unrounded",
+        "fusednorm/quantized.py",
+        "gated(y, z, out_dtype=between)",
+        "gated(y, z)",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: the halves of a gate change places",
+        "fusednorm/quantized.py",
+        "z, y = halves(gate) if up is None",
+        "y, z = halves(gate) if up is None",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: memory that a gate multiplies is overwritten",
+        "fusednorm/quantized.py",
+        '{"gate": gate, "up": up})',
+        '{"gate": gate})',
+    ),
+    Mutant(
+        SAME,
+        "Distributed: calls that ask for another dtype share a decision",
+        "fusednorm/distributed.py",
+        "_forward, RuntimeSchemaInfo(static_argnum=7)",
+        "_forward",
+    ),
+    Mutant(
+        SAME,
+        "Distributed: a weight that is absent is taken for a bias that is",
+        "fusednorm/distributed.py",
+        "_affine, RuntimeSchemaInfo(static_argnum=1)",
+        "_affine, RuntimeSchemaInfo(static_argnum=5)",
+    ),
+    Mutant(
+        ROW,
+        "Distributed: a gate joins rows that lie in parts",
+        "fusednorm/distributed.py",
+        'operands["y"], operands["z"], whole=0)',
+        'operands["y"], operands["z"])',
+    ),
 )
 
 
@@ -2532,11 +2886,11 @@ def first_failure(folder, mutant):
         others = []
         if mutant.backend == "cuda":
             first = [folder / "tests/test_cuda_launch.py", *first]
-    elif mutant.fault.partition(":")[0] in ONE_FILE:
-        name = f"test_{mutant.fault.partition(':')[0].lower()}"
-        first, others = list(folder.glob(f"tests/**/{name}.py")), []
-        if (folder / f"fusednorm/conformance/{name}.py").exists():
-            others = [f"fusednorm.conformance.{name}"]
+    elif (name := mutant.fault.partition(":")[0]) in ONE_FILE:
+        file = f"test_{name.lower()}.py"
+        first, others = list(folder.glob(f"tests/**/{file}")), []
+        if (folder / "fusednorm" / "conformance" / file).exists():
+            first.append(kit + name.lower())
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
     if done.returncode == 0:
         return None
