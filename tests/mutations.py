@@ -2184,8 +2184,8 @@ MUTANTS = (
         FUSED,
         "Norm_before_add: a gradient of the first weight is lost",
         "cpu/fast_path.c",
-        "return !records && count == ARGUMENTS_OF_CHAIN ? requires_gradient(arguments[FIRST_WEIGHT]) : records;",
-        "return records;",
+        "    if (count == ARGUMENTS_OF_CHAIN) operands[number++] = arguments[FIRST_WEIGHT];\n",
+        "",
     ),
     Mutant(
         FUSED,
@@ -2275,7 +2275,7 @@ MUTANTS = (
         FUSED,
         "Affine: a gradient of the bias is lost",
         "cpu/fast_path.c",
-        "    records = requires_gradient(arguments[BIAS]);\n",
+        "    operands[number++] = arguments[BIAS];\n",
         "",
     ),
     Mutant(
@@ -2457,8 +2457,8 @@ MUTANTS = (
         SAME,
         "Norm_gated: the gradient of a gate is not recorded",
         "cpu/fast_path.c",
-        "if (!records && count == ARGUMENTS_OF_GATE) records = requires_gradient(arguments[ARGUMENTS]);",
-        "if (count == ARGUMENTS_OF_GATE) records = 0;",
+        "    if (count == ARGUMENTS_OF_GATE) operands[number++] = arguments[ARGUMENTS];\n",
+        "",
     ),
     Mutant(
         SAME,
