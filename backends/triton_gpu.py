@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference, triton_host
-from fusednorm.backends.kernel_kinds import UNTRIED, BackwardKind, ForwardKind, QuantizerKind, Share, ceiling
+from fusednorm.backends.kernel_kinds import UNTRIED, BackwardKind, ForwardKind, GateKind, QuantizerKind, Share, ceiling
 from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
 from fusednorm.call import AroundNorm
 
@@ -33,6 +33,9 @@ _TOGETHER = 4096
 
 #: The longest rows whose gradients and share of the weight's fit the registers together.
 _MOST_AT_ONCE = 8192
+
+#: Elements of gates that a program takes, eight to a thread.
+_OF_GATES = 1024
 
 #: Columns of the blocks' shares that a program adds up.
 _ADDED = 32
@@ -108,14 +111,19 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         "ROUND_SUM": kind.round_sum,
         "ROUND_NORM": kind.round_norm,
         "BETWEEN": "" if kind.first is None else "x" if kind.first.between == kind.x else "A",
+        "GATED": "" if kind.gate is None else "before" if kind.gate.between is None else "after",
+        "PASSED": None,
+        "ACTIVATION": kind.gate and kind.gate.activation,
     }
+    if kind.gate is not None and kind.gate.between not in (None, kind.accumulator):
+        constants["PASSED"] = triton_host.type_of(kind.gate.between)
     if tiles == 1:
         constants["ROWS"] = rows
     else:
         kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
         constants |= {"KEPT": kept, "TILES": tiles}
     around, absent = _around(kind)
-    absent += ("first_eps",) * (kind.first is None)
+    absent += ("first_eps",) * (kind.first is None) + ("z_stride", "z_jump") * (kind.gate is None)
     return Variant(
         kernels.forward_tile if tiles == 1 else kernels.forward_wide,
         {
@@ -127,6 +135,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
             "rstd": kind.accumulator if kind.rstd else None,
             "first_weight": kind.first and kind.first.weight,
             "bias": around.bias,
+            "z": kind.gate and kind.gate.z,
         },
         kind.accumulator,
         {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},
@@ -238,7 +247,39 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     return variants
 
 
-_host = Host(forward_variant, backward_variants, launcher)
+def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
+    """The kernel of a gate, or of its backward pass, on GPUs with so many threads in a warp; on this one if None."""
+    from fusednorm.backends import triton_gates as kernels
+
+    tile = min(_OF_GATES, ceiling(max(kind.hidden_size, 16)))
+    rows = _OF_GATES // tile
+    per_program = {"share": Share.ROWS, "per_program": rows}
+    if kind.hidden_size > tile:
+        per_program = {"share": Share.COLUMNS_OF_BLOCKS, "per_program": tile}
+    if kind.d is None:
+        function, dtypes = kernels.gate_tile, {"y": kind.y, "z": kind.z, "out": kind.out}
+    else:
+        operands = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
+        function, dtypes = kernels.gate_backward_tile, operands
+    between = None if kind.between is None else triton_host.type_of(kind.between)
+    constants = {"ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
+    return Variant(
+        function,
+        dtypes,
+        kind.accumulator,
+        {"N": kind.hidden_size, **constants},
+        kind.alignment >= 16,
+        bits=INTERPRETED,
+        warps=_OF_GATES // (8 * (lanes or warp_size())),
+        two_levels=kind.two_levels,
+        **per_program,
+    )
+
+
+_host = Host(forward_variant, backward_variants, launcher, gate_variant=gate_variant)
 forward = _host.forward
 quantize = _host.quantize
+gate = _host.gate
+gate_backward = _host.gate
+norm_gated = _host.norm_gated
 backward = _host.backward

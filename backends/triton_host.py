@@ -22,6 +22,7 @@ from fusednorm import packing
 from fusednorm.backends.kernel_kinds import (
     BackwardKind,
     ForwardKind,
+    GateKind,
     Share,
     blocks_of,
     check_addresses,
@@ -29,7 +30,7 @@ from fusednorm.backends.kernel_kinds import (
     programs,
     scratch_of,
 )
-from fusednorm.call import AroundNorm, Backward, Forward, Quantize
+from fusednorm.call import AroundNorm, Backward, Forward, Gate, GateBackward, NormGated, Quantize
 from fusednorm.registry import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
@@ -198,6 +199,13 @@ class Variant:
         return found
 
 
+def type_of(dtype: torch.dtype) -> Any:
+    """Triton's type of stored values; bfloat16 goes by its bits in the interpreter."""
+    import triton.language as tl
+
+    return tl.uint16 if INTERPRETED and dtype == torch.bfloat16 else getattr(tl, str(dtype)[6:])
+
+
 class NotCachedError(Exception):
     """A variant is not in Triton's cache."""
 
@@ -293,16 +301,23 @@ def pointer_or_null(tensor: Tensor | None) -> Any:
 #: What a kernel is given where there is no bias and one row for all heads, and x is not scaled.
 _NOTHING_AROUND = dict.fromkeys(("bias", "weight_stride", "bias_stride", "heads", "x_scale"))
 
+#: The same where there is no gate.
+_NO_GATE = dict.fromkeys(("z", "z_stride", "z_jump"))
+
 #: What only a norm before a quantizer has: operands, and numbers.
 _OPERANDS = ("residual", "weight", "out", "residual_out")
 _NUMBERS = ("eps", "weight_offset", *(f"{name}_{what}" for name in _OPERANDS for what in ("stride", "jump")))
 
 #: The names of the strides and jumps of a forward pass's operands, and of a backward pass's.
 _OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residual", "out", "residual_out"))
+_OF_GATE = tuple((f"{name}_stride", f"{name}_jump") for name in ("y", "z", "out"))
+_OF_GATE_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("d", "y", "z", "dy", "dz"))
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
 
-def _places(call: Forward | Backward, names: tuple[tuple[str, str], ...]) -> dict[str, int | None]:
+def _places(
+    call: Forward | Backward | Gate | GateBackward, names: tuple[tuple[str, str], ...]
+) -> dict[str, int | None]:
     """Where rows lie, as ``rows_at`` in ``triton_kernels.py`` takes it."""
     inner = None if call.inner == call.rows else call.inner
     places = {"inner": inner}
@@ -332,6 +347,7 @@ class Host:
     pointer: Callable[[Tensor | None], Any] = pointer
     #: Whether kernels read operands that begin between two elements.
     unaligned: bool = False
+    gate_variant: Callable[[GateKind], Variant] | None = None
     #: The launchers of each kind of call on each device.
     held: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
     #: All launchers: several kinds of calls may share one.
@@ -347,7 +363,10 @@ class Host:
         self.launchers.clear()
 
     def _hold(
-        self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Forward | Backward | Quantize
+        self,
+        key: tuple[Any, ...],
+        variants: Mapping[str, Variant],
+        call: Forward | Backward | Quantize | Gate | GateBackward | NormGated,
     ) -> list[Any]:
         if not self.unaligned:
             check_addresses(call)
@@ -365,7 +384,7 @@ class Host:
         kind = ForwardKind.of(call)
         return kind, self._held_for(kind, call.operation.device, call)
 
-    def _held_for(self, kind: ForwardKind, device: torch.device, call: Forward | Quantize) -> Any:
+    def _held_for(self, kind: ForwardKind, device: torch.device, call: Forward | Quantize | NormGated) -> Any:
         """What launches the kernel of a kind of call on a device."""
         key = (device.index, kind)
         held = self.held.get(key) or self._hold(key, {"forward": self.forward_variant(kind)}, call)
@@ -403,6 +422,7 @@ class Host:
             "first_weight": self.pointer(call.first_weight),
             "first_eps": None if call.operation.first is None else call.first_eps,
             **(_NOTHING_AROUND if call.operation.around is None else self._around(call, call.operation.around)),
+            **_NO_GATE,
         }
 
     def forward(self, call: Forward) -> None:
@@ -430,6 +450,29 @@ class Host:
         with _current(call.out.device):
             launch = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
             launch(-(-call.rows // launch.variant.per_program), values)
+
+    def gate(self, call: Gate | GateBackward) -> None:
+        """Launches the kernel of a gate, or of its backward pass."""
+        values = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD)
+        given = {name: self.pointer(t) for name, t in call._asdict().items() if isinstance(t, Tensor) or t is None}
+        kind, device = GateKind.of(call), call.y.device
+        key = (device.index, kind)
+        assert self.gate_variant is not None
+        with _current(device):
+            (launch,) = self.held.get(key) or self._hold(key, {"gate": self.gate_variant(kind)}, call)
+            number = launch.variant.programs(call.rows, call.hidden_size, 1, call.rows)
+            launch(number, {**values, **given, "rows": call.rows})
+
+    def norm_gated(self, call: NormGated) -> None:
+        """Launches the kernel that normalises rows and gates them, in the order that the call says."""
+        norm, (outer_stride, stride) = call.norm, call.z_strides
+        values = self._operands(norm)
+        jump = None if values["inner"] is None else outer_stride - norm.inner * stride
+        values |= {"z": self.pointer(call.z), "z_stride": stride, "z_jump": jump}
+        device = norm.operation.device
+        with _current(device):
+            launch = self._held_for(ForwardKind.of_gated(call), device, call)
+            launch(-(-norm.rows // launch.variant.per_program), values)
 
     def backward(self, call: Backward) -> None:
         """Launches kernels; see :class:`fusednorm.registry.Backend`."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fusednorm.backends.triton_gates import between, gated
 from fusednorm.backends.triton_numbers import (
-    gain,
     halved,
     halved_first,
     narrowed,
@@ -27,6 +27,7 @@ from fusednorm.backends.triton_numbers import (
 )
 from fusednorm.backends.triton_tiles import (
     columns_of_tile,
+    gain_at,
     loaded,
     per_element,
     rows_of_tile,
@@ -71,12 +72,6 @@ def added(
 
 
 @triton.jit
-def gain_at(weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
-    """The gain of these columns."""
-    return gain(loaded(weight + column, inside, A), weight_offset, OFFSET, A)
-
-
-@triton.jit
 def forward_tile(
     x,
     residual,
@@ -103,19 +98,28 @@ def forward_tile(
     bias_stride,
     heads,
     x_scale,
+    z,
+    z_stride,
+    z_jump,
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
     ROUND_SUM: tl.constexpr,
     ROUND_NORM: tl.constexpr,
     BETWEEN: tl.constexpr,
+    GATED: tl.constexpr,
+    PASSED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """ROWS whole rows per program, each kept in registers."""
+    """ROWS whole rows per program, each kept in registers.
+
+    GATED: the gate z comes "before" the norm, or "after" it, with rows rounded to PASSED between (None: they are not).
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
@@ -146,6 +150,9 @@ def forward_tile(
         ROUND_NORM,
         A,
     )
+    z_rows = rows_at(z, row, z_stride, z_jump, inner)
+    if GATED == "before":
+        h = gated(h, z_rows + column, inside, ACTIVATION, A)
     if out is not None:
         # Now, so that it is there when the sum is.
         weight_rows = row_of_heads(weight, row, weight_stride, heads)
@@ -160,6 +167,8 @@ def forward_tile(
         y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, X, ROUND_NORM, A)
         if b is not None:
             y = y + widened(b, A)
+        if GATED == "after":
+            y = gated(between(y, PASSED, A), z_rows + column, inside, ACTIVATION, A)
         out_rows = rows_at(out, row, out_stride, out_jump, inner)
         tl.store(out_rows + column, narrowed(y, out.dtype.element_ty), mask=inside)
 
@@ -191,12 +200,18 @@ def forward_wide(
     bias_stride,
     heads,
     x_scale,
+    z,
+    z_stride,
+    z_jump,
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
     ROUND_SUM: tl.constexpr,
     ROUND_NORM: tl.constexpr,
     BETWEEN: tl.constexpr,
+    GATED: tl.constexpr,
+    PASSED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     KEPT: tl.constexpr,
     TILES: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -214,6 +229,7 @@ def forward_wide(
     x_row, out_row = rows_at(x, row, x_stride, x_jump, inner), rows_at(out, row, out_stride, out_jump, inner)
     residual_row = rows_at(residual, row, residual_stride, residual_jump, inner)
     residual_out_row = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
+    z_row = rows_at(z, row, z_stride, z_jump, inner)
     weight_row = row_of_heads(weight, row, weight_stride, heads)
     bias_row = row_of_heads(bias, row, bias_stride, heads)
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
@@ -247,6 +263,8 @@ def forward_wide(
             ROUND_NORM,
             A,
         )
+        if GATED == "before":
+            h = gated(h, z_row + at, inside, ACTIVATION, A)
         if out is not None:
             sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
     if out is not None:
@@ -277,10 +295,14 @@ def forward_wide(
                     ROUND_NORM,
                     A,
                 )
+            if GATED == "before":
+                h = gated(h, z_row + at, inside, ACTIVATION, A)
             g = None if weight is None else gain_at(weight_row, at, inside, weight_offset, OFFSET, A)
             y = normalised(h, row_rstd, g, X, ROUND_NORM, A)
             if bias is not None:
                 y = y + loaded(bias_row + at, inside, A)
+            if GATED == "after":
+                y = gated(between(y, PASSED, A), z_row + at, inside, ACTIVATION, A)
             tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
 
 

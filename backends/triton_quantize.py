@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_kernels import added, gain_at
+from fusednorm.backends.triton_kernels import added
 from fusednorm.backends.triton_numbers import narrowed, normalised, quotient, row_of_heads, rows_at, rstd_of, widened
 from fusednorm.backends.triton_tiles import (
     columns_of_tile,
+    gain_at,
     loaded,
     per_element,
     rows_of_tile,

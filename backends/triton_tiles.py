@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_numbers import halved, halved_first, widened
+from fusednorm.backends.triton_numbers import gain, halved, halved_first, widened
 
 
 @triton.jit
@@ -95,3 +95,9 @@ def stored(pointers, inside):
 def loaded(pointers, inside, A: tl.constexpr):
     """What lies there as ``A``."""
     return widened(stored(pointers, inside), A)
+
+
+@triton.jit
+def gain_at(weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
+    """The gain of these columns."""
+    return gain(loaded(weight + column, inside, A), weight_offset, OFFSET, A)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from fusednorm.devices import present
+from fusednorm.gated import gate, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
@@ -33,6 +35,7 @@ def prewarm(
     training: bool = False,
     norm_before_add: bool = False,
     quantization: Quantization | None = None,
+    activation: str | None = None,
 ) -> None:
     """Compiles and loads the kernels of a kind of call, so that no later call waits for a compiler.
 
@@ -56,6 +59,8 @@ def prewarm(
         norm_before_add: also prepare ``rms_norm_add`` and ``rms_norm_add_rms_norm``.
         quantization: also prepare ``rms_norm_quant``, ``fused_add_rms_norm_quant`` and ``quantize`` with it, without
             ``between`` and ``normed_out``.
+        activation: also prepare :func:`fusednorm.gate` with it, ``silu_and_mul`` or ``gelu_tanh_and_mul`` (of two
+            tensors, and of one that holds both), and ``rms_norm_gated`` with the norm first, all without ``between``.
 
     Raises:
         BackendError: no requested backend can take such calls.
@@ -94,6 +99,8 @@ def prewarm(
                     total = rms_norm_add(x, residual, one, **flags)
                     both = rms_norm_add_rms_norm(x, residual, one, one, round_sum=round_sum, **flags)
                     outputs = (*outputs, total, *both)
+                if activation is not None:
+                    outputs = (*outputs, *_gated(x, one, activation, flags, offset))
             if gradients:
                 torch.autograd.grad((y, *outputs), leaves, [torch.zeros_like(t) for t in (y, *outputs)])
             elif quantization is not None:
@@ -102,6 +109,19 @@ def prewarm(
                     x, residual, one, quantization=quantization, **given, **flags, round_sum=round_sum
                 )
                 quantize(x, quantization, **given)
+
+
+def _gated(
+    x: torch.Tensor, weight: torch.Tensor | None, activation: str, flags: dict[str, Any], offset: int
+) -> tuple[torch.Tensor, ...]:
+    """The results of calls with a gate, which is x itself."""
+    found = [gate(x, x, activation=activation), rms_norm_gated(x, x, weight, activation=activation, **flags)]
+    together = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}.get(activation)
+    if together is not None:
+        # Two rows: of one, both halves lie as if they were alone.
+        both = _zeros((2, 2 * x.shape[-1]), x.dtype, x.device, offset).requires_grad_(x.requires_grad)
+        found += [together(x, x), together(both)]
+    return tuple(found)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, offset: int) -> torch.Tensor:

@@ -312,6 +312,31 @@ def test_prewarm_loads_all_that_quantized_calls_will_need(monkeypatch):
     assert names == []
 
 
+@pytest.mark.parametrize(("training", "dtype"), [(False, BF16), (True, F16)])
+def test_prewarm_loads_all_that_calls_with_a_gate_will_need(training, dtype, monkeypatch):
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    with fusednorm.use_backend("cuda"):
+        fusednorm.prewarm(136, dtype, activation="silu", training=training)
+        assert set(names) >= {"forward", "gate", *["gate_backward"] * training}
+        names.clear()
+        for offset in (0, 1):
+            x = torch.zeros(6 * 136 + offset, dtype=dtype)[offset:].view(6, 136).requires_grad_(training)
+            both = torch.zeros(12 * 136 + offset, dtype=dtype)[offset:].view(6, 272).requires_grad_(training)
+            weight = torch.zeros(136 + offset, dtype=dtype)[offset:].requires_grad_(training)
+            for function in (
+                lambda: fusednorm.gate(x, x),  # noqa: B023
+                lambda: fusednorm.silu_and_mul(x, x),  # noqa: B023
+                lambda: fusednorm.silu_and_mul(both),  # noqa: B023
+                lambda: fusednorm.rms_norm_gated(x, x, weight),  # noqa: B023
+            ):
+                found = function()
+                if training:
+                    found.backward(torch.zeros_like(found))
+    assert names == []
+
+
 def test_quantized_long_rows_in_place():
     """A row that is read once more for its scale is not changed before."""
     case = Case(rows=2, hidden=140_008).of(BF16, round_sum=False)

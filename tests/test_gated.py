@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import exponential
+import numpy
 import pytest
 import torch
 
@@ -25,9 +26,12 @@ def test_constants_are_those_of_the_script(name):
     scheme = activations.SCHEMES[getattr(torch, name)]
     assert {key: getattr(scheme, key) for key in found} == found
     wanted = {*found.pop("coefficients")[1:], *found.values()}  # without 1/2
-    for path in ("cpu/gate_body.h", "docs/spec.md"):
+    for path in ("cpu/gate_body.h", "csrc/activations.cuh", "docs/spec.md"):
         written = re.findall(r"\b0x[0-9a-f.]+p[-+]\d+", (ROOT / path).read_text())
         assert wanted <= set(map(float.fromhex, written)), path
+    written = map(float, re.findall(r"\b\d\.\d+(?:e[-+]\d+)?\b", (ROOT / "backends/triton_gates.py").read_text()))
+    rounded = numpy.float32 if name == "float32" else float
+    assert set(map(rounded, wanted)) <= set(map(rounded, written))
 
 
 def test_the_exponential_in_float64():

@@ -198,6 +198,19 @@ def test_integers(instruction, operands, expected):
     assert found[0].item() & mask == expected & mask
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(F16, "f16"), (BF16, "bf16")])
+def test_comparisons_of_16_bits(dtype, name):
+    values = torch.tensor([-80.0, -80.5, 0.0, -0.0, torch.nan, torch.inf], dtype=dtype)
+    a, b = values.repeat_interleave(6), values.repeat(6)
+    for sign, function in (("lt", torch.lt), ("le", torch.le), ("gt", torch.gt), ("ge", torch.ge), ("eq", torch.eq)):
+        for unordered in ("", "u") if sign in ("lt", "gt") else ("",):  # true where an operand is a NaN
+            body = "cvt.u16.u64 %h0, %x; cvt.u16.u64 %h1, %y; mov.u64 %z, 0;"
+            body += f"setp.{sign}{unordered}.{name} %p0, %h0, %h1; selp.b64 %z, 1, 0, %p0;"
+            found = in_parts(LOAD + body + STORE, *(bits(t, dtype, torch.int16) for t in (a, b))).bool()
+            expected = function(a, b) | (a.isnan() | b.isnan() if unordered else False)
+            assert torch.equal(found, expected), (sign, unordered)
+
+
 def test_the_lesser_and_the_greater():
     """The number where one of two is a NaN; -0 is less than +0."""
     a = torch.tensor([1.5, -1.5, torch.nan, 2.0, torch.nan, -0.0, 0.0, torch.inf])

@@ -16,7 +16,7 @@ import torch
 import fusednorm
 from fusednorm import Quantization
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, QuantizerKind
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
 from fusednorm.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.run import backward as differentiate
@@ -302,6 +302,74 @@ def test_a_launch_of_a_quantizer(launches, monkeypatch):
     assert (given["x_stride"], given["numbers_stride"], given["scale_stride"]) == (8192, 4096, 1)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "activation"),
+    [(75, BF16, "silu"), (90, BF16, "gelu_tanh"), (90, F64, "silu"), (100, F32, "sigmoid")],
+    ids=str,
+)
+def test_a_gate(capability, dtype, activation):
+    """Nothing spilled, every operation rounded by itself, few of them for an exponential, and whole vectors."""
+    for d in (None, dtype):
+        kind = GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, 16)
+        variant = triton_gpu.gate_variant(kind, 32)
+        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        ptx = kernel.asm["ptx"]
+        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
+        registers, stack = resources(kernel)
+        assert stack == 0
+        assert registers <= (128 if dtype == F64 else 64)
+        assert set(accesses(ptx, "ld")) == set(accesses(ptx, "st")) == {16}
+        assert len(accesses(ptx, "ld")) == (2 if d is None else 3) * dtype.itemsize // 2
+        real = "f64" if dtype == F64 else "f32"
+        counted = len(re.findall(rf"\b(?:add|sub|mul)\.(?:rn\.)?{real}\b", ptx))
+        assert counted <= 8 * (62 if dtype == F64 else 48), counted / 8
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size"), [(75, F16, 4096), (90, BF16, 128), (90, F32, 7168), (100, BF16, 65536)], ids=str
+)
+def test_a_norm_with_a_gate(capability, dtype, size):
+    """Nothing spilled, every operation rounded by itself, and whole vectors, in either order."""
+    for between in (dtype, F32, None):
+        gate = GateOfNorm("silu", dtype, between)
+        kind = ForwardKind(dtype, None, dtype, dtype, None, size, True, False, False, False, 16, gate=gate)
+        variant = triton_gpu.forward_variant(kind, 32)
+        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        ptx = kernel.asm["ptx"]
+        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
+        registers, stack = resources(kernel)
+        assert stack == 0
+        assert registers * 32 * variant.warps <= 65536
+        assert set(accesses(ptx, "ld")) == set(accesses(ptx, "st")) == {16}
+
+
+@pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)
+def test_gates_on_amd(target):
+    """Nothing fused or approximate but in what divides, nothing flushed, nothing spilled."""
+    for d in (None, BF16):
+        variant = triton_gpu.gate_variant(GateKind(d, BF16, F32, F32, d, "gelu_tanh", BF16, 4000, 16), target.warp_size)
+        kernel = triton_host.compiled(variant, target)
+        assert unlike_the_source("rows", BF16, kernel) == []
+        assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])) == {"0"}
+
+
+def test_a_launch_of_gates(launches, monkeypatch):
+    """One kernel for each pass and row length; other rows and strides never compile again."""
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    wide = torch.zeros(9, 8192, dtype=BF16)
+    with fusednorm.use_backend("triton"):
+        for rows in (2, 9):
+            leaves = [wide[:rows, :4096].clone().requires_grad_() for _ in range(2)]
+            out = fusednorm.gate(*leaves)
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
+            fusednorm.rms_norm_gated(wide[:rows, 4096:], wide[:rows, :4096])
+            fusednorm.gate(wide[:rows, 4096:], wide[:rows, :4096])
+            fusednorm.gate(wide[:rows, :100].clone(), wide[:rows, :100].clone())
+    names = [variant.function.__name__ for variant in launches.compiled]
+    assert names == ["gate_tile", "gate_backward_tile", "forward_tile", "gate_tile"]
+    assert [call[0] for call in launches.calls[-5:]] == [(36, 1, 1), (36, 1, 1), (9, 1, 1), (36, 1, 1), (2, 1, 1)]
+
+
 @pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)
 def test_what_is_around_a_norm_on_amd(target):
     """The same as without it; but for heads, whose numbers are divided by way of floating-point numbers."""
@@ -408,8 +476,8 @@ def test_a_launch(launches):
     assert grid == (2, 1, 1)  # four rows per program
     assert arguments[:5] == pointers
     assert arguments[5:10] == [None, 1024, 1024, 1024, 1024]
-    # After what only rows in two levels need; then what only a norm before the addition has, and what is around a norm.
-    assert arguments[15:26] == [5, 1e-6, 0.0, *[None] * 7, 1024]
+    # After what only rows in two levels need; then what is before the addition or around a norm, and a gate.
+    assert arguments[15:29] == [5, 1e-6, 0.0, *[None] * 10, 1024]
     assert len(arguments) == len(launches.compiled[0].function.arg_names)
 
 
@@ -576,8 +644,8 @@ def test_tritons_own_code_calls_its_launcher(monkeypatch):
     run(triton_gpu, x, residual, weight)
     ours, names = Nothing.given, triton_kernels.forward_tile.arg_names
     variant = forward(BF16, BF16, BF16, 1024, 32)
-    # No jumps, because rows lie in one level, no norm before the addition, and nothing around a norm.
-    numbers = (*[1024] * 4, *[None] * 5, 5, 1e-6, 0.0, *[None] * 7)
+    # No jumps, because rows lie in one level, no norm before the addition, nothing around a norm, and no gate.
+    numbers = (*[1024] * 4, *[None] * 5, 5, 1e-6, 0.0, *[None] * 10)
     total, out = torch.empty_like(residual), torch.empty_like(x)
     options = {"num_warps": variant.warps, "enable_fp_fusion": False}
     variant.function[(2,)](x, residual, weight, out, total, None, *numbers, **variant.all_constants(), **options)

@@ -279,6 +279,17 @@ template <class T> void add_comparisons(Table& to, const std::string& type) {
     }
 }
 
+// The same of halves and bfloat16.
+template <auto WIDE> void add_narrow_comparisons(Table& to, const std::string& type) {
+    add_comparison<u16, [](u16 a, u16 b) { return WIDE(a) == WIDE(b); }>(to, "eq", type);
+    add_comparison<u16, [](u16 a, u16 b) { return WIDE(a) < WIDE(b); }>(to, "lt", type);
+    add_comparison<u16, [](u16 a, u16 b) { return WIDE(a) <= WIDE(b); }>(to, "le", type);
+    add_comparison<u16, [](u16 a, u16 b) { return WIDE(b) < WIDE(a); }>(to, "gt", type);
+    add_comparison<u16, [](u16 a, u16 b) { return WIDE(b) <= WIDE(a); }>(to, "ge", type);
+    add_comparison<u16, [](u16 a, u16 b) { return !(WIDE(b) <= WIDE(a)); }>(to, "ltu", type);
+    add_comparison<u16, [](u16 a, u16 b) { return !(WIDE(a) <= WIDE(b)); }>(to, "gtu", type);
+}
+
 // The lesser number, and the number where one operand is a NaN. -0 is less than +0.
 template <class T> T least(T a, T b) {
     if (a != a || b != b) return a != a ? b : a;
@@ -351,6 +362,8 @@ Table table() {
     add_comparisons<u64>(to, "b64");
     add_comparisons<float>(to, "f32");
     add_comparisons<double>(to, "f64");
+    add_narrow_comparisons<of_half>(to, "f16");
+    add_narrow_comparisons<of_bfloat16>(to, "bf16");
     add_floats<float>(to, "f32");
     add_floats<double>(to, "f64");
     add_conversions<short>(to, "s16");

@@ -1,0 +1,225 @@
+"""Gates in Triton: sigmoid, silu and gelu_tanh as docs/spec.md, section 10, defines them, and the kernels of gates.
+
+``tests/exponential.py`` computes the constants.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusednorm.backends.triton_numbers import narrowed, quotient, rows_at, widened
+from fusednorm.backends.triton_tiles import loaded
+
+
+@triton.jit
+def constant(like, number: tl.constexpr, A: tl.constexpr):
+    """A number for each element of a tensor."""
+    return tl.full(like.shape, number, A)
+
+
+@triton.jit
+def no_less(value, least: tl.constexpr, A: tl.constexpr):
+    """The greater one; a NaN stays."""
+    return tl.where(value < constant(value, least, A), constant(value, least, A), value)
+
+
+@triton.jit
+def pair(r, even: tl.constexpr, odd: tl.constexpr, A: tl.constexpr):
+    """Two terms of the polynomial."""
+    return constant(r, odd, A) * r + constant(r, even, A)
+
+
+@triton.jit
+def exponential(t, A: tl.constexpr):
+    """exp(t) as a number near 1, and the exponent of 2 that it is multiplied with, plus twice the bias of exponents."""
+    if A == tl.float64:
+        shifted = t * constant(t, 1.4426950408889634, A) + constant(t, 6755399441055744.0, A)
+        k = shifted - constant(t, 6755399441055744.0, A)
+        r = (t - k * constant(t, 0.6931471805598903, A)) - k * constant(t, 5.497923018708371e-14, A)
+        q = r * r
+        c = pair(r, 2.091968294911386e-09, 1.491964640100774e-10, A)
+        c = c * q + pair(r, 2.7557258593055556e-07, 2.5056429617706943e-08, A)
+        c = c * q + pair(r, 2.4801587341355542e-05, 2.7557313100394887e-06, A)
+        c = c * q + pair(r, 0.0013888888888877072, 0.00019841269845288366, A)
+        c = c * q + pair(r, 0.04166666666666668, 0.00833333333333214, A)
+        c = c * q + pair(r, 0.5, 0.16666666666666669, A)
+        exponent = shifted.to(tl.int64, bitcast=True) - (0x4338000000000000 - 2046)
+    else:
+        shifted = t * constant(t, 1.4426950216293335, A) + constant(t, 12582912.0, A)
+        k = shifted - constant(t, 12582912.0, A)
+        r = (t - k * constant(t, 0.693145751953125, A)) - k * constant(t, 1.428606765330187e-06, A)
+        q = r * r
+        c = pair(r, 0.0013933278387412429, 0.00017366002430208027, A)
+        c = c * q + pair(r, 0.041666481643915176, 0.008337817154824734, A)
+        c = c * q + pair(r, 0.5, 0.16666647791862488, A)
+        exponent = shifted.to(tl.int32, bitcast=True) - (0x4B400000 - 254)
+    return c * q + r + constant(t, 1.0, A), exponent
+
+
+@triton.jit
+def power(exponent, A: tl.constexpr):
+    """2 to an exponent that the bias has been added to."""
+    if A == tl.float64:
+        return (exponent << 52).to(tl.float64, bitcast=True)
+    else:
+        return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_by(value, p, exponent, A: tl.constexpr):
+    """value * exp(t). The last product alone may be subnormal."""
+    half = exponent >> 1
+    return value * p * power(half, A) * power(exponent - half, A)
+
+
+@triton.jit
+def argument(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+    """What the function passes to the sigmoid."""
+    if ACTIVATION == "gelu_tanh":
+        return (z + z * z * z * constant(z, 0.044715, A)) * constant(z, 1.5957691216057308, A)
+    else:
+        return z
+
+
+@triton.jit
+def product(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+    """The function of a gate, whether its argument is low, and exp(-v); exp(v) where the argument v is low."""
+    v = argument(z, ACTIVATION, A)
+    low = v < constant(v, -680.0 if A == tl.float64 else -80.0, A)
+    LEAST: tl.constexpr = -760.0 if A == tl.float64 else -110.0
+    p, exponent = exponential(no_less(tl.where(low, v, -v), LEAST, A), A)
+    one = constant(v, 1.0, A)
+    e = scaled_by(one, p, exponent, A)
+    factor = one if ACTIVATION == "sigmoid" else z
+    # Not factor * e: where e is subnormal, it has lost bits. factor - factor is 0, or NaN for an infinity.
+    of_low = scaled_by(no_less(factor, LEAST, A), p, exponent, A) + (factor - factor)
+    return quotient(tl.where(low, of_low, factor), one + e, A), low, e
+
+
+@triton.jit
+def activated(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+    """The function of a gate."""
+    f, _, _ = product(z, ACTIVATION, A)
+    return f
+
+
+@triton.jit
+def activated_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+    """The function of a gate, and its derivative."""
+    f, low, e = product(z, ACTIVATION, A)
+    one = constant(z, 1.0, A)
+    s = quotient(tl.where(low, e, one), one + e, A)
+    slope = f * tl.where(low, one, e * s)
+    if ACTIVATION == "gelu_tanh":
+        # Beyond these numbers the function is z or 0, and the square of the argument would be infinite.
+        m = no_less(z, -64.0, A)
+        m = tl.where(m > constant(m, 64.0, A), constant(m, 64.0, A), m)
+        slope = slope * ((m * m * constant(m, 0.134145, A) + one) * constant(m, 1.5957691216057308, A))
+    if ACTIVATION != "sigmoid":
+        slope = s + slope
+    return f, slope
+
+
+@triton.jit
+def between(value, TYPE: tl.constexpr, A: tl.constexpr):
+    """Values rounded to the type that passes between a function and a product; None: not rounded."""
+    if TYPE is not None:
+        value = widened(narrowed(value, TYPE), A)
+    return value
+
+
+@triton.jit
+def gated(values, pointers, inside, ACTIVATION: tl.constexpr, A: tl.constexpr):
+    """Values times the function of the gates that lie there."""
+    return values * activated(loaded(pointers, inside, A), ACTIVATION, A)
+
+
+@triton.jit
+def place_of_tile(N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The rows and the columns that a program takes: TILE columns of ROWS rows."""
+    TILES: tl.constexpr = (N + TILE - 1) // TILE
+    row = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    return row, tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)[None, :]
+
+
+@triton.jit
+def there(row, column, rows, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Whether elements exist; None where all do."""
+    if ROWS == 1:
+        return None if N % TILE == 0 else column < N
+    elif N == TILE:
+        return row < rows
+    else:
+        return (column < N) & (row < rows)
+
+
+@triton.jit
+def gate_tile(
+    y,
+    z,
+    out,
+    y_stride,
+    z_stride,
+    out_stride,
+    inner,
+    y_jump,
+    z_jump,
+    out_jump,
+    rows,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BETWEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Rows times a function of other rows."""
+    row, column = place_of_tile(N, ROWS, TILE)
+    inside = there(row, column, rows, N, ROWS, TILE)
+    gates = loaded(rows_at(z, row, z_stride, z_jump, inner) + column, inside, A)
+    values = loaded(rows_at(y, row, y_stride, y_jump, inner) + column, inside, A)
+    values = values * between(activated(gates, ACTIVATION, A), BETWEEN, A)
+    out_rows = rows_at(out, row, out_stride, out_jump, inner)
+    tl.store(out_rows + column, narrowed(values, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate_backward_tile(
+    d,
+    y,
+    z,
+    dy,
+    dz,
+    d_stride,
+    y_stride,
+    z_stride,
+    dy_stride,
+    dz_stride,
+    inner,
+    d_jump,
+    y_jump,
+    z_jump,
+    dy_jump,
+    dz_jump,
+    rows,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BETWEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The gradients of rows times a function of other rows."""
+    row, column = place_of_tile(N, ROWS, TILE)
+    inside = there(row, column, rows, N, ROWS, TILE)
+    gates = loaded(rows_at(z, row, z_stride, z_jump, inner) + column, inside, A)
+    incoming = loaded(rows_at(d, row, d_stride, d_jump, inner) + column, inside, A)
+    f, slope = activated_and_slope(gates, ACTIVATION, A)
+    if dz is not None:
+        of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner) + column, inside, A)
+        found = narrowed(between(of_f, BETWEEN, A) * slope, dz.dtype.element_ty)
+        tl.store(rows_at(dz, row, dz_stride, dz_jump, inner) + column, found, mask=inside)
+    if dy is not None:
+        found = narrowed(incoming * between(f, BETWEEN, A), dy.dtype.element_ty)
+        tl.store(rows_at(dy, row, dy_stride, dy_jump, inner) + column, found, mask=inside)
