@@ -57,6 +57,7 @@ typedef struct {
 fn_extent fn_extent_of(const struct fn_call *c, int operand);
 fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden);
 int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
+PyObject *fn_empty_like(PyObject *x); /* NULL with a Python error, as from the next one */
 /* A new tensor like x, of this shape and of these keywords unless they are NULL; or the one given. NULL with a Python error. */
 PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords);
 PyObject *fn_shape(const tensor *x, int64_t last); /* x's shape with another last size; NULL with a Python error */
