@@ -11,7 +11,7 @@ from fusednorm import listeners, plain, run, run_rotated
 from fusednorm.autograd import new_rstd
 from fusednorm.call import Flags, HeadsNorm, operation_of
 from fusednorm.ops import rms_norm
-from fusednorm.run_rotated import Head, Turn
+from fusednorm.run_rotated import Head, Rotator, Turn
 from fusednorm.tables import rows_for
 
 
@@ -56,29 +56,28 @@ def composed(
     return found[0], found[1]
 
 
-def differentiable_in_one_call(operands: tuple[Tensor | None, ...], how: How) -> bool:
-    """Whether :class:`NormalisedAndRotated` takes the operands of :func:`composed`."""
+def rotator_with_gradients(operands: tuple[Tensor | None, ...], how: How) -> Rotator | None:
+    """The function with which :class:`NormalisedAndRotated` takes the operands of :func:`composed`, or None."""
     q, k, q_weight, k_weight, cos, *_ = operands
     if how.norm is None or cos is None or q is None or k is None:
-        return False
+        return None
     if any(weight is not None and weight.dim() == 2 for weight in (q_weight, k_weight)):
-        return False
-    return run_rotated.rotator_of((Head(q, q_weight), Head(k, k_weight)), how.norm, how.between) is not None
+        return None
+    return run_rotated.rotator_of((Head(q, q_weight), Head(k, k_weight)), how.norm, how.between)
 
 
 class NormalisedAndRotated(torch.autograd.Function):
-    """The operands of :func:`composed` -> q and k, in one call of a backend that can rotate."""
+    """The operands of :func:`composed`, and a backend's function -> q and k, in one call of it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """See :func:`composed`."""
-        q, k, q_weight, k_weight, cos, sin, positions, how = inputs
+        q, k, q_weight, k_weight, cos, sin, positions, how, ctx.rotate = inputs
         rstds = new_rstd(q), new_rstd(k)
         heads = Head(q, q_weight, None, rstds[0]), Head(k, k_weight, None, rstds[1])
-        ctx.rotate = run_rotated.rotator_of(heads, how.norm, how.between)
         found = run_rotated.forward(heads, how.norm, how.between, how.turn(q, cos, sin, positions), None, ctx.rotate)
         assert found is not None
-        ctx.save_for_backward(*inputs[:-1], *rstds)
+        ctx.save_for_backward(*inputs[:-2], *rstds)
         ctx.set_materialize_grads(False)
         ctx.how = how
         flags = Flags(how.norm.eps, how.norm.weight_offset, True, how.norm.round_norm, how.between)
@@ -93,7 +92,7 @@ class NormalisedAndRotated(torch.autograd.Function):
         operands = (q, k, q_weight, k_weight, cos, sin, positions)
         needs, how = ctx.needs_input_grad[:4], ctx.how
         here = [set_ for set_ in (0, 1) if incoming[set_] is not None and (needs[set_] or needs[2 + set_])]
-        found: list[Tensor | None] = [None] * (len(operands) + 1)
+        found: list[Tensor | None] = [None] * (len(operands) + 2)
         if not here:
             return tuple(found)
         given = [d for d in incoming if d is not None]

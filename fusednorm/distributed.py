@@ -233,8 +233,8 @@ def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSc
     _register_rule(getattr(torch.ops.fusednorm, name).default, rule, schema_info)
 
 
-# DTensor keeps its decisions. It tells calls apart by their DTensors and by all arguments from `static_argnum` on. They
-# determine the dtypes of the outputs, and which of several tensors is absent.
+# DTensor keeps its decisions. It tells calls apart by their DTensors and all arguments from `static_argnum` on. These
+# determine the dtypes of the outputs, or which of them there are.
 _register("fused_add_rms_norm", _forward, RuntimeSchemaInfo(static_argnum=7))
 _register("rms_norm", _forward, RuntimeSchemaInfo(static_argnum=6))
 _register("fused_add_rms_norm_", _in_place)
@@ -242,8 +242,8 @@ _register("rms_norm_", _in_place)
 _register("into", _in_place)
 _register("add", _forward, RuntimeSchemaInfo(static_argnum=2))
 _register("scale", _forward)
-_register("affine", _affine, RuntimeSchemaInfo(static_argnum=1))
-_register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=2))
+_register("affine", _affine, RuntimeSchemaInfo(static_argnum=5))
+_register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=5))
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
 _register("rotate", _rotate, RuntimeSchemaInfo(static_argnum=5))
 _register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))

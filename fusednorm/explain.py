@@ -30,12 +30,14 @@ from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms
 from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import Explanation, choose
+from fusednorm.rotation import qk_norm_rope, qk_norm_rope_, rotate
 from fusednorm.run_quantized import quantizer_of
 
 _WITH_RESIDUAL = (fused_add_rms_norm, fused_add_rms_norm_, fused_add_rms_norm_quant)
 _NORM_GATED = (rms_norm_gated, rms_norm_gated_)
 _GATED = (gate, gate_, silu_and_mul, gelu_tanh_and_mul, *_NORM_GATED)
-_WITHOUT = (rms_norm, rms_norm_, rms_norm_quant, quantize, *_GATED)
+_ROTATING = (rotate, qk_norm_rope, qk_norm_rope_)
+_WITHOUT = (rms_norm, rms_norm_, rms_norm_quant, quantize, *_GATED, *_ROTATING)
 _FOLLOWED = (rms_norm_add_rms_norm, rms_norm_add_rms_norm_)
 _SCALED = (fused_add_rms_norm, fused_add_rms_norm_)
 _AFFINE = (rms_norm, rms_norm_, *_SCALED)
@@ -62,8 +64,8 @@ def explain(
     """Which backend a call takes, and why not the others.
 
     Args:
-        x: [..., N], as in the call; of ``silu_and_mul`` and ``gelu_tanh_and_mul`` the gate. The gate of other
-            functions, and the order of a norm and a gate, do not matter.
+        x: [..., N], as in the call; of ``silu_and_mul`` and ``gelu_tanh_and_mul`` the gate, of ``qk_norm_rope`` q. The
+            gate of other functions, the order of a norm and a gate, k and the tables do not matter.
         residual: [..., N], or None for functions without one.
         weight: [N], [H, N] or None, as in the call.
         function: the function of fusednorm that is called; None: ``fused_add_rms_norm``, or ``rms_norm`` without a
@@ -118,4 +120,7 @@ def explain(
         here = "in the same call" if in_one_call else "by a call of its own"
         by = here if hasattr(found.module, "gate") else "by torch's operations"
         found = replace(found, plan=f"{found.plan}; the rows are gated {by}")
+    if function in _ROTATING:
+        by = "in the same call" if hasattr(found.module, "rotate") and not found.composed else "by torch's operations"
+        found = replace(found, plan=f"{found.plan}; heads are rotated {by}")
     return found

@@ -1,8 +1,8 @@
 """The operations that ``compare`` and ``bench`` measure: fusednorm's calls of each, and its formula in torch.
 
-A call takes x and the residual, both [M, N], or x alone; if the operation has a gate, that takes the residual's place.
-It returns the outputs, of the shape and the dtype of x. If the operation quantizes, it returns 8-bit numbers, [M, N],
-their scales, and the sum.
+A call takes x and the residual, both [M, N], or x alone; if the operation has a gate, that takes the residual's place;
+if it rotates heads, rows are heads of q, and k takes the residual's place. It returns the outputs, of the shape and the
+dtype of x. If the operation quantizes, it returns 8-bit numbers, [M, N], their scales, and the sum.
 """
 
 from __future__ import annotations
@@ -135,6 +135,35 @@ def _norm_gated(weight: Tensor, eps: float) -> Calls:
     return Calls(lambda x, z: function(x, z, weight, eps), None, None)
 
 
+#: The length of heads; of rows that have no whole number of them, the whole row is one.
+HEAD = 128
+
+
+def _head_size(weight: Tensor) -> int:
+    """The length of heads in rows of the weight's length."""
+    return HEAD if len(weight) % HEAD == 0 else len(weight)
+
+
+def _tables(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [size / 2], of one position for all rows; all dtypes have the same, numbers of bfloat16."""
+    angles = 10000.0 ** -(torch.arange(size // 2, device=like.device) / (size // 2))
+    return angles.cos().bfloat16().to(like.dtype), angles.sin().bfloat16().to(like.dtype)
+
+
+def _qk_norm_rope(weight: Tensor, eps: float) -> Calls:
+    function, in_place, size = fusednorm.qk_norm_rope, fusednorm.qk_norm_rope_, _head_size(weight)
+    shape, of_head, tables = (-1, len(weight) // size, size), weight[:size], _tables(size, weight)
+    others: Any = (of_head, of_head, *tables, eps)
+    flags: Any = {"round_norm": True, "round_products": True}
+
+    def new(q: Tensor, k: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        outputs: Any = (None, None) if y is None or z is None else (y.view(shape), z.view(shape))
+        found = function(q.view(shape), k.view(shape), *others, **flags, q_out=outputs[0], k_out=outputs[1])
+        return found[0].view(q.shape), found[1].view(k.shape)
+
+    return Calls(new, new, lambda q, k: in_place(q.view(shape), k.view(shape), *others, **flags))
+
+
 def _formula_of_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -182,6 +211,24 @@ def _formula_of_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> 
     return _formula_of_gate(_formula_of_norm(x, weight, eps), z, weight, eps)
 
 
+def _formula_of_qk_norm_rope(q: Tensor, k: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As Hugging Face's Qwen 3 has it."""
+    size = _head_size(weight)
+    shape = (-1, len(weight) // size, size)
+    cos, sin = (torch.cat((t, t)) for t in _tables(size, weight))
+
+    def turned(x: Tensor) -> Tensor:
+        heads = x.view(shape)
+        wide = heads.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y = weight[:size] * normed.to(x.dtype)
+        a, b = y.chunk(2, -1)
+        found: Tensor = y * cos + torch.cat((-b, a), -1) * sin
+        return found.view(x.shape)
+
+    return turned(q), turned(k)
+
+
 def _quantized(quantization: Quantization) -> Measured:
     formula = _formula_of_add_norm_quant(quantization)
     return Measured(2, 2, _add_norm_quant(quantization), formula, "sum, norm", (), quantization)
@@ -199,6 +246,7 @@ OPERATIONS = {
     "gate": Measured(2, 1, _gate, _formula_of_gate, "nothing", (), weighted=False),
     "silu_and_mul": Measured(2, 1, _silu_and_mul, _formula_of_silu_and_mul, "silu", (), weighted=False),
     "norm_gated": Measured(2, 1, _norm_gated, _formula_of_norm_gated, "normed rows", ()),
+    "qk_norm_rope": Measured(2, 2, _qk_norm_rope, _formula_of_qk_norm_rope, "norm, products", (0, 1)),
 }
 
 #: The gradients of which operation, and the number of large operands that are read and written at least.
@@ -207,6 +255,7 @@ GRADIENTS = {
     "norm_add_norm_backward": ("norm_add_norm", 6),
     "silu_and_mul_backward": ("silu_and_mul", 5),
     "norm_gated_backward": ("norm_gated", 5),
+    "qk_norm_rope_backward": ("qk_norm_rope", 6),
 }
 
 #: Everything that ``bench`` times.

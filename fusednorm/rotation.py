@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import listeners, plain, run_rotated
-from fusednorm.autograd_rotated import How, NormalisedAndRotated, composed, differentiable_in_one_call
+from fusednorm.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
 from fusednorm.call import Flags, HeadsNorm
 from fusednorm.checks import check_affine, check_apart, check_between, check_flags, check_output, refuse_grad
 from fusednorm.registry import fast_paths, request
@@ -190,8 +190,9 @@ def qk_norm_rope(
             found = run_rotated.forward(sets, how.norm, how.between, how.turn(q, cos, sin, positions))
             if found is not None:
                 return found[0], found[1]
-        elif differentiable_in_one_call(inputs, how):
-            return cast("tuple[Tensor, Tensor]", NormalisedAndRotated.apply(*inputs, how))  # type: ignore[no-untyped-call]
+        elif rotate := rotator_with_gradients(inputs, how):
+            found = NormalisedAndRotated.apply(*inputs, how, rotate)  # type: ignore[no-untyped-call]
+            return cast("tuple[Tensor, Tensor]", found)
     results = composed(*inputs, how)
     return _written(q_out, results[0]), _written(k_out, results[1])
 

@@ -18,6 +18,9 @@ from fusednorm.registry import fast_paths, request
 #: The strides of an operand that is absent.
 NONE = (0, 0)
 
+#: A backend's function ``rotate``.
+Rotator = Callable[[Rotate], None]
+
 
 class Head(NamedTuple):
     """Heads of q or of k, and what goes with them."""
@@ -44,9 +47,7 @@ class Turn(NamedTuple):
     products: torch.dtype | None
 
 
-def rotator_of(
-    heads: Sequence[Head], norm: HeadsNorm | None, between: torch.dtype | None
-) -> Callable[[Rotate], None] | None:
+def rotator_of(heads: Sequence[Head], norm: HeadsNorm | None, between: torch.dtype | None) -> Rotator | None:
     """The function ``rotate`` of the backend that takes the norms of all these heads; None if there is none."""
     found = []
     for x, weight, *_ in heads:
@@ -56,7 +57,7 @@ def rotator_of(
             around = Around(None, 1.0)
         found.append(run.backend_of(operation_of(x, None, weight, flags, around=around)))
     same_kind = all(backend is found[0] for backend in found) and len({head.x.dtype for head in heads}) == 1
-    return cast("Callable[[Rotate], None] | None", getattr(found[0], "rotate", None)) if same_kind else None
+    return cast("Rotator | None", getattr(found[0], "rotate", None)) if same_kind else None
 
 
 def forward(
@@ -65,7 +66,7 @@ def forward(
     between: torch.dtype | None,
     turn: Turn,
     dtype: torch.dtype | None = None,
-    rotate: Callable[[Rotate], None] | None = None,
+    rotate: Rotator | None = None,
 ) -> list[Tensor] | None:
     """The results for checked operands; None, with nothing done, if no backend can rotate them.
 

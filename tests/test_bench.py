@@ -101,6 +101,7 @@ def test_bytes():
         "add_norm_int8": 3.5,
         "add_norm_fp8": 3.5,
         "add_norm_fp8_block": 3.5,
+        "qk_norm_rope": 4,
         "backward": 4,
         "gate": 3,
         "silu_and_mul": 3,
@@ -108,6 +109,7 @@ def test_bytes():
         "norm_add_norm_backward": 6,
         "silu_and_mul_backward": 5,
         "norm_gated_backward": 5,
+        "qk_norm_rope_backward": 6,
     }
 
 

@@ -427,6 +427,7 @@ KINDS = {
     "add": [("x", "residual", dtype) for dtype in (F32, BF16)],
     "affine": [
         *(("n", weight, bias, 0.0, None, BF16) for weight, bias in (("weight", None), (None, "weight"))),
+        *(("n", weight, bias, 0.0, None, BF16) for weight, bias in (("parts", None), (None, "parts"))),
         *(("n", "weight", None, 0.0, rounded_to, F32) for rounded_to in (None, BF16)),
     ],
     "affine_backward": [
@@ -447,6 +448,7 @@ def test_calls_of_one_operator_share_no_decision(name):
     x, residual, weight = tensors(2, 4)
     whole = {"x": x, "residual": residual, "weight": weight, "n": residual, "cos": weight[: HIDDEN // 2].expand(2, -1)}
     parts = {key: placed(t, Shard(1) if t.ndim == 3 else Replicate()) for key, t in whole.items()}
+    whole["parts"], parts["parts"] = weight, placed(weight, Shard(0))
     operator = getattr(torch.ops.fusednorm, name)
     for arguments in KINDS[name]:
         found, wanted = (
