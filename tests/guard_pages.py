@@ -16,6 +16,7 @@ import ctypes
 import importlib.util
 import itertools
 import mmap
+import struct
 from pathlib import Path
 from random import Random
 
@@ -98,7 +99,7 @@ class Calls:
 
     def __init__(self, extension, memory, largest):
         self._extension = extension
-        self.memory = {name: memory(largest) for name in FORWARD + BACKWARD}
+        self.memory = {name: memory(largest) for name in FORWARD + BACKWARD + ROTATED}
         self._say = lambda call: None
         self.made = 0
 
@@ -154,10 +155,40 @@ class Calls:
         fields = {"pass": BACKWARD_PASS, "weight_offset": offset, "threads": threads}
         self._run(operands, hidden + gap, rows=rows, hidden=hidden, **fields)
 
+    def rotated(self, dtypes, pairs, size, counts, rows, flags, products, at_end, in_place):
+        """Heads of q and k; ``dtypes``: of q and k, of what is rotated, of their weights, and of the tables."""
+        x, between, weight, table = dtypes
+        about = f"{pairs=} {size=} {counts=} {rows=} {flags=} {products=} {at_end=} {in_place=}"
+        self._say(f"rotated {dtypes} {about}")
+
+        def place(name, elements, dtype):
+            return self.memory[name].place(elements * BYTES[dtype], at_end) if BYTES[dtype] and elements else 0
+
+        heads = []
+        for name, count in zip("qk", counts, strict=True):
+            lying = 0, count * size, size
+            given = place(name, rows * count * size, x)
+            out = given if in_place else place(f"{name}_out", rows * count * size, x)
+            of_weight = (NAMES.index(weight), place(f"{name}_weight", size, weight), 0)
+            rstd = place(f"{name}_rstd", rows * count, "float64" if x == "float64" else "float32")
+            heads += [count, given, *lying, out, *lying, *of_weight, rstd]
+        tables = [(NAMES.index(table), place(name, rows * pairs, table), 0, pairs) for name in ("cos", "sin")]
+        call = struct.pack(
+            "=11q2d38q",
+            *(flags, NAMES.index(x), NAMES.index(x), NAMES.index(between), NAMES.index(products)),
+            *(1, rows, rows, size, pairs, len(counts), 1e-6, 0.0, *itertools.chain(*tables), *(0,) * 4, *heads),
+        )
+        if self._extension.lib.fn_run_rotation(call):
+            raise MemoryError
+        self.made += 1
+        for memory in self.memory.values():
+            memory.clear()
+
 
 BACKWARD_PASS = 1  # FN_BACKWARD
 FORWARD = ("x", "residual", "weight", "out", "residual_out", "rstd")
 BACKWARD = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "dweight")
+ROTATED = (*(f"{name}{what}" for name in "qk" for what in ("", "_out", "_weight", "_rstd")), "cos", "sin")
 
 
 def every_call(calls, every):
@@ -187,6 +218,23 @@ def every_call(calls, every):
                     calls.backward(dtypes, wants_weight, *shape, offset, at_end)
 
 
+def every_rotation(calls, every):
+    """Heads of each size that is not too long for one, rotated in part and as a whole."""
+    random = Random(0)
+    turn = itertools.count()
+    for size in (n for n in SIZES if 2 <= n <= 512):
+        for x, table in itertools.product(NAMES[1:], NAMES[1:]):
+            for normalised, interleaved, at_end in itertools.product((0, 1), (0, 4), (True, False)):
+                between = random.choice((x, "float32")) if normalised and x != "float64" else x
+                weight = random.choice(("none", x, "float32")) if normalised else "none"
+                counts, rows = (random.choice((1, 3)), random.choice((1, 2))), random.choice((1, 5))
+                products, in_place = random.choice(("none", between)), random.random() < 0.5
+                pairs = random.choice((size // 2, random.randrange(1, size // 2 + 1)))
+                given = (x, between, weight, table), pairs, size, counts, rows, normalised | interleaved
+                if next(turn) % every == 0:
+                    calls.rotated(*given, products, at_end, in_place)
+
+
 def large_calls(calls):
     """Results of 8 MiB and more, which go past the caches where their rows are whole cache lines."""
     for dtype in NARROW:
@@ -214,6 +262,7 @@ def main():
     for name in [arguments.isa] if arguments.isa else usable:
         extension.lib.fn_use_isa(usable[name])
         every_call(calls, arguments.every)
+        every_rotation(calls, arguments.every)
         if not arguments.heap:
             large_calls(calls)
     print(f"{calls.made} calls")

@@ -26,6 +26,7 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
     *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated", "Compat_gated", "Quantized"),
+    "Rotation",
 )
 
 
@@ -2828,6 +2829,161 @@ MUTANTS = (
         'operands["y"], operands["z"], whole=0)',
         'operands["y"], operands["z"])',
     ),
+    Mutant(
+        SAME,
+        "rotated: the second number of a pair takes the first one's sign",
+        "cpu/rotation_body.h",
+        "turned(products, b, cos, a, sin)",
+        "turned(products, b, cos, a, minus)",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "rotated: products are not rounded",
+        "cpu/rotation_body.h",
+        "if (products != NONE) first = u_round",
+        "if (0) first = u_round",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "rotated: products of float64 are not rounded",
+        "cpu/rotation_body.h",
+        "if (kind == FN_F32) return (float)value;",
+        "if (kind != FN_F64) return value;",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "rotated: numbers beyond the pairs are left out",
+        "cpu/rotation_body.h",
+        "if (kind == out && (x == y || first == t.size)) return;",
+        "if (kind == out) return;",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "rotated: tables of other kinds are read in order, heads by parity",
+        "cpu/rotation_body.h",
+        "to[i + k] = from[i + 2 * k];",
+        "to[i + k] = from[i + k];",
+        "cpu",
+    ),
+    Mutant(
+        SAME,
+        "rotated: pairs side by side have one sign",
+        "cpu/rotation_body.h",
+        "k ? -1.0f : 1.0f, room",
+        "1.0f, room",
+        "cpu",
+    ),
+    Mutant(
+        ROW,
+        "rotated: positions are not looked at",
+        "cpu/rotate.c",
+        "r->position_size ? position(r, at) * table->stride : offset",
+        "0 ? position(r, at) * table->stride : offset",
+        "cpu",
+    ),
+    Mutant(
+        ROW,
+        "rotated: all rows of a block are passed on in one place",
+        "cpu/rotate.c",
+        "passed + (row - begin) * h->count * job.out_stride",
+        "passed",
+        "cpu",
+    ),
+    Mutant(
+        ROW,
+        "rotated: rows lie in one level",
+        "cpu/rotate.c",
+        "r->inner == r->rows ? 0 : row / r->inner",
+        "0",
+        "cpu",
+    ),
+    Mutant(
+        ROW,
+        "rotated: the roots of all rows are the first one's",
+        "cpu/rotate.c",
+        "(char *)h->rstd + row * h->count",
+        "(char *)h->rstd + 0 * row * h->count",
+        "cpu",
+    ),
+    Mutant(
+        FUSED,
+        "rotated: all heads take the first head's weight",
+        "cpu/rotate.c",
+        ".heads = h->weight_stride ? h->count : 1,",
+        ".heads = 1,",
+        "cpu",
+    ),
+    Mutant(
+        FUSED,
+        "Rotation: the fast path takes positions beyond the table",
+        "cpu/fast_path_rotated.c",
+        "if (g.has[POSITIONS]) failed = !are_rows(&r, g.t[COS].shape[0]);",
+        "",
+    ),
+    Mutant(
+        FUSED,
+        "Rotation: the fast path hides what it writes",
+        "cpu/fast_path_rotated.c",
+        "if (!failed) failed = fn_count_writes(outputs, written, FN_SETS);",
+        "",
+    ),
+    Mutant(
+        FUSED,
+        "Rotation: the fast path does not look at the memory of outputs",
+        "cpu/fast_path_rotated.c",
+        "((written[0] || written[1]) && outputs_overlap(&g, &r))",
+        "0",
+    ),
+    Mutant(
+        FUSED,
+        "Rotation: the fast path loses gradients",
+        "cpu/fast_path_rotated.c",
+        "others = fn_records_gradient(arguments, TENSORS);",
+        "others = 0;",
+    ),
+    Mutant(
+        FUSED,
+        "Rotation: the fast path takes tables of other rows",
+        "cpu/fast_path_rotated.c",
+        "if (t->shape[i] != 1 && t->shape[i] != q->shape[k]) return 0;",
+        "",
+    ),
+    Mutant(
+        FUSED,
+        "rotated: an output in the place of another operand is written before that is read",
+        "fusednorm/run_rotated.py",
+        "all(t.data_ptr() != out.data_ptr() for t in others)",
+        "True",
+        "cpu",
+    ),
+    Mutant(
+        FUSED,
+        "rotated: gradients are rotated on, not back",
+        "fusednorm/autograd_rotated.py",
+        "how.turn(q, cos, -sin, positions)",
+        "how.turn(q, cos, sin, positions)",
+        "cpu",
+    ),
+    Mutant(
+        FUSED,
+        "rotated: what passes back to the norm is rounded to q's dtype",
+        "fusednorm/autograd_rotated.py",
+        "forward(heads, None, None, turn, how.between, rotate)",
+        "forward(heads, None, None, turn, None, rotate)",
+        "cpu",
+    ),
+    Mutant(
+        ROW,
+        "rotated: rows in three levels are taken as two",
+        "fusednorm/layout.py",
+        "if len(levels) > 2:\n        return None\n    nothing",
+        "if False:\n        return None\n    nothing",
+        "cpu",
+    ),
 )
 
 
@@ -2881,7 +3037,7 @@ def first_failure(folder, mutant):
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name not in never]
     if mutant.backend:  # interpreted: the quickest first
-        names = ("golden", "affine", "gradients", "forward", "one_rule", "norm_before_add", "quantized")
+        names = ("golden", "affine", "gradients", "forward", "one_rule", "norm_before_add", "quantized", "rotation")
         first = [kit + name for name in names]
         others = []
         if mutant.backend == "cuda":
