@@ -266,7 +266,7 @@ def added(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled(x: Tensor, factor: float) -> Tensor:
     """The plain scaling of the specification, [..., N]: in the accumulator type, rounded to x's dtype."""
     wide = x.to(accumulator(x.dtype))
-    return rounded(wide * constant(factor, wide), x.dtype)
+    return rounded(wide * constant(factor, wide.new_empty(())), x.dtype)  # autograd keeps one number, not one for each
 
 
 def affine(

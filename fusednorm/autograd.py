@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -82,6 +83,11 @@ def keep(
     return cast(RMSNorm, ctx.operation)
 
 
+def _differentiated_again() -> bool:
+    """Whether gradients may be differentiated: ``create_graph=True``, or a tangent may come along."""
+    return torch.is_grad_enabled() or listeners.level_entered()
+
+
 def gradients(
     ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, bool, bool], backend: Chosen | None
 ) -> tuple[Tensor | None, ...]:
@@ -98,8 +104,8 @@ def gradients(
         return None, None, None
     if dy is None:
         dy = torch.zeros_like(h, dtype=operation.out)
-    # create_graph=True, or a tangent may come along: rstd, which is kept without derivatives, is made again with them.
-    if torch.is_grad_enabled() or listeners.level_entered():
+    # rstd, which is kept without derivatives, is made again with them.
+    if _differentiated_again():
         rstd = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
         operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
         return reference.gradients(*operands, operation.x, operation.residual, needs)
@@ -139,6 +145,45 @@ class Normalise(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """See :func:`gradients`."""
         return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend), *[None] * len(Flags._fields)
+
+
+class NormaliseAffine(torch.autograd.Function):
+    """(x, residual or None, weight, bias, weight_offset, rounded_to, out_dtype, *flags) -> (y, residual_out or None).
+
+    ``flags`` are those of the norm, which has no weight. After it rows meet the weight and the bias: docs/spec.md,
+    section 8. The normalised rows, of the accumulator type, are not kept: ``h * rstd`` makes the same bits again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """See :func:`fusednorm.backends.reference.affine`."""
+        x, residual, weight, bias, ctx.weight_offset, rounded_to, out_dtype = inputs[:7]
+        flags = Flags(*inputs[7:])
+        rows, total, rstd = normalise(x, residual, None, flags)
+        ctx.backend = backend_of(keep(ctx, x, residual, None, flags, (rows, total, rstd)))
+        ctx.save_for_backward(*ctx.to_save, weight, bias)
+        return reference.affine(rows, weight, bias, ctx.weight_offset, rounded_to, out_dtype), total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        """See :func:`fusednorm.backends.reference.affine_gradients`, and :func:`gradients`."""
+        *kept, weight, bias = ctx.saved_tensors
+        need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
+        of_norm = SimpleNamespace(saved_tensors=kept, operation=ctx.operation, flags=ctx.flags)
+        dx = dresidual = dn = dweight = dbias = None
+        if dy is not None:
+            rstd, _, *terms = kept
+            h = terms[0].to(rstd.dtype)
+            if len(terms) == 2:
+                h = h + terms[1].to(rstd.dtype)
+            if _differentiated_again():
+                rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]
+            needs = (need_x or need_residual, need_weight, need_bias)
+            n = h * rstd.unsqueeze(-1)
+            dn, dweight, dbias = reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs)
+        if need_x or need_residual:
+            dx, dresidual, _ = gradients(of_norm, dn, d_total, (need_x, need_residual, False), ctx.backend)
+        return dx, dresidual, dweight, dbias, *[None] * (3 + len(Flags._fields))
 
 
 class Transformed(Normalise):

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import dispatcher, listeners, plain, run
-from fusednorm.autograd import Normalise, Transformed
+from fusednorm.autograd import Normalise, NormaliseAffine, Transformed
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Around, Flags, operation_of
 from fusednorm.checks import (
@@ -366,6 +366,9 @@ def _composed(
     out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
     rounded_to, offset = x.dtype if flags.round_norm else None, flags.weight_offset
     flags = flags._replace(weight_offset=0.0, round_norm=False, out_dtype=accumulator(x.dtype))
+    if records and not (compiling or transformed or listeners.below(x, residual, *others)):
+        found = NormaliseAffine.apply(x, residual, weight, bias, offset, rounded_to, out_dtype, *flags)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Any], found)
     rows, total = beyond_fast_path(name.rstrip("_"), compiling, x, residual, None, None, None, flags)
     y = plain.affine(rows, weight, bias, offset, rounded_to, out_dtype)
     return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)

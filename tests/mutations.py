@@ -1696,8 +1696,8 @@ MUTANTS = (
         SAME,
         "Derivatives: a gradient's tangent takes rstd without its own",
         "fusednorm/autograd.py",
-        "if torch.is_grad_enabled() or listeners.level_entered():",
-        "if torch.is_grad_enabled():",
+        "return torch.is_grad_enabled() or listeners.level_entered()",
+        "return torch.is_grad_enabled()",
     ),
     Mutant(
         SAME,
@@ -2817,10 +2817,10 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Distributed: a weight that is absent is taken for a bias that is",
+        "Distributed: rows with a weight or a bias have an earlier dtype",
         "fusednorm/distributed.py",
-        "_affine, RuntimeSchemaInfo(static_argnum=1)",
         "_affine, RuntimeSchemaInfo(static_argnum=5)",
+        "_affine",
     ),
     Mutant(
         ROW,
@@ -2983,6 +2983,27 @@ MUTANTS = (
         "if len(levels) > 2:\n        return None\n    nothing",
         "if False:\n        return None\n    nothing",
         "cpu",
+    ),
+    Mutant(
+        SAME,
+        "Affine: the rows that gradients take are those of the unnormalised sum",
+        "fusednorm/autograd.py",
+        "n = h * rstd.unsqueeze(-1)",
+        "n = h",
+    ),
+    Mutant(
+        SAME,
+        "Affine: second derivatives take rstd for a number",
+        "fusednorm/autograd.py",
+        "                rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]\n",
+        "                pass\n",
+    ),
+    Mutant(
+        SAME,
+        "Affine: a factor is kept for each element",
+        "backends/reference.py",
+        "constant(factor, wide.new_empty(()))",
+        "constant(factor, wide)",
     ),
 )
 

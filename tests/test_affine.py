@@ -195,6 +195,22 @@ def test_each_operand_may_need_a_gradient():
         assert fused_add_rms_norm(x, r, w, bias=b)[0].requires_grad
 
 
+@pytest.mark.parametrize("round_sum", [True, False])
+def test_what_is_kept_for_gradients(round_sum):
+    """What the norm alone keeps, the weight and the bias, and no rows of float32."""
+    x, residual, heads = X.bfloat16().requires_grad_(), RESIDUAL.bfloat16(), HEADS.clone().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.shape)) or t, lambda t: t):
+        y, total = fused_add_rms_norm(x, residual, heads, bias=HEADS, x_scale=0.5, round_sum=round_sum)
+    numbers = [(F32, torch.Size()), (F32, X.shape[:-1])]  # the factor, and rstd
+    rows = [(BF16, X.shape)] * (1 if round_sum else 2)
+    assert sorted(saved, key=str) == sorted([*numbers, (F32, HEADS.shape), (F32, HEADS.shape), *rows], key=str)
+    # A gradient of the sum alone, and none of the rows.
+    assert torch.autograd.grad(y.sum() + total.sum(), heads, retain_graph=True)[0].shape == HEADS.shape
+    (dx,) = torch.autograd.grad(total.sum(), x)
+    assert dx.eq(0.5).all()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_gradients_are_derivatives():
     x, residual, weight, heads = (
