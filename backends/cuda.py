@@ -41,7 +41,7 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Operation, Quantize
+    from fusednorm.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize
     from fusednorm.quantizations import Quantization
 
 DEVICES = ("cuda",)
@@ -216,7 +216,7 @@ def _hold(packed: bytes, device: int, variants: Mapping[str, Variant]) -> None:
 def _launch(
     packed: bytes,
     device: int,
-    call: Forward | Backward | Quantize | Gate | GateBackward | NormGated,
+    call: Call,
     variants: Callable[[], Mapping[str, Variant]],
 ) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""

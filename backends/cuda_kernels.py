@@ -276,7 +276,7 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
 def gate_variant(kind: GateKind, capability: int) -> Variant:
     """The kernel of a gate, or of its backward pass."""
     layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
-    defines = {
+    defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
         "D_TYPE": _NAMES[kind.d],
         "Y_TYPE": _NAMES[kind.y],

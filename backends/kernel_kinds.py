@@ -18,6 +18,7 @@ from fusednorm.backends import reference
 from fusednorm.call import (
     AroundNorm,
     Backward,
+    Call,
     FirstNorm,
     Forward,
     Gate,
@@ -219,6 +220,8 @@ class GateKind(NamedTuple):
     @classmethod
     def of(cls, call: Gate | GateBackward) -> GateKind:
         """The kind of a call."""
+        operands: tuple[Tensor | None, ...]
+        strides: tuple[Strides, ...]
         if isinstance(call, Gate):
             operands, strides = (None, call.y, call.z, call.out, None), ((0, 0), *call.strides, (0, 0))
         else:
@@ -228,8 +231,11 @@ class GateKind(NamedTuple):
             _dtype(operands[0]),
             call.y.dtype,
             call.z.dtype,
-            *map(_dtype, operands[3:]),
-            *(call.activation, call.between, call.hidden_size),
+            _dtype(operands[3]),
+            _dtype(operands[4]),
+            call.activation,
+            call.between,
+            call.hidden_size,
             _alignment(tuple(zip(operands, strides, strict=True)), ()),
             two_levels,
             not two_levels
@@ -299,7 +305,7 @@ def ceiling(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def check_addresses(call: Forward | Backward | Quantize | Gate | GateBackward | NormGated) -> None:
+def check_addresses(call: Call) -> None:
     """Raises where an operand begins between two elements, where a GPU reads nothing.
 
     Raises:

@@ -27,7 +27,7 @@ from fusednorm.call import AroundNorm, Forward
 from fusednorm.composition import Composition
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Operation, Quantize
+    from fusednorm.call import Backward, Call, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
@@ -186,9 +186,7 @@ def _in_background() -> bool:
 class _Host(Host):
     """Has kernels compiled when they may be, and has the fast path run those that are there."""
 
-    def _hold(
-        self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Forward | Backward | Quantize
-    ) -> list[Any]:
+    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Call) -> list[Any]:
         global _prewarmed
         if not INTERPRETED and (_in_background() or _MODE == "wait"):
             more = () if _prewarmed else tuple(commonest())

@@ -253,9 +253,7 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
 
     tile = min(_OF_GATES, ceiling(max(kind.hidden_size, 16)))
     rows = _OF_GATES // tile
-    per_program = {"share": Share.ROWS, "per_program": rows}
-    if kind.hidden_size > tile:
-        per_program = {"share": Share.COLUMNS_OF_BLOCKS, "per_program": tile}
+    share, per_program = (Share.COLUMNS_OF_BLOCKS, tile) if kind.hidden_size > tile else (Share.ROWS, rows)
     if kind.d is None:
         function, dtypes = kernels.gate_tile, {"y": kind.y, "z": kind.z, "out": kind.out}
     else:
@@ -272,7 +270,8 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
         bits=INTERPRETED,
         warps=_OF_GATES // (8 * (lanes or warp_size())),
         two_levels=kind.two_levels,
-        **per_program,
+        share=share,
+        per_program=per_program,
     )
 
 

@@ -30,7 +30,7 @@ from fusednorm.backends.kernel_kinds import (
     programs,
     scratch_of,
 )
-from fusednorm.call import AroundNorm, Backward, Forward, Gate, GateBackward, NormGated, Quantize
+from fusednorm.call import AroundNorm, Backward, Call, Forward, Gate, GateBackward, NormGated, Quantize
 from fusednorm.registry import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
@@ -366,7 +366,7 @@ class Host:
         self,
         key: tuple[Any, ...],
         variants: Mapping[str, Variant],
-        call: Forward | Backward | Quantize | Gate | GateBackward | NormGated,
+        call: Call,
     ) -> list[Any]:
         if not self.unaligned:
             check_addresses(call)

@@ -386,3 +386,7 @@ class GateBackward(NamedTuple):
     inner: int
     #: Of d, y, z, dy and dz; (0, 0) where it is absent.
     strides: tuple[Strides, Strides, Strides, Strides, Strides]
+
+
+#: What a launcher of GPU kernels takes.
+Call: TypeAlias = Forward | Backward | Quantize | Gate | GateBackward | NormGated
