@@ -81,6 +81,12 @@ size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
     return (size_t)(round_up(5 * padded + fn_padded_sums(job->hidden), FN_SEGMENT) * (job->wide ? 8 : 4));
 }
 
+/* Whether all rows of an operand begin and end with a cache line. */
+static int on_border(const struct fn_operand *o, int64_t hidden) {
+    const uintptr_t item = (uintptr_t)fn_element_size(o->kind);
+    return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);
+}
+
 /* Whether an input of these calls lies at this address. */
 static int is_input(const struct fn_call *calls, int count, uintptr_t address) {
     for (int k = 0; k < count; k++)
@@ -98,7 +104,7 @@ static int bypasses_cache(const struct fn_call *calls, int count) {
     if (c->hidden < 256 && out_item == 2) return 0;
     for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
         if (!o[i].kind) continue;
-        if (is_input(calls, count, o[i].address) || !fn_on_border(&o[i], c->hidden)) return 0;
+        if (is_input(calls, count, o[i].address) || !on_border(&o[i], c->hidden)) return 0;
     }
     return 1;
 }
@@ -123,7 +129,8 @@ struct chain {
     char *buffers; /* one per thread, or NULL: on the stack */
     const struct fn_quantizer *quantizer; /* takes the rows of the last part, or those of x if there is no part; or NULL */
     const struct fn_gate *gate; /* takes the rows of the last part, or passes its rows to the first part; or NULL */
-    int gate_first, gate_bypasses_cache;
+    int gate_first;
+    int fetches; /* whether the next block's x is fetched while a block is gated */
 };
 
 static int64_t outer_bytes(const struct fn_operand *o, int64_t outer) { return outer * o->outer_stride * fn_element_size(o->kind); }
@@ -168,7 +175,7 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
     const int taken = chain->quantizer || (chain->gate && !chain->gate_first); /* the last part's rows, too */
     for (int64_t row = begin; row < end; row += chain->block) {
         const int64_t next = end - row < chain->block ? end : row + chain->block;
-        if (chain->gate_first) fn_gate_rows(chain->gate, row, next, FN_GATE_OUT, passed, 0);
+        if (chain->gate_first) fn_gate_rows(chain->gate, row, next, FN_GATE_OUT, passed, NULL, 0);
         for (int k = 0; k < chain->count; k++) {
             const struct part *part = &chain->part[k];
             struct fn_forward_job job = part->job;
@@ -181,7 +188,10 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
             const struct fn_call *last = chain->part[chain->count - 1].given;
             quantize_rows(chain, last, FN_OUT, row, next, last->operand[FN_OUT].address ? NULL : passed, scratch);
         } else if (chain->gate && !chain->gate_first) {
-            fn_gate_rows(chain->gate, row, next, FN_GATED, passed, chain->gate_bypasses_cache);
+            const struct fn_forward_job *job = &chain->part[0].job;
+            const int item = fn_element_size(job->x_kind);
+            const char *const ahead = chain->fetches && next < end ? job->x + next * job->x_stride : NULL;
+            fn_gate_rows(chain->gate, row, next, FN_GATED, passed, ahead, item);
         }
     }
 }
@@ -240,6 +250,13 @@ static void prepare(struct part *part, const struct fn_call *c) {
 /* So many bytes pass between two parts, unless ONE_KIND_ROWS of forward_body.h, from which on rows overlap, are more. */
 enum { BLOCK_BYTES = 64 * 1024, BLOCK_ROWS = 4 };
 
+/*
+ * A gate computes longer than it reads, and the norm of the next block reads longer than it computes. So the next block is
+ * fetched while a block is gated, if x is so large that the second cache does not hold it: from memory a call took half of
+ * the time.
+ */
+enum { FETCHED_BYTES = 1024 * 1024 };
+
 int fn_forward(const struct fn_call *calls, int count) {
     const int64_t rows = calls->rows, elements = rows * calls->hidden;
     if (elements == 0) return 0;
@@ -250,8 +267,6 @@ int fn_forward(const struct fn_call *calls, int count) {
     chain.gate = fn_gate_after(calls + count - 1);
     chain.gate_first = (flags & FN_GATE_BEFORE) != 0;
     const int gate_last = chain.gate && !chain.gate_first;
-    chain.gate_bypasses_cache = gate_last && !is_input(calls, 1, chain.gate->operand[FN_GATE_OUT].address) &&
-                                fn_gate_bypasses_cache(chain.gate);
     chain.count = flags & FN_QUANTIZE_ONLY ? 0 : count;
     chain.block = 0;
     chain.passed_bytes = 0;
@@ -272,6 +287,8 @@ int fn_forward(const struct fn_call *calls, int count) {
         }
         if (bytes > scratch_bytes) scratch_bytes = bytes;
         if (k == count - 1 && !chain.quantizer && !chain.gate) continue;
+        chain.fetches = gate_last && calls->inner == rows && job->x_stride == calls->hidden * fn_element_size(job->x_kind) &&
+                        rows * job->x_stride >= FETCHED_BYTES;
         const int64_t row_bytes = chain.gate_first ? job->x_stride : job->out_stride;
         chain.block = BLOCK_BYTES / row_bytes > BLOCK_ROWS ? BLOCK_BYTES / row_bytes : BLOCK_ROWS;
         if (chain.block > rows) chain.block = rows;

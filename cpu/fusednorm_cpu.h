@@ -214,17 +214,11 @@ void fn_run_gate(const void *packed);
 
 /*
  * gate.c: rows [begin, end) of a gate. `passed`, FN_GATED or FN_GATE_OUT, is an operand without memory of its own, whose
- * rows lie one after the other from `rows` on.
+ * rows lie one after the other from `rows` on. `ahead`, unless it is NULL, is memory that is read afterwards, `item` bytes
+ * for each element: it is fetched meanwhile.
  */
-void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, int passed, char *rows, int bypass_cache);
-/* Whether the outputs of a gate are large, made of whole cache lines, and not in the caches already as inputs. */
-int fn_gate_bypasses_cache(const struct fn_gate *gate);
-
-/* Whether all rows of an operand begin and end with a cache line. */
-static inline int fn_on_border(const struct fn_operand *o, int64_t hidden) {
-    const uintptr_t item = (uintptr_t)fn_element_size(o->kind);
-    return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);
-}
+void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, int passed, char *rows, const char *ahead,
+                  int item);
 
 /* dispatch.c and backward.c */
 int fn_forward(const struct fn_call *calls, int count);

@@ -1,16 +1,17 @@
 /* Divides the elements of a gate among threads, and passes rows that follow each other to the kernels as one. */
 #include "fusednorm_cpu.h"
 #include "ieee.h"
+#include "target.h"
 
 /* Elements [begin, end) of a row; of all rows, as if they were one, where no gap is between them. */
-static void run_elements(const struct fn_gate *g, int64_t row, int64_t begin, int64_t end, int bypass_cache) {
+static void run_elements(const struct fn_gate *g, int64_t row, int64_t begin, int64_t end) {
     char *at[FN_GATE_OPERANDS];
     for (int i = 0; i < FN_GATE_OPERANDS; i++) {
         const struct fn_operand *o = &g->operand[i];
         const int64_t first = row / g->inner * o->outer_stride + row % g->inner * o->stride;
         at[i] = o->kind ? (char *)o->address + (first + begin) * fn_element_size(o->kind) : NULL;
     }
-    fn_kernels((int)g->operand[FN_GATED].kind)->gate_run(g, at, end - begin, bypass_cache);
+    fn_kernels((int)g->operand[FN_GATED].kind)->gate_run(g, at, end - begin);
 }
 
 /* Whether rows follow each other without a gap in every operand. */
@@ -21,35 +22,36 @@ static int is_one_row(const struct fn_gate *g) {
     return 1;
 }
 
-void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, int passed, char *rows, int bypass_cache) {
+/* The same, and fetches other memory meanwhile: tile by tile, because a processor waits for a few lines at a time only. */
+static void run_and_fetch(const struct fn_gate *g, int64_t row, int64_t begin, int64_t end, const char *ahead, int item) {
+    for (int64_t tile = begin, next; ahead && tile < end; tile = next) {
+        next = end - tile < FN_GATE_TILE ? end : tile + FN_GATE_TILE;
+        for (int64_t k = (tile - begin) * item; k < (next - begin) * item; k += FN_ALIGNMENT) FN_PREFETCH_2(ahead + k);
+        run_elements(g, row, tile, next);
+    }
+    if (!ahead) run_elements(g, row, begin, end);
+}
+
+void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, int passed, char *rows, const char *ahead,
+                  int item) {
     struct fn_gate g = *gate;
     struct fn_operand *o = &g.operand[passed];
     /* Row `begin` is the first one there; row 0 would have this address. */
     o->address = (uintptr_t)rows - (uintptr_t)(begin * g.hidden * fn_element_size(o->kind));
-    if (is_one_row(&g)) run_elements(&g, 0, begin * g.hidden, end * g.hidden, bypass_cache);
-    else
-        for (int64_t row = begin; row < end; row++) run_elements(&g, row, 0, g.hidden, bypass_cache);
-}
-
-int fn_gate_bypasses_cache(const struct fn_gate *g) {
-    const int first = g->pass == FN_BACKWARD ? FN_GATED_D : FN_GATE_OUT;
-    int64_t bytes = 0;
-    for (int i = first; i < FN_GATE_OPERANDS; i++) {
-        const struct fn_operand *out = &g->operand[i];
-        if (!out->kind) continue;
-        if (!fn_on_border(out, g->hidden)) return 0;
-        for (int k = 0; k < first; k++)
-            if (g->operand[k].address == out->address) return 0;
-        bytes += g->rows * g->hidden * fn_element_size(out->kind);
+    if (is_one_row(&g)) {
+        run_and_fetch(&g, 0, begin * g.hidden, end * g.hidden, ahead, item);
+        return;
     }
-    return !g->wide && bytes >= FN_FROM_MEMORY_BYTES;
+    for (int64_t row = begin; row < end; row++) {
+        run_and_fetch(&g, row, 0, g.hidden, ahead, item);
+        if (ahead) ahead += g.hidden * item;
+    }
 }
 
 /* A gate, and what its threads share. */
 struct work {
     struct fn_gate gate;
     int64_t per_row; /* tiles */
-    int bypasses_cache;
 };
 
 static void run_thread(void *argument, int thread, int threads) {
@@ -61,7 +63,7 @@ static void run_thread(void *argument, int thread, int threads) {
         const int64_t row = tile / work->per_row, first = row * work->per_row;
         next = first + work->per_row < end ? first + work->per_row : end;
         const int64_t last = (next - first) * FN_GATE_TILE;
-        run_elements(g, row, (tile - first) * FN_GATE_TILE, last < g->hidden ? last : g->hidden, work->bypasses_cache);
+        run_elements(g, row, (tile - first) * FN_GATE_TILE, last < g->hidden ? last : g->hidden);
     }
     fn_leave_ieee(state);
 }
@@ -69,7 +71,6 @@ static void run_thread(void *argument, int thread, int threads) {
 void fn_run_gate(const void *packed) {
     struct work work = {.gate = *(const struct fn_gate *)packed};
     struct fn_gate *g = &work.gate;
-    work.bypasses_cache = fn_gate_bypasses_cache(g);
     if (is_one_row(g)) { /* short rows would be short tiles */
         g->hidden *= g->rows;
         g->rows = g->inner = 1;

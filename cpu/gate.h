@@ -29,10 +29,7 @@ static inline const struct fn_gate *fn_gate_after(const struct fn_call *last) {
     return last->flags & (FN_GATE_AFTER | FN_GATE_BEFORE | FN_GATE_ONLY) ? (const struct fn_gate *)(last + 1) : NULL;
 }
 
-/*
- * Computes n elements, which begin at `at` of each operand (NULL where it is absent) and follow each other. Outputs that
- * bypass the cache begin there with a cache line.
- */
-typedef void fn_gate_run(const struct fn_gate *gate, char *const *at, int64_t n, int bypass_cache);
+/* Computes n elements, which begin at `at` of each operand (NULL where it is absent) and follow each other. */
+typedef void fn_gate_run(const struct fn_gate *gate, char *const *at, int64_t n);
 
 #endif

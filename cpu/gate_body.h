@@ -83,12 +83,9 @@ FN_INLINE U gate_load(int64_t kind, const void *row, int64_t i, int n) {
     if (kind == BF16) return u_load(BF16, row, i, n);
     return u_load(GATE_BF16, row, i, n);
 }
-FN_INLINE void gate_store(int64_t kind, void *row, int64_t i, int n, U value, int bypass_cache) {
-    if (STREAMS && bypass_cache && kind == F32) u_stream(F32, row, i, n, value);
-    else if (STREAMS && bypass_cache && kind == F16) u_stream(F16, row, i, n, value);
-    else if (STREAMS && bypass_cache && kind == BF16) u_stream(BF16, row, i, n, value);
-    else if (STREAMS && bypass_cache) u_stream(GATE_BF16, row, i, n, value);
-    else if (kind == F32) u_store(F32, row, i, n, value);
+/* No outputs bypass the cache: gates compute longer than memory takes, and from memory such stores took twice the time. */
+FN_INLINE void gate_store(int64_t kind, void *row, int64_t i, int n, U value) {
+    if (kind == F32) u_store(F32, row, i, n, value);
     else if (kind == F16) u_store(F16, row, i, n, value);
     else if (kind == BF16) u_store(BF16, row, i, n, value);
     else u_store(GATE_BF16, row, i, n, value);
@@ -110,31 +107,31 @@ FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
 /* `kind` is that of all operands, which the compiler then knows, or NONE where they have several kinds. */
 #define KIND(of) (kind != NONE ? kind : g->operand[of].kind)
 
-FN_INLINE void gate_unit(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at,
+FN_INLINE void gate_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
                          const float *a, int64_t i, int n) {
     const U y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n), f = gate_round(between, u_load(F32, a, i, UNIT));
-    gate_store(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f), bypass_cache);
+    gate_store(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f));
 }
 
-FN_INLINE void gate_backward_unit(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at,
+FN_INLINE void gate_backward_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
                                   const float *a, const float *slope, int64_t i, int n) {
     const U d = gate_load(KIND(FN_GATE_D), at[FN_GATE_D], i, n), y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n);
     const U f = gate_round(between, u_load(F32, a, i, UNIT)), da = gate_round(between, u_mul(d, y));
     const U dz = u_mul(da, u_load(F32, slope, i, UNIT));
-    if (at[FN_GATED_D]) gate_store(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f), bypass_cache);
-    if (at[FN_GATE_DZ]) gate_store(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz, bypass_cache);
+    if (at[FN_GATED_D]) gate_store(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f));
+    if (at[FN_GATE_DZ]) gate_store(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz);
 }
 #undef KIND
 
-FN_INLINE void gate_units(int kind, int64_t between, int bypass_cache, const struct fn_gate *g, char *const *at, const float *a,
+FN_INLINE void gate_units(int kind, int64_t between, const struct fn_gate *g, char *const *at, const float *a,
                           const float *slope, int n) {
     int i = 0;
     if (slope) {
-        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, bypass_cache, g, at, a, slope, u_index(i), UNIT);
-        if (i < n) gate_backward_unit(kind, between, bypass_cache, g, at, a, slope, i, n - i);
+        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, g, at, a, slope, u_index(i), UNIT);
+        if (i < n) gate_backward_unit(kind, between, g, at, a, slope, i, n - i);
     } else {
-        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, bypass_cache, g, at, a, u_index(i), UNIT);
-        if (i < n) gate_unit(kind, between, bypass_cache, g, at, a, i, n - i);
+        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, g, at, a, u_index(i), UNIT);
+        if (i < n) gate_unit(kind, between, g, at, a, i, n - i);
     }
 }
 
@@ -147,7 +144,7 @@ static int kind_of_all(const struct fn_gate *g) {
 }
 
 /* A tile, whose elements begin at `at` of each operand. */
-static void gate_float(const struct fn_gate *g, char *const *at, int n, int bypass_cache) {
+static void gate_float(const struct fn_gate *g, char *const *at, int n) {
     _Alignas(64) float z[FN_GATE_TILE], a[FN_GATE_TILE], slopes[FN_GATE_TILE];
     const int kind = kind_of_all(g), activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
     const void *const gate = at[FN_GATE];
@@ -157,17 +154,15 @@ static void gate_float(const struct fn_gate *g, char *const *at, int n, int bypa
     else widen_gate(F32, gate, n, z);
     float *const slope = g->pass == FN_BACKWARD ? slopes : NULL;
     if (!activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
-#define OF_ONE_KIND(kind)                                                                    \
-    do {                                                                                     \
-        if (bypass_cache && g->between != NONE) gate_units(kind, kind, 1, g, at, a, slope, n); \
-        else if (bypass_cache) gate_units(kind, NONE, 1, g, at, a, slope, n);                 \
-        else if (g->between != NONE) gate_units(kind, kind, 0, g, at, a, slope, n);           \
-        else gate_units(kind, NONE, 0, g, at, a, slope, n);                                   \
+#define OF_ONE_KIND(kind)                                                        \
+    do {                                                                         \
+        if (g->between != NONE) gate_units(kind, kind, g, at, a, slope, n);      \
+        else gate_units(kind, NONE, g, at, a, slope, n);                         \
     } while (0)
     if (kind == BF16) OF_ONE_KIND(GATE_BF16);
     else if (kind == F16) OF_ONE_KIND(F16);
     else if (kind == F32) OF_ONE_KIND(F32);
-    else gate_units(NONE, g->between, bypass_cache, g, at, a, slope, n);
+    else gate_units(NONE, g->between, g, at, a, slope, n);
 #undef OF_ONE_KIND
 }
 
@@ -194,13 +189,12 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n) {
     if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, slope, at[FN_GATE_DZ], n);
 }
 
-static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, int bypass_cache) {
+static void gate_run(const struct fn_gate *g, char *const *at, int64_t n) {
     for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
         const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
         char *tile[FN_GATE_OPERANDS];
         for (int i = 0; i < FN_GATE_OPERANDS; i++) tile[i] = at[i] ? at[i] + done * fn_element_size(g->operand[i].kind) : NULL;
         if (g->wide) gate_double(g, tile, count);
-        else gate_float(g, tile, count, bypass_cache);
+        else gate_float(g, tile, count);
     }
-    if (STREAMS && bypass_cache) u_stream_end();
 }

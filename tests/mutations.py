@@ -459,7 +459,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "the cache bypassed although rows are not on a border",
-        "cpu/fusednorm_cpu.h",
+        "cpu/dispatch.c",
         "return !((o->address | (uintptr_t)(o->stride | o->outer_stride | hidden) * item) % FN_ALIGNMENT);",
         "return 1;",
     ),

@@ -125,7 +125,7 @@ def test_one_call_of_c(monkeypatch, way, dtype):
 @pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_large_outputs(monkeypatch, dtype):
-    """Outputs that bypass the caches, where rows begin with a cache line and where they do not."""
+    """Rows that are fetched while others are gated, and outputs that bypass the caches where the norm comes last."""
     memory = torch.randn(1, 2**22 + 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     for begin in (0, 3):
         x = memory[0, begin : begin + 2**22].view(2048, 2048)
