@@ -195,7 +195,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "output of half the rows": lambda: gates(y, z, out=out[:, :32]),
         "float64 output": lambda: gates(y, z, out=out.double()),
         "output that overlaps y": lambda: gates(y, z, out=matrix[:, 1:65]),
-        "output that overlaps the gate": lambda: gates(y, z, out=matrix[:, 63:127]),
+        "output that overlaps the gate": lambda: gates(y, z, out=matrix[:, 65:129]),
         "output that overlaps itself": lambda: gates(y, z, out=out[:1].expand(6, 64)),
         "half an output": lambda: gates(half, None, and_mul, out=half[:, 1:129]),
         "weight of another length": lambda: normed(y, z, weight=weight[:32], out=out),
