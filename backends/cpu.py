@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -117,8 +117,8 @@ def plan(operation: Operation) -> str:
     return f"C kernels for {variant()}, {threads}"
 
 
-def _no_memory(hidden_size: int) -> MemoryError:
-    return MemoryError(f"fusednorm found no memory for rows of {hidden_size} elements")
+def _refuse_memory(hidden_size: int) -> NoReturn:
+    raise MemoryError(f"fusednorm found no memory for rows of {hidden_size} elements")
 
 
 def forward(call: Forward) -> None:
@@ -128,7 +128,7 @@ def forward(call: Forward) -> None:
         MemoryError: no memory for the rows' buffers.
     """
     if _lib.fn_run(packing.pack_forward(call, torch.get_num_threads())):
-        raise _no_memory(call.operation.hidden_size)
+        _refuse_memory(call.operation.hidden_size)
 
 
 def quantize(call: Quantize) -> None:
@@ -138,7 +138,7 @@ def quantize(call: Quantize) -> None:
         MemoryError: no memory for the rows' buffers.
     """
     if _lib.fn_run(packing.pack_quantize(call, torch.get_num_threads())):
-        raise _no_memory(call.hidden_size)
+        _refuse_memory(call.hidden_size)
 
 
 def gate(call: Gate) -> None:
@@ -165,7 +165,7 @@ def norm_gated(call: NormGated) -> None:
         MemoryError: no memory for the rows' buffers.
     """
     if _lib.fn_run(packing.pack_norm_gated(call, torch.get_num_threads())):
-        raise _no_memory(call.norm.operation.hidden_size)
+        _refuse_memory(call.norm.operation.hidden_size)
 
 
 def rotate(call: Rotate) -> None:
@@ -175,7 +175,7 @@ def rotate(call: Rotate) -> None:
         MemoryError: no memory for the heads' buffers.
     """
     if _lib.fn_run_rotation(packing.pack_rotate(call, torch.get_num_threads())):
-        raise MemoryError(f"fusednorm found no memory for heads of {call.size} elements")
+        _refuse_memory(call.size)
 
 
 def backward_on_fast_path(*operands: Any) -> bool:
@@ -191,4 +191,4 @@ def backward(call: Backward) -> None:
         MemoryError: no memory for the rows' buffers.
     """
     if _lib.fn_run(packing.pack_backward(call, torch.get_num_threads())):
-        raise _no_memory(call.operation.hidden_size)
+        _refuse_memory(call.operation.hidden_size)
