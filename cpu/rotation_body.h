@@ -204,8 +204,9 @@ static void rotate_row(const struct fn_rotation *r, const void *cos, const void 
     }
     const int interleaved = (r->flags & FN_INTERLEAVED) != 0, by_parity = rotates_by_parity(r);
     const int kind = by_parity ? (int)BF16P : (int)r->between, to = by_parity ? (int)BF16P : (int)r->out_kind;
-    /* Rounding a product of float to float changes nothing. */
-    const int products = r->products == FN_NONE || r->products == FN_F32 ? (int)NONE : by_parity ? (int)BF16P : (int)r->products;
+    /* Rounding a product of float to float or double changes nothing. */
+    const int rounds = r->products == FN_F16 || r->products == FN_BF16;
+    const int products = !rounds ? (int)NONE : by_parity ? (int)BF16P : (int)r->products;
     turn_fn *const known = products == NONE || products == kind ? turns[kind][products != NONE][to][interleaved] : NULL;
     const struct table table = table_of(r, cos, sin, scratch);
     for (int64_t k = 0; k < r->sets; k++) {

@@ -1,9 +1,12 @@
 """Heads of q and k, normalised and rotated, have the bits of plain operations one after the other, on every backend."""
 
+import itertools
+
 import pytest
 import torch
 
 import fusednorm
+from fusednorm.backends import rotation
 from fusednorm.conformance import oracle
 from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
 
@@ -66,6 +69,17 @@ def test_tables_of_other_dtypes(mode, agree, dtype):
 
 
 @pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_operator(mode, agree, dtype):
+    """Of any dtypes, which no public function combines."""
+    x, cos, sin = operands(Case(6, 40).of(dtype))[0].view(3, 2, 40), *operands(Case(3, 17, seed=3).of(F32))[:2]
+    for interleaved, rounded_to, out in itertools.product((True, False), (None, *DTYPES), DTYPES):
+        found = torch.ops.fusednorm.rotate(x, cos, sin, interleaved, rounded_to, out)
+        wanted = rotation.rotated(x, cos, sin, interleaved, rounded_to, out)
+        agree(found, wanted, f"{interleaved}, {rounded_to}, {out}")
+
+
+@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("data", ["nan row", "inf row", "zeros", "subnormal", "overflowing", "ties"])
 def test_data(mode, agree, data):
     for dtype in (BF16, F16, F32):
@@ -121,10 +135,19 @@ def test_memory(mode, agree, dtype):
     cos, sin, _ = operands(Case(12, pairs, seed=3).of(F32))
     tables = cos.view(*rows, pairs), sin.view(*rows, pairs)
     wanted = fusednorm.qk_norm_rope(q, k, weights, weights, *tables)
+
+    def gradients(q, k):
+        leaves = [t.detach().requires_grad_() for t in (q, k, weights)]
+        outputs = fusednorm.qk_norm_rope(*leaves, leaves[2], *tables)
+        return torch.autograd.grad(outputs, leaves, wanted)
+
+    wanted_gradients = gradients(q, k)
     for place, others in enumerate(zip(lying(q), lying(k), lying(tables[0]), lying(tables[1]), strict=False)):
         heads = list(others[:2])
         for output, got in zip(wanted, fusednorm.qk_norm_rope(*heads, weights, weights, *others[2:]), strict=True):
             agree(got, output, f"memory {place}")
+        for gradient, got in zip(wanted_gradients, gradients(*heads), strict=True):
+            agree(got, gradient, f"memory {place}, gradients")
         fusednorm.qk_norm_rope_(*heads, weights, weights, *tables)
         for output, got in zip(wanted, heads, strict=True):
             agree(got, output, f"memory {place}, in place")
