@@ -27,12 +27,14 @@ from fusednorm.backends.cuda_kernels import (
     forward_variant,
     fuses,
     gate_variant,
+    rotation_variant,
 )
 from fusednorm.backends.kernel_kinds import (
     UNTRIED,
     BackwardKind,
     ForwardKind,
     GateKind,
+    RotationKind,
     blocks_of,
     check_addresses,
     lacking,
@@ -41,7 +43,7 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize
+    from fusednorm.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate
     from fusednorm.quantizations import Quantization
 
 DEVICES = ("cuda",)
@@ -280,6 +282,26 @@ def norm_gated(call: NormGated) -> None:
         device,
         call,
         lambda: {"forward": forward_variant(ForwardKind.of_gated(call), capability(device))},
+    )
+
+
+def rotates(size: int, dtypes: list[torch.dtype]) -> bool:
+    """Whether :func:`rotate` takes heads of so many elements, and of these dtypes."""
+    return size <= reference.SEGMENT and torch.float64 not in dtypes
+
+
+def rotate(call: Rotate) -> None:
+    """Normalises and rotates heads, those of q and of k with one kernel."""
+    if len({heads.weight is not None and heads.weight.dtype for heads in call.heads}) > 1:
+        for heads in call.heads:
+            rotate(call._replace(heads=(heads,)))
+        return
+    device = call.heads[0].x.device.index or 0
+    _launch(
+        packing.pack_rotation(call),
+        device,
+        call,
+        lambda: {"rotate": rotation_variant(RotationKind.of(call), capability(device))},
     )
 
 

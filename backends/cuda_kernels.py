@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from fusednorm.backends import reference
-from fusednorm.backends.kernel_kinds import BLOCKS_IN_LANE, BackwardKind, ForwardKind, GateKind, Share, ceiling
+from fusednorm.backends.kernel_kinds import (
+    BLOCKS_IN_LANE,
+    BackwardKind,
+    ForwardKind,
+    GateKind,
+    RotationKind,
+    Share,
+    ceiling,
+)
 from fusednorm.quantizations import Quantization
 
 #: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
@@ -294,6 +302,37 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
     threads = _WARPS * 32
     kernel = "gate" if kind.d is None else "gate_backward"
     return Variant(kernel, tuple(defines.items()), threads, 1, Share.ELEMENTS, threads * layout.vector)
+
+
+def rotation_variant(kind: RotationKind, capability: int) -> Variant:
+    """The kernel that normalises and rotates heads, which fit a warp."""
+    dtypes = [kind.x, kind.out, kind.weight, kind.cos, kind.sin]
+    narrow = [dtype for dtype in dtypes if dtype not in (None, torch.float64)]  # tables alone may be float64
+    layout = Layout.of(kind.size, narrow, kind.alignment, capability)
+    vector = math.gcd(layout.vector, kind.pairs * (2 if kind.interleaved else 1))
+    layout = replace(layout, vector=vector, aligned=layout.aligned // layout.vector * vector)
+    position = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.position]
+    defines = {
+        "ACCUMULATOR": _NAMES[torch.float32],
+        "X_TYPE": _NAMES[kind.x],
+        "OUT_TYPE": _NAMES[kind.out],
+        "WEIGHT_TYPE": _NAMES[kind.weight],
+        "BETWEEN_TYPE": _NAMES[kind.between],
+        "PRODUCTS_TYPE": _NAMES[kind.products],
+        "COS_TYPE": _NAMES[kind.cos],
+        "SIN_TYPE": _NAMES[kind.sin],
+        "POSITION_TYPE": position,
+        "NORMALISED": int(kind.normalised),
+        "ROUND_NORM": int(kind.round_norm),
+        "OFFSET": int(kind.offset),
+        "RSTD": int(kind.rstd),
+        "INTERLEAVED": int(kind.interleaved),
+        "SIZE": kind.size,
+        "PAIRS": kind.pairs,
+        "TWO_LEVELS": int(kind.two_levels),
+        **layout.defines(),
+    }
+    return Variant("rotate", tuple(defines.items()), layout.warps * 32, 1, Share.ROWS, layout.rows)
 
 
 def _padded_segments(hidden_size: int) -> int:

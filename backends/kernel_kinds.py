@@ -26,6 +26,7 @@ from fusednorm.call import (
     NormGated,
     Operation,
     Quantize,
+    Rotate,
     Strides,
 )
 from fusednorm.quantizations import Quantization
@@ -252,6 +253,51 @@ class GateKind(NamedTuple):
         return [dtype for dtype in self[:5] if dtype is not None]
 
 
+class RotationKind(NamedTuple):
+    """What decides the kernel that normalises and rotates heads."""
+
+    x: torch.dtype
+    out: torch.dtype
+    between: torch.dtype
+    products: torch.dtype | None
+    cos: torch.dtype | None
+    sin: torch.dtype | None
+    weight: torch.dtype | None
+    #: Of positions, if there are any.
+    position: torch.dtype | None
+    normalised: bool
+    round_norm: bool
+    offset: bool
+    rstd: bool
+    interleaved: bool
+    size: int
+    #: Pairs of a head that are rotated.
+    pairs: int
+    #: Bytes of which every head and every row of a table begins at a multiple.
+    alignment: int
+    two_levels: bool = False
+
+    @classmethod
+    def of(cls, call: Rotate) -> RotationKind:
+        """The kind of a call, whose weights have one dtype."""
+        norm, (first, *_) = call.norm, call.heads
+        low = _MOST_ALIGNED
+        for x, out, weight, x_strides, out_strides, rstd in call.heads:
+            for tensor, strides in ((x, x_strides), (out, out_strides)):
+                low |= _alignment(((tensor, (strides[0] | strides[1], strides[2])),), ())
+            of_weight = (0, 0 if weight is None or weight.dim() == 1 else call.size)
+            low |= _alignment(((weight, of_weight),), (rstd,))
+        for table, strides in zip((call.cos, call.sin), call.table_strides, strict=True):
+            low |= _alignment(((table, strides),), ())
+        return cls(
+            *(first.x.dtype, first.out.dtype, call.between, call.products, _dtype(call.cos), _dtype(call.sin)),
+            *(_dtype(first.weight), _dtype(call.positions), norm is not None),
+            *((False, False) if norm is None else (norm.round_norm, norm.weight_offset != 0)),
+            *(first.rstd is not None, call.interleaved, call.size, 0 if call.cos is None else call.cos.shape[-1]),
+            *(low & -low, call.inner != call.rows),
+        )
+
+
 class Share(IntEnum):
     """What a program of a kernel takes, ``per_program`` being its number; ``enum share`` in ``cpu/cuda_launch.c``."""
 
@@ -313,7 +359,10 @@ def check_addresses(call: Call) -> None:
     """
     if isinstance(call, (Quantize, NormGated)) and call.norm is not None:
         check_addresses(call.norm)
-    for name, tensor in zip(call._fields, call, strict=True):
+    named = list(zip(call._fields, call, strict=True))
+    if isinstance(call, Rotate):
+        named += [pair for heads in call.heads for pair in zip(heads._fields, heads, strict=True)]
+    for name, tensor in named:
         if isinstance(tensor, Tensor) and tensor.data_ptr() % tensor.itemsize:
             raise ValueError(
                 f"{name} begins at an address that is no multiple of {tensor.itemsize}, between two elements, which "

@@ -16,11 +16,12 @@ static inline int fn_element_size(int64_t kind) {
  * FN_SCALE_ONLY: x times `eps`, rounded to out's kind, and nothing else. FN_QUANTIZED: a `struct fn_quantizer` follows in
  * memory, which takes the rows of out; FN_QUANTIZE_ONLY: it takes the rows of x, and there is nothing else.
  * FN_GATE_AFTER, FN_GATE_BEFORE: a `struct fn_gate` follows, which takes the rows of out, or whose rows are taken as x, and
- * rounded, with FN_ROUND_NORM, to out's kind; FN_GATE_ONLY: there is nothing else.
+ * rounded, with FN_ROUND_NORM, to out's kind; FN_GATE_ONLY: there is nothing else. FN_ROTATION_ONLY: a `struct fn_rotation`
+ * follows, and there is nothing else; for GPUs.
  */
 enum fn_flag {
     FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4, FN_QUANTIZED = 8, FN_QUANTIZE_ONLY = 16, FN_GATE_AFTER = 32,
-    FN_GATE_BEFORE = 64, FN_GATE_ONLY = 128
+    FN_GATE_BEFORE = 64, FN_GATE_ONLY = 128, FN_ROTATION_ONLY = 256
 };
 
 enum fn_pass { FN_FORWARD, FN_BACKWARD };

@@ -106,6 +106,7 @@ int fn_unpack(PyObject *bytes, struct fn_call *calls) {
             const struct fn_call *last = &calls[count - 1];
             const size_t more = fn_quantizer_after(last) ? sizeof(struct fn_quantizer)
                                 : fn_gate_after(last)    ? sizeof(struct fn_gate)
+                                : last->flags & FN_ROTATION_ONLY ? sizeof(struct fn_rotation)
                                                          : 0;
             if (size == of_calls + more) return 1;
         }

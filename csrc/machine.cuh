@@ -78,6 +78,7 @@ template <class T> __device__ T exchanged(T value, int distance) { return __shfl
 template <class T> __device__ T value_of_lane(T value, int lane) { return __shfl_sync(~0u, value, lane); }
 
 __device__ inline void block_barrier() { __syncthreads(); }
+__device__ inline void warp_barrier() { __syncwarp(); }
 
 // GPUs of compute capability 10 and newer read and write 32 bytes of global memory, eight words, at once. A compiler
 // that does not know this instruction yet takes two halves. These functions are not called on older GPUs.

@@ -389,4 +389,4 @@ class GateBackward(NamedTuple):
 
 
 #: What a launcher of GPU kernels takes.
-Call: TypeAlias = Forward | Backward | Quantize | Gate | GateBackward | NormGated
+Call: TypeAlias = Forward | Backward | Quantize | Gate | GateBackward | NormGated | Rotate

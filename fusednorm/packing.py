@@ -27,7 +27,7 @@ KINDS: dict[torch.dtype | None, int] = {
 
 #: The numbers that C has for flags: ``enum fn_flag``.
 ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = 1, 2, 4, 8, 16
-GATE_AFTER, GATE_BEFORE, GATE_ONLY = 32, 64, 128
+GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY = 32, 64, 128, 256
 
 _CALL = struct.Struct("=10q2d36q")
 _pack = _CALL.pack
@@ -268,4 +268,12 @@ def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
         *(position_size, 0 if positions is None else positions.data_ptr(), *call.position_strides),
         *itertools.chain(*map(_heads, call.heads)),
         *(_NO_HEADS if len(call.heads) == 1 else ()),
+    )
+
+
+def pack_rotation(call: Rotate) -> bytes:
+    """The same after a call that says on which GPU the heads are."""
+    device = call.heads[0].x.device.index or 0
+    return _pack(0, ROTATION_ONLY, device, 1, call.rows, call.inner, call.size, *(0, 0, 1, 0.0, 0.0), *9 * _ABSENT) + (
+        pack_rotate(call)
     )

@@ -57,6 +57,9 @@ def rotator_of(heads: Sequence[Head], norm: HeadsNorm | None, between: torch.dty
             around = Around(None, 1.0)
         found.append(run.backend_of(operation_of(x, None, weight, flags, around=around)))
     same_kind = all(backend is found[0] for backend in found) and len({head.x.dtype for head in heads}) == 1
+    takes = getattr(found[0], "rotates", None)
+    if takes is not None and not takes(heads[0].x.shape[-1], [heads[0].x.dtype]):
+        return None
     return cast("Rotator | None", getattr(found[0], "rotate", None)) if same_kind else None
 
 

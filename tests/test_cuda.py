@@ -22,7 +22,15 @@ import fusednorm
 from fusednorm import Quantization, doctor, fast_path, quantizations, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind, lacking
+from fusednorm.backends.kernel_kinds import (
+    BackwardKind,
+    ForwardKind,
+    GateKind,
+    GateOfNorm,
+    QuantizerKind,
+    RotationKind,
+    lacking,
+)
 from fusednorm.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
@@ -266,6 +274,32 @@ def test_machine_code_of_a_norm_with_a_gate(tmp_path, capability, dtype, size):
         if variant.kernel == "forward":  # a lane has 32 elements; where half a warp has a row, 8 of the weight
             read = (32 + 32 + (8 if size == 128 else 32)) * dtype.itemsize
             assert loads == read // (32 if capability >= 100 else 16)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "pairs", "interleaved"),
+    [
+        (75, F16, 128, 64, False),
+        (90, BF16, 128, 64, False),
+        (90, BF16, 128, 64, True),
+        (90, F32, 256, 128, False),
+        (100, BF16, 256, 128, False),
+    ],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, pairs, interleaved):
+    """Nothing spilled, nothing fused, and heads, weights and tables of halves are read in whole vectors."""
+    rest = (False, False, False, interleaved, size, pairs, 32)
+    kind = RotationKind(dtype, dtype, dtype, None, F32, F32, dtype, None, True, *rest)
+    variant = cuda_kernels.rotation_variant(kind, capability)
+    shared, loads = without_spills(variant, capability, tmp_path)
+    assert shared <= 48 * 1024
+    at_once = 32 if capability >= 100 else 16
+    of_tables = 2 * 32 if interleaved else 2 * 32 * F32.itemsize // at_once
+    assert loads == 2 * 32 * dtype.itemsize // at_once + of_tables
+    ptx = cuda_compiler.compiled(variant, capability + 4).decode()
+    assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
 
 
 @compiles

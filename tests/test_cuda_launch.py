@@ -526,6 +526,119 @@ def test_gates_on_the_fast_path():
             assert out is None or not differing(out, wanted).any()
 
 
+#: Heads of q, k and v in one tensor: the dtype, elements of a head, pairs, and what else is asked for.
+ROTATIONS = (
+    (BF16, 128, 64, {}),
+    (BF16, 128, 64, {"between": F32}),
+    (BF16, 128, 64, {"round_products": True, "weight_offset": 1.0}),
+    (BF16, 128, 64, {"round_norm": True, "interleaved": True}),
+    (BF16, 128, 32, {"norm": False}),
+    (F16, 80, 20, {"positions": torch.int64}),
+    (F32, 33, 7, {"positions": torch.int32, "interleaved": True}),
+    (F32, 1024, 512, {}),
+)
+
+
+@pytest.mark.parametrize(("dtype", "size", "pairs", "flags"), ROTATIONS, ids=str)
+def test_heads(dtype, size, pairs, flags, monkeypatch):
+    """One kernel for q and k, views into one tensor; in place, v keeps its bits; kernels of other calls never run."""
+    names = []
+    load = cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+    generator = torch.Generator().manual_seed(size)
+    qkv = torch.randn(2, 5, 7, size, generator=generator).to(dtype)
+    q, k = qkv[..., :4, :], qkv[..., 4:6, :]
+    weights = torch.rand(size, generator=generator).to(dtype), torch.rand(2, size, generator=generator).to(dtype)
+    if not flags.get("norm", True):
+        weights = None, None
+    flags = dict(flags)
+    angles = torch.rand(2, 5, pairs, generator=generator)
+    if "positions" in flags:
+        angles = torch.rand(50, pairs, generator=generator)
+        flags["positions"] = torch.randint(0, 50, (2, 5), generator=generator).to(flags["positions"])
+    tables = (angles * 6).cos(), (angles * 6).sin()
+    launched = []
+    launch = fast_path.launch_cuda
+    monkeypatch.setattr(fast_path, "launch_cuda", lambda *given: launched.append(launch(*given)) or launched[-1])
+    nothing_held()
+    wanted: tuple = ()
+    for how, of_weights in enumerate((weights, (weights[0], None), weights)):
+        with fusednorm.use_backend("reference"):
+            wanted = fusednorm.qk_norm_rope(q, k, *of_weights, *tables, **flags)
+        launched.clear()
+        with fusednorm.use_backend("cuda"):
+            found = fusednorm.qk_norm_rope(q, k, *of_weights, *tables, **flags)
+        assert not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True))
+        # A weight that only one of both has is another kernel.
+        assert launched.count(0) == (2 if how == 1 and weights[0] is not None else 1)
+    assert set(names) <= {"rotate"}
+    given = qkv.clone()
+    with fusednorm.use_backend("cuda"):
+        fusednorm.qk_norm_rope_(given[..., :4, :], given[..., 4:6, :], *weights, *tables, **flags)
+    whole = torch.cat((*wanted, qkv[..., 6:, :]), -2)
+    assert not differing(given, whole).any()
+
+
+def test_rotations_have_kernels_of_their_own():
+    """Calls that differ in one thing, one after the other."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(3, 5, heads, 64, generator=generator).bfloat16() for heads in (4, 2))
+    weight, positions = torch.rand(64, generator=generator).bfloat16(), torch.randint(0, 3, (3, 5), generator=generator)
+    angles = torch.rand(3, 5, 32, generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    nothing_held()
+    for weights, tables, flags in (
+        ((weight, weight), (cos, sin), {}),
+        ((weight.float(), weight.float()), (cos, sin), {}),
+        ((None, None), (cos, sin), {}),
+        ((None, None), (cos, sin), {"norm": False}),
+        ((weight, weight), (cos, sin), {"between": F32}),
+        ((weight, weight), (cos, sin), {"round_products": True}),
+        ((weight, weight), (cos, sin), {"round_norm": True}),
+        ((weight, weight), (cos, sin), {"interleaved": True}),
+        ((weight, weight), (cos, sin), {"weight_offset": 0.5}),
+        ((weight, weight), (cos.bfloat16(), sin), {}),
+        ((weight, weight), (cos, sin.half()), {}),
+        ((weight, weight), (cos[..., :16], sin[..., :16]), {}),
+        ((weight, weight), (cos[0], sin[0]), {"positions": positions}),
+        ((weight, weight), (cos[0], sin[0]), {"positions": positions.int()}),
+        ((weight, weight), (None, None), {}),
+    ):
+        found = {}
+        for backend in ("cuda", "reference"):
+            with fusednorm.use_backend(backend):
+                found[backend] = fusednorm.qk_norm_rope(q, k, *weights, *tables, **flags)
+        assert not any(differing(a, b).any() for a, b in zip(*found.values(), strict=True)), flags
+
+
+def test_gradients_of_heads():
+    """Of q, k and both weights, and of a rotation alone."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, dq, dk = (torch.randn(3, 5, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 4, 2))
+    weights = [torch.rand(64, generator=generator).bfloat16() for _ in range(2)]
+    angles = torch.rand(3, 5, 32, generator=generator)
+    found = {}
+    for backend in ("cuda", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (q, k, *weights)]
+        with fusednorm.use_backend(backend):
+            both = fusednorm.qk_norm_rope(*leaves, angles.cos(), angles.sin())
+            alone = fusednorm.rotate(leaves[0], angles.cos(), angles.sin())
+            found[backend] = (*both, alone, *torch.autograd.grad((*both, alone), leaves, (dq, dk, dq)))
+    assert not any(differing(a, b).any() for a, b in zip(found["cuda"], found["reference"], strict=True))
+
+
+def test_heads_that_the_kernel_does_not_take():
+    """Longer ones, and float64: a norm, and torch's operations."""
+    for dtype, size in ((F64, 64), (F32, 2048)):
+        q = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        angles = torch.linspace(0, 6, 3 * size // 2).view(3, -1)
+        with fusednorm.use_backend("reference"):
+            wanted = fusednorm.qk_norm_rope(q, q, None, None, angles.cos(), angles.sin())
+        with fusednorm.use_backend("cuda"):
+            found = fusednorm.qk_norm_rope(q, q, None, None, angles.cos(), angles.sin())
+        assert not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True))
+
+
 def test_a_gate_between_two_numbers_is_refused():
     memory = torch.frombuffer(bytearray(130), dtype=torch.uint8)
     between = torch.frombuffer(memory.numpy(), dtype=F16, offset=1, count=64).view(1, 64)
@@ -889,6 +1002,7 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         "FIRST_WEIGHT",
         "BETWEEN",
         "BIAS",
+        "Z",
         "DY",
         "D_TOTAL",
         "H",
@@ -907,6 +1021,7 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         "NORM_BEFORE_ADD": int(chain),
         "AROUND": int(around),
         "QUANTIZED": int(quantizer),
+        "GATED": 0,
         "OF_HEADS": int(around),
         "SCALED": int(around),
     }
