@@ -307,12 +307,13 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
 def rotation_variant(kind: RotationKind, capability: int) -> Variant:
     """The kernel that normalises and rotates heads, which fit a warp."""
     dtypes = [kind.x, kind.out, kind.weight, kind.cos, kind.sin]
-    narrow = [dtype for dtype in dtypes if dtype not in (None, torch.float64)]  # tables alone may be float64
+    # Tables alone may be float64.
+    narrow = [dtype for dtype in dtypes if dtype is not None and dtype != torch.float64]
     layout = Layout.of(kind.size, narrow, kind.alignment, capability)
     vector = math.gcd(layout.vector, kind.pairs * (2 if kind.interleaved else 1))
     layout = replace(layout, vector=vector, aligned=layout.aligned // layout.vector * vector)
     position = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.position]
-    defines = {
+    defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[torch.float32],
         "X_TYPE": _NAMES[kind.x],
         "OUT_TYPE": _NAMES[kind.out],

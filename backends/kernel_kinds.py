@@ -221,26 +221,19 @@ class GateKind(NamedTuple):
     @classmethod
     def of(cls, call: Gate | GateBackward) -> GateKind:
         """The kind of a call."""
-        operands: tuple[Tensor | None, ...]
-        strides: tuple[Strides, ...]
+        none = 0, 0
+        rows: tuple[tuple[Tensor | None, Strides], ...]
         if isinstance(call, Gate):
-            operands, strides = (None, call.y, call.z, call.out, None), ((0, 0), *call.strides, (0, 0))
+            y, z, out = zip((call.y, call.z, call.out), call.strides, strict=True)
+            rows = (None, none), y, z, out, (None, none)
         else:
-            operands, strides = (call.d, call.y, call.z, call.dy, call.dz), call.strides
-        two_levels = call.inner != call.rows
+            rows = tuple(zip((call.d, call.y, call.z, call.dy, call.dz), call.strides, strict=True))
+        d, _, _, first, second = (_dtype(tensor) for tensor, _ in rows)
+        one_level = call.inner == call.rows
+        side_by_side = all(tensor is None or stride == call.hidden_size for tensor, (_, stride) in rows)
         return cls(
-            _dtype(operands[0]),
-            call.y.dtype,
-            call.z.dtype,
-            _dtype(operands[3]),
-            _dtype(operands[4]),
-            call.activation,
-            call.between,
-            call.hidden_size,
-            _alignment(tuple(zip(operands, strides, strict=True)), ()),
-            two_levels,
-            not two_levels
-            and all(o is None or s == call.hidden_size for o, (_, s) in zip(operands, strides, strict=True)),
+            *(d, call.y.dtype, call.z.dtype, first, second, call.activation, call.between, call.hidden_size),
+            *(_alignment(rows, ()), not one_level, one_level and side_by_side),
         )
 
     @property
@@ -283,18 +276,17 @@ class RotationKind(NamedTuple):
         norm, (first, *_) = call.norm, call.heads
         low = _MOST_ALIGNED
         for x, out, weight, x_strides, out_strides, rstd in call.heads:
-            for tensor, strides in ((x, x_strides), (out, out_strides)):
-                low |= _alignment(((tensor, (strides[0] | strides[1], strides[2])),), ())
-            of_weight = (0, 0 if weight is None or weight.dim() == 1 else call.size)
-            low |= _alignment(((weight, of_weight),), (rstd,))
-        for table, strides in zip((call.cos, call.sin), call.table_strides, strict=True):
-            low |= _alignment(((table, strides),), ())
+            for tensor, (outer_stride, stride, of_heads) in ((x, x_strides), (out, out_strides)):
+                low |= _alignment(((tensor, (outer_stride | stride, of_heads)),), ())
+            low |= _alignment(((weight, (0, 0 if weight is None or weight.dim() == 1 else call.size)),), (rstd,))
+        low |= _alignment(tuple(zip((call.cos, call.sin), call.table_strides, strict=True)), ())
         return cls(
             *(first.x.dtype, first.out.dtype, call.between, call.products, _dtype(call.cos), _dtype(call.sin)),
-            *(_dtype(first.weight), _dtype(call.positions), norm is not None),
-            *((False, False) if norm is None else (norm.round_norm, norm.weight_offset != 0)),
-            *(first.rstd is not None, call.interleaved, call.size, 0 if call.cos is None else call.cos.shape[-1]),
-            *(low & -low, call.inner != call.rows),
+            *(_dtype(first.weight), _dtype(call.positions), norm is not None, norm is not None and norm.round_norm),
+            *(norm is not None and norm.weight_offset != 0, first.rstd is not None, call.interleaved, call.size),
+            0 if call.cos is None else call.cos.shape[-1],
+            low & -low,
+            call.inner != call.rows,
         )
 
 

@@ -253,12 +253,13 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
 
     tile = min(_OF_GATES, ceiling(max(kind.hidden_size, 16)))
     rows = _OF_GATES // tile
-    share, per_program = (Share.COLUMNS_OF_BLOCKS, tile) if kind.hidden_size > tile else (Share.ROWS, rows)
+    share, per_program = (Share.ROWS, rows) if kind.hidden_size <= tile else (Share.COLUMNS_OF_BLOCKS, tile)
     if kind.d is None:
-        function, dtypes = kernels.gate_tile, {"y": kind.y, "z": kind.z, "out": kind.out}
+        function = kernels.gate_tile
+        dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
     else:
-        operands = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
-        function, dtypes = kernels.gate_backward_tile, operands
+        function = kernels.gate_backward_tile
+        dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
     between = None if kind.between is None else triton_host.type_of(kind.between)
     constants = {"ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
     return Variant(
@@ -269,9 +270,9 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
         kind.alignment >= 16,
         bits=INTERPRETED,
         warps=_OF_GATES // (8 * (lanes or warp_size())),
-        two_levels=kind.two_levels,
         share=share,
         per_program=per_program,
+        two_levels=kind.two_levels,
     )
 
 

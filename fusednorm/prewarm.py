@@ -100,7 +100,9 @@ def prewarm(
                     both = rms_norm_add_rms_norm(x, residual, one, one, round_sum=round_sum, **flags)
                     outputs = (*outputs, total, *both)
                 if activation is not None:
-                    outputs = (*outputs, *_gated(x, one, activation, flags, offset))
+                    # Two rows of a tensor that holds both: of one, the halves lie as if they were alone.
+                    leaves.append(_zeros((2, 2 * hidden_size), dtype, device, offset).requires_grad_(gradients))
+                    outputs = (*outputs, *_gated(x, leaves[-1], one, activation, flags))
             if gradients:
                 torch.autograd.grad((y, *outputs), leaves, [torch.zeros_like(t) for t in (y, *outputs)])
             elif quantization is not None:
@@ -112,14 +114,14 @@ def prewarm(
 
 
 def _gated(
-    x: torch.Tensor, weight: torch.Tensor | None, activation: str, flags: dict[str, Any], offset: int
+    x: torch.Tensor, both: torch.Tensor, weight: torch.Tensor | None, activation: str, flags: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The results of calls with a gate, which is x itself."""
-    found = [gate(x, x, activation=activation), rms_norm_gated(x, x, weight, activation=activation, **flags)]
+    """The results of calls with a gate, which is x itself, or is in one tensor with the rows."""
+    half = both.shape[-1] // 2
+    found = [gate(x, x, activation=activation), gate(both[:, half:], both[:, :half], activation=activation)]
+    found.append(rms_norm_gated(x, x, weight, activation=activation, **flags))
     together = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}.get(activation)
     if together is not None:
-        # Two rows: of one, both halves lie as if they were alone.
-        both = _zeros((2, 2 * x.shape[-1]), x.dtype, x.device, offset).requires_grad_(x.requires_grad)
         found += [together(x, x), together(both)]
     return tuple(found)
 

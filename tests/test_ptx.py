@@ -209,6 +209,13 @@ def test_comparisons_of_16_bits(dtype, name):
             found = in_parts(LOAD + body + STORE, *(bits(t, dtype, torch.int16) for t in (a, b))).bool()
             expected = function(a, b) | (a.isnan() | b.isnan() if unordered else False)
             assert torch.equal(found, expected), (sign, unordered)
+            body = "cvt.u32.u64 %r1, %x; cvt.u32.u64 %r2, %y; mov.u64 %x, 0; mov.u64 %y, 0;"
+            body += f"setp.{sign}{unordered}.{name}x2 %p0|%p1, %r1, %r2; selp.b64 %x, 1, 0, %p0;"
+            body += "selp.b64 %y, 2, 0, %p1; or.b64 %z, %x, %y;"
+            low, high = (bits(t, dtype, torch.int16) for t in (a, b)), (bits(t, dtype, torch.int16) for t in (b, a))
+            both = in_parts(LOAD + body + STORE, *(x | y << 16 for x, y in zip(low, high, strict=True)))
+            reverse = function(b, a) | (a.isnan() | b.isnan() if unordered else False)
+            assert torch.equal(both, expected.long() + 2 * reverse), (sign, unordered)
 
 
 def test_the_lesser_and_the_greater():

@@ -279,15 +279,27 @@ template <class T> void add_comparisons(Table& to, const std::string& type) {
     }
 }
 
-// The same of halves and bfloat16.
+// The same of halves and bfloat16, alone and in pairs: operands p, q, a, b.
+template <auto COMPARE> void compared_pairs(Warp& w, const Instruction& i, u32 lanes) {
+    u64 *p = w[i.operands[0]], *q = w[i.operands[1]], *a = w[i.operands[2]], *b = w[i.operands[3]];
+    each(lanes, [=](int l) {
+        const bool low = COMPARE((u16)a[l], (u16)b[l]), high = COMPARE((u16)(a[l] >> 16), (u16)(b[l] >> 16));
+        p[l] = low;
+        q[l] = high;
+    });
+}
+template <auto COMPARE> void add_narrow_comparison(Table& to, const std::string& name, const std::string& type) {
+    add_comparison<u16, COMPARE>(to, name, type);
+    to["setp." + name + "." + type + "x2"] = {compared_pairs<COMPARE>, PLAIN};
+}
 template <auto WIDE> void add_narrow_comparisons(Table& to, const std::string& type) {
-    add_comparison<u16, [](u16 a, u16 b) { return WIDE(a) == WIDE(b); }>(to, "eq", type);
-    add_comparison<u16, [](u16 a, u16 b) { return WIDE(a) < WIDE(b); }>(to, "lt", type);
-    add_comparison<u16, [](u16 a, u16 b) { return WIDE(a) <= WIDE(b); }>(to, "le", type);
-    add_comparison<u16, [](u16 a, u16 b) { return WIDE(b) < WIDE(a); }>(to, "gt", type);
-    add_comparison<u16, [](u16 a, u16 b) { return WIDE(b) <= WIDE(a); }>(to, "ge", type);
-    add_comparison<u16, [](u16 a, u16 b) { return !(WIDE(b) <= WIDE(a)); }>(to, "ltu", type);
-    add_comparison<u16, [](u16 a, u16 b) { return !(WIDE(a) <= WIDE(b)); }>(to, "gtu", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return WIDE(a) == WIDE(b); }>(to, "eq", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return WIDE(a) < WIDE(b); }>(to, "lt", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return WIDE(a) <= WIDE(b); }>(to, "le", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return WIDE(b) < WIDE(a); }>(to, "gt", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return WIDE(b) <= WIDE(a); }>(to, "ge", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return !(WIDE(b) <= WIDE(a)); }>(to, "ltu", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return !(WIDE(a) <= WIDE(b)); }>(to, "gtu", type);
 }
 
 // The lesser number, and the number where one operand is a NaN. -0 is less than +0.

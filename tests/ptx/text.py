@@ -195,6 +195,8 @@ class Reader:
         elif name.startswith("shfl."):
             first, _, second = operands[0].partition("|")
             numbers = [self.operand(first), self.operand(second) if second else -1, *map(self.operand, operands[1:])]
+        elif name.startswith("setp.") and "|" in operands[0]:  # a predicate for each half
+            numbers = [*map(self.operand, operands[0].split("|")), *map(self.operand, operands[1:])]
         else:
             if name.startswith("mov.") and (value := self.value(operands[1])) is not None:
                 self.defined[operands[0]] = value
