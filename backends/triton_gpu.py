@@ -260,7 +260,10 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
     else:
         function = kernels.gate_backward_tile
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
-    between = None if kind.between is None else triton_host.type_of(kind.between)
+    # Of two bfloat16 numbers, or one and a float16 number, whose product becomes float16, LLVM makes float16 numbers
+    # before it multiplies them, which have a smaller range. It does not know bits to be numbers.
+    bits = INTERPRETED or {torch.bfloat16, torch.float16} <= {*kind.dtypes(), kind.between}
+    between = None if kind.between is None else triton_host.type_of(kind.between, bits)
     constants = {"ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
     return Variant(
         function,
@@ -268,7 +271,7 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
         kind.accumulator,
         {"N": kind.hidden_size, **constants},
         kind.alignment >= 16,
-        bits=INTERPRETED,
+        bits=bits,
         warps=_OF_GATES // (8 * (lanes or warp_size())),
         share=share,
         per_program=per_program,

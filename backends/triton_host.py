@@ -199,11 +199,11 @@ class Variant:
         return found
 
 
-def type_of(dtype: torch.dtype) -> Any:
-    """Triton's type of stored values; bfloat16 goes by its bits in the interpreter."""
+def type_of(dtype: torch.dtype, bits: bool = INTERPRETED) -> Any:
+    """Triton's type of stored values; ``bits``: whether bfloat16 goes by its bits."""
     import triton.language as tl
 
-    return tl.uint16 if INTERPRETED and dtype == torch.bfloat16 else getattr(tl, str(dtype)[6:])
+    return tl.uint16 if bits and dtype == torch.bfloat16 else getattr(tl, str(dtype)[6:])
 
 
 class NotCachedError(Exception):

@@ -353,6 +353,15 @@ def test_gates_on_amd(target):
         assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])) == {"0"}
 
 
+@pytest.mark.parametrize(("y", "z"), [(F16, BF16), (BF16, F16)])
+def test_products_of_a_gate_are_not_made_in_float16(y, z):
+    """LLVM would round bfloat16 numbers to float16 first, which has a smaller range."""
+    for d in (None, BF16):
+        variant = triton_gpu.gate_variant(GateKind(d, y, z, F16, d and z, "silu", z, 1100, 4), 32)
+        ptx = triton_host.compiled(variant, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert not re.findall(r"(?:mul|fma)\.rn\.b?f16", ptx)
+
+
 def test_a_launch_of_gates(launches, monkeypatch):
     """One kernel for each pass and row length; other rows and strides never compile again."""
     monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
