@@ -12,7 +12,15 @@ from torch.overrides import handle_torch_function
 from fusednorm import listeners, plain, run_rotated
 from fusednorm.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
 from fusednorm.call import Flags, HeadsNorm
-from fusednorm.checks import check_affine, check_apart, check_between, check_flags, check_output, refuse_grad
+from fusednorm.checks import (
+    check_affine,
+    check_apart,
+    check_between,
+    check_flags,
+    check_output,
+    refuse_grad,
+    refuse_type,
+)
 from fusednorm.registry import fast_paths, request
 from fusednorm.run_rotated import Head, Turn
 from fusednorm.tables import check_heads, check_tables, rows_for
@@ -139,6 +147,8 @@ def qk_norm_rope(
         TypeError, ValueError, BackendError: see :func:`rotate` and :func:`fusednorm.rms_norm`.
         RuntimeError: an output is given and an operand requires grad, or a table requires grad.
     """
+    if k is None:
+        refuse_type("k", k)
     if not is_dynamo_compiling() and (between is None or between is torch.float32):
         take = fast_paths.get(request())
         if take is not None:
