@@ -50,7 +50,7 @@ MODELS = ISAS["neon"][1]
 VECTOR_BITS = {"neoverse-v1": 256}  # of SVE; else 128
 
 #: The C library without its interfaces to Python and to Triton.
-SOURCES = ("dispatch", "backward", "gate", "cpu_features", "threads", *(f"kernel_{isa}" for isa in ISAS))
+SOURCES = ("dispatch", "backward", "gate", "rotate", "cpu_features", "threads", *(f"kernel_{isa}" for isa in ISAS))
 
 #: Reads the memory of a call and the call, moves the addresses that point into the memory, and makes the call.
 DRIVER = r"""
@@ -59,6 +59,7 @@ DRIVER = r"""
 #include <string.h>
 #include "fusednorm_cpu.h"
 #include "gate.h"
+#include "rotation.h"
 int main(int argc, char **argv) {
     FILE *file = argc == 3 ? fopen(argv[2], "rb") : NULL;
     int64_t head[4]; /* the address and the size of the memory, the bytes of the call, the function */
@@ -71,8 +72,8 @@ int main(int argc, char **argv) {
     for (int isa = 0; isa < fn_isa_count(); isa++)
         if (!strcmp(fn_isa_name(isa), argv[1])) fn_use_isa(isa);
     if (strcmp(fn_isa_name(fn_isa()), argv[1])) return 1;
-    if (head[3]) fn_run_gate((const void *)call);
-    else return fn_run((const void *)call);
+    if (head[3] == 1) fn_run_gate((const void *)call);
+    return head[3] == 0 ? fn_run((const void *)call) : head[3] == 2 ? fn_run_rotation(call) : 0;
 }
 """
 
@@ -125,6 +126,20 @@ def gate(memory: Memory, rows: int, dtype: torch.dtype) -> object:
     return fusednorm.silu_and_mul(z, y, out=out)
 
 
+def norm_gated(memory: Memory, rows: int, dtype: torch.dtype) -> object:
+    """rms_norm_gated_, the norm first."""
+    x, z, w = (memory.filled(shape, dtype) for shape in ((rows, HIDDEN), (rows, HIDDEN), (HIDDEN,)))
+    return fusednorm.rms_norm_gated_(x, z, w)
+
+
+def qk_norm_rope(memory: Memory, rows: int, dtype: torch.dtype) -> object:
+    """qk_norm_rope_ with the roundings of Hugging Face's models; an element is one of q or of k."""
+    heads = HIDDEN // HEAD // 2
+    shapes = ((rows, heads, HEAD), (rows, heads, HEAD), (HEAD,), (HEAD,), (rows, HEAD // 2), (rows, HEAD // 2))
+    operands = [memory.filled(shape, dtype) for shape in shapes]
+    return fusednorm.qk_norm_rope_(*operands, round_norm=True, round_products=True)
+
+
 WEIGHT, OF_HEADS = (HIDDEN,), (HIDDEN // HEAD, HEAD)
 CALLS: dict[str, Callable[[Memory, int, torch.dtype], object]] = {
     "add_norm": in_place(fusednorm.fused_add_rms_norm_, WEIGHT),
@@ -136,6 +151,8 @@ CALLS: dict[str, Callable[[Memory, int, torch.dtype], object]] = {
     "fp8": quantized(torch.float8_e4m3fn, "row"),
     "fp8_block": quantized(torch.float8_e4m3fn, 128),
     "silu_and_mul": gate,
+    "norm_gated": norm_gated,
+    "qk_norm_rope": qk_norm_rope,
 }
 
 
@@ -156,6 +173,11 @@ class Recorder:
     def fn_run_gate(self, call: bytes) -> None:
         """A gate."""
         self.function, self.call = 1, call
+
+    def fn_run_rotation(self, call: bytes) -> int:
+        """Heads of q and k."""
+        self.function, self.call = 2, call
+        return 0
 
 
 def record(name: str, rows: int, dtype: str, file: Path) -> None:

@@ -1,9 +1,8 @@
 /*
  * The fast path from Python into the C library, and to kernels of CUDA's and Triton's: at decode sizes a call lasts as
- * long as its checks, and a Python attribute costs 50 ns. Tensors are read through DLPack's C exchange API, which torch
- * publishes (torch.Tensor.__dlpack_c_exchange_api__, since 2.10). The fast path takes plain tensors whose rows are one
- * stride apart, without a gradient to record; on a GPU it needs a kernel that was loaded before. For any other call it
- * returns None, and Python makes the call.
+ * long as its checks, and a Python attribute costs 50 ns. The fast path takes plain tensors whose rows are one stride
+ * apart, without a gradient to record; on a GPU it needs a kernel that was loaded before. For any other call it returns
+ * None, and Python makes the call.
  */
 #include "fast_path.h"
 
@@ -11,74 +10,9 @@
 
 #include "pages.h"
 
-const exchange_api *fn_exchange_api;
 fn_run_fn *fn_run_on_cpu;
 fn_run_rotation_fn *fn_rotate_on_cpu;
 static PyObject *plain_types, *get_num_threads, *empty_like, *new_empty, *requires_grad;
-static PyTypeObject *tensor_type, *parameter_type;
-
-static int kind_of(const tensor *t) {
-    if (t->dtype.code == DL_BFLOAT) return t->dtype.bits == 16 ? FN_BF16 : FN_NONE;
-    if (t->dtype.code != DL_FLOAT) return FN_NONE;
-    return t->dtype.bits == 16 ? FN_F16 : t->dtype.bits == 32 ? FN_F32 : t->dtype.bits == 64 ? FN_F64 : FN_NONE;
-}
-
-/* The stride that leads from each row to the next, as in fusednorm/layout.py; -1 if there is none. */
-static int64_t row_stride(const tensor *t) {
-    int last = t->ndim - 1;
-    if (last < 0) return 1;
-    if (t->strides[last] != 1 && t->shape[last] != 1) return -1;
-    int64_t stride = -1, following = 0;
-    for (int i = last - 1; i >= 0; i--) {
-        if (t->shape[i] == 1) continue;
-        if (stride < 0) stride = t->strides[i];
-        else if (t->strides[i] != following) return -1;
-        following = t->strides[i] * t->shape[i];
-    }
-    return stride < 0 ? t->shape[last] : stride;
-}
-
-int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o) {
-    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return 0;
-    if (fn_exchange_api->tensor_from(object, t)) {
-        /* Sparse, meta, of a type that DLPack lacks: Python reports the error. No memory, an interrupt: raised as it is. */
-        if (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError) ||
-            PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_BufferError))
-            PyErr_Clear();
-        return 0;
-    }
-    for (int i = 0; i < t->ndim; i++)
-        if (t->shape[i] == 0) return 0;
-    *o = (struct fn_operand){.kind = kind_of(t)};
-    if (t->data) o->address = (uintptr_t)t->data + t->byte_offset;
-    return o->address != 0;
-}
-
-int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o) {
-    return fn_read_memory(object, t, o) && (o->stride = row_stride(t)) >= 0;
-}
-
-int fn_read(PyObject *object, tensor *t, struct fn_operand *o) { return fn_read_any(object, t, o) && o->kind; }
-
-int64_t fn_elements(const tensor *t) {
-    int64_t elements = 1;
-    for (int i = t->ndim - 1; i >= 0; i--) {
-        if (t->shape[i] != 1 && t->strides[i] != elements) return -1;
-        elements *= t->shape[i];
-    }
-    return elements;
-}
-
-int fn_same_shape(const tensor *a, const tensor *b) {
-    if (a->ndim != b->ndim) return 0;
-    for (int i = 0; i < a->ndim; i++)
-        if (a->shape[i] != b->shape[i]) return 0;
-    return 1;
-}
-
-int fn_same_device(const tensor *a, const tensor *b) {
-    return a->device.type == b->device.type && a->device.id == b->device.id;
-}
 
 PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords) {
     if (given != Py_None) return Py_NewRef(given);
@@ -179,7 +113,7 @@ static int truth(PyObject *new_reference) {
 static int answer(const function *question) { return truth(call_function(question, NULL)); }
 
 static int requires_gradient(PyObject *operand) {
-    return operand == Py_None ? 0 : truth(get_requires_grad(requires_grad, operand, (PyObject *)tensor_type));
+    return operand == Py_None ? 0 : truth(get_requires_grad(requires_grad, operand, (PyObject *)fn_tensor_type));
 }
 
 int fn_records_gradient(PyObject *const *operands, Py_ssize_t count) {
@@ -274,26 +208,6 @@ static int open_listeners(PyObject *questions, PyObject *variables, PyObject *fu
 
 /* None: Python must make the call. */
 static PyObject *refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
-
-fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden) {
-    const int64_t item = fn_element_size(o->kind);
-    return (fn_extent){o->address, rows, o->stride * item, hidden * item};
-}
-
-fn_extent fn_extent_of(const struct fn_call *c, int i) {
-    const struct fn_operand *o = &c->operand[i];
-    return fn_extent_of_rows(o, i != FN_WEIGHT && i != FN_BIAS ? c->rows : o->stride ? c->heads : 1, c->hidden);
-}
-
-/* One lies before the other, or they are columns of one matrix. */
-int fn_apart(fn_extent a, fn_extent b) {
-    if (a.begin + (a.rows - 1) * a.step + a.bytes <= b.begin) return 1;
-    if (b.begin + (b.rows - 1) * b.step + b.bytes <= a.begin) return 1;
-    if (a.step != b.step || a.step == 0) return 0;
-    int64_t between = (int64_t)(b.begin - a.begin) % a.step;
-    if (between < 0) between += a.step;
-    return a.bytes <= between && between + b.bytes <= a.step;
-}
 
 /* Whether the outputs' rows share memory with each other, or with an operand other than exactly x or the residual. */
 static int overlap(const struct fn_call *c, const struct fn_call *first) {
@@ -512,8 +426,8 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     if (requires_grad) get_requires_grad = (descrgetfunc)PyType_GetSlot(Py_TYPE(requires_grad), Py_tp_descr_get);
     plain_types = PyTuple_Pack(2, types[0], types[1]); /* keeps them alive, as this module is never unloaded */
     if (!requires_grad || !get_requires_grad || !plain_types) return NULL;
-    tensor_type = (PyTypeObject *)types[0];
-    parameter_type = (PyTypeObject *)types[1];
+    fn_tensor_type = (PyTypeObject *)types[0];
+    fn_parameter_type = (PyTypeObject *)types[1];
     is_grad_enabled = function_of(callables[0], METH_NOARGS);
     get_num_threads = Py_NewRef(callables[1]);
     empty_like = Py_NewRef(callables[2]);

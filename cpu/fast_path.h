@@ -1,7 +1,7 @@
 /*
- * What the files of the fast path share: fast_path.c reads the operands of a forward pass, fast_path_quantized.c those of a
- * quantizer after it, fast_path_gated.c those of a gate, fast_path_backward.c those of a backward pass, and
- * fast_path_rotated.c heads. The C library takes the call, or cuda_launch.c, or triton_launch.c.
+ * What the files of the fast path share: fast_path_operands.c reads a tensor, fast_path.c the operands of a forward pass,
+ * fast_path_quantized.c those of a quantizer after it, fast_path_gated.c those of a gate, fast_path_backward.c those of a
+ * backward pass, and fast_path_rotated.c heads. The C library takes the call, or cuda_launch.c, or triton_launch.c.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
 #define FUSEDNORM_FAST_PATH_H
@@ -37,10 +37,9 @@ typedef struct {
 /* DLPack numbers no device 0: here it stands for the CPU where Triton's kernels are to run. */
 enum { TRITON_CPU = 0, DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
 
-/* fast_path.c */
+/* fast_path_operands.c */
 extern const exchange_api *fn_exchange_api; /* NULL until it is open */
-extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
-extern fn_run_rotation_fn *fn_rotate_on_cpu;
+extern PyTypeObject *fn_tensor_type, *fn_parameter_type; /* torch.Tensor and its Parameter */
 /* Reads a plain tensor whose rows are one stride apart. Returns 0 for any other object, perhaps with a Python error. */
 int fn_read(PyObject *object, tensor *t, struct fn_operand *o);
 int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o); /* also of a type that no kernel takes: FN_NONE */
@@ -57,6 +56,10 @@ typedef struct {
 fn_extent fn_extent_of(const struct fn_call *c, int operand);
 fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden);
 int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
+
+/* fast_path.c */
+extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
+extern fn_run_rotation_fn *fn_rotate_on_cpu;
 PyObject *fn_empty_like(PyObject *x); /* NULL with a Python error, as from the next one */
 /* A new tensor like x, of this shape and of these keywords unless they are NULL; or the one given. NULL with a Python error. */
 PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords);

@@ -518,14 +518,14 @@ MUTANTS = (
     Mutant(
         ROW,
         "the fast path takes rows that are not one stride apart",
-        "cpu/fast_path.c",
+        "cpu/fast_path_operands.c",
         "else if (t->strides[i] != following) return -1;",
         "",
     ),
     Mutant(
         ROW,
         "the fast path overlooks columns that meet",
-        "cpu/fast_path.c",
+        "cpu/fast_path_operands.c",
         "return a.bytes <= between && between + b.bytes <= a.step;",
         "return 1;",
     ),
