@@ -16,6 +16,8 @@ from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
 from fusednorm.call import AroundNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fusednorm.call import Operation
     from fusednorm.quantizations import Quantization
 
@@ -97,6 +99,15 @@ def tiling(
     return rows, segments, segment // width, width, vector, warps, tiles
 
 
+def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
+    """Whether kernels take bfloat16 by its bits, and round to it in integers.
+
+    Of two bfloat16 numbers, or one and a float16 number, whose sum or product becomes float16, LLVM makes float16
+    numbers first, which have a smaller range. It does not know bits to be numbers.
+    """
+    return INTERPRETED or {torch.bfloat16, torch.float16} <= set(dtypes)
+
+
 def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     """The kernel for a kind of call, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends import triton_kernels as kernels
@@ -140,7 +151,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         kind.accumulator,
         {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},
         kind.alignment >= 16,
-        bits=INTERPRETED,
+        bits=_by_bits(kind.dtypes()),
         warps=warps,
         per_program=rows,
         two_levels=kind.two_levels,
@@ -187,7 +198,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
         kind.accumulator,
         constants,
         kind.alignment >= 16,
-        bits=INTERPRETED,
+        bits=_by_bits(kind.dtypes()),
         warps=warps,
         per_program=rows,
         two_levels=kind.two_levels,
@@ -260,9 +271,7 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
     else:
         function = kernels.gate_backward_tile
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
-    # Of two bfloat16 numbers, or one and a float16 number, whose product becomes float16, LLVM makes float16 numbers
-    # before it multiplies them, which have a smaller range. It does not know bits to be numbers.
-    bits = INTERPRETED or {torch.bfloat16, torch.float16} <= {*kind.dtypes(), kind.between}
+    bits = _by_bits([*kind.dtypes(), kind.between])
     between = None if kind.between is None else triton_host.type_of(kind.between, bits)
     constants = {"ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
     return Variant(

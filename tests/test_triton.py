@@ -362,6 +362,12 @@ def test_products_of_a_gate_are_not_made_in_float16(y, z):
         assert not re.findall(r"(?:mul|fma)\.rn\.b?f16", ptx)
 
 
+def test_sums_of_bfloat16_and_float16_are_not_made_in_float16():
+    kind = ForwardKind(BF16, F16, BF16, BF16, F16, 1024, True, False, False, False, 16)
+    ptx = triton_host.compiled(triton_gpu.forward_variant(kind, 32), GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert not re.findall(r"(?:add|mul|fma)\.rn\.f16", ptx)
+
+
 def test_a_launch_of_gates(launches, monkeypatch):
     """One kernel for each pass and row length; other rows and strides never compile again."""
     monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
