@@ -30,6 +30,7 @@ if find_spec(f"{__name__}.backends") is None:
 from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm import quantizations
+from fusednorm.accelerate import accelerate_torch
 from fusednorm.backends.reference import SPEC_VERSION
 from fusednorm.explain import explain
 from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
@@ -60,6 +61,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormGated",
     "__version__",
+    "accelerate_torch",
     "backends",
     "explain",
     "fused_add_rms_norm",
