@@ -59,7 +59,7 @@ def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | N
         return _torchs(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
     # C looks at all else: other types, the dtypes, the weight's device, modes, gradients.
     if type(input) is Tensor and input.is_cpu and type(weight) in _OPERANDS and type(normalized_shape) in _SHAPES:
-        row = input.shape[-1:] if weight is None else weight.shape
+        row = weight.shape if weight is not None else () if input.is_nested else input.shape[-1:]
         if (
             len(row) == 1
             and (normalized_shape == row or normalized_shape == [*row])
@@ -106,9 +106,11 @@ def _is_torchs(input: object, normalized_shape: object, weight: object, eps: obj
         return True
     if eps is not None and type(eps) is not float:
         return True
-    if input.dim() in (4, 5) and not input.is_contiguous():
+    if not input.is_cpu or input.is_nested or input.dtype not in _EPS:
         return True
-    return not input.is_cpu or input.dtype not in _EPS or listeners.transform(input, weight)  # type: ignore[arg-type]
+    if input.layout is torch.strided and input.dim() in (4, 5) and not input.is_contiguous():
+        return True
+    return listeners.transform(input, weight)  # type: ignore[arg-type]
 
 
 def _code(input, normalized_shape, weight=None, eps=None):  # type: ignore[no-untyped-def]

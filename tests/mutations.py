@@ -26,7 +26,7 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
     *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated", "Compat_gated", "Quantized"),
-    "Rotation",
+    *("Rotation", "Accelerate"),
 )
 
 
@@ -3004,6 +3004,104 @@ MUTANTS = (
         "backends/reference.py",
         "constant(factor, wide.new_empty(()))",
         "constant(factor, wide)",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: another eps for None",
+        "fusednorm/accelerate.py",
+        "torch.bfloat16: 2.0**-23",
+        "torch.bfloat16: 2.0**-7",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: compiled graphs are taken too",
+        "fusednorm/accelerate.py",
+        "is_dynamo_compiling() or has_torch",
+        "has_torch",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: function modes see more than the function",
+        "fusednorm/accelerate.py",
+        "or has_torch_function_variadic(input, weight) or _is",
+        "or _is",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: traces are not torch's",
+        "fusednorm/accelerate.py",
+        " or _is_tracing():",
+        ":",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: a shape of floats is taken",
+        "fusednorm/accelerate.py",
+        "            and type(normalized_shape[0]) is int  # torch refuses 8.0\n",
+        "",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: channels last are taken by the fast path",
+        "fusednorm/accelerate.py",
+        "and (input.dim() < 4 or input.is_contiguous())",
+        "and True",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: channels last are taken beyond it",
+        "fusednorm/accelerate.py",
+        "input.dim() in (4, 5) and not",
+        "input.dim() in (5,) and not",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: dispatch modes do not see torch's operator",
+        "fusednorm/accelerate.py",
+        "any(ask() for ask in listeners.QUESTIONS)",
+        "False",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: transforms do not see it either",
+        "fusednorm/accelerate.py",
+        "return listeners.transform(input, weight)",
+        "return False",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: the requested backend computes gradients",
+        "fusednorm/accelerate.py",
+        "    with _CPU:\n        flags",
+        "    if True:\n        flags",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: an int for eps is taken",
+        "fusednorm/accelerate.py",
+        "if eps is not None and type(eps) is not float:",
+        "if False:",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: the first one that is closed undoes all",
+        "fusednorm/accelerate.py",
+        "                if not _open:\n                    _undo()",
+        "                _undo()",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: another library's function is changed",
+        "fusednorm/accelerate.py",
+        "or found.__globals__ is not vars(functional)",
+        "or False",
+    ),
+    Mutant(
+        SAME,
+        "Accelerate: the source is not found any more",
+        "fusednorm/accelerate.py",
+        "    found.__wrapped__ = _torchs  # type: ignore[attr-defined]\n",
+        "",
     ),
 )
 
