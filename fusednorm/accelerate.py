@@ -118,13 +118,13 @@ def _code(input, normalized_shape, weight=None, eps=None):  # type: ignore[no-un
 
 
 class Acceleration:
-    """What :func:`accelerate_torch` returns: ``with`` it a block of code, or call :meth:`close`."""
+    """What :func:`fusednorm.accelerate_torch` returns: ``with`` it a block of code, or call :meth:`close`."""
 
     def __repr__(self) -> str:
         return f"<torch's rms_norm by fusednorm: {'in effect' if self in _open else 'closed'}>"
 
     def close(self) -> None:
-        """Undoes this call of :func:`accelerate_torch`. With the last one of them torch's own code is back."""
+        """Undoes this call of :func:`fusednorm.accelerate_torch`. With the last one of them torch's own code is back."""
         with _lock:
             if self in _open:
                 _open.remove(self)
