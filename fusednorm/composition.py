@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusednorm.backends import reference
 from fusednorm.call import Backward, Forward, Operation, Strides
-from fusednorm.contract import FirstCalls
+from fusednorm.first_calls import FirstCalls
 
 if TYPE_CHECKING:
     from fusednorm.registry import Backend

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fusednorm.call import Backward, Forward
-from fusednorm.contract import described
+from fusednorm.first_calls import described
 from fusednorm.layout import in_one_level
 
 if TYPE_CHECKING:

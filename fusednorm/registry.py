@@ -25,7 +25,7 @@ from fusednorm import old_style
 from fusednorm.backends import MODULES, NAMES
 from fusednorm.call import Backward, Forward, Operation
 from fusednorm.composition import Composition
-from fusednorm.contract import FirstCalls, raised_by
+from fusednorm.first_calls import FirstCalls, raised_by
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"

@@ -21,7 +21,7 @@ from fusednorm.checks import (
     rows_to_write,
 )
 from fusednorm.composition import Composition
-from fusednorm.contract import FirstCalls
+from fusednorm.first_calls import FirstCalls
 from fusednorm.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import Backend, fast_paths, request, select, selected
 from fusednorm.run_quantized import Results, quantizer_of

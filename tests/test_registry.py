@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import BackendError, contract, registry
+from fusednorm import BackendError, first_calls, registry
 from fusednorm.backends import cpu, reference
 from fusednorm.call import RMSNorm
 from fusednorm.layout import Rows, rows_of
@@ -234,7 +234,7 @@ def test_only_new_outputs_are_marked():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_nan_is_a_result(dtype):
     """Whatever its payload, also that of the mark: of x, of the residual, or made on the way."""
-    integers, unwritten = contract._UNWRITTEN[dtype]
+    integers, unwritten = first_calls._UNWRITTEN[dtype]
     every = torch.arange(2**16).mul(1 << (8 * dtype.itemsize - 16)).to(integers)
     x = torch.cat([every, torch.full_like(every, unwritten)]).view(dtype)
     fusednorm.register_backend("mine", backend())
