@@ -32,6 +32,7 @@ from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fu
 from fusednorm import quantizations
 from fusednorm.accelerate import accelerate_torch
 from fusednorm.backends.reference import SPEC_VERSION
+from fusednorm.contract import contract
 from fusednorm.explain import explain
 from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.l2 import l2_norm
@@ -63,6 +64,7 @@ __all__ = [
     "__version__",
     "accelerate_torch",
     "backends",
+    "contract",
     "explain",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",

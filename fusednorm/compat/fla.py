@@ -6,6 +6,8 @@ bit may differ. The exponential is fusednorm's (docs/spec.md, section 10).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -130,3 +132,7 @@ class FusedRMSNormGated(torch.nn.Module):
         """The arguments that determine the result."""
         affine = "" if self.elementwise_affine else ", elementwise_affine=False"
         return f"{self.hidden_size}{affine}, eps={self.eps}, activation={self.activation}"
+
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+        flags = {"eps": self.eps, "activation": _activation(self.activation), "between": accumulator(of_rows)}
+        return "rms_norm_gated", flags

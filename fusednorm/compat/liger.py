@@ -10,6 +10,8 @@ gradients ignore roundings. ``offset`` is added to W in float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -176,6 +178,9 @@ class LigerRMSNorm(torch.nn.Module):
         shape = None if self.weight is None else tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+        return "rms_norm", _flags(self)
+
 
 class LigerFusedAddRMSNorm(torch.nn.Module):
     """:func:`liger_fused_add_rms_norm` with a trainable weight.
@@ -222,3 +227,14 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
         """The shape and the arguments that determine the result."""
         shape = tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+        return "fused_add_rms_norm", _flags(self)
+
+
+def _flags(module: LigerRMSNorm | LigerFusedAddRMSNorm) -> dict[str, Any]:
+    return {
+        "eps": module.variance_epsilon,
+        "weight_offset": float(module.offset),
+        "round_norm": _round_norm(module.casting_mode),
+    }

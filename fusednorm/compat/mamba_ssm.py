@@ -5,6 +5,8 @@ The bits of the gate are those of fusednorm's exponential (docs/spec.md, section
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,3 +89,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalises x, [..., hidden_size], and gates it by z, of x's shape, if that is given."""
         return rmsnorm_fn(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
+
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+        between = accumulator(of_rows) if self.norm_before_gate else None
+        flags = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate, "between": between}
+        return "rms_norm_gated", {"eps": self.eps, **flags}

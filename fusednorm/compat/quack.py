@@ -6,7 +6,7 @@ comes from ``rsqrt.approx``, whose bits no other device has: fusednorm has the b
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -87,3 +87,6 @@ class QuackRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] in x's dtype."""
         return ops.rms_norm(x, self.weight, cast(float, self.eps))
+
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+        return "rms_norm", {"eps": self.eps}

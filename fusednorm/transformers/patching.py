@@ -6,6 +6,7 @@ hooks. fusednorm adds one attribute to it, ``_fusednorm``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -98,6 +99,12 @@ class PatchedNorm(_Patched):
     def extra_repr(self) -> str:
         """The arguments as the original class shows them, and "by fusednorm"."""
         return ", ".join(filter(None, [super().extra_repr(), "by fusednorm"]))
+
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]] | None:
+        """For :func:`fusednorm.contract`: None where the original class computes rows of this dtype."""
+        weight = None if getattr(self, "weight", None) is None else of_rows
+        form: Form | None = self._fusednorm.forms.get((of_rows, weight))
+        return None if form is None else ("rms_norm", dataclasses.asdict(form))
 
     def _form(self, x: Any) -> Form | None:
         if not isinstance(x, Tensor):

@@ -1,0 +1,173 @@
+"""The steps that fusednorm computes in a model, and one digest of them, which two programs can compare."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import dtype
+
+from fusednorm.backends.reference import SPEC_VERSION, accumulator
+
+#: The golden vectors of the operations that modules compute.
+_VECTORS = {
+    "rms_norm": (f"golden-spec-{SPEC_VERSION}.json",),
+    "fused_add_rms_norm": (f"golden-spec-{SPEC_VERSION}.json",),
+    "rms_norm_gated": (f"golden-spec-{SPEC_VERSION}.json", "golden-gated.json"),
+}
+
+#: Names that torch's wrappers put between those of the modules.
+_WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
+
+#: The flags of a call that gives none. With these values they are not listed.
+_DEFAULTS = {
+    "activation": "silu",
+    "between": None,
+    "group_size": None,
+    "norm_before_gate": True,
+    "round_norm": False,
+    "round_sum": True,
+    "weight_offset": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation that a module computes.
+
+    Attributes:
+        name: the module's, without the names of torch's wrappers.
+        operation: the function of fusednorm.
+        flags: its arguments that decide the bits: ``eps``, and those that are not the default and change a bit.
+        dtype: of the rows.
+    """
+
+    name: str
+    operation: str
+    flags: Mapping[str, Any]
+    dtype: dtype
+
+    def __str__(self) -> str:
+        flags = ", ".join(f"{name}={value!r}" for name, value in self.flags.items())
+        return f"{self.name}: {self.operation}({flags}), {str(self.dtype)[6:]}"
+
+    def _identity(self) -> list[Any]:
+        """The same for all calls with the same bits: an addition that rounds the sum may stand before the norm."""
+        fused = self.operation == "fused_add_rms_norm" and "round_sum" in self.flags
+        operation = "rms_norm" if self.operation == "fused_add_rms_norm" and not fused else self.operation
+        flags = {name: _in_accumulator(value, self.dtype) for name, value in sorted(self.flags.items())}
+        return [self.name, operation, flags, str(self.dtype)]
+
+
+@dataclass(frozen=True, repr=False)
+class Contract:
+    """The steps that fusednorm computes in a model. ``print`` shows a line for each, and the digest.
+
+    Attributes:
+        steps: in the order of the model's modules.
+        spec: the number of the specification.
+    """
+
+    steps: tuple[Step, ...]
+    spec: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the steps, the number of the specification, and the golden vectors of the operations."""
+        files = sorted({file for step in self.steps for file in _VECTORS[step.operation]})
+        whole = {
+            "specification": self.spec,
+            "vectors": {file: _digest_of(file) for file in files},
+            "steps": [step._identity() for step in self.steps],
+        }
+        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        counted = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
+        return "\n".join(
+            [*map(str, self.steps), f"fusednorm, specification {self.spec}, {counted}: sha256 {self.digest}"]
+        )
+
+    __repr__ = __str__  # an interpreter shows a call's result by its repr
+
+
+def contract(model: torch.nn.Module, dtype: dtype | None = None) -> Contract:
+    """Lists the steps that fusednorm computes in a model: its own modules, and norms that ``patch`` replaced.
+
+    Two models with the same digest compute the same bits in these steps, from the same rows and weights. So the digest
+    does not change where the bits do not: with a flag that changes no bit for this dtype, or with an addition that is
+    fused with its norm (with ``round_sum=False``, which changes bits, it does). Functions of fusednorm that a model
+    calls itself are not listed, nor is an addition that ``patch`` fused: its sum has torch's bits.
+
+    Args:
+        model: any module. Names of torch's wrappers (compiled, sharded, checkpointed) are left out of the names.
+        dtype: of the model while it runs, for instance where FSDP casts float32 weights; None: that of each weight, and
+            without a weight that of the model's first parameter.
+
+    Returns:
+        The contract; its ``digest`` is the line to compare.
+
+    Raises:
+        TypeError: the model is no module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return Contract(tuple(_steps(model, dtype)), SPEC_VERSION)
+
+
+def _steps(model: torch.nn.Module, given: dtype | None) -> Iterator[Step]:
+    of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    for path, module in model.named_modules():
+        described = getattr(type(module), "_fusednorm_step", None)
+        if described is None:
+            continue
+        weight = getattr(module, "weight", None)
+        of_rows = given or (of_model if weight is None else weight.dtype)
+        found = described(module, of_rows)
+        if found is not None:
+            operation, flags = found
+            name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            length = None if weight is None else weight.numel()
+            yield Step(name, operation, _that_matter(operation, flags, of_rows, length), of_rows)
+
+
+def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: int | None) -> dict[str, Any]:
+    """The eps, and the flags that change a bit; see section 6 of the specification.
+
+    Args:
+        operation: the function.
+        flags: its arguments.
+        of_rows: the dtype of the rows, of the residual, and of the result.
+        length: of the weight; None without a weight.
+    """
+    eps = torch.finfo(accumulator(of_rows)).eps if flags["eps"] is None else flags["eps"]
+    without_effect = set()
+    if accumulator(of_rows) == of_rows:  # nothing is rounded to another dtype
+        without_effect |= {"between", "round_norm", "round_sum"}
+    if length is None:
+        # A gate may take rows that are not rounded otherwise.
+        without_effect |= {"weight_offset"} | ({"round_norm"} if operation != "rms_norm_gated" else set())
+    if flags.get("group_size") == length:
+        without_effect.add("group_size")
+    changed = {k: v for k, v in sorted(flags.items()) if k not in {"eps", *without_effect} and v != _DEFAULTS[k]}
+    return {"eps": eps, **changed}
+
+
+def _in_accumulator(value: Any, of_rows: dtype) -> Any:
+    """A flag as the computation has it: floats in the accumulator type, where two texts may be one number."""
+    if isinstance(value, float):
+        return float(torch.tensor(value, dtype=accumulator(of_rows))).hex()
+    return str(value) if isinstance(value, dtype) else value
+
+
+@functools.cache
+def _digest_of(file: str) -> str:
+    """SHA-256 of golden vectors, whose line ends may be those of another system."""
+    text = (Path(__file__).parent / "conformance" / file).read_text(encoding="utf-8")
+    return hashlib.sha256(text.encode()).hexdigest()
