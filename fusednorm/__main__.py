@@ -2,6 +2,7 @@
 
 ``doctor`` shows the backends of this machine. ``check`` compares them with the reference, ``conformance`` tests one
 thoroughly. ``compare`` measures the errors of all implementations, ``bench`` their time. ``prewarm`` compiles ahead.
+``difference`` compares two runs of a model.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm import compare, devices, doctor, proof, registry
+from fusednorm import compare, devices, difference, doctor, proof, registry
 from fusednorm.bench import cells, plots, train
 from fusednorm.bench.cells import WrongBitsError
 from fusednorm.measured import OPERATIONS, OPS
@@ -147,6 +148,12 @@ def command_line() -> argparse.ArgumentParser:
     speed.add_argument(
         "--size", choices=train.SIZES, help="number of parameters of the model of --train (default 60M, on a CPU 4M)"
     )
+    runs = command(
+        "difference",
+        "compare two runs of a model step by step: the share of equal bits",
+        "The exit status is 1 if any bit differs.",
+    )
+    difference.add_options(runs)
     return parser
 
 
@@ -161,7 +168,7 @@ def main() -> int:
     try:
         status = _run(arguments, others)
         sys.stdout.flush()
-    except (UnusableError, registry.BackendError) as error:
+    except (UnusableError, difference.UnreadableError, registry.BackendError) as error:
         message = f"{parser.prog} {arguments.command or 'doctor'}: {error}"
         print(message, file=sys.stderr)
         return UNUSABLE
@@ -184,6 +191,8 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
             if arguments.command == "compare":
                 return comparison(arguments)
             return training(arguments) if arguments.train else bench(arguments)
+    if arguments.command == "difference":
+        return difference.run(arguments, doctor.console())
     if arguments.command == "check":
         return proof.check(doctor.console(), arguments.backend, arguments.all)
     if arguments.json:

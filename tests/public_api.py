@@ -110,7 +110,8 @@ def of_commands(parser, prefix="python -m fusednorm"):
                 yield f"{prefix} {name}"
                 yield from of_commands(command, f"{prefix} {name}")
         elif not isinstance(action, argparse._HelpAction):
-            yield f"{prefix} {'|'.join(action.option_strings)}{'' if action.nargs == 0 else ' ...'}"
+            name = "|".join(action.option_strings) or action.metavar
+            yield f"{prefix} {name}{'' if action.nargs == 0 else ' ...'}"
 
 
 def lines():
