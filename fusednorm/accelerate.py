@@ -124,7 +124,7 @@ class Acceleration:
         return f"<torch's rms_norm by fusednorm: {'in effect' if self in _open else 'closed'}>"
 
     def close(self) -> None:
-        """Undoes this call of :func:`fusednorm.accelerate_torch`. With the last one of them torch's own code is back."""
+        """Undoes this call of :func:`fusednorm.accelerate_torch`; with the last of them torch's own code is back."""
         with _lock:
             if self in _open:
                 _open.remove(self)

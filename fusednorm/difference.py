@@ -165,7 +165,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def _named(calls: Mapping[str, list[_Call]]) -> dict[str, Tensor]:
     """The results by the module's name; with the number of the result where there are several."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, of_module in calls.items():
         results = [tensor for call in of_module for tensor in call.results]
         found |= {name if len(results) == 1 else f"{name}[{i}]": tensor for i, tensor in enumerate(results)}
