@@ -1,4 +1,4 @@
-"""Recognises a module's norm by its computation, not by its name or its source.
+"""Recognises a module's norm, with or without a gate after it, by its computation, not by its name or its source.
 
 The module's forward pass is traced into ATen operations, on tensors with shapes but without contents. If the operations
 are the specification's RMS norm for some flags, the result is these flags; otherwise it is the reason why not.
@@ -31,21 +31,27 @@ class NotANormError(Exception):
 
 @dataclass(frozen=True)
 class Form:
-    """The arguments with which :func:`fusednorm.rms_norm` rounds at the module's places."""
+    """The arguments with which :func:`fusednorm.rms_norm` rounds at the module's places.
+
+    With an activation they are those of :func:`fusednorm.rms_norm_gated`.
+    """
 
     eps: float
     weight_offset: float
     round_norm: bool
+    activation: str | None = None
+    between: dtype | None = None
 
 
 #: By the dtypes of the input and of the weight (None without a weight).
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
-def forms(module: torch.nn.Module) -> Forms:
+def forms(module: torch.nn.Module, gated: bool = False) -> Forms:
     """A module's forms, by the dtypes of input and weight.
 
-    A pair of dtypes is missing if the module returns another dtype than its input's, or rounds where no flag does.
+    With ``gated`` the module takes a gate after its input, of the input's shape and dtype. A pair of dtypes is missing
+    if the module returns another dtype than its input's, or rounds where no flag does.
 
     Raises:
         NotANormError: the module has no form.
@@ -61,13 +67,13 @@ def forms(module: torch.nn.Module) -> Forms:
     for x_dtype, weight_dtype in _PAIRS:
         pair = x_dtype, None if weight is None else weight_dtype
         try:
-            found[pair] = _form(module, hidden_size, *pair, (2, 3), training=False)
+            found[pair] = _form(module, hidden_size, *pair, (2, 3), gated, training=False)
         except NotANormError as error:
             reason = error
     if not found:
         raise reason
     pair, form = next(iter(found.items()))
-    if form != _form(module, hidden_size, *pair, (5,), training=True):
+    if form != _form(module, hidden_size, *pair, (5,), gated, training=True):
         raise NotANormError("it computes something else in training, or for inputs of other dimensions")
     return found
 
@@ -78,35 +84,36 @@ def _form(
     x_dtype: dtype,
     weight_dtype: dtype | None,
     leading: tuple[int, ...],
+    gated: bool,
     training: bool,
 ) -> Form:
-    """The form for x, [*leading, hidden_size], and a weight, with these dtypes."""
+    """The form for x and a gate, both [*leading, hidden_size], and a weight, with these dtypes."""
     bare = torch.nn.Module.__new__(type(module))  # without hooks, and without a replaced forward pass
     torch.nn.Module.__init__(bare)
     own = {name: value for name, value in module.__dict__.items() if name not in bare.__dict__ and name not in ATTACHED}
     bare.__dict__.update(own, training=training)
 
-    def call(x: Tensor, weight: Tensor | None) -> Any:
+    def call(x: Tensor, weight: Tensor | None, *gate: Tensor) -> Any:
         bare._parameters["weight"] = weight  # type: ignore[assignment]
-        return type(bare).forward(bare, x)
+        return type(bare).forward(bare, x, *gate)
 
     with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they concern pairs of dtypes that the model may not use
         x = torch.empty(*leading, hidden_size, dtype=x_dtype)
         weight = None if weight_dtype is None else torch.empty(hidden_size, dtype=weight_dtype)
         try:
-            graph = make_fx(call)(x, weight).graph
+            graph = make_fx(call)(x, weight, *([torch.empty_like(x)] if gated else [])).graph
         except Exception as error:  # the model's code may raise anything for a tensor that it does not expect
             first_line = str(error).partition("\n")[0]
             raise NotANormError(f"it cannot be traced: {type(error).__name__}: {first_line}") from error
-    return _read(graph, x_dtype)
+    return _read(graph, x_dtype, gated)
 
 
 @dataclass(frozen=True)
 class _Term:
     """The result of one operation of a graph, named as in the specification.
 
-    ``kind`` is x, weight, g, square, mean, mean+eps, sqrt, rstd, n or y.
+    ``kind`` is x, weight, g, square, mean, mean+eps, sqrt, rstd, n or y; or gate, activated or gated.
     """
 
     kind: str
@@ -114,22 +121,27 @@ class _Term:
     eps: float = 0.0
     offset: float = 0.0
     rounded: bool = False
+    activation: str | None = None
+    between: dtype | None = None
 
 
-def _read(graph: fx.Graph, x_dtype: dtype) -> Form:
+def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
     """The form of the computation of a graph."""
     terms: dict[fx.Node, _Term] = {}
-    inputs = iter(("x", "weight"))
+    inputs = iter(("x", "weight", "gate"))
     for node in graph.nodes:
         if node.op == "output":
             (result,) = node.args
             y = terms.get(result)
             weightless = y is not None and y.kind == "n" and all(term.kind != "weight" for term in terms.values())
-            if y is None or not (y.kind == "y" or weightless):
+            if gated and (y is None or y.kind != "gated"):
+                raise NotANormError("its result is not a norm times a function of the gate")
+            if y is None or not (gated or y.kind == "y" or weightless):
                 raise NotANormError("its result is not the row times rstd times the weight")
             if y.dtype != x_dtype:
                 raise NotANormError(f"it returns {str(y.dtype)[6:]} for an input of {str(x_dtype)[6:]}")
-            return Form(y.eps, y.offset, y.rounded and y.kind == "y" and x_dtype != _A)
+            rounded = y.rounded and not weightless and x_dtype != _A
+            return Form(y.eps, y.offset, rounded, y.activation, y.between)
         value = node.meta.get("val")
         if node.op == "placeholder":
             kind = next(inputs)
@@ -149,11 +161,11 @@ def _read(graph: fx.Graph, x_dtype: dtype) -> Form:
 def _cast(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     term: _Term = arguments[0]
     to = value.dtype
-    if to == term.dtype or (term.kind in ("x", "weight", "g", "n") and to == _A):
+    if to == term.dtype or (term.kind in ("x", "weight", "g", "n", "gate") and to == _A):
         return replace(term, dtype=to)
     if term.kind == "n" and to == x_dtype:
         return replace(term, dtype=to, rounded=True)
-    if term.kind == "y" and term.dtype == _A and to == x_dtype:
+    if term.kind in ("y", "gated") and term.dtype == _A and to == x_dtype:
         return replace(term, dtype=to)
     return None
 
@@ -199,6 +211,10 @@ def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     if "n" in by_kind and by_kind.keys() & {"weight", "g"} and value.dtype in (x_dtype, _A):
         g = by_kind.get("g") or by_kind["weight"]
         return replace(by_kind["n"], kind="y", dtype=value.dtype, offset=g.offset)
+    if by_kind.keys() == {"y", "activated"} and value.dtype == _A:
+        y = by_kind["y"]
+        between = None if y.dtype == x_dtype else y.dtype
+        return replace(y, kind="gated", dtype=_A, activation=by_kind["activated"].activation, between=between)
     return None
 
 
@@ -206,6 +222,15 @@ def _becomes(before: str, after: str) -> Callable[[list[Any], Tensor, dtype], _T
     def rule(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
         term: _Term = arguments[0]
         return replace(term, kind=after) if term.kind == before and value.dtype == _A else None
+
+    return rule
+
+
+def _activates(activation: str) -> Callable[[list[Any], Tensor, dtype], _Term | None]:
+    def rule(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+        term: _Term = arguments[0]
+        fits = term.kind == "gate" and value.dtype == _A
+        return replace(term, kind="activated", activation=activation) if fits else None
 
     return rule
 
@@ -220,4 +245,6 @@ _RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
     aten.rsqrt.default: _becomes("mean+eps", "rstd"),
     aten.sqrt.default: _becomes("mean+eps", "sqrt"),
     aten.reciprocal.default: _becomes("sqrt", "rstd"),
+    aten.silu.default: _activates("silu"),
+    aten.sigmoid.default: _activates("sigmoid"),
 }

@@ -4,6 +4,7 @@ Every family runs as transformers builds it from its configuration; nothing is d
 """
 
 import copy
+import dataclasses
 import importlib
 import inspect
 import pickle
@@ -538,16 +539,12 @@ def test_lora():
 
 def test_kernels():
     """``use_kernels``: transformers' own mapping, on the CPU, for norms that round differently."""
-    pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
     from fusednorm.transformers import hub
 
-    fusednorm.transformers.register_kernels()
     for name in ("Llama", "OLMo2"):
         model = build(name)
         expected = logits(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels, about the mapping's other layers
-            model.set_use_kernels(True)
+        with_kernels(model)
         assert model.model.norm.forward.__func__ is hub.RMSNorm.forward
         assert torch.equal(logits(model), expected)
         form = hub._form(model.model.norm, torch.bfloat16, torch.bfloat16)
@@ -651,6 +648,103 @@ def with_our_gates(model):
             continue
         replaced += 1
     return replaced
+
+
+def with_kernels(model):
+    """The model with transformers' kernels; their warnings concern other layers of the mapping."""
+    pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
+    fusednorm.transformers.register_kernels()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.set_use_kernels(True)
+    return model
+
+
+def small_gated(dtype):
+    """A Qwen3-Next of two layers; the kernel of its gated norm is in the first."""
+    config_class, arguments, _ = GATES["Qwen3-Next"]
+    few = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**few, **arguments)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def logits_and_gradients(model):
+    batch = torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(1))
+    output = model(batch, labels=batch, use_cache=False)
+    output.loss.backward()
+    return output.logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_kernels_with_gates(training):
+    """In bfloat16, at this seed, no logit changes, and hardly a gradient, but for that of the gated norm's weight.
+
+    transformers rounds each row's part of that one before it adds them, fusednorm rounds the sum. All gradients are
+    those of fusednorm.compat's module, bit for bit.
+    """
+    from fusednorm.transformers import hub
+
+    name = "model.layers.0.linear_attn.norm"
+    before, expected = logits_and_gradients(small_gated(torch.bfloat16).train(training))
+    model = with_kernels(small_gated(torch.bfloat16).train(training))
+    assert model.get_submodule(name).forward.__func__ is hub.RMSNormGated.forward
+    after, found = logits_and_gradients(model)
+    assert torch.equal(before, after)
+    differ = {key: int((found[key] != expected[key]).sum()) for key in found if key != f"{name}.weight"}
+    assert sum(differ.values()) <= 0.002 * sum(expected[key].numel() for key in differ), differ
+    model = small_gated(torch.bfloat16)
+    norm = model.get_submodule(name)
+    model.set_submodule(name, gated_norms.Qwen3NextRMSNormGated(norm.weight.shape[0], norm.variance_epsilon).bfloat16())
+    expected = logits_and_gradients(model)[1]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+#: Where these norms round what meets the gate, in bfloat16 with a weight of the same dtype, and of float32.
+KERNELS_WITH_GATES = {
+    "Qwen3NextRMSNormGated": ("qwen3_next", norms.Form(1e-6, 0.0, True, "silu"), torch.float32),
+    "KimiLinearRMSNormGated": ("kimi_linear", norms.Form(1e-6, 0.0, False, "sigmoid", torch.float32), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS_WITH_GATES)
+def test_gated_kernels_are_theirs(name):
+    """The flags that a trace finds; values as in test_gated_norms_are_theirs; other calls run the class's own code."""
+    from fusednorm.transformers import hub
+
+    family, form, between = KERNELS_WITH_GATES[name]
+    owner = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (torch.randn(512, 64, generator=generator).bfloat16() for _ in range(2))
+    for dtype in (torch.bfloat16, torch.float32):
+        module = owner(64).to(dtype)
+        torch.nn.init.normal_(module.weight, generator=generator)
+        found = norms.forms(module, gated=True)[torch.bfloat16, dtype]
+        assert found == (form if dtype == torch.bfloat16 else dataclasses.replace(form, between=between))
+        y, wanted = hub.RMSNormGated.forward(module, x, gate), module(x, gate)
+        flags = {"activation": found.activation, "round_norm": found.round_norm, "between": found.between}
+        assert torch.equal(y, fusednorm.rms_norm_gated(x, gate, module.weight, found.eps, **flags))
+        steps = (y.view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
+        assert steps.max() <= 2
+        assert (steps > 0).float().mean() < 0.002
+        for inputs in ((x, gate.float()), (x.double(), gate.double()), (x, gate[:1])):
+            assert torch.equal(hub.RMSNormGated.forward(module, *inputs), module(*inputs))
+
+
+def test_norms_after_gates_are_no_kernels():
+    """Mamba 2 gates first: a trace finds no norm with a gate after it."""
+    with pytest.raises(norms.NotANormError, match=r"aten.mul.Tensor\(x, activated\) has no place"):
+        norms.forms(theirs("MambaRMSNormGated")(64), gated=True)
+    with pytest.raises(norms.NotANormError, match="its result is not a norm times a function of the gate"):
+        norms.forms(Ungated(), gated=True)
+
+
+class Ungated(Llamas):
+    """A norm that takes a gate and forgets it."""
+
+    def forward(self, x, gate):
+        return super().forward(x)
 
 
 def losses_with_gates(name, dtype, ours, steps=50):
