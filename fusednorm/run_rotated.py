@@ -47,8 +47,16 @@ class Turn(NamedTuple):
     products: torch.dtype | None
 
 
-def rotator_of(heads: Sequence[Head], norm: HeadsNorm | None, between: torch.dtype | None) -> Rotator | None:
-    """The function ``rotate`` of the backend that takes the norms of all these heads; None if there is none."""
+def rotator_of(
+    heads: Sequence[Head],
+    norm: HeadsNorm | None,
+    between: torch.dtype | None,
+    others: Sequence[torch.dtype | None] = (),
+) -> Rotator | None:
+    """The function ``rotate`` of the backend that takes the norms of all these heads; None if there is none.
+
+    ``others``: the dtypes of products and of results, where they are not those of x.
+    """
     found = []
     for x, weight, *_ in heads:
         flags, around = Flags(), None
@@ -58,7 +66,7 @@ def rotator_of(heads: Sequence[Head], norm: HeadsNorm | None, between: torch.dty
         found.append(run.backend_of(operation_of(x, None, weight, flags, around=around)))
     same_kind = all(backend is found[0] for backend in found) and len({head.x.dtype for head in heads}) == 1
     takes = getattr(found[0], "rotates", None)
-    if takes is not None and not takes(heads[0].x.shape[-1], [heads[0].x.dtype]):
+    if takes is not None and not takes(heads[0].x.shape[-1], [heads[0].x.dtype, *filter(None, others)]):
         return None
     return cast("Rotator | None", getattr(found[0], "rotate", None)) if same_kind else None
 
@@ -76,7 +84,7 @@ def forward(
     ``between``: the dtype that normalised heads are rounded to before they are rotated, and ``dtype``: that of new
     results; x's if None. ``rotate``: a backend's function; None: that of :func:`rotator_of`.
     """
-    rotate = rotate or rotator_of(heads, norm, between)
+    rotate = rotate or rotator_of(heads, norm, between, (turn.products, dtype))
     if rotate is None:
         return None
     first, operands = heads[0].x, [t for head in heads for t in head[:2]] + list(turn[:3])

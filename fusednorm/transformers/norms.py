@@ -122,7 +122,7 @@ class _Term:
     offset: float = 0.0
     rounded: bool = False
     activation: str | None = None
-    between: dtype | None = None
+    between: torch.dtype | None = None
 
 
 def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
