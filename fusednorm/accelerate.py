@@ -1,7 +1,7 @@
 """torch's own RMS norm, ``torch.nn.functional.rms_norm`` and ``torch.nn.RMSNorm``, by the ``cpu`` backend.
 
-The code of the Python function is exchanged, and not the function: whoever imported it has it, tables of overrides
-still find it, and it is pickled by its name. Its own code stays in ``__wrapped__``, where ``inspect`` and
+The code of the Python function is exchanged, and not the function: modules that imported it have it, tables of
+overrides still find it, and it is pickled by its name. Its own code stays in ``__wrapped__``, where ``inspect`` and
 ``torch.jit.script`` look for the source.
 
 ``docs/torch.md`` says why the operator below it, ``aten::rms_norm``, is left alone.

@@ -22,7 +22,7 @@ FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
 FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
-#: A mutant whose description begins so is run against the files of tests of that name alone, the kit's among them.
+#: A mutant whose description begins so is run against the files of that name alone, of the tests and of the kit.
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
     *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated", "Compat_gated", "Quantized"),
