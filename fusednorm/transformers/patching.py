@@ -6,7 +6,6 @@ hooks. fusednorm adds one attribute to it, ``_fusednorm``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -104,7 +103,9 @@ class PatchedNorm(_Patched):
         """For :func:`fusednorm.contract`: None where the original class computes rows of this dtype."""
         weight = None if getattr(self, "weight", None) is None else of_rows
         form: Form | None = self._fusednorm.forms.get((of_rows, weight))
-        return None if form is None else ("rms_norm", dataclasses.asdict(form))
+        if form is None:
+            return None
+        return "rms_norm", {"eps": form.eps, "weight_offset": form.weight_offset, "round_norm": form.round_norm}
 
     def _form(self, x: Any) -> Form | None:
         if not isinstance(x, Tensor):
