@@ -566,15 +566,17 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         scale_only(&p, job, begin, end);
         return;
     }
+    const int is_short = job->hidden < FN_SEGMENT;
     int one_kind = end - begin >= ONE_KIND_ROWS && p.x == p.out && p.h == p.out && !p.keep &&
-                   overlaps[p.x][0][0]; /* BF16 has none where BF16P has */
+                   overlaps[p.x][0][0] && /* BF16 has none where BF16P has */
+                   (is_short || job->overlaps);
     struct affine rows;
     const struct affine *affine = NULL;
     if (job->affine) {
         rows = affine_of(job, &p, end - begin, (float *)((char *)scratch + job->affine));
         affine = &rows;
     }
-    if (one_kind && job->hidden >= FN_SEGMENT)
+    if (one_kind && !is_short)
         forward_overlapped(&p, job, begin, end, scratch, affine);
     else if (one_kind && !job->bypass_cache && affine)
         affine_shorts[p.x][p.residual != NONE][p.norm != NONE](job, begin, end, affine);

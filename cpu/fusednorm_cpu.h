@@ -43,6 +43,7 @@ struct fn_forward_job {
     int64_t heads, weight_stride, bias_stride, first_row;
     size_t affine;
     int from_memory; /* whether x and residual come from memory */
+    int overlaps; /* whether passes over different rows may be made together */
     size_t bypass_cache; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
 
