@@ -36,7 +36,7 @@ def check_operands(
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
-    if _usual((x, residual, weight, out, residual_out)):
+    if in_memory and _usual((x, residual, weight, out, residual_out)):
         return
     operands = {x_name: x, residual_name: residual, weight_name: weight, "out": out, "residual_out": residual_out}
     # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.

@@ -277,9 +277,8 @@ def _check(
     """That operands and flags fit each other."""
     if gate is None:
         refuse_type("gate", gate)
-    if not plain.transformed(x, gate, weight):
-        check_operands(x, gate, weight, None, None, in_memory=not plain.seen(x, gate, weight), residual_name="gate")
-        check_between(between, x)
+    check_operands(x, gate, weight, None, None, in_memory=plain.in_memory(x, gate, weight), residual_name="gate")
+    check_between(between, x)
     check_activation(activation)
     if between is not None and not norm_before_gate:
         raise TypeError("between is given with norm_before_gate=False, where nothing is rounded between; leave it out")

@@ -26,6 +26,11 @@ def transformed(*operands: Tensor | None) -> bool:
     return not is_dynamo_compiling() and listeners.transform(*operands)
 
 
+def in_memory(*operands: Tensor | None) -> bool:
+    """Whether the operands lie in memory, so that their addresses and contents can be checked."""
+    return not (seen(*operands) or transformed(*operands))
+
+
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.added`."""
     if seen(x, residual):

@@ -78,7 +78,7 @@ def quantize(
             scale_out=scale_out,
             zero_point_out=zero_point_out,
         )
-    check_operands(y, None, None, None, None, in_memory=not plain.seen(y), x_name="y")
+    check_operands(y, None, None, None, None, in_memory=plain.in_memory(y), x_name="y")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("quantize", y, quantization, scale, zero_point, outputs, {"y": y})
     return _quantized(y, quantization, scale, zero_point, outputs)
@@ -151,7 +151,7 @@ def rms_norm_quant(
             normed_out=normed_out,
             **flags,
         )
-    check_operands(x, None, weight, None, None, in_memory=not plain.seen(x, weight))
+    check_operands(x, None, weight, None, None, in_memory=plain.in_memory(x, weight))
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out)
     _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
@@ -251,7 +251,7 @@ def fused_add_rms_norm_quant(
             normed_out=normed_out,
             **flags,
         )
-    in_memory = not plain.seen(x, residual, weight, residual_out)
+    in_memory = plain.in_memory(x, residual, weight, residual_out)
     check_operands(x, residual, weight, None, residual_out, in_memory=in_memory)
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
@@ -318,7 +318,7 @@ def silu_and_mul_quant(
             zero_point_out=zero_point_out,
         )
     z, y = halves(gate) if up is None else (gate, up)
-    check_operands(z, y, None, None, None, in_memory=not plain.seen(z, y), x_name="gate", residual_name="up")
+    check_operands(z, y, None, None, None, in_memory=plain.in_memory(z, y), x_name="gate", residual_name="up")
     check_between(between, z, "gate")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("silu_and_mul_quant", z, quantization, scale, zero_point, outputs, {"gate": gate, "up": up})
@@ -380,7 +380,7 @@ def _check(
             f"{name}(): one of the arguments requires grad, and 8-bit numbers have no gradients; call it under "
             "torch.no_grad(), pass tensors without gradients, such as x.detach(), or train without the quantization"
         )
-    in_memory = not plain.seen(x, scale, zero_point, *outputs)
+    in_memory = plain.in_memory(x, scale, zero_point, *outputs)
     check_quantization(quantization, x, scale, zero_point, in_memory)
     groups = [*x.shape[:-1], x.shape[-1] // quantization.group(x.shape[-1])]
     shape = [1] if quantization.per == "tensor" else groups
@@ -454,8 +454,11 @@ def _copied(
 
 
 def _laid_out(of_groups: Tensor, quantization: Quantization, given: Tensor | None) -> Tensor:
-    """Scales or zero points, [..., groups], in the caller's memory, or where the layout asks for them."""
-    if given is None and quantization.layout == "row":
+    """Scales or zero points, [..., groups], in the caller's memory, or where the layout asks for them.
+
+    A transform of ``torch.func`` lays its batches out itself.
+    """
+    if given is None and (quantization.layout == "row" or plain.transformed(of_groups)):
         return of_groups
     if given is None:
         given = run_quantized.laid_out(tuple(of_groups.shape), of_groups.dtype, of_groups.device, quantization)

@@ -83,16 +83,15 @@ def rotate(
             out=out,
         )
     rounded_to = x.dtype if round_products else None
-    if not plain.transformed(*operands):
-        check_heads("x", x)
-        in_memory = not plain.seen(*operands)
-        check_tables(cos, sin, positions, x, in_memory=in_memory)
-        _check_outputs("rotate", {"out": (out, x)}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
-        if in_memory and not (is_grad_enabled() and x.requires_grad):
-            turn = Turn(cos, sin, positions, bool(interleaved), rounded_to)
-            found = run_rotated.forward([Head(x, None, out)], None, None, turn)
-            if found is not None:
-                return found[0]
+    check_heads("x", x)
+    in_memory = plain.in_memory(*operands)
+    check_tables(cos, sin, positions, x, in_memory=in_memory)
+    _check_outputs("rotate", {"out": (out, x)}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
+    if in_memory and not (is_grad_enabled() and x.requires_grad):
+        turn = Turn(cos, sin, positions, bool(interleaved), rounded_to)
+        found = run_rotated.forward([Head(x, None, out)], None, None, turn)
+        if found is not None:
+            return found[0]
     tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
     return _written(out, plain.rotate(x, *tables, bool(interleaved), rounded_to, x.dtype))
 
@@ -175,16 +174,14 @@ def qk_norm_rope(
             q_out=q_out,
             k_out=k_out,
         )
-    transformed = plain.transformed(*operands)
-    in_memory = not (transformed or plain.seen(*operands))
-    if not transformed:
-        _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
-        for heads in (q, k):
-            check_between(between, heads)
-        named = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-        outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
-        name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
-        _check_outputs(name, outputs, named | {"positions": positions}, in_memory)
+    in_memory = plain.in_memory(*operands)
+    _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
+    for heads in (q, k):
+        check_between(between, heads)
+    named = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+    outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
+    name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
+    _check_outputs(name, outputs, named | {"positions": positions}, in_memory)
     of_norm = None
     if norm:
         flags = check_flags(Flags(eps, weight_offset, True, round_norm), q, None, None, None)

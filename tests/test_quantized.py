@@ -396,6 +396,27 @@ def test_between_leaves_out_both_roundings():
     assert not same(silu_and_mul_quant(gate, up, quantization=TOKEN), once)
 
 
+@pytest.mark.parametrize("quantization", [TOKEN, BLOCK], ids=str)
+def test_vmap(quantization):
+    """A batch of calls has the bits of one call, and errors have the words of one."""
+    x, residual = X.reshape(2, 3, 128), RESIDUAL.reshape(2, 3, 128)
+    how = {"quantization": quantization}
+
+    def results(call, *operands):
+        return tuple(t.contiguous() for t in call(*operands))
+
+    calls = {
+        "quantize": (lambda x, _: quantize(x, **how)),
+        "rms_norm_quant": (lambda x, _: rms_norm_quant(x, WEIGHT, **how)),
+        "fused_add_rms_norm_quant": (lambda x, r: fused_add_rms_norm_quant(x, r, WEIGHT, **how)),
+        "silu_and_mul_quant": (lambda x, r: silu_and_mul_quant(x, r, **how)),
+    }
+    for name, call in calls.items():
+        assert same(results(torch.vmap(call), x, residual), results(call, x, residual)), name
+    with pytest.raises(ValueError, match=r"weight must have shape \[128\]"):
+        torch.vmap(lambda x: rms_norm_quant(x, WEIGHT[:64], **how))(x)
+
+
 # The peers' formulas, in plain torch, written from their sources (docs/rounding.md names them)
 
 
