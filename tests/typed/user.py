@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 import fusednorm
+from fusednorm import Quantization
 from fusednorm.call import Backward, Forward, Operation
 from fusednorm.compat import vllm
+from fusednorm.contract import Contract
 from fusednorm.distributed import SequenceParallel
 from fusednorm.registry import Backend, BackendInfo, Explanation
 from fusednorm.transformers import Report, patch
@@ -59,6 +61,17 @@ assert_type(fusednorm.rms_norm(x, out=torch.empty_like(x)), Tensor)
 assert_type(fusednorm.rms_norm_(x, weight), Tensor)
 assert_type(fusednorm.rms_norm(x, out_dtype=torch.bfloat16), Tensor)
 assert_type(fusednorm.fused_add_rms_norm(x, x, residual_dtype=torch.float16), tuple[Tensor, Tensor])
+assert_type(fusednorm.rms_norm_add_rms_norm(x, x, weight, weight), tuple[Tensor, Tensor])
+assert_type(fusednorm.rms_norm_add(x, x, weight), Tensor)
+assert_type(fusednorm.rms_norm_gated(x, x, weight, activation="sigmoid"), Tensor)
+assert_type(fusednorm.silu_and_mul(x, x), Tensor)
+assert_type(fusednorm.quantize(x, quantization=Quantization(torch.int8, per=4)), tuple[Tensor, ...])
+heads, tables = torch.randn(2, 1, 8), torch.ones(2, 4)
+assert_type(fusednorm.rotate(heads, tables, tables), Tensor)
+assert_type(fusednorm.qk_norm_rope(heads, heads, weight, weight, tables, tables), tuple[Tensor, Tensor])
+assert_type(fusednorm.contract(Block(8)), Contract)
+with fusednorm.accelerate_torch():
+    torch.nn.functional.rms_norm(x, (8,))
 assert_type(fusednorm.explain(x, x), Explanation)
 assert_type(fusednorm.explain(x, x).operation, Operation)
 assert_type(fusednorm.backends(), list[BackendInfo])
