@@ -63,6 +63,11 @@ static void order_of_pairs(int by_parity, float sign, const float *from, int64_t
     }
 }
 
+/* Rows that are read by parity are rounded in integers, which carries a NaN with a long payload into -0. */
+static void drop_payloads(float *row, int64_t n) {
+    for (int64_t i = 0; i < n; i++) row[i] = row[i] == row[i] ? row[i] : NAN;
+}
+
 /* `scratch` has room for fn_table_bytes(size). */
 static struct table table_of(const struct fn_rotation *r, const void *cos, const void *sin, float *scratch) {
     const int by_parity = rotates_by_parity(r), interleaved = (r->flags & FN_INTERLEAVED) != 0;
@@ -78,6 +83,7 @@ static struct table table_of(const struct fn_rotation *r, const void *cos, const
             continue;
         }
         widen_table(kind, from, r->pairs, room);
+        if (by_parity && kind != FN_BF16) drop_payloads(room, r->pairs);
         if (interleaved) order_of_pairs(by_parity, k ? -1.0f : 1.0f, room, r->pairs, to);
         else order_by_parity(room, r->pairs, to);
     }
