@@ -16,13 +16,12 @@ from torch import Tensor, dtype, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusednorm.transformers.replacing import ATTACHED
+
 aten = torch.ops.aten
 
 _A = torch.float32  # the accumulator type
 _PAIRS = [(x, weight) for x in (torch.float16, torch.bfloat16, _A) for weight in dict.fromkeys((x, _A))]
-
-#: Attributes by which other libraries replace the forward pass of one module.
-ATTACHED = ("forward", "_old_forward")
 
 
 class NotANormError(Exception):

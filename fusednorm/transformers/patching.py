@@ -1,8 +1,4 @@
-"""Replaces modules of a model, and restores them.
-
-A replaced module gets a subclass of its class. It stays the same object in the same place, with the same weight and
-hooks. fusednorm adds one attribute to it, ``_fusednorm``.
-"""
+"""Replaces modules of a model, and restores them (``replacing.py`` does so for one module)."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ import functools
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +14,8 @@ from torch.compiler import is_compiling
 
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.transformers.layers import NotRewrittenError, first_norm, rewritten, straight_on
-from fusednorm.transformers.norms import ATTACHED, Form, Forms, NotANormError, forms
+from fusednorm.transformers.norms import Form, Forms, NotANormError, forms
+from fusednorm.transformers.replacing import ATTACHED, Patched, attach, bare, change_class
 
 _logger = logging.getLogger("fusednorm.transformers")
 
@@ -58,16 +54,7 @@ class LayerState:
     next_layer: torch.nn.Module | None = None
 
 
-class _Patched(torch.nn.Module):
-    _fusednorm: Any
-    _made_of: tuple[type, type, frozenset[str]]  # the arguments of _patched_class
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles name the module's original class, because that can be imported."""
-        return _new, self._made_of, self.__dict__
-
-
-class PatchedNorm(_Patched):
+class PatchedNorm(Patched):
     """A norm that calls fusednorm; comes before the norm's original class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,12 +102,16 @@ class PatchedNorm(_Patched):
         return form
 
 
-class PatchedLayer(_Patched):
+class PatchedLayer(Patched):
     """A layer with fused additions; comes before the layer's original class. See ``layers.py``."""
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        return {"forward": _rewritten(before, norms)[0]}  # type: ignore[arg-type] # classes have a hash
 
     def _add_norm(self, norm: torch.nn.Module, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
         """``norm(residual + x)``, and the sum."""
-        fused = norm.add(x, residual) if isinstance(norm, PatchedNorm) and _bare(norm) else None
+        fused = norm.add(x, residual) if isinstance(norm, PatchedNorm) and bare(norm) else None
         if fused is not None:
             return fused
         total = residual + x
@@ -133,7 +124,7 @@ class PatchedLayer(_Patched):
             return residual + x
         # Writes are not counted then, and hooks may write.
         uncounted = is_compiling() or torch.is_inference_mode_enabled()
-        if uncounted and not all(_bare(module) for module in (self, next_layer, norm) if module is not None):
+        if uncounted and not all(bare(module) for module in (self, next_layer, norm) if module is not None):
             return residual + x
         fused = norm.add(x, residual)
         if fused is None:
@@ -152,18 +143,6 @@ class PatchedLayer(_Patched):
 def _version(x: Tensor) -> int | None:
     """The number of writes to x, where torch counts them."""
     return None if is_compiling() or x.is_inference() else x._version
-
-
-def _bare(module: torch.nn.Module) -> bool:
-    """Whether a call of the module only calls its forward pass."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
-    )
 
 
 @dataclass(frozen=True)
@@ -273,7 +252,7 @@ def patch(model: torch.nn.Module) -> Report:
     known: dict[Any, Forms | str] = {}
     norms = 0
     for module in model.modules():
-        if isinstance(module, _Patched) or not _may_be_norm(module):
+        if isinstance(module, Patched) or not _may_be_norm(module):
             continue
         found = known.get(key := _key(module))
         if found is None:
@@ -282,7 +261,7 @@ def patch(model: torch.nn.Module) -> Report:
         if isinstance(found, str):
             outcomes[class_name, False, found] += 1
             continue
-        reason = _attach(module, PatchedNorm, frozenset(), NormState(found))
+        reason = attach(module, PatchedNorm, frozenset(), NormState(found))
         norms += reason is None
         outcomes[class_name, reason is None, reason or _describe(found)] += 1
     adds, across = 0, 0
@@ -319,7 +298,7 @@ def unpatch(model: torch.nn.Module) -> Counts:
                 "undo what came after fusednorm.transformers.patch first"
             )
     for module in patched:
-        _change_class(module, vars(type(module))["_made_of"][0])
+        change_class(module, vars(type(module))["_made_of"][0])
         del module.__dict__["_fusednorm"]
     _logger.info("put back: %s", undone)
     return undone
@@ -371,7 +350,7 @@ def _patch_layers(
     done: list[tuple[str, int, bool, str | None]] = []
     for index, layer in enumerate(layers):
         norms = frozenset(child for child, module in layer.named_children() if isinstance(module, PatchedNorm))
-        if isinstance(layer, _Patched) or not norms:
+        if isinstance(layer, Patched) or not norms:
             continue
         class_name = type(layer).__name__
         try:
@@ -390,46 +369,9 @@ def _patch_layers(
         reason: str | None = "no norm follows its additions for certain"
         if fused or handed:
             state = LayerState(following, next_layer) if handed else LayerState()
-            reason = _attach(layer, PatchedLayer, norms, state)
+            reason = attach(layer, PatchedLayer, norms, state)
         done.append((class_name, fused if reason is None else 0, handed and reason is None, reason))
     return done
 
 
 _rewritten = functools.cache(rewritten)
-
-
-@functools.cache
-def _patched_class(before: type, mixin: type, norms: frozenset[str]) -> type:
-    """A subclass of a module's class, with the same name, because other code looks for that name."""
-    members: dict[str, Any] = {"__module__": before.__module__, "__qualname__": before.__qualname__}
-    members["_made_of"] = before, mixin, norms
-    if mixin is PatchedLayer:
-        members["forward"] = _rewritten(before, norms)[0]
-    return type(before.__name__, (mixin, before), members)
-
-
-def _new(before: type, mixin: type, norms: frozenset[str]) -> torch.nn.Module:
-    """An empty patched module."""
-    patched = _patched_class(before, mixin, norms)
-    return cast(torch.nn.Module, object.__new__(patched))
-
-
-def _attach(module: torch.nn.Module, mixin: type, norms: frozenset[str], state: NormState | LayerState) -> str | None:
-    """Patches a module, or returns the reason why it cannot be patched."""
-    own = type(module).forward
-    attached = [module.__dict__[name] for name in ATTACHED if name in module.__dict__]
-    if attached and not any(isinstance(method, MethodType) and method.__func__ is own for method in attached):
-        return "something else has replaced its forward pass"
-    _change_class(module, _patched_class(type(module), mixin, norms))  # type: ignore[arg-type] # as above
-    module.__dict__["_fusednorm"] = state
-    return None
-
-
-def _change_class(module: torch.nn.Module, to: type) -> None:
-    """Changes the class, also where a wrapper has stored the forward pass (as accelerate's, which moves tensors)."""
-    before = type(module).forward
-    module.__class__ = to
-    for name in ATTACHED:
-        method = module.__dict__.get(name)
-        if isinstance(method, MethodType) and method.__func__ is before:
-            module.__dict__[name] = MethodType(to.forward, module)  # type: ignore[attr-defined]

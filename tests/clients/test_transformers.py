@@ -17,7 +17,7 @@ import torch
 
 import fusednorm.transformers
 from fusednorm.compat import transformers as gated_norms
-from fusednorm.transformers import layers, norms, patching
+from fusednorm.transformers import layers, norms, patching, replacing
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -117,7 +117,7 @@ def test_families(name):
     assert torch.equal(before.logits, after.logits)
     fusednorm.transformers.unpatch(model)
     assert torch.equal(logits(model), before.logits)
-    assert not any(isinstance(module, patching._Patched) for module in model.modules())
+    assert not any(isinstance(module, replacing.Patched) for module in model.modules())
 
 
 @family

@@ -1,0 +1,84 @@
+"""Replaces one module of a model by a module of a subclass, and undoes it.
+
+A replaced module gets a subclass of its class. It stays the same object in the same place, with the same weight and
+hooks. fusednorm adds one attribute to it, ``_fusednorm``.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any, cast
+
+import torch
+
+#: Attributes by which other libraries replace the forward pass of one module.
+ATTACHED = ("forward", "_old_forward")
+
+
+class Patched(torch.nn.Module):
+    """A module that fusednorm replaced; comes before the module's original class."""
+
+    _fusednorm: Any
+    _made_of: tuple[type, type, frozenset[str]]  # the arguments of patched_class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles name the module's original class, because that can be imported."""
+        return _new, self._made_of, self.__dict__
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        """The attributes of the subclass of a module's original class.
+
+        Args:
+            before: the original class.
+            norms: the names of its attributes that hold norms.
+        """
+        return {}
+
+
+def bare(module: torch.nn.Module) -> bool:
+    """Whether a call of the module only calls its forward pass."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+def attach(module: torch.nn.Module, mixin: type[Patched], norms: frozenset[str], state: object) -> str | None:
+    """Patches a module, or returns the reason why it cannot be patched."""
+    own = type(module).forward
+    attached = [module.__dict__[name] for name in ATTACHED if name in module.__dict__]
+    if attached and not any(isinstance(method, MethodType) and method.__func__ is own for method in attached):
+        return "something else has replaced its forward pass"
+    change_class(module, _patched_class(type(module), mixin, norms))  # type: ignore[arg-type] # classes have a hash
+    module.__dict__["_fusednorm"] = state
+    return None
+
+
+def change_class(module: torch.nn.Module, to: type) -> None:
+    """Changes the class, also where a wrapper has stored the forward pass (as accelerate's, which moves tensors)."""
+    before = type(module).forward
+    module.__class__ = to
+    for name in ATTACHED:
+        method = module.__dict__.get(name)
+        if isinstance(method, MethodType) and method.__func__ is before:
+            module.__dict__[name] = MethodType(to.forward, module)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _patched_class(before: type, mixin: type[Patched], norms: frozenset[str]) -> type:
+    """A subclass of a module's class, with the same name, because other code looks for that name."""
+    members: dict[str, Any] = {"__module__": before.__module__, "__qualname__": before.__qualname__}
+    members |= {"_made_of": (before, mixin, norms), **mixin.of_class(before, norms)}
+    return type(before.__name__, (mixin, before), members)
+
+
+def _new(before: type, mixin: type[Patched], norms: frozenset[str]) -> torch.nn.Module:
+    """An empty patched module."""
+    patched = _patched_class(before, mixin, norms)  # type: ignore[arg-type] # as above
+    return cast(torch.nn.Module, object.__new__(patched))
