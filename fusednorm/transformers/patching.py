@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.transformers.attention import PatchedAttention, patch_rotations
 from fusednorm.transformers.layers import NotRewrittenError, first_norm, rewritten, straight_on
 from fusednorm.transformers.norms import Form, Forms, NotANormError, forms
 from fusednorm.transformers.replacing import ATTACHED, Patched, attach, bare, change_class
@@ -167,14 +168,16 @@ class Counts:
         norms: number of norms that fusednorm computes.
         adds: number of additions that are fused with the norm after them, of which
         across: go from one layer into the next.
+        rotations: number of attention modules whose q and k are rotated, and normalised if they are, in one call.
     """
 
     norms: int
     adds: int
     across: int
+    rotations: int
 
     def __str__(self) -> str:
-        return f"{self.norms} norms, {self.adds} additions"
+        return f"{self.norms} norms, {self.adds} additions, {self.rotations} rotations"
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,6 +188,7 @@ class Report(Counts):
         norms: number of norms that were replaced.
         adds: number of additions that were fused with the norm after them, of which
         across: go from one layer into the next.
+        rotations: number of attention modules whose rotation of q and k was replaced.
         entries: by class.
         before: parts that had been patched before.
     """
@@ -198,11 +202,12 @@ class Report(Counts):
             f"{entry.class_name:{width}} {entry.count:4}  {'' if entry.replaced else 'left alone: '}{entry.what}"
             for entry in self.entries
         ]
-        if self.before.norms:
+        if self.before.norms or self.before.rotations:
             lines.append(f"already patched: {self.before}")
-        if self.norms or self.adds:
+        if self.norms or self.adds or self.rotations:
             fused = f"{self.adds} additions fused, {self.across} of them across layers"
-            lines.append(f"{self.norms} norms replaced, {fused}; fusednorm.transformers.unpatch(model) undoes it")
+            undo = "fusednorm.transformers.unpatch(model) undoes it"
+            lines.append(f"{self.norms} norms replaced, {fused}, {self.rotations} rotations fused; {undo}")
         elif not self.before.norms:
             lines.append("no RMS norm in this model that fusednorm could replace: nothing was changed")
         return "\n".join(lines)
@@ -212,14 +217,15 @@ class Report(Counts):
 
 def _count(model: torch.nn.Module) -> Counts:
     """Counts the patched parts of a model."""
-    norms = adds = across = 0
+    norms = adds = across = rotations = 0
     for module in model.modules():
         norms += isinstance(module, PatchedNorm)
+        rotations += isinstance(module, PatchedAttention)
         if isinstance(module, PatchedLayer):
             before, _, of_layer = module._made_of
             handed = module._fusednorm.following is not None
             adds, across = adds + _rewritten(before, of_layer)[1] + handed, across + handed
-    return Counts(norms, adds, across)
+    return Counts(norms, adds, across, rotations)
 
 
 def _check(model: object) -> None:
@@ -272,8 +278,12 @@ def patch(model: torch.nn.Module) -> Report:
                     adds, across = adds + fused + handed, across + handed
                     what = f"additions fused: {fused} within" + (", 1 with the norm after the layer" if handed else "")
                     outcomes[layer_name, reason is None, reason or what] += 1
+    rotations = 0
+    for class_name, replaced, what in patch_rotations(model, PatchedNorm):
+        rotations += replaced
+        outcomes[class_name, replaced, what] += 1
     entries = tuple(Entry(name, count, done, what) for (name, done, what), count in outcomes.items())
-    report = Report(norms, adds, across, entries, before)
+    report = Report(norms, adds, across, rotations, entries, before)
     _logger.log(logging.INFO if norms or before.norms else logging.WARNING, "%s", report)
     return report
 

@@ -1,0 +1,319 @@
+"""Attention with the norms of q and k, and their rotation, in one call of :func:`fusednorm.qk_norm_rope`.
+
+The forward pass is rewritten from its own source, as those of layers are (``layers.py``). Where it computes ::
+
+    query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+    key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+    ...
+    cos, sin = position_embeddings
+    query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+
+and ``apply_rotary_pos_emb`` is a rotation (``rotations.py``), the norms and the transpositions move into the last
+statement, which becomes a call of :meth:`PatchedAttention._rotate`. Norms, transpositions, or both may be absent.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.rotation import qk_norm_rope
+from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _source, _target
+from fusednorm.transformers.norms import Form
+from fusednorm.transformers.replacing import Patched, attach, bare
+from fusednorm.transformers.rotations import NotARotationError, Rotation, Rotations, Tables, rotations, tables_of
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call in a forward pass that rotates q and k.
+
+    Attributes:
+        function: which the source calls.
+        arguments: its keyword arguments.
+        rotations: what it computes.
+        norms: the attributes of the norms of q and k that moved into the call, or nothing.
+        transposed: whether the transposition of tokens and heads moved into it.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    rotations: Rotations
+    norms: tuple[str, ...]
+    transposed: bool
+
+
+class PatchedTables(Patched):
+    """The module of the tables; comes before its original class. Its state is what it returns."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original class's result."""
+        tables = super().forward(*args, **kwargs)
+        return self._fusednorm(tables) if type(tables) is tuple else tables
+
+
+class PatchedAttention(Patched):
+    """Attention whose forward pass calls :meth:`_rotate`; comes before the original class."""
+
+    _sites: tuple[Site, ...]
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        forward, sites = rewritten(before, norms)  # type: ignore[arg-type] # classes have a hash
+        return {"forward": forward, "_sites": sites}
+
+    def _rotate(self, number: int, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> tuple[Any, Any]:
+        """q and k, normalised and rotated as at this site.
+
+        Args:
+            number: of the site.
+            function: which its source calls now.
+            q: [batch, tokens, heads, D] if the transposition moved into the site, else as the function takes it.
+            k: likewise.
+            tables: what the source takes apart into cos and sin.
+        """
+        site = self._sites[number]
+        norms = [self._modules[name] for name in site.norms]
+        rotation = self._rotation(site, function, q, k, tables)
+        if rotation is None:
+            if norms:
+                q, k = norms[0](q), norms[1](k)
+            if site.transposed:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+            cos, sin = tables
+            return function(q, k, cos, sin, **site.arguments)
+        q_weight = k_weight = form = None
+        if norms:
+            form = _form_of_both(norms, q, k)
+            if form is None:
+                q, k = norms[0](q), norms[1](k)
+            else:
+                q_weight, k_weight = getattr(norms[0], "weight", None), getattr(norms[1], "weight", None)
+        heads_first = rotation.heads == 1 and not site.transposed
+        if heads_first:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if rotation.to_halves:
+            q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
+        flags = _NO_NORM if form is None else form
+        q, k = qk_norm_rope(
+            *(q, k, q_weight, k_weight, *tables.angles, flags.eps),
+            norm=form is not None,
+            interleaved=rotation.interleaved and not rotation.to_halves,
+            round_products=rotation.round_products,
+            weight_offset=flags.weight_offset,
+            round_norm=flags.round_norm,
+        )
+        return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
+
+    def _rotation(self, site: Site, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> Rotation | None:
+        """The rotation of q and k; None where the function has to compute it."""
+        if not isinstance(tables, Tables) or function is not site.function or "forward" in vars(function):
+            return None
+        size = q.size(-1)
+        rotation = site.rotations.get((q.dtype, tables.dtype, tables.columns, size == tables.size))
+        if rotation is None or q.dim() != 4 or k.dim() != 4 or k.dtype != q.dtype or size < tables.size:
+            return None
+        tokens = 1 if site.transposed or rotation.heads == 2 else 2
+        fits = q.size(tokens) == k.size(tokens) == tables.tokens and tables.batch in (1, q.size(0))
+        return rotation if fits else None
+
+
+_NO_NORM = Form(eps=0.0, weight_offset=0.0, round_norm=False)
+
+
+def _form_of_both(norms: list[Any], q: Tensor, k: Tensor) -> Form | None:
+    """The form of two norms; None where they have to be called."""
+    one, other = norms
+    if not (isinstance(one, Patched) and isinstance(other, Patched) and bare(one) and bare(other)):
+        return None
+    form: Form | None = one._form(q)
+    return form if form == other._form(k) else None
+
+
+def _as_halves(x: Tensor, size: int) -> Tensor:
+    """Heads whose first ``size`` numbers are pairs side by side, as halves."""
+    turned = x[..., :size].unflatten(-1, (size // 2, 2)).transpose(-1, -2).flatten(-2)
+    return turned if x.size(-1) == size else torch.cat([turned, x[..., size:]], -1)
+
+
+# Rewriting
+
+
+@functools.cache
+def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..., Any], tuple[Site, ...]]:
+    """The forward pass of a class that calls ``_rotate``, and its sites.
+
+    Args:
+        attention_class: the class.
+        norms: the names of its attributes that hold norms.
+
+    Raises:
+        NotRewrittenError: it has no such site; without a reason if it shows no rotation at all.
+    """
+    function, tree = _source(attention_class)
+    sites: list[Site] = []
+    reason = ""
+    for before, block, index in list(_statements([], tree.body)):
+        call = _rotating_call(block[index])
+        if call is None:
+            continue
+        targets, name, (q, k, cos, sin), arguments = call
+        tables = _taken_apart(before, cos, sin)
+        if tables is None:
+            continue
+        try:
+            found = rotations(function.__globals__.get(name), arguments)
+        except NotARotationError as error:
+            reason = str(error)
+            continue
+        moved = [_moved(block[:index], x, norms) for x in (q, k)]
+        alike = len({(transposed, norm is None) for transposed, norm, _ in moved}) == 1
+        if not alike or targets != [q, k] or (moved[0][0] and any(one.heads != 1 for one in found.values())):
+            moved = [(False, None, []), (False, None, [])]
+        for _, _, left in moved:
+            for statement, value in left:
+                statement.value = value
+        of_norms = tuple(norm for _, norm, _ in moved if norm is not None)
+        call_of_ours = f"self._rotate({len(sites)}, {name}, {q}, {k}, {tables})"
+        (block[index],) = _parse(f"{', '.join(targets)} = {call_of_ours}")
+        sites.append(Site(function.__globals__[name], arguments, found, of_norms, moved[0][0]))
+    if not sites:
+        raise NotRewrittenError(reason)
+    module = ast.Module([tree], [])
+    ast.fix_missing_locations(module)
+    names: dict[str, Any] = {}
+    exec(compile(module, f"<fusednorm: {attention_class.__qualname__}.forward>", "exec"), function.__globals__, names)
+    return names[tree.name], tuple(sites)
+
+
+def _statements(before: list[ast.stmt], block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], list[ast.stmt], int]]:
+    """Each statement, by its block and its index there, and all statements that run before it in any case."""
+    for index, statement in enumerate(block):
+        already = [*before, *block[:index]]
+        yield already, block, index
+        if isinstance(statement, ast.If):
+            yield from _statements(already, statement.body)
+            yield from _statements(already, statement.orelse)
+
+
+def _rotating_call(statement: ast.stmt) -> tuple[list[str], str, list[str], dict[str, Any]] | None:
+    """The parts of ``q, k = function(q, k, cos, sin, argument=1)``, where all but the last is a name."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Tuple(elts=[ast.Name(id=one), ast.Name(id=other)])],
+            value=ast.Call(func=ast.Name(id=name), args=given, keywords=words),
+        ):
+            of_names = [x.id for x in given if isinstance(x, ast.Name)]
+            arguments = {
+                word.arg: word.value.value for word in words if word.arg and isinstance(word.value, ast.Constant)
+            }
+            if len(of_names) == len(given) == 4 and len(arguments) == len(words):
+                return [one, other], name, of_names, arguments
+    return None
+
+
+def _taken_apart(statements: list[ast.stmt], cos: str, sin: str) -> str | None:
+    """NAME in ``cos, sin = NAME``, if cos and sin are still those of NAME after the statements."""
+    for index in reversed(range(len(statements))):
+        match statements[index]:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=one), ast.Name(id=other)])], value=ast.Name(id=tables)
+            ) if (one, other) == (cos, sin):
+                return None if any(tables in _stored(later) for later in statements[index:]) else tables
+        if {cos, sin} & _stored(statements[index]):
+            return None
+    return None
+
+
+#: Whether the transposition moves; the norm that moves; and what is left of each assignment that loses one of both.
+_Moved = tuple[bool, str | None, list[tuple[Any, ast.expr]]]
+
+
+def _moved(statements: list[ast.stmt], x: str, norms: frozenset[str]) -> _Moved:
+    """What moves from the statements into one that follows them and takes x."""
+    transposed, norm = False, None
+    left: list[tuple[Any, ast.expr]] = []
+    for statement in reversed(statements):
+        if x not in _names(statement):
+            continue
+        if not isinstance(statement, ast.Assign) or _target(statement) != x:
+            break
+        value = statement.value
+        while True:
+            match value:
+                case ast.Call(
+                    func=ast.Attribute(value=inner, attr="transpose"),
+                    args=[ast.Constant(value=1), ast.Constant(value=2)],
+                    keywords=[],
+                ) if not transposed:
+                    value, transposed = inner, True
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[inner], keywords=[]) if (
+                    norm is None and name in norms
+                ):
+                    value, norm = inner, name
+                case _:
+                    break
+        if value is statement.value:
+            break
+        left.append((statement, value))
+        if not (isinstance(value, ast.Name) and value.id == x):
+            break
+    return transposed, norm, left
+
+
+def _stored(node: ast.AST) -> set[str]:
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
+
+
+# Replacing
+
+
+def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[tuple[str, bool, str]]:
+    """Replaces attention and the modules of its tables.
+
+    Args:
+        model: its norms have been replaced by modules
+        norm: of this class.
+
+    Yields:
+        For each attention that rotates: its class; whether it was replaced; and what is fused, or the reason why not.
+    """
+    tables: dict[torch.nn.Module, type[Tables]] = {}
+    kinds = set()
+    for module in model.modules():
+        if isinstance(module, PatchedTables):
+            kinds.add(module._fusednorm.columns)
+        elif not isinstance(module, Patched) and (kind := _tables_of(module)) is not None:
+            tables[module] = kind
+            kinds.add(kind.columns)
+    done = False
+    for module in list(model.modules()):
+        if isinstance(module, Patched):
+            continue
+        norms = frozenset(name for name, child in module.named_children() if isinstance(child, norm))
+        try:
+            _, sites = rewritten(type(module), norms)  # type: ignore[arg-type] # classes have a hash
+        except NotRewrittenError as error:
+            if str(error) and any(isinstance(child, torch.nn.Linear) for child in module.children()):
+                yield type(module).__name__, False, str(error)
+            continue
+        reason: str | None = "no module of the model has the tables that its rotation takes"
+        if any(columns in kinds for site in sites for _, _, columns, _ in site.rotations):
+            reason = attach(module, PatchedAttention, norms, None)
+        done |= reason is None
+        fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
+        yield type(module).__name__, reason is None, reason or fused
+    for module, kind in tables.items() if done else ():
+        attach(module, PatchedTables, frozenset(), kind)
+
+
+def _tables_of(module: torch.nn.Module) -> type[Tables] | None:
+    """The kind of a module's tables, if it may have some: it has neither children nor parameters, but buffers."""
+    leaf = next(module.children(), None) is None and next(module.parameters(), None) is None
+    return tables_of(module) if leaf and next(module.buffers(), None) is not None else None

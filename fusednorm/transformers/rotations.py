@@ -1,0 +1,260 @@
+"""Recognises the rotation of q and k by position, and the tables for it, by their computation.
+
+Each function is called with small tensors, and its operations are followed on symbols (``symbols.py``). If every
+element of its results is that of :func:`fusednorm.rotate` for some flags, the result is these flags; otherwise the
+reason why not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, dtype
+
+from fusednorm.transformers.replacing import ATTACHED
+from fusednorm.transformers.symbols import NotSymbolicError, Symbols
+
+_A = torch.float32  # the accumulator type
+_PAIRS = [(x, tables) for x in (_A, torch.bfloat16, torch.float16) for tables in dict.fromkeys((x, _A))]
+_ANGLES = 2  # of a row of the tables, in the calls below
+
+
+class NotARotationError(Exception):
+    """A function does not rotate as fusednorm does, for the reason in the message."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A function of q, k, cos and sin, as a call of :func:`fusednorm.rotate` for q and k.
+
+    ``heads`` is the dimension of q and k, of four, that counts heads. With ``to_halves`` pairs that lie side by side
+    come out as halves.
+    """
+
+    heads: int
+    interleaved: bool
+    to_halves: bool
+    round_products: bool
+
+
+#: By the dtypes of q and k and of the tables; the columns of the tables, a key of ``_TABLES``; and whether all numbers
+#: of a head are rotated.
+Rotations = dict[tuple[dtype, dtype, str, bool], Rotation]
+
+
+def rotations(function: Callable[..., Any], arguments: dict[str, Any]) -> Rotations:
+    """The rotations that a function of q, k, cos and sin, and of further arguments, is.
+
+    Raises:
+        NotARotationError: it is none.
+    """
+    if not callable(function) or "forward" in getattr(function, "__dict__", {}):
+        raise NotARotationError("something else has replaced its rotation")
+    found: Rotations = {}
+    shapes = list(itertools.product(_TABLES, (True, False), (1, 2)))
+    reasons: list[NotARotationError] = []
+    for pair in _PAIRS:
+        for columns, whole, heads in shapes:
+            try:
+                found[*pair, columns, whole] = _rotation(function, arguments, *pair, columns, whole, heads)
+            except NotARotationError as error:
+                reasons.append(error)
+        shapes = [shape for shape in shapes if (_A, _A, *shape[:2]) in found]
+        if not shapes:
+            raise reasons[0]  # that of the usual case
+    return found
+
+
+def _rotation(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    x_dtype: dtype,
+    tables_dtype: dtype,
+    columns: str,
+    whole: bool,
+    heads: int,
+) -> Rotation:
+    size = 2 * _ANGLES + (0 if whole else 2)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), Symbols() as symbols:
+        q, k = (torch.ones(2, *((n, 5) if heads == 1 else (5, n)), size, dtype=x_dtype) for n in (3, 1))
+        angles = [symbols.of(torch.ones(2, 5, _ANGLES)) for _ in ("cos", "sin")]
+        numbers = [_TABLES[columns].from_angles(table) for table in angles]
+        cos, sin = (torch.ones(table.shape, dtype=tables_dtype) for table in numbers)
+        symbols.set(cos, numbers[0])
+        symbols.set(sin, numbers[1])
+        try:
+            results = function(q, k, cos, sin, **arguments)
+        except NotSymbolicError as error:
+            raise NotARotationError(f"its rotation cannot be followed: {error}") from error
+        except Exception as error:  # the model's code may raise anything for tensors that it does not expect
+            first_line = str(error).partition("\n")[0]
+            raise NotARotationError(f"its rotation cannot be traced: {type(error).__name__}: {first_line}") from error
+        if not (isinstance(results, tuple) and len(results) == 2 and all(isinstance(y, Tensor) for y in results)):
+            raise NotARotationError("its rotation does not return q and k")
+        for x, y in zip((q, k), results, strict=True):
+            if (y.dtype, y.shape) != (x.dtype, x.shape):
+                raise NotARotationError(f"its rotation of {_described(x)} returns {_described(y)}")
+    for flags in ((False, False), (True, False), (True, True)):
+        for round_products in (False, True):
+            rotation = Rotation(heads, *flags, round_products)
+            if all(
+                torch.equal(symbols.of(y), _expected(symbols, rotation, symbols.of(x), angles, x_dtype))
+                for x, y in zip((q, k), results, strict=True)
+            ):
+                return rotation
+    raise NotARotationError("its rotation computes something else")
+
+
+def _described(x: Tensor) -> str:
+    return f"{str(x.dtype)[6:]} {list(x.shape)}"
+
+
+def _expected(symbols: Symbols, rotation: Rotation, x: Tensor, angles: list[Tensor], x_dtype: dtype) -> Tensor:
+    """The symbols of a rotated x: the formula of docs/spec.md, section 8."""
+    cos, sin = (table.unsqueeze(rotation.heads) for table in angles)
+    turned, rest = x[..., : 2 * _ANGLES], x[..., 2 * _ANGLES :]
+    pairs = turned.unflatten(-1, (_ANGLES, 2) if rotation.interleaved else (2, _ANGLES))
+    first, second = pairs.unbind(-1 if rotation.interleaved else -2)
+    products = x_dtype if rotation.round_products else _A
+
+    def one(a: Tensor, b: Tensor, sign: int) -> Tensor:
+        return symbols.sum(symbols.product(a, cos, products), sign * symbols.product(b, sin, products), x_dtype)
+
+    both = one(first, second, -1), one(second, first, 1)
+    side_by_side = rotation.interleaved and not rotation.to_halves
+    y = torch.stack(both, -1).flatten(-2) if side_by_side else torch.cat(both, -1)
+    return torch.cat([y, rest], -1)
+
+
+class Tables(tuple[Tensor, Tensor]):
+    """cos and sin, [batch, tokens, columns], of a module with :func:`tables_of`.
+
+    Attributes:
+        angles: both, without the half of the columns that repeats the other half.
+        size: the numbers of a head that they rotate.
+        batch: number of rows of tokens; 1 holds for any number.
+        tokens: number of tokens.
+        dtype: of both.
+    """
+
+    #: What the columns are: the angles once, twice as two halves, or twice side by side.
+    columns = "once"
+
+    angles: tuple[Tensor, Tensor]
+    size: int
+    batch: int
+    tokens: int
+    dtype: dtype
+
+    def __new__(cls, tables: Iterable[Tensor]) -> Tables:
+        self = super().__new__(cls, tables)
+        cos, sin = self
+        self.angles = cls.to_angles(cos), cls.to_angles(sin)
+        self.batch, self.tokens, angles = self.angles[0].shape
+        self.size, self.dtype = 2 * angles, cos.dtype
+        return self
+
+    @staticmethod
+    def to_angles(table: Tensor) -> Tensor:
+        """The columns without repetition."""
+        return table
+
+    @staticmethod
+    def from_angles(angles: Tensor) -> Tensor:
+        """All columns."""
+        return angles
+
+
+class Halves(Tables):
+    """Tables whose second half of columns repeats the first one."""
+
+    columns = "halves"
+
+    @staticmethod
+    def to_angles(table: Tensor) -> Tensor:
+        return table[..., : table.shape[-1] // 2]
+
+    @staticmethod
+    def from_angles(angles: Tensor) -> Tensor:
+        return torch.cat([angles, angles], -1)
+
+
+class Pairs(Tables):
+    """Tables each of whose columns stands twice, side by side."""
+
+    columns = "pairs"
+
+    @staticmethod
+    def to_angles(table: Tensor) -> Tensor:
+        return table[..., ::2].contiguous()
+
+    @staticmethod
+    def from_angles(angles: Tensor) -> Tensor:
+        return angles.repeat_interleave(2, -1)
+
+
+#: By the columns.
+_TABLES: dict[str, type[Tables]] = {kind.columns: kind for kind in (Halves, Pairs, Tables)}
+
+
+def _register(kind: type[Tables]) -> None:
+    """Lets FSDP and others, which change each tensor of a tuple, do the same here."""
+
+    def rebuild(parts: Iterable[Any], _: Any) -> Any:
+        parts = tuple(parts)
+        return kind(parts) if all(isinstance(part, Tensor) for part in parts) else parts
+
+    torch.utils._pytree.register_pytree_node(kind, lambda tables: (list(tables), None), rebuild)
+
+
+for _kind in _TABLES.values():
+    _register(_kind)
+
+
+def tables_of(module: torch.nn.Module) -> type[Tables] | None:
+    """What a module's forward pass returns; None if it does not take hidden states and positions and return tables.
+
+    Its names for kinds of layers, if it takes one after the positions, are those that it has in ``layer_types``.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    others = list(inspect.signature(forward).parameters.values())[3:]
+    required = [parameter for parameter in others if parameter.default is parameter.empty]
+    if len(required) > 1 or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required):
+        return None
+    kinds = {_tables(module, forward, of_layer) for of_layer in ([()] if not required else _layer_types(module))}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _layer_types(module: torch.nn.Module) -> list[tuple[str]]:
+    return [(name,) for name in getattr(module, "layer_types", ())]
+
+
+def _tables(module: torch.nn.Module, forward: Callable[..., Any], of_layer: tuple[str, ...]) -> type[Tables] | None:
+    bare = torch.nn.Module.__new__(type(module))  # whose buffers may be replaced
+    torch.nn.Module.__init__(bare)
+    skipped = {*bare.__dict__, *ATTACHED}
+    bare.__dict__.update({name: value for name, value in module.__dict__.items() if name not in skipped})
+    for name, buffer in module.named_buffers():
+        bare._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), Symbols() as symbols:
+        x, positions = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.int64)
+        try:
+            found = forward(bare, x, positions, *of_layer)
+        except Exception:  # the code of a module that is for something else may raise anything
+            return None
+        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(table, Tensor) for table in found)):
+            return None
+        cos, sin = found
+        if cos.dim() != 3 or cos.shape[:2] != positions.shape or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
+            return None
+        numbers = [symbols.of(table) for table in found]
+    even = cos.shape[-1] % 2 == 0
+    for kind in _TABLES.values():
+        if (even or kind is Tables) and all(torch.equal(kind.from_angles(kind.to_angles(n)), n) for n in numbers):
+            return kind
+    return None
