@@ -16,7 +16,7 @@ SPEAKING = {"warn", "warning", "error", "_warn_once", "_decline"}
 REASONING = {"unavailable", "unsuitable", "missing", "changed", "too_long", "_refusal", "_unknown"}
 
 #: Caught where they are raised: `patch` and `compare` show them in a report, beside the name of what was left out.
-REPORTED = {"NotANormError", "NotRewrittenError", "MissingError"}
+REPORTED = {"NotANormError", "NotARotationError", "NotRewrittenError", "NotSymbolicError", "MissingError"}
 
 
 def text(node):

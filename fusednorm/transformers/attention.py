@@ -26,7 +26,7 @@ from torch import Tensor
 from fusednorm.rotation import qk_norm_rope
 from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _source, _target
 from fusednorm.transformers.norms import Form
-from fusednorm.transformers.replacing import Patched, attach, bare
+from fusednorm.transformers.replacing import Patched, attach, bare, replaced
 from fusednorm.transformers.rotations import NotARotationError, Rotation, Rotations, Tables, rotations, tables_of
 
 
@@ -75,7 +75,7 @@ class PatchedAttention(Patched):
             number: of the site.
             function: which its source calls now.
             q: [batch, tokens, heads, D] if the transposition moved into the site, else as the function takes it.
-            k: likewise.
+            k: [batch, tokens, heads of k, D], or as the function takes it too.
             tables: what the source takes apart into cos and sin.
         """
         site = self._sites[number]
@@ -113,7 +113,7 @@ class PatchedAttention(Patched):
 
     def _rotation(self, site: Site, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> Rotation | None:
         """The rotation of q and k; None where the function has to compute it."""
-        if not isinstance(tables, Tables) or function is not site.function or "forward" in vars(function):
+        if not isinstance(tables, Tables) or function is not site.function or replaced(function):
             return None
         size = q.size(-1)
         rotation = site.rotations.get((q.dtype, tables.dtype, tables.columns, size == tables.size))

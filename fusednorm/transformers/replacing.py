@@ -49,11 +49,20 @@ def bare(module: torch.nn.Module) -> bool:
     )
 
 
+def replaced(module: Any) -> bool:
+    """Whether other code has replaced the forward pass of this module, or of a function that ``kernels`` made one.
+
+    That code may also store the class's own forward pass in the module, which replaces nothing.
+    """
+    attached = [vars(module)[name] for name in ATTACHED if name in vars(module)]
+    return bool(attached) and not any(
+        isinstance(method, MethodType) and method.__func__ is type(module).forward for method in attached
+    )
+
+
 def attach(module: torch.nn.Module, mixin: type[Patched], norms: frozenset[str], state: object) -> str | None:
     """Patches a module, or returns the reason why it cannot be patched."""
-    own = type(module).forward
-    attached = [module.__dict__[name] for name in ATTACHED if name in module.__dict__]
-    if attached and not any(isinstance(method, MethodType) and method.__func__ is own for method in attached):
+    if replaced(module):
         return "something else has replaced its forward pass"
     change_class(module, _patched_class(type(module), mixin, norms))  # type: ignore[arg-type] # classes have a hash
     module.__dict__["_fusednorm"] = state

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
-from fusednorm.transformers.replacing import ATTACHED
+from fusednorm.transformers.replacing import ATTACHED, replaced
 from fusednorm.transformers.symbols import NotSymbolicError, Symbols
 
 _A = torch.float32  # the accumulator type
@@ -53,7 +53,7 @@ def rotations(function: Callable[..., Any], arguments: dict[str, Any]) -> Rotati
     Raises:
         NotARotationError: it is none.
     """
-    if not callable(function) or "forward" in getattr(function, "__dict__", {}):
+    if not callable(function) or replaced(function):
         raise NotARotationError("something else has replaced its rotation")
     found: Rotations = {}
     shapes = list(itertools.product(_TABLES, (True, False), (1, 2)))

@@ -55,7 +55,7 @@ class Symbols(TorchDispatchMode):
         return self.converted(self._apply(one, a, b), computed, rounded_to)
 
     def sum(self, a: Tensor, b: Tensor, rounded_to: torch.dtype) -> Tensor:
-        """The symbols of sums, likewise."""
+        """The symbols of sums; 16 bits are rounded from float32, as those of products."""
         computed = torch.promote_types(rounded_to, torch.float32)
         found = self._apply(lambda a, b: self._number("add", computed, *sorted((a, b))), a, b)
         return self.converted(found, computed, rounded_to)

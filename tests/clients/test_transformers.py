@@ -17,7 +17,7 @@ import torch
 
 import fusednorm.transformers
 from fusednorm.compat import transformers as gated_norms
-from fusednorm.transformers import layers, norms, patching, replacing
+from fusednorm.transformers import attention, layers, norms, patching, replacing
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -154,6 +154,13 @@ def test_additions_are_fused(name, monkeypatch):
 
     monkeypatch.setattr(patching, "fused_add_rms_norm", count(patching.fused_add_rms_norm, "fused"))
     monkeypatch.setattr(patching, "rms_norm", count(patching.rms_norm, "norms"))
+    rotate = attention.qk_norm_rope
+
+    def of_heads(*args, **kwargs):
+        calls["norms"] += 2 * kwargs["norm"]
+        return rotate(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "qk_norm_rope", of_heads)
     logits(patched(build(name)))
     count_of_norms, adds, _ = FAMILIES[name][2:]
     assert calls == {"fused": adds, "norms": count_of_norms - adds}
@@ -306,15 +313,15 @@ def test_report_is_returned_and_logged(caplog, capfd):
     assert "7 norms replaced, 6 additions fused, 3 of them across layers" in str(first)
     assert "fusednorm.transformers.unpatch(model)" in str(first)
     assert repr(first) == str(first)
-    assert str(second) == "already patched: 7 norms, 6 additions"
+    assert str(second) == "already patched: 7 norms, 6 additions, 3 rotations"
     assert (second.norms, second.adds, second.across, second.before) == (0, 0, 0, undone)
     assert (undone.norms, undone.adds, undone.across) == (7, 6, 3)
     assert (nothing.norms, nothing.adds, nothing.across) == (0, 0, 0)
     assert [record.getMessage() for record in caplog.records] == [
         str(first),
         str(second),
-        "put back: 7 norms, 6 additions",
-        "put back: 0 norms, 0 additions",
+        "put back: 7 norms, 6 additions, 3 rotations",
+        "put back: 0 norms, 0 additions, 0 rotations",
     ]
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert capfd.readouterr().out == ""
