@@ -20,6 +20,8 @@ _VECTORS = {
     "rms_norm": (f"golden-spec-{SPEC_VERSION}.json",),
     "fused_add_rms_norm": (f"golden-spec-{SPEC_VERSION}.json",),
     "rms_norm_gated": (f"golden-spec-{SPEC_VERSION}.json", "golden-gated.json"),
+    "silu_and_mul": ("golden-gated.json",),
+    "gelu_tanh_and_mul": ("golden-gated.json",),
 }
 
 #: Names that torch's wrappers put between those of the modules.
@@ -98,12 +100,12 @@ class Contract:
 
 
 def contract(model: torch.nn.Module, dtype: dtype | None = None) -> Contract:
-    """Lists the steps that fusednorm computes in a model: its own modules, and norms that ``patch`` replaced.
+    """Lists the steps that fusednorm computes in a model: its own modules, and norms and gates replaced by ``patch``.
 
     Two models with the same digest compute the same bits in these steps, from the same rows and weights. So the digest
     does not change where the bits do not: with a flag that changes no bit for this dtype, or with an addition that is
     fused with its norm (with ``round_sum=False``, which changes bits, it does). Functions of fusednorm that a model
-    calls itself are not listed, nor is an addition that ``patch`` fused: its sum has torch's bits.
+    calls itself are not listed, nor are additions and rotations that ``patch`` fused: they have torch's bits.
 
     Args:
         model: any module. Names of torch's wrappers (compiled, sharded, checkpointed) are left out of the names.
@@ -138,7 +140,7 @@ def _steps(model: torch.nn.Module, given: dtype | None) -> Iterator[Step]:
 
 
 def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: int | None) -> dict[str, Any]:
-    """The eps, and the flags that change a bit; see section 6 of the specification.
+    """The eps of a norm, and the flags that change a bit; see section 6 of the specification.
 
     Args:
         operation: the function.
@@ -146,6 +148,8 @@ def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: 
         of_rows: the dtype of the rows, of the residual, and of the result.
         length: of the weight; None without a weight.
     """
+    if "eps" not in flags:
+        return {}
     eps = torch.finfo(accumulator(of_rows)).eps if flags["eps"] is None else flags["eps"]
     without_effect = set()
     if accumulator(of_rows) == of_rows:  # nothing is rounded to another dtype

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.rotation import qk_norm_rope
-from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _source, _target
+from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _target, compiled, source
 from fusednorm.transformers.norms import Form
 from fusednorm.transformers.replacing import Patched, attach, bare, replaced
 from fusednorm.transformers.rotations import NotARotationError, Rotation, Rotations, Tables, rotations, tables_of
@@ -156,7 +156,7 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
     Raises:
         NotRewrittenError: it has no such site; without a reason if it shows no rotation at all.
     """
-    function, tree = _source(attention_class)
+    function, tree = source(attention_class.forward)  # type: ignore[attr-defined]
     sites: list[Site] = []
     reason = ""
     for before, block, index in list(_statements([], tree.body)):
@@ -185,11 +185,7 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
         sites.append(Site(function.__globals__[name], arguments, found, of_norms, moved[0][0]))
     if not sites:
         raise NotRewrittenError(reason)
-    module = ast.Module([tree], [])
-    ast.fix_missing_locations(module)
-    names: dict[str, Any] = {}
-    exec(compile(module, f"<fusednorm: {attention_class.__qualname__}.forward>", "exec"), function.__globals__, names)
-    return names[tree.name], tuple(sites)
+    return compiled(tree, function, attention_class), tuple(sites)
 
 
 def _statements(before: list[ast.stmt], block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], list[ast.stmt], int]]:

@@ -39,18 +39,9 @@ class RMSNormGated(torch.nn.Module):
         weight: Tensor = self.weight  # type: ignore[assignment]
         fits = gate is not None and gate.dtype == hidden_states.dtype and gate.shape == hidden_states.shape
         form = _form(self, hidden_states.dtype, weight.dtype, gated=True) if fits else None
-        if form is None or form.activation is None or gate is None:
+        if form is None or gate is None or not form.takes(gate):
             return type(self).forward(self, hidden_states, gate)
-        return rms_norm_gated(
-            hidden_states,
-            gate,
-            weight,
-            form.eps,
-            activation=form.activation,
-            round_norm=form.round_norm,
-            between=form.between,
-            weight_offset=form.weight_offset,
-        )
+        return rms_norm_gated(hidden_states, gate, weight, form.eps, **form.of_gate)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

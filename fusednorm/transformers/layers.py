@@ -1,4 +1,4 @@
-"""Decoder layers with their additions fused into the norms that follow, by rewriting their own source.
+"""Decoder layers with their additions fused into the norms around them, by rewriting their own source.
 
 Only adjacent statements are replaced, and only by a call that computes the same::
 
@@ -9,6 +9,11 @@ Only adjacent statements are replaced, and only by a call that computes the same
     hidden_states = residual + x               ->    hidden_states = self._add_last(x, residual)
     return hidden_states
 
+Where ``x = self.first(x)`` stands right before the addition, the calls take ``first=self.first`` too, and where x is
+multiplied by a factor, ``x_scale=factor``. An addition after a norm that no norm follows becomes ::
+
+    hidden_states = self._norm_add(self.first, x, residual)
+
 A forward pass without such statements, or without accessible source, does not change.
 """
 
@@ -17,55 +22,81 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 class NotRewrittenError(Exception):
     """A forward pass is not rewritten, for the reason in the message."""
 
 
-def rewritten(layer_class: type, norms: frozenset[str]) -> tuple[Callable[..., Any], int, bool]:
+class Rewritten(NamedTuple):
+    """A rewritten forward pass of a layer.
+
+    Attributes:
+        forward: the function.
+        fused: the number of additions that it fuses with a norm of the layer.
+        normed: of these, the number of those that add what a norm right before them returns.
+        ends: whether it ends in ``_add_last``.
+        last_normed: whether that addition is one of ``normed``.
+    """
+
+    forward: Callable[..., Any]
+    fused: int
+    normed: int
+    ends: bool
+    last_normed: bool
+
+
+def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
     """The forward pass of a class with its additions fused.
 
     Args:
         layer_class: the layer's class.
         norms: the names of its attributes that hold norms.
 
-    Returns:
-        The function; the number of additions that it fuses within the layer; whether it ends in ``_add_last``.
-
     Raises:
         NotRewrittenError: no addition can be fused.
     """
-    function, tree = _source(layer_class)
+    function, tree = source(layer_class.forward)  # type: ignore[attr-defined]
     body: list[ast.stmt] = []
     rest = list(tree.body)
-    fused, ends = 0, False
+    fused = normed = 0
+    ends = last_normed = False
     while rest:
-        replaced, used = _fuse(rest, norms)
-        if used:
+        added = _addition(rest, norms)
+        after = [] if added is None else rest[added.used :]
+        if added is None:
+            body.append(rest.pop(0))
+            continue
+        if (found := _norm_after(added.total, after, norms)) is not None:
+            y, kept, name, used = found
+            body += _parse(f"{y}, {kept} = self._add_norm(self.{name}, {added.arguments()})")
             fused += 1
-        elif len(rest) == 2 and (last := _fuse_last(rest)) is not None:
-            replaced, used, ends = last, 2, True
+        elif len(after) == 1 and _returns(after[0], added.total):
+            body += [*_parse(f"{added.total} = self._add_last({added.arguments()})"), after[0]]
+            ends, last_normed, used = True, added.first is not None, 1
+            fused += last_normed
+        elif added.first is not None:
+            call = f"self._norm_add(self.{added.first}, {ast.unparse(added.x)}, {added.residual})"
+            body += _parse(f"{added.total} = {call}")
+            fused, used = fused + 1, 0
         else:
-            replaced, used = [rest[0]], 1
-        body += replaced
-        rest = rest[used:]
+            body += rest[: added.used]
+            used = 0
+        normed += added.first is not None
+        rest = after[used:]
     if not (fused or ends):
         raise NotRewrittenError("no addition stands right before a norm or the end of its forward pass")
     tree.body = body
-    module = ast.Module([tree], [])
-    ast.fix_missing_locations(module)
-    names: dict[str, Any] = {}
-    exec(compile(module, f"<fusednorm: {layer_class.__qualname__}.forward>", "exec"), function.__globals__, names)
-    return names[tree.name], fused, ends
+    return Rewritten(compiled(tree, function, layer_class), fused, normed, ends, last_normed)
 
 
 def first_norm(layer_class: type) -> str | None:
     """The attribute of the norm that a layer first applies to its input; None if the layer begins otherwise."""
     try:
-        _, tree = _source(layer_class)
+        _, tree = source(layer_class.forward)  # type: ignore[attr-defined]
     except NotRewrittenError:
         return None
     hidden = tree.args.args[1].arg if len(tree.args.args) > 1 else None
@@ -87,7 +118,7 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
         layers: the attribute that holds the layers.
     """
     try:
-        _, tree = _source(model_class)
+        _, tree = source(model_class.forward)  # type: ignore[attr-defined]
     except NotRewrittenError:
         return False, None
     loops = [
@@ -120,9 +151,9 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
     return True, None
 
 
-def _source(owner: type) -> tuple[Any, ast.FunctionDef]:
-    """A class's forward function without decorators, and its syntax tree without a docstring."""
-    function = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
+def source(method: Callable[..., Any]) -> tuple[Any, ast.FunctionDef]:
+    """A method without decorators, and its syntax tree without a docstring."""
+    function: Any = inspect.unwrap(method)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
@@ -134,45 +165,100 @@ def _source(owner: type) -> tuple[Any, ast.FunctionDef]:
     return function, tree
 
 
-def _fuse(statements: list[ast.stmt], norms: frozenset[str]) -> tuple[list[ast.stmt], int]:
-    """The replacement of an addition and the norm after it, which begin the statements, and their number."""
-    added = _addition(statements[0])
-    if added is None:
-        return [], 0
-    total, residual, x = added
-    for used in (2, 3):  # the statements, with or without "residual = hidden_states" between
-        if len(statements) < used or (used == 3 and not _is_copy(statements[1], total)):
+def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[..., Any]:
+    """The function of a changed syntax tree.
+
+    Args:
+        tree: of ``source``, and changed.
+        function: of ``source``.
+        owner: the class that has it.
+    """
+    module = ast.Module([tree], [])
+    ast.fix_missing_locations(module)
+    names: dict[str, Any] = {}
+    exec(compile(module, f"<fusednorm: {owner.__qualname__}.{tree.name}>", "exec"), function.__globals__, names)
+    return names[tree.name]
+
+
+@dataclass(frozen=True)
+class _Addition:
+    """``total = residual + x``, and the statement before it if that is ``x = self.first(...)``.
+
+    Attributes:
+        total: the name of the sum.
+        residual: the name of the residual.
+        x: the term, or the argument of the norm ``first``, without its factor.
+        first: the attribute of the norm before the addition.
+        x_scale: the factor of the term.
+        used: the number of statements.
+    """
+
+    total: str
+    residual: str
+    x: ast.expr
+    first: str | None
+    x_scale: ast.expr | None
+    used: int
+
+    def arguments(self) -> str:
+        """Of ``_add_norm`` and ``_add_last``."""
+        words = [] if self.first is None else [f"first=self.{self.first}"]
+        words += [] if self.x_scale is None else [f"x_scale={ast.unparse(self.x_scale)}"]
+        return ", ".join([ast.unparse(self.x), self.residual, *words])
+
+
+def _addition(statements: list[ast.stmt], norms: frozenset[str]) -> _Addition | None:
+    """The addition with which the statements begin."""
+    for total, residual, x in _sums(statements[0]):
+        match x:
+            case ast.BinOp(left=term, op=ast.Mult(), right=factor):
+                return _Addition(total, residual, term, None, factor, 1)
+        return _Addition(total, residual, x, None, None, 1)
+    match statements[0]:
+        case ast.Assign(
+            targets=[ast.Name(id=h)],
+            value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[x], keywords=[]),
+        ) if name in norms and len(statements) > 1:
+            for total, residual, term in _sums(statements[1]):
+                # The sum must overwrite the norm's result, which keeps no name.
+                if isinstance(term, ast.Name) and term.id == h == total != residual:
+                    return _Addition(total, residual, x, name, None, 2)
+    return None
+
+
+def _norm_after(total: str, statements: list[ast.stmt], norms: frozenset[str]) -> tuple[str, str, str, int] | None:
+    """The norm of a sum with which the statements begin.
+
+    Returns:
+        The names of its result and of the sum after it; the attribute of the norm; and the number of statements.
+    """
+    for used in (1, 2):  # without or with "residual = hidden_states" before
+        if len(statements) < used or (used == 2 and not _is_copy(statements[0], total)):
             continue
-        kept = total if used == 2 else _target(statements[1])
+        kept = total if used == 1 else _target(statements[0])
         norm, y = statements[used - 1], _target(statements[used - 1])
         name = _norm_of(norm.value, total) if isinstance(norm, ast.Assign) else None
         # The sum keeps one name only; the norm's result must overwrite the other name.
-        if name not in norms or kept is None or y is None or (used == 2) != (y != total) or y == kept:
-            continue
-        return _parse(f"{y}, {kept} = self._add_norm(self.{name}, {ast.unparse(x)}, {residual})"), used
-    return [], 0
+        if name in norms and kept is not None and y is not None and (used == 1) == (y != total) and y != kept:
+            return y, kept, str(name), used
+    return None
 
 
-def _fuse_last(statements: list[ast.stmt]) -> list[ast.stmt] | None:
-    """The replacement of an addition and the ``return`` of its sum."""
-    added, returned = _addition(statements[0]), statements[1]
-    if added is None or not isinstance(returned, ast.Return) or not isinstance(returned.value, ast.Name):
-        return None
-    total, residual, x = added
-    if returned.value.id != total:
-        return None
-    return _parse(f"{total} = self._add_last({ast.unparse(x)}, {residual})\nreturn {total}")
+def _returns(statement: ast.stmt, total: str) -> bool:
+    return isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name) and statement.value.id == total
 
 
-def _addition(statement: ast.stmt) -> tuple[str, str, ast.expr] | None:
-    """The parts of ``sum = residual + term``: the names of the sum and of the residual, and the term."""
+def _sums(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr]]:
+    """The parts of ``sum = residual + term``: the names of the sum and of the residual, and the term.
+
+    Of two names either may be the residual.
+    """
     target = _target(statement)
     match statement:
-        case ast.Assign(value=ast.BinOp(left=ast.Name(id=residual), op=ast.Add(), right=x)) if target:
-            return target, residual, x
-        case ast.Assign(value=ast.BinOp(left=x, op=ast.Add(), right=ast.Name(id=residual))) if target:
-            return target, residual, x
-    return None
+        case ast.Assign(value=ast.BinOp(left=one, op=ast.Add(), right=other)) if target:
+            for residual, x in ((one, other), (other, one)):
+                if isinstance(residual, ast.Name):
+                    yield target, residual.id, x
 
 
 def _norm_of(expression: ast.expr | None, argument: str | None) -> str | None:

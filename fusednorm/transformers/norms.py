@@ -6,6 +6,7 @@ are the specification's RMS norm for some flags, the result is these flags; othe
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class NotANormError(Exception):
 class Form:
     """The arguments with which :func:`fusednorm.rms_norm` rounds at the module's places.
 
-    With an activation they are those of :func:`fusednorm.rms_norm_gated`.
+    With an activation they are those of :func:`fusednorm.rms_norm_gated`, for rows of ``dims`` dimensions (None: any).
     """
 
     eps: float
@@ -40,6 +41,29 @@ class Form:
     round_norm: bool
     activation: str | None = None
     between: dtype | None = None
+    norm_before_gate: bool = True
+    group_size: int | None = None
+    dims: int | None = None
+
+    @functools.cached_property
+    def of_gate(self) -> dict[str, Any]:
+        """The arguments of :func:`fusednorm.rms_norm_gated` after eps."""
+        return {
+            "group_size": self.group_size,
+            "norm_before_gate": self.norm_before_gate,
+            "activation": self.activation,
+            "round_norm": self.round_norm,
+            "between": self.between,
+            "weight_offset": self.weight_offset,
+        }
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it holds for x, by its number of dimensions."""
+        return self.dims is None or self.dims == x.dim()
+
+    def rounds_other_than(self, other: Form) -> bool:
+        """Whether one call cannot have the flags of both."""
+        return (self.weight_offset, self.round_norm) != (other.weight_offset, other.round_norm)
 
 
 #: By the dtypes of the input and of the weight (None without a weight).
@@ -72,9 +96,14 @@ def forms(module: torch.nn.Module, gated: bool = False) -> Forms:
     if not found:
         raise reason
     pair, form = next(iter(found.items()))
-    if form != _form(module, hidden_size, *pair, (5,), gated, training=True):
-        raise NotANormError("it computes something else in training, or for inputs of other dimensions")
-    return found
+    # Gates of rows of any dimensions, or of three, as the first ones were.
+    for leading, dims in (((5,), None), ((1, 5), 3)) if gated else (((5,), None),):
+        try:
+            if form == _form(module, hidden_size, *pair, leading, gated, training=True):
+                return {of_pair: replace(one, dims=dims) for of_pair, one in found.items()}
+        except NotANormError:
+            continue
+    raise NotANormError("it computes something else in training, or for inputs of other dimensions")
 
 
 def _form(
@@ -112,7 +141,8 @@ def _form(
 class _Term:
     """The result of one operation of a graph, named as in the specification.
 
-    ``kind`` is x, weight, g, square, mean, mean+eps, sqrt, rstd, n or y; or gate, activated or gated.
+    ``kind`` is x, weight, g, square, mean, mean+eps, sqrt, rstd, n or y; or gate, activated or gated. x is also the
+    input times the activated gate, if the gate comes first. ``split`` says whether rows are split into groups here.
     """
 
     kind: str
@@ -122,30 +152,39 @@ class _Term:
     rounded: bool = False
     activation: str | None = None
     between: torch.dtype | None = None
+    gate_first: bool = False
+    group_size: int | None = None
+    split: bool = False
 
 
 def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
     """The form of the computation of a graph."""
     terms: dict[fx.Node, _Term] = {}
     inputs = iter(("x", "weight", "gate"))
+    shape: torch.Size | None = None
     for node in graph.nodes:
         if node.op == "output":
             (result,) = node.args
             y = terms.get(result)
             weightless = y is not None and y.kind == "n" and all(term.kind != "weight" for term in terms.values())
-            if gated and (y is None or y.kind != "gated"):
-                raise NotANormError("its result is not a norm times a function of the gate")
-            if y is None or not (gated or y.kind == "y" or weightless):
+            normed = y is not None and (y.kind == "y" or weightless)
+            if gated and (y is None or not (y.kind == "gated" or (normed and y.gate_first))):
+                raise NotANormError("its result is not a norm and a function of the gate")
+            if y is None or not (gated or normed):
                 raise NotANormError("its result is not the row times rstd times the weight")
             if y.dtype != x_dtype:
                 raise NotANormError(f"it returns {str(y.dtype)[6:]} for an input of {str(x_dtype)[6:]}")
+            if shape is None or result.meta["val"].shape != shape:
+                raise NotANormError("its result has another shape than its input")
             rounded = y.rounded and not weightless and x_dtype != _A
-            return Form(y.eps, y.offset, rounded, y.activation, y.between)
+            groups = None if y.group_size == shape[-1] else y.group_size
+            return Form(y.eps, y.offset, rounded, y.activation, y.between, not y.gate_first, groups)
         value = node.meta.get("val")
         if node.op == "placeholder":
             kind = next(inputs)
             if isinstance(value, Tensor):
                 terms[node] = _Term(kind, value.dtype)
+                shape = value.shape if kind == "x" else shape
             continue
         rule = _RULES.get(node.target)
         arguments = [terms.get(argument, argument) for argument in node.args]
@@ -169,14 +208,27 @@ def _cast(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     return None
 
 
+def _view(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+    """Rows, or the weight, that are split into groups, and what becomes of them, as rows again."""
+    term: _Term = arguments[0]
+    if term.kind in ("x", "weight", "g") and not term.split:
+        return replace(term, split=True, group_size=value.shape[-1])
+    # If the groups were put together otherwise than as they were, the result's shape would not be x's.
+    return replace(term, split=False) if term.kind in ("n", "y") and term.split else None
+
+
 def _power(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
     term: _Term = arguments[0]
     exponent = arguments[1]
     if term.kind == "x" and exponent == 2 and value.dtype == _A:
-        return _Term("square", _A)
+        return _square(term)
     if term.kind == "mean+eps" and exponent == -0.5:
         return replace(term, kind="rstd")
     return None
+
+
+def _square(x: _Term) -> _Term:
+    return _Term("square", _A, group_size=x.group_size, split=x.split)
 
 
 def _mean(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
@@ -200,17 +252,20 @@ def _plus(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
 
 def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     a, b = arguments
-    if not (isinstance(a, _Term) and isinstance(b, _Term)):
+    if not (isinstance(a, _Term) and isinstance(b, _Term)) or a.split != b.split:
         return None
     by_kind = {a.kind: a, b.kind: b}
-    if a.kind == b.kind == "x" and value.dtype == _A:
-        return _Term("square", _A)
+    if a == b and a.kind == "x" and value.dtype == _A:
+        return _square(a)
+    if by_kind.keys() == {"x", "activated"} and value.dtype == _A and not by_kind["x"].gate_first:
+        return replace(by_kind["x"], dtype=_A, gate_first=True, activation=by_kind["activated"].activation)
     if by_kind.keys() == {"x", "rstd"} and value.dtype == _A:
-        return replace(by_kind["rstd"], kind="n")
+        x = by_kind["x"]
+        return replace(by_kind["rstd"], kind="n", gate_first=x.gate_first, activation=x.activation)
     if "n" in by_kind and by_kind.keys() & {"weight", "g"} and value.dtype in (x_dtype, _A):
         g = by_kind.get("g") or by_kind["weight"]
         return replace(by_kind["n"], kind="y", dtype=value.dtype, offset=g.offset)
-    if by_kind.keys() == {"y", "activated"} and value.dtype == _A:
+    if by_kind.keys() == {"y", "activated"} and value.dtype == _A and not by_kind["y"].gate_first:
         y = by_kind["y"]
         between = None if y.dtype == x_dtype else y.dtype
         return replace(y, kind="gated", dtype=_A, activation=by_kind["activated"].activation, between=between)
@@ -241,6 +296,7 @@ _RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
     aten.add.Tensor: _plus,
     aten.add_.Scalar: _plus,  # in F.rms_norm
     aten.mul.Tensor: _times,
+    aten.view.default: _view,
     aten.rsqrt.default: _becomes("mean+eps", "rstd"),
     aten.sqrt.default: _becomes("mean+eps", "sqrt"),
     aten.reciprocal.default: _becomes("sqrt", "rstd"),

@@ -17,7 +17,7 @@ import torch
 
 import fusednorm.transformers
 from fusednorm.compat import transformers as gated_norms
-from fusednorm.transformers import attention, layers, norms, patching, replacing
+from fusednorm.transformers import attention, layers, modules, norms, replacing
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -62,7 +62,9 @@ FAMILIES = {
     "Gemma2": ("Gemma2Config", {"head_dim": 16}, 13, 6, 3),
     "Gemma3": ("Gemma3TextConfig", {"head_dim": 16}, 19, 6, 3),
     "Phi3": ("Phi3Config", {}, 7, 6, 3),
-    "OLMo2": ("Olmo2Config", {}, 13, 1, 1),  # normalises what it adds, so that only the last norm follows an addition
+    "OLMo2": ("Olmo2Config", {}, 13, 6, 1),  # normalises what it adds, so that only the last norm follows an addition
+    "GLM4": ("Glm4Config", {"head_dim": 16}, 13, 6, 3),
+    "Granite": ("GraniteConfig", {"residual_multiplier": 0.22}, 7, 6, 3),
     "DeepSeek-V3": ("DeepseekV3Config", DEEPSEEK, 13, 6, 3),
 }
 
@@ -99,7 +101,7 @@ def logits(model, **kwargs):
 @pytest.fixture
 def unfused(monkeypatch):
     """Call it, and from then on patched layers add and normalise one after the other."""
-    return lambda: monkeypatch.setattr(patching.PatchedNorm, "add", lambda self, x, residual: None)
+    return lambda: monkeypatch.setattr(modules.PatchedNorm, "add", lambda *_: None)
 
 
 @family
@@ -145,25 +147,24 @@ def test_additions_are_fused(name, monkeypatch):
     """One call adds and normalises for each addition reported, and no norm is computed twice."""
     calls = {"fused": 0, "norms": 0}
 
-    def count(function, which):
+    def count(owner, name, fused, count_of_norms):
+        function = getattr(owner, name)
+
         def counted(*args, **kwargs):
-            calls[which] += 1
+            calls["fused"] += fused
+            calls["norms"] += 2 * kwargs["norm"] if count_of_norms is None else count_of_norms
             return function(*args, **kwargs)
 
-        return counted
+        monkeypatch.setattr(owner, name, counted)
 
-    monkeypatch.setattr(patching, "fused_add_rms_norm", count(patching.fused_add_rms_norm, "fused"))
-    monkeypatch.setattr(patching, "rms_norm", count(patching.rms_norm, "norms"))
-    rotate = attention.qk_norm_rope
-
-    def of_heads(*args, **kwargs):
-        calls["norms"] += 2 * kwargs["norm"]
-        return rotate(*args, **kwargs)
-
-    monkeypatch.setattr(attention, "qk_norm_rope", of_heads)
+    count(modules, "fused_add_rms_norm", 1, 1)
+    count(modules, "rms_norm_add_rms_norm", 1, 2)
+    count(modules, "rms_norm_add", 1, 1)
+    count(modules, "rms_norm", 0, 1)
+    count(attention, "qk_norm_rope", 0, None)
     logits(patched(build(name)))
     count_of_norms, adds, _ = FAMILIES[name][2:]
-    assert calls == {"fused": adds, "norms": count_of_norms - adds}
+    assert calls == {"fused": adds, "norms": count_of_norms}
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
@@ -179,7 +180,7 @@ def test_norms_are_as_accurate(name):
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(2)) * 3
     compared = 0
     for module in model.modules():
-        if isinstance(module, patching.PatchedNorm):
+        if isinstance(module, modules.PatchedNorm):
             before = module._made_of[0].forward(module, x)
             bound = 2 * (64 / 2 + 6) * 2**-24 * before.abs()
             assert ((module(x) - before).abs() <= bound).all()
@@ -191,7 +192,7 @@ def test_each_family_keeps_its_rounding():
     """A norm in bfloat16 with the other rounding differs in many elements, with its own in hardly any."""
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     for name in FAMILIES:
-        module = next(m for m in patched(build(name)).modules() if isinstance(m, patching.PatchedNorm))
+        module = next(m for m in patched(build(name)).modules() if isinstance(m, modules.PatchedNorm))
         hidden = x[:, : module.weight.shape[0]].contiguous()
         expected = module._made_of[0].forward(module, hidden)
         form = module._form(hidden)
@@ -232,12 +233,35 @@ def test_layer_by_hand():
             total = total * 2
             return self.second(total)
 
+    class Normed(torch.nn.Module):
+        def forward(self, hidden_states):
+            residual = hidden_states
+            hidden_states = self.work(hidden_states)
+            hidden_states = self.first(hidden_states)
+            hidden_states = hidden_states + residual
+            residual = hidden_states
+            hidden_states = self.work(hidden_states)
+            hidden_states = self.second(hidden_states)
+            hidden_states = residual + hidden_states
+            return hidden_states  # noqa: RET504
+
+    class Twice(torch.nn.Module):
+        def forward(self, hidden_states):
+            residual = hidden_states
+            x = self.first(hidden_states)
+            hidden_states = residual + x
+            hidden_states = self.second(x)
+            return hidden_states + x
+
     names = frozenset({"first", "second"})
-    assert layers.rewritten(Layer, names)[1:] == (1, True)
-    assert layers.rewritten(Layer, frozenset({"first"}))[1:] == (0, True)
-    assert layers.rewritten(Kept, names)[1:] == (1, False)
-    with pytest.raises(layers.NotRewrittenError, match="no addition"):
-        layers.rewritten(Other, names)
+    assert layers.rewritten(Layer, names)[1:] == (1, 0, True, False)
+    assert layers.rewritten(Layer, frozenset({"first"}))[1:] == (0, 0, True, False)
+    assert layers.rewritten(Kept, names)[1:] == (1, 0, False, False)
+    assert layers.rewritten(Normed, names)[1:] == (2, 2, True, True)
+    assert layers.rewritten(Normed, frozenset({"first"}))[1:] == (1, 1, True, False)
+    for kept in (Other, Twice):
+        with pytest.raises(layers.NotRewrittenError, match="no addition"):
+            layers.rewritten(kept, names)
     assert (layers.first_norm(Layer), layers.first_norm(Kept)) == ("first", None)
 
 
@@ -313,15 +337,15 @@ def test_report_is_returned_and_logged(caplog, capfd):
     assert "7 norms replaced, 6 additions fused, 3 of them across layers" in str(first)
     assert "fusednorm.transformers.unpatch(model)" in str(first)
     assert repr(first) == str(first)
-    assert str(second) == "already patched: 7 norms, 6 additions, 3 rotations"
+    assert str(second) == "already patched: 7 norms, 6 additions, 3 rotations, 3 gates"
     assert (second.norms, second.adds, second.across, second.before) == (0, 0, 0, undone)
     assert (undone.norms, undone.adds, undone.across) == (7, 6, 3)
     assert (nothing.norms, nothing.adds, nothing.across) == (0, 0, 0)
     assert [record.getMessage() for record in caplog.records] == [
         str(first),
         str(second),
-        "put back: 7 norms, 6 additions, 3 rotations",
-        "put back: 0 norms, 0 additions, 0 rotations",
+        "put back: 7 norms, 6 additions, 3 rotations, 3 gates",
+        "put back: 0 norms, 0 additions, 0 rotations, 0 gates",
     ]
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert capfd.readouterr().out == ""
@@ -331,7 +355,7 @@ def test_a_model_without_an_rms_norm(caplog):
     model = transformers.GPT2Model(transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY))
     caplog.clear()
     report = fusednorm.transformers.patch(model)
-    assert str(report).endswith("no RMS norm in this model that fusednorm could replace: nothing was changed")
+    assert str(report).endswith("nothing in this model that fusednorm could replace: nothing was changed")
     assert "LayerNorm    5  left alone: it has more than a weight: weight, bias" in str(report)
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == ("WARNING", str(report))
@@ -368,15 +392,15 @@ def test_copies_and_pickles():
     expected = logits(model)
     # A norm that was computed for a layer that was then not called: no copy may try to take it along.
     norm, y = model.model.layers[0].input_layernorm, (model.model.norm.weight * 2)
-    norm._fusednorm.handed = patching.Handed(y, y, None, True)
+    norm._fusednorm.handed = modules.Handed(y, y, None, True)
     duplicate = copy.deepcopy(model)
-    assert sum(isinstance(module, patching.PatchedNorm) for module in duplicate.modules()) == 7
+    assert sum(isinstance(module, modules.PatchedNorm) for module in duplicate.modules()) == 7
     assert torch.equal(logits(duplicate), expected)
     following = duplicate.model.layers[0]._fusednorm.following
     assert following is duplicate.model.layers[1].input_layernorm
     # The `kernels` package puts functions into the model that cannot be pickled, but not into its norms.
     norm = pickle.loads(pickle.dumps(model.model.norm))
-    assert isinstance(norm, patching.PatchedNorm)
+    assert isinstance(norm, modules.PatchedNorm)
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(norm(x), model.model.norm(x))
 
@@ -567,7 +591,7 @@ def test_unpatching_in_the_wrong_order():
     norm.__class__ = type("Changed", (type(norm),), {})
     with pytest.raises(RuntimeError, match="undo what came after"):
         fusednorm.transformers.unpatch(model)
-    assert isinstance(model.model.layers[0].input_layernorm, patching.PatchedNorm)
+    assert isinstance(model.model.layers[0].input_layernorm, modules.PatchedNorm)
 
 
 # Models with gates
@@ -739,11 +763,8 @@ def test_gated_kernels_are_theirs(name):
             assert torch.equal(hub.RMSNormGated.forward(module, *inputs), module(*inputs))
 
 
-def test_norms_after_gates_are_no_kernels():
-    """Mamba 2 gates first: a trace finds no norm with a gate after it."""
-    with pytest.raises(norms.NotANormError, match=r"aten.mul.Tensor\(x, activated\) has no place"):
-        norms.forms(theirs("MambaRMSNormGated")(64), gated=True)
-    with pytest.raises(norms.NotANormError, match="its result is not a norm times a function of the gate"):
+def test_norms_that_forget_their_gate_are_no_kernels():
+    with pytest.raises(norms.NotANormError, match="its result is not a norm and a function of the gate"):
         norms.forms(Ungated(), gated=True)
 
 

@@ -1,0 +1,153 @@
+"""MLPs and experts with ``activation(gate) * up`` in one call of :func:`fusednorm.silu_and_mul` or its like.
+
+A method with such a product is rewritten from its own source, as the forward passes of layers are (``layers.py``)::
+
+    self.act_fn(self.gate_proj(x)) * self.up_proj(x)    ->    self._gate("act_fn", self.gate_proj(x), self.up_proj(x))
+
+An activation is recognised by a trace of one call, not by its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusednorm.gated import gelu_tanh_and_mul, silu_and_mul
+from fusednorm.transformers.layers import NotRewrittenError, compiled, source
+from fusednorm.transformers.replacing import Patched, attach, bare, replaced
+
+aten = torch.ops.aten
+
+#: By the operation of a trace, and its keyword arguments.
+_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
+    (aten.silu.default, ()): silu_and_mul,
+    (aten.gelu.default, (("approximate", "tanh"),)): gelu_tanh_and_mul,
+}
+
+
+class PatchedActivations(Patched):
+    """A module whose methods call :meth:`_gate`; comes before the original class.
+
+    Its state has the class and the function of each activation, by the names of the attributes.
+    """
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        return rewritten(before, norms)  # type: ignore[arg-type] # classes have a hash
+
+    def _gate(self, name: str, gate: Tensor, up: Tensor) -> Tensor:
+        """``activation(gate) * up``, rounded between both as torch does."""
+        activation = self._modules[name]
+        of_class, function = self._fusednorm[name]
+        fits = type(activation) is of_class and bare(activation)
+        if fits and gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device:
+            y: Tensor = function(gate, up)
+            return y
+        return activation(gate) * up  # type: ignore[misc] # an attribute that holds a module
+
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]] | None:
+        """For :func:`fusednorm.contract`."""
+        (function, *others) = {function.__name__ for _, function in self._fusednorm.values()}
+        return None if others else (function, {})
+
+
+@functools.cache
+def rewritten(owner: type, activations: frozenset[str]) -> dict[str, Callable[..., Any]]:
+    """The methods of a class that multiply by an activation, rewritten.
+
+    A method that a decorator wraps stays as it is, because the decorator may choose another function.
+
+    Args:
+        owner: the class.
+        activations: the names of its attributes that hold activations.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for name, method in inspect.getmembers(owner, inspect.isfunction):
+        if getattr(torch.nn.Module, name, None) is method or inspect.unwrap(method) is not method:
+            continue
+        try:
+            function, tree = source(method)
+        except NotRewrittenError:
+            continue
+        products = _Products(activations)
+        changed = products.visit(tree)
+        if products.found:
+            found[name] = compiled(changed, function, owner)
+    return found
+
+
+class _Products(ast.NodeTransformer):
+    """Replaces each ``self.NAME(gate) * up``, and ``up * self.NAME(gate)``, of activations."""
+
+    def __init__(self, activations: frozenset[str]) -> None:
+        self.activations = activations
+        self.found: set[str] = set()
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Mult):
+            return node
+        for call, up in ((node.left, node.right), (node.right, node.left)):
+            match call:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[gate], keywords=[]) if (
+                    name in self.activations
+                ):
+                    self.found.add(name)
+                    call_of_ours: ast.Expr = ast.parse(f"self._gate({name!r})").body[0]  # type: ignore[assignment]
+                    call_of_ours.value.args += [gate, up]  # type: ignore[attr-defined]
+                    return call_of_ours.value
+        return node
+
+
+def patch_activations(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
+    """Replaces modules that multiply by an activation.
+
+    Yields:
+        For each such module: its class; whether it was replaced; and the function, or the reason why not.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, Patched):
+            continue
+        found = {name: (type(child), _function_of(child)) for name, child in module.named_children() if _is_bare(child)}
+        if not found or not rewritten(type(module), frozenset(found)):  # type: ignore[arg-type] # classes have a hash
+            continue
+        known = {name: kind for name, kind in found.items() if kind[1] is not None}
+        if not known or not rewritten(type(module), frozenset(known)):  # type: ignore[arg-type] # as above
+            yield type(module).__name__, False, "its activation is none of fusednorm's"
+            continue
+        reason = attach(module, PatchedActivations, frozenset(known), known)
+        functions = ", ".join(sorted({function.__name__ for _, function in known.values() if function is not None}))
+        yield type(module).__name__, reason is None, reason or f"{functions} fused"
+
+
+def _is_bare(module: torch.nn.Module) -> bool:
+    """Whether a module has neither children nor tensors."""
+    return not any(True for parts in (module.children(), module.parameters(), module.buffers()) for _ in parts)
+
+
+def _function_of(activation: torch.nn.Module) -> Callable[..., Tensor] | None:
+    """The function that multiplies by this activation; None if a trace does not show one."""
+    if replaced(activation):
+        return None
+    found = set()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            try:
+                graph = make_fx(functools.partial(type(activation).forward, activation))(
+                    torch.empty(2, 3, dtype=dtype)
+                ).graph
+            except Exception:  # the model's code may raise anything for a tensor that it does not expect
+                return None
+        x, *operations, output = (node for node in graph.nodes if node.op != "get_attr")
+        if len(operations) != 1 or operations[0].args != (x,) or output.args != (operations[0],):
+            return None
+        found.add(_FUNCTIONS.get((operations[0].target, tuple(sorted(operations[0].kwargs.items())))))
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,221 @@
+"""The modules that replace norms and layers. ``patching.py`` puts them into a model."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.norm_gated import rms_norm_gated
+from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.transformers.layers import rewritten
+from fusednorm.transformers.norms import Form, Forms
+from fusednorm.transformers.replacing import Patched, bare
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The norm of a layer's result, which the layer computed for the next layer."""
+
+    total: Tensor
+    y: Tensor
+    version: int | None
+    grad_enabled: bool
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether this is the norm of x, with the right gradient."""
+        return x is self.total and self.version == _version(x) and self.grad_enabled == torch.is_grad_enabled()
+
+
+@dataclass
+class NormState:
+    """The state of a norm: its forms, without and with a gate; and a result that the previous layer computed for it."""
+
+    forms: Forms
+    gated: Forms
+    handed: Handed | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, without the result, which belongs to one tensor."""
+        return {"forms": self.forms, "gated": self.gated, "handed": None}
+
+
+@dataclass
+class LayerState:
+    """The state of a layer: the norm of its result, None if that is not certain; and the layer with this norm."""
+
+    following: torch.nn.Module | None = None
+    next_layer: torch.nn.Module | None = None
+
+
+class PatchedNorm(Patched):
+    """A norm that calls fusednorm; comes before the norm's original class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Normalises one argument, or gates it by a second one. For other arguments it calls the original class."""
+        if len(args) == 1 and not kwargs:
+            (x,) = args
+            form = self._form(x)
+            if form is not None:
+                state = self._fusednorm
+                handed, state.handed = state.handed, None
+                if handed is not None and handed.fits(x):
+                    return handed.y
+                weight = getattr(self, "weight", None)
+                return rms_norm(x, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
+        elif len(args) == 2 and not kwargs:
+            x, gate = args
+            form = self._form_with_gate(x, gate)
+            if form is not None:
+                return rms_norm_gated(x, gate, getattr(self, "weight", None), form.eps, **form.of_gate)
+        return super().forward(*args, **kwargs)
+
+    def add(
+        self, x: Tensor, residual: Tensor, first: PatchedNorm | None = None, x_scale: float = 1.0
+    ) -> tuple[Tensor, Tensor] | None:
+        """The norm of ``residual + x``, and the sum; None where the fused call would compute something else.
+
+        Args:
+            x: [..., N].
+            residual: [..., N].
+            first: normalises x before the addition.
+            x_scale: multiplies x before the addition.
+        """
+        form = self._form(x)
+        weight = getattr(self, "weight", None)
+        if form is None or not _alike(x, residual, weight):
+            return None
+        flags = {"weight_offset": form.weight_offset, "round_norm": form.round_norm}
+        if first is None:
+            return fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **flags)
+        before, first_weight = first._form(x), getattr(first, "weight", None)
+        if before is None or x_scale != 1.0 or not _alike(x, residual, first_weight) or before.rounds_other_than(form):
+            return None
+        return rms_norm_add_rms_norm(x, residual, first_weight, weight, before.eps, next_eps=form.eps, **flags)
+
+    def normed_and_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """``residual`` plus the norm of x; None where the fused call would compute something else."""
+        form = self._form(x)
+        weight = getattr(self, "weight", None)
+        if form is None or not _alike(x, residual, weight):
+            return None
+        return rms_norm_add(x, residual, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
+
+    def extra_repr(self) -> str:
+        """The arguments as the original class shows them, and "by fusednorm"."""
+        return ", ".join(filter(None, [super().extra_repr(), "by fusednorm"]))
+
+    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]] | None:
+        """For :func:`fusednorm.contract`: None where the original class computes rows of this dtype."""
+        pair = of_rows, None if getattr(self, "weight", None) is None else of_rows
+        form: Form | None = self._fusednorm.gated.get(pair)
+        if form is not None:
+            return "rms_norm_gated", {"eps": form.eps, **form.of_gate}
+        form = self._fusednorm.forms.get(pair)
+        if form is None:
+            return None
+        return "rms_norm", {"eps": form.eps, "weight_offset": form.weight_offset, "round_norm": form.round_norm}
+
+    def _form(self, x: Any) -> Form | None:
+        if not isinstance(x, Tensor):
+            return None
+        weight = getattr(self, "weight", None)
+        form: Form | None = self._fusednorm.forms.get((x.dtype, None if weight is None else weight.dtype))
+        return form
+
+    def _form_with_gate(self, x: Any, gate: Any) -> Form | None:
+        if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.dtype == gate.dtype and x.shape == gate.shape):
+            return None
+        weight = getattr(self, "weight", None)
+        form: Form | None = self._fusednorm.gated.get((x.dtype, None if weight is None else weight.dtype))
+        return form if form is not None and form.takes(x) else None
+
+
+def _alike(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
+    """Whether a fused call adds and multiplies as torch does: it broadcasts nothing, and moves nothing."""
+    if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
+        return False
+    return weight is None or weight.device == x.device
+
+
+class PatchedLayer(Patched):
+    """A layer with fused additions; comes before the layer's original class. See ``layers.py``."""
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        return {"forward": rewritten_layer(before, norms).forward}  # type: ignore[arg-type] # classes have a hash
+
+    def _add_norm(
+        self,
+        norm: torch.nn.Module,
+        x: Tensor,
+        residual: Tensor,
+        first: torch.nn.Module | None = None,
+        x_scale: Any = 1.0,
+    ) -> tuple[Any, Tensor]:
+        """``norm(residual + x)``, and the sum; the term is ``first(x)`` with ``first``, and ``x * x_scale``."""
+        fused = _added(norm, x, residual, first, x_scale)
+        if fused is not None:
+            return fused
+        total = self._sum(x, residual, first, x_scale)
+        return norm(total), total
+
+    def _add_last(
+        self, x: Tensor, residual: Tensor, first: torch.nn.Module | None = None, x_scale: Any = 1.0
+    ) -> Tensor:
+        """``residual + x``, whose term is as that of ``_add_norm``. Its norm is kept for the next layer."""
+        norm, next_layer = self._fusednorm.following, self._fusednorm.next_layer
+        if not isinstance(norm, PatchedNorm) or self._recomputed():
+            return self._sum(x, residual, first, x_scale)
+        # Writes are not counted then, and hooks may write.
+        uncounted = is_compiling() or torch.is_inference_mode_enabled()
+        if uncounted and not all(bare(module) for module in (self, next_layer) if module is not None):
+            return self._sum(x, residual, first, x_scale)
+        fused = _added(norm, x, residual, first, x_scale)
+        if fused is None:
+            return self._sum(x, residual, first, x_scale)
+        y, total = fused
+        norm._fusednorm.handed = Handed(total, y, _version(total), torch.is_grad_enabled())
+        return total
+
+    def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual + first(x)``."""
+        fused = first.normed_and_added(x, residual) if isinstance(first, PatchedNorm) and bare(first) else None
+        return residual + first(x) if fused is None else fused
+
+    def _sum(self, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any) -> Tensor:
+        """``residual + x``, without a norm after it."""
+        if first is not None:
+            return self._norm_add(first, x, residual)
+        return residual + (x if type(x_scale) is float and x_scale == 1.0 else x * x_scale)
+
+    def _recomputed(self) -> bool:
+        """Whether the backward pass may run this layer again by itself. Then no norm may be kept for the next layer."""
+        if torch.compiler.is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
+            return True
+        return not is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+#: A forward pass for each class and its norms.
+rewritten_layer = functools.cache(rewritten)
+
+
+def _added(
+    norm: torch.nn.Module, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any
+) -> tuple[Tensor, Tensor] | None:
+    """One call for the addition and the norms around it; None where that would compute something else."""
+    if not (isinstance(norm, PatchedNorm) and bare(norm)):
+        return None
+    if first is None:
+        return norm.add(x, residual, None, x_scale) if type(x_scale) in (float, int) else None
+    return norm.add(x, residual, first) if isinstance(first, PatchedNorm) and bare(first) else None
+
+
+def _version(x: Tensor) -> int | None:
+    """The number of writes to x, where torch counts them."""
+    return None if is_compiling() or x.is_inference() else x._version
