@@ -16,6 +16,7 @@ import signal
 import statistics
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
+    "pad_token_id": 0,
 }
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "deepseek_v3"]
 
@@ -129,6 +131,7 @@ def answers(kind: str) -> dict[str, Any]:
         with torch.no_grad():
             own = difference(before[0], exact(ids).logits)
         found |= {"norms": report.norms, "adds": report.adds, "across": report.across}
+        found |= {"rotations": report.rotations, "gates": report.gates}
         found[str(dtype)[6:]] = {
             "logits": difference(before[0], after[0]),
             "own_error": own,
@@ -175,14 +178,15 @@ def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
 def table(results: dict[str, Any]) -> str:
     """Markdown."""
     head = (
-        "| Family | Norms | Additions (across) | bf16: logits | 64 tokens | loss | f32: logits (own error) | gradients "
-        "| Decode, ms | Prefill of 128, ms |"
+        "| Family | Norms | Additions (across) | Rotations | Gates | bf16: logits | 64 tokens | loss "
+        "| f32: logits (own error) | gradients | Decode, ms | Prefill of 128, ms |"
     )
-    lines = [head, "|---" * 10 + "|"]
+    lines = [head, "|---" * 12 + "|"]
     for kind, result in results.items():
         half, single, took = result["bfloat16"], result["float32"], result["times"]
         lines.append(
-            f"| {kind} | {result['norms']} | {result['adds']} ({result['across']}) | {half['logits']:.2g} | "
+            f"| {kind} | {result['norms']} | {result['adds']} ({result['across']}) | "
+            f"{result['rotations']} | {result['gates']} | {half['logits']:.2g} | "
             f"{'equal' if half['tokens_equal'] and single['tokens_equal'] else 'DIFFER'} | "
             f"{'equal' if half['loss_equal'] else 'differs'} | {single['logits']:.1e} ({single['own_error']:.1e}) | "
             f"{single['gradients']:.1e} | "
@@ -194,7 +198,8 @@ def table(results: dict[str, Any]) -> str:
 
 def every_kind() -> None:
     """A line for each kind of causal language model."""
-    counts = {"equal": 0, "differ": 0, "not built": 0, "with norms": 0, "additions": 0}
+    counts = {"equal": 0, "differ": 0, "not built": 0, "with norms": 0}
+    fused: Counter[str] = Counter()
 
     def too_long(*_: Any) -> None:
         raise TimeoutError
@@ -210,7 +215,7 @@ def every_kind() -> None:
                 raise MemoryError(f"{size:.0e} parameters")
             model = build(kind, TINY, torch.bfloat16)
             with torch.no_grad():
-                before = model(tokens(2, 9)).logits
+                before = model(tokens(2, 9), use_cache=False).logits
         except Exception as error:  # of any model's code for sizes that it was not made for
             counts["not built"] += 1
             print(f"{kind:28} not built this small: {type(error).__name__}")
@@ -219,13 +224,14 @@ def every_kind() -> None:
             signal.alarm(0)
         report = fusednorm.transformers.patch(model)
         with torch.no_grad():
-            after = model(tokens(2, 9)).logits
+            after = model(tokens(2, 9), use_cache=False).logits
         off = difference(before.nan_to_num(), after.nan_to_num())
         counts["equal" if off == 0 else "differ"] += 1
         counts["with norms"] += report.norms > 0
-        counts["additions"] += report.adds
-        print(f"{kind:28} norms {report.norms:3}, additions {report.adds:3}, logits differ by {off:.2g}")
-    print(counts)
+        parts = {name: getattr(report, name) for name in ("norms", "adds", "rotations", "gates")}
+        fused.update(parts)
+        print(f"{kind:28}", *(f"{name} {count:2}," for name, count in parts.items()), f"logits differ by {off:.2g}")
+    print(counts, dict(fused))
 
 
 def main() -> None:

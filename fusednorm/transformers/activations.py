@@ -41,17 +41,18 @@ class PatchedActivations(Patched):
 
     @classmethod
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
-        return rewritten(before, norms)  # type: ignore[arg-type] # classes have a hash
+        return rewritten(before, norms)
 
     def _gate(self, name: str, gate: Tensor, up: Tensor) -> Tensor:
         """``activation(gate) * up``, rounded between both as torch does."""
-        activation = self._modules[name]
+        activation: Any = self._modules[name]
         of_class, function = self._fusednorm[name]
         fits = type(activation) is of_class and bare(activation)
         if fits and gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device:
             y: Tensor = function(gate, up)
             return y
-        return activation(gate) * up  # type: ignore[misc] # an attribute that holds a module
+        product: Tensor = activation(gate) * up
+        return product
 
     def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]] | None:
         """For :func:`fusednorm.contract`."""

@@ -65,7 +65,7 @@ class PatchedAttention(Patched):
 
     @classmethod
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
-        forward, sites = rewritten(before, norms)  # type: ignore[arg-type] # classes have a hash
+        forward, sites = rewritten(before, norms)
         return {"forward": forward, "_sites": sites}
 
     def _rotate(self, number: int, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ class PatchedAttention(Patched):
             tables: what the source takes apart into cos and sin.
         """
         site = self._sites[number]
-        norms = [self._modules[name] for name in site.norms]
+        norms: list[Any] = [self._modules[name] for name in site.norms]
         rotation = self._rotation(site, function, q, k, tables)
         if rotation is None:
             if norms:
@@ -87,7 +87,8 @@ class PatchedAttention(Patched):
             if site.transposed:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
             cos, sin = tables
-            return function(q, k, cos, sin, **site.arguments)
+            rotated: tuple[Any, Any] = function(q, k, cos, sin, **site.arguments)
+            return rotated
         q_weight = k_weight = form = None
         if norms:
             form = _form_of_both(norms, q, k)
@@ -129,16 +130,16 @@ _NO_NORM = Form(eps=0.0, weight_offset=0.0, round_norm=False)
 
 def _form_of_both(norms: list[Any], q: Tensor, k: Tensor) -> Form | None:
     """The form of two norms; None where they have to be called."""
-    one, other = norms
-    if not (isinstance(one, Patched) and isinstance(other, Patched) and bare(one) and bare(other)):
+    if not all(isinstance(norm, Patched) and bare(norm) for norm in norms):
         return None
+    one, other = norms
     form: Form | None = one._form(q)
     return form if form == other._form(k) else None
 
 
 def _as_halves(x: Tensor, size: int) -> Tensor:
     """Heads whose first ``size`` numbers are pairs side by side, as halves."""
-    turned = x[..., :size].unflatten(-1, (size // 2, 2)).transpose(-1, -2).flatten(-2)
+    turned = x[..., :size].reshape(*x.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
     return turned if x.size(-1) == size else torch.cat([turned, x[..., size:]], -1)
 
 

@@ -175,7 +175,7 @@ def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[...,
     """
     module = ast.Module([tree], [])
     ast.fix_missing_locations(module)
-    names: dict[str, Any] = {}
+    names: dict[str, Callable[..., Any]] = {}
     exec(compile(module, f"<fusednorm: {owner.__qualname__}.{tree.name}>", "exec"), function.__globals__, names)
     return names[tree.name]
 

@@ -90,13 +90,20 @@ class PatchedNorm(Patched):
         weight = getattr(self, "weight", None)
         if form is None or not _alike(x, residual, weight):
             return None
-        flags = {"weight_offset": form.weight_offset, "round_norm": form.round_norm}
+        offset, round_norm = form.weight_offset, form.round_norm
         if first is None:
-            return fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **flags)
+            return fused_add_rms_norm(
+                x, residual, weight, form.eps, weight_offset=offset, round_norm=round_norm, x_scale=x_scale
+            )
         before, first_weight = first._form(x), getattr(first, "weight", None)
         if before is None or x_scale != 1.0 or not _alike(x, residual, first_weight) or before.rounds_other_than(form):
             return None
-        return rms_norm_add_rms_norm(x, residual, first_weight, weight, before.eps, next_eps=form.eps, **flags)
+        return rms_norm_add_rms_norm(
+            *(x, residual, first_weight, weight, before.eps),
+            next_eps=form.eps,
+            weight_offset=offset,
+            round_norm=round_norm,
+        )
 
     def normed_and_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """``residual`` plus the norm of x; None where the fused call would compute something else."""
@@ -148,7 +155,7 @@ class PatchedLayer(Patched):
 
     @classmethod
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
-        return {"forward": rewritten_layer(before, norms).forward}  # type: ignore[arg-type] # classes have a hash
+        return {"forward": rewritten_layer(before, norms).forward}
 
     def _add_norm(
         self,

@@ -118,7 +118,7 @@ def _expected(symbols: Symbols, rotation: Rotation, x: Tensor, angles: list[Tens
     """The symbols of a rotated x: the formula of docs/spec.md, section 8."""
     cos, sin = (table.unsqueeze(rotation.heads) for table in angles)
     turned, rest = x[..., : 2 * _ANGLES], x[..., 2 * _ANGLES :]
-    pairs = turned.unflatten(-1, (_ANGLES, 2) if rotation.interleaved else (2, _ANGLES))
+    pairs = turned.reshape(*turned.shape[:-1], *((_ANGLES, 2) if rotation.interleaved else (2, _ANGLES)))
     first, second = pairs.unbind(-1 if rotation.interleaved else -2)
     products = x_dtype if rotation.round_products else _A
 

@@ -25,11 +25,11 @@ class NotSymbolicError(Exception):
     """A function is not followed, for the reason in the message."""
 
 
-class Symbols(TorchDispatchMode):
+class Symbols(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the operations on tensors within its context. See the head of the file."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._numbers: dict[Any, int] = {}
         self._of: dict[int, tuple[Tensor, Tensor]] = {}  # by id; with the tensor, so that no other gets its id
 
@@ -97,7 +97,7 @@ class Symbols(TorchDispatchMode):
             return self.converted(self.of(args[0]), args[0].dtype, result.dtype)
         both = len(args) == 2 and not kwargs and all(isinstance(x, Tensor) and x.is_floating_point() for x in args)
         if both and func is aten.mul.Tensor:
-            return self.product(*map(self.of, args), result.dtype)
+            return self.product(self.of(args[0]), self.of(args[1]), result.dtype)
         if both and func in _ADDITIONS:
             a, b = map(self.of, args)
             return self.sum(a, _ADDITIONS[func] * b, result.dtype)
@@ -107,14 +107,18 @@ class Symbols(TorchDispatchMode):
         if any(isinstance(x, Tensor) for x in torch.utils._pytree.tree_leaves(kwargs)) or not tensors:
             return None
         name = str(func), result.dtype, *(x.dtype if isinstance(x, Tensor) else str(x) for x in args), str(kwargs)
-        columns = [x.flatten().tolist() for x in torch.broadcast_tensors(*map(self.of, tensors))]
+        columns = [x.flatten().tolist() for x in _broadcast(*map(self.of, tensors))]
         found = [self._number(name, *symbols) for symbols in zip(*columns, strict=True)]
         return torch.tensor(found, dtype=torch.int64).reshape(result.shape)
 
     def _apply(self, function: Callable[[int, int], int], a: Tensor, b: Tensor) -> Tensor:
-        a, b = torch.broadcast_tensors(a, b)
+        a, b = _broadcast(a, b)
         found = [function(*pair) for pair in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)]
         return torch.tensor(found, dtype=torch.int64).reshape(a.shape)
 
     def _number(self, *expression: Any) -> int:
         return self._numbers.setdefault(expression, len(self._numbers) + 1)
+
+
+def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
