@@ -2,16 +2,19 @@
 
 Each model has random weights and is built from its configuration: nothing is downloaded. First the answers: logits,
 hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
-process. ``--all`` looks at every kind of causal language model that transformers can build small, and only at logits.
+process. ``--profile`` says where the time of one token goes. ``--all`` looks at every kind of causal language model
+that transformers can build small, and only at logits.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --all
+    python -P benchmarks/transformers_models.py --profile
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import statistics
 import time
@@ -175,6 +178,38 @@ def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
     return {name: (statistics.median(without), statistics.median(with_)) for name, (without, with_) in measured.items()}
 
 
+def profile(kind: str, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of one token after 128 without and with the patch: in all, in matrix products, in attention."""
+    model = build(kind, SHAPE, torch.bfloat16)
+    spent = dict.fromkeys(("linear", "scaled_dot_product_attention"), 0.0)
+    functions = {name: getattr(torch.nn.functional, name) for name in spent}
+
+    def timed(name: str) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = functions[name](*args, **kwargs)
+            spent[name] += time.perf_counter() - begin
+            return result
+
+        return function
+
+    least = {name: [math.inf, math.inf] for name in ("all", *spent)}
+    with torch.no_grad():
+        for turn in range(2 * rounds):
+            (fusednorm.transformers.patch if turn % 2 else fusednorm.transformers.unpatch)(model)
+            cache = model(tokens(1, 128), use_cache=True).past_key_values
+            for count in range(40):
+                for name in spent:
+                    spent[name] = 0.0
+                    setattr(torch.nn.functional, name, timed(name) if count % 2 else functions[name])
+                begin = time.perf_counter()
+                model(tokens(1, 1), past_key_values=cache, use_cache=True)
+                took = {"all": time.perf_counter() - begin} if count % 2 == 0 else spent
+                for name, seconds in took.items():
+                    least[name][turn % 2] = min(least[name][turn % 2], seconds * 1e3)
+    return least
+
+
 def table(results: dict[str, Any]) -> str:
     """Markdown."""
     head = (
@@ -242,12 +277,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if arguments.all:
         every_kind()
+        return
+    if arguments.profile:
+        print("| Family | Token, ms | Matrix products | Attention | All else | If all else took no time |")
+        print("|---" * 6 + "|")
+        for kind in arguments.families:
+            found = profile(kind, arguments.rounds)
+            least = {name: min(both) for name, both in found.items()}
+            (before, after), products, attention = found["all"], least["linear"], least["scaled_dot_product_attention"]
+            kernels = products + attention
+            print(
+                f"| {kind} | {before:.2f} -> {after:.2f} ({before / after:.2f}x) | {products:.2f} | {attention:.2f} "
+                f"| {before - kernels:.2f} -> {after - kernels:.2f} | {before / kernels:.2f}x |",
+                flush=True,
+            )
         return
     results = {}
     for kind in arguments.families:
