@@ -1,14 +1,16 @@
-"""RMS norms of Hugging Face models, and the additions before them, by fusednorm.
+"""RMS norms of Hugging Face models, and the steps around them, by fusednorm.
 
 >>> import fusednorm.transformers
 >>> report = fusednorm.transformers.patch(model)  # says what was replaced, and why other modules were not
 >>> fusednorm.transformers.unpatch(model)
 
-A norm is replaced if a trace shows that it computes an RMS norm, whatever its name (``norms.py``). An addition is fused
-with the norm after it if the source of the layer shows that one directly follows the other (``layers.py``). Each model
-family keeps its own rounding. Weights, names and ``state_dict`` do not change.
+A norm, with a gate or without, is replaced if a trace shows that it computes an RMS norm, whatever its name
+(``norms.py``). An addition is fused with the norms around it if the source of the layer shows that they stand side by
+side (``layers.py``). q and k are normalised and rotated in one call (``attention.py``), and the activation of an MLP
+and its product are one call (``activations.py``). Each model family keeps its own rounding. Weights, names and
+``state_dict`` do not change.
 
-:func:`register_kernels` adds the norms to transformers' own mechanism, ``use_kernels=True``.
+:func:`register_kernels` adds layers to transformers' own mechanism, ``use_kernels=True``.
 """
 
 from fusednorm.transformers.hub import register_kernels

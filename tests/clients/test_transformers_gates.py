@@ -100,8 +100,8 @@ class Grouped(torch.nn.Module):
             h = h * torch.nn.functional.silu(gate.float())
         h = h.view(*x.shape[:-1], 4, 4)
         n = h * torch.rsqrt(h.pow(2).mean(-2 if self.change == "across" else -1, keepdim=True) + 1e-5)
-        n = n.view(*x.shape[:-2], -1) if self.change == "joined" else n.view(x.shape)
-        return n if self.change == "joined" else self.weight * n.to(x.dtype)
+        n = n.view(*x.shape[:-1], 1, 16) if self.change == "joined" else n.view(x.shape)
+        return self.weight * n.to(x.dtype)
 
 
 @pytest.mark.parametrize("change", ["tanh", "twice", "across", "joined"])
