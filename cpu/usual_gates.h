@@ -68,9 +68,8 @@ static FN_NOINLINE int activate_usual(int activation, const float *restrict z, i
             return 1;                                                                                 \
         }                                                                                             \
         if (!reduce(activation, 1, z, n, rest, power)) return 0;                                      \
-        for (int i = 0; i < n; i++) rest[i] = usual_exponential(rest[i], power[i]);                   \
         for (int i = 0; i < n; i++) {                                                                 \
-            const float e = rest[i], s = 1 / (1 + e);                                                 \
+            const float e = usual_exponential(rest[i], power[i]), s = 1 / (1 + e);                                                 \
             f[i] = activation == FN_SIGMOID ? s : z[i] / (1 + e);                                     \
             slope[i] = f[i] * (e * s);                                                                \
             if (activation == FN_GELU_TANH) slope[i] *= slope_of_argument_float(z[i]);                    \
