@@ -281,6 +281,24 @@ def test_hugging_face():
         assert got.equal(turned_by_halves(rms_norm(heads, round_norm=True) * WEIGHT, cos, sin))
 
 
+def test_qwen_vl():
+    """Qwen 2-VL has three positions for each row, and chooses sections of tables with the angles twice."""
+    angles = torch.randn(3, 3, 4, 8, generator=torch.Generator().manual_seed(1))  # axes, batch, rows, pairs
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def of_axes(table):
+        return torch.cat([part[axis] for axis, part in enumerate(table.split((2, 3, 3), -1))], -1)
+
+    def chosen(table):
+        parts = torch.cat((table, table), -1).split((2, 3, 3) * 2, -1)
+        return torch.cat([part[place % 3] for place, part in enumerate(parts)], -1).unsqueeze(-2)
+
+    found = qk_norm_rope(Q, K, cos=of_axes(cos), sin=of_axes(sin), norm=False, round_products=True)
+    for heads, got in zip((Q, K), found, strict=True):
+        turned = torch.cat((-heads[..., 8:], heads[..., :8]), -1)
+        assert got.equal(heads * chosen(cos) + turned * chosen(sin))
+
+
 def test_flashinfer():
     """The norm is rounded to bfloat16; the rotation is float32's, with interleaved pairs or halves, rounded once."""
     rows = rms_norm(Q, WEIGHT).float()
