@@ -83,7 +83,8 @@ LEFT_OUT = {
     r"test_data\[\w+-float(16|64)|test_layouts_of_incoming_gradients\[\w+-float(16|32)",
     "triton_cpu": MOST + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
     r"test_one_rule|test_rows(?!_in_two_levels)|two_levels.*-128|-\d{4,}\]|test_gradients\[|test_a_hundred|"
-    r"test_layouts|test_row_counts|test_every|-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|"
+    r"test_layouts|test_row_counts|test_every_(?!16_bit_gate|boundary)|"
+    r"-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|"
     r"test_large_gradients|formula|test_any_call|test_dtypes\[\w+-float64|test_accuracy|"
     r"test_data\[\w+-(float(16|64)-(nan row|subnormal)|(bfloat16|float32|float64)-ties)|"
     r"test_weight_offset\[\w+-(?!-0.3)|test_dtypes_of_sums\[\w+-(?!bfloat16)",

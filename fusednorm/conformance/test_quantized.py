@@ -237,16 +237,26 @@ def test_rows_and_layouts(mode, agree, quantization):
 @pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, I8], ids=dtype_name)
 def test_every_boundary_of_rounding(mode, agree, dtype):
-    """Numbers, the middles between them, and the float32 numbers beside both, at a scale of 1."""
+    """Numbers, the middles between them, and the float32 numbers beside both, at a scale of 1.
+
+    The scale is given, and it is that of rows whose greatest magnitude is the format's: then nothing need be cut.
+    """
     table = torch.arange(128.0).double() if dtype == I8 else torch.from_numpy(oracle_quantized.numbers(dtype))
     middles = (table[1:] + table[:-1]) / 2
     points = torch.cat((table, middles)).float()
     near = [points, points.nextafter(points * 2 + 1), points.nextafter(points * 0 - 1)]
-    y = torch.cat((*near, *(-p for p in near))).unsqueeze(0).to(torch.get_default_device())
-    quantization = Quantization(dtype, per="tensor")
+    y = torch.cat((*near, *(-p for p in near)))
+    within = y[y.abs() <= table[-1]]
     scale = torch.ones(1)
-    found = fusednorm.quantize(y, quantization, scale=scale)
-    compare(agree, found, oracle_quantized.quantized(y, quantization, scale), quantization, "boundaries")
+    for rows, quantization, more in (
+        (y, Quantization(dtype, per="tensor"), {"scale": scale}),
+        (within, Quantization(dtype), {}),
+        (within.bfloat16(), Quantization(dtype), {}),
+    ):
+        rows = rows.unsqueeze(0).to(torch.get_default_device())
+        found = fusednorm.quantize(rows, quantization, **more)
+        compare(agree, found, oracle_quantized.quantized(rows, quantization, **more), quantization, "boundaries")
+        assert found[1].item() == 1
 
 
 VECTORS = json.loads(golden.QUANTIZED.read_text())
