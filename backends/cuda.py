@@ -38,6 +38,7 @@ from fusednorm.backends.kernel_kinds import (
     blocks_of,
     check_addresses,
     lacking,
+    of_one_weight_dtype,
     scratch_of,
 )
 from fusednorm.registry import BackendError
@@ -292,11 +293,12 @@ def rotates(size: int, dtypes: list[torch.dtype]) -> bool:
 
 def rotate(call: Rotate) -> None:
     """Normalises and rotates heads, those of q and of k with one kernel."""
-    if len({heads.weight is not None and heads.weight.dtype for heads in call.heads}) > 1:
-        for heads in call.heads:
-            rotate(call._replace(heads=(heads,)))
-        return
-    device = call.heads[0].x.device.index or 0
+    for part in of_one_weight_dtype(call):
+        _rotate(part, call.heads[0].x.device.index or 0)
+
+
+def _rotate(call: Rotate, device: int) -> None:
+    """The same for heads whose weights have one dtype."""
     _launch(
         packing.pack_rotation(call),
         device,

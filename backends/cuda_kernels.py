@@ -306,9 +306,8 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
 
 def rotation_variant(kind: RotationKind, capability: int) -> Variant:
     """The kernel that normalises and rotates heads, which fit a warp."""
-    dtypes = [kind.x, kind.out, kind.weight, kind.cos, kind.sin]
     # Tables alone may be float64.
-    narrow = [dtype for dtype in dtypes if dtype is not None and dtype != torch.float64]
+    narrow = [dtype for dtype in kind.dtypes() if dtype != torch.float64]
     layout = Layout.of(kind.size, narrow, kind.alignment, capability)
     vector = math.gcd(layout.vector, kind.pairs * (2 if kind.interleaved else 1))
     layout = replace(layout, vector=vector, aligned=layout.aligned // layout.vector * vector)

@@ -289,6 +289,22 @@ class RotationKind(NamedTuple):
             call.inner != call.rows,
         )
 
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type that everything is computed in."""
+        return reference.accumulator(torch.promote_types(self.x, self.out))
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands that there are, but positions and rstd."""
+        return [dtype for dtype in (self.x, self.out, self.cos, self.sin, self.weight) if dtype is not None]
+
+
+def of_one_weight_dtype(call: Rotate) -> list[Rotate]:
+    """The call, or one for q and one for k if their weights have two dtypes, of which a kernel knows one."""
+    if len({heads.weight is not None and heads.weight.dtype for heads in call.heads}) == 1:
+        return [call]
+    return [call._replace(heads=(heads,)) for heads in call.heads]
+
 
 class Share(IntEnum):
     """What a program of a kernel takes, ``per_program`` being its number; ``enum share`` in ``cpu/cuda_launch.c``."""

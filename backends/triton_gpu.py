@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import reference, triton_host
-from fusednorm.backends.kernel_kinds import UNTRIED, BackwardKind, ForwardKind, GateKind, QuantizerKind, Share, ceiling
+from fusednorm.backends.kernel_kinds import (
+    UNTRIED,
+    BackwardKind,
+    ForwardKind,
+    GateKind,
+    QuantizerKind,
+    RotationKind,
+    Share,
+    ceiling,
+)
 from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
 from fusednorm.call import AroundNorm
 
@@ -38,6 +47,9 @@ _MOST_AT_ONCE = 8192
 
 #: Elements of gates that a program takes, eight to a thread.
 _OF_GATES = 1024
+
+#: Elements of heads that a program takes, 16 to a thread.
+_OF_HEADS = 2048
 
 #: Columns of the blocks' shares that a program adds up.
 _ADDED = 32
@@ -288,10 +300,69 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
     )
 
 
-_host = Host(forward_variant, backward_variants, launcher, gate_variant=gate_variant)
+def rotates(size: int, dtypes: list[torch.dtype]) -> bool:
+    """Whether :func:`rotate` takes heads of so many elements, and of these dtypes."""
+    return size <= reference.SEGMENT
+
+
+def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
+    """The kernel that normalises and rotates heads, on GPUs with so many threads in a warp; on this one if None."""
+    from fusednorm.backends.triton_rotate import rotate_tile
+
+    size, pairs = ceiling(max(kind.size, 16)), kind.pairs
+    # The halving sum of all of a head is that of squares of halves, added up pair by pair, if it is not filled up.
+    halves = 2 * pairs == kind.size and (not kind.normalised or kind.size == ceiling(kind.size))
+    if kind.interleaved and pairs:
+        form, width = "neighbours", max(size // 2, 16)
+    elif halves:
+        form, width = "halves", ceiling(max(pairs, 16))
+    else:
+        form, width = "parts", size
+    bits = _by_bits([*kind.dtypes(), kind.between, kind.products])
+    passed = None if kind.between == kind.accumulator else triton_host.type_of(kind.between, bits)
+    products = None if kind.products is None else triton_host.type_of(kind.products, bits)
+    rows = max(1, _OF_HEADS // size)
+    constants = {
+        "SIZE": kind.size,
+        "PAIRS": pairs,
+        "INTERLEAVED": kind.interleaved,
+        "NORMALISED": kind.normalised,
+        "ROUND_NORM": kind.round_norm,
+        "OFFSET": kind.offset,
+        "BETWEEN": passed,
+        "PRODUCTS": products,
+        "ROWS": rows,
+        "FORM": form,
+        "WIDTH": width,
+        "VECTOR": 16 // min(dtype.itemsize for dtype in kind.dtypes()) if kind.alignment >= 16 else 1,
+    }
+    rstd = kind.accumulator if kind.rstd else None
+    return Variant(
+        rotate_tile,
+        {
+            **dict.fromkeys(("q", "k"), kind.x),
+            **dict.fromkeys(("q_out", "k_out"), kind.out),
+            **dict.fromkeys(("q_weight", "k_weight"), kind.weight),
+            **dict.fromkeys(("q_rstd", "k_rstd"), rstd),
+            "cos": kind.cos,
+            "sin": kind.sin,
+            "positions": kind.position,
+        },
+        kind.accumulator,
+        constants,
+        kind.alignment >= 16,
+        bits=bits,
+        warps=_OF_HEADS // (16 * (lanes or warp_size())),
+        per_program=rows,
+        two_levels=kind.two_levels,
+    )
+
+
+_host = Host(forward_variant, backward_variants, launcher, gate_variant=gate_variant, rotation_variant=rotation_variant)
 forward = _host.forward
 quantize = _host.quantize
 gate = _host.gate
 gate_backward = _host.gate
 norm_gated = _host.norm_gated
+rotate = _host.rotate
 backward = _host.backward

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -23,14 +23,29 @@ from fusednorm.backends.kernel_kinds import (
     BackwardKind,
     ForwardKind,
     GateKind,
+    RotationKind,
     Share,
     blocks_of,
     check_addresses,
     lacking,
+    of_one_weight_dtype,
     programs,
     scratch_of,
 )
-from fusednorm.call import AroundNorm, Backward, Call, Forward, Gate, GateBackward, NormGated, Quantize
+from fusednorm.call import (
+    AroundNorm,
+    Backward,
+    Call,
+    Forward,
+    Gate,
+    GateBackward,
+    Heads,
+    HeadsNorm,
+    NormGated,
+    Quantize,
+    Rotate,
+    Strides,
+)
 from fusednorm.registry import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
@@ -59,13 +74,13 @@ LONGEST = 2**30
 _INTERPRETER = threading.Lock()
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-_NAMES |= {torch.uint8: "u8", torch.int32: "i32"}
+_NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 #: The numbers of a quantizer, as :func:`fusednorm.packing.limits` returns them.
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
 
-#: Operands with one number for each group, which begin anywhere.
-_OF_GROUPS = ("scale", "zero_point")
+#: Operands with one number for a group or a row, which begin anywhere.
+_OF_GROUPS = ("scale", "zero_point", "positions")
 
 
 def missing(on_cpus: bool = False) -> list[str]:
@@ -171,7 +186,7 @@ class Variant:
         found: dict[str, tuple[str, int]] = {}
         constants = self.all_constants()
         for name in self.function.arg_names:
-            rows_of = name.removesuffix("_stride").removesuffix("_jump")
+            rows_of = name.removesuffix("_stride").removesuffix("_jump").removesuffix("_head")
             operand = self.dtypes.get(rows_of)
             # A vector of numbers has as many elements as one of the operand with the narrowest type.
             divisor = 1 if rows_of in _OF_GROUPS or not self.aligned or operand is None else 16 // operand.itemsize
@@ -192,7 +207,7 @@ class Variant:
                 found[name] = (_NAMES[self.accumulator], 1)
             elif (name.endswith("_jump") or name == "inner") and not (self.two_levels or self.null):
                 found[name] = ("constexpr", 1)
-            elif name.endswith(("_stride", "_jump")) and operand is not None:
+            elif name.endswith(("_stride", "_jump", "_head")) and operand is not None:
                 found[name] = ("i64", divisor)
             else:
                 found[name] = ("i64", self.divisor if name == "hidden_size" else 1)
@@ -312,16 +327,22 @@ _NUMBERS = ("eps", "weight_offset", *(f"{name}_{what}" for name in _OPERANDS for
 _OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residual", "out", "residual_out"))
 _OF_GATE = tuple((f"{name}_stride", f"{name}_jump") for name in ("y", "z", "out"))
 _OF_GATE_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("d", "y", "z", "dy", "dz"))
+_OF_TABLES = tuple((f"{name}_stride", f"{name}_jump") for name in ("cos", "sin", "positions"))
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
 
 def _places(
     call: Forward | Backward | Gate | GateBackward, names: tuple[tuple[str, str], ...]
 ) -> dict[str, int | None]:
-    """Where rows lie, as ``rows_at`` in ``triton_kernels.py`` takes it."""
+    """Where rows lie, as ``rows_at`` in ``triton_numbers.py`` takes it."""
     inner = None if call.inner == call.rows else call.inner
-    places = {"inner": inner}
-    for (stride_name, jump_name), (outer_stride, stride) in zip(names, call.strides, strict=True):
+    return {"inner": inner, **_places_of(zip(names, call.strides, strict=True), inner)}
+
+
+def _places_of(strides: Iterable[tuple[tuple[str, str], Strides]], inner: int | None) -> dict[str, int | None]:
+    """The same for rows of these strides, which lie in one level if ``inner`` is None."""
+    places: dict[str, int | None] = {}
+    for (stride_name, jump_name), (outer_stride, stride) in strides:
         places[stride_name] = stride
         places[jump_name] = None if inner is None else outer_stride - inner * stride
     return places
@@ -348,6 +369,7 @@ class Host:
     #: Whether kernels read operands that begin between two elements.
     unaligned: bool = False
     gate_variant: Callable[[GateKind], Variant] | None = None
+    rotation_variant: Callable[[RotationKind], Variant] | None = None
     #: The launchers of each kind of call on each device.
     held: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
     #: All launchers: several kinds of calls may share one.
@@ -473,6 +495,41 @@ class Host:
         with _current(device):
             launch = self._held_for(ForwardKind.of_gated(call), device, call)
             launch(-(-norm.rows // launch.variant.per_program), values)
+
+    def rotate(self, call: Rotate) -> None:
+        """Launches the kernel that normalises and rotates the heads of q, or those of q and of k."""
+        assert self.rotation_variant is not None
+        inner, device = None if call.inner == call.rows else call.inner, call.heads[0].x.device
+        norm = call.norm or HeadsNorm(0.0, 0.0, False)
+        values: dict[str, Any] = {
+            "inner": inner,
+            "rows": call.rows,
+            "eps": norm.eps,
+            "weight_offset": norm.weight_offset,
+        }
+        of_rows = zip(_OF_TABLES, (*call.table_strides, call.position_strides), strict=True)
+        values |= _places_of(of_rows, inner)
+        values |= {name: self.pointer(getattr(call, name)) for name in ("cos", "sin", "positions")}
+        for part in of_one_weight_dtype(call):
+            kind = RotationKind.of(part)
+            key = (device.index, kind)
+            # Without k the kernel is given q in its place, and no program of it.
+            for name, heads in zip("qk", (part.heads[0], part.heads[-1]), strict=True):
+                values |= self._heads(name, heads, inner)
+            with _current(device):
+                (launch,) = self.held.get(key) or self._hold(key, {"rotate": self.rotation_variant(kind)}, part)
+                per_program = launch.variant.per_program
+                launch(sum(-(-call.rows * heads.x.shape[-2] // per_program) for heads in part.heads), values)
+
+    def _heads(self, name: str, heads: Heads, inner: int | None) -> dict[str, Any]:
+        """What a kernel is given for the heads of q or of k."""
+        of_weight = 0 if heads.weight is None or heads.weight.dim() == 1 else heads.weight.shape[-1]
+        values: dict[str, Any] = {f"{name}_count": heads.x.shape[-2], f"{name}_weight_head": of_weight}
+        for place, (outer_stride, stride, of_heads) in ((name, heads.x_strides), (f"{name}_out", heads.out_strides)):
+            values |= _places_of([((f"{place}_stride", f"{place}_jump"), (outer_stride, stride))], inner)
+            values[f"{place}_head"] = of_heads
+        operands = {"": heads.x, "_out": heads.out, "_weight": heads.weight, "_rstd": heads.rstd}
+        return values | {name + of: self.pointer(tensor) for of, tensor in operands.items()}
 
     def backward(self, call: Backward) -> None:
         """Launches kernels; see :class:`fusednorm.registry.Backend`."""

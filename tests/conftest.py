@@ -58,30 +58,32 @@ MOST = (
     r"test_quantized.py::test_(every_quant|after_a|golden)\w*\[\w+-(?!VLLM_INT8_TOKEN_CPU|VLLM_FP8_BLOCK_FUSED|0|7)|"
     r"test_sizes_of_rows\[\w+-(1|262144)\]|"
     r"test_(separate_calls|each_head_is\w+)\[\w+-(?!bfloat16)|"
-    # The rotation is torch's; its norm is that of other tests.
-    r"test_rotation.py::test_(flags|tables|data)|"
     r"test_norm_before_add.py::test_golden_vectors\[\w+-(?!(0|3|6|9|20|23|30)\])|"
     r"test_(dtypes|gradients|fused_equals_unfused)\[\w+-(?!bfloat16-float32|float32-float16|float64-bfloat16)|"
     r"(?<!affine.py::)test_mixed_dtypes\[\w+-(?!bfloat16-float32|float32-none|float16-bfloat16)|"
     r"test_sizes\[\w+-(?!(1|8|33|64|128|768|1024|1025|1029|2048|4097|5120|7168|18432|40999|262144)\])|"
     r"number_of_threads|rows_of_one_type|"
 )
+#: Where the rotation is torch's, and its norm that of other tests; of `cuda` test_cuda_launch.py has rotations.
+ROTATIONS = r"test_rotation.py::test_(flags|tables|data)|"
 #: What else takes too long: in the interpreter many rows and long ones; where PTX is executed many kernels, because
 #: each must be compiled. `--everything` leaves out nothing.
 LEFT_OUT = {
-    "cuda": MOST + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
+    "cuda": MOST + ROTATIONS + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
     r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64|"
     r"test_dtypes_of_(sums|outputs)\[\w+-(?!bfloat16)|test_(gradients|fused_equals_unfused|dtypes)\[\w+-float32|"
     r"two_levels\[\w+-float(16|32)-(31|40|1050|1100|18432)",
     "triton": MOST + r"test_affine.py::test_bias\w+\[\w+-float|"
+    r"test_rotation.py::test_(flags|tables\w+)\[\w+-(?!bfloat16)|"
     r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
     r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
     "triton, executed": MOST + r"test_affine.py::test_(bias|many|long|mixed_dtypes\[\w+-float)|"
+    r"test_rotation.py::test_(flags\[\w+-(?!bfloat16)|tables\w+\[\w+-(?!float16)|operator\[\w+-(?!bfloat16|float64))|"
     r"test_rows_beyond_the_cache|test_long_rows|test_any_call|test_dtypes|"
     r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999|262144)\]|"
     r"test_(gradients|fused_equals_unfused)\[\w+-float|two_levels\[\w+-float(16|32|64)-(31|40|1050|1100|18432)|"
     r"test_data\[\w+-float(16|64)|test_layouts_of_incoming_gradients\[\w+-float(16|32)",
-    "triton_cpu": MOST + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
+    "triton_cpu": MOST + ROTATIONS + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
     r"test_one_rule|test_rows(?!_in_two_levels)|two_levels.*-128|-\d{4,}\]|test_gradients\[|test_a_hundred|"
     r"test_layouts|test_row_counts|test_every_(?!16_bit_gate|boundary)|"
     r"-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|"

@@ -16,7 +16,14 @@ import torch
 import fusednorm
 from fusednorm import Quantization
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
+from fusednorm.backends.kernel_kinds import (
+    BackwardKind,
+    ForwardKind,
+    GateKind,
+    GateOfNorm,
+    QuantizerKind,
+    RotationKind,
+)
 from fusednorm.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.run import backward as differentiate
@@ -383,6 +390,115 @@ def test_a_launch_of_gates(launches, monkeypatch):
     names = [variant.function.__name__ for variant in launches.compiled]
     assert names == ["gate_tile", "gate_backward_tile", "forward_tile", "gate_tile"]
     assert [call[0] for call in launches.calls[-5:]] == [(36, 1, 1), (36, 1, 1), (9, 1, 1), (36, 1, 1), (2, 1, 1)]
+
+
+def rotation(x, size, pairs, interleaved=False, table=F32, normalised=True, products=None, alignment=16):
+    """The kernel's kind for heads of q and k."""
+    cos, weight = table if pairs else None, x if normalised else None
+    about = (normalised, False, False, False, interleaved, size, pairs, alignment)
+    return RotationKind(x, x, x, products, cos, cos, weight, None, *about)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "pairs", "interleaved", "registers"),
+    [
+        (75, F16, 128, 64, False, 64),
+        (90, BF16, 128, 64, False, 64),
+        (90, BF16, 128, 64, True, 64),
+        (90, BF16, 128, 0, False, 64),
+        (90, F32, 256, 128, False, 80),
+        (90, F64, 128, 64, False, 160),
+        (90, BF16, 128, 32, False, 128),
+        (75, F16, 80, 40, False, 128),
+        (100, BF16, 1024, 512, False, 80),
+    ],
+    ids=str,
+)
+def test_a_rotation(capability, dtype, size, pairs, interleaved, registers):
+    """Few registers and none spilled, every operation rounded by itself, and whole vectors of all operands.
+
+    Where all of a head is rotated and its size is a power of two, nothing passes through shared memory, of heads that a
+    warp has several of, and each operand is read once.
+    """
+    table = F64 if dtype == F64 else F32
+    for normalised in (True, False) if pairs else (True,):
+        kind = rotation(dtype, size, pairs, interleaved, table, normalised)
+        variant = triton_gpu.rotation_variant(kind, 32)
+        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        ptx = kernel.asm["ptx"]
+        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
+        taken, stack = resources(kernel)
+        assert stack == 0
+        assert taken <= registers
+        loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
+        assert set(loads) == set(stores) == {16}
+        assert sum(stores) == 16 * dtype.itemsize  # a thread has 16 numbers
+        if variant.constants["FORM"] != "parts":
+            assert sum(loads) == 16 * (dtype.itemsize * (1 + normalised) + table.itemsize)
+            assert size > 512 or (ptx.count("bar.sync"), kernel.metadata.shared) == (0, 0)
+
+
+@pytest.mark.parametrize("target", AMD, ids=lambda target: target.arch)
+def test_rotations_on_amd(target):
+    """Nothing fused or approximate but in what divides and takes roots, nothing flushed, nothing spilled, wide stores.
+
+    A head's number is divided by the number of heads, in 64 bits and by way of floating-point numbers.
+    """
+    for size, pairs, interleaved, table, products in ((96, 48, False, F16, F16), (96, 32, True, F32, None)):
+        kind = rotation(F16, size, pairs, interleaved, table, products=products)
+        kernel = triton_host.compiled(triton_gpu.rotation_variant(kind, target.warp_size), target)
+        found = unlike_the_source("forward", F16, kernel)
+        divided = {"fused": (2, 4), "reciprocals": (-1, -2)}  # once, or once for each of two layouts of threads
+        assert {of[0] for of in found if isinstance(of, tuple)} <= divided.keys()
+        assert all(of[1] - of[2] in divided[of[0]] for of in found if isinstance(of, tuple)), found
+        assert {of for of in found if isinstance(of, str)} <= {"v_trunc_f32", "s_trunc_f32", "v_madmk_f32"}
+        assembly = kernel.asm["amdgcn"]
+        assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", assembly)) == {"0"}
+        assert set(re.findall(r"(?:global|buffer)_store_(\w+)", assembly)) <= {"dwordx4", "b128"}
+
+
+@pytest.mark.parametrize(("x", "table"), [(F16, BF16), (BF16, F16)])
+def test_products_of_a_rotation_are_not_made_in_float16(x, table):
+    """LLVM would round bfloat16 numbers to float16 first, which has a smaller range."""
+    for normalised in (True, False):
+        kind = rotation(x, 64, 32, table=table, normalised=normalised, products=F16)
+        ptx = triton_host.compiled(triton_gpu.rotation_variant(kind, 32), GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert not re.findall(r"(?:mul|fma)\.rn\.b?f16", ptx)
+
+
+def test_a_launch_of_a_rotation(launches, monkeypatch):
+    """One kernel for q and k, and for the way back; other rows, heads, strides, eps and angles never compile again."""
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    weight, table = torch.zeros(128, dtype=BF16), torch.zeros(50, 64)
+    with fusednorm.use_backend("triton"):
+        for rows, (heads, of_k) in ((2, (16, 8)), (9, (7, 1))):
+            qkv = torch.zeros(rows, heads + 2 * of_k, 128, dtype=BF16)
+            q, k = qkv[:, :heads], qkv[:, heads : heads + of_k]
+            fusednorm.qk_norm_rope_(q, k, weight, weight, table[:rows], table[:rows], rows * 1e-6)
+            fusednorm.qk_norm_rope(q, k, weight, None, table[:1], table[:1])
+            fusednorm.rotate(q, table, table, positions=torch.zeros(rows, dtype=torch.int64))
+            leaf = q.clone().requires_grad_()
+            turned = fusednorm.rotate(leaf, table[:rows], table[:rows])
+            torch.autograd.grad(turned, leaf, turned.detach())
+    # With weights, without one (k, apart from q), and without a norm: by positions, and not.
+    assert len(launches.compiled) == 4
+    assert {variant.function.__name__ for variant in launches.compiled} == {"rotate_tile"}
+    assert [call[0][0] for call in launches.calls] == [2 + 1, 2, 1, 2, 2, 2, 4 + 1, 4, 1, 4, 4, 4]
+    names = list(launches.compiled[0].arguments())
+    given = dict(zip(names, launches.calls[6][1:], strict=False))
+    lies = {"q_count": 7, "k_count": 1, "q_stride": 9 * 128, "q_out_head": 128, "q_weight_head": 0, "cos_stride": 64}
+    assert {name: given[name] for name in lies} == lies
+    assert (given["k"], given["k_out"]) == (given["q"] + 7 * 256,) * 2
+    assert (given["rows"], given["eps"]) == (9, 9e-6)
+
+
+def test_heads_that_the_rotation_does_not_take(launches, monkeypatch):
+    """Longer ones: a norm, and torch's operations."""
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    q, table = torch.zeros(3, 2, 2048), torch.zeros(3, 1024)
+    with fusednorm.use_backend("triton"):
+        fusednorm.qk_norm_rope(q, q, None, None, table, table)
+    assert {variant.function.__name__ for variant in launches.compiled} == {"forward_tile"}
 
 
 @pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)
