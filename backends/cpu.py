@@ -155,7 +155,7 @@ def gate_backward_on_fast_path(
     d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
 ) -> bool:
     """As :func:`gate_backward`, without a call as a value; returns whether it wrote the gradients."""
-    return path.gate_backward(d, y, z, dy, dz, activation, packing.KINDS[between])
+    return path.gate_backward(path.CPU, d, y, z, dy, dz, activation, packing.KINDS[between])
 
 
 def norm_gated(call: NormGated) -> None:

@@ -275,6 +275,13 @@ def gate(call: Gate | GateBackward) -> None:
 gate_backward = gate
 
 
+def gate_backward_on_fast_path(
+    d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
+) -> bool:
+    """As :func:`gate_backward`, with kernels that are held, without a call as a value; whether it wrote the gradients."""
+    return path.gate_backward(path.CUDA, d, y, z, dy, dz, activation, packing.KINDS[between])
+
+
 def norm_gated(call: NormGated) -> None:
     """Normalises rows and gates them, in the order that the call says, with one kernel."""
     device = call.norm.operation.device.index or 0

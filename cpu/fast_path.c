@@ -358,7 +358,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     struct fn_quantized quantized;
     struct fn_gated gated;
     tensor t[FN_FORWARD_OPERANDS_IN_C];
-    if (count == FN_ROTATION_ARGUMENTS) return fn_rotate(arguments, PyLong_AsLong(devices) >> DL_CPU & 1);
+    if (count == FN_ROTATION_ARGUMENTS) return fn_rotate(arguments, PyLong_AsLong(devices));
     if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER && count != ARGUMENTS_OF_GATE) {
         PyErr_Format(PyExc_TypeError, "forward takes %d, %d, %d, %d or %d arguments, got %zd", ARGUMENTS, FN_ROTATION_ARGUMENTS,
                      ARGUMENTS_OF_CHAIN, ARGUMENTS_OF_GATE, ARGUMENTS_OF_QUANTIZER, count);
@@ -502,8 +502,8 @@ static PyMethodDef methods[] = {
      "backward(type of device, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
      "weight_offset)\n--\n\nWhether the gradients were written; if not, Python must make the call."},
     {"gate_backward", (PyCFunction)(void (*)(void))fn_gate_backward_on_fast_path, METH_FASTCALL,
-     "gate_backward(d, y, z, dy, dz, activation, number of the dtype between)\n--\n\nWhether the gradients of a gate "
-     "on the CPU were written; if not, Python must make the call."},
+     "gate_backward(type of device, d, y, z, dy, dz, activation, number of the dtype between)\n--\n\nWhether the gradients of "
+     "a gate were written; if not, Python must make the call."},
     {"forward_on", forward_on, METH_VARARGS,
      "forward_on(cpu, cuda, triton_cpu)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},

@@ -111,9 +111,12 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
 /* Allocates the output if it is not given, and makes the call: the output, or None if Python must make the call. */
 PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given);
 
-/* fast_path_rotated.c: heads that are normalised and rotated. The results, or None if Python must make the call. */
+/*
+ * fast_path_rotated.c: heads that are normalised and rotated. The results, or None if Python must make the call. `devices`
+ * has a bit for each type of device whose tensors are taken.
+ */
 enum { FN_ROTATION_ARGUMENTS = 16 };
-PyObject *fn_rotate(PyObject *const *arguments, int takes_cpu);
+PyObject *fn_rotate(PyObject *const *arguments, long devices);
 
 /* Python's functions; fast_path.c has their documentation. */
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

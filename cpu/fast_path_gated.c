@@ -137,8 +137,11 @@ end:
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
-/* Python's arguments of a backward pass: the operands as struct fn_gate has them, the function, and the kind between. */
-enum { BACKWARD_ACTIVATION = FN_GATE_OPERANDS, BACKWARD_BETWEEN, BACKWARD_ARGUMENTS };
+/*
+ * Python's arguments of a backward pass: the type of device as DLPack numbers them, the operands in the order d, y, z, dy,
+ * dz, the function, and the kind between.
+ */
+enum { DEVICE, FIRST, BACKWARD_ACTIVATION = FIRST + FN_GATE_OPERANDS, BACKWARD_BETWEEN, BACKWARD_ARGUMENTS };
 
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
@@ -154,20 +157,23 @@ PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *argum
     g->pass = FN_BACKWARD;
     g->activation = activation_of(arguments[BACKWARD_ACTIVATION]);
     g->between = PyLong_AsLongLong(arguments[BACKWARD_BETWEEN]);
-    int taken = fn_exchange_api && fn_run_on_cpu && g->activation >= 0 && !PyErr_Occurred();
+    const long device = PyLong_AsLong(arguments[DEVICE]);
+    int taken = fn_exchange_api && (device != DL_CPU || fn_run_on_cpu) && g->activation >= 0 && !PyErr_Occurred();
     for (int i = 0; taken && i < FN_GATE_OPERANDS; i++) {
         struct fn_operand *o = &g->operand[i];
-        if (i >= FN_GATED_D && arguments[i] == Py_None) continue;
-        taken = fn_read(arguments[i], &t[i], o) && t[i].ndim && t[i].device.type == DL_CPU && fn_same_shape(&t[i], &t[0]);
+        if (i >= FN_GATED_D && arguments[FIRST + i] == Py_None) continue;
+        taken = fn_read(arguments[FIRST + i], &t[i], o) && t[i].ndim && t[i].device.type == device &&
+                fn_same_device(&t[i], &t[0]) && fn_same_shape(&t[i], &t[0]);
         g->wide |= o->kind == FN_F64 && (i == FN_GATED || i == FN_GATE);
     }
     /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
     if (!taken || t[0].shape[t[0].ndim - 1] == 1) return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
     c->flags = FN_GATE_ONLY;
+    c->device = t[0].device.id;
     c->hidden = g->hidden = t[0].shape[t[0].ndim - 1];
     c->rows = 1;
     for (int i = 0; i < t[0].ndim - 1; i++) c->rows *= t[0].shape[i];
     g->rows = g->inner = c->rows;
-    const int failed = fn_run_in_c(c, fn_run_on_cpu);
+    const int failed = fn_run_on_device(c, &t[0], 0);
     return failed < 0 ? NULL : PyBool_FromLong(!failed);
 }

@@ -1,4 +1,4 @@
-/* Heads on the fast path: q, or q and k, normalised and rotated on a CPU. */
+/* Heads on the fast path: q, or q and k, normalised and rotated on a CPU, or by a CUDA kernel that is held. */
 #include "fast_path.h"
 
 #include <string.h>
@@ -87,7 +87,7 @@ static int fits(const tensor *weight, const tensor *x) {
 /* Whether q and k, their weights and the tables fit each other; Python reports it where they do not. */
 static int all_fit(const struct given *g) {
     const tensor *t = g->t, *q = &t[Q];
-    if (q->ndim < 2 || q->shape[q->ndim - 1] < 2 || q->device.type != DL_CPU) return 0;
+    if (q->ndim < 2 || q->shape[q->ndim - 1] < 2) return 0;
     for (int i = Q; i < TENSORS; i++)
         if (g->has[i] && !fn_same_device(&t[i], q)) return 0;
     if (g->has[K]) {
@@ -116,7 +116,7 @@ static int all_fit(const struct given *g) {
     return p->dtype.code == DL_INT && p->dtype.lanes == 1 && (p->dtype.bits == 32 || p->dtype.bits == 64) && expands(p, 0, q);
 }
 
-/* Whether all positions are rows of the table; Python reports it where they are not. */
+/* Whether all positions are rows of the table, on a CPU; Python reports it where they are not. */
 static int are_rows(const struct fn_rotation *r, int64_t length) {
     for (int64_t row = 0; row < r->rows; row++) {
         const int64_t at = row / r->inner * r->positions_outer_stride + row % r->inner * r->positions_stride;
@@ -185,16 +185,17 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
     if (!(normalises || rotates) || (!normalises && (g->has[Q_WEIGHT] || g->has[K_WEIGHT]))) return 0;
     if (arguments[BETWEEN_IS_F32] == Py_True && kind == FN_F64) return 0;
     memset(r, 0, sizeof *r);
+    /* Without a norm its arguments say nothing. */
     r->flags = (normalises ? FN_NORMALISED : 0) | (arguments[INTERLEAVED] == Py_True ? FN_INTERLEAVED : 0) |
-               (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
+               (normalises && arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
     r->x_kind = r->out_kind = kind;
     r->between = normalises && rotates && arguments[BETWEEN_IS_F32] == Py_True ? FN_F32 : kind;
     r->products = arguments[ROUND_PRODUCTS] == Py_True ? r->between : FN_NONE;
     r->size = last_of(&g->t[Q], 1);
     r->pairs = rotates ? last_of(&g->t[COS], 1) : 0;
     r->sets = g->has[K] ? 2 : 1;
-    r->eps = PyFloat_AsDouble(arguments[EPS]);
-    r->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
+    r->eps = normalises ? PyFloat_AsDouble(arguments[EPS]) : 0;
+    r->weight_offset = normalises ? PyFloat_AsDouble(arguments[WEIGHT_OFFSET]) : 0;
     return 1;
 }
 
@@ -211,7 +212,7 @@ static int allocate(PyObject *const *arguments, PyObject *outputs[FN_SETS], stru
         if (!fn_read_memory(outputs[set], &g->t[out], &g->o[out])) return PyErr_Occurred() ? -1 : 1;
         const int64_t elements = fn_elements(&g->t[out]);
         if (elements < 0) return 1;
-        fn_expect_writes(g->o[out].address, elements * fn_element_size(g->o[out].kind));
+        if (g->t[out].device.type == DL_CPU) fn_expect_writes(g->o[out].address, elements * fn_element_size(g->o[out].kind));
         g->has[out] = 1;
     }
     return 0;
@@ -253,10 +254,30 @@ static int run_in_c(struct fn_rotation *r) {
     return failed;
 }
 
-PyObject *fn_rotate(PyObject *const *arguments, int takes_cpu) {
+/* Launches the kernel that is held for such a call: 0, or nonzero if there is none. */
+static int launch(const struct fn_rotation *r, int32_t device) {
+    struct {
+        struct fn_call call;
+        struct fn_rotation rotation; /* follows the call in memory, as fn_launch_cuda expects it */
+    } given;
+    void *stream;
+    /* A kernel knows one dtype of weights. */
+    if (r->sets == FN_SETS && r->heads[0].weight_kind != r->heads[1].weight_kind) return 1;
+    if (!fn_exchange_api->current_stream || fn_exchange_api->current_stream(DL_CUDA, device, &stream)) return 1;
+    memset(&given.call, 0, sizeof given.call);
+    given.call.flags = FN_ROTATION_ONLY;
+    given.call.device = device;
+    given.rotation = *r;
+    return fn_launch_cuda(&given.call, stream) != FN_LAUNCHED;
+}
+
+PyObject *fn_rotate(PyObject *const *arguments, long devices) {
     struct given g;
     struct fn_rotation r;
-    if (!takes_cpu || !fn_rotate_on_cpu || !read_arguments(arguments, &g, &r)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    if (!read_arguments(arguments, &g, &r)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    const int32_t device = g.t[Q].device.type;
+    if ((device != DL_CPU && device != DL_CUDA) || !(devices >> device & 1) || (device == DL_CPU && !fn_rotate_on_cpu))
+        return Py_NewRef(Py_None);
     int others = fn_is_heard();
     if (!others) others = fn_records_gradient(arguments, TENSORS);
     if (others) return others < 0 ? NULL : Py_NewRef(Py_None);
@@ -266,9 +287,9 @@ PyObject *fn_rotate(PyObject *const *arguments, int takes_cpu) {
     if (!failed) failed = !find_levels(&g, &r) || ((written[0] || written[1]) && outputs_overlap(&g, &r));
     if (!failed) {
         fill_in(&g, &r);
-        if (g.has[POSITIONS]) failed = !are_rows(&r, g.t[COS].shape[0]);
+        if (g.has[POSITIONS] && device == DL_CPU) failed = !are_rows(&r, g.t[COS].shape[0]);
     }
-    if (!failed) failed = run_in_c(&r);
+    if (!failed) failed = device == DL_CPU ? run_in_c(&r) : launch(&r, g.t[Q].device.id);
     if (!failed) failed = fn_count_writes(outputs, written, FN_SETS);
     if (!failed) result = PyTuple_Pack(FN_SETS, outputs[0], outputs[1]);
     else if (failed > 0) result = PyErr_Occurred() ? NULL : Py_NewRef(Py_None);

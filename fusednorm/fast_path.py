@@ -74,7 +74,7 @@ def _refuse(*_: object) -> bool:
 #: block, and the weight's offset.
 backward: Callable[..., bool] = _fast_path.backward if OPEN else _refuse
 
-#: The same for a gate on the CPU. Its arguments are d, y, z, where the gradients of y and z go, the name of the
+#: The same for a gate. Its arguments are CPU or CUDA, d, y, z, where the gradients of y and z go, the name of the
 #: function, and the number that C has for the dtype between.
 gate_backward: Callable[..., bool] = _fast_path.gate_backward if OPEN else _refuse
 

@@ -569,14 +569,108 @@ def test_heads(dtype, size, pairs, flags, monkeypatch):
         with fusednorm.use_backend("cuda"):
             found = fusednorm.qk_norm_rope(q, k, *of_weights, *tables, **flags)
         assert not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True))
-        # A weight that only one of both has is another kernel.
-        assert launched.count(0) == (2 if how == 1 and weights[0] is not None else 1)
+        # A weight that only one of both has is another kernel. Calls like the first one take the fast path.
+        apart = how == 1 and weights[0] is not None
+        assert launched.count(0) == (2 if apart else 1 if how == 0 else 0)
     assert set(names) <= {"rotate"}
     given = qkv.clone()
     with fusednorm.use_backend("cuda"):
         fusednorm.qk_norm_rope_(given[..., :4, :], given[..., 4:6, :], *weights, *tables, **flags)
     whole = torch.cat((*wanted, qkv[..., 6:, :]), -2)
     assert not differing(given, whole).any()
+
+
+@pytest.mark.parametrize(("dtype", "size", "pairs", "flags"), ROTATIONS, ids=str)
+@pytest.mark.parametrize("rows", [(1,), (2, 5)], ids=str)
+def test_heads_on_the_fast_path(dtype, size, pairs, flags, rows):
+    """Refused until a kernel is held, then with the same bits, in new outputs, given ones and in place."""
+    generator = torch.Generator().manual_seed(2)
+    qkv = torch.randn(*rows, 7, size, generator=generator).to(dtype)
+    q, k = qkv[..., :4, :], qkv[..., 4:6, :]
+    weight = torch.rand(size, generator=generator).to(dtype) if flags.get("norm", True) else None
+    angles = torch.rand(*rows, pairs, generator=generator)
+    positions = None
+    if "positions" in flags:
+        angles = angles.view(-1, pairs)
+        positions = torch.randint(0, len(angles), rows, generator=generator).to(flags["positions"])
+    tables = angles.cos(), angles.sin()
+    given = {**flags, "positions": positions}
+    take = fast_path.forward_on({"cuda"})
+    names = ("norm", "interleaved", "round_products", "between", "round_norm")
+    asked = [flags.get(name, name == "norm") for name in names]
+    asked[3] = asked[3] is not False
+
+    def fast(q, k, weights=(weight, weight), q_out=None, k_out=None):
+        numbers = (1e-6, flags.get("weight_offset", 0.0))
+        return take(q, k, *weights, *tables, positions, q_out, k_out, *numbers, *asked)
+
+    def same(found, wanted):
+        return not any(differing(a, b).any() for a, b in zip(found, wanted, strict=True))
+
+    nothing_held()
+    with fusednorm.use_backend("cuda"):
+        fusednorm.rms_norm(q)
+        assert fast(q, k) is None
+        wanted = fusednorm.qk_norm_rope(q, k, weight, weight, *tables, **given)
+    assert same(fast(q, k), wanted)
+    outputs = torch.empty_like(q), torch.empty_like(k)
+    assert fast(q, k, q_out=outputs[0], k_out=outputs[1]) == outputs
+    assert same(outputs, wanted)
+    assert fast(q, k, q_out=k[..., :1, :].expand_as(q), k_out=k) is None  # in the place of another operand
+    assert fast(q, k, q_out=qkv[..., 3:7, :], k_out=k) is None
+    if weight is not None:
+        assert fast(q, k, (weight, None)) is None  # of a kernel each
+        assert fast(q, k, (weight, weight.to(F16 if dtype == F32 else F32))) is None
+    assert fast(q.double(), k.double()) is None
+    before = qkv.clone()
+    assert fast(q, k, q_out=q, k_out=k) == (q, k)
+    assert same((q, k), wanted)
+    assert torch.equal(qkv[..., 6:, :], before[..., 6:, :])
+    unaligned = torch.frombuffer(bytearray(4 * size * dtype.itemsize + 1), dtype=dtype, offset=1, count=4 * size)
+    assert fast(unaligned.view(1, 4, size).expand(*rows, 4, size), k) is None
+
+
+def test_positions_on_a_gpu_are_not_looked_at():
+    """The fast path reads no memory of a GPU: here a position beyond the table, where there is more of it."""
+    take = fast_path.forward_on({"cuda"})
+    nothing_held()
+    q, table = torch.randn(4, 2, 64).bfloat16(), torch.rand(3, 32)
+    positions = torch.tensor([2, 0, 1, 1])
+    with fusednorm.use_backend("cuda"):
+        wanted = fusednorm.rotate(q, table, table, positions=positions)
+    fast = lambda: take(q, None, None, None, table, table, positions, None, None, 0.0, 0.0, *(False,) * 5)  # noqa: E731
+    assert not differing(fast()[0], wanted).any()
+    whole = torch.rand(1000, 32)
+    table, positions[1] = whole[:3], 900
+    moved = fast()
+    assert moved is not None
+    assert not differing(moved[0][1:2], fusednorm.rotate(q[1:2], whole[900:901], whole[900:901])).any()
+
+
+def test_gradients_of_gates_on_the_fast_path(monkeypatch):
+    """Python makes the first call of a kind, and C the next ones; of one gradient, and of a tensor with both halves."""
+    taken, take = [], cuda.gate_backward_on_fast_path
+    monkeypatch.setattr(cuda, "gate_backward_on_fast_path", lambda *given: taken.append(take(*given)) or taken[-1])
+    nothing_held()
+    y, z, _ = (t.requires_grad_() for t in operands(Case(rows=5, hidden=72).of(BF16)))
+    both = torch.cat((z, y), -1).detach().requires_grad_()
+    calls = [
+        (lambda: fusednorm.gate(y, z), (y, z), True),
+        (lambda: fusednorm.gate(y, z.detach(), activation="sigmoid"), (y,), True),
+        (lambda: fusednorm.gate(y.detach(), z, activation="gelu_tanh"), (z,), True),
+        (lambda: fusednorm.silu_and_mul(z, y), (z, y), True),
+        (lambda: fusednorm.silu_and_mul(both, between=F32), (both,), True),
+    ]
+    for call_of, leaves, fast in calls:
+        found = []
+        for backend in ("reference", "cuda", "cuda"):
+            with fusednorm.use_backend(backend):
+                output = call_of()
+                found.append(torch.autograd.grad(output, leaves, output.detach()))
+        assert taken == [False, fast]
+        taken.clear()
+        for other in found[1:]:
+            assert not any(differing(a, b).any() for a, b in zip(found[0], other, strict=True))
 
 
 def test_rotations_have_kernels_of_their_own():
