@@ -8,7 +8,8 @@ CPU's memory. The driver's own time, one to three microseconds a launch on a rea
 cuda: the public functions, beside `torch.empty_like` and one operation of torch's. A few lines of C, which gcc
 compiles, replace DLPack's exchange API and the driver's launch, so that tensors seem to be on a GPU. "the backend's
 forward" is what the first call of a kind takes after the checks; "backward" makes three gradients, in four new tensors,
-by two launches.
+by two launches; "gradients of a gate" writes them to tensors that are there. "qk_norm_rope_" takes the heads of one
+token, 16 of q and 8 of k of 128 elements, and tables of float32.
 
 triton: the public function, the backend alone (which finds the kernel and lays out its arguments), and Triton's binder,
 ``function[grid](...)``, which launch the same kernel with the same arguments.
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 import fusednorm
-from fusednorm import run
+from fusednorm import run, run_gated
 from fusednorm.backends.kernel_kinds import ForwardKind
 from fusednorm.call import Flags, Forward, operation_of
 
@@ -137,6 +138,9 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
 
     wide = torch.zeros(2, 8192, dtype=torch.bfloat16)
     out, total, rstd = torch.empty_like(x), torch.empty_like(residual), torch.zeros(1)
+    q, k, _ = torch.zeros(1, 32, 128, dtype=torch.bfloat16).split((16, 8, 8), 1)
+    head_weight, cos, sin = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(1, 64), torch.zeros(1, 64)
+    gating = run_gated.Gating("silu", None, torch.bfloat16)
     call = call_of(x, residual, weight, out, total)
     launching: Calls = {
         "fused_add_rms_norm_": lambda: fusednorm.fused_add_rms_norm_(x, residual, weight),
@@ -148,6 +152,8 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
         "rms_norm": lambda: fusednorm.rms_norm(x, weight),
         "fused_add_rms_norm_, gaps": lambda: fusednorm.fused_add_rms_norm_(wide[:, :4096], wide[:, 4096:], weight),
         "fused_add_rms_norm, and rstd": lambda: normalise(x, residual, weight, Flags()),
+        "qk_norm_rope_": lambda: fusednorm.qk_norm_rope_(q, k, head_weight, head_weight, cos, sin),
+        "gradients of a gate": lambda: run_gated.backward(cuda, x, residual, x, gating, (out, total)),
         "the backend's forward": lambda: cuda.forward(call),
         "backward": lambda: run.backward(
             cuda, call.operation, x, None, residual, rstd, weight, 0.0, (True, True, True)
@@ -206,7 +212,7 @@ def with_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
 
     def bound() -> None:
         variant.function[(1,)](
-            x, residual, weight, x, residual, None, *[4096] * 4, 1, 1e-6, 0.0,
+            x, residual, weight, x, residual, None, *[4096] * 4, *[None] * 5, 1, 1e-6, 0.0, *[None] * 10,
             **constants, num_warps=variant.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
