@@ -87,7 +87,7 @@ def test_pictures_are_small_and_their_text_is_text():
 PLAIN = (
     "docs/**/*.md",
     "docs/**/*.py",
-    *(f"fusednorm/{p}/*.py" for p in ("bench", "compat", "conformance", "transformers")),
+    *(f"fusednorm/{p}/*.py" for p in ("bench", "compat", "conformance", "transformers", "vllm")),
 )
 
 

@@ -19,6 +19,7 @@ import torch
 
 import fusednorm
 import fusednorm.vllm as plugin
+from fusednorm.vllm.providers import implementations, takes_fused, takes_norm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import vllm_serving
@@ -45,11 +46,12 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A Llama, and a Qwen3, which has norms of each head too."""
+    """A Llama, of 8 bits too; a Qwen3, which has norms of each head; and others with steps of their own."""
     paths = {}
-    for architecture in ("Llama", "Qwen3"):
-        paths[architecture] = str(tmp_path_factory.mktemp(architecture))
-        vllm_serving.save_model(paths[architecture], architecture, vllm_serving.TINY)
+    for model in ("Llama", "Llama W8A8", "Qwen3", "Qwen3Next", "Gemma2", "Mamba2"):
+        architecture, _, int8 = model.partition(" ")
+        paths[model] = str(tmp_path_factory.mktemp(model.replace(" ", "")))
+        vllm_serving.save_model(paths[model], architecture, vllm_serving.TINY, bool(int8))
     return paths
 
 
@@ -94,13 +96,15 @@ def engine(models, tmp_path_factory):
 
 
 EAGER = [(model, dtype, "eager", {}) for model in ("Llama", "Qwen3") for dtype in ("bfloat16", "float32")]
+#: In a W8A8 Llama vLLM quantizes each normalised row; Qwen3-Next has gated norms, and Gemma's.
+OTHERS = [(model, "bfloat16", "eager", {}) for model in ("Llama W8A8", "Qwen3Next")]
 COMPILED = [(model, "bfloat16", "compiled", {}) for model in ("Llama", "Qwen3")]
 
 
 @pytest.fixture(scope="module")
 def without(engine):
     """What vLLM does without the plug-in."""
-    return engine(EAGER, VLLM_PLUGINS="none")
+    return engine(EAGER + OTHERS, VLLM_PLUGINS="none")
 
 
 def bits_kept(results, others):
@@ -123,27 +127,44 @@ def test_same_tokens(engine, without):
             {"ir_op_priority": {"rms_norm": "native", "fused_add_rms_norm": "fusednorm_default"}},
         )
     ]
-    found, said = engine(EAGER + own)
+    found, said = engine(EAGER + OTHERS + own)
     assert "rms_norm=['fusednorm', 'native'], fused_add_rms_norm=['fusednorm', 'native']" in said
     assert f"fusednorm {fusednorm.__version__}: " not in without[1]
     for result, expected in zip(found, [*without[0], without[0][0]], strict=True):
         assert result["tokens"] == expected["tokens"]
         assert expected["counts"] == {}
         assert expected["priorities"] == {name: ["native"] for name in ("rms_norm", "fused_add_rms_norm")}
-    for result, (model, *_) in zip(found[:-1], EAGER, strict=True):
+    for result, (model, *_) in zip(found, EAGER, strict=False):
         assert result["priorities"] == {name: ["fusednorm", "native"] for name in ("rms_norm", "fused_add_rms_norm")}
         # Two layers: the first norm has no residual, the four others have. Qwen3 norms q and k of both layers.
-        assert result["counts"]["rms_norm"] > 0
-        assert (
-            result["counts"]["fused_add_rms_norm_"] * (5 if model == "Qwen3" else 1) == result["counts"]["rms_norm"] * 4
-        )
+        steps = result["counts"]["qk_norm_rope_"] // 2
+        assert steps > 0
+        assert result["counts"] == {
+            "rms_norm": steps * (5 if model == "Qwen3" else 1),
+            "fused_add_rms_norm_": steps * 4,
+            "silu_and_mul": steps * 2,
+            "qk_norm_rope_": steps * 2,
+        }
+    llama, qwen3_next = (result["counts"] for result in found[len(EAGER) : -1])
+    assert llama == found[0]["counts"]
+    # A layer with a gated norm, and a layer with attention, norms of q and k, and experts (of which one has a gate
+    # of its own); all five norms of rows are Gemma's.
+    steps = qwen3_next["rms_norm_gated"]
+    assert steps > 0
+    assert qwen3_next == {
+        "rms_norm_gated": steps,
+        "rms_norm": steps * 3,
+        "fused_add_rms_norm": steps * 4,
+        "silu_and_mul": steps * 2,
+        "qk_norm_rope_": steps,
+    }
     # What the user orders comes first.
     assert found[-1]["priorities"]["rms_norm"] == ["native"]
     assert found[-1]["priorities"]["fused_add_rms_norm"][0] == "fusednorm_default"
-    assert found[-1]["counts"].keys() == {"fused_add_rms_norm_"}
+    assert found[-1]["counts"].keys() == {"fused_add_rms_norm_", "silu_and_mul", "qk_norm_rope_"}
     # Where the two round alike, only the last bit of a reciprocal root differs, in some rows.
-    bfloat16 = slice(0, None, 2)
-    assert bits_kept(found[:-1][bfloat16], without[0][bfloat16]) > 0.9
+    bfloat16 = slice(0, len(EAGER), 2)
+    assert bits_kept(found[bfloat16], without[0][bfloat16]) > 0.9
 
 
 @pytest.mark.slow
@@ -159,7 +180,7 @@ def test_default_rounding(engine, without):
     found, said = engine(EAGER[:1], FUSEDNORM_VLLM="default")
     assert "rms_norm=['fusednorm_default', 'native']" in said
     assert found[0]["tokens"] == without[0][0]["tokens"]
-    assert found[0]["counts"].keys() == {"rms_norm", "fused_add_rms_norm_"}
+    assert found[0]["counts"].keys() == {"rms_norm", "fused_add_rms_norm_", "silu_and_mul", "qk_norm_rope_"}
     assert bits_kept(found, without[0][:1]) < 0.1
 
 
@@ -235,9 +256,11 @@ def test_server(models, without, tmp_path):
 def vllms(monkeypatch):
     """vLLM's operations, and its platform, as they were before and are to be after."""
     from vllm.ir import ops
+    from vllm.model_executor import custom_op
     from vllm.platforms import current_platform
 
     monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
     platform = type(current_platform)
     # Also says that there is nothing of ours yet.
     monkeypatch.setattr(platform, "get_default_ir_op_priority", platform.get_default_ir_op_priority)
@@ -435,11 +458,11 @@ def test_rounds_where_vllm_rounds(vllms, dtypes):
     """In rows whose reciprocal roots are the same bits in both, so is everything else; where they differ, little is."""
     x, residual, weight = operands(dtypes)
     fits = weight is None or weight.dtype in (x.dtype, torch.float32)
-    assert plugin.takes_norm(x, weight, EPS) == fits
-    assert plugin.takes_fused(x, residual, weight, EPS) == (fits and x.dtype == residual.dtype)
-    if not plugin.takes_fused(x, residual, weight, EPS):
+    assert takes_norm(x, weight, EPS) == fits
+    assert takes_fused(x, residual, weight, EPS) == (fits and x.dtype == residual.dtype)
+    if not takes_fused(x, residual, weight, EPS):
         return
-    norm, fused = plugin.implementations(as_vllm=True)
+    norm, fused = implementations(as_vllm=True)
     for h, theirs, ours in (
         (x, [vllms.rms_norm.impls["native"].impl_fn(x, weight, EPS)], [norm(x, weight, EPS)]),
         (
@@ -481,14 +504,14 @@ def test_other_flags_round_elsewhere(vllms, dtype):
 
 def test_what_is_left_to_vllm():
     x, residual, weight = operands((torch.bfloat16,) * 3)
-    assert plugin.takes_fused(x, residual, weight, EPS)
-    assert not plugin.takes_norm(x, weight, EPS, 256)
-    assert not plugin.takes_norm(x.double(), weight.double(), EPS)
-    assert not plugin.takes_norm(x, weight[:1], EPS)
-    assert plugin.takes_norm(x.t(), None, EPS)
-    assert not plugin.takes_fused(x.t(), residual.t(), None, EPS)
-    assert not plugin.takes_fused(x[:, ::2], residual[:, :256].contiguous(), None, EPS)
-    assert not plugin.takes_fused(x[:, :256].contiguous(), residual[:, ::2], None, EPS)
+    assert takes_fused(x, residual, weight, EPS)
+    assert not takes_norm(x, weight, EPS, 256)
+    assert not takes_norm(x.double(), weight.double(), EPS)
+    assert not takes_norm(x, weight[:1], EPS)
+    assert takes_norm(x.t(), None, EPS)
+    assert not takes_fused(x.t(), residual.t(), None, EPS)
+    assert not takes_fused(x[:, ::2], residual[:, :256].contiguous(), None, EPS)
+    assert not takes_fused(x[:, :256].contiguous(), residual[:, ::2], None, EPS)
 
 
 def test_dispatch(vllms):

@@ -6,25 +6,36 @@ Its argument is a JSON object: ``jobs``, each with a ``model`` (a path) and furt
 """
 
 import gc
+import importlib
 import json
 import sys
 from contextlib import nullcontext
 
 import torch
 
+#: The functions that the plug-in calls, and their modules in fusednorm.
+CALLED = {
+    "rms_norm": "ops",
+    "fused_add_rms_norm": "ops",
+    "fused_add_rms_norm_": "ops",
+    "silu_and_mul": "gated",
+    "gelu_tanh_and_mul": "gated",
+    "rms_norm_gated": "norm_gated",
+    "qk_norm_rope_": "rotation",
+}
+
 
 def count(counts, name):
     """Counts plain calls of one of fusednorm's functions."""
-    from fusednorm import ops
-
-    function = getattr(ops, name)
+    module = importlib.import_module(f"fusednorm.{CALLED[name]}")
+    function = getattr(module, name)
 
     def counted(*arguments, **keywords):
         counts[name] = counts.get(name, 0) + 1
         return function(*arguments, **keywords)
 
-    setattr(ops, name, counted)
-    return lambda: setattr(ops, name, function)
+    setattr(module, name, counted)
+    return lambda: setattr(module, name, function)
 
 
 def run(job, prompts):
@@ -37,7 +48,7 @@ def run(job, prompts):
     counts = {}
     # Plain calls do not go through torch. Compiled code does: it calls operations that the profiler sees.
     eager = job["enforce_eager"]
-    undo = [count(counts, name) for name in ("rms_norm", "fused_add_rms_norm_")] if eager else []
+    undo = [count(counts, name) for name in CALLED] if eager else []
     llm = LLM(**job, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=32, seed=0)
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=0)
     with nullcontext() if eager else torch.profiler.profile() as profile:

@@ -1,12 +1,7 @@
-"""A plug-in of vLLM: its RMSNorm layers call fusednorm. See ``docs/vllm.md``.
-
-vLLM calls :func:`register` in each of its processes (entry-point group ``vllm.general_plugins``).
-"""
+"""Providers of vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, in vLLM's IR."""
 
 import dataclasses
 import inspect
-import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +10,9 @@ from torch import Tensor
 
 from fusednorm import ops
 from fusednorm.registry import use_backend
-from fusednorm.version import __version__
 
-# A child of vLLM's own logger, so vLLM's log shows its messages.
-_logger = logging.getLogger("vllm.fusednorm")
-
-#: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow the first two.
-MODES = {"vllm": "fusednorm", "default": "fusednorm_default", "off": None}
+#: The provider that rounds as vLLM's native implementation does, and the one that rounds as fusednorm does by default.
+AS_VLLM, DEFAULT = "fusednorm", "fusednorm_default"
 
 _PARAMETERS = {
     "rms_norm": ["x", "weight", "epsilon", "variance_size"],
@@ -29,62 +20,12 @@ _PARAMETERS = {
 }
 
 
-def register() -> None:
-    """Adds two providers to vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, and makes vLLM prefer one.
-
-    ``fusednorm`` rounds at the places of vLLM's native implementation, ``fusednorm_default`` as fusednorm does by
-    default. The environment variable FUSEDNORM_VLLM chooses: ``vllm`` (also if it is not set), ``default``, or ``off``
-    for neither. The user's option ``--ir-op-priority`` overrides it.
-
-    On platforms other than CPUs vLLM prefers neither, unless the variable also says ``gpu``, as in ``vllm,gpu``: the
-    kernels for GPUs have not been run on one. This function decides that, through vLLM's order of preference, and not
-    ``takes_norm``, because vLLM caches compiled code by that order.
-
-    vLLM does not catch the errors of a plug-in, so this function raises none: if the variable has another value, or
-    this version of vLLM is not supported, it logs a warning and leaves vLLM as it was.
-    """
-    setting = os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm"
-    words = {word.strip() for word in setting.split(",")}
-    modes = words - {"gpu"} or {"vllm"}
-    if len(modes) > 1 or not modes <= MODES.keys():
-        _decline(
-            f"FUSEDNORM_VLLM is {setting!r}, it must be one of {', '.join(MODES)}; "
-            "with ',gpu' after the first two it holds for GPUs too"
-        )
-        return
-    (mode,) = modes
-    if mode == "off":
-        _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
-        return
-    try:
-        from vllm.config.kernel import IrOpPriorityConfig
-        from vllm.ir import ops as vllms
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        _decline(f"expected vllm.ir.ops and vllm.config.kernel.IrOpPriorityConfig ({error})")
-        return
-    platform = type(current_platform)
-    unexpected = _unexpected(vllms, IrOpPriorityConfig, platform)
-    if unexpected:
-        _decline(unexpected)
-        return
-    if "fusednorm" in vllms.rms_norm.impls:
-        return
-    for provider, as_vllm in (("fusednorm", True), ("fusednorm_default", False)):
-        rms_norm, fused_add_rms_norm = implementations(as_vllm)
+def add(vllms: Any) -> None:
+    """Adds both providers to vLLM's two operations, ``vllm.ir.ops``."""
+    for provider in (AS_VLLM, DEFAULT):
+        rms_norm, fused_add_rms_norm = implementations(as_vllm=provider == AS_VLLM)
         vllms.rms_norm.register_impl(provider, supports_args=takes_norm)(rms_norm)
         vllms.fused_add_rms_norm.register_impl(provider, supports_args=takes_fused, inplace=True)(fused_add_rms_norm)
-    if platform.device_type != "cpu" and "gpu" not in words:
-        _logger.info(
-            "fusednorm %s: vLLM keeps its own RMSNorm on %s, because fusednorm's kernels have not been run on a GPU "
-            "yet; FUSEDNORM_VLLM=%s,gpu has vLLM prefer fusednorm there too",
-            __version__,
-            platform.device_type,
-            mode,
-        )
-        return
-    _prefer(mode, platform)
-    _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, MODES[mode], setting)
 
 
 def implementations(as_vllm: bool) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
@@ -136,20 +77,7 @@ def takes_fused(
     )
 
 
-def _decline(reason: str) -> None:
-    """Logs that vLLM stays as it was, with the reason."""
-    import vllm
-
-    found = getattr(vllm, "__version__", "of unknown version")
-    _logger.warning(
-        "fusednorm %s leaves vLLM %s as it was: %s. It was tested with vLLM 0.32.0; FUSEDNORM_VLLM=off silences this.",
-        __version__,
-        found,
-        reason,
-    )
-
-
-def _unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
+def unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
     """The first difference between this vLLM and the tested one; empty without a difference."""
     fields = {field.name for field in dataclasses.fields(priorities)} if dataclasses.is_dataclass(priorities) else set()
     if not fields.issuperset(_PARAMETERS):
@@ -191,7 +119,7 @@ def _rounds_as_known(vllms: Any) -> bool:
     return True
 
 
-def _prefer(mode: str, platform: Any) -> None:
+def prefer(provider: str, platform: Any) -> None:
     """Puts a provider into the platform's default order, which vLLM appends to the user's.
 
     With vLLM's rounding the provider comes just before the native implementation, because implementations that the
@@ -203,7 +131,7 @@ def _prefer(mode: str, platform: Any) -> None:
         priorities = platforms_own(vllm_config)
         for name in _PARAMETERS:
             order = list(getattr(priorities, name))
-            order.insert(order.index("native") if mode == "vllm" and "native" in order else 0, MODES[mode])
+            order.insert(order.index("native") if provider == AS_VLLM and "native" in order else 0, provider)
             setattr(priorities, name, order)
         return priorities
 

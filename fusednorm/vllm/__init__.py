@@ -1,0 +1,96 @@
+"""A plug-in of vLLM: its RMSNorm layers, gates and rotations call fusednorm. See ``docs/vllm.md``.
+
+vLLM calls :func:`register` in each of its processes (entry-point group ``vllm.general_plugins``).
+"""
+
+import logging
+import os
+
+from fusednorm.version import __version__
+from fusednorm.vllm import layers, providers
+
+__all__ = ["MODES", "register"]
+
+# A child of vLLM's own logger, so vLLM's log shows its messages.
+_logger = logging.getLogger("vllm.fusednorm")
+
+#: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow the first two.
+MODES = {"vllm": providers.AS_VLLM, "default": providers.DEFAULT, "off": None}
+
+
+def register() -> None:
+    """Adds two providers to vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, and makes vLLM prefer one.
+
+    ``fusednorm`` rounds at the places of vLLM's native implementation, ``fusednorm_default`` as fusednorm does by
+    default. The environment variable FUSEDNORM_VLLM chooses: ``vllm`` (also if it is not set), ``default``, or ``off``
+    for neither. The user's option ``--ir-op-priority`` overrides it.
+
+    On CPUs it also registers classes in place of vLLM's layers for gates, gated norms, rotations and Gemma's norm
+    (``layers.py``). vLLM's compiler looks for these layers on GPUs, so there they stay.
+
+    On platforms other than CPUs vLLM prefers neither, unless the variable also says ``gpu``, as in ``vllm,gpu``: the
+    kernels for GPUs have not been run on one. This function decides that, through vLLM's order of preference, and not
+    ``takes_norm``, because vLLM caches compiled code by that order.
+
+    vLLM does not catch the errors of a plug-in, so this function raises none: if the variable has another value, or
+    this version of vLLM is not supported, it logs a warning and leaves vLLM as it was.
+    """
+    setting = os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm"
+    words = {word.strip() for word in setting.split(",")}
+    modes = words - {"gpu"} or {"vllm"}
+    if len(modes) > 1 or not modes <= MODES.keys():
+        _decline(
+            f"FUSEDNORM_VLLM is {setting!r}, it must be one of {', '.join(MODES)}; "
+            "with ',gpu' after the first two it holds for GPUs too"
+        )
+        return
+    (mode,) = modes
+    provider = MODES[mode]
+    if provider is None:
+        _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
+        return
+    try:
+        from vllm.config.kernel import IrOpPriorityConfig
+        from vllm.ir import ops as vllms
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        _decline(f"expected vllm.ir.ops and vllm.config.kernel.IrOpPriorityConfig ({error})")
+        return
+    platform = type(current_platform)
+    unexpected = providers.unexpected(vllms, IrOpPriorityConfig, platform)
+    if unexpected:
+        _decline(unexpected)
+        return
+    if providers.AS_VLLM in vllms.rms_norm.impls:
+        return
+    providers.add(vllms)
+    on_cpu = platform.device_type == "cpu"
+    if not on_cpu and "gpu" not in words:
+        _logger.info(
+            "fusednorm %s: vLLM keeps its own RMSNorm on %s, because fusednorm's kernels have not been run on a GPU "
+            "yet; FUSEDNORM_VLLM=%s,gpu has vLLM prefer fusednorm there too",
+            __version__,
+            platform.device_type,
+            mode,
+        )
+        return
+    providers.prefer(provider, platform)
+    _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
+    if on_cpu:
+        replaced, left = layers.replace(as_vllm=provider == providers.AS_VLLM)
+        _logger.info("fusednorm %s: its own CPU code for vLLM's layers %s", __version__, ", ".join(replaced) or "none")
+        for reason in left:
+            _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
+
+
+def _decline(reason: str) -> None:
+    """Logs that vLLM stays as it was, with the reason."""
+    import vllm
+
+    found = getattr(vllm, "__version__", "of unknown version")
+    _logger.warning(
+        "fusednorm %s leaves vLLM %s as it was: %s. It was tested with vLLM 0.32.0; FUSEDNORM_VLLM=off silences this.",
+        __version__,
+        found,
+        reason,
+    )

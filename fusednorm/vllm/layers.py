@@ -1,0 +1,259 @@
+"""Classes in place of vLLM's layers: gates, gated norms, rotations, and Gemma's norm, on CPUs.
+
+vLLM has no operation of its IR for them. It has a table of classes that it makes objects of in place of its own
+(``CustomOp.register_oot``). A class here inherits from vLLM's, and only ``forward_cpu`` differs: vLLM calls it unless
+its option ``custom_ops`` disables the layer. Compiled models disable all layers that the option does not enable.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm import gated, norm_gated, ops, rotation
+from fusednorm.registry import use_backend
+from fusednorm.vllm.providers import AS_VLLM, DEFAULT
+
+_FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
+
+#: A method of vLLM's class, and whether to round where it does -> the method that replaces it.
+Replacement = Callable[[Callable[..., Any], bool], Callable[..., Any]]
+
+
+def _silu_and_mul(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        return gated.silu_and_mul(x) if x.dtype in _FLOATS else theirs(self, x)
+
+    return forward
+
+
+def _gelu_and_mul(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        ours = self.approximate == "tanh" and x.dtype in _FLOATS
+        return gated.gelu_tanh_and_mul(x) if ours else theirs(self, x)
+
+    return forward
+
+
+def _rms_norm_gated(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+    """vLLM rounds once, at the end; fusednorm by default rounds normalised rows before they meet the gate."""
+
+    def forward(self: Any, x: Tensor, z: Tensor | None = None) -> Any:
+        if z is None or {x.dtype, z.dtype, self.weight.dtype} - _FLOATS:
+            return theirs(self, x, z)
+        unrounded = as_vllm and self.norm_before_gate and x.dtype != torch.float32
+        return norm_gated.rms_norm_gated(
+            x,
+            z,
+            self.weight.data,
+            self.eps,
+            group_size=self.group_size,
+            norm_before_gate=self.norm_before_gate,
+            activation="sigmoid" if self.activation == "sigmoid" else "silu",
+            between=torch.float32 if unrounded else None,
+        )
+
+    return forward
+
+
+def _norm_of_gated(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+    """Of Mamba 2. vLLM keeps it where several processes share a group, and without a weight."""
+
+    def forward(self: Any, x: Tensor, gate: Tensor) -> Any:
+        whole_groups = self.tp_size == 1 or (self.n_groups > 1 and self.n_groups % self.tp_size == 0)
+        fits = self.use_rms_norm and self.weight.dtype == x.dtype and not {x.dtype, gate.dtype} - _FLOATS
+        if not (whole_groups and fits):
+            return theirs(self, x, gate)
+        return norm_gated.rms_norm_gated(
+            x,
+            gate,
+            self.weight.data,
+            self.variance_epsilon,
+            group_size=self.group_size,
+            norm_before_gate=False,
+            round_norm=as_vllm,
+        )
+
+    return forward
+
+
+def _gemma_rms_norm(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+    """The norm's gain 1 + weight needs no tensor of its own, and a sum no copies of its operands.
+
+    vLLM's class calls operations of the IR, so their order of preference also decides here.
+    """
+    from vllm.ir import ops as vllms
+
+    def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        weight = self.weight.data
+        operation = vllms.rms_norm if residual is None else vllms.fused_add_rms_norm
+        first = operation.get_priority()[:1]
+        alike = residual is None or residual.dtype == x.dtype
+        if not alike or {x.dtype, weight.dtype} - _FLOATS or first not in ([AS_VLLM], [DEFAULT]):
+            return theirs(self, x, residual)
+        eps, round_sum = self.variance_epsilon, first == [DEFAULT]
+        if residual is None:
+            return ops.rms_norm(x, weight, eps, weight_offset=1.0)
+        return ops.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=round_sum)
+
+    return forward
+
+
+def _rotary_embedding(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+    """In place, as vLLM's own kernel for CPUs; each product unrounded, as there."""
+
+    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        alike = query.dtype in _FLOATS and (key is None or key.dtype == query.dtype)
+        if not alike or positions.dim() != 1:
+            return theirs(self, positions, query, key)
+        cos, sin = _halves(self, self._match_cos_sin_cache_dtype(query))
+        shape, pairs = (positions.shape[0], -1, self.head_size), not self.is_neox_style
+        q = query.view(shape)
+        if key is None:
+            rotation.rotate(q, cos, sin, positions=positions, interleaved=pairs, out=q)
+        else:
+            rotation.qk_norm_rope_(
+                q, key.view(shape), cos=cos, sin=sin, norm=False, positions=positions, interleaved=pairs
+            )
+        return query, key
+
+    return forward
+
+
+def _halves(self: Any, table: Tensor) -> tuple[Tensor, Tensor]:
+    """A table's cosines and sines. They are kept, because to split the table takes as long as to rotate one row."""
+    kept = self.__dict__.get("_fusednorm_tables")
+    if kept is None or kept[0] is not table:
+        kept = (table, *table.chunk(2, dim=-1))
+        if not torch.compiler.is_compiling():
+            self.__dict__["_fusednorm_tables"] = kept
+    return kept[1], kept[2]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One of vLLM's layers.
+
+    ``attributes`` of an object, and ``arguments`` of its ``forward_cpu``, are those of a call to try both on.
+    """
+
+    module: str
+    name: str
+    replacement: Replacement
+    attributes: dict[str, Any]
+    arguments: tuple[Tensor, ...]
+    #: Whether classes that inherit from it, and compute alike, are replaced too.
+    heirs: bool = False
+
+
+def _layers() -> list[Layer]:
+    """The layers, each with a call of a few rows in bfloat16."""
+    rows = torch.arange(16 * 256, device="cpu").view(16, 256)
+    x, z, weight = ((rows * step).sin().mul(size).bfloat16() for step, size in ((0.7, 1.0), (1.1, 2.0), (0.3, 0.2)))
+    of_row = weight[0] + 1
+    gated_norm = {"weight": of_row, "eps": 1e-6, "group_size": None, "norm_before_gate": True, "activation": "swish"}
+    groups = {"tp_size": 1, "n_groups": 2, "group_size": 128, "use_rms_norm": True, "variance_epsilon": 1e-6}
+    table = (rows[:, :64] / 9).sin().bfloat16()
+    rotary = {
+        "head_size": 64,
+        "is_neox_style": True,
+        "cos_sin_cache": table,
+        "_match_cos_sin_cache_dtype": lambda query: table,
+    }
+    positions = torch.arange(16, device="cpu")
+    return [
+        Layer("activation", "SiluAndMul", _silu_and_mul, {}, (z,)),
+        Layer("activation", "GeluAndMul", _gelu_and_mul, {"approximate": "tanh"}, (z,)),
+        Layer("layernorm", "RMSNormGated", _rms_norm_gated, gated_norm, (x, z)),
+        Layer("layernorm", "GemmaRMSNorm", _gemma_rms_norm, {"weight": weight[0], "variance_epsilon": 1e-6}, (x, z)),
+        Layer("mamba.mamba_mixer2", "Mixer2RMSNormGated", _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
+        Layer("rotary_embedding", "RotaryEmbedding", _rotary_embedding, rotary, (positions, x, z), heirs=True),
+    ]
+
+
+def replace(as_vllm: bool) -> tuple[list[str], list[str]]:
+    """Registers a class for each of vLLM's layers that is as known.
+
+    Args:
+        as_vllm: round at the places of vLLM's layers. Otherwise round as fusednorm does by default.
+
+    Returns:
+        The names of the classes that are replaced, and for each of the others the reason.
+    """
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+
+    replaced, left = [], []
+    for layer in _layers():
+        found, reason = _found(layer)
+        if reason:
+            left.append(reason)
+            continue
+        for cls in (found, *(_heirs(found) if layer.heirs else ())):
+            if cls.__name__ in op_registry_oot:
+                left.append(f"another plug-in replaces {cls.__name__}")
+                continue
+            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer.replacement, as_vllm))
+            ours.name = cls.name  # by which the option `custom_ops` knows it
+            replaced.append(cls.__name__)
+    return replaced, left
+
+
+def _class(cls: Any, replacement: Replacement, as_vllm: bool) -> Any:
+    return type(f"Fusednorm{cls.__name__}", (cls,), {"forward_cpu": replacement(cls.forward_cpu, as_vllm)})
+
+
+def _heirs(cls: Any) -> Iterator[Any]:
+    """The classes of vLLM that inherit from cls and compute by its methods, in any number of steps."""
+    for heir in cls.__subclasses__():
+        alike = all(getattr(heir, name) is getattr(cls, name) for name in ("forward_cpu", "forward_native"))
+        if alike and heir.__module__.startswith("vllm."):
+            yield heir
+        if heir.__module__.startswith("vllm."):
+            yield from _heirs(heir)
+
+
+def _found(layer: Layer) -> tuple[Any, str]:
+    """vLLM's class; and if it is not as known, the reason.
+
+    It is as known if 99 of 100 elements of a call are equal. Where vLLM rounded at other places, a tenth would differ.
+    """
+    from vllm.ir import ops as vllms
+
+    module = f"vllm.model_executor.layers.{layer.module}"
+    name = f"{module}.{layer.name}"
+    try:
+        cls = getattr(importlib.import_module(module), layer.name)
+        with _first(vllms, "native"):
+            theirs = _called(cls, layer)
+        with _first(vllms, AS_VLLM), use_backend("reference"):  # the user's request may exclude CPU tensors
+            ours = _called(_class(cls, layer.replacement, as_vllm=True), layer)
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return None, f"{name} is not as in the version tested ({error})"
+    equal = torch.cat([(a == b).flatten() for a, b in zip(theirs, ours, strict=True)])
+    if equal.double().mean() < 0.99:
+        return None, f"{name} does not round where it did in the version tested"
+    return cls, ""
+
+
+def _called(cls: Any, layer: Layer) -> tuple[Tensor, ...]:
+    """The results of the layer's call by an object of cls, which vLLM's configuration does not make yet."""
+    made = object.__new__(cls)
+    torch.nn.Module.__init__(made)
+    vars(made).update(layer.attributes)
+    results = made.forward_cpu(*(t.clone() for t in layer.arguments))
+    return results if isinstance(results, tuple) else (results,)
+
+
+@contextmanager
+def _first(vllms: Any, provider: str) -> Iterator[None]:
+    """Has vLLM's operations prefer a provider."""
+    with ExitStack() as stack:
+        for operation in (vllms.rms_norm, vllms.fused_add_rms_norm):
+            stack.enter_context(operation.set_priority([provider, "native"]))
+        yield

@@ -1,0 +1,332 @@
+"""The classes that the plug-in of vLLM puts in place of vLLM's layers, beside those, in this process."""
+
+import logging
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import fusednorm
+import fusednorm.vllm as plugin
+from fusednorm.vllm import layers
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; `tox -e vllm` installs it", allow_module_level=True)
+
+# vLLM, and what it imports, warn of their own affairs.
+pytestmark = pytest.mark.filterwarnings("default")
+
+NAMES = ["SiluAndMul", "GeluAndMul", "RMSNormGated", "GemmaRMSNorm", "Mixer2RMSNormGated", "RotaryEmbedding"]
+BITS_16 = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def vllms(monkeypatch):
+    """vLLM's operations, tables and platform, as they were before and are to be after; a configuration is set."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.ir import ops
+    from vllm.model_executor import custom_op
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.platforms import current_platform
+
+    monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "get_default_ir_op_priority", platform.get_default_ir_op_priority)
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        monkeypatch.setattr(op, "impls", dict(op.impls))
+    monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_rank", lambda: 0)
+    config = VllmConfig()
+    config.compilation_config.custom_ops = ["all"]
+    with set_current_vllm_config(config), torch.inference_mode():
+        yield config
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """What the plug-in logs; vLLM's loggers may be cut off from those above."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.fusednorm")
+    return caplog
+
+
+def replaced():
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    return op_registry_oot
+
+
+def pairs(make, setting="vllm"):
+    """An object of vLLM's class and one of ours, made in the same way."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FUSEDNORM_VLLM", setting)
+        theirs = make()
+        plugin.register()
+        ours = make()
+    assert type(ours) is replaced()[type(theirs).__name__]
+    assert isinstance(ours, type(theirs))
+    assert ours._forward_method.__func__ is type(ours).forward_cpu
+    return theirs, ours
+
+
+def differing(a, b):
+    """The share of elements whose bits differ; a NaN equals a NaN."""
+    return ((a != b) & ~(a.isnan() & b.isnan())).double().mean().item()
+
+
+def test_replaced(vllms, said):
+    plugin.register()
+    assert set(NAMES) <= replaced().keys()
+    assert "Llama3RotaryEmbedding" in replaced()
+    assert "FourierRotaryEmbedding" not in replaced()  # it computes by methods of its own
+    assert f"its own CPU code for vLLM's layers {', '.join(replaced())}" in said.text
+    assert not [record for record in said.records if record.levelno > logging.INFO]
+    # The option `custom_ops` knows them by vLLM's names.
+    assert {cls.name for name, cls in replaced().items() if "Rotary" in name} == {"rotary_embedding"}
+    assert [replaced()[name].name for name in NAMES[:2]] == ["silu_and_mul", "gelu_and_mul"]
+    before = dict(replaced())
+    plugin.register()
+    assert replaced() == before
+
+
+@pytest.mark.parametrize(("setting", "device"), [("off", "cpu"), ("vllm", "cuda"), ("vllm,gpu", "cuda")])
+def test_not_replaced(vllms, monkeypatch, setting, device):
+    """vLLM's compiler looks for these layers on GPUs."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv("FUSEDNORM_VLLM", setting)
+    monkeypatch.setattr(type(current_platform), "device_type", device)
+    plugin.register()
+    assert replaced() == {}
+
+
+def test_what_another_plugin_replaced(vllms, said):
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    SiluAndMul.register_oot(theirs := type("Theirs", (SiluAndMul,), {}))
+    plugin.register()
+    assert replaced()["SiluAndMul"] is theirs
+    assert "GeluAndMul" in replaced()
+    assert "leaves a layer of vLLM as it was: another plug-in replaces SiluAndMul" in said.text
+
+
+def test_what_the_user_disables(vllms):
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+
+    plugin.register()
+    vllms.compilation_config.custom_ops = ["all", "-silu_and_mul"]
+    assert SiluAndMul()._forward_method.__name__ == "forward_native"
+    assert GeluAndMul("tanh")._forward_method.__name__ == "forward"
+
+
+def _another_attribute(monkeypatch):
+    from vllm.model_executor.layers.layernorm import RMSNormGated
+
+    monkeypatch.setattr(RMSNormGated, "forward_native", lambda self, x, z=None: self.forward_static(x, z, self.gain))
+    return "layernorm.RMSNormGated is not as in the version tested ('RMSNormGated' object has no attribute 'gain')"
+
+
+def _another_rounding(monkeypatch):
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    once = staticmethod(lambda x: fusednorm.silu_and_mul(x, between=torch.float32))
+    monkeypatch.setattr(SiluAndMul, "forward_native", once)
+    return "activation.SiluAndMul does not round where it did in the version tested"
+
+
+def _another_name(monkeypatch):
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    monkeypatch.delattr(mamba_mixer2, "Mixer2RMSNormGated")
+    return "mamba.mamba_mixer2.Mixer2RMSNormGated is not as in the version tested"
+
+
+def _another_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.rotary_embedding", None)
+    return "rotary_embedding.RotaryEmbedding is not as in the version tested"
+
+
+@pytest.mark.parametrize("change", [_another_attribute, _another_rounding, _another_name, _another_module])
+def test_an_unknown_layer_is_left_as_it_was(vllms, said, monkeypatch, change):
+    with monkeypatch.context() as patched:
+        words = change(patched)
+        plugin.register()
+    assert f"leaves a layer of vLLM as it was: vllm.model_executor.layers.{words}" in said.text
+    missing = set(NAMES) - replaced().keys()
+    assert len(missing) == 1
+    assert missing.pop() in words
+
+
+def test_the_calls_tried_tell_roundings_apart():
+    """Of each layer: where a rounding is elsewhere, more than a hundredth of the elements differs."""
+    by_name = {layer.name: layer for layer in layers._layers()}
+    (z,) = by_name["SiluAndMul"].arguments
+    assert differing(fusednorm.silu_and_mul(z), fusednorm.silu_and_mul(z, between=torch.float32)) > 0.1
+    assert differing(fusednorm.gelu_tanh_and_mul(z), fusednorm.gelu_tanh_and_mul(z, between=torch.float32)) > 0.1
+    x, z = by_name["RMSNormGated"].arguments
+    weight = by_name["RMSNormGated"].attributes["weight"]
+    a, b = (fusednorm.rms_norm_gated(x, z, weight, between=between) for between in (None, torch.float32))
+    assert differing(a, b) > 0.1
+    a, b = (fusednorm.rms_norm_gated(x, z, weight, norm_before_gate=False, round_norm=r) for r in (False, True))
+    assert differing(a, b) > 0.1
+    a, b = (fusednorm.fused_add_rms_norm(x, z, weight, weight_offset=1.0, round_sum=r)[0] for r in (False, True))
+    assert differing(a, b) > 0.1
+    positions, x, _ = by_name["RotaryEmbedding"].arguments
+    halves = by_name["RotaryEmbedding"].attributes["cos_sin_cache"].chunk(2, -1)
+    rotated = [
+        fusednorm.rotate(x.view(16, 4, 64), *halves, positions=positions, round_products=r) for r in (False, True)
+    ]
+    assert differing(*rotated) > 0.1
+
+
+@pytest.mark.parametrize("dtype", BITS_16)
+def test_silu_of_every_gate(vllms, dtype):
+    """All bits are vLLM's, but where torch's exponential of a bfloat16 overflows before ours: silu is 0 there."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    theirs, ours = pairs(SiluAndMul)
+    gates = torch.arange(65536).sub(32768).to(torch.int16).view(dtype).view(256, 256)
+    ups = torch.linspace(-3, 3, 256).to(dtype).expand(256, 256)
+    x = torch.cat((gates, ups), -1)
+    overflows = (gates >= -97) & (gates <= -89) if dtype == torch.bfloat16 else torch.zeros_like(gates, dtype=bool)
+    assert overflows.sum() == (17 if dtype == torch.bfloat16 else 0)
+    a, b = theirs(x), ours(x)
+    assert differing(a[~overflows], b[~overflows]) == 0
+    assert a[overflows].eq(0).all()
+    assert b[overflows].abs().lt(1e-36).all()
+
+
+@pytest.mark.parametrize("dtype", BITS_16)
+def test_gelu_of_every_gate(vllms, dtype):
+    """torch takes 1 + tanh, which loses bits of a negative argument; so some results differ in their last bits."""
+    from vllm.model_executor.layers.activation import GeluAndMul
+
+    theirs, ours = pairs(lambda: GeluAndMul("tanh"))
+    gates = torch.arange(65536).sub(32768).to(torch.int16).view(dtype)
+    gates = gates[gates.abs() < 16].unsqueeze(-1)
+    x = torch.cat((gates, torch.ones_like(gates)), -1)
+    assert 0 < differing(theirs(x), ours(x)) < 0.01
+    exact = GeluAndMul("none")
+    assert torch.equal(exact(x), exact.forward_native(x))
+
+
+@pytest.mark.parametrize("dtype", [*BITS_16, torch.float32])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize(("head", "turned"), [(64, 64), (128, 32)])
+def test_rotation(vllms, dtype, neox, head, turned):
+    """In place, in views of one tensor. In 16 bits all bits are those of vLLM's kernel for CPUs."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    theirs, ours = pairs(lambda: RotaryEmbedding(head, turned, 128, 10000.0, neox, dtype))
+    torch.manual_seed(0)
+    qkv, positions = torch.randn(40, 8 * head).to(dtype), torch.randint(0, 128, (40,))
+    found = []
+    for layer in (theirs, ours):
+        copy = qkv.clone()
+        q, k, _ = copy.split([5 * head, 2 * head, head], -1)
+        a, b = layer(positions, q, k)
+        assert (a.data_ptr(), b.data_ptr(), a.shape) == (q.data_ptr(), k.data_ptr(), q.shape)
+        layer(positions, q, None)
+        found.append(copy)
+    if dtype == torch.float32 and neox:  # vLLM's compiler contracts a product and a sum there
+        torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+    else:
+        assert torch.equal(*found)
+    assert not torch.equal(found[0], qkv)
+    batches = [qkv[:, : 5 * head].reshape(8, 5, -1) for _ in range(2)]  # vLLM's kernel takes these
+    results = [layer(positions.view(8, 5), q, q.clone())[0] for layer, q in zip((theirs, ours), batches, strict=True)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", BITS_16)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("activation", ["swish", "sigmoid"])
+@pytest.mark.parametrize("group", [None, 32])
+def test_gated_norm(vllms, dtype, first, activation, group):
+    from vllm.model_executor.layers.layernorm import RMSNormGated
+
+    options = {"norm_before_gate": first, "activation": activation, "group_size": group, "dtype": dtype}
+    theirs, ours = pairs(lambda: RMSNormGated(128, **options))
+    torch.manual_seed(0)
+    weight, x, z = torch.rand(128) + 0.5, torch.randn(64, 3, 128).to(dtype), torch.randn(64, 3, 128).to(dtype)
+    for layer in (theirs, ours):
+        layer.weight.data.copy_(weight)
+    assert differing(theirs(x, z), ours(x, z)) < 1e-3
+    assert torch.equal(ours(x), theirs(x))  # without a gate it is vLLM's
+    assert torch.equal(ours(x.double(), z.double()), theirs(x.double(), z.double()))
+
+
+def test_gated_norm_by_default(vllms):
+    from vllm.model_executor.layers.layernorm import RMSNormGated
+
+    theirs, ours = pairs(lambda: RMSNormGated(128, norm_before_gate=True, dtype=torch.bfloat16), "default")
+    x, z = torch.randn(2, 64, 128).bfloat16()
+    assert torch.equal(ours(x, z), fusednorm.rms_norm_gated(x, z, ours.weight, 1e-5))
+    assert differing(theirs(x, z), ours(x, z)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", BITS_16)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_norm_of_gated_rows(vllms, dtype, groups):
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
+
+    theirs, ours = pairs(lambda: Mixer2RMSNormGated(256, groups).to(dtype))
+    torch.manual_seed(0)
+    weight, x, z = torch.rand(256) + 0.5, torch.randn(64, 256).to(dtype), torch.randn(64, 256).to(dtype)
+    for layer in (theirs, ours):
+        layer.weight.data.copy_(weight)
+    assert differing(theirs(x, z), ours(x, z)) < 1e-3
+    for layer in (theirs, ours):  # vLLM multiplies in the wider dtype, and so does not round there
+        layer.float()
+    assert torch.equal(ours(x, z), theirs(x, z))
+    ours.tp_size, ours.n_groups = 3, 4  # groups that processes share
+    with pytest.raises(AssertionError):
+        ours(x, z)
+
+
+@pytest.mark.parametrize("dtype", BITS_16)
+def test_norm_of_gemma(vllms, dtype):
+    from vllm.ir import ops
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+    theirs, ours = pairs(lambda: GemmaRMSNorm(256).to(dtype))
+    torch.manual_seed(0)
+    weight, x, residual = torch.randn(256) / 4, torch.randn(64, 256).to(dtype), torch.randn(64, 256).to(dtype)
+    for layer in (theirs, ours):
+        layer.weight.data.copy_(weight)
+    kept = x.clone(), residual.clone()
+    for provider in ("fusednorm", "fusednorm_default", "native"):
+        with ops.rms_norm.set_priority([provider, "native"]), ops.fused_add_rms_norm.set_priority([provider, "native"]):
+            # All bits of the provider that vLLM prefers, whichever that is.
+            assert torch.equal(ours(x), theirs(x))
+            assert all(map(torch.equal, ours(x, residual), theirs(x, residual)))
+            assert all(map(torch.equal, ours(x, residual.float()), theirs(x, residual.float())))
+    assert all(map(torch.equal, kept, (x, residual)))
+
+
+def test_compiled(vllms):
+    """Where `custom_ops` enables them, compiled layers have the bits of eager ones."""
+    from vllm.ir import ops
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    plugin.register()
+    gate, gated = SiluAndMul(), RMSNormGated(64, dtype=torch.bfloat16)
+    norm, rotary = GemmaRMSNorm(64).bfloat16(), RotaryEmbedding(64, 64, 128, 10000.0, True, torch.bfloat16)
+    positions, qkv = torch.arange(40), torch.randn(40, 256).bfloat16()
+
+    def step(qkv):
+        qkv = qkv + 1
+        q, k = rotary(positions, qkv[:, :128], qkv[:, 128:192])
+        y, total = norm(gate(q), k)
+        return gated(y, total), k
+
+    with (
+        ops.rms_norm.set_priority(["fusednorm", "native"]),
+        ops.fused_add_rms_norm.set_priority(["fusednorm", "native"]),
+    ):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        assert all(map(torch.equal, compiled(qkv), step(qkv)))
