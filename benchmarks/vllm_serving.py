@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,35 +40,101 @@ TINY = {
     "vocab_size": 256,
 }
 
+#: A model (W8A8 means that matrices and their inputs have 8 bits), the dtype, and whether it runs without compilation.
+CASES = (
+    ("Llama", "bfloat16", True),
+    ("Llama", "bfloat16", False),
+    ("Llama", "float32", True),
+    ("Llama W8A8", "bfloat16", True),
+    ("Qwen3", "bfloat16", True),
+    ("Gemma2", "bfloat16", True),
+    ("Qwen3Next", "bfloat16", True),
+    ("Mamba2", "bfloat16", True),
+)
 
-def save_model(folder: str, architecture: str, sizes: dict[str, int]) -> None:
+
+def configuration(architecture: str, sizes: dict[str, int]) -> Any:
+    """The configuration of a model of that kind; sizes that its kind does not have are left out."""
+    import transformers
+
+    hidden, head = sizes["hidden_size"], sizes["hidden_size"] // sizes["num_attention_heads"]
+    further: dict[str, Any] = {"head_dim": head, "max_position_embeddings": 256}
+    if architecture == "Gemma2":
+        further |= {"query_pre_attn_scalar": head, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    if architecture == "Qwen3Next":  # vLLM takes one only if a layer has experts
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 4}
+        dense = list(range(sizes["num_hidden_layers"] - 1))
+        further |= experts | {"mlp_only_layers": dense, "shared_expert_intermediate_size": hidden // 4}
+        further |= {"layer_types": [f"{('linear', 'full')[i % 2]}_attention" for i in range(len(dense) + 1)]}
+        further |= {"linear_num_key_heads": hidden // 128, "linear_num_value_heads": hidden // 64}
+        further |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    if architecture == "Mamba2":  # of the sizes it has three
+        sizes = {name: sizes[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+        further = {"head_dim": 64, "num_heads": hidden // 32, "state_size": 64, "n_groups": 1}
+        further |= {"tie_word_embeddings": False}
+    return getattr(transformers, f"{architecture}Config")(**sizes, **further)
+
+
+def save_model(folder: str, architecture: str, sizes: dict[str, int], int8: bool = False) -> None:
     """Saves a model that is sure of each next token, a permutation of the last one, though nobody trained it.
 
     In a model of random weights the two best tokens are often as near as the last bit of bfloat16: any other order of a
-    sum changes tokens there. Here the output matrix is the permuted embedding. Layers add as much as the embedding to
-    the residual stream, and norms have weights, so that it matters what they compute.
+    sum changes tokens there. Here the output matrix is the permuted embedding (Gemma 2 has one matrix for both, so its
+    next token is the last one). Layers add as much as the embedding to the residual stream, and norms have weights, so
+    that it matters what they compute.
 
     Args:
         folder: where to.
-        architecture: Llama, or Qwen3 (which has norms of each head of q and k, too).
+        architecture: Llama; Qwen3 (which has norms of each head of q and k, too); Gemma2 (a norm before and after each
+            half of a layer, and GELU); Qwen3Next (gated norms in every other layer, and experts in the last); Mamba2
+            (norms of gated rows).
         sizes: of the configuration.
+        int8: with weights of 8 bits, and quantized inputs of each matrix but the last (W8A8).
     """
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{architecture}Config")(
-        **sizes, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"], max_position_embeddings=256
-    )
-    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(configuration(architecture, sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide where a row is rounded
                 parameter.uniform_(0.5, 1.5)
-            elif "layers" in name:  # a product as large as the row that is multiplied
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
-        embedding = model.model.embed_tokens.weight.normal_()
-        model.lm_head.weight[torch.randperm(sizes["vocab_size"])] = embedding * sizes["hidden_size"] ** -0.5
+            elif "layers" in name and parameter.dim() > 1:  # a product as large as the row that is multiplied
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        embedding = model.get_input_embeddings().weight.normal_()
+        if model.lm_head.weight is embedding:
+            embedding *= sizes["hidden_size"] ** -0.5
+        else:
+            model.lm_head.weight[torch.randperm(sizes["vocab_size"])] = embedding * sizes["hidden_size"] ** -0.5
     model.save_pretrained(folder)
+    if int8:
+        quantize_saved(folder)
+
+
+def quantize_saved(folder: str) -> None:
+    """Quantizes the matrices of a saved model as compressed-tensors does: a scale for each row of a matrix."""
+    import safetensors.torch
+
+    path, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    tensors = safetensors.torch.load_file(path)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / 127
+        tensors[f"{name}_scale"] = scale
+        tensors[name] = (tensors[name].float() / scale).round().to(torch.int8)
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": quantization}))
 
 
 def serve(model: str, dtype: str, eager: bool, sizes: dict[str, int], requests: int, tokens: int) -> None:
@@ -90,10 +157,11 @@ def serve(model: str, dtype: str, eager: bool, sizes: dict[str, int], requests: 
     ]
     greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        answer = {"seconds": seconds, "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+        seconds, of_processor = time.perf_counter() - start[0], time.process_time() - start[1]
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        answer = {"seconds": seconds, "of_processor": of_processor, "tokens": tokens}
         print("ANSWER", json.dumps(answer), flush=True)
 
 
@@ -138,22 +206,29 @@ class Engine:
 
 
 def compare(arguments: list[Any], requests: int, rounds: int, threads: int) -> dict[str, Any] | str:
-    """The rounds' requests per second and ratios; or what is wrong."""
+    """The rounds' requests per second and ratios, by the clock and by processor time; or what is wrong.
+
+    Other programs on the machine disturb the processor time of an engine less than the clock.
+    """
     engines = {mode: Engine(mode, threads, arguments) for mode in ("off", "vllm")}
     try:
         first = {mode: engine.answer()["tokens"] for mode, engine in engines.items()}
         if first["off"] != first["vllm"]:
             different = sum(a != b for a, b in zip(first["off"], first["vllm"], strict=True))
             return f"tokens differ in {different} of {requests} requests"
-        per_second: dict[str, list[float]] = {mode: [] for mode in engines}
+        answers: dict[str, list[dict[str, Any]]] = {mode: [] for mode in engines}
         for index in range(rounds):
             for mode in list(engines)[:: 1 if index % 2 else -1]:
-                per_second[mode].append(requests / engines[mode].answer()["seconds"])
+                answers[mode].append(engines[mode].answer())
     finally:
         for engine in engines.values():
             engine.close()
-    ratios = [on / off for on, off in zip(per_second["vllm"], per_second["off"], strict=True)]
-    return {"requests_per_second": per_second, "ratios": ratios}
+    found: dict[str, Any] = {}
+    for seconds, name in (("seconds", "by_time"), ("of_processor", "by_processor_time")):
+        per_second = {mode: [requests / answer[seconds] for answer in each] for mode, each in answers.items()}
+        ratios = [on / off for on, off in zip(per_second["vllm"], per_second["off"], strict=True)]
+        found[name] = {"requests_per_second": per_second, "ratios": ratios}
+    return found
 
 
 def main() -> None:
@@ -165,6 +240,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="write the results to this file")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and one round")
+    parser.add_argument("--only", nargs="*", help="measure these models alone, such as Llama or 'Llama W8A8'")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -172,28 +248,27 @@ def main() -> None:
         return
     sizes, rounds = (TINY, 1) if options.dry_run else (SIZES, options.rounds)
     results = []
-    print("| model | dtype | | without | with | ratio, median | lowest | highest |\n|---|---|---|---|---|---|---|---|")
-    for architecture, dtype, eager in (
-        ("Llama", "bfloat16", True),
-        ("Llama", "bfloat16", False),
-        ("Qwen3", "bfloat16", True),
-        ("Llama", "float32", True),
-    ):
+    print("| model | dtype | | by | without | with | ratio, median | lowest | highest |\n" + "|---" * 9 + "|")
+    for model, dtype, eager in CASES:
+        if options.only and model not in options.only:
+            continue
+        architecture, _, int8 = model.partition(" ")
         with tempfile.TemporaryDirectory() as folder:
-            save_model(folder, architecture, sizes)
+            save_model(folder, architecture, sizes, bool(int8))
             arguments = [folder, dtype, eager, sizes, options.requests, options.tokens]
             found = compare(arguments, options.requests, rounds, options.threads)
         way = "eager" if eager else "compiled"
         if isinstance(found, str):
-            sys.exit(f"{architecture}, {dtype}, {way}: {found}")
-        off, on = (statistics.median(found["requests_per_second"][mode]) for mode in ("off", "vllm"))
-        ratios = found["ratios"]
-        print(
-            f"| {architecture} | {dtype} | {way} | {off:.2f} | {on:.2f} | {statistics.median(ratios):.3f} "
-            f"| {min(ratios):.3f} | {max(ratios):.3f} |",
-            flush=True,
-        )
-        results.append({"model": architecture, "dtype": dtype, "way": way, **found})
+            sys.exit(f"{model}, {dtype}, {way}: {found}")
+        for name, of in (("by_time", "clock"), ("by_processor_time", "processor time")):
+            off, on = (statistics.median(found[name]["requests_per_second"][mode]) for mode in ("off", "vllm"))
+            ratios = found[name]["ratios"]
+            print(
+                f"| {model} | {dtype} | {way} | {of} | {off:.2f} | {on:.2f} | {statistics.median(ratios):.3f} "
+                f"| {min(ratios):.3f} | {max(ratios):.3f} |",
+                flush=True,
+            )
+        results.append({"model": model, "dtype": dtype, "way": way, **found})
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"sizes": sizes, "options": vars(options), "results": results}, file, indent=1)
