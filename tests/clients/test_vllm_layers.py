@@ -306,6 +306,24 @@ def test_norm_of_gemma(vllms, dtype):
     assert all(map(torch.equal, kept, (x, residual)))
 
 
+def test_norm_and_vllms_quantization(vllms):
+    """What vLLM's W8A8 layers get from a norm of the plug-in: one call of fusednorm has the bits of both steps."""
+    from vllm import _custom_ops
+    from vllm.ir import ops
+
+    plugin.register()
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(64, 256).bfloat16(), torch.randn(64, 256).bfloat16(), torch.rand(256).bfloat16()
+    flags = {"round_sum": False, "round_norm": True}
+    ours = fusednorm.fused_add_rms_norm_quant(
+        x, residual, weight, 1e-6, quantization=fusednorm.quantizations.VLLM_INT8_TOKEN_CPU, **flags
+    )
+    with ops.fused_add_rms_norm.set_priority(["fusednorm", "native"]):
+        y, total = ops.fused_add_rms_norm(x, residual, weight, 1e-6)
+    values, scale, _ = _custom_ops.onednn_scaled_int8_quant(y)
+    assert all(map(torch.equal, ours, (values, scale, total)))
+
+
 def test_compiled(vllms):
     """Where `custom_ops` enables them, compiled layers have the bits of eager ones."""
     from vllm.ir import ops
