@@ -1,0 +1,291 @@
+"""Models exported to ONNX, in ONNX Runtime: the specification's bits with ``exact=True``, else within its bounds."""
+
+import itertools
+
+import pytest
+import torch
+
+import fusednorm
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="tox installs it")
+pytest.importorskip("onnxscript", reason="tox installs it")
+
+import fusednorm.onnx  # noqa: E402 - after the lines that skip
+
+# Of torch's exporter.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+U = 2.0**-24
+
+
+class Calls(torch.nn.Module):
+    """Many calls in one model, because each export takes time. Its inputs are float64, and converted for each call.
+
+    Its outputs are float64 or integers, because NumPy, through which ONNX Runtime passes them, has no bfloat16.
+    """
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, *inputs):
+        found = []
+        for function, dtypes in self.calls:
+            results = function(*(x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=False)))
+            for result in results if isinstance(results, tuple) else (results,):
+                found.append(result.to(F64) if result.is_floating_point() else result)
+        return tuple(found)
+
+
+def run(model, inputs, **options):
+    """What ONNX Runtime returns for a model, and the names of the operators in its file."""
+    program = fusednorm.onnx.export(model, tuple(inputs), verbose=False, **options)
+    level = onnxruntime.SessionOptions()
+    level.log_severity_level = 3
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), level)
+    names = [one.name for one in session.get_inputs()]
+    found = session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})
+    return [torch.from_numpy(one) for one in found], [node.op_type for node in program.model.graph]
+
+
+def same(found, expected):
+    return found.dtype == expected.dtype and torch.equal(found.nan_to_num(0.125), expected.nan_to_num(0.125))
+
+
+def check_bits(calls, inputs, **options):
+    model = Calls(calls)
+    found, _ = run(model, inputs, exact=True, **options)
+    expected = model(*inputs)
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.fixture
+def rows():
+    """Rows of all magnitudes, and rows with an infinity, a NaN, and zeros alone: [9, 100]."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 100, dtype=F64) * torch.logspace(-15, 15, 9, dtype=F64).unsqueeze(-1)
+    x[1, 3], x[3, 5], x[5] = torch.inf, torch.nan, 0.0
+    return x
+
+
+def test_bits_of_norms(rows):
+    """Every rounding that a flag moves, in the mixes of dtypes that round at different places."""
+    calls = []
+    mixes = ((BF16, BF16, BF16), (F16, F32, F16), (BF16, F32, F32), (F32, BF16, F32), (F64, F32, F64))
+    for dtypes, round_sum, round_norm in itertools.product(mixes, (True, False), (True, False)):
+        flags = {"weight_offset": float(round_sum), "round_sum": round_sum, "round_norm": round_norm, "eps": 1e-9}
+        calls.append((lambda x, r, w, flags=flags: fusednorm.fused_add_rms_norm(x, r, w, **flags), dtypes))
+    calls += [
+        (lambda x, r, w: fusednorm.fused_add_rms_norm(x, r, w, residual_dtype=BF16, out_dtype=F16), (F32,) * 3),
+        (lambda x, r, w: fusednorm.rms_norm(x, out_dtype=F32, round_norm=True), (BF16,) * 3),
+        (lambda x, r, w: fusednorm.fused_add_rms_norm(x, r, w, x_scale=1.000004, bias=w), (F32,) * 3),
+        (lambda x, r, w: fusednorm.rms_norm_add_rms_norm(x, r, w, w, between=F32), (BF16,) * 3),
+        (lambda x, r, w: fusednorm.rms_norm_add(x, r, w), (F16, F32, F32)),
+        (lambda x, r, w: fusednorm.rms_norm(x.unflatten(-1, (4, 25)), w.reshape(4, 25), bias=w[:25]), (BF16,) * 3),
+        (fusednorm.l2_norm, (BF16,)),
+    ]
+    check_bits(calls, [rows, rows.flip(0), torch.randn(100, dtype=F64)])
+
+
+def test_bits_of_long_rows():
+    torch.manual_seed(0)
+    calls = [
+        (lambda x, size=size: fusednorm.rms_norm(x[:, :size]), (F32,)) for size in (1, 6, 64, 1000, 1024, 1025, 5000)
+    ]
+    check_bits(calls, [torch.randn(3, 5000, dtype=F64)])
+
+
+def test_bits_of_gates_and_rotations():
+    torch.manual_seed(0)
+    z = torch.linspace(-120, 120, 480, dtype=F64).reshape(3, 160)
+    z[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    y, cos = torch.randn(3, 160, dtype=F64), torch.randn(3, 8, dtype=F64)
+    calls = []
+    for activation, dtypes in itertools.product(("silu", "sigmoid", "gelu_tanh"), ((F32, F32), (BF16, F32))):
+        calls.append((lambda y, z, *_, a=activation: fusednorm.gate(y, z, activation=a), dtypes))
+    calls += [
+        (lambda y, z, *_: fusednorm.gate(y, z * 7, activation="gelu_tanh"), (F64, F64)),
+        (lambda y, z, *_: fusednorm.silu_and_mul(z, y), (F16, F16)),
+        (lambda y, z, *_: fusednorm.gelu_tanh_and_mul(z, y, between=F32), (BF16, BF16)),
+        (lambda y, z, *_: fusednorm.rms_norm_gated(y, z, norm_before_gate=False), (BF16, BF16)),
+    ]
+    for interleaved, dtypes in itertools.product((False, True), ((BF16, F32, F32, F32), (F32,) * 4)):
+        flags = {"interleaved": interleaved, "round_products": dtypes[0] == BF16}
+        for size in (16, 20):  # of heads: all of them rotated, or the first 16 numbers
+            calls.append(
+                (
+                    lambda y, z, c, s, flags=flags, n=size: fusednorm.rotate(y.reshape(3, -1, n), c, s, **flags),
+                    dtypes,
+                )
+            )
+    check_bits(calls, [y, z, cos, cos.sin()])
+
+
+def presets():
+    return {
+        name: value
+        for name, value in vars(fusednorm.quantizations).items()
+        if isinstance(value, fusednorm.Quantization)
+    }
+
+
+def test_bits_of_quantization(rows):
+    """Numbers, scales and zero points of every preset: rows alone, because ``exact`` does not matter there."""
+
+    def quantized(y, quantization):
+        given = {}
+        if quantization.per == "tensor":
+            given = {"scale": torch.tensor(0.01)}
+            if quantization.zero_point in ("after", "before"):
+                given["zero_point"] = torch.tensor(3, dtype=torch.int32)
+        found = fusednorm.quantize(y, quantization, **given)
+        return tuple(one.float() if one.dtype.itemsize == 1 else one for one in found if one is not given.get("scale"))
+
+    x = torch.randn(9, 256, dtype=F64)
+    x[:, :100] = rows
+    calls = [(lambda y, q=q: quantized(y, q), (BF16,)) for q in presets().values()]
+    model = Calls(calls)
+    found, _ = run(model, [x])
+    names = [name for name, q in presets().items() for _ in quantized(x.to(BF16), q)]
+    assert [name for name, a, b in zip(names, found, model(x), strict=True) if not same(a, b)] == []
+
+
+class Model(torch.nn.Module):
+    """A small model with the norms before attention and the MLP, without attention."""
+
+    def __init__(self, size=64):
+        super().__init__()
+        self.norms = torch.nn.ModuleList(fusednorm.AddRMSNorm(size, eps=1e-6) for _ in range(4))
+        self.up, self.gate = (torch.nn.Linear(size, 96, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(96, size, bias=False)
+        self.last = fusednorm.RMSNorm(size, eps=1e-6)
+
+    def forward(self, x):
+        residual = None
+        for norm in self.norms:
+            x, residual = norm(x, residual)
+            x = self.down(fusednorm.silu_and_mul(self.gate(x), self.up(x)))
+        return self.last(x + residual)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_model(exact, tmp_path):
+    """Another number of rows than that of the export; only matrix products and, without ``exact``, norms differ."""
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(7, 64)
+    file = tmp_path / "model.onnx"
+    rows = ({0: torch.export.Dim.DYNAMIC},)
+    program = fusednorm.onnx.export(model, (x[:3],), file, dynamic_shapes=rows, exact=exact, verbose=False)
+    operators = [node.op_type for node in program.model.graph]
+    assert operators.count("RMSNormalization") == (0 if exact else 5)
+    assert ("Sigmoid" in operators) == (not exact)
+    (found,) = onnxruntime.InferenceSession(file).run(None, {"x": x.numpy()})
+    with torch.no_grad():
+        # Random weights enlarge nothing: the errors of five norms, four gates and twelve products are some ulp each.
+        torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_norms_of_the_runtime_are_within_the_bound():
+    """|y - exact| is at most the specification's bound (section 4) and the last rounding.
+
+    ONNX fixes no order of additions, so a term passes through up to N - 1 of them in place of d. The operator has fewer
+    roundings afterwards than the specification: it divides by the root, in place of a reciprocal and a product.
+    """
+    torch.manual_seed(0)
+    size = 128
+    x, r, w = torch.randn(64, size, dtype=F64) ** 3, torch.randn(64, size, dtype=F64), torch.randn(size, dtype=F64)
+    cases = [  # dtypes, weight_offset, round_norm
+        ((F32, F32, F32), 0.0, False),
+        ((F32, F32, F32), 1.0, False),
+        ((BF16, BF16, BF16), 0.0, False),
+        ((BF16, BF16, BF16), 0.0, True),
+        ((F16, F32, F32), 1.0, False),
+    ]
+    calls = []
+    for dtypes, offset, round_norm in cases:
+        flags = {"weight_offset": offset, "round_norm": round_norm}
+        calls.append((lambda x, r, w, flags=flags: fusednorm.fused_add_rms_norm(x, r, w, **flags)[0], dtypes))
+    found, operators = run(Calls(calls), [x, r, w])
+    assert operators.count("RMSNormalization") == len(cases)
+    for y, (dtypes, offset, round_norm) in zip(found, cases, strict=True):
+        a, b, c = (t.to(dtype) for t, dtype in zip((x, r, w), dtypes, strict=True))
+        h = (a.float() + b.float()).to(b.dtype).double()
+        n = h * (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        gain = c.double() + offset
+        relative = ((size - 1 + 1) / 2 + 5 + (offset != 0)) * U
+        bound = relative * (n * gain).abs()
+        if round_norm:  # the spacing of x's dtype at n, times the gain
+            bound += spacing(n, dtypes[0]) * gain.abs()
+        bound += spacing(n * gain, dtypes[0]) * (0.5 if dtypes[0] != F32 else 0)
+        assert (((y - n * gain).abs() - bound) <= 0).all()
+
+
+def spacing(v, dtype):
+    """That of a dtype's numbers around v; at its upper end, where an error may carry a value into the next binade."""
+    return torch.exp2(torch.floor(torch.log2(v.abs().clamp(torch.finfo(dtype).tiny))) + 1) * torch.finfo(dtype).eps
+
+
+def test_gates_of_the_runtime_are_within_the_bound():
+    """One rounding for each product (docs/spec.md, section 10), and the error of the runtime's own Sigmoid.
+
+    That error is not specified: it is taken from the runtime, for these inputs.
+    """
+    torch.manual_seed(0)
+    z, y = torch.linspace(-20, 20, 4001), torch.randn(4001)
+    calls = [
+        (lambda y, z: torch.sigmoid(z), (F32, F32)),
+        (lambda y, z: fusednorm.gate(y, z), (F32, F32)),
+        (lambda y, z: fusednorm.silu_and_mul(z, y), (F32, F32)),
+    ]
+    (sigmoid, *found), operators = run(Calls(calls), [y.double(), z.double()])
+    assert operators.count("Sigmoid") == 1  # of one gate, which torch's optimizer computes once
+    exact = z.double().sigmoid()
+    error = ((sigmoid - exact) / exact).abs()
+    for result in found:
+        silu = y.double() * z.double() * exact
+        assert ((result - silu).abs() <= (error * (1 + 3 * U) + 2 * U) * 1.000001 * silu.abs()).all()
+
+
+def exported(function, **options):
+    return fusednorm.onnx.export(Calls([(function, (F32, F32))]), (torch.ones(2, 8, dtype=F64),), **options)
+
+
+def test_calls_without_a_translation():
+    with pytest.raises(NotImplementedError, match=r"fusednorm\.rms_norm_ has no .* it writes .* call rms_norm, which"):
+        exported(lambda x: fusednorm.rms_norm_(x.clone()))
+    with pytest.raises(NotImplementedError, match=r"fusednorm\.into has no .* call the function without `out`"):
+        exported(lambda x: fusednorm.rms_norm(x, out=torch.empty_like(x)))
+    with pytest.raises(NotImplementedError, match=r"gate_backward has no .* it computes gradients"):
+        exported(lambda x: torch.ops.fusednorm.gate_backward(x, x, x, "silu", None, [True, True]))
+    with pytest.raises(NotImplementedError, match="rounded to 16 bits, which runtimes round twice"):
+        exported(lambda x: fusednorm.rms_norm(x.double(), out_dtype=BF16), exact=True)
+    with pytest.raises(NotImplementedError, match="opset 23 and later, and the export is to opset 20"):
+        exported(fusednorm.rms_norm, opset_version=20)
+    any_length = (((None, torch.export.Dim.DYNAMIC),),)
+    with pytest.raises(NotImplementedError, match="last dimension must have a fixed length"):
+        exported(fusednorm.rms_norm, exact=True, dynamic_shapes=any_length)
+    with pytest.raises(torch.onnx.OnnxExporterError, match="bessel"):  # an operation of torch's
+        exported(torch.special.bessel_j0)
+
+
+def test_operations_that_torch_converts_already():
+    """A program in which torch has replaced operations that write, as it does before an export."""
+    program = torch.export.export(Calls([(lambda x: fusednorm.rms_norm_(x.clone()), (F32,))]), (torch.ones(2, 8),))
+    with pytest.raises(NotImplementedError, match=r"fusednorm\.rms_norm_ has no"):
+        fusednorm.onnx.export(program.run_decompositions({}))
+
+
+def test_every_operation_has_an_entry():
+    table = fusednorm.onnx.translations()
+    assert {operation._opname for operation in table} == set(fusednorm.library.SCHEMAS)
+    with pytest.raises(NotImplementedError, match=r"affine_backward has no"):
+        table[torch.ops.fusednorm.affine_backward.default]()
+
+
+def test_other_translations_come_first():
+    from onnxscript import opset23
+
+    table = {torch.ops.fusednorm.rms_norm.default: lambda x, *_: (opset23.Neg(x), opset23.Abs(x))}
+    program = exported(fusednorm.rms_norm, custom_translation_table=table, verbose=False)
+    assert "Neg" in [node.op_type for node in program.model.graph]
