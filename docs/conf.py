@@ -30,7 +30,7 @@ html_css_files = ["wide.css"]
 #: The menu. It is added to the index here, because GitHub would show it as three blocks of code.
 MENU = {
     "Start": "tour install backends rounding training troubleshooting faults api",
-    "In what you have": "torch transformers vllm rl distributed compat",
+    "In what you have": "torch transformers vllm rl onnx distributed compat",
     "How it works": "spec design performance bench compare cuda triton writing_a_backend hardening stability releasing",
 }
 

@@ -28,6 +28,7 @@ MODULES = (
     "fusednorm.call",
     "fusednorm.layout",
     "fusednorm.distributed",
+    "fusednorm.onnx",
     "fusednorm.transformers",
     "fusednorm.compat.fla",
     "fusednorm.compat.flag_gems",

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 import fusednorm
+import fusednorm.onnx
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="tox installs it")
 pytest.importorskip("onnxscript", reason="tox installs it")
 
-import fusednorm.onnx  # noqa: E402 - after the lines that skip
-
-# Of torch's exporter.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 U = 2.0**-24
@@ -269,6 +266,7 @@ def test_calls_without_a_translation():
         exported(torch.special.bessel_j0)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_operations_that_torch_converts_already():
     """A program in which torch has replaced operations that write, as it does before an export."""
     program = torch.export.export(Calls([(lambda x: fusednorm.rms_norm_(x.clone()), (F32,))]), (torch.ones(2, 8),))

@@ -1,0 +1,412 @@
+"""The operations of ``torch.ops.fusednorm`` in ONNX's operators: docs/onnx.md.
+
+An operation is a function with the arguments of its operator, and ``exact``; dtypes are those of ONNX. torch calls it
+while it records a graph, to which each operator is added as it is called.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnxscript import evaluator
+from onnxscript import opset18 as op
+from onnxscript import opset23 as op23
+
+from fusednorm.backends.activations import INNER, OUTER, SCHEMES
+from fusednorm.backends.quantizer import MOST
+from fusednorm.backends.reference import SEGMENT
+from fusednorm.onnx import OPSET, UntranslatedError
+from fusednorm.quantizations import Quantization
+
+_F32, _F64, _I32, _I64 = (getattr(ir.DataType, name) for name in ("FLOAT", "DOUBLE", "INT32", "INT64"))
+_SHORT = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+#: A tensor of the ONNX graph.
+Value = Any
+
+
+def rms_norm(
+    exact: bool,
+    x: Value,
+    weight: Value | None,
+    eps: float,
+    offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    out_dtype: Any = None,
+) -> tuple[Value, Value]:
+    """y, [..., N], and rstd, [...]: docs/spec.md, section 2."""
+    wide = _accumulator(x)
+    return _normalised(exact, _cast(x, x.dtype, wide), x, weight, eps, offset, round_norm, out_dtype or x.dtype)
+
+
+def fused_add_rms_norm(
+    exact: bool,
+    x: Value,
+    residual: Value,
+    weight: Value | None,
+    eps: float,
+    offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    out_dtype: Any = None,
+    residual_dtype: Any = None,
+) -> tuple[Value, Value, Value]:
+    """y, the sum, and rstd."""
+    wide, total_dtype = _accumulator(x), residual_dtype or residual.dtype
+    h = op.Add(_cast(x, x.dtype, wide), _cast(residual, residual.dtype, wide))
+    total = _rounded(exact, h, wide, total_dtype)
+    if round_sum:
+        h = _cast(total, total_dtype, wide)
+    y, rstd = _normalised(exact, h, x, weight, eps, offset, round_norm, out_dtype or x.dtype)
+    return y, total, rstd
+
+
+def add(exact: bool, x: Value, residual: Value, dtype: Any) -> Value:
+    """x + residual, rounded to a dtype: section 8, as the next three."""
+    wide = _accumulator(x)
+    return _rounded(exact, op.Add(_cast(x, x.dtype, wide), _cast(residual, residual.dtype, wide)), wide, dtype)
+
+
+def scale(exact: bool, x: Value, factor: float) -> Value:
+    """x times a number, rounded to x's dtype."""
+    wide = _accumulator(x)
+    return _cast(op.Mul(_cast(x, x.dtype, wide), _constant(factor, wide)), wide, x.dtype)
+
+
+def affine(
+    exact: bool,
+    n: Value,
+    weight: Value | None,
+    bias: Value | None,
+    offset: float,
+    rounded_to: Any,
+    out_dtype: Any,
+) -> Value:
+    """Normalised rows n times the weight, plus the bias."""
+    wide = n.dtype
+    y = n if rounded_to is None else _cast(_rounded(exact, n, wide, rounded_to), rounded_to, wide)
+    gain = _gain(weight, offset, wide)
+    y = y if gain is None else op.Mul(y, gain)
+    y = y if bias is None else op.Add(y, _cast(bias, bias.dtype, wide))
+    y = _rounded(exact, y, wide, out_dtype)
+    return op.Identity(y) if y is n else y  # a result needs a node of its own, for its name
+
+
+def rotate(exact: bool, x: Value, cos: Value, sin: Value, interleaved: bool, rounded_to: Any, dtype: Any) -> Value:
+    """Rotated heads, [..., H, D]."""
+    wide, rank, size, angles = _accumulator(x), len(x.shape), _length(x), _length(cos)
+    heads = _cast(x, x.dtype, wide)
+    # [..., K] for all heads of a row.
+    c, s = (op.Unsqueeze(_cast(table, table.dtype, wide), _integers(-2)) for table in (cos, sin))
+    if interleaved:
+        rotated = op.Reshape(_part(heads, 0, 2 * angles), _integers(*[0] * (rank - 1), angles, 2))
+        a, b = (op.Squeeze(_part(rotated, i, i + 1), _integers(-1)) for i in (0, 1))
+    else:
+        a, b = _part(heads, 0, angles), _part(heads, angles, 2 * angles)
+
+    def product(v: Value, table: Value) -> Value:
+        found = op.Mul(v, table)
+        return found if rounded_to is None else _cast(_rounded(exact, found, wide, rounded_to), rounded_to, wide)
+
+    first = op.Sub(product(a, c), product(b, s))
+    second = op.Add(product(b, c), product(a, s))
+    if interleaved:
+        pairs = op.Concat(op.Unsqueeze(first, _integers(-1)), op.Unsqueeze(second, _integers(-1)), axis=-1)
+        parts = [op.Reshape(pairs, _integers(*[0] * (rank - 1), 2 * angles))]
+    else:
+        parts = [first, second]
+    if 2 * angles < size:
+        parts.append(_part(heads, 2 * angles, size))
+    return _rounded(exact, op.Concat(*parts, axis=-1), wide, dtype)
+
+
+def gate(exact: bool, y: Value, z: Value, activation: str, between: Any, out_dtype: Any) -> Value:
+    """y times a function of z: section 10."""
+    wide = _F64 if _F64 in (y.dtype, z.dtype) else _F32
+    gate = _cast(z, z.dtype, wide)
+    argument = gate
+    if activation == "gelu_tanh":
+        cubic = op.Mul(op.Mul(op.Mul(gate, gate), gate), _constant(INNER, wide))
+        argument = op.Mul(op.Add(gate, cubic), _constant(OUTER, wide))
+    if exact:
+        a = _product(_constant(1.0, wide) if activation == "sigmoid" else gate, argument, wide)
+    else:
+        a = op.Sigmoid(argument)
+        a = a if activation == "sigmoid" else op.Mul(gate, a)
+    if between is not None:
+        a = _cast(_rounded(exact, a, wide, between), between, wide)
+    return _rounded(exact, op.Mul(_cast(y, y.dtype, wide), a), wide, out_dtype)
+
+
+def quantize(
+    exact: bool, y: Value, text: str, scale: Value | None, zero_point: Value | None
+) -> tuple[Value, Value, Value]:
+    """Numbers, scales and zero points of rows: section 9. Nothing of it depends on ``exact``."""
+    quantization = Quantization.parse(text)
+    size, rank = _length(y), len(y.shape)
+    group = quantization.group(size)
+    # [..., groups, group]
+    v = op.Reshape(_cast(y, y.dtype, _F32), _integers(*[0] * (rank - 1), size // group, group))
+    number, (qmin, qmax) = partial(_constant, dtype=_F32), quantization.range
+    zero = shift = multiplier = None
+    if scale is not None:
+        s = op.Reshape(scale, _integers(1))
+        if zero_point is not None:
+            shift = _cast(op.Reshape(zero_point, _integers(1)), _I32, _F32)
+    elif quantization.computes_zero_point:
+        low, high = (_or_nan(v, reduced(v, _integers(-1), keepdims=1)) for reduced in (op.ReduceMin, op.ReduceMax))
+        s = _scale_of(op.Sub(high, low), quantization, qmax - qmin)
+        shift = op.Round(op.Sub(number(qmin), op.Div(low, s)))
+        nothing = op.Or(op.Equal(s, number(0.0)), op.IsNaN(shift))
+        shift = op.Where(nothing, number(0.0), _clamped(shift, -MOST, MOST))
+        zero = op.Cast(shift, to=_I32)
+    else:
+        amax = _or_nan(v, op.ReduceMax(op.Abs(v), _integers(-1), keepdims=1))
+        floor = number(quantization.amax_floor)
+        if quantization.floor_dtype == "input":
+            floor = _cast(_cast(floor, _F32, y.dtype), y.dtype, _F32)
+        amax = op.Where(op.Less(amax, floor), floor, amax)
+        limit = number(quantization.amax_limit)
+        amax = op.Where(op.Greater(amax, limit), limit, amax)
+        s = _scale_of(amax, quantization, qmax)
+        multiplier = op.Div(number(qmax), amax)
+    if quantization.apply == "divide":
+        v = op.Div(v, s)
+    else:
+        ratio = quantization.apply == "ratio" and multiplier is not None
+        v = op.Mul(v, multiplier if ratio else _reciprocal(s, _F32))
+    v = op.Where(op.Equal(s, number(0.0)), number(0.0), v)
+    values = op.Reshape(_stored(v, quantization, shift), op.Shape(y))
+    if quantization.returns == "multiplier" and multiplier is not None:
+        s = multiplier
+    computed = scale is None
+    return (
+        values,
+        op.Squeeze(s, _integers(-1)) if computed else _constant([], _F32),
+        _constant([], _I32) if zero is None else op.Squeeze(zero, _integers(-1)),
+    )
+
+
+# Parts of these operations. Where nothing else is said, values are of the accumulator type, which ``wide`` names.
+
+
+def _normalised(
+    exact: bool,
+    h: Value,
+    x: Value,
+    weight: Value | None,
+    eps: float,
+    offset: float,
+    round_norm: bool,
+    out_dtype: Any,
+) -> tuple[Value, Value]:
+    """The norm of h, [..., N], rounded to ``out_dtype``, and rstd, [...]; x gives dtypes and the length of rows."""
+    wide = _accumulator(x)
+    gain = _gain(weight, offset, wide)
+    rounds = round_norm and x.dtype != wide
+    square = op.Mul(h, h)
+    if exact:
+        mean = op.Div(_treesum(square, _length(x), len(x.shape)), _constant(_length(x), wide))
+    else:
+        mean = op.ReduceMean(square, _integers(-1), keepdims=1)
+    rstd = _reciprocal(_root(op.Add(mean, _constant(eps, wide)), wide), wide)
+    if exact or wide == _F64:
+        y = op.Mul(h, rstd)
+    else:
+        _check_opset()
+        ones = op.ConstantOfShape(op.Shape(h, start=-1), value=ir.tensor([1.0], dtype=wide))
+        y = op23.RMSNormalization(h, ones if gain is None or rounds else gain, epsilon=eps)
+    if rounds:
+        y = _cast(_rounded(exact, y, wide, x.dtype), x.dtype, wide)
+    if gain is not None and (rounds or exact or wide == _F64):
+        y = op.Mul(y, gain)
+    return _rounded(exact, y, wide, out_dtype), op.Squeeze(rstd, _integers(-1))
+
+
+def _check_opset() -> None:
+    """Refuses operators of a version in which there is no RMSNormalization."""
+    version = getattr(getattr(evaluator.default(), "opset", None), "version", OPSET)
+    if version < OPSET:
+        raise UntranslatedError(
+            f"RMSNormalization is an operator of opset 23 and later, and the export is to opset {version}; pass "
+            "opset_version=23 to torch.onnx.export, or exact=True to fusednorm.onnx.translations"
+        )
+
+
+def _treesum(v: Value, size: int, rank: int) -> Value:
+    """The specification's sum of the last dimension, which keeps it: [..., 1]."""
+    if size > SEGMENT:
+        segments = -(-size // SEGMENT)
+        v = op.Reshape(_padded(v, size, segments * SEGMENT), _integers(*[0] * (rank - 1), segments, SEGMENT))
+        v, size = op.Squeeze(_halved(v, SEGMENT), _integers(-1)), segments
+    return _halved(v, size)
+
+
+def _halved(v: Value, size: int) -> Value:
+    """Padded with +0 to a power of two, and ``v = v[:n/2] + v[n/2:]`` until one is left: [..., 1]."""
+    n = 1 << (size - 1).bit_length()
+    v = _padded(v, size, n)
+    while n > 1:
+        v, n = op.Add(*op.Split(v, axis=-1, num_outputs=2)), n // 2
+    return v
+
+
+def _padded(v: Value, size: int, to: int) -> Value:
+    return v if size == to else op.Pad(v, _integers(0, to - size), None, _integers(-1))
+
+
+def _root(v: Value, wide: Any) -> Value:
+    """The correctly rounded root: a runtime's root of float64, rounded to float32, is (docs/spec.md, section 7)."""
+    return _cast(op.Sqrt(_cast(v, wide, _F64)), _F64, wide)
+
+
+def _reciprocal(v: Value, wide: Any) -> Value:
+    """1 / v. ONNX Runtime makes one quotient of the product with ``1 / v``, which rounds once; not of ``-1 / -v``."""
+    return op.Div(_constant(-1.0, wide), op.Neg(v))
+
+
+def _gain(weight: Value | None, offset: float, wide: Any) -> Value | None:
+    if weight is None:
+        return None
+    gain = _cast(weight, weight.dtype, wide)
+    return gain if offset == 0 else op.Add(gain, _constant(offset, wide))
+
+
+def _product(z: Value, v: Value, wide: Any) -> Value:
+    """z * sigmoid(v), by the exponential of the specification, section 10."""
+    scheme, number = SCHEMES[torch.float64 if wide == _F64 else torch.float32], partial(_constant, dtype=wide)
+    low = op.Less(v, number(scheme.low))
+    p, first, second = _exponential(op.Where(low, v, op.Neg(v)), wide)
+    at_least = op.Where(op.Less(z, number(scheme.least)), number(scheme.least), z)
+    tiny = op.Add(op.Mul(op.Mul(op.Mul(at_least, p), first), second), op.Sub(z, z))
+    e = op.Mul(op.Mul(p, first), second)
+    return op.Div(op.Where(low, tiny, z), op.Add(number(1.0), e))
+
+
+def _exponential(t: Value, wide: Any) -> tuple[Value, Value, Value]:
+    """Three factors of exp(t), which are multiplied from left to right."""
+    scheme, number = SCHEMES[torch.float64 if wide == _F64 else torch.float32], partial(_constant, dtype=wide)
+    t = op.Where(op.Less(t, number(scheme.least)), number(scheme.least), t)
+    t = op.Where(op.Greater(t, number(scheme.greatest)), number(scheme.greatest), t)
+    k = op.Sub(op.Add(op.Mul(t, number(scheme.log2_e)), number(scheme.rounder)), number(scheme.rounder))
+    r = op.Sub(op.Sub(t, op.Mul(k, number(scheme.ln2_high))), op.Mul(k, number(scheme.ln2_low)))
+    square = op.Mul(r, r)
+    pairs = [
+        op.Add(op.Mul(r, number(odd)), number(even))
+        for even, odd in zip(scheme.coefficients[::2], scheme.coefficients[1::2], strict=True)
+    ]
+    p = pairs.pop()
+    for pair in reversed(pairs):
+        p = op.Add(op.Mul(p, square), pair)
+    p = op.Add(op.Add(op.Mul(p, square), r), number(1.0))
+    half = op.Floor(op.Mul(k, number(0.5)))
+    least, greatest = (round(end * scheme.log2_e) // 2 for end in (scheme.least, scheme.greatest + 1))
+    powers = np.exp2(np.arange(least, greatest + 1, dtype=np.float64))
+    table, known = _constant(powers, wide), op.Not(op.IsNaN(k))  # of a NaN no power is taken: p is NaN
+
+    def power(exponent: Value) -> Value:
+        index = op.Where(known, op.Sub(exponent, number(least)), number(0.0))
+        return op.Gather(table, op.Cast(index, to=_I64))
+
+    return p, power(half), power(op.Sub(k, half))
+
+
+def _scale_of(span: Value, quantization: Quantization, steps: float) -> Value:
+    """A span of values divided into steps."""
+    if quantization.scale_by == "reciprocal":
+        scale = op.Mul(span, _constant(np.float32(1) / np.float32(steps), _F32))
+    else:
+        scale = op.Div(span, _constant(steps, _F32))
+    floor = _constant(quantization.scale_floor, _F32)
+    return op.Where(op.Less(scale, floor), floor, scale)
+
+
+def _stored(v: Value, quantization: Quantization, shift: Value | None) -> Value:
+    """What is stored for quotients, [..., groups, group]; ``shift``: a zero point for each group, or None."""
+    (qmin, qmax), to = quantization.range, _of_torch(quantization.dtype)
+    number = partial(_constant, dtype=_F32)
+    if quantization.dtype.is_floating_point:
+        v = op.Where(op.IsNaN(v), number(np.nan), v)  # whose sign is that of no other NaN
+        return op.Cast(_clamped(v, qmin, qmax), to=to)
+    if shift is not None and quantization.zero_point == "after":
+        v = _clamped(op.Round(v), -MOST, MOST)
+        whole = op.Add(op.Cast(op.Where(op.IsNaN(v), number(0.0), v), to=_I32), op.Cast(shift, to=_I32))
+        return op.Cast(op.Max(_constant(qmin, _I32), op.Min(_constant(qmax, _I32), whole)), to=to)
+    if shift is not None:
+        v = op.Add(v, shift)
+    v = op.Round(_clamped(v, qmin, qmax))
+    v = op.Where(op.IsNaN(v), number(0.0), v)
+    if quantization.zero_point == 128:
+        v = op.Add(v, number(128.0))
+    return op.Cast(v, to=to)
+
+
+def _clamped(v: Value, low: float, high: float) -> Value:
+    """v, of float32, within two numbers; a NaN stays."""
+    least, greatest = _constant(low, _F32), _constant(high, _F32)
+    v = op.Where(op.Less(v, least), least, v)
+    return op.Where(op.Greater(v, greatest), greatest, v)
+
+
+def _or_nan(v: Value, reduced: Value) -> Value:
+    """What the last dimension of v was reduced to, or NaN where it has one: ONNX does not say who wins there."""
+    counted = op.ReduceMax(op.Cast(op.IsNaN(v), to=_I32), _integers(-1), keepdims=1)
+    return op.Where(op.Cast(counted, to=ir.DataType.BOOL), _constant(np.nan, _F32), reduced)
+
+
+def _rounded(exact: bool, v: Value, wide: Any, dtype: Any) -> Value:
+    """v rounded once. ONNX does not say how float64 becomes 16 bits, and runtimes round to float32 first."""
+    if exact and wide == _F64 and dtype in _SHORT:
+        raise UntranslatedError(
+            "exact=True has no translation of float64 rows that are rounded to 16 bits, which runtimes round twice; "
+            "convert the rows to float32 in the model, or pass exact=False"
+        )
+    return _cast(v, wide, dtype)
+
+
+def _cast(v: Value, before: Any, after: Any) -> Value:
+    return v if before == after else op.Cast(v, to=after)
+
+
+def _constant(number: Any, dtype: Any) -> Value:
+    """A number of shape [1], or the numbers of a list, rounded once to a dtype.
+
+    It is no scalar, because onnxscript's optimizer takes a scalar within 1e-8 of 0 for 0, and within 1e-5 of 1 for 1.
+    """
+    with np.errstate(over="ignore"):  # to infinity where the dtype ends before
+        return op.Constant(value=ir.tensor(np.atleast_1d(np.asarray(number, dtype=np.float64)).astype(dtype.numpy())))
+
+
+def _integers(*numbers: int) -> Value:
+    """A shape, or a list of dimensions."""
+    return op.Constant(value=ir.tensor(list(numbers), dtype=_I64))
+
+
+def _part(v: Value, begin: int, end: int) -> Value:
+    """Elements of the last dimension."""
+    return op.Slice(v, _integers(begin), _integers(end), _integers(-1))
+
+
+def _length(x: Value) -> int:
+    """The elements of the last dimension."""
+    size = x.shape[-1]
+    if not isinstance(size, int):
+        raise UntranslatedError(
+            f"the last dimension must have a fixed length in ONNX, got {size}; leave it out of dynamic_shapes"
+        )
+    return size
+
+
+def _of_torch(dtype: torch.dtype) -> Any:
+    return getattr(
+        ir.DataType, {"int8": "INT8", "uint8": "UINT8"}.get(name := str(dtype)[6:], name.upper().replace("_", ""))
+    )
+
+
+def _accumulator(x: Value) -> Any:
+    return _F64 if x.dtype == _F64 else _F32
