@@ -65,7 +65,14 @@ def messages(*patterns):
 
 
 MESSAGES = messages(
-    *("fusednorm/*.py", "fusednorm/bench/*.py", "fusednorm/compat/*.py", "fusednorm/transformers/*.py", "backends/*.py")
+    *(
+        "fusednorm/*.py",
+        "fusednorm/bench/*.py",
+        "fusednorm/compat/*.py",
+        "fusednorm/transformers/*.py",
+        "fusednorm/vllm/*.py",
+        "backends/*.py",
+    )
 )
 HEADINGS = re.findall("^### `+(.*?)`+$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
 
