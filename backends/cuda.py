@@ -278,7 +278,7 @@ gate_backward = gate
 def gate_backward_on_fast_path(
     d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
 ) -> bool:
-    """As :func:`gate_backward`, with kernels that are held, without a call as a value; whether it wrote the gradients."""
+    """As :func:`gate_backward`, with kernels that are held, without a call as a value; says whether it wrote all."""
     return path.gate_backward(path.CUDA, d, y, z, dy, dz, activation, packing.KINDS[between])
 
 
