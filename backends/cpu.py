@@ -15,7 +15,17 @@ from fusednorm import fast_path as path
 from fusednorm import packing, registry
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate
+    from fusednorm.call import (
+        Backward,
+        Forward,
+        Gate,
+        GateBackward,
+        NormGated,
+        NormGatedBackward,
+        Operation,
+        Quantize,
+        Rotate,
+    )
 
 DEVICES = ("cpu",)
 
@@ -168,6 +178,16 @@ def norm_gated(call: NormGated) -> None:
         _refuse_memory(call.norm.operation.hidden_size)
 
 
+def norm_gated_backward(call: NormGatedBackward) -> None:
+    """Writes the gradients of a norm and a gate; see :class:`fusednorm.registry.Backend`.
+
+    Raises:
+        MemoryError: no memory for the rows' buffers.
+    """
+    if _lib.fn_run(packing.pack_norm_gated_backward(call, torch.get_num_threads())):
+        _refuse_memory(call.operation.hidden_size)
+
+
 def rotate(call: Rotate) -> None:
     """Normalises and rotates heads; see :class:`fusednorm.registry.Backend`.
 
@@ -192,3 +212,7 @@ def backward(call: Backward) -> None:
     """
     if _lib.fn_run(packing.pack_backward(call, torch.get_num_threads())):
         _refuse_memory(call.operation.hidden_size)
+
+
+#: It takes calls with the gradient of a bias, and weights of [H, N], too.
+affine_backward = backward

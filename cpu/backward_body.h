@@ -14,6 +14,7 @@ struct gradient_row {
      */
     void *const *sum;
     int merged;
+    int64_t at, bias_at; /* where the head's sums of the weight's gradient begin, and of the bias's; 0: there are none of it */
     void *d; /* NULL, or the gradient of x */
     int from_memory; /* whether operands come from memory */
     int bypass_cache; /* whether the gradient bypasses the caches */
@@ -29,14 +30,19 @@ FN_INLINE U weighted(U dy, const struct gradient_row *row, int64_t i) {
     return row->g ? u_mul(dy, u_load(F32, row->g, i, UNIT)) : dy;
 }
 
+/* Adds a unit's share to the newest sums, at this place. */
+FN_INLINE void add_share(const struct gradient_row *row, int64_t place, U share) {
+    for (int k = row->merged; k-- > 0;) share = u_add(u_load(F32, row->sum[k], place, UNIT), share);
+    u_store(F32, *row->sum, place, UNIT, share);
+}
+
 /* First pass: the share of the weight's gradient, and the products that the row's sum adds. */
 FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i, int n, float *products) {
     U dy = gradient_operand(kind, row, row->dy, i, n);
     U xhat = u_mul(gradient_operand(kind, row, row->h, i, n), u_set1(row->rstd));
     if (row->sum) {
-        U share = u_mul(dy, xhat);
-        for (int k = row->merged; k-- > 0;) share = u_add(u_load(F32, row->sum[k], i, UNIT), share);
-        u_store(F32, *row->sum, i, UNIT, share);
+        add_share(row, row->at + i, u_mul(dy, xhat));
+        if (row->bias_at) add_share(row, row->bias_at + i, dy);
     }
     if (row->d) u_store(F32, products, 0, UNIT, u_mul(weighted(dy, row, i), xhat));
 }
@@ -108,33 +114,42 @@ static int kind_of_rows(const struct fn_backward_job *job) {
     int same = job->h_kind == kind && (!job->dx || job->dx_kind == kind) && !job->dresidual &&
                (!job->d_total || job->d_total_kind == kind);
 #if defined(BF16_BY_PARITY)
-    if (kind == BF16 && (!job->weight || job->weight_kind == BF16)) kind = BF16P;
+    if (kind == BF16 && (!job->weight || job->weight_kind == BF16) && (!job->dbias || job->bias_kind == BF16)) kind = BF16P;
 #endif
     return same ? kind : NONE;
 }
 
-/* A thread's scratch: g, one row of each operand as float, and the sums of a row's segments. */
+/* A thread's scratch: one row of each operand as float, the sums of a row's segments, and the gains of all heads. */
 struct backward_scratch {
-    float *g, *dy, *h, *d_total, *d, *sums;
+    float *dy, *h, *d_total, *d, *sums, *gains;
 };
 
 FN_INLINE struct backward_scratch backward_scratch(const struct fn_backward_job *job, void *scratch) {
     int64_t padded = (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
-    float *g = scratch;
-    return (struct backward_scratch){g, g + padded, g + 2 * padded, g + 3 * padded, g + 4 * padded, g + 5 * padded};
+    float *dy = scratch, *sums = dy + 4 * padded;
+    return (struct backward_scratch){dy, dy + padded, dy + 2 * padded, dy + 3 * padded, sums, sums + fn_room_for_sums(job->hidden)};
 }
 
-FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int64_t m, const float *g) {
+/* Row m of one head, which is m % heads. A division would take a tenth of a short row's time. */
+FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int64_t m, const float *gains) {
+    const int64_t at = (job->heads == 1 ? job->head : m % job->heads) * job->gain_stride;
     return (struct gradient_row){
         .dy = fn_row_of_dy(job, m),
         .h = fn_row_of_h(job, m),
         .d_total = fn_row_of_d_total(job, m),
-        .g = job->weight ? g : NULL,
+        .g = job->weight ? gains + at : NULL,
+        .at = at,
+        .bias_at = job->bias_sums ? job->bias_sums + at : 0,
         .d = job->dx ? job->dx + m * job->dx_stride : NULL,
         .from_memory = job->from_memory,
         .bypass_cache = job->bypass_cache,
         .rstd = ((const float *)job->rstd)[m],
     };
+}
+
+/* How many of the newest sums row m's share is added to: that of the block's rows before is on the stack too. */
+FN_INLINE int merged_into(const struct fn_backward_part *part, int64_t m, int64_t begin, int64_t end, int merged) {
+    return (m > begin || part->continues) + (m + 1 < end ? 0 : merged);
 }
 
 /* Rows of one kind, as fn_backward_rows says. */
@@ -143,27 +158,31 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
     const struct backward_scratch room = backward_scratch(job, part->scratch);
     struct gradient_row before = {0};
     if (part->pending) {
-        before = operands_of(job, part->row, room.g);
+        before = operands_of(job, part->row, room.gains);
         before.c = part->c;
     }
     for (int64_t m = begin; m < end; m++) {
-        struct gradient_row row = operands_of(job, m, room.g);
-        row.merged = (m > begin) + (m + 1 < end ? 0 : merged); /* the sum of the rows before is on the stack too */
-        row.sum = sums ? sums->row + sums->count - row.merged : NULL;
-        if (sums) sums->count += 1 - row.merged;
-        float total = before.d ? pass_over(kind, &before, &row, job->hidden, room.sums)
-                               : pass_over(kind, NULL, &row, job->hidden, room.sums);
-        row.c = total / (float)job->hidden;
-        before = row;
+        const int into = merged_into(part, m, begin, end, merged);
+        void *const *const sum = sums ? sums->row + sums->count - into : NULL;
+        if (sums) sums->count += 1 - into;
+        for (int64_t head = 0; head < job->heads; head++) {
+            struct gradient_row row = operands_of(job, m * job->heads + head, room.gains);
+            row.merged = into;
+            row.sum = sum;
+            float total = before.d ? pass_over(kind, &before, &row, job->hidden, room.sums)
+                                   : pass_over(kind, NULL, &row, job->hidden, room.sums);
+            row.c = total / (float)job->hidden;
+            before = row;
+        }
     }
     part->pending = before.d != NULL;
-    part->row = end - 1;
+    part->row = end * job->heads - 1;
     part->c = before.c;
 }
 
 FN_INLINE void flush_row(int kind, const struct fn_backward_job *job, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
-    struct gradient_row row = operands_of(job, part->row, room.g);
+    struct gradient_row row = operands_of(job, part->row, room.gains);
     row.c = part->c;
     pass_over(kind, &row, NULL, job->hidden, room.sums);
     part->pending = 0;
@@ -182,29 +201,43 @@ GRADIENTS(F32) GRADIENTS(F16) GRADIENTS(BF16)
 GRADIENTS(BF16P)
 #endif
 
-/* Rows of several kinds: each is a job of its own, with its operands as float. */
+/* A row of a head whose operands have several kinds: a job of its own, with its operands as float. */
+static void gradients_of_row(const struct fn_backward_job *job, int64_t m, int64_t head, struct fn_sum_stack *sums, int merged,
+                             struct fn_backward_part *part) {
+    const struct backward_scratch room = backward_scratch(job, part->scratch);
+    const int64_t n = job->hidden, i = m * job->heads + head;
+    char *dx = job->dx ? job->dx + i * job->dx_stride : NULL;
+    char *dresidual = job->dresidual ? job->dresidual + i * job->dresidual_stride : NULL;
+    char *const d = dx && job->dx_kind == F32 ? dx : (char *)room.d;
+    const struct fn_backward_job one = {
+        .dy = as_float(job->dy_kind, fn_row_of_dy(job, i), room.dy, n),
+        .h = as_float(job->h_kind, fn_row_of_h(job, i), room.h, n),
+        .d_total = as_float(job->d_total_kind, fn_row_of_d_total(job, i), room.d_total, n),
+        .rstd = (const float *)job->rstd + i,
+        .weight = job->weight,
+        .dx = dx || dresidual ? d : NULL,
+        .hidden = n,
+        .heads = 1,
+        .head = head,
+        .gain_stride = job->gain_stride,
+        .bias_sums = job->bias_sums,
+    };
+    gradients_F32(&one, 0, 1, sums, merged, part);
+    if (part->pending) flush_F32(&one, part);
+    if (dx && dx != d) from_float(job->dx_kind, (const float *)d, dx, n);
+    if (dresidual) from_float(job->dresidual_kind, (const float *)d, dresidual, n);
+}
+
+/* Rows of several kinds. */
 static void gradients_mixed(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
                             int merged, struct fn_backward_part *part) {
-    const struct backward_scratch room = backward_scratch(job, part->scratch);
-    int64_t n = job->hidden;
+    struct fn_backward_part alone = {.scratch = part->scratch}; /* nothing is pending after a row */
     for (int64_t m = begin; m < end; m++) {
-        char *dx = job->dx ? job->dx + m * job->dx_stride : NULL;
-        char *dresidual = job->dresidual ? job->dresidual + m * job->dresidual_stride : NULL;
-        const char *d_total = fn_row_of_d_total(job, m);
-        const struct fn_backward_job one = {
-            .dy = as_float(job->dy_kind, fn_row_of_dy(job, m), room.dy, n),
-            .h = as_float(job->h_kind, fn_row_of_h(job, m), room.h, n),
-            .d_total = as_float(job->d_total_kind, d_total, room.d_total, n),
-            .rstd = (const float *)job->rstd + m,
-            .weight = job->weight,
-            .dx = dx || dresidual ? (char *)room.d : NULL,
-            .hidden = n,
-        };
-        /* The sum of the rows before is on the stack too. */
-        gradients_F32(&one, 0, 1, sums, (m > begin) + (m + 1 < end ? 0 : merged), part);
-        if (part->pending) flush_F32(&one, part);
-        if (dx) from_float(job->dx_kind, room.d, dx, n);
-        if (dresidual) from_float(job->dresidual_kind, room.d, dresidual, n);
+        const int into = merged_into(part, m, begin, end, merged), count = sums ? sums->count : 0;
+        for (int64_t head = 0; head < job->heads; head++) {
+            if (sums) sums->count = count;
+            gradients_of_row(job, m, head, sums, into, &alone);
+        }
     }
 }
 
@@ -232,24 +265,30 @@ static void backward_flush(const struct fn_backward_job *job, struct fn_backward
     if (STREAMS && job->bypass_cache) u_stream_end();
 }
 
-/* Run once by each thread: g, in the order in which its rows read it. */
+/* Run once by each thread: the gains, in the order in which rows read them. */
 static void backward_begin(const struct fn_backward_job *job, void *scratch) {
-    int kind = kind_of_rows(job) == BF16P ? (int)BF16P : job->weight_kind;
+    const int kind = kind_of_rows(job) == BF16P ? (int)BF16P : job->weight_kind;
     if (!job->weight) return;
-    if (job->wide) {
-        begin_f64(job, scratch);
-        return;
+    for (int64_t head = 0; head < job->heads; head++) {
+        const void *weight = (const char *)job->weight + head * job->hidden * fn_element_size(job->weight_kind);
+        if (job->wide) begin_f64(job, weight, gains_f64(job, scratch) + head * job->gain_stride);
+        else widen_weight(kind, weight, (float)job->weight_offset, 1, job->hidden,
+                          backward_scratch(job, scratch).gains + head * job->gain_stride);
     }
-    widen_weight(kind, job->weight, (float)job->weight_offset, 1, job->hidden, scratch);
 }
 
-/* The weight's gradient, rounded to the weight's type. */
-static void backward_end(const struct fn_backward_job *job, const void *sum) {
-    if (job->wide) {
-        narrow_from_f64(job->weight_kind, sum, job->dweight, job->hidden);
-    } else if (kind_of_rows(job) == BF16P) {
-        convert(F32, BF16P, sum, job->dweight, job->hidden);
-    } else {
-        from_float(job->weight_kind, sum, job->dweight, job->hidden);
+/* A parameter's gradient from a row of sums for each head, rounded to the parameter's type. */
+static void round_sums(const struct fn_backward_job *job, int kind, const char *sums, char *into) {
+    const int64_t n = job->hidden;
+    for (int64_t head = 0; head < job->heads; head++, into += n * fn_element_size(kind)) {
+        if (job->wide) narrow_from_f64(kind, (const double *)sums + head * job->gain_stride, into, n);
+        else if (kind_of_rows(job) == BF16P) convert(F32, BF16P, (const float *)sums + head * job->gain_stride, into, n);
+        else from_float(kind, (const float *)sums + head * job->gain_stride, into, n);
     }
+}
+
+static void backward_end(const struct fn_backward_job *job, const void *sum) {
+    const int64_t item = job->wide ? sizeof(double) : sizeof(float);
+    if (job->dweight) round_sums(job, job->weight_kind, sum, job->dweight);
+    if (job->dbias) round_sums(job, job->bias_kind, (const char *)sum + job->bias_sums * item, job->dbias);
 }

@@ -34,11 +34,11 @@ enum { FN_BIAS = FN_FORWARD_OPERANDS, FN_FORWARD_OPERANDS_IN_C };
 
 /*
  * The operands of a backward pass, as in `Backward` of fusednorm/call.py. FN_PARTIAL, [blocks, hidden], is scratch of GPU
- * kernels: what each block of rows adds to the weight's gradient.
+ * kernels: what each block of rows adds to the weight's gradient. A CPU needs none, and writes the gradient of a bias there.
  */
 enum {
     FN_DY, FN_D_RESIDUAL_OUT, FN_H, FN_BACKWARD_RSTD, FN_BACKWARD_WEIGHT, FN_DX, FN_DRESIDUAL, FN_PARTIAL, FN_DWEIGHT,
-    FN_BACKWARD_OPERANDS
+    FN_BACKWARD_OPERANDS, FN_DBIAS = FN_PARTIAL
 };
 
 enum { FN_OPERANDS = FN_BACKWARD_OPERANDS };

@@ -75,10 +75,11 @@ size_t fn_affine_bytes(const struct fn_forward_job *job) {
     return job->x_kind == FN_F64 ? 0 : (size_t)(2 * 4 * job->heads * fn_float_row(job->hidden));
 }
 
-/* The weight, one row of each operand, the sums of segments; each padded to whole segments. */
+/* One row of each operand, padded to whole segments, the sums of segments, and the gains of all heads. */
 size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
     int64_t padded = round_up(job->hidden, FN_SEGMENT);
-    return (size_t)(round_up(5 * padded + fn_padded_sums(job->hidden), FN_SEGMENT) * (job->wide ? 8 : 4));
+    const int64_t others = job->heads * job->gain_stride + fn_room_for_sums(job->hidden);
+    return (size_t)(round_up(4 * padded + others, FN_SEGMENT) * (job->wide ? 8 : 4));
 }
 
 /* Whether all rows of an operand begin and end with a cache line. */
@@ -189,7 +190,11 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
     const int taken = chain->quantizer || (chain->gate && !chain->gate_first); /* the last part's rows, too */
     for (int64_t row = begin; row < end; row += chain->block) {
         const int64_t next = end - row < chain->block ? end : row + chain->block;
-        if (chain->gate_first) fn_gate_rows(chain->gate, row, next, FN_GATE_OUT, passed, NULL, 0);
+        char *of_gate[FN_GATE_OPERANDS] = {[FN_GATED] = passed};
+        if (chain->gate_first) {
+            of_gate[FN_GATED] = NULL, of_gate[FN_GATE_OUT] = passed;
+            fn_gate_rows(chain->gate, row, next, of_gate, NULL, NULL, 0);
+        }
         for (int k = 0; k < chain->count; k++) {
             const struct part *part = &chain->part[k];
             struct fn_forward_job job = part->job;
@@ -205,7 +210,7 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
             const struct fn_forward_job *job = &chain->part[0].job;
             const int item = fn_element_size(job->x_kind);
             const char *const ahead = chain->fetches && next < end ? job->x + next * job->x_stride : NULL;
-            fn_gate_rows(chain->gate, row, next, FN_GATED, passed, ahead, item);
+            fn_gate_rows(chain->gate, row, next, of_gate, NULL, ahead, item);
         }
     }
 }

@@ -21,6 +21,7 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     c->rows = 1;
     for (int i = 0; i < t[FN_H].ndim - 1; i++) c->rows *= t[FN_H].shape[i];
     c->inner = c->rows;
+    c->heads = 1;
     c->block = PyLong_AsLongLong(arguments[BLOCK]);
     c->eps = 0;
     c->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);

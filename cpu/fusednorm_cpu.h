@@ -82,6 +82,9 @@ static inline int64_t fn_padded_sums(int64_t hidden) {
     return sums;
 }
 
+/* The room for them in a backward pass, in elements. */
+static inline int64_t fn_room_for_sums(int64_t hidden) { return (fn_padded_sums(hidden) + 15) / 16 * 16; }
+
 /*
  * One backward pass. dx, dresidual and dweight are NULL where they are not wanted, d_total where
  * residual_out had no gradient, weight where there was none. dweight has the weight's type.
@@ -94,8 +97,16 @@ struct fn_backward_job {
     const char *dy, *d_total, *h;
     const void *rstd, *weight;
     char *dx, *dresidual;
-    void *dweight;
+    void *dweight, *dbias;
+    int bias_kind; /* of dbias */
+    int norm_kind; /* that h * rstd is rounded to where rows are normalised again, or FN_NONE */
     int64_t hidden;
+    /*
+     * Row i takes row i % heads of the weight, and adds to that row of dweight and dbias. The gains of all heads, as float or
+     * double, lie gain_stride apart, and so do a row's sums of dweight; from bias_sums on follow those of dbias, unless that
+     * is 0. There are `sums` elements in all. `head` is that of row 0.
+     */
+    int64_t heads, head, gain_stride, bias_sums, sums;
     int64_t dy_stride, d_total_stride, h_stride, dx_stride, dresidual_stride;
     /* Where rows lie in two levels, jumps that follow after every `inner` rows; else 0. */
     int64_t dy_jump, d_total_jump, h_jump, inner;
@@ -128,6 +139,7 @@ struct fn_sum_stack {
 /* The state of one thread in a backward pass. */
 struct fn_backward_part {
     void *scratch; /* fn_backward_scratch_bytes(job) bytes on a 64-byte border, prepared by `begin` */
+    int continues; /* whether the sum on top of the stack is that of the block's rows before the next ones */
     int pending; /* whether a second pass is still to be made, with the first pass of the next row or by `flush` */
     int64_t row; /* the number of that row */
     float c; /* mean(wdy * xhat) of that row */
@@ -135,17 +147,22 @@ struct fn_backward_part {
 
 typedef void fn_backward_begin(const struct fn_backward_job *job, void *scratch);
 /*
- * Rows [begin, end), at least one: dx, dresidual, and, unless `sums` is NULL, the sum over these rows of the weight's
+ * Rows [begin, end) of heads, at least one: dx, dresidual, and, unless `sums` is NULL, the sum over these rows of the weight's
  * gradient. The newest `merged` sums of the stack are added to it, the newest first; the result takes their place.
  */
 typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
                               int merged, struct fn_backward_part *part);
 /* Makes the pending second pass of the last row, and makes all that was written visible to other threads. */
 typedef void fn_backward_flush(const struct fn_backward_job *job, struct fn_backward_part *part);
-/* Rounds the sum over all rows into dweight. Only the kernels know the order of a sum's elements. */
+/* Rounds the sum over all rows into dweight and dbias. Only the kernels know the order of a sum's elements. */
 typedef void fn_backward_end(const struct fn_backward_job *job, const void *sum);
 
 size_t fn_backward_scratch_bytes(const struct fn_backward_job *job);
+
+/*
+ * Row m of heads, normalised again into consecutive rows of dy's kind at `rows`. `scratch` has been prepared by `begin`.
+ */
+typedef void fn_normalise_again(const struct fn_backward_job *job, int64_t m, void *scratch, char *rows);
 
 /* Quantizes row m, which lies at `row`. `scratch` has room for fn_float_row(hidden) floats. */
 typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
@@ -161,6 +178,7 @@ struct fn_kernels {
     fn_backward_end *backward_end;
     fn_quantize_row *quantize_row;
     fn_gate_run *gate_run;
+    fn_normalise_again *normalise_again;
     fn_rotate_row *rotate_row;
 };
 extern const struct fn_kernels fn_kernels_scalar;
@@ -214,12 +232,14 @@ fn_run_rotation_fn fn_run_rotation;
 void fn_run_gate(const void *packed);
 
 /*
- * gate.c: rows [begin, end) of a gate. `passed`, FN_GATED or FN_GATE_OUT, is an operand without memory of its own, whose
- * rows lie one after the other from `rows` on. `ahead`, unless it is NULL, is memory that is read afterwards, `item` bytes
- * for each element: it is fetched meanwhile.
+ * gate.c: rows [begin, end) of a gate. `passed` has NULL, or for an operand without memory of its own the place from which
+ * on its rows lie one after the other. `kept` is NULL, or as fn_gate_run says, with room for fn_gate_kept(gate, rows)
+ * numbers. `ahead`, unless it is NULL, is memory that is read afterwards, `item` bytes for each element: it is fetched
+ * meanwhile.
  */
-void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, int passed, char *rows, const char *ahead,
-                  int item);
+void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, char *const *passed, void *kept,
+                  const char *ahead, int item);
+int64_t fn_gate_kept(const struct fn_gate *gate, int64_t rows);
 
 /* dispatch.c and backward.c */
 int fn_forward(const struct fn_call *calls, int count);

@@ -143,17 +143,24 @@ static int kind_of_all(const struct fn_gate *g) {
     return g->between == NONE || g->between == kind ? (int)kind : NONE;
 }
 
-/* A tile, whose elements begin at `at` of each operand. */
-static void gate_float(const struct fn_gate *g, char *const *at, int n) {
-    _Alignas(64) float z[FN_GATE_TILE], a[FN_GATE_TILE], slopes[FN_GATE_TILE];
-    const int kind = kind_of_all(g), activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
-    const void *const gate = at[FN_GATE];
+/* The function's values for a tile of the gate, and its slopes unless `slope` is NULL. */
+static void activate_tile(const struct fn_gate *g, int kind, const void *gate, int n, float *a, float *slope) {
+    _Alignas(64) float z[FN_GATE_TILE];
+    const int activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
     if (kind == BF16) widen_gate(GATE_BF16, gate, n, z);
     else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, z);
     else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, z);
     else widen_gate(F32, gate, n, z);
-    float *const slope = g->pass == FN_BACKWARD ? slopes : NULL;
     if (!activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
+}
+
+/* A tile, whose elements begin at `at` of each operand. `kept`: see fn_gate_run. */
+static void gate_float(const struct fn_gate *g, char *const *at, int n, float *kept) {
+    _Alignas(64) float values[FN_GATE_TILE], slopes[FN_GATE_TILE];
+    const int kind = kind_of_all(g), backward = g->pass == FN_BACKWARD;
+    float *const a = kept ? kept : values, *const slopes_there = kept ? kept + FN_GATE_TILE : slopes;
+    float *const slope = backward ? slopes_there : NULL;
+    if (!(kept && backward)) activate_tile(g, kind, at[FN_GATE], n, a, kept ? slopes_there : slope);
 #define OF_ONE_KIND(kind)                                                        \
     do {                                                                         \
         if (g->between != NONE) gate_units(kind, kind, g, at, a, slope, n);      \
@@ -167,34 +174,62 @@ static void gate_float(const struct fn_gate *g, char *const *at, int n) {
 }
 
 /* The same in float64; the function's value is never rounded there. */
-static void gate_double(const struct fn_gate *g, char *const *at, int n) {
-    double z[FN_GATE_TILE], a[FN_GATE_TILE], y[FN_GATE_TILE], slope[FN_GATE_TILE];
+static void gate_double(const struct fn_gate *g, char *const *at, int n, double *kept) {
+    double z[FN_GATE_TILE], y[FN_GATE_TILE], values[FN_GATE_TILE], slopes[FN_GATE_TILE];
     const struct fn_operand *o = g->operand;
     const int backward = g->pass == FN_BACKWARD;
-    widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
+    double *const a = kept ? kept : values, *const slope = kept ? kept + FN_GATE_TILE : slopes;
     widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
-    activate_double((int)g->activation, z, n, a, backward ? slope : NULL);
+    if (!(kept && backward)) {
+        widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
+        activate_double((int)g->activation, z, n, a, kept || backward ? slope : NULL);
+    }
     if (!backward) {
-        for (int i = 0; i < n; i++) a[i] *= y[i];
-        narrow_from_f64((int)o[FN_GATE_OUT].kind, a, at[FN_GATE_OUT], n);
+        for (int i = 0; i < n; i++) y[i] *= a[i];
+        narrow_from_f64((int)o[FN_GATE_OUT].kind, y, at[FN_GATE_OUT], n);
         return;
     }
     double *const d = z;
     widen_to_f64((int)o[FN_GATE_D].kind, at[FN_GATE_D], d, n);
     for (int i = 0; i < n; i++) {
-        a[i] *= d[i];
-        slope[i] *= d[i] * y[i];
+        y[i] = slope[i] * (d[i] * y[i]);
+        d[i] *= a[i];
     }
-    if (at[FN_GATED_D]) narrow_from_f64((int)o[FN_GATED_D].kind, a, at[FN_GATED_D], n);
-    if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, slope, at[FN_GATE_DZ], n);
+    if (at[FN_GATED_D]) narrow_from_f64((int)o[FN_GATED_D].kind, d, at[FN_GATED_D], n);
+    if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, y, at[FN_GATE_DZ], n);
 }
 
-static void gate_run(const struct fn_gate *g, char *const *at, int64_t n) {
+static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, void *kept) {
     for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
         const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
         char *tile[FN_GATE_OPERANDS];
         for (int i = 0; i < FN_GATE_OPERANDS; i++) tile[i] = at[i] ? at[i] + done * fn_element_size(g->operand[i].kind) : NULL;
-        if (g->wide) gate_double(g, tile, count);
-        else gate_float(g, tile, count);
+        if (g->wide) gate_double(g, tile, count, kept ? (double *)kept + 2 * done : NULL);
+        else gate_float(g, tile, count, kept ? (float *)kept + 2 * done : NULL);
+    }
+}
+
+/* A row of a head, normalised again. The kinds may be known only when the program runs. */
+FN_INLINE void normalise_row_again(int64_t h, int64_t norm, int64_t out, const struct gradient_row *row, int64_t n, void *y) {
+    for (int64_t i = 0; i < n; i += UNIT) {
+        const int left = n - i < UNIT ? (int)(n - i) : UNIT;
+        const U normed = gate_round(norm, u_mul(gate_load(h, row->h, i, left), u_set1(row->rstd)));
+        gate_store(out, y, i, left, weighted(normed, row, i));
+    }
+}
+
+static void normalise_again(const struct fn_backward_job *job, int64_t m, void *scratch, char *rows) {
+    const int64_t bytes = job->hidden * fn_element_size(job->dy_kind);
+    if (job->wide) {
+        normalise_again_f64(job, m, scratch, rows);
+        return;
+    }
+    const int by_parity = kind_of_rows(job) == BF16P, norm = job->norm_kind;
+    const float *const gains = backward_scratch(job, scratch).gains;
+    for (int64_t head = 0; head < job->heads; head++, rows += bytes) {
+        const struct gradient_row row = operands_of(job, m * job->heads + head, gains);
+        if (!by_parity) normalise_row_again(job->h_kind, norm, job->dy_kind, &row, job->hidden, rows);
+        else if (norm == NONE) normalise_row_again(GATE_BF16, NONE, GATE_BF16, &row, job->hidden, rows);
+        else normalise_row_again(GATE_BF16, GATE_BF16, GATE_BF16, &row, job->hidden, rows);
     }
 }

@@ -166,4 +166,4 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
 
 const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
     forward_rows, two_norms_rows, backward_begin, backward_rows, backward_flush, backward_end,
-    quantize_row, gate_run, rotate_row};
+    quantize_row, gate_run, normalise_again, rotate_row};

@@ -96,43 +96,76 @@ static void forward_rows_f64(const struct fn_forward_job *job, int64_t begin, in
     }
 }
 
-static void begin_f64(const struct fn_backward_job *job, double *g) {
-    widen_to_f64(job->weight_kind, job->weight, g, job->hidden);
+/* A thread's scratch begins with the rows that gradients_f64 names; the gains of all heads follow. */
+static double *gains_f64(const struct fn_backward_job *job, void *scratch) {
+    const int64_t padded = (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+    return (double *)scratch + 4 * padded + fn_room_for_sums(job->hidden);
+}
+
+static void begin_f64(const struct fn_backward_job *job, const void *weight, double *g) {
+    widen_to_f64(job->weight_kind, weight, g, job->hidden);
     if (job->weight_offset != 0)
         for (int64_t i = 0; i < job->hidden; i++) g[i] += job->weight_offset;
 }
 
+/* Makes a row's share the first one of a sum, or adds it; `other` is NULL, or a factor of each element. */
+static void add_share_f64(int first, const double *values, const double *other, int64_t n, double *sum) {
+    for (int64_t i = 0; i < n; i++) {
+        const double share = other ? values[i] * other[i] : values[i];
+        sum[i] = first ? share : sum[i] + share;
+    }
+}
+
+static void gradients_of_row_f64(const struct fn_backward_job *job, int64_t m, int64_t head, int first, double *partial,
+                                 void *scratch) {
+    const int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT, at = head * job->gain_stride;
+    double *dy = scratch, *xhat = dy + padded, *other = xhat + padded;
+    const double rstd = ((const double *)job->rstd)[m], *g = gains_f64(job, scratch) + at;
+    widen_to_f64(job->dy_kind, fn_row_of_dy(job, m), dy, n);
+    widen_to_f64(job->h_kind, fn_row_of_h(job, m), xhat, n);
+    for (int64_t i = 0; i < n; i++) xhat[i] *= rstd;
+    if (partial) {
+        add_share_f64(first, dy, xhat, n, partial + at);
+        if (job->bias_sums) add_share_f64(first, dy, NULL, n, partial + job->bias_sums + at);
+    }
+    if (!job->dx && !job->dresidual) return;
+    if (job->weight)
+        for (int64_t i = 0; i < n; i++) dy[i] *= g[i];
+    for (int64_t i = 0; i < n; i++) other[i] = dy[i] * xhat[i];
+    for (int64_t i = n; i < padded; i++) other[i] = 0;
+    const double c = sum_f64(other, padded) / (double)n;
+    for (int64_t i = 0; i < n; i++) dy[i] = (dy[i] - xhat[i] * c) * rstd;
+    if (job->d_total) {
+        widen_to_f64(job->d_total_kind, fn_row_of_d_total(job, m), other, n);
+        for (int64_t i = 0; i < n; i++) dy[i] += other[i];
+    }
+    if (job->dx) narrow_from_f64(job->dx_kind, dy, job->dx + m * job->dx_stride, n);
+    if (job->dresidual) narrow_from_f64(job->dresidual_kind, dy, job->dresidual + m * job->dresidual_stride, n);
+}
+
 static void gradients_f64(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
                           int merged, struct fn_backward_part *part) {
-    int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
-    double *g = part->scratch, *dy = g + padded, *xhat = dy + padded, *other = xhat + padded;
-    double *partial = sums ? sums->row[sums->count++] : NULL;
-    for (int64_t m = begin; m < end; m++) {
-        double rstd = ((const double *)job->rstd)[m];
-        widen_to_f64(job->dy_kind, fn_row_of_dy(job, m), dy, n);
-        widen_to_f64(job->h_kind, fn_row_of_h(job, m), xhat, n);
-        for (int64_t i = 0; i < n; i++) xhat[i] *= rstd;
-        if (partial && m == begin)
-            for (int64_t i = 0; i < n; i++) partial[i] = dy[i] * xhat[i];
-        else if (partial)
-            for (int64_t i = 0; i < n; i++) partial[i] += dy[i] * xhat[i];
-        if (!job->dx && !job->dresidual) continue;
-        if (job->weight)
-            for (int64_t i = 0; i < n; i++) dy[i] *= g[i];
-        for (int64_t i = 0; i < n; i++) other[i] = dy[i] * xhat[i];
-        for (int64_t i = n; i < padded; i++) other[i] = 0;
-        double c = sum_f64(other, padded) / (double)n;
-        for (int64_t i = 0; i < n; i++) dy[i] = (dy[i] - xhat[i] * c) * rstd;
-        if (job->d_total) {
-            widen_to_f64(job->d_total_kind, fn_row_of_d_total(job, m), other, n);
-            for (int64_t i = 0; i < n; i++) dy[i] += other[i];
-        }
-        if (job->dx) narrow_from_f64(job->dx_kind, dy, job->dx + m * job->dx_stride, n);
-        if (job->dresidual) narrow_from_f64(job->dresidual_kind, dy, job->dresidual + m * job->dresidual_stride, n);
-    }
+    if (sums && !part->continues) sums->count++;
+    double *const partial = sums ? sums->row[sums->count - 1] : NULL;
+    for (int64_t m = begin; m < end; m++)
+        for (int64_t head = 0; head < job->heads; head++)
+            gradients_of_row_f64(job, m * job->heads + head, head, m == begin && !part->continues, partial, part->scratch);
     for (; partial && merged > 0; merged--) {
         const double *from = sums->row[--sums->count];
         double *into = sums->row[sums->count - 1];
-        for (int64_t i = 0; i < n; i++) into[i] += from[i];
+        for (int64_t i = 0; i < job->sums; i++) into[i] += from[i];
+    }
+}
+
+/* See fn_normalise_again; float64 rows are not rounded before they meet the weight. */
+static void normalise_again_f64(const struct fn_backward_job *job, int64_t m, void *scratch, char *rows) {
+    const int64_t n = job->hidden;
+    double *const y = scratch, *const g = gains_f64(job, y);
+    for (int64_t head = 0; head < job->heads; head++, rows += n * fn_element_size(job->dy_kind)) {
+        const double rstd = ((const double *)job->rstd)[m * job->heads + head];
+        widen_to_f64(job->h_kind, fn_row_of_h(job, m * job->heads + head), y, n);
+        for (int64_t i = 0; i < n; i++) y[i] *= rstd;
+        for (int64_t i = 0; job->weight && i < n; i++) y[i] *= g[head * job->gain_stride + i];
+        narrow_from_f64(job->dy_kind, y, rows, n);
     }
 }

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from fusednorm import listeners, run
 from fusednorm.backends import reference
-from fusednorm.call import Flags, RMSNorm, operation_of
+from fusednorm.call import Around, Flags, RMSNorm, operation_of
 from fusednorm.dispatcher import new_outputs
 from fusednorm.run import Chosen, backend_of
 
@@ -151,7 +151,8 @@ class NormaliseAffine(torch.autograd.Function):
     """(x, residual or None, weight, bias, weight_offset, rounded_to, out_dtype, *flags) -> (y, residual_out or None).
 
     ``flags`` are those of the norm, which has no weight. After it rows meet the weight and the bias: docs/spec.md,
-    section 8. The normalised rows, of the accumulator type, are not kept: ``h * rstd`` makes the same bits again.
+    section 8. The normalised rows, of the accumulator type, are not kept: ``h * rstd`` makes the same bits again. A
+    backend that has the gradients of all that makes one call of each pass.
     """
 
     @staticmethod
@@ -159,10 +160,20 @@ class NormaliseAffine(torch.autograd.Function):
         """See :func:`fusednorm.backends.reference.affine`."""
         x, residual, weight, bias, ctx.weight_offset, rounded_to, out_dtype = inputs[:7]
         flags = Flags(*inputs[7:])
-        rows, total, rstd = normalise(x, residual, None, flags)
-        ctx.backend = backend_of(keep(ctx, x, residual, None, flags, (rows, total, rstd)))
+        asked = flags._replace(weight_offset=ctx.weight_offset, round_norm=rounded_to is not None, out_dtype=out_dtype)
+        around = Around(bias, 1.0)
+        whole = backend_of(operation_of(x, residual, weight, asked, around=around))
+        of_one_shape = weight is None or bias is None or weight.shape == bias.shape
+        ctx.in_one_call = of_one_shape and hasattr(whole, "affine_backward")
+        if ctx.in_one_call:
+            rstd = new_rstd(x)
+            y, total = run.forward(x, residual, weight, asked, rstd=rstd, around=around)
+        else:
+            rows, total, rstd = normalise(x, residual, None, flags)
+            y = reference.affine(rows, weight, bias, ctx.weight_offset, rounded_to, out_dtype)
+        ctx.backend = backend_of(keep(ctx, x, residual, None, flags, (y, total, rstd)))
         ctx.save_for_backward(*ctx.to_save, weight, bias)
-        return reference.affine(rows, weight, bias, ctx.weight_offset, rounded_to, out_dtype), total
+        return y, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -173,9 +184,15 @@ class NormaliseAffine(torch.autograd.Function):
         dx = dresidual = dn = dweight = dbias = None
         if dy is not None:
             rstd, _, *terms = kept
-            h = terms[0].to(rstd.dtype)
+            h = terms[0]
             if len(terms) == 2:
-                h = h + terms[1].to(rstd.dtype)
+                h = h.to(rstd.dtype) + terms[1].to(rstd.dtype)
+            others = (dy, d_total, h, rstd, weight, bias)
+            if ctx.in_one_call and not (_differentiated_again() or listeners.below(*others)):
+                needs = ctx.needs_input_grad[:4]
+                found = run.affine_backward(ctx.backend, ctx.operation, *others, ctx.weight_offset, needs)
+                return *found, *[None] * (3 + len(Flags._fields))
+            h = h.to(rstd.dtype)
             if _differentiated_again():
                 rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]
             needs = (need_x or need_residual, need_weight, need_bias)

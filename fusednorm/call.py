@@ -261,14 +261,14 @@ class Backward(NamedTuple):
     h: Tensor
     #: [...] of the accumulator type, contiguous, from the forward pass.
     rstd: Tensor
-    #: [N], contiguous, or None.
+    #: [N], contiguous, or None; or [H, N], where row ``i`` takes row ``i % H``.
     weight: Tensor | None
     #: [..., N], receives the gradient of the sum, rounded to its dtype. That is x's dtype, and then also the residual's
     #: gradient if both have one dtype; or the residual's, if x needs no gradient.
     dx: Tensor | None
     #: [..., N], receives the same, rounded to the residual's dtype, if both gradients are wanted and differ; or None.
     dresidual: Tensor | None
-    #: [N] of the weight's dtype, receives its gradient, or None.
+    #: [N] or [H, N] of the weight's dtype, receives its gradient, or None.
     dweight: Tensor | None
     #: The operation of the forward pass.
     operation: Operation
@@ -277,6 +277,13 @@ class Backward(NamedTuple):
     #: Of dy, d_residual_out and h; (0, 0) where it is absent.
     strides: tuple[Strides, Strides, Strides]
     weight_offset: float
+    #: [N], or [H, N] as the weight, receives the gradient of a bias, or None.
+    dbias: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """The rows of the weight and the bias; 1 where one row is for all."""
+        return _heads_of(self.weight, self.dbias)
 
     def outputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Where the gradients of x, the residual and the weight go; None for each that needs no memory of its own."""
@@ -386,6 +393,38 @@ class GateBackward(NamedTuple):
     inner: int
     #: Of d, y, z, dy and dz; (0, 0) where it is absent.
     strides: tuple[Strides, Strides, Strides, Strides, Strides]
+
+
+class NormGatedBackward(NamedTuple):
+    """The gradients of a norm and a gate, one after the other, of which one is wanted at least.
+
+    What passes between them has no memory of its own. ``inner`` and ``strides`` say where rows lie, as in
+    :class:`Forward`. The outputs are new and contiguous.
+    """
+
+    #: [..., N], the gradient of the results.
+    d: Tensor
+    x: Tensor
+    #: [..., N], the gate.
+    z: Tensor
+    #: [...] of the accumulator type, contiguous, from the forward pass.
+    rstd: Tensor
+    #: [N], contiguous, or None; or [H, N], where row ``i`` takes row ``i % H``.
+    weight: Tensor | None
+    #: [..., N] each, receive the gradients of x and of the gate, rounded to their dtypes; or None.
+    dx: Tensor | None
+    dz: Tensor | None
+    #: Of the weight's shape and dtype, receives its gradient, or None.
+    dweight: Tensor | None
+    #: Of the norm, as in :class:`NormGated`.
+    operation: Operation
+    activation: str
+    norm_first: bool
+    rows: int
+    inner: int
+    #: Of d, x and z.
+    strides: tuple[Strides, Strides, Strides]
+    weight_offset: float
 
 
 #: What a launcher of GPU kernels takes.

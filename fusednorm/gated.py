@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, listeners, plain, run_gated
+from fusednorm import dispatcher, listeners, plain, run, run_gated
 from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator, rounded
 from fusednorm.call import Flags
@@ -269,13 +269,10 @@ class Gated(torch.autograd.Function):
             found = operations.gate_backward(d, y, z, activation, between, list(needs))
             found = tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
         elif first is not None:
-            found = tuple(
-                torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
-                for t, need in zip((y, z), needs, strict=True)
-            )
+            found = tuple(run.new_like(t, t.dtype) if need else None for t, need in zip((y, z), needs, strict=True))
             run_gated.backward(ctx.backend, d, y, z, ctx.gating, found)
         else:
-            gradient = torch.empty(second.shape, dtype=second.dtype, device=second.device)
+            gradient = run.new_like(second, second.dtype)
             run_gated.backward(ctx.backend, d, y, z, ctx.gating, _apart(None, gradient))
             return None, gradient, *nothing
         return *(found if first is not None else (None, torch.cat(found[::-1], -1))), *nothing

@@ -10,8 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm import listeners, plain, run_gated
-from fusednorm.backends.reference import accumulator
-from fusednorm.call import Flags
+from fusednorm.autograd_gated import How, NormalisedAndGated, composed
 from fusednorm.checks import (
     check_activation,
     check_apart,
@@ -22,8 +21,6 @@ from fusednorm.checks import (
     requires_grad,
 )
 from fusednorm.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
-from fusednorm.gated import gate as gated
-from fusednorm.ops import rms_norm
 from fusednorm.registry import fast_paths, request
 
 
@@ -87,15 +84,9 @@ def rms_norm_gated(
             weight_offset=weight_offset,
         )
     _check(*operands, group_size, norm_before_gate, activation, between)
-    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
-    if not (is_grad_enabled() and requires_grad(*operands)):
-        found = _in_one_call(*operands, eps, group_size, norm_before_gate, activation, flags, between, None)
-        if found is not None:
-            return found
-    if norm_before_gate:
-        y = _normed(x, weight, eps, group_size, flags, None, between)
-        return gated(y, gate, activation=activation, out_dtype=None if between is None else x.dtype)
-    return _norm_of_gated(x, gate, weight, eps, group_size, activation, flags, None)
+    how = How(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
+    found = _in_one_call(*operands, how, None, is_grad_enabled() and requires_grad(*operands))
+    return composed(*operands, how) if found is None else found
 
 
 def rms_norm_gated_(
@@ -157,13 +148,8 @@ def rms_norm_gated_(
     if not (plain.transformed(*operands) or plain.seen(*operands)):
         present = {"gate": gate, "weight": weight}
         check_apart({"x": x}, {name: tensor for name, tensor in present.items() if tensor is not None})
-    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
-    if _in_one_call(*operands, eps, group_size, norm_before_gate, activation, flags, between, x) is not None:
-        return x
-    if not norm_before_gate:
-        return _norm_of_gated(x, gate, weight, eps, group_size, activation, flags, x)
-    y = _normed(x, weight, eps, group_size, flags, None, between)
-    return gated(y, gate, activation=activation, out=x)
+    how = How(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
+    return composed(*operands, how, x) if _in_one_call(*operands, how, x, False) is None else x
 
 
 def _on_fast_path(
@@ -196,73 +182,20 @@ def _on_fast_path(
 
 
 def _in_one_call(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-    flags: dict[str, Any],
-    between: torch.dtype | None,
-    out: Tensor | None,
+    x: Tensor, gate: Tensor, weight: Tensor | None, how: How, out: Tensor | None, records: bool
 ) -> Tensor | None:
     """The rows, by a backend that has a norm and a gate in one call; None if torch must see both, or there is none."""
     if plain.seen(x, gate, weight) or plain.transformed(x, gate, weight):
         return None
-    whole = group_size is None or group_size == x.shape[-1]
-    rows = (t if whole or t is None else _in_groups(t, group_size) for t in (x, gate, weight, out))  # type: ignore[arg-type]
-    groups, gates, weights, into = rows
+    groups, gates, weights, into = how.in_groups(x, gate, weight, out)
     assert groups is not None
     assert gates is not None
-    asked = Flags(eps, round_norm=flags["round_norm"], weight_offset=flags["weight_offset"])
-    found = run_gated.norm_gated(groups, gates, weights, asked, activation, norm_before_gate, between, into)
-    return found if found is None or whole else found.flatten(-2)
-
-
-def _normed(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    flags: dict[str, Any],
-    out: Tensor | None,
-    dtype: torch.dtype | None,
-) -> Tensor:
-    """The norm of rows in ``dtype`` or into ``out``; or of each group, which is a head with a weight of its own."""
-    if group_size is None or group_size == x.shape[-1]:
-        return rms_norm(x, weight, eps, out=out, out_dtype=dtype, **flags)
-    groups, weights, into = (None if t is None else _in_groups(t, group_size) for t in (x, weight, out))
-    assert groups is not None
-    y = rms_norm(groups, weights, eps, out=into, out_dtype=dtype, **flags)
-    return y.flatten(-2) if out is None else out
-
-
-def _in_groups(rows: Tensor, group_size: int) -> Tensor:
-    """[..., N] as [..., N / group_size, group_size]."""
-    return torch.unflatten(rows, -1, (rows.shape[-1] // group_size, group_size))
-
-
-def _norm_of_gated(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    activation: str,
-    flags: dict[str, Any],
-    out: Tensor | None,
-) -> Tensor:
-    """The norm of x times a function of the gate, which is not rounded in between, in x's dtype or into ``out``."""
-    wide = accumulator(x.dtype)
-    h = gated(x, gate, activation=activation, out_dtype=wide)
-    dtype = x.dtype if out is None else None
-    if weight is None or x.dtype == wide or not flags["round_norm"]:  # then nothing is rounded before the end
-        return _normed(h, weight, eps, group_size, flags, out, dtype)
-    # Rounded to x's dtype, and not to that of h.
-    n = _normed(h, None, eps, group_size, {}, None, wide)
-    y = plain.affine(n, weight, None, flags["weight_offset"], x.dtype, x.dtype)
-    return y if out is None else out.copy_(y)
+    if records:
+        backend = run_gated.gradients_of(groups, weights, how.norm_and_gate)
+        found: Any = None if backend is None else NormalisedAndGated.apply(x, gate, weight, how, backend)  # type: ignore[no-untyped-call]
+        return cast("Tensor | None", found)
+    found = run_gated.norm_gated(groups, gates, weights, how.norm_and_gate, into)
+    return found if found is None or how.whole(x) else found.flatten(-2)
 
 
 def _check(

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.activations import ACTIVATIONS
-from fusednorm.call import Backward, Forward, Gate, GateBackward, Heads, NormGated, Quantize, Rotate, Strides
+from fusednorm.call import (
+    Backward,
+    Forward,
+    Gate,
+    GateBackward,
+    Heads,
+    NormGated,
+    NormGatedBackward,
+    Quantize,
+    Rotate,
+    Strides,
+)
 
 if TYPE_CHECKING:
     from fusednorm.quantizations import Quantization
@@ -134,10 +145,10 @@ def _pack_around(call: Forward, threads: int, more_flags: int) -> bytes:
 
 def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Tensor | None = None) -> bytes:
     """A backward pass. ``partial``: scratch of GPU kernels, [blocks, N], where each block has so many rows."""
-    dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, operation, rows, inner, strides, weight_offset = call
+    dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, operation, rows, inner, strides = call[:12]
     device, hidden_size = operation.device.index or 0, operation.hidden_size
     return _pack(
-        *(1, 0, device, threads, rows, inner, hidden_size, block, 0, 1, 0.0, weight_offset),
+        *(1, 0, device, threads, rows, inner, hidden_size, block, 0, call.heads, 0.0, call.weight_offset),
         *_operand(dy, strides[0]),
         *_operand(d_residual_out, strides[1]),
         *_operand(h, strides[2]),
@@ -145,7 +156,7 @@ def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Ten
         *_operand(weight),
         *_operand(dx),
         *_operand(dresidual),
-        *_operand(partial),
+        *_operand(call.dbias if partial is None else partial),
         *_operand(dweight),
     )
 
@@ -230,6 +241,32 @@ def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
     return pack_forward(norm, threads, flag) + _GATE.pack(
         *(0, ACTIVATIONS.index(call.activation), 0, wide, threads, norm.rows, inner, operation.hidden_size),
         *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, _ABSENT),
+    )
+
+
+def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes:
+    """A backward pass, and the gate whose gradients come before it, or after it if the gate comes before the norm."""
+    d_strides, x_strides, z_strides = call.strides
+    operation, inner, hidden_size = call.operation, call.inner, call.operation.hidden_size
+    new, wide = (inner * hidden_size, hidden_size), operation.accumulator == torch.float64
+    d, x = _operand(call.d, d_strides), _operand(call.x, x_strides)
+    dx, dz = _operand(call.dx, new), _operand(call.dz, new)
+    heads = 1 if call.weight is None or call.weight.dim() == 1 else call.weight.shape[0]
+    if call.norm_first:
+        flag, passed = GATE_AFTER, _passed(operation.out, inner, hidden_size)
+        of_norm, of_gate = (passed, x, dx), (d, passed, _operand(call.z, z_strides), passed, dz)
+    else:
+        flag, passed = GATE_BEFORE, _passed(operation.x, inner, hidden_size)
+        d_passed = _ABSENT if call.dx is None and call.dz is None else passed
+        of_norm, of_gate = (d, passed, d_passed), (passed, x, _operand(call.z, z_strides), dx, dz)
+    flags, device = flag + operation.round_norm * ROUND_NORM, operation.device.index or 0
+    return _pack(
+        *(1, flags, device, threads, call.rows, inner, hidden_size, 0, 0, heads, 0.0, call.weight_offset),
+        *(*of_norm[0], *_ABSENT, *of_norm[1], *_operand(call.rstd), *_operand(call.weight)),
+        *(*of_norm[2], *_ABSENT, *_ABSENT, *_operand(call.dweight)),
+    ) + _GATE.pack(
+        *(1, ACTIVATIONS.index(call.activation), 0, wide, threads, call.rows, inner, hidden_size),
+        *itertools.chain(*of_gate),
     )
 
 

@@ -50,8 +50,10 @@ class Backend(Protocol):
     #: A backend whose arithmetic flushes subnormals where ``torch.set_flush_denormal`` has its caller do so also has
     #: ``FLUSHES_WITH_CALLER = True``: the promises then hold for other callers.
     #:
-    #: A backend may also have functions ``quantize``, ``gate``, ``gate_backward`` and ``norm_gated``, which take the
-    #: calls of these names in fusednorm/call.py. For one that it lacks, torch's operations stand in, or several calls.
+    #: A backend may also have functions ``quantize``, ``gate``, ``gate_backward``, ``norm_gated`` and
+    #: ``norm_gated_backward``, which take the calls of these names in fusednorm/call.py, and ``affine_backward``, which
+    #: takes a :class:`fusednorm.call.Backward` with a weight of [H, N] or a bias's gradient. For one that it lacks,
+    #: torch's operations stand in, or several calls.
     #: ``FEATURES`` names what of :attr:`fusednorm.call.RMSNorm.features` the backend knows, if anything.
     DEVICES: tuple[str, ...]
 

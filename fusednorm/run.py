@@ -155,9 +155,9 @@ def forward(
     if then is not None and rows and then.fits(tuple(then_strides)):
         quantize = quantizer_of(backend, then.quantization, hidden_size)
     if out is None and operation.out is not None and quantize is None:
-        out = _new(x, operation.out)
+        out = new_like(x, operation.out)
     if residual is not None and residual_out is None:
-        residual_out = _new(residual, operation.residual_out)
+        residual_out = new_like(residual, operation.residual_out)
     # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
     for tensor in written:
         increment_version(tensor)
@@ -194,8 +194,8 @@ def _is_packed(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg()
 
 
-def _new(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A contiguous output."""
+def new_like(like: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A new contiguous tensor of the same shape."""
     if dtype is like.dtype and like.is_contiguous():
         return torch.empty_like(like)  # which takes half as long as with arguments
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
@@ -212,15 +212,15 @@ def backward(
     weight_offset: float,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, the residual and the weight, as far as they are needed; else None."""
+    """The gradients of x, the residual and the weight, [N], as far as they are needed; else None."""
     need_x, need_residual, need_weight = needs
     need_residual = need_residual and operation.residual is not None
     need_weight = need_weight and weight is not None
     dx = dresidual = dweight = None
     if need_x or need_residual:
-        dx = torch.empty(h.shape, dtype=operation.x if need_x else operation.residual, device=h.device)
+        dx = new_like(h, operation.x if need_x else operation.residual)
     if need_x and need_residual and operation.residual != operation.x:
-        dresidual = torch.empty(h.shape, dtype=operation.residual, device=h.device)
+        dresidual = new_like(h, operation.residual)
     if need_weight and weight is not None:
         dweight = torch.empty_like(weight)
     of_residual = (dx if dresidual is None else dresidual) if need_residual else None
@@ -244,3 +244,55 @@ def backward(
         )
     )
     return gradients
+
+
+def affine_backward(
+    backend: Any,
+    operation: Operation,
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, the residual, the weight and the bias, [N] or [H, N], as far as they are needed; else None.
+
+    ``backend`` has a function for it. Weight and bias, where both are there, have one shape.
+    """
+    need_x, need_residual, need_weight, need_bias = needs
+    need_residual = need_residual and operation.residual is not None
+    dx = dresidual = None
+    if need_x or need_residual:
+        dx = new_like(h, operation.x if need_x else operation.residual)
+    if need_x and need_residual and operation.residual != operation.x:
+        dresidual = new_like(h, operation.residual)
+    dweight, dbias = (
+        new_like(t, t.dtype) if need and t is not None else None
+        for t, need in ((weight, need_weight), (bias, need_bias))
+    )
+    of_residual = (dx if dresidual is None else dresidual) if need_residual else None
+    rows = h.numel() // operation.hidden_size
+    if rows == 0:
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.zero_()
+    elif any(t is not None for t in (dx, dweight, dbias)):
+        (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
+        assert dy_rows is not None
+        assert h_rows is not None
+        # A row of one head is one for all.
+        weight, of_weight, of_bias = (
+            t if t is None else packed(t if t.shape[0] != 1 else t.view(-1)) for t in (weight, dweight, dbias)
+        )
+        backend.affine_backward(
+            Backward(
+                *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, of_weight, operation, rows, inner),
+                (strides[0], strides[1], strides[2]),
+                weight_offset,
+                of_bias,
+            )
+        )
+    return dx if need_x else None, of_residual, dweight, dbias

@@ -11,7 +11,18 @@ from torch.autograd.graph import increment_version
 from fusednorm import run
 from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator
-from fusednorm.call import Around, Flags, Forward, Gate, GateBackward, NormGated, Strides, operation_of
+from fusednorm.call import (
+    Around,
+    Flags,
+    Forward,
+    Gate,
+    GateBackward,
+    NormGated,
+    NormGatedBackward,
+    RMSNorm,
+    Strides,
+    operation_of,
+)
 from fusednorm.checks import check_flags
 from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.layout import in_levels, overlaps_itself, packed, rows_of
@@ -72,36 +83,53 @@ def _on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
     return cast("Tensor | None", found)
 
 
+class NormAndGate(NamedTuple):
+    """What a norm and a gate do, one after the other."""
+
+    #: eps, the weight's offset and ``round_norm``.
+    flags: Flags
+    activation: str
+    norm_first: bool
+    #: With the norm first: the dtype that normalised rows are rounded to, None if that is x's.
+    between: torch.dtype | None
+
+    def operation(self, x: Tensor, weight: Tensor | None) -> RMSNorm:
+        """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
+        out = self.between if self.norm_first and self.between is not None else x.dtype
+        found = operation_of(x, None, weight, self.flags._replace(out_dtype=out), around=Around(None, 1.0))
+        return found if self.norm_first else found._replace(x=accumulator(x.dtype))
+
+
+def _of_heads(weight: Tensor | None) -> Tensor | None:
+    """A contiguous weight; a row of one head is one for all."""
+    return weight if weight is None else packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
+
+
 def norm_gated(
     x: Tensor,
     z: Tensor,
     weight: Tensor | None,
-    flags: Flags,
-    activation: str,
-    norm_first: bool,
-    between: torch.dtype | None,
+    asked: NormAndGate,
     out: Tensor | None,
+    rstd: Tensor | None = None,
 ) -> Tensor | None:
     """A norm and a gate in one call, for checked operands: the rows, in new memory of x's dtype or in ``out``.
 
-    None if the backend has no function for it. ``weight`` may have a row for each head.
+    None if the backend has no function for it. ``weight`` may have a row for each head. ``rstd``, [...] of the
+    accumulator type, receives that of the rows which are normalised.
     """
-    flags = check_flags(flags, x, None, None, None)
-    if weight is not None:
-        weight = packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
-    asked = flags._replace(out_dtype=between if norm_first and between is not None else x.dtype)
-    operation = operation_of(x, None, weight, asked, around=Around(None, 1.0))
-    if not norm_first:
-        operation = operation._replace(x=accumulator(x.dtype))
+    asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
+    weight = _of_heads(weight)
+    operation = asked.operation(x, weight)
     takes = getattr(run.backend_of(operation), "norm_gated", None)
     if takes is None:
         return None
     if out is not None:
         increment_version(out)
         if not _can_be_written(out):
-            found = norm_gated(x, z, weight, flags, activation, norm_first, between, None)
+            found = norm_gated(x, z, weight, asked, None)
             return None if found is None else out.copy_(found)
-    written = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    written = run.new_like(x, x.dtype) if out is None else out
     (_, x_rows, z_rows), inner, (out_strides, x_strides, z_strides) = in_levels((written, x, z))
     assert x_rows is not None
     assert z_rows is not None
@@ -109,11 +137,51 @@ def norm_gated(
     if rows:
         strides = (x_strides, (0, 0), out_strides, (0, 0))
         norm = Forward(
-            *(x_rows, None, weight, written, None, None, operation, rows, inner, strides),
-            *(flags.eps, flags.weight_offset),
+            *(x_rows, None, weight, written, None, rstd, operation, rows, inner, strides),
+            *(asked.flags.eps, asked.flags.weight_offset),
         )
-        takes(NormGated(norm, z_rows, z_strides, activation, norm_first))
+        takes(NormGated(norm, z_rows, z_strides, asked.activation, asked.norm_first))
     return written
+
+
+def gradients_of(x: Tensor, weight: Tensor | None, asked: NormAndGate) -> run.Chosen | None:
+    """The backend of such rows, if it has both passes of a norm and a gate in one call."""
+    asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
+    backend = run.backend_of(asked.operation(x, _of_heads(weight)))
+    return backend if hasattr(backend, "norm_gated_backward") else None
+
+
+def norm_gated_backward(
+    backend: Any,
+    d: Tensor,
+    x: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    asked: NormAndGate,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, the gate and the weight, new tensors, as far as they are needed; else None."""
+    dx, dz, dweight = (
+        run.new_like(t, t.dtype) if need and t is not None else None
+        for t, need in zip((x, z, weight), needs, strict=True)
+    )
+    rows = x.shape[:-1].numel()
+    if rows == 0:
+        return dx, dz, None if dweight is None else dweight.zero_()
+    (d_rows, x_rows, z_rows), inner, (d_strides, x_strides, z_strides) = in_levels((d, x, z))
+    assert d_rows is not None
+    assert x_rows is not None
+    assert z_rows is not None
+    weight = _of_heads(weight)
+    backend.norm_gated_backward(
+        NormGatedBackward(
+            *(d_rows, x_rows, z_rows, rstd, weight, dx, dz, dweight, asked.operation(x, weight)),
+            *(asked.activation, asked.norm_first, rows, inner, (d_strides, x_strides, z_strides)),
+            asked.flags.weight_offset,
+        )
+    )
+    return dx, dz, dweight
 
 
 def _can_be_written(out: Tensor) -> bool:

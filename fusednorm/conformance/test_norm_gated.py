@@ -57,6 +57,38 @@ def test_data(mode, agree, data):
             check(agree, Case(hidden=64, data=data).of(dtype), 32, norm_before_gate=first)
 
 
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
+def test_many_rows(mode, agree, first):
+    """Blocks of rows whose last one is shorter, in the weight's gradient: short rows, rows of groups, and long rows."""
+    for rows, hidden, group, x, z, weight in (
+        (515, 24, None, BF16, BF16, BF16),
+        (1030, 24, 8, F16, F16, F16),
+        (300, 48, None, F32, F32, F32),
+        (259, 96, 32, BF16, F32, F32),
+        (270, 1056, None, BF16, BF16, BF16),
+        (40, 1056, 528, BF16, BF16, BF16),
+    ):
+        check(agree, Case(rows, hidden, x, z, weight, round_norm=True), group, norm_before_gate=first)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
+def test_each_operand_alone(mode, agree, first):
+    """The gradient of one operand or two has the bits that it has beside the others."""
+    for dtype in (BF16, F64):
+        x, z, weight = operands(Case(7, 96).of(dtype))
+        d = operands(Case(1, 96, seed=1).of(dtype))[0].expand(7, 96)
+        flags = {"norm_before_gate": first, "group_size": 48}
+        all_of_them = oracle_gated.rms_norm_gated(x, z, weight, d, **flags)[1:]
+        for wanted in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
+            leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, z, weight))]
+            out = fusednorm.rms_norm_gated(*leaves, **flags)
+            found = torch.autograd.grad(out, [leaves[i] for i in wanted], d)
+            for i, got in zip(wanted, found, strict=True):
+                agree(got, all_of_them[i], f"gradient {i} of {wanted}, {dtype_name(dtype)}")
+
+
 @pytest.mark.promise("fused equals unfused")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_separate_calls(mode, agree, dtype):

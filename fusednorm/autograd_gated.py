@@ -1,0 +1,114 @@
+"""A norm and a gate, one after the other, with gradients: as a composition, and in one call of a backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fusednorm import listeners, plain, run_gated
+from fusednorm.autograd import new_rstd
+from fusednorm.backends.reference import accumulator
+from fusednorm.call import Flags
+from fusednorm.gated import gate as gated
+from fusednorm.ops import rms_norm
+from fusednorm.run_gated import NormAndGate
+
+
+class How(NamedTuple):
+    """The arguments of ``rms_norm_gated`` that are no operands; they have been checked."""
+
+    eps: float
+    weight_offset: float
+    round_norm: bool
+    #: The elements of a part of a row that is normalised; None: whole rows.
+    group_size: int | None
+    norm_first: bool
+    activation: str
+    between: torch.dtype | None
+
+    @property
+    def norm_and_gate(self) -> NormAndGate:
+        """The same, of rows or of groups, as a backend is asked for it."""
+        flags = Flags(self.eps, self.weight_offset, round_norm=self.round_norm)
+        return NormAndGate(flags, self.activation, self.norm_first, self.between)
+
+    def in_groups(self, *rows: Tensor | None) -> list[Tensor | None]:
+        """[..., N] as [..., N / group_size, group_size], where parts of rows are normalised."""
+        return [t if t is None or self.whole(t) else in_groups(t, cast(int, self.group_size)) for t in rows]
+
+    def whole(self, rows: Tensor) -> bool:
+        """Whether whole rows are normalised."""
+        return self.group_size is None or self.group_size == rows.shape[-1]
+
+
+def in_groups(rows: Tensor, group_size: int) -> Tensor:
+    """[..., N] as [..., N / group_size, group_size]."""
+    return torch.unflatten(rows, -1, (rows.shape[-1] // group_size, group_size))
+
+
+def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: How, out: Tensor | None = None) -> Tensor:
+    """The rows by plain operations one after the other: docs/spec.md, section 10."""
+    if how.norm_first:
+        y = _normed(x, weight, how, None, how.between)
+        if out is not None:
+            return gated(y, gate, activation=how.activation, out=out)
+        return gated(y, gate, activation=how.activation, out_dtype=None if how.between is None else x.dtype)
+    wide = accumulator(x.dtype)
+    h = gated(x, gate, activation=how.activation, out_dtype=wide)  # not rounded
+    dtype = x.dtype if out is None else None
+    if weight is None or x.dtype == wide or not how.round_norm:  # then nothing is rounded before the end
+        return _normed(h, weight, how, out, dtype)
+    # Rounded to x's dtype, and not to that of h.
+    n = _normed(h, None, how._replace(weight_offset=0.0, round_norm=False), None, wide)
+    y = plain.affine(n, weight, None, how.weight_offset, x.dtype, x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _normed(x: Tensor, weight: Tensor | None, how: How, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """The norm of rows in ``dtype`` or into ``out``; or of each group, which is a head with a weight of its own."""
+    flags: dict[str, Any] = {"weight_offset": how.weight_offset, "round_norm": how.round_norm}
+    if how.whole(x):
+        return rms_norm(x, weight, how.eps, out=out, out_dtype=dtype, **flags)
+    groups, weights, into = how.in_groups(x, weight, out)
+    assert groups is not None
+    y = rms_norm(groups, weights, how.eps, out=into, out_dtype=dtype, **flags)
+    return y.flatten(-2) if out is None else out
+
+
+class NormalisedAndGated(torch.autograd.Function):
+    """The operands of :func:`composed`, of which one requires a gradient -> the rows, in one call of a backend.
+
+    The operands and rstd are kept, and nothing that passes between the norm and the gate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """See :func:`composed`."""
+        x, gate, weight, how, ctx.backend = inputs
+        groups, gates, weights = how.in_groups(x, gate, weight)
+        rstd = new_rstd(groups)
+        found = run_gated.norm_gated(groups, gates, weights, how.norm_and_gate, None, rstd)
+        assert found is not None
+        ctx.save_for_backward(x, gate, weight, rstd)
+        ctx.how = how
+        return found.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the composition, by the function of the backend that the forward pass had."""
+        x, gate, weight, rstd = ctx.saved_tensors
+        needs, how = ctx.needs_input_grad[:3], ctx.how
+        operands = (x, gate, weight)
+        if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(d, *operands):
+            with torch.enable_grad():
+                # Views, because a tensor may be two operands, each of which has a gradient of its own.
+                apart = [t if t is None else t.view_as(t) for t in operands]
+                rows = composed(apart[0], apart[1], apart[2], how)
+            wanted = [t for t, need in zip(apart, needs, strict=True) if need]
+            gradients = iter(torch.autograd.grad(rows, wanted, d, create_graph=torch.is_grad_enabled()))
+            return *(next(gradients) if need else None for need in needs), None, None
+        groups, gates, weights, ds = how.in_groups(x, gate, weight, d)
+        found = run_gated.norm_gated_backward(ctx.backend, ds, groups, gates, rstd, weights, how.norm_and_gate, needs)
+        return *(t if t is None else t.view(like.shape) for t, like in zip(found, operands, strict=True)), None, None
