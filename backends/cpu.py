@@ -188,6 +188,11 @@ def norm_gated_backward(call: NormGatedBackward) -> None:
         _refuse_memory(call.operation.hidden_size)
 
 
+def norm_gated_backward_on_fast_path(*arguments: Any) -> bool:
+    """As :func:`norm_gated_backward`, with the arguments of the fast path; returns whether it wrote the gradients."""
+    return path.norm_gated_backward(*arguments)
+
+
 def rotate(call: Rotate) -> None:
     """Normalises and rotates heads; see :class:`fusednorm.registry.Backend`.
 
@@ -216,3 +221,9 @@ def backward(call: Backward) -> None:
 
 #: It takes calls with the gradient of a bias, and weights of [H, N], too.
 affine_backward = backward
+
+
+def affine_backward_on_fast_path(*operands: Any) -> bool:
+    """As :func:`backward_on_fast_path`, with dbias before dweight."""
+    *tensors, weight_offset = operands
+    return path.backward(path.CPU, *tensors, 0, weight_offset)

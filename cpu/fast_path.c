@@ -501,6 +501,9 @@ static PyMethodDef methods[] = {
     {"backward", (PyCFunction)(void (*)(void))fn_backward_on_fast_path, METH_FASTCALL,
      "backward(type of device, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
      "weight_offset)\n--\n\nWhether the gradients were written; if not, Python must make the call."},
+    {"norm_gated_backward", (PyCFunction)(void (*)(void))fn_norm_gated_backward_on_fast_path, METH_FASTCALL,
+     "norm_gated_backward(d, x, z, rstd, weight, dx, dz, dweight, activation, order, round_norm, weight_offset)\n--\n\n"
+     "Whether the gradients of a norm with a gate were written."},
     {"gate_backward", (PyCFunction)(void (*)(void))fn_gate_backward_on_fast_path, METH_FASTCALL,
      "gate_backward(type of device, d, y, z, dy, dz, activation, number of the dtype between)\n--\n\nWhether the gradients of "
      "a gate were written; if not, Python must make the call."},

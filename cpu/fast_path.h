@@ -121,6 +121,7 @@ PyObject *fn_rotate(PyObject *const *arguments, long devices);
 /* Python's functions; fast_path.c has their documentation. */
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments);
 PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments);

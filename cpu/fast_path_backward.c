@@ -21,7 +21,11 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     c->rows = 1;
     for (int i = 0; i < t[FN_H].ndim - 1; i++) c->rows *= t[FN_H].shape[i];
     c->inner = c->rows;
+    /* On a CPU a weight and a bias may have a row for each head, which is each of h's last dimension but one. */
+    const int on_cpu = t[FN_H].device.type == DL_CPU;
     c->heads = 1;
+    for (int i = FN_BACKWARD_WEIGHT; on_cpu && i <= FN_DBIAS; i++)
+        if ((i == FN_BACKWARD_WEIGHT || i == FN_DBIAS) && o[i].kind && t[i].ndim == 2) c->heads = t[i].shape[0];
     c->block = PyLong_AsLongLong(arguments[BLOCK]);
     c->eps = 0;
     c->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
@@ -38,7 +42,8 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
         if (i == FN_DY || i == FN_D_RESIDUAL_OUT) {
             if (!fn_same_shape(&t[i], &t[FN_H])) return 0;
         } else if (i != FN_H) { /* without gaps */
-            const int64_t rows = i == FN_DX || i == FN_DRESIDUAL || i == FN_BACKWARD_RSTD ? c->rows : i == FN_PARTIAL ? blocks : 1;
+            const int of_rows = i == FN_DX || i == FN_DRESIDUAL || i == FN_BACKWARD_RSTD;
+            const int64_t rows = of_rows ? c->rows : i == FN_PARTIAL && !on_cpu ? blocks : c->heads;
             if (fn_elements(&t[i]) != rows * (i == FN_BACKWARD_RSTD ? 1 : c->hidden)) return 0;
         }
     }

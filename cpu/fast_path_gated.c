@@ -177,3 +177,76 @@ PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *argum
     const int failed = fn_run_on_device(c, &t[0], 0);
     return failed < 0 ? NULL : PyBool_FromLong(!failed);
 }
+
+/* Python's arguments of a norm with a gate in a backward pass: tensors, of which some may be None, and these. */
+enum { OF_D, OF_X, OF_Z, OF_RSTD, OF_WEIGHT, OF_DX, OF_DZ, OF_DWEIGHT, TENSORS };
+enum { NORM_GATED_ACTIVATION = TENSORS, NORM_GATED_HOW, ROUNDS_NORM, OFFSET, NORM_GATED_ARGUMENTS };
+
+/* Reads the tensors. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+static int read_tensors(PyObject *const *arguments, struct fn_operand *o, struct fn_call *c) {
+    tensor t[TENSORS];
+    for (int i = 0; i < TENSORS; i++) {
+        o[i] = (struct fn_operand){.kind = FN_NONE};
+        if (i >= OF_WEIGHT && arguments[i] == Py_None) continue;
+        if (!fn_read(arguments[i], &t[i], &o[i]) || t[i].device.type != DL_CPU || !t[i].ndim) return 0;
+    }
+    const tensor *x = &t[OF_X];
+    c->hidden = x->shape[x->ndim - 1];
+    c->rows = c->heads = 1;
+    for (int i = 0; i < x->ndim - 1; i++) c->rows *= x->shape[i];
+    if (o[OF_WEIGHT].kind && t[OF_WEIGHT].ndim == 2) c->heads = t[OF_WEIGHT].shape[0];
+    for (int i = 0; i < TENSORS; i++) {
+        if (!o[i].kind) continue;
+        const int of_weight = i == OF_WEIGHT || i == OF_DWEIGHT;
+        if (i == OF_RSTD ? fn_elements(&t[i]) != c->rows : of_weight ? fn_elements(&t[i]) != c->heads * c->hidden
+                                                                     : !fn_same_shape(&t[i], x))
+            return 0;
+    }
+    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
+    return c->hidden > 1 && c->rows % c->heads == 0;
+}
+
+PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    struct fn_gated given;
+    struct fn_call *c = &given.call;
+    struct fn_gate *g = &given.gate;
+    struct fn_operand o[TENSORS];
+    if (count != NORM_GATED_ARGUMENTS) {
+        PyErr_Format(PyExc_TypeError, "norm_gated_backward takes %d arguments, got %zd", NORM_GATED_ARGUMENTS, count);
+        return NULL;
+    }
+    memset(&given, 0, sizeof given);
+    const long how = PyLong_AsLong(arguments[NORM_GATED_HOW]);
+    c->weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
+    g->activation = activation_of(arguments[NORM_GATED_ACTIVATION]);
+    if (PyErr_Occurred()) return NULL;
+    if (!fn_exchange_api || !fn_run_on_cpu || g->activation < 0 || !read_tensors(arguments, o, c))
+        return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    c->pass = g->pass = FN_BACKWARD;
+    c->inner = c->rows;
+    g->rows = g->inner = c->rows;
+    g->hidden = c->hidden;
+    g->wide = o[OF_RSTD].kind == FN_F64;
+    if (arguments[ROUNDS_NORM] == Py_True) c->flags = FN_ROUND_NORM;
+    const int norm_first = how % BETWEEN_IS_F32 == NORM_FIRST;
+    const int64_t passed_kind = !norm_first ? (g->wide ? FN_F64 : FN_F32) : how >= BETWEEN_IS_F32 ? FN_F32 : o[OF_X].kind;
+    const struct fn_operand passed = {.kind = passed_kind, .stride = c->hidden}, absent = {.kind = FN_NONE};
+    c->operand[FN_BACKWARD_RSTD] = o[OF_RSTD];
+    c->operand[FN_BACKWARD_WEIGHT] = o[OF_WEIGHT];
+    c->operand[FN_DWEIGHT] = o[OF_DWEIGHT];
+    g->operand[FN_GATE] = o[OF_Z];
+    g->operand[FN_GATE_DZ] = o[OF_DZ];
+    if (norm_first) {
+        c->flags |= FN_GATE_AFTER;
+        c->operand[FN_DY] = passed, c->operand[FN_H] = o[OF_X], c->operand[FN_DX] = o[OF_DX];
+        g->operand[FN_GATE_D] = o[OF_D], g->operand[FN_GATED] = g->operand[FN_GATED_D] = passed;
+    } else {
+        c->flags |= FN_GATE_BEFORE;
+        c->operand[FN_DY] = o[OF_D], c->operand[FN_H] = passed;
+        c->operand[FN_DX] = o[OF_DX].kind || o[OF_DZ].kind ? passed : absent;
+        g->operand[FN_GATE_D] = passed, g->operand[FN_GATED] = o[OF_X], g->operand[FN_GATED_D] = o[OF_DX];
+    }
+    const int failed = fn_run_in_c(c, fn_run_on_cpu);
+    return failed < 0 ? NULL : PyBool_FromLong(!failed);
+}

@@ -78,7 +78,7 @@ def _normed(x: Tensor, weight: Tensor | None, how: How, out: Tensor | None, dtyp
 
 
 class NormalisedAndGated(torch.autograd.Function):
-    """The operands of :func:`composed`, of which one requires a gradient -> the rows, in one call of a backend.
+    """The operands of :func:`composed`, and how a backend is asked, and the backend -> the rows, in one call of it.
 
     The operands and rstd are kept, and nothing that passes between the norm and the gate.
     """
@@ -86,13 +86,12 @@ class NormalisedAndGated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """See :func:`composed`."""
-        x, gate, weight, how, ctx.backend = inputs
-        groups, gates, weights = how.in_groups(x, gate, weight)
+        x, gate, weight, ctx.how, ctx.asked, ctx.backend = inputs
+        groups, gates, weights = inputs[:3] if ctx.how.whole(x) else ctx.how.in_groups(x, gate, weight)
         rstd = new_rstd(groups)
-        found = run_gated.norm_gated(groups, gates, weights, how.norm_and_gate, None, rstd)
+        found = run_gated.norm_gated(groups, gates, weights, ctx.asked, None, rstd)
         assert found is not None
         ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.how = how
         return found.view(x.shape)
 
     @staticmethod
@@ -100,15 +99,22 @@ class NormalisedAndGated(torch.autograd.Function):
         """The gradients of the composition, by the function of the backend that the forward pass had."""
         x, gate, weight, rstd = ctx.saved_tensors
         needs, how = ctx.needs_input_grad[:3], ctx.how
-        operands = (x, gate, weight)
-        if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(d, *operands):
+        if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(d, x, gate, weight):
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
-                apart = [t if t is None else t.view_as(t) for t in operands]
+                apart = [t if t is None else t.view_as(t) for t in (x, gate, weight)]
                 rows = composed(apart[0], apart[1], apart[2], how)
             wanted = [t for t, need in zip(apart, needs, strict=True) if need]
             gradients = iter(torch.autograd.grad(rows, wanted, d, create_graph=torch.is_grad_enabled()))
-            return *(next(gradients) if need else None for need in needs), None, None
+            return *(next(gradients) if need else None for need in needs), None, None, None
+        if how.whole(x):
+            return (
+                *run_gated.norm_gated_backward(ctx.backend, d, x, gate, rstd, weight, ctx.asked, needs),
+                None,
+                None,
+                None,
+            )
         groups, gates, weights, ds = how.in_groups(x, gate, weight, d)
-        found = run_gated.norm_gated_backward(ctx.backend, ds, groups, gates, rstd, weights, how.norm_and_gate, needs)
-        return *(t if t is None else t.view(like.shape) for t, like in zip(found, operands, strict=True)), None, None
+        found = run_gated.norm_gated_backward(ctx.backend, ds, groups, gates, rstd, weights, ctx.asked, needs)
+        in_rows = [t if t is None else t.view(like.shape) for t, like in zip(found, (x, gate, weight), strict=True)]
+        return *in_rows, None, None, None

@@ -70,13 +70,18 @@ def _refuse(*_: object) -> bool:
 
 
 #: Writes the gradients of a pass, and returns whether it did. Its arguments are CPU or CUDA, dy, the gradient of
-#: residual_out, h, rstd, the weight, dx, dresidual, the blocks' shares of the weight's gradient, dweight, the rows of a
-#: block, and the weight's offset.
+#: residual_out, h, rstd, the weight, dx, dresidual, the blocks' shares of the weight's gradient (on a CPU the gradient
+#: of a bias), dweight, the rows of a block, and the weight's offset.
 backward: Callable[..., bool] = _fast_path.backward if OPEN else _refuse
 
 #: The same for a gate. Its arguments are CPU or CUDA, d, y, z, where the gradients of y and z go, the name of the
 #: function, and the number that C has for the dtype between.
 gate_backward: Callable[..., bool] = _fast_path.gate_backward if OPEN else _refuse
+
+#: The same for a norm with a gate. Its arguments are d, x, z, rstd, the weight, where the gradients of x, z and the
+#: weight go, the name of the function, ``NORM_FIRST`` or ``GATE_FIRST`` as in a forward pass, whether normalised rows
+#: are rounded before they meet the weight, and the weight's offset.
+norm_gated_backward: Callable[..., bool] = _fast_path.norm_gated_backward if OPEN else _refuse
 
 #: Types of devices, as DLPack numbers them.
 CPU, CUDA = 1, 2

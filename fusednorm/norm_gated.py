@@ -191,9 +191,10 @@ def _in_one_call(
     assert groups is not None
     assert gates is not None
     if records:
-        backend = run_gated.gradients_of(groups, weights, how.norm_and_gate)
-        found: Any = None if backend is None else NormalisedAndGated.apply(x, gate, weight, how, backend)  # type: ignore[no-untyped-call]
-        return cast("Tensor | None", found)
+        asked, backend = run_gated.gradients_of(groups, weights, how.norm_and_gate)
+        if backend is None:
+            return None
+        return cast(Tensor, NormalisedAndGated.apply(x, gate, weight, how, asked, backend))  # type: ignore[no-untyped-call]
     found = run_gated.norm_gated(groups, gates, weights, how.norm_and_gate, into)
     return found if found is None or how.whole(x) else found.flatten(-2)
 

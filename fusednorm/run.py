@@ -280,6 +280,10 @@ def affine_backward(
             if gradient is not None:
                 gradient.zero_()
     elif any(t is not None for t in (dx, dweight, dbias)):
+        take = getattr(backend, "affine_backward_on_fast_path", None)
+        given = (dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, weight_offset)
+        if take is not None and take(*given):
+            return dx if need_x else None, of_residual, dweight, dbias
         (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
         assert dy_rows is not None
         assert h_rows is not None

@@ -24,7 +24,7 @@ from fusednorm.call import (
     operation_of,
 )
 from fusednorm.checks import check_flags
-from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
+from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
 from fusednorm.layout import in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import fast_paths, request
 
@@ -93,6 +93,11 @@ class NormAndGate(NamedTuple):
     #: With the norm first: the dtype that normalised rows are rounded to, None if that is x's.
     between: torch.dtype | None
 
+    @property
+    def order(self) -> int:
+        """Which comes first, and whether float32 passes between, as the fast path takes it."""
+        return (NORM_FIRST if self.norm_first else GATE_FIRST) + BETWEEN_IS_F32 * (self.between is not None)
+
     def operation(self, x: Tensor, weight: Tensor | None) -> RMSNorm:
         """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
         out = self.between if self.norm_first and self.between is not None else x.dtype
@@ -118,6 +123,12 @@ def norm_gated(
     None if the backend has no function for it. ``weight`` may have a row for each head. ``rstd``, [...] of the
     accumulator type, receives that of the rows which are normalised.
     """
+    if rstd is not None and (take := fast_paths.get(request())) is not None:  # else it has refused the call already
+        eps, offset, _, rounds, *_ = asked.flags
+        how = (z, asked.activation, asked.order, None, out)
+        found: Any = take(x, None, weight, None, None, eps, offset, True, rounds, rstd, False, None, 1.0, *how)
+        if found is not None:
+            return cast(Tensor, found)
     asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
     weight = _of_heads(weight)
     operation = asked.operation(x, weight)
@@ -144,11 +155,11 @@ def norm_gated(
     return written
 
 
-def gradients_of(x: Tensor, weight: Tensor | None, asked: NormAndGate) -> run.Chosen | None:
-    """The backend of such rows, if it has both passes of a norm and a gate in one call."""
+def gradients_of(x: Tensor, weight: Tensor | None, asked: NormAndGate) -> tuple[NormAndGate, run.Chosen | None]:
+    """The same with checked flags, and the backend of such rows, if it has the gradients of both in one call."""
     asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
     backend = run.backend_of(asked.operation(x, _of_heads(weight)))
-    return backend if hasattr(backend, "norm_gated_backward") else None
+    return asked, backend if hasattr(backend, "norm_gated_backward") else None
 
 
 def norm_gated_backward(
@@ -169,6 +180,10 @@ def norm_gated_backward(
     rows = x.shape[:-1].numel()
     if rows == 0:
         return dx, dz, None if dweight is None else dweight.zero_()
+    take, (_, offset, _, rounds, *_) = getattr(backend, "norm_gated_backward_on_fast_path", None), asked.flags
+    how = (asked.activation, asked.order, rounds, offset)
+    if take is not None and take(d, x, z, rstd, weight, dx, dz, dweight, *how):
+        return dx, dz, dweight
     (d_rows, x_rows, z_rows), inner, (d_strides, x_strides, z_strides) = in_levels((d, x, z))
     assert d_rows is not None
     assert x_rows is not None
@@ -177,8 +192,7 @@ def norm_gated_backward(
     backend.norm_gated_backward(
         NormGatedBackward(
             *(d_rows, x_rows, z_rows, rstd, weight, dx, dz, dweight, asked.operation(x, weight)),
-            *(asked.activation, asked.norm_first, rows, inner, (d_strides, x_strides, z_strides)),
-            asked.flags.weight_offset,
+            *(asked.activation, asked.norm_first, rows, inner, (d_strides, x_strides, z_strides), offset),
         )
     )
     return dx, dz, dweight
