@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from fusednorm import listeners, plain, run, run_rotated
 from fusednorm.autograd import new_rstd
 from fusednorm.call import Flags, HeadsNorm, operation_of
 from fusednorm.ops import rms_norm
+from fusednorm.registry import fast_paths, request
 from fusednorm.run_rotated import Head, Rotator, Turn
 from fusednorm.tables import rows_for
 
@@ -95,7 +97,7 @@ class NormalisedAndRotated(torch.autograd.Function):
         found: list[Tensor | None] = [None] * (len(operands) + 2)
         if not here:
             return tuple(found)
-        given = [d for d in incoming if d is not None]
+        given = [d for d in (incoming[set_] for set_ in here) if d is not None]
         if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(*given, *operands):
             with torch.enable_grad():
                 outputs = composed(q, k, q_weight, k_weight, cos, sin, positions, how)
@@ -110,13 +112,24 @@ class NormalisedAndRotated(torch.autograd.Function):
             for place, gradient in zip(places, gradients, strict=True):
                 found[place] = gradient
             return tuple(found)
-        turn, rotate = how.turn(q, cos, -sin, positions), ctx.rotate
-        heads = [Head(d) for d in (incoming[set_] for set_ in here) if d is not None]
-        turned = run_rotated.forward(heads, None, None, turn, how.between, rotate)
-        assert turned is not None
+        turned = _transposed(given, how, how.turn(q, cos, -sin, positions), ctx.rotate)
         for set_, d in zip(here, turned, strict=True):
             found[set_], _, found[2 + set_] = run.backward(
                 *(ctx.backend, ctx.operations[set_], d, None, operands[set_], rstds[set_]),
                 *(operands[2 + set_], how.norm.weight_offset, (needs[set_], False, needs[2 + set_])),
             )
         return tuple(found)
+
+
+def _transposed(given: Sequence[Tensor], how: How, turn: Turn, rotate: Rotator) -> Sequence[Tensor]:
+    """Gradients of the results, or of one of them, rotated back; by the fast path if that takes the call."""
+    take = fast_paths.get(request()) if how.between is None else None
+    if take is not None:
+        both, absent = (*given, None)[:2], (None, None)
+        flags = (0.0, 0.0, False, how.interleaved, how.round_products, False, False)
+        found: Any = take(*both, *absent, *turn[:3], *absent, *flags)
+        if found is not None:
+            return cast("Sequence[Tensor]", found)[: len(given)]
+    turned = run_rotated.forward([Head(d) for d in given], None, None, turn, how.between, rotate)
+    assert turned is not None
+    return turned
