@@ -100,11 +100,13 @@ class NormalisedAndRotated(torch.autograd.Function):
         given = [d for d in (incoming[set_] for set_ in here) if d is not None]
         if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(*given, *operands):
             with torch.enable_grad():
-                outputs = composed(q, k, q_weight, k_weight, cos, sin, positions, how)
+                # Views, because a tensor may be two operands, each of which has a gradient of its own.
+                apart = [t if t is None else t.view_as(t) for t in operands[:4]]
+                outputs = composed(*apart, cos, sin, positions, how)  # type: ignore[arg-type]
             places = [place for place in range(4) if needs[place]]
             gradients = torch.autograd.grad(
                 [outputs[set_] for set_ in here],
-                [operands[place] for place in places],
+                [apart[place] for place in places],
                 [incoming[set_] for set_ in here],
                 create_graph=torch.is_grad_enabled(),
                 allow_unused=True,
