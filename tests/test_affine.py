@@ -8,6 +8,7 @@ import torch
 from other_backend import registered
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, rms_norm, rms_norm_
@@ -314,3 +315,52 @@ def test_prewarm(monkeypatch):
             for operands, x_scale in ((3, 1.0), (4, 0.5))
         ]
         assert called == rows
+
+
+@pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
+@pytest.mark.parametrize("round_sum", [True, False])
+def test_gradients_in_one_call_of_c(monkeypatch, round_sum):
+    """Of rows of any kind, by the fast path and by Python, with threads; a mode sees operators."""
+    generator = torch.Generator().manual_seed(3)
+    memory = torch.randn(4, 300, 3, 600, generator=generator).bfloat16()
+    x, residual, d, d_total = (t[:, :, 40:552] for t in memory)
+    weight, bias = memory[0, 0, :, :512], memory[1, 0, :, :512].contiguous()
+    for rows, threads in itertools.product((300, 5), (1, 3)):
+        for w, b in ((weight, bias), (weight, None), (None, bias), (weight[0], bias[0]), (weight[:1], None)):
+            shape = (rows, 1 if w is not None and len(w) == 1 else 3, 512)
+            given = [t[:rows, : shape[1]] for t in (x, residual)]
+            leaves = [t if t is None else t.detach().clone().requires_grad_() for t in (*given, w, b)]
+            wanted_of = [leaf for leaf in leaves if leaf is not None]
+            incoming = [t[:rows, : shape[1]] for t in (d, d_total)]
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+
+            def outputs(leaves=leaves):
+                return fused_add_rms_norm(*leaves[:3], bias=leaves[3], round_sum=round_sum, weight_offset=0.5)
+
+            with monkeypatch.context() as patch:
+                patch.delattr(cpu, "affine_backward")
+                wanted = torch.autograd.grad(outputs(), wanted_of, incoming)
+            with fusednorm.use_backend("cpu"), monkeypatch.context() as patch:
+                found, calls = [], outputs()
+                for again in (False, True):
+                    found.append(torch.autograd.grad(calls, wanted_of, incoming, retain_graph=True, create_graph=again))
+                with FlopCounterMode(display=False):
+                    found.append(torch.autograd.grad(calls, wanted_of, incoming, retain_graph=True))
+                patch.delattr(cpu, "affine_backward_on_fast_path")
+                found.append(torch.autograd.grad(calls, wanted_of, incoming))
+            torch.set_num_threads(before)
+            for way, got in enumerate(found):
+                assert all(map(torch.equal, got, wanted)), (way, shape)
+
+
+@pytest.mark.skipif(not cpu.fast_path, reason="takes the fast path to the C library")
+def test_gradients_of_heads_take_the_fast_path():
+    """What does not fit is refused."""
+    y, dx, dw, db = X.bfloat16(), torch.full_like(X, 7).bfloat16(), torch.full((3, 64), 7.0), torch.full((3, 64), 7.0)
+    rstd = torch.ones(2, 3)
+    assert not cpu.affine_backward_on_fast_path(y, None, y, rstd, HEADS[:2], dx, None, db, dw, 0.0)
+    assert not cpu.affine_backward_on_fast_path(y, None, y, rstd, HEADS, dx, None, db[:2], dw, 0.0)
+    assert all(t.eq(7).all() for t in (dx, dw, db))
+    assert cpu.affine_backward_on_fast_path(y, None, y, rstd, HEADS, dx, None, db, dw, 0.0)
+    assert not any(t.eq(7).all() for t in (dx, dw, db))

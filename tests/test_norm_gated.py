@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from torch.func import vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import RMSNormGated, fast_path, norm_gated, rms_norm_gated, rms_norm_gated_
@@ -302,3 +303,87 @@ def test_formulas(formula, flags):
     steps = (found.view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
     assert (steps > 0).float().mean() < 0.002
     assert steps.max() <= 2
+
+
+# Gradients in one call
+
+
+def gradients(call, leaves, d, **flags):
+    """Of a call's rows with respect to those leaves that require a gradient."""
+    return torch.autograd.grad(call, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad], d, **flags)
+
+
+@pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_gradients_in_one_call_of_c(monkeypatch, order):
+    """By the fast path and by Python, with threads, groups and rows in two levels; a mode sees operators."""
+    generator = torch.Generator().manual_seed(3)
+    memory = torch.randn(3, 260, 600, generator=generator).bfloat16()
+    x, z, weight, d = memory[0, :, 40:552], memory[1, :, :512], memory[2, 0, :512], memory[2, :, 88:]
+    heads = [t.unflatten(0, (10, 26))[:, 2:19] for t in (x, z, d)]  # in two levels of strides
+    for rows, group, threads in itertools.product(((x, z, d), heads, (x[:3], z[:3], d[:3])), (None, 64), (1, 3)):
+        leaves = [t.detach().requires_grad_() for t in (*rows[:2], weight)]
+        flags = {"group_size": group, "activation": "sigmoid", "round_norm": True, "weight_offset": 0.5} | order
+        wanted = gradients(as_composition(monkeypatch, *leaves, **flags), leaves, rows[2])
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        with fusednorm.use_backend("cpu"), monkeypatch.context() as patch:
+            call = rms_norm_gated(*leaves, **flags)
+            assert call.grad_fn.name() == "NormalisedAndGatedBackward"
+            found = [
+                gradients(call, leaves, rows[2], retain_graph=True),
+                gradients(call, leaves, rows[2], create_graph=True),
+            ]
+            with FlopCounterMode(display=False):
+                found.append(gradients(call, leaves, rows[2], retain_graph=True))
+            patch.delattr(cpu, "norm_gated_backward_on_fast_path")
+            found.append(gradients(call, leaves, rows[2]))
+        torch.set_num_threads(before)
+        for way, got in enumerate(found):
+            assert all(map(torch.equal, got, wanted)), way
+
+
+@pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_what_is_kept_for_gradients(order):
+    """The operands and a number per row, and nothing that passes between."""
+    x, z, weight = (t.bfloat16().requires_grad_() for t in (X, Z, WEIGHT))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.shape)) or t, lambda t: t):
+        rms_norm_gated(x, z, weight, **order)
+    assert saved == [(BF16, x.shape), (BF16, z.shape), (BF16, weight.shape), (F32, x.shape[:-1])]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_tensor_as_two_operands(order):
+    x = X.float().requires_grad_()
+    y = rms_norm_gated(x, x, **order)
+    apart = [X.float().requires_grad_() for _ in range(2)]
+    wanted = sum(torch.autograd.grad(rms_norm_gated(*apart, **order), apart, Z.float()))
+    for again in (False, True):
+        assert torch.autograd.grad(y, x, Z.float(), retain_graph=True, create_graph=again)[0].equal(wanted)
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
+def test_gradients_on_the_fast_path():
+    """What is refused leaves the gradients as they were."""
+    d, x, z = (t.float() for t in (X, Z, X + Z))
+    weight, rstd = WEIGHT.float(), torch.ones(6)
+    how = ("silu", fast_path.NORM_FIRST, False, 0.0)
+    new = [torch.full_like(t, 7) for t in (x, z, weight)]
+    assert fast_path.norm_gated_backward(d, x, z, rstd, weight, *new, *how)
+    assert not any(t.eq(7).any() for t in new)
+    new = [torch.full_like(t, 7) for t in (x, z, weight)]
+    for operands_of_rows in (
+        (d[:3], x, z, rstd, weight),
+        (d, x, z[:, :64], rstd, weight),
+        (d, x, z, rstd[:3], weight),
+        (d, x, z, rstd, weight[:64]),
+        (d, x.t().contiguous().t(), z, rstd, weight),
+        (d, x, z.int(), rstd, weight),
+    ):
+        assert not fast_path.norm_gated_backward(*operands_of_rows, *new, *how)
+    assert not fast_path.norm_gated_backward(d, x, z, rstd, weight, *new, "relu", *how[1:])
+    assert all(t.eq(7).all() for t in new)
+    with pytest.raises(TypeError, match="norm_gated_backward takes 12 arguments, got 1"):
+        fast_path.norm_gated_backward(d)

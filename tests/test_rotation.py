@@ -233,6 +233,20 @@ def test_a_gradient_is_the_rotation_back():
     assert torch.autograd.grad(y, x, y)[0].equal(x)
 
 
+def test_a_tensor_as_two_operands():
+    """Heads that are both q and k, with one weight: a gradient for each, also if they may be differentiated again."""
+    torch.manual_seed(5)
+    x, weight = torch.randn(4, 2, 16).requires_grad_(), torch.randn(16).requires_grad_()
+    tables, d = (torch.rand(4, 8), torch.rand(4, 8)), [torch.randn(4, 2, 16) for _ in range(2)]
+    apart = [t.detach().requires_grad_() for t in (x, x, weight, weight)]
+    wanted = torch.autograd.grad(fusednorm.qk_norm_rope(*apart, *tables), apart, d)
+    outputs = fusednorm.qk_norm_rope(x, x, weight, weight, *tables)
+    for again in (False, True):
+        found = torch.autograd.grad(outputs, (x, weight), d, retain_graph=True, create_graph=again)
+        assert found[0].equal(wanted[0] + wanted[1])
+        assert found[1].equal(wanted[2] + wanted[3])
+
+
 def test_tracers_see_one_operator():
     tables = COS.bfloat16(), SIN.bfloat16()
 
