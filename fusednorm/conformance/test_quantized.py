@@ -40,6 +40,8 @@ OTHERS = {
     "single elements": Quantization(E4M3, per=1),
     "columns": Quantization(E4M3, per=64, layout="column"),
     "padded columns": Quantization(I8, layout="column_padded", zero_point="after", apply="reciprocal"),
+    "a floor above the limit": Quantization(I8, amax_floor=4.0, amax_limit=1.5),
+    "fewer negative numbers": Quantization(E4M3, qmin=-60.0, qmax=240.0),
 }
 ALL = {**PRESETS, **OTHERS}
 
@@ -232,6 +234,20 @@ def test_rows_and_layouts(mode, agree, quantization):
     for got, tensor in zip(heads, wanted, strict=True):
         both = got, tensor.view(3, 3, -1)[:, 1:]
         agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in both), "heads")
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("how", ["after", "before"])
+def test_computed_zero_points(mode, agree, how):
+    """Halves, in rows whose scale is 1; scales so small that zero points are limited; scales of 0."""
+    rows = [[low, low + 255.0, 7.5, 0.5] for low in (-127.5, -126.5, -125.5)]
+    rows += [[sign * 3.0, sign * (3.0 + 2.0**-22), sign * 3.0, sign * 3.0] for sign in (1, -1)]
+    rows += [[number] * 4 for number in (0.0, 5.0, -5.0)]
+    y = torch.tensor(rows)
+    for dtype in (U8, I8):
+        quantization = Quantization(dtype, zero_point=how)
+        wanted = oracle_quantized.quantized(y, quantization)
+        compare(agree, fusednorm.quantize(y, quantization), wanted, quantization, f"{quantization}")
 
 
 @pytest.mark.promise("same bits")
