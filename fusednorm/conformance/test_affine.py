@@ -102,6 +102,25 @@ def test_each_head_is_a_norm_of_its_own(mode, agree, dtype):
         agree(total[:, k], wanted[1], f"the sum of head {k}")
 
 
+@pytest.mark.promise("a row is a row")
+@pytest.mark.parametrize("hidden", [128, 1500])
+def test_heads_do_not_depend_on_the_number_of_threads(mode, agree, hidden):
+    """A thread's first row belongs to any head: short rows, and rows that overlap."""
+    x, residual, weight = operands(Case(3 * 101, hidden).of(BF16))
+    heads = torch.stack((weight, weight * 2, weight * 3))
+    x, residual = x.view(101, 3, hidden), residual.view(101, 3, hidden)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        wanted, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            found, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
+            agree(found, wanted, f"{threads} threads")
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.promise("fused equals unfused")
 def test_each_step_is_an_operation_of_its_own(mode, agree):
     """A bias is added to the rounded row where there is no weight, and x is rounded after it was multiplied."""
