@@ -375,6 +375,16 @@ def test_sums_of_bfloat16_and_float16_are_not_made_in_float16():
     assert not re.findall(r"(?:add|mul|fma)\.rn\.f16", ptx)
 
 
+@pytest.mark.parametrize("hidden", [100, 4096, 70_000])
+def test_gradients_of_bfloat16_and_float16_are_not_made_in_float16(hidden):
+    """Although bfloat16 does not go by its bits: no sum or product of two stored numbers is rounded at once."""
+    for dy, d_total, h, dx, dresidual in ((BF16, F16, F16, BF16, F16), (F16, BF16, BF16, F16, BF16)):
+        kind = BackwardKind(dy, d_total, h, None, dx, dresidual, None, F32, hidden, False, 16)
+        (variant,) = triton_gpu.backward_variants(kind, 32).values()
+        ptx = triton_host.compiled(variant, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert not re.findall(r"(?:add|sub|mul|fma)\.rn\.b?f16", ptx)
+
+
 def test_a_launch_of_gates(launches, monkeypatch):
     """One kernel for each pass and row length; other rows and strides never compile again."""
     monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))

@@ -186,6 +186,19 @@ def test_every_value(mode, agree, dtype):
         agree(y, fusednorm.rms_norm(sums), f"step {step}: y")
 
 
+@pytest.mark.parametrize(("x", "residual"), [(BF16, F16), (F16, BF16)], ids=dtype_name)
+def test_sums_of_numbers_beyond_float16(mode, agree, x, residual):
+    """A bfloat16 number that is greater than all of float16, and a float16 number that brings the sum back."""
+    signs, numbers = operands(Case(4, 200).of(F32))[:2]
+    numbers = {BF16: signs.sign() * (66 + numbers.abs().mul(9).int() % 56) * 1024, F16: signs.sign() * -60000.0}
+    given = [numbers[dtype].to(dtype) for dtype in (x, residual)]
+    with fusednorm.use_backend("reference"):
+        wanted = fusednorm.fused_add_rms_norm(*given)
+    assert wanted[1].isfinite().all()
+    for got, output in zip(fusednorm.fused_add_rms_norm(*given), wanted, strict=True):
+        agree(got, output, f"{dtype_name(x)} and {dtype_name(residual)}")
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-5, 1e-1, PAYLOAD])
 def test_eps(mode, agree, eps):
     for dtype, data in itertools.product(DTYPES, ("normal", "zeros", "subnormal")):

@@ -88,6 +88,23 @@ def test_data(mode, agree, dtype, data):
     check(Case(hidden=100, data=data, weight_offset=PAYLOAD).of(dtype), agree)
 
 
+@pytest.mark.parametrize(("x", "residual"), [(BF16, F16), (F16, BF16)], ids=dtype_name)
+@pytest.mark.parametrize(("hidden", "weight"), [(200, None), (2500, F16)], ids=["200", "2500"])
+def test_sums_of_numbers_beyond_float16(mode, agree, x, residual, hidden, weight):
+    """Where the gradient of the normalised row is greater than all of float16, that of the sum brings it back."""
+    case = Case(4, hidden, x, residual, weight)
+    leaves = [None if leaf is None else leaf.requires_grad_() for leaf in operands(case)]
+    with torch.no_grad():
+        for row in leaves[:2]:
+            row.mul_(1e-3)
+    dy, d_total = incoming(case)
+    dy, d_total = (dy.sign() * (120 + 8 * dy.abs())).to(x), (dy.sign() * -60000.0).to(residual)
+    wanted = expected_gradients(case, leaves, dy, d_total)
+    assert any((rows.abs() > 1e4).any() and rows.isfinite().all() for rows in wanted[:2])
+    for index, got in enumerate(gradients(case, dy, d_total, leaves)):
+        agree(got, wanted[index], f"{case}, gradient {index}")
+
+
 @pytest.mark.parametrize("hidden", [18_432, 40_999])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 def test_wide_rows(mode, agree, dtype, hidden):

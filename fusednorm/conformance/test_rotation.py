@@ -102,6 +102,19 @@ def test_nans_of_tables(mode, agree, dtype):
             agree(found, rotation.rotated(x, cos, sin, interleaved, None, dtype), f"{table} tables, {interleaved}")
 
 
+@pytest.mark.promise("same bits")
+def test_products_of_numbers_beyond_float16(mode, agree):
+    """Angles that float16 has not, in bfloat16, and products that it has."""
+    x, _, _ = operands(Case(6, 40).of(F32))
+    heads, (cos, sin, _) = (x / 256).half().view(3, 2, 40), operands(Case(3, 20, seed=3).of(F32))
+    for scale in (2.0**20, 2.0**-20):
+        tables = (cos * scale).bfloat16(), (sin * scale).bfloat16()
+        for interleaved in (True, False):
+            found = fusednorm.rotate(heads / scale**0.5, *tables, interleaved=interleaved, round_products=True)
+            wanted = rotation.rotated(heads / scale**0.5, *tables, interleaved, F16, F16)
+            agree(found, wanted, f"tables of {scale}, {interleaved}")
+
+
 @pytest.mark.promise("fused equals unfused")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_separate_calls(mode, agree, dtype):
