@@ -225,6 +225,6 @@ def rotate_tile(
             tl.debug_barrier()  # another thread may store what this one reads
         else:
             turned_b = product(b, c, PRODUCTS, A) + product(a, s, PRODUCTS, A)
-            a = own - other if ANGLES == SIZE // 2 else tl.where(column < ANGLES, own - other, a)
-            b = turned_b if ANGLES == SIZE // 2 else tl.where(column < ANGLES, turned_b, b)
+            a = own - other if 2 * ANGLES == SIZE else tl.where(column < ANGLES, own - other, a)
+            b = turned_b if 2 * ANGLES == SIZE else tl.where(column < ANGLES, turned_b, b)
     store_pairs(out_heads, a, b, there, FORM, SIZE, PAIRS, WIDTH)

@@ -50,7 +50,7 @@ def check(agree, dtype, table, size, pairs, data="normal", **flags):
 def test_flags(mode, agree, dtype):
     """Every rounding, both orders of pairs, and rotations of whole heads, of parts and of none."""
     between = (None,) if dtype == F64 else (None, F32)
-    sizes = ((64, 32), (128, 64), (80, 16), (7, 2), (96, None), (2, 1))
+    sizes = ((64, 32), (128, 64), (80, 16), (80, 40), (7, 2), (7, 3), (96, None), (2, 1))
     axes = ((True, False), (True, False), between, (True, False), (0.0, 1.0), (True, False), sizes)
     for interleaved, products, passed, round_norm, offset, norm, (size, pairs) in covering(
         *axes, turn=DTYPES.index(dtype)
