@@ -20,10 +20,19 @@ import torch
 from fusednorm import fast_path as path
 from fusednorm import packing, registry
 from fusednorm.backends import cpu, reference, triton_host
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, ceiling, scratch_of
+from fusednorm.backends.kernel_kinds import (
+    BackwardKind,
+    ForwardKind,
+    GateKind,
+    QuantizerKind,
+    Share,
+    blocks_of,
+    ceiling,
+    scratch_of,
+)
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
-from fusednorm.call import AroundNorm, Forward
+from fusednorm.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize
 from fusednorm.composition import Composition
 
 if TYPE_CHECKING:
@@ -92,25 +101,83 @@ def forward_variant(kind: ForwardKind) -> Variant:
     """The kernel for a kind of call. Flags that change nothing for these dtypes change no kernel."""
     from fusednorm.backends import triton_cpu_kernels as kernels
 
+    if kind.quantizer is not None:
+        return _quantizer_variant(kind, kind.quantizer)
+    around = kind.around or AroundNorm(None, False, False)
+    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
+    dtypes |= {"residual_out": kind.residual_out, "rstd": kind.accumulator, "bias": around.bias}
+    dtypes["z"] = kind.gate and kind.gate.z
+    flags, out = 0, kind.out
+    if kind.gate is not None:
+        before, out = kind.gate.between is None, kind.gate.between or kind.out
+        functions = {name.upper(): kind.gate.activation == name for name in ("sigmoid", "gelu_tanh")}
+        flags = _flags(GATE_BEFORE=before, GATE_AFTER=not before, **functions)
+        flags += _flags(PASSED=not before and out == kind.x != kind.accumulator)
+    constants = {"FLAGS": flags + _norm_flags(kind, out), "SEGMENTS": _segments(kind.hidden_size), **_constants()}
+    return Variant(kernels.forward, dtypes, kind.accumulator, constants, bits=True, null=True)
+
+
+def _norm_flags(kind: ForwardKind, out: torch.dtype | None) -> int:
+    """The flags of a norm whose rows are rounded to ``out``."""
     adds, accumulator = kind.residual is not None, kind.accumulator
     around = kind.around or AroundNorm(None, False, False)
     affine = kind.weight is not None or around.bias is not None
     exact_sum = kind.residual_out == accumulator
-    flags = _flags(
+    return _flags(
         ADD=adds,
         KEEP=adds and (exact_sum or kind.round_sum),
         ROUND_SUM=adds and kind.round_sum and not exact_sum,
-        ROUND_NORM=kind.round_norm and kind.x != accumulator and (affine or kind.out != kind.x),
+        ROUND_NORM=kind.round_norm and kind.x != accumulator and (affine or out != kind.x),
         WEIGHT=kind.weight is not None,
         TWO_LEVELS=kind.two_levels,
         BIAS=around.bias is not None,
         OF_HEADS=around.of_heads,
         SCALED=around.scaled,
     )
-    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
-    dtypes |= {"residual_out": kind.residual_out, "rstd": accumulator, "bias": around.bias}
+
+
+def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
+    """The kernel that quantizes rows, which it may normalise before."""
+    from fusednorm.backends import triton_cpu_quantize as kernels
+
+    quantization, around = quantizer.quantization, kind.around or AroundNorm(None, False, False)
+    flags = _flags(
+        GIVEN=quantization.per == "tensor",
+        E4M3=quantization.dtype == torch.float8_e4m3fn,
+        E5M2=quantization.dtype == torch.float8_e5m2,
+        PLUS_128=quantization.zero_point == 128,
+        AFTER=quantization.zero_point == "after",
+        BEFORE=quantization.zero_point == "before",
+        BY_RECIPROCAL=quantization.scale_by == "reciprocal",
+        RECIPROCAL=quantization.apply == "reciprocal",
+        RATIO=quantization.apply == "ratio",
+        MULTIPLIER=quantization.returns == "multiplier",
+        TWO_LEVELS=kind.two_levels and not quantizer.normalises,
+    )
+    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
+    dtypes |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
+    dtypes |= {"numbers": torch.uint8, "scale": torch.float32, "zero_point": torch.int32}
+    if quantizer.normalises:
+        rounded = kind.out == kind.x != kind.accumulator
+        flags += _flags(NORMALISES=True, STORES=quantizer.keeps, PASSED=rounded)
+        flags += _norm_flags(kind, kind.out)
     constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size), **_constants()}
-    return Variant(kernels.forward, dtypes, accumulator, constants, bits=True, null=True)
+    return Variant(kernels.quantize, dtypes, kind.accumulator, constants, bits=True, null=True)
+
+
+def gate_variant(kind: GateKind) -> Variant:
+    """The kernel of a gate, or of its backward pass."""
+    from fusednorm.backends import triton_cpu_gates as kernels
+
+    between = None if kind.between is None else triton_host.type_of(kind.between, bits=True)
+    flags = _flags(TWO_LEVELS=kind.two_levels)
+    dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
+    if kind.d is not None:
+        dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
+        flags += _flags(DY=kind.out is not None, DZ=kind.dz is not None)
+    constants = {"FLAGS": flags, "ACTIVATION": kind.activation, "BETWEEN": between, **_constants()}
+    function = kernels.gate if kind.d is None else kernels.gate_backward
+    return Variant(function, dtypes, kind.accumulator, constants, bits=True, null=True)
 
 
 def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
@@ -213,6 +280,21 @@ class _CompiledHost(_Host):
         _, program = self.for_forward(call)
         program(packing.pack_forward(call, torch.get_num_threads()), call.rows)
 
+    def quantize(self, call: Quantize) -> None:
+        """Runs the kernel that quantizes rows, which it may normalise before; see :class:`Quantize`."""
+        program = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
+        program(packing.pack_quantize(call, torch.get_num_threads()), call.rows)
+
+    def gate(self, call: Gate | GateBackward) -> None:
+        """Runs the kernel of a gate, or of its backward pass."""
+        program = self._held_for_gate(call)
+        program(packing.pack_gate_alone(call, torch.get_num_threads()), call.rows)
+
+    def norm_gated(self, call: NormGated) -> None:
+        """Runs the kernel that normalises rows and gates them, in the order that the call says."""
+        program = self._held_for(ForwardKind.of_gated(call), call.norm.operation.device, call)
+        program(packing.pack_norm_gated(call, torch.get_num_threads()), call.norm.rows)
+
     def backward(self, call: Backward) -> None:
         """Runs kernels; see :class:`fusednorm.registry.Backend`."""
         partial = scratch_of(call)
@@ -226,10 +308,12 @@ class _CompiledHost(_Host):
 _compiler = Compiler(Program)
 
 if INTERPRETED:
-    _host: Host = _Host(forward_variant, backward_variants, Interpreted, pointer_or_null, unaligned=True)
+    _host: Host = _Host(
+        forward_variant, backward_variants, Interpreted, pointer_or_null, unaligned=True, gate_variant=gate_variant
+    )
     fast_path: str | None = None
 else:
-    _host = _CompiledHost(forward_variant, backward_variants, _compiler.now, unaligned=True)
+    _host = _CompiledHost(forward_variant, backward_variants, _compiler.now, unaligned=True, gate_variant=gate_variant)
     #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
     fast_path = path.open_triton_cpu(_FEWEST_SEGMENTS * reference.SEGMENT)
 
@@ -239,14 +323,59 @@ def _c_takes(operation: Operation) -> bool:
     return set(operation.features) <= set(cpu.FEATURES)
 
 
+def _forward_in_c(call: Forward) -> None:
+    """Has the cpu backend take a call, in several if it has to."""
+    backend: Any = cpu
+    parts = () if _c_takes(call.operation) else Composition.parts(call.operation, _c_takes)
+    (Composition(backend, parts) if parts else backend).forward(call)
+
+
 def forward(call: Forward) -> None:
     """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
     try:
         _host.forward(call)
     except NotYetError:
-        backend: Any = cpu
-        parts = () if _c_takes(call.operation) else Composition.parts(call.operation, _c_takes)
-        (Composition(backend, parts) if parts else backend).forward(call)
+        _forward_in_c(call)
+
+
+def quantize(call: Quantize) -> None:
+    """Runs the kernel that quantizes rows, which it may normalise before; see :class:`fusednorm.registry.Backend`."""
+    try:
+        _host.quantize(call)
+    except NotYetError:
+        if call.norm is not None and not _c_takes(call.norm.operation):
+            norm = call.norm
+            packed = (norm.inner * call.hidden_size, call.hidden_size)
+            if norm.out is None:
+                rows = torch.empty(norm.x.shape, dtype=norm.operation.out)
+                norm = norm._replace(out=rows, strides=(*norm.strides[:2], packed, norm.strides[3]))
+            _forward_in_c(norm)
+            call = call._replace(y=norm.out, y_strides=norm.strides[2], norm=None)
+        cpu.quantize(call)
+
+
+def gate(call: Gate) -> None:
+    """Multiplies rows by a function of others; see :class:`fusednorm.registry.Backend`."""
+    try:
+        _host.gate(call)
+    except NotYetError:
+        cpu.gate(call)
+
+
+def gate_backward(call: GateBackward) -> None:
+    """Writes the gradients of a gate; see :class:`fusednorm.registry.Backend`."""
+    try:
+        _host.gate(call)
+    except NotYetError:
+        cpu.gate_backward(call)
+
+
+def norm_gated(call: NormGated) -> None:
+    """Normalises rows and gates them, in the order that the call says; see :class:`fusednorm.registry.Backend`."""
+    try:
+        _host.norm_gated(call)
+    except NotYetError:
+        cpu.norm_gated(call)
 
 
 def backward(call: Backward) -> None:

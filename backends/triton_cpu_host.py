@@ -37,9 +37,10 @@ with contextlib.suppress(ImportError):  # the cpu backend says why
 
 _log = logging.getLogger("fusednorm")
 
-#: What ``cpu/triton_programs.c`` gives a kernel of a forward pass, and one of a backward pass: pointers, integers, and
-#: floating-point numbers.
-_FORWARD, _BACKWARD = (7, 14, 3), (9, 11, 1)
+#: What ``cpu/triton_programs.c`` gives a kernel, by the name of its function: pointers, integers, numbers of the
+#: accumulator's type, and numbers of float32. Kernels without a line are of a backward pass.
+GIVEN = {"forward": (8, 16, 3, 0), "quantize": (9, 22, 3, 5), "gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
+BACKWARD = (9, 11, 1, 0)
 
 
 def processor() -> str:
@@ -81,8 +82,9 @@ class Program:
         ) or [""]
         given = re.findall(r"(\w+)[^,%]*%\d+", re.sub(r"\w+\([^()]*\)", "", arguments))
         real = "double" if self.variant.accumulator == torch.float64 else "float"
-        pointers, integers, reals = _FORWARD if "eps" in self.variant.function.arg_names else _BACKWARD
-        if given != ["ptr"] * pointers + ["i64"] * integers + [real] * reals + ["i32"] * 6:
+        pointers, integers, reals, floats = GIVEN.get(kernel.metadata.name, BACKWARD)
+        numbers = ["i64"] * integers + [real] * reals + ["float"] * floats
+        if given != ["ptr"] * pointers + numbers + ["i32"] * 6:
             raise BackendError(
                 f"the kernels of this version of Triton take other arguments than fusednorm gives them: {given}; "
                 + triton_host.CURE_ON_CPUS
@@ -123,7 +125,8 @@ class _Child:
 
     def compile(self, variant: Variant) -> str | None:
         """Why the variant cannot be compiled; empty if it is in the cache, None if the process has ended."""
-        named = dataclasses.replace(variant, function=variant.function.__name__)
+        function = variant.function
+        named = dataclasses.replace(variant, function=(function.__module__, function.__name__))
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -144,15 +147,14 @@ def compile_for_parent() -> None:
     """What the process does: it takes variants line by line, and answers what :meth:`_Child.compile` returns."""
     from triton.runtime.driver import driver
 
-    from fusednorm.backends import triton_cpu_kernels
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # compilers may print
     for line in sys.stdin:
         named = pickle.loads(bytes.fromhex(line))
         reason = ""
         try:
-            variant = dataclasses.replace(named, function=getattr(triton_cpu_kernels, named.function))
+            module, name = named.function
+            variant = dataclasses.replace(named, function=getattr(import_module(module), name))
             triton_host.compiled(variant, driver.active.get_current_target())
         except Exception as error:  # a compiler's may be anything
             reason = f"{type(error).__name__}: {error}"

@@ -5,7 +5,8 @@ processors have an instruction for a masked access to 16-bit values, and without
 element. What follows a row's last whole tile is read and written in pieces, each twice as long as the next.
 
 Every kernel of a pass takes the same arguments, those of its type in ``cpu/triton_programs.c``; an operand that is
-absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else.
+absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else. ``triton_cpu_quantize.py`` and
+``triton_cpu_gates.py`` have the kernels of quantizers and of gates alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fusednorm.backends.triton_gates import activated
 from fusednorm.backends.triton_numbers import (
     gain,
     narrowed,
@@ -29,6 +31,14 @@ from fusednorm.backends.triton_numbers import (
 ADD, KEEP, ROUND_SUM, ROUND_NORM, WEIGHT = (tl.constexpr(1 << bit) for bit in range(5))
 D_TOTAL, DX, DRESIDUAL, TWO_LEVELS = (tl.constexpr(1 << bit) for bit in range(5, 9))
 BIAS, OF_HEADS, SCALED = (tl.constexpr(1 << bit) for bit in range(9, 12))
+#: A gate before the norm or after it; its function, which is silu without a flag; the gradients of a gate alone.
+GATE_BEFORE, GATE_AFTER, SIGMOID, GELU_TANH, DY, DZ = (tl.constexpr(1 << bit) for bit in range(12, 18))
+#: Rows are rounded to x's type between a norm and what follows it. A quantizer: whether rows are normalised before, and
+#: stored too; whether the scale is given, one for all rows.
+PASSED, NORMALISES, STORES, GIVEN = (tl.constexpr(1 << bit) for bit in range(18, 22))
+#: What a ``Quantization`` says: float8 formats, zero points, how scales are found and applied, what is returned.
+E4M3, E5M2, PLUS_128, AFTER, BEFORE = (tl.constexpr(1 << bit) for bit in range(22, 27))
+BY_RECIPROCAL, RECIPROCAL, RATIO, MULTIPLIER = (tl.constexpr(1 << bit) for bit in range(27, 31))
 
 
 @triton.jit
@@ -177,9 +187,16 @@ def gain_of(weight, at, left, weight_offset, A: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
+def of_gate(z_row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The function of these elements of a gate."""
+    ACTIVATION: tl.constexpr = "sigmoid" if SIGMOID & FLAGS else ("gelu_tanh" if GELU_TANH & FLAGS else "silu")
+    return activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
+
+
+@triton.jit
 def added(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """The elements that are normalised: x's, or with ADD the sums, which are stored with KEEP."""
-    x_row, residual_row, total_row, x_scale = row
+    x_row, residual_row, total_row, x_scale, z_row = row
     h = widened(got(x_row, at, left, SIZE), A)
     if SCALED & FLAGS:
         h = scaled(h, x_scale, x_row.dtype.element_ty, A)
@@ -190,6 +207,8 @@ def added(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexp
             put(total_row, at, left, total, SIZE)
             if ROUND_SUM & FLAGS:
                 h = widened(total, A)
+    if GATE_BEFORE & FLAGS:
+        h = h * of_gate(z_row, at, left, FLAGS, A, SIZE)
     return h
 
 
@@ -201,14 +220,26 @@ def square(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit
-def normalise(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
-    """Writes the normalised elements of the row that :func:`added` knows."""
+def after_norm(row, of_norm, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The normalised elements of the row that :func:`added` knows."""
     h = added(row, at, left, FLAGS, A, SIZE)
-    x, row_rstd, weight_row, weight_offset, bias_row, out_row = more
+    x, row_rstd, weight_row, weight_offset, bias_row = of_norm
     g = gain_of(weight_row, at, left, weight_offset, A, SIZE) if WEIGHT & FLAGS else None
     y = normalised(h, row_rstd, g, x.dtype.element_ty, ROUND_NORM & FLAGS, A)
     if BIAS & FLAGS:
         y = y + widened(got(bias_row, at, left, SIZE), A)
+    if PASSED & FLAGS:
+        y = widened(narrowed(y, x.dtype.element_ty), A)
+    return y
+
+
+@triton.jit
+def normalise(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """Writes the elements of :func:`after_norm`, gated with GATE_AFTER."""
+    of_norm, out_row, z_row = more
+    y = after_norm(row, of_norm, at, left, FLAGS, A, SIZE)
+    if GATE_AFTER & FLAGS:
+        y = y * of_gate(z_row, at, left, FLAGS, A, SIZE)
     put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
 
 
@@ -221,15 +252,18 @@ def forward(
     residual_out,
     rstd,
     bias,
+    z,
     x_stride,
     residual_stride,
     out_stride,
     residual_out_stride,
+    z_stride,
     inner,
     x_jump,
     residual_jump,
     out_jump,
     residual_out_jump,
+    z_jump,
     hidden_size,
     with_rstd,
     weight_stride,
@@ -251,16 +285,17 @@ def forward(
     residual_row = rows_at(residual, number, residual_stride, residual_jump, levels)
     out_row = rows_at(out, number, out_stride, out_jump, levels)
     total_row = rows_at(residual_out, number, residual_out_stride, residual_out_jump, levels)
-    row = (x_row, residual_row, total_row, x_scale)
+    z_row = rows_at(z, number, z_stride, z_jump, levels)
+    row = (x_row, residual_row, total_row, x_scale, z_row)
     row_rstd = rstd_of(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
     if with_rstd != 0:
         tl.store(rstd + number + tl.arange(0, 1), row_rstd)
     number_of_heads = heads if OF_HEADS & FLAGS else None
     weight_row = row_of_heads(weight, number, weight_stride, number_of_heads)
     bias_row = row_of_heads(bias, number, bias_stride, number_of_heads)
-    more = (x, row_rstd, weight_row, weight_offset, bias_row, out_row)
+    more = ((x, row_rstd, weight_row, weight_offset, bias_row), out_row, z_row)
     if KEEP & FLAGS:
-        stored = (total_row, total_row, total_row, x_scale)
+        stored = (total_row, total_row, total_row, x_scale, z_row)
         over_row(normalise, stored, more, hidden_size, ~(ADD | SCALED) & FLAGS, A, TILE // 4)
     else:
         over_row(normalise, row, more, hidden_size, KEEP | FLAGS, A, TILE // 4)

@@ -462,7 +462,8 @@ class Host:
         for name, (outer_stride, stride) in lie.items():
             values |= {f"{name}_stride": stride}
             values |= {f"{name}_jump": None if inner is None else outer_stride - inner * stride}
-        values |= {"x": self.pointer(call.y), "inner": inner, "rows": call.rows}
+        values |= {"x": self.pointer(call.y), "inner": inner, "rows": call.rows, "hidden_size": call.hidden_size}
+        values["group"] = call.quantization.group(call.hidden_size)
         if call.norm is not None:
             values |= self._operands(call.norm)
         values |= {"numbers": self.pointer(call.out.view(torch.uint8)), "scale": self.pointer(call.scale)}
@@ -477,13 +478,18 @@ class Host:
         """Launches the kernel of a gate, or of its backward pass."""
         values = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD)
         given = {name: self.pointer(t) for name, t in call._asdict().items() if isinstance(t, Tensor) or t is None}
-        kind, device = GateKind.of(call), call.y.device
-        key = (device.index, kind)
-        assert self.gate_variant is not None
-        with _current(device):
-            (launch,) = self.held.get(key) or self._hold(key, {"gate": self.gate_variant(kind)}, call)
+        with _current(call.y.device):
+            launch = self._held_for_gate(call)
             number = launch.variant.programs(call.rows, call.hidden_size, 1, call.rows)
-            launch(number, {**values, **given, "rows": call.rows})
+            launch(number, {**values, **given, "rows": call.rows, "hidden_size": call.hidden_size})
+
+    def _held_for_gate(self, call: Gate | GateBackward) -> Any:
+        """What launches the kernel of a kind of gate."""
+        kind = GateKind.of(call)
+        key = (call.y.device.index, kind)
+        assert self.gate_variant is not None
+        (launch,) = self.held.get(key) or self._hold(key, {"gate": self.gate_variant(kind)}, call)
+        return launch
 
     def norm_gated(self, call: NormGated) -> None:
         """Launches the kernel that normalises rows and gates them, in the order that the call says."""

@@ -12,6 +12,17 @@ import triton.language as tl
 
 from fusednorm.backends.triton_kernels import added
 from fusednorm.backends.triton_numbers import narrowed, normalised, quotient, row_of_heads, rows_at, rstd_of, widened
+from fusednorm.backends.triton_scales import (
+    applied,
+    at_least,
+    at_most,
+    ends,
+    factor_of,
+    in_order,
+    numbers_of,
+    scale_of,
+    zero_point_of,
+)
 from fusednorm.backends.triton_tiles import (
     columns_of_tile,
     gain_at,
@@ -25,12 +36,6 @@ from fusednorm.backends.triton_tiles import (
 
 
 @triton.jit
-def in_order(bits):
-    """The bits of floats as whole numbers in the order of the floats, and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def greatest(keys, SEGMENTS: tl.constexpr):
     """The greatest whole number of each group: [Q, 1, R, G, 1]; SEGMENTS of R are one group."""
     found = tl.max(tl.max(keys, axis=4, keep_dims=True), axis=1, keep_dims=True)
@@ -40,75 +45,6 @@ def greatest(keys, SEGMENTS: tl.constexpr):
         of_rows = tl.max(tl.reshape(found, (Q, R // SEGMENTS, SEGMENTS)), axis=2, keep_dims=True)
         found = tl.reshape(tl.broadcast_to(of_rows, (Q, R // SEGMENTS, SEGMENTS)), found.shape)
     return found
-
-
-@triton.jit
-def at_least(value, floor):
-    """The greater one; a NaN stays."""
-    floor = tl.full(value.shape, floor, tl.float32)
-    return tl.where(value < floor, floor, value)
-
-
-@triton.jit
-def at_most(value, limit):
-    """The smaller one; a NaN stays."""
-    limit = tl.full(value.shape, limit, tl.float32)
-    return tl.where(value > limit, limit, value)
-
-
-@triton.jit
-def whole_of(value):
-    """The nearest whole number, within 2^30; 0 of a NaN.
-
-    Adding and subtracting 2^23 with its sign rounds a number below 2^23; from there on all are whole.
-    """
-    value = tl.where(value != value, 0.0, value)
-    value = at_most(at_least(value, -1073741824.0), 1073741824.0)
-    shift = tl.where(value < 0, -8388608.0, 8388608.0)
-    rounded = tl.where(tl.abs(value) < 8388608.0, (value + shift) - shift, value)
-    return rounded.to(tl.int32)
-
-
-@triton.jit
-def float8_of(v, qmin, qmax, MANTISSA: tl.constexpr, LEAST_EXPONENT: tl.constexpr):
-    """The code of a number, cut to the range and rounded to nearest even; a NaN is 0x7F.
-
-    Adding 2^20 steps of the format (of e4m3: its 3 bits and those 20 fill a float) rounds a magnitude to whole steps,
-    which then stand in the last bits. The step is that of the exponent, and from the least exponent on that of
-    subnormals.
-    """
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    LOWEST: tl.constexpr = (127 + LEAST_EXPONENT) << 23
-    bits = v.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    limit = tl.where(bits < 0, tl.full(v.shape, 0, tl.float32) - qmin, tl.full(v.shape, qmax, tl.float32))
-    within = tl.minimum(magnitude, limit.to(tl.int32, bitcast=True))
-    exponent = tl.maximum(within & 0x7F800000, LOWEST)
-    shifted = exponent + (DROPPED << 23)
-    total = within.to(tl.float32, bitcast=True) + shifted.to(tl.float32, bitcast=True)
-    code = total.to(tl.int32, bitcast=True) - shifted + ((exponent - LOWEST) >> DROPPED)
-    return tl.where(magnitude > 0x7F800000, 0x7F, code | ((bits >> 24) & 0x80))
-
-
-@triton.jit
-def numbers_of(v, zero, qmin, qmax, NUMBER: tl.constexpr, ZERO_POINT: tl.constexpr):
-    """Quotients, with their zero points, as they are stored."""
-    if ZERO_POINT == "before":
-        v = v + zero.to(tl.float32)
-    if NUMBER == "e4m3":
-        return float8_of(v, qmin, qmax, 3, -6).to(tl.uint8)
-    elif NUMBER == "e5m2":
-        return float8_of(v, qmin, qmax, 2, -14).to(tl.uint8)
-    else:
-        whole = whole_of(v)
-        if ZERO_POINT == "after":
-            whole = whole + zero
-        least, most = tl.full(v.shape, qmin, tl.float32), tl.full(v.shape, qmax, tl.float32)
-        # What a NaN becomes, 0, lies within the range.
-        whole = tl.minimum(tl.maximum(whole, least.to(tl.int32)), most.to(tl.int32))
-        if ZERO_POINT == "128":
-            whole = whole + 128
-        return (whole & 0xFF).to(tl.uint8)
 
 
 @triton.jit
@@ -173,10 +109,7 @@ def store_quantized(
                 others = tl.where(there, others, -2147483648)
             high = in_order(greatest(keys, OF_ROW)).to(tl.float32, bitcast=True)
             low = in_order(~greatest(others, OF_ROW)).to(tl.float32, bitcast=True)
-            both = low + high
-            # A NaN of either sign is at one end.
-            strange = (low != low) | (high != high)
-            low, high = tl.where(strange, both, low), tl.where(strange, both, high)
+            high, low = ends(high, low)
             span = high - low
             steps = tl.full(span.shape, qmax, tl.float32) - qmin
         else:
@@ -186,14 +119,9 @@ def store_quantized(
             span = greatest(keys, OF_ROW).to(tl.float32, bitcast=True)
             span = at_most(at_least(span, amax_floor), amax_limit)
             steps = tl.full(span.shape, qmax, tl.float32)
-        if SCALE_BY == "reciprocal":
-            s = span * quotient(tl.full(span.shape, 1.0, tl.float32), steps, tl.float32)
-        else:
-            s = quotient(span, steps, tl.float32)
-        s = at_least(s, scale_floor)
+        s = scale_of(span, steps, scale_floor, SCALE_BY)
         if COMPUTED:
-            zero = tl.full(s.shape, qmin, tl.float32) - quotient(low, s, tl.float32)
-            zero = tl.where(s == 0, 0, whole_of(zero))
+            zero = zero_point_of(low, s, qmin)
         elif APPLY == "ratio":
             multiplier = quotient(tl.full(span.shape, qmax, tl.float32), span, tl.float32)
         row = first + (tl.arange(0, R) // SEGMENTS)[None, None, :, None, None]
@@ -207,13 +135,7 @@ def store_quantized(
         if COMPUTED:
             at = rows_at(zero_point, row, zero_point_stride, zero_point_jump, inner) + number * zero_point_group_stride
             tl.store(at, zero, mask=mine)
-    if APPLY == "divide":
-        v = quotient(v, tl.broadcast_to(s, v.shape), tl.float32)
-    elif APPLY == "ratio":
-        v = v * multiplier
-    else:
-        v = v * quotient(tl.full(s.shape, 1.0, tl.float32), s, tl.float32)
-    v = tl.where(s == 0, 0.0, v)
+    v = applied(v, s, factor_of(s, multiplier, APPLY), APPLY)
     found = tl.reshape(numbers_of(v, zero, qmin, qmax, NUMBER, ZERO_POINT), y.shape)
     tl.store(numbers_rows + column, found, mask=inside)
 

@@ -270,9 +270,9 @@ def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes
     )
 
 
-def pack_gate_alone(call: Gate | GateBackward) -> bytes:
+def pack_gate_alone(call: Gate | GateBackward, threads: int = 1) -> bytes:
     """A gate, or its gradients, after a call that says what there is beside the operands."""
-    numbers = (isinstance(call, GateBackward), GATE_ONLY, call.y.device.index or 0, 1, call.rows, call.inner)
+    numbers = (isinstance(call, GateBackward), GATE_ONLY, call.y.device.index or 0, threads, call.rows, call.inner)
     return _pack(*numbers, call.hidden_size, 0, 0, 1, 0.0, 0.0, *9 * _ABSENT) + pack_gate(call)
 
 

@@ -54,8 +54,8 @@ def patch_language_once():
 #: Tests of the kit that all such backends leave out: most mixes of dtypes, and most sizes.
 MOST = (
     r"test_norm_before_add.py::test_(flags|mixed_dtypes|data|rows_beyond|long_rows\[\w+-float)|"
-    # On all of these but cuda torch's operations quantize; test_cuda_launch.py has more quantizations.
-    r"test_quantized.py::test_(every_quant|after_a|golden)\w*\[\w+-(?!VLLM_INT8_TOKEN_CPU|VLLM_FP8_BLOCK_FUSED|0|7)|"
+    # test_cuda_launch.py has more quantizations.
+    r"test_quantized.py::test_(every_quant|after_a)\w*\[\w+-(?!VLLM_INT8_TOKEN_CPU|VLLM_FP8_BLOCK_FUSED)|"
     r"test_sizes_of_rows\[\w+-(1|262144)\]|"
     r"test_(separate_calls|each_head_is\w+)\[\w+-(?!bfloat16)|"
     r"test_norm_before_add.py::test_golden_vectors\[\w+-(?!(0|3|6|9|20|23|30)\])|"
@@ -66,24 +66,28 @@ MOST = (
 )
 #: Where the rotation is torch's, and its norm that of other tests; of `cuda` test_cuda_launch.py has rotations.
 ROTATIONS = r"test_rotation.py::test_(flags|tables|data)|"
+#: The same where each kernel of a quantizer must be compiled.
+MOST_COMPILED = MOST + r"test_quantized.py::test_golden\w*\[\w+-(?!0|7)|"
 #: What else takes too long: in the interpreter many rows and long ones; where PTX is executed many kernels, because
 #: each must be compiled. `--everything` leaves out nothing.
 LEFT_OUT = {
-    "cuda": MOST + ROTATIONS + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
+    "cuda": MOST_COMPILED + ROTATIONS + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
     r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64|"
     r"test_dtypes_of_(sums|outputs)\[\w+-(?!bfloat16)|test_(gradients|fused_equals_unfused|dtypes)\[\w+-float32|"
     r"two_levels\[\w+-float(16|32)-(31|40|1050|1100|18432)",
-    "triton": MOST + r"test_affine.py::test_bias\w+\[\w+-float|"
+    "triton": MOST_COMPILED + r"test_affine.py::test_bias\w+\[\w+-float|"
     r"test_rotation.py::test_(flags|tables\w+)\[\w+-(?!bfloat16)|"
     r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
     r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
-    "triton, executed": MOST + r"test_affine.py::test_(bias|many|long|mixed_dtypes\[\w+-float)|"
+    "triton, executed": MOST_COMPILED + r"test_affine.py::test_(bias|many|long|mixed_dtypes\[\w+-float)|"
     r"test_rotation.py::test_(flags\[\w+-(?!bfloat16)|tables\w+\[\w+-(?!float16)|operator\[\w+-(?!bfloat16|float64))|"
     r"test_rows_beyond_the_cache|test_long_rows|test_any_call|test_dtypes|"
     r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999|262144)\]|"
     r"test_(gradients|fused_equals_unfused)\[\w+-float|two_levels\[\w+-float(16|32|64)-(31|40|1050|1100|18432)|"
     r"test_data\[\w+-float(16|64)|test_layouts_of_incoming_gradients\[\w+-float(16|32)",
     "triton_cpu": MOST + ROTATIONS + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
+    r"gated.py::test_(flags|mixed_dtypes|dtypes|data|and_mul|many|rows_and_layouts)|"
+    r"test_quantized.py::test_(separate|sizes_of_rows|after_a_(gate|norm\[\w+-VLLM_FP8))|"
     r"test_one_rule|test_rows(?!_in_two_levels)|two_levels.*-128|-\d{4,}\]|test_gradients\[|test_a_hundred|"
     r"test_layouts|test_row_counts|test_every_(?!16_bit_gate|boundary)|"
     r"-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|"

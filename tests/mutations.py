@@ -799,7 +799,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton's quantizer: whole numbers are cut, not rounded",
-        "backends/triton_quantize.py",
+        "backends/triton_scales.py",
         "(value + shift) - shift, value)",
         "value, value)",
         "triton",
@@ -807,7 +807,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton's quantizer: subnormal float8 numbers have the step of smaller ones",
-        "backends/triton_quantize.py",
+        "backends/triton_scales.py",
         "LOWEST: tl.constexpr = (127 + LEAST_EXPONENT) << 23",
         "LOWEST: tl.constexpr = (126 + LEAST_EXPONENT) << 23",
         "triton",

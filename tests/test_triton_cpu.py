@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import packing, registry
+from fusednorm import Quantization, packing, quantizations, registry
 from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
-from fusednorm.call import Around, AroundNorm, Flags, Forward, operation_of
+from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
+from fusednorm.call import Around, AroundNorm, Flags, Forward, Gate, GateBackward, NormGated, Quantize, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 from fusednorm.run import backward as differentiate
 
@@ -51,9 +51,11 @@ def forward_variant(*kind):
 POINTER, LONG, WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 
 
-def kernel(operands, numbers, number, reals, calls):
+def kernel(name, number, calls):
     """A function with a kernel's arguments that notes them, and what becomes of a subnormal number in its thread."""
-    kind = ctypes.CFUNCTYPE(None, *[POINTER] * operands, *[LONG] * numbers, *[number] * reals, *[WORD] * 6)
+    operands, numbers, reals, floats = triton_cpu_host.GIVEN.get(name, triton_cpu_host.BACKWARD)
+    real = [number] * reals + [ctypes.c_float] * floats
+    kind = ctypes.CFUNCTYPE(None, *[POINTER] * operands, *[LONG] * numbers, *real, *[WORD] * 6)
     return kind(lambda *given: calls.append((given, sys.float_info.min / 2 * 1.0)))
 
 
@@ -71,16 +73,16 @@ def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weig
 @pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
 def test_c_gives_a_kernel_its_arguments(number, real):
     calls = []
-    forward = kernel(7, 14, number, 3, calls)
+    forward = kernel("forward", number, calls)
     address = ctypes.cast(forward, POINTER).value
     call = packed([1, 2, 0, 4, 5, 6], range(10, 14), 2, 14, real=real, eps=0.1, weight_offset=1.5)
     assert LIB.fn_run_triton(address, call, 2) == 0
-    backward = kernel(9, 11, number, 1, calls)
+    backward = kernel("backward_rows", number, calls)
     address = ctypes.cast(backward, POINTER).value
     call = packed(range(1, 10), (10, 11, 12), 13, 16, block=3, real=real, weight_offset=0.1)
     assert LIB.fn_run_triton(address, call, 1) == 0
     eps = number(0.1).value
-    given = (1, 2, None, 4, 5, 6, None, *range(10, 14), 2, 0, 0, 0, 0, 14, 1, 0, 0, 1, eps, 1.5, 1)
+    given = (1, 2, None, 4, 5, 6, None, None, *range(10, 14), 0, 2, *[0] * 5, 14, 1, 0, 0, 1, eps, 1.5, 1)
     assert [call for call, _ in calls] == [
         (*given, 0, 0, 0, 2, 1, 1),
         (*given, 1, 0, 0, 2, 1, 1),
@@ -90,22 +92,22 @@ def test_c_gives_a_kernel_its_arguments(number, real):
 
 def test_c_gives_a_kernel_the_jumps_of_the_outer_level():
     calls = []
-    forward = kernel(7, 14, ctypes.c_float, 3, calls)
+    forward = kernel("forward", ctypes.c_float, calls)
     numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0, 1, 0.0, 0.0]
     for address in (1000, 0, 2000, 3000, 0, 4000):
         level = (500, 8) if address in (1000, 3000) else (0, 0)
         numbers += [packing.KINDS[F32] if address else 0, address, *level]
     call = packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
-    assert [given[7:18] for given, _ in calls] == [(8, 0, 8, 0, 3, 476, 0, 476, 0, 8, 1)] * 6
-    assert [given[24] for given, _ in calls] == list(range(6))
+    assert [given[8:21] for given, _ in calls] == [(8, 0, 8, 0, 0, 3, 476, 0, 476, 0, 0, 8, 1)] * 6
+    assert [given[27] for given, _ in calls] == list(range(6))
 
 
 @pytest.mark.parametrize("x_scale", [1.0, 0.25])
 def test_c_gives_a_kernel_what_is_around_a_norm(x_scale):
     """Also where the call is a chain, whose first part scales x."""
     calls = []
-    forward = kernel(7, 14, ctypes.c_float, 3, calls)
+    forward = kernel("forward", ctypes.c_float, calls)
     x, residual, bias = operands(Case(rows=6, hidden=8).of(F32))
     weight = x[:3]
     operation = operation_of(x, residual, weight, Flags(), around=Around(bias, x_scale))
@@ -114,8 +116,71 @@ def test_c_gives_a_kernel_what_is_around_a_norm(x_scale):
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, packing.pack_forward(call), 1) == 0
     ((given, _),) = calls
     assert given[:7] == (*(t.data_ptr() for t in (x, residual, weight, x, residual)), None, bias.data_ptr())
-    assert given[7:16] == (8, 8, 8, 8, 6, 0, 0, 0, 0)
-    assert given[16:24] == (8, 0, 8, 0, 3, 0.5, 1.5, x_scale)
+    assert given[7:19] == (None, 8, 8, 8, 8, 0, 6, 0, 0, 0, 0, 0)
+    assert given[19:27] == (8, 0, 8, 0, 3, 0.5, 1.5, x_scale)
+
+
+def forward_call(x, residual, weight, out, total, inner, strides):
+    """A forward pass of rows in two levels."""
+    operation = operation_of(x, residual, weight, Flags())
+    return Forward(x, residual, weight, out, total, None, operation, x.shape[0], inner, strides, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(F32, ctypes.c_float), (F64, ctypes.c_double)])
+@pytest.mark.parametrize("normalises", [True, False])
+def test_c_gives_a_kernel_what_a_quantizer_takes(dtype, number, normalises):
+    calls = []
+    quantize = kernel("quantize", number, calls)
+    x, residual, weight = operands(Case(rows=6, hidden=8).of(dtype))
+    quantization = Quantization(torch.uint8, per=4, zero_point="after", scale_floor=0.25, qmax=254)
+    numbers, scale, zero_point = torch.zeros(6, 8, dtype=torch.uint8), torch.zeros(6, 2), torch.zeros(6, 2).int()
+    norm = forward_call(x, residual, weight, x, residual, 3, ((500, 8), (501, 9), (502, 10), (503, 11)))
+    rows = (None, (0, 0), norm) if normalises else (x, (500, 8), None)
+    lies = ((600, 12), scale, (601, 13, 14), zero_point, (602, 15, 16), 8, 6, 3)
+    packed = packing.pack_quantize(Quantize(*rows, quantization, numbers, *lies))
+    assert LIB.fn_run_triton(ctypes.cast(quantize, POINTER).value, packed, 6) == 0
+    assert len(calls) == 6
+    given, _ = calls[2]
+    norms = [t.data_ptr() for t in (residual, weight, x, residual)] if normalises else [None] * 4
+    assert given[:9] == (x.data_ptr(), *norms, None, *(t.data_ptr() for t in (numbers, scale, zero_point)))
+    strides, jumps = ((9, 10, 11), (474, 472, 470)) if normalises else ((0, 0, 0), (0, 0, 0))
+    assert given[9:19] == (8, *strides, 12, 13, 14, 15, 16, 3)
+    assert given[19:26] == (476, *jumps, 564, 562, 557)
+    assert given[26:31] == (8, 4, 0, 0, 1)
+    assert given[31:34] == ((0.5, 1.5, 1) if normalises else (0, 0, 1))
+    assert given[34:39] == (0, 254, 0, torch.inf, 0.25)
+    assert given[39:] == (2, 0, 0, 6, 1, 1)
+
+
+def test_c_gives_a_kernel_a_gate():
+    calls = []
+    y, z, out, d, dz = (torch.zeros(6, 8) for _ in range(5))
+    gate, backward = kernel("gate", None, calls), kernel("gate_backward", None, calls)
+    strides = ((500, 8), (501, 9), (502, 10))
+    packed = packing.pack_gate_alone(Gate(y, z, out, "silu", None, 8, 6, 3, strides))
+    assert LIB.fn_run_triton(ctypes.cast(gate, POINTER).value, packed, 6) == 0
+    strides = ((503, 11), *strides, (504, 12))
+    packed = packing.pack_gate_alone(GateBackward(d, y, z, out, dz, "silu", None, 8, 6, 3, strides))
+    assert LIB.fn_run_triton(ctypes.cast(backward, POINTER).value, packed, 6) == 0
+    addresses = [t.data_ptr() for t in (d, y, z, out, dz)]
+    numbers = [11, 8, 9, 10, 12, 3, 470, 476, 474, 472, 468, 8]
+    assert calls[1][0] == (*addresses[1:4], *numbers[1:4], 3, *numbers[7:10], 8, 1, 0, 0, 6, 1, 1)
+    assert calls[7][0] == (*addresses, *numbers, 1, 0, 0, 6, 1, 1)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_c_gives_a_kernel_a_norm_with_a_gate(norm_first):
+    """Its rows are those of both together."""
+    calls = []
+    forward = kernel("forward", ctypes.c_float, calls)
+    x, z, out = (torch.zeros(6, 8) for _ in range(3))
+    norm = forward_call(x, None, None, out, None, 3, ((500, 8), (0, 0), (502, 10), (0, 0)))
+    packed = packing.pack_norm_gated(NormGated(norm, z, (503, 11), "silu", norm_first))
+    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, packed, 6) == 0
+    given, _ = calls[4]
+    assert given[:8] == (x.data_ptr(), None, None, out.data_ptr(), None, None, None, z.data_ptr())
+    assert given[8:21] == (8, 0, 10, 0, 11, 3, 476, 0, 472, 0, 470, 8, 0)
+    assert given[24:28] == (0.5, 1.5, 1, 4)
 
 
 def test_threads_share_the_programs_and_none_flushes_subnormals():
@@ -124,14 +189,14 @@ def test_threads_share_the_programs_and_none_flushes_subnormals():
         pytest.skip("this processor cannot flush subnormals")
     try:
         calls = []
-        forward = kernel(7, 14, ctypes.c_float, 3, calls)
+        forward = kernel("forward", ctypes.c_float, calls)
         address = ctypes.cast(forward, POINTER).value
         call = packed([4] * 6, [0] * 4, 11, LIB.FN_PARALLEL_ELEMENTS, threads=4)
         assert LIB.fn_run_triton(address, call, 11) == 0
         assert sys.float_info.min / 2 * float(torch.ones(())) == 0
     finally:
         torch.set_flush_denormal(False)
-    assert sorted(call[24] for call, _ in calls) == list(range(11))
+    assert sorted(call[27] for call, _ in calls) == list(range(11))
     assert all(subnormal > 0 for _, subnormal in calls)
 
 
@@ -146,32 +211,59 @@ def backward_kind(*kind):
     return BackwardKind(*kind, 1)
 
 
+def quantizer_variant(x, residual, quantization, normalises=True, around=None):
+    """The kernel of a quantizer, after a norm or alone, whose rows are stored too."""
+    quantizer = QuantizerKind(quantization, normalises, normalises)
+    norm = (residual, residual, x, residual) if normalises else (None, None, x, None)
+    kind = ForwardKind(x, *norm, 1000, True, False, False, True, 1, True, around=around, quantizer=quantizer)
+    return triton_cpu.forward_variant(kind)
+
+
+def gate_variant(y, z, activation="silu", between=None, gradients=False):
+    """The kernel of a gate, or of its gradients."""
+    d, dz = (y, z) if gradients else (None, None)
+    return triton_cpu.gate_variant(GateKind(d, y, z, y, dz, activation, between, 1000, 1, True))
+
+
 #: What `cpu/triton_programs.c` gives a kernel, in this order.
 ARGUMENTS = {
-    "forward": "x residual weight out residual_out rstd bias x_stride residual_stride out_stride residual_out_stride "
-    "inner x_jump residual_jump out_jump residual_out_jump hidden_size with_rstd weight_stride bias_stride heads "
-    "eps weight_offset x_scale",
+    "forward": "x residual weight out residual_out rstd bias z x_stride residual_stride out_stride residual_out_stride "
+    "z_stride inner x_jump residual_jump out_jump residual_out_jump z_jump hidden_size with_rstd weight_stride "
+    "bias_stride heads eps weight_offset x_scale",
+    "quantize": "x residual weight out residual_out bias numbers scale zero_point x_stride residual_stride out_stride "
+    "residual_out_stride numbers_stride scale_stride scale_group_stride zero_point_stride zero_point_group_stride "
+    "inner x_jump residual_jump out_jump residual_out_jump numbers_jump scale_jump zero_point_jump hidden_size group "
+    "weight_stride bias_stride heads eps weight_offset x_scale qmin qmax amax_floor amax_limit scale_floor",
+    "gate": "y z out y_stride z_stride out_stride inner y_jump z_jump out_jump hidden_size",
+    "gate_backward": "d y z dy dz d_stride y_stride z_stride dy_stride dz_stride inner d_jump y_jump z_jump dy_jump "
+    "dz_jump hidden_size",
     "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride inner dy_jump "
     "d_total_jump h_jump rows block blocks hidden_size weight_offset",
 }
 
 
 @pytest.mark.parametrize(
-    ("variant", "named"),
+    "variant",
     [
-        (forward_variant(BF16, None, None, BF16, None, 64, True, False, False, False), "forward"),
-        (forward_variant(F64, F64, F64, F64, F64, 64, True, False, True, False), "forward"),
-        *((v, "backward") for v in triton_cpu.backward_variants(backward_kind(*[F32] * 8, 64, False)).values()),
+        forward_variant(BF16, None, None, BF16, None, 64, True, False, False, False),
+        forward_variant(F64, F64, F64, F64, F64, 64, True, False, True, False),
+        quantizer_variant(BF16, F32, quantizations.VLLM_FP8_BLOCK_FUSED),
+        quantizer_variant(F64, F64, quantizations.VLLM_INT8_TOKEN_AZP_CPU, normalises=False),
+        gate_variant(BF16, F32),
+        gate_variant(F64, F64, gradients=True),
+        *triton_cpu.backward_variants(backward_kind(*[F32] * 8, 64, False)).values(),
     ],
-    ids=str,
+    ids=lambda variant: variant.function.__name__,
 )
-def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
+def test_c_and_the_kernels_agree_on_the_arguments(variant):
     """Triton's own front end says what a kernel takes; another order in either place would be silent nonsense."""
-    assert ARGUMENTS[named].split() == list(variant.arguments())
-    pointers, integers, reals = triton_cpu_host._FORWARD if named == "forward" else triton_cpu_host._BACKWARD
+    name = variant.function.__name__
+    pointers, integers, reals, floats = triton_cpu_host.GIVEN.get(name, triton_cpu_host.BACKWARD)
+    assert ARGUMENTS[name if name in triton_cpu_host.GIVEN else "backward"].split() == list(variant.arguments())
     kinds = [kind for kind, _ in variant.arguments().values()]
-    assert [kind.startswith("*") for kind in kinds] == [True] * pointers + [False] * (integers + reals)
-    assert kinds[pointers : pointers + integers] == ["i64"] * integers
+    assert [kind.startswith("*") for kind in kinds] == [True] * pointers + [False] * (integers + reals + floats)
+    real = "fp64" if variant.accumulator == F64 else "fp32"
+    assert kinds[pointers:] == ["i64"] * integers + [real] * reals + ["fp32"] * floats
 
 
 @pytest.mark.parametrize(
@@ -181,18 +273,17 @@ def test_c_and_the_kernels_agree_on_the_arguments(variant, named):
         "define void @forward() #0 {",
         "nothing",
         "define void @forward("
-        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 7 + ["i64"] * 14 + ["double"] * 3 + ["i32"] * 6))
+        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 8 + ["i64"] * 16 + ["double"] * 3 + ["i32"] * 6))
         + ") #0 {",
     ],
 )
 def test_a_kernel_that_takes_something_else_is_refused(definition):
     found = SimpleNamespace(metadata=SimpleNamespace(name="forward"), asm={"llir": definition})
     program = object.__new__(triton_cpu_host.Program)
-    names = SimpleNamespace(arg_names=["eps"])
-    program.variant = SimpleNamespace(accumulator=F32, function=names)
+    program.variant = SimpleNamespace(accumulator=F32)
     with pytest.raises(fusednorm.BackendError, match="take other arguments than fusednorm gives them"):
         program._check(found)
-    program.variant = SimpleNamespace(accumulator=F64, function=names)
+    program.variant = SimpleNamespace(accumulator=F64)
     if "double" in definition:
         found.asm["llir"] = definition.replace("ptr %0", "ptr readonly captures(address, none) %0")
         program._check(found)
@@ -204,6 +295,8 @@ def test_no_access_has_a_mask():
         forward_variant(BF16, BF16, BF16, BF16, BF16, 64, True, False, True, True),
         forward_variant(BF16, BF16, BF16, BF16, BF16, 64, False, True, True, True),
         *triton_cpu.backward_variants(backward_kind(*[F16] * 7, F32, 64, True)).values(),
+        quantizer_variant(BF16, BF16, quantizations.VLLM_FP8_TOKEN),
+        gate_variant(BF16, BF16, gradients=True),
     ]
     for variant in variants:
         ttir = front_end(variant)
@@ -381,6 +474,43 @@ def test_the_cpu_backend_takes_gradients_until_their_kernels_are_compiled(fake):
     ]
 
 
+def calls_of_every_kind():
+    """Results of quantizers and gates, by the kernel that they need first."""
+    x, residual, weight = operands(Case(rows=6, hidden=96).of(BF16))
+    leaves = [t.clone().requires_grad_() for t in (x, residual)]
+    quantization = quantizations.VLLM_INT8_TOKEN_CPU
+    into = {"residual_dtype": F32, "quantization": quantization}
+    return {
+        "alone": fusednorm.quantize(x, quantization),
+        "normalised": fusednorm.rms_norm_quant(x, weight, quantization=quantization),
+        "a sum of another dtype": fusednorm.fused_add_rms_norm_quant(x, residual, weight, **into),
+        "rows that are kept": fusednorm.fused_add_rms_norm_quant(
+            x, residual, weight, normed_out=torch.empty_like(x), **into
+        ),
+        "gate": (fusednorm.gate(x, residual),),
+        "gradients": torch.autograd.grad(fusednorm.gate(*leaves, activation="sigmoid"), leaves, x),
+        "norm first": (fusednorm.rms_norm_gated(x, residual, weight),),
+        "gate first": (fusednorm.rms_norm_gated(x, residual, weight, norm_before_gate=False),),
+    }
+
+
+def test_the_cpu_backend_quantizes_and_gates_until_the_kernels_are_compiled(fake):
+    fake.compiling.clear()
+    with fusednorm.use_backend("triton_cpu"):
+        found = calls_of_every_kind()
+    with fusednorm.use_backend("reference"):
+        wanted = calls_of_every_kind()
+    for name, results in wanted.items():
+        assert all(map(torch.equal, found[name], results)), name
+    assert fake.calls == []
+    fake.compiling.set()
+    until(lambda: len(fake.loaded) == 6 + len(found) + 1)  # a gate, and its gradients, of the sigmoid
+    with fusednorm.use_backend("triton_cpu"):
+        calls_of_every_kind()
+    kernels = [variant.function.__name__ for variant, _ in fake.calls]
+    assert kernels == [*["quantize"] * 4, "gate", "gate", "gate_backward", "forward", "forward"]
+
+
 def test_comparisons_and_measurements_wait_for_the_kernel(fake):
     with registry.waiting_for_kernels():
         run(F16)
@@ -388,7 +518,11 @@ def test_comparisons_and_measurements_wait_for_the_kernel(fake):
     assert len(fake.loaded) == len(fake.calls) == 1
     with fusednorm.use_backend("triton_cpu"):
         fusednorm.prewarm(64, F32, training=True)
-    assert len(fake.loaded) > 4
+        assert len(fake.loaded) > 4
+        before = len(fake.loaded)
+        fusednorm.prewarm(64, F32, quantization=quantizations.VLLM_FP8_TOKEN, activation="silu")
+    names = [variant.function.__name__ for variant in fake.loaded[before:]]
+    assert sorted(set(names)) == ["forward", "gate", "quantize"]
 
 
 @pytest.mark.parametrize(("how", "compiled"), [("wait", 6), ("off", 1)])
@@ -463,7 +597,7 @@ def test_a_process_compiles_for_this_one(monkeypatch):
     child = triton_cpu_host._Child()
     try:
         variant = next(triton_cpu.commonest())
-        answers = [child.compile(variant) for _ in range(2)]
+        answers = [child.compile(variant) for variant in (variant, variant, gate_variant(BF16, BF16, between=BF16))]
         child.process.kill()
         child.process.wait()
         assert child.compile(variant) is None
@@ -472,7 +606,7 @@ def test_a_process_compiles_for_this_one(monkeypatch):
     if _target is None:
         assert all("active drivers" in answer for answer in answers)
     elif _target.backend == "cpu":
-        assert answers == ["", ""]
+        assert answers == ["", "", ""]
     monkeypatch.setattr(sys, "executable", "")
     assert triton_cpu_host.Compiler(None)._by_child(variant) is None
 
@@ -490,6 +624,16 @@ def real_variants(x, residual):
     yield triton_cpu.forward_variant(ForwardKind(x, residual, residual, x, residual, *numbers, around=around))
     kind = backward_kind(x, residual, residual, residual, x, residual, residual, accumulator, 1000, True)
     yield from triton_cpu.backward_variants(kind).values()
+    for quantization in (quantizations.VLLM_FP8_BLOCK_FUSED, quantizations.VLLM_INT8_TOKEN_AZP_UNFUSED):
+        yield quantizer_variant(x, residual, quantization, around=AroundNorm(residual, True, True))
+        yield quantizer_variant(x, None, quantization, normalises=False)
+    for activation in ("silu", "gelu_tanh"):
+        yield gate_variant(x, residual, activation, residual)
+        yield gate_variant(x, residual, activation, residual, gradients=True)
+        for between in (x, None):
+            gate = GateOfNorm(activation, residual, between)
+            kind = ForwardKind(x, None, residual, x, None, *numbers, around=AroundNorm(None, True, False), gate=gate)
+            yield triton_cpu.forward_variant(kind)
 
 
 @real

@@ -275,6 +275,19 @@ def test_every_boundary_of_rounding(mode, agree, dtype):
         assert found[1].item() == 1
 
 
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, I8, U8], ids=dtype_name)
+def test_numbers_of_every_size(mode, agree, dtype):
+    """Far beyond the range too, and infinities and NaN of either sign, at a scale of 1; also with narrower limits."""
+    powers = (2.0 ** torch.arange(-149, 128, dtype=F64, device="cpu")).float()
+    points = torch.cat((powers, 1.5 * powers, torch.tensor([0.0, math.inf, math.nan], device="cpu")))
+    y = torch.cat((points, -points)).unsqueeze(0).to(torch.get_default_device())
+    scale = torch.ones(1)
+    for quantization in (Quantization(dtype, per="tensor"), Quantization(dtype, per="tensor", qmax=100)):
+        found = fusednorm.quantize(y, quantization, scale=scale)
+        compare(agree, found, oracle_quantized.quantized(y, quantization, scale), quantization, str(quantization))
+
+
 VECTORS = json.loads(golden.QUANTIZED.read_text())
 
 

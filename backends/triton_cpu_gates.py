@@ -1,0 +1,124 @@
+"""Triton's kernels for CPUs of gates alone, forward and backward; ``triton_cpu_kernels.py`` says how rows are taken."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusednorm.backends.triton_cpu_kernels import DY, DZ, TWO_LEVELS, got, put
+from fusednorm.backends.triton_gates import activated, activated_and_slope, between
+from fusednorm.backends.triton_numbers import narrowed, rows_at, widened
+
+
+@triton.jit
+def multiply(
+    y_row,
+    z_row,
+    out_row,
+    at,
+    left,
+    A: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BETWEEN: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Writes the products of these elements."""
+    a = activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
+    y = widened(got(y_row, at, left, SIZE), A) * between(a, BETWEEN, A)
+    put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
+
+
+@triton.jit
+def gate(
+    y,
+    z,
+    out,
+    y_stride,
+    z_stride,
+    out_stride,
+    inner,
+    y_jump,
+    z_jump,
+    out_jump,
+    hidden_size,
+    A: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BETWEEN: tl.constexpr,
+    TILE: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """A row times a function of another row."""
+    SIZE: tl.constexpr = TILE // 4
+    number = tl.program_id(0).to(tl.int64)
+    levels = inner if TWO_LEVELS & FLAGS else None
+    y_row, z_row = rows_at(y, number, y_stride, y_jump, levels), rows_at(z, number, z_stride, z_jump, levels)
+    out_row = rows_at(out, number, out_stride, out_jump, levels)
+    left = hidden_size % SIZE
+    for at in range(0, hidden_size - left, SIZE):
+        multiply(y_row, z_row, out_row, at, None, A, ACTIVATION, BETWEEN, SIZE)
+    if left > 0:
+        multiply(y_row, z_row, out_row, hidden_size - left, left, A, ACTIVATION, BETWEEN, SIZE)
+
+
+@triton.jit
+def differentiate(
+    rows,
+    at,
+    left,
+    FLAGS: tl.constexpr,
+    A: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BETWEEN: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Writes the gradients of these elements."""
+    d_row, y_row, z_row, dy_row, dz_row = rows
+    incoming = widened(got(d_row, at, left, SIZE), A)
+    f, slope = activated_and_slope(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
+    if DZ & FLAGS:
+        of_f = between(incoming * widened(got(y_row, at, left, SIZE), A), BETWEEN, A)
+        put(dz_row, at, left, narrowed(of_f * slope, dz_row.dtype.element_ty), SIZE)
+    if DY & FLAGS:
+        put(dy_row, at, left, narrowed(incoming * between(f, BETWEEN, A), dy_row.dtype.element_ty), SIZE)
+
+
+@triton.jit
+def gate_backward(
+    d,
+    y,
+    z,
+    dy,
+    dz,
+    d_stride,
+    y_stride,
+    z_stride,
+    dy_stride,
+    dz_stride,
+    inner,
+    d_jump,
+    y_jump,
+    z_jump,
+    dy_jump,
+    dz_jump,
+    hidden_size,
+    A: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BETWEEN: tl.constexpr,
+    TILE: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """The gradients of a row times a function of another row."""
+    SIZE: tl.constexpr = TILE // 4
+    number = tl.program_id(0).to(tl.int64)
+    levels = inner if TWO_LEVELS & FLAGS else None
+    d_row, y_row = rows_at(d, number, d_stride, d_jump, levels), rows_at(y, number, y_stride, y_jump, levels)
+    z_row = rows_at(z, number, z_stride, z_jump, levels)
+    dy_row, dz_row = rows_at(dy, number, dy_stride, dy_jump, levels), rows_at(dz, number, dz_stride, dz_jump, levels)
+    rows = (d_row, y_row, z_row, dy_row, dz_row)
+    left = hidden_size % SIZE
+    for at in range(0, hidden_size - left, SIZE):
+        differentiate(rows, at, None, FLAGS, A, ACTIVATION, BETWEEN, SIZE)
+    if left > 0:
+        differentiate(rows, hidden_size - left, left, FLAGS, A, ACTIVATION, BETWEEN, SIZE)
