@@ -62,6 +62,40 @@ __device__ inline unsigned bfloat16s_of_floats(float low, float high) {
 #endif
 }
 
+// Whether the GPU rounds floats to 8 bits.
+#if __CUDA_ARCH__ >= 890
+constexpr bool ROUNDS_TO_8_BITS = true;
+#else
+constexpr bool ROUNDS_TO_8_BITS = false;
+#endif
+
+// Rounds two values to nearest even, to float8_e4m3fn or float8_e5m2, and those beyond the range to its end; the first
+// goes to the low byte. Of a NaN the PTX ISA says only that it stays one, and not which one.
+__device__ inline unsigned e4m3s_of_floats(float low, float high) {
+    unsigned short codes = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+#endif
+    return codes;
+}
+
+__device__ inline unsigned e5m2s_of_floats(float low, float high) {
+    unsigned short codes = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+#endif
+    return codes;
+}
+
+// A value cut to a range; a NaN stays one. Not for GPUs before compute capability 8.0.
+__device__ inline float cut(float value, float least, float greatest) {
+    float within = value;
+#if __CUDA_ARCH__ >= 800
+    asm("{.reg .f32 t; max.NaN.f32 t, %1, %2; min.NaN.f32 %0, t, %3;}" : "=f"(within) : "f"(value), "f"(least), "f"(greatest));
+#endif
+    return within;
+}
+
 // The block's shared memory whose size is an argument of the launch.
 __device__ inline void* shared_of_launch() {
     extern __shared__ uint4 memory[];

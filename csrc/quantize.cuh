@@ -144,17 +144,36 @@ template <int MANTISSA, int LEAST_EXPONENT> __device__ int float8_of(float v, co
     return magnitude > 0x7F800000 ? 0x7F : code | (bits >> 24 & 0x80);
 }
 
-// A whole number, cut to the range; a NaN is 0. Adding 1.5 * 2^23 rounds to a whole number, and the sums have the order of
-// their bits, taken as a signed number.
-__device__ inline int whole_within(float v, const Arguments& a) {
-    const float shift = 12582912.0f;
-    const int zero = (int)bits_of_float(shift), sum = (int)bits_of_float(v + shift) - zero;
-    return v != v ? 0 : smaller(larger(sum, (int)a.qmin), (int)a.qmax);
+// The codes of up to four numbers, a byte each, as the GPU rounds them. Of a byte's bits below the sign a NaN's are the
+// greatest: with the number of NaNs of one sign added, they alone carry into the sign's place.
+template <int COUNT> __device__ unsigned float8s_of(const float (&v)[COUNT], const Arguments& a) {
+    constexpr unsigned BYTES = 0x01010101, NANS = NUMBER == E4M3 ? 1 : 3;
+    float within[4] = {};
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) within[i] = cut(v[i], a.qmin, a.qmax);
+    const auto halves = NUMBER == E4M3 ? e4m3s_of_floats : e5m2s_of_floats;
+    unsigned codes = halves(within[0], within[1]);
+    if (COUNT > 2) codes |= halves(within[2], within[3]) << 16;
+    const unsigned nans = ((codes & BYTES * 0x7F) + BYTES * NANS) & BYTES * 0x80;
+    if (NANS > 1) codes |= nans - (nans >> 7);  // to 0x7F, the only one of e4m3
+    return codes & ~nans;
 }
 
-__device__ inline unsigned char number_of(float y, const Group& g, const Arguments& a) {
-    float v = APPLY == DIVIDE ? y / g.by : y * g.by;
-    if (g.scale == 0) v = 0;
+// A whole number, cut to the range; a NaN is 0. Adding 1.5 * 2^23 rounds to a whole number. The bits of sums, taken as
+// signed numbers, have the order of the sums, but among negative ones, which are all cut. They are cut before anything is
+// subtracted, which could overflow.
+__device__ inline int whole_within(float v, const Arguments& a) {
+    const float shift = 12582912.0f;
+    const int zero = (int)bits_of_float(shift), sum = (int)bits_of_float(v + shift);
+    return v != v ? 0 : smaller(larger(sum, zero + (int)a.qmin), zero + (int)a.qmax) - zero;
+}
+
+__device__ inline float quotient_of(float y, const Group& g) {
+    const float v = APPLY == DIVIDE ? y / g.by : y * g.by;
+    return g.scale == 0 ? 0 : v;
+}
+
+__device__ inline unsigned char number_of(float v, const Group& g, const Arguments& a) {
     if (ZERO_POINT == BEFORE) v += (float)g.zero_point;
     if (NUMBER == E4M3) return (unsigned char)float8_of<3, -6>(v, a);
     if (NUMBER == E5M2) return (unsigned char)float8_of<2, -14>(v, a);
@@ -162,6 +181,25 @@ __device__ inline unsigned char number_of(float y, const Group& g, const Argumen
         return (unsigned char)smaller(larger(whole_of(v) + g.zero_point, (int)a.qmin), (int)a.qmax);
     }
     return (unsigned char)(whole_within(v, a) + (ZERO_POINT == PLUS_128 ? 128 : 0));
+}
+
+// The numbers of adjacent elements of a group.
+__device__ inline void numbers_of(unsigned char* to, const float* y, const Group& g, const Arguments& a) {
+    constexpr bool ROUNDED = NUMBER != WHOLE && ROUNDS_TO_8_BITS;
+    constexpr int TOGETHER = ROUNDED ? smaller(ADJACENT, 4) : 1;
+#pragma unroll
+    for (int i = 0; i < ADJACENT; i += TOGETHER) {
+        float v[TOGETHER];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++) v[j] = quotient_of(y[i + j], g);
+        if constexpr (ROUNDED) {
+            const unsigned codes = float8s_of(v, a);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) to[i + j] = (unsigned char)(codes >> 8 * j);
+        } else {
+            to[i] = number_of(v[0], g, a);
+        }
+    }
 }
 
 __device__ inline void store_scale(const Group& g, long long row, int number, const Arguments& a) {
@@ -206,10 +244,7 @@ __device__ inline void store_numbers(const float (&y)[VECTORS][VECTOR], const Gr
             }
         }
 #pragma unroll
-        for (int k = first; k < first + VECTORS_OF_GROUP; k++) {
-#pragma unroll
-            for (int v = position; v < position + ADJACENT; v++) numbers[k][v] = number_of(y[k][v], g, a);
-        }
+        for (int k = first; k < first + VECTORS_OF_GROUP; k++) numbers_of(numbers[k] + position, y[k] + position, g, a);
     }
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {

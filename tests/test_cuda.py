@@ -230,6 +230,25 @@ def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, na
             assert loads == read // (32 if capability >= 100 else 16)
 
 
+@compiles
+@pytest.mark.parametrize("capability", [75, 86, 89, 90, 100])
+def test_the_gpu_rounds_to_8_bits_where_it_can(monkeypatch, capability):
+    """From compute capability 8.9 on, two elements at a time, in the rows of a norm and alone."""
+    options = cuda_compiler.options
+
+    def as_ptx(*given):
+        return [option.replace("=sm_", "=compute_") for option in options(*given)]
+
+    monkeypatch.setattr(cuda_compiler, "options", as_ptx)
+    for dtype, normalises in ((torch.float8_e4m3fn, True), (torch.float8_e5m2, False), (torch.int8, False)):
+        kind = quantized_kind(BF16, BF16, 4096, Quantization(dtype), normalises)
+        variant = cuda_kernels.forward_variant(kind, capability)
+        ptx = cuda_compiler.compiled(variant, capability).decode()
+        found = re.findall(r"cvt\.rn\.satfinite\.(e\dm\d)x2\.f32", ptx)
+        rounds = dtype.is_floating_point and capability >= 89
+        assert found == [str(dtype)[13:17]] * (16 * rounds)
+
+
 def test_int8_and_uint8_share_a_kernel_and_numbers_are_arguments():
     """Floors, limits and ranges load no other kernel, and a group as long as the row is the row."""
     found = {

@@ -8,11 +8,13 @@ import os
 import re
 import struct
 
+import numpy
 import pytest
 import torch
 
 import fusednorm
 from fusednorm.backends import cuda, reference, triton_gpu
+from fusednorm.conformance import oracle_quantized
 from fusednorm.conformance.cases import BF16, F16, F32, Case, differing, operands
 
 if "FUSEDNORM_EMULATED_SM" not in os.environ:
@@ -118,6 +120,32 @@ def test_conversions(dtype, name):
     assert same(of_bits(narrowed, dtype, torch.int16), reference.rounded(doubles, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_conversions_to_8_bits(dtype):
+    """Two floats, rounded to nearest even and cut to the range; a NaN stays one, whose code is anyone's choice."""
+    table = torch.from_numpy(oracle_quantized.numbers(dtype))
+    points = torch.cat(
+        (table, (table[1:] + table[:-1]) / 2, torch.tensor([1e-3 * table[1], 1.1 * table[-1], torch.inf]))
+    )
+    points = points.float()
+    near = [points, points.nextafter(points * 2 + 1), points.nextafter(points * 0 - 1)]
+    value = torch.cat((*near, *(-p for p in near), torch.tensor([torch.nan, -torch.nan])))
+    given = torch.cat((bits(value, F32, torch.int32), floats(4096)))
+    value = of_bits(given, F32, torch.int32)
+    most = table[-1].item()
+    with numpy.errstate(invalid="ignore"):  # there are NaN
+        codes = torch.from_numpy(oracle_quantized.float8(value.clamp(-most, most).numpy(), dtype)).long()
+    nans = torch.where(value.isnan(), 3 if dtype == torch.float8_e5m2 else 0, 0)  # bits that may differ
+    name = str(dtype)[13:17]
+    body = "cvt.u32.u64 %r1, %x; mov.b32 %f0, %r1; cvt.u32.u64 %r2, %y; mov.b32 %f1, %r2;"
+    body += f"cvt.rn.satfinite.{name}x2.f32 %h0, %f0, %f1; cvt.u64.u16 %z, %h0;"
+    pair = in_parts(LOAD + body + STORE, given, given.flip(0))
+    for found, code, nan in ((pair >> 8, codes, nans), (pair & 0xFF, codes.flip(0), nans.flip(0))):
+        sign = torch.where(code == 0x7F, 0x80, 0)
+        assert torch.equal((found | nan) & ~sign, code)
+        assert not ((found & 0x7F == 0x7C) & (code == 0x7F)).any()
+
+
 def test_floats_to_integers():
     """To the nearest, ties to even, and towards 0; what an integer cannot hold becomes the nearest one, and a NaN 0."""
     values = torch.tensor([0.5, 1.5, -2.5, 2.75, -2.75, 2.0**31, -(2.0**31), 3e9, -3e9, -torch.inf, torch.nan])
@@ -219,18 +247,22 @@ def test_comparisons_of_16_bits(dtype, name):
 
 
 def test_the_lesser_and_the_greater():
-    """The number where one of two is a NaN; -0 is less than +0."""
+    """The number where one of two is a NaN, or with .NaN the canonical NaN; -0 is less than +0."""
     a = torch.tensor([1.5, -1.5, torch.nan, 2.0, torch.nan, -0.0, 0.0, torch.inf])
     b = torch.tensor([2.5, -torch.inf, 3.0, torch.nan, torch.nan, 0.0, -0.0, 4.0])
     lesser = torch.tensor([1.5, -torch.inf, 3.0, 2.0, torch.nan, -0.0, -0.0, 4.0])
     greater = torch.tensor([2.5, -1.5, 3.0, 2.0, torch.nan, 0.0, 0.0, torch.inf])
-    for name, expected in (("min", lesser), ("max", greater)):
+    neither = a.isnan() | b.isnan()
+    kept = (torch.where(neither, torch.nan, t) for t in (lesser, greater))
+    named = zip(("min", "max", "min.NaN", "max.NaN"), (lesser, greater, *kept), strict=True)
+    for name, expected in named:
         body = "cvt.u32.u64 %r1, %x; mov.b32 %f0, %r1; cvt.u32.u64 %r2, %y; mov.b32 %f1, %r2;"
         body += f"{name}.f32 %f2, %f0, %f1; mov.b32 %r3, %f2; cvt.u64.u32 %z, %r3;"
         found = in_parts(LOAD + body + STORE, bits(a, F32, torch.int32), bits(b, F32, torch.int32))
         found = of_bits(found, F32, torch.int32)
         assert same(found, expected)
         assert (found.signbit() == expected.signbit()).all()
+        assert ".NaN" not in name or set(found[neither].view(torch.int32).tolist()) == {0x7FFFFFFF}
 
 
 def test_shuffles():

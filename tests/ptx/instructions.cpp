@@ -2,6 +2,8 @@
 // flushes, or leaves the compiler a choice has no entry, and a kernel with it is refused.
 #include "machine.h"
 
+#include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -95,6 +97,31 @@ template <auto F> u64 floats(u64 a, u64 b) {
     return put<float>(F(get<float>(a), get<float>(b))) |
            put<float>(F(get<float>(a >> 32), get<float>(b >> 32))) << 32;
 }
+
+// A float as 8 bits, of which MANTISSA follow an exponent with this bias: the nearest of the numbers with the codes up to
+// MOST; of two that are equally near, the one with the even code. Of a NaN the PTX ISA says only that it becomes one of
+// the format: here it is one that nothing else gives.
+template <int MANTISSA, int BIAS, int MOST> u16 byte_of(float value) {
+    static const auto numbers = [] {
+        std::array<double, MOST + 1> found;
+        for (int code = 0; code <= MOST; code++) {
+            const int exponent = code >> MANTISSA, fraction = code & ((1 << MANTISSA) - 1);
+            const int digits = exponent ? fraction + (1 << MANTISSA) : fraction;
+            found[code] = std::ldexp(digits, (exponent ? exponent : 1) - BIAS - MANTISSA);
+        }
+        return found;
+    }();
+    if (value != value) return MANTISSA == 3 ? 0xFF : 0xFD;
+    const double magnitude = std::abs((double)value);
+    int code = (int)(std::upper_bound(numbers.begin(), numbers.end(), magnitude) - numbers.begin()) - 1;
+    if (code < MOST) {
+        const double below = magnitude - numbers[code], above = numbers[code + 1] - magnitude;
+        if (above < below || (above == below && code & 1)) code++;
+    }
+    return (u16)(code | (std::signbit(value) ? 0x80 : 0));
+}
+constexpr auto E4M3_OF = byte_of<3, 7, 0x7E>;
+constexpr auto E5M2_OF = byte_of<2, 15, 0x7B>;
 
 // A float without a fraction as an integer: 0 of a NaN, and the nearest of what an integer cannot hold.
 i32 whole(float value) {
@@ -322,6 +349,9 @@ template <class T> void add_floats(Table& to, const std::string& type) {
     set("abs", one<T, T, [](T a) { return std::fabs(a); }>);
 }
 
+// The canonical NaN if one of two floats is a NaN, else what there is.
+float or_nan(float a, float b, float found) { return a != a || b != b ? std::bit_cast<float>(0x7FFFFFFF) : found; }
+
 // From every integer type to this one; and to floats, rounded to nearest.
 template <class FROM> void add_conversions(Table& to, const std::string& from) {
     auto set = [&](const std::string& name, Handler handler) { to["cvt." + name + "." + from] = {handler, PLAIN}; };
@@ -402,6 +432,13 @@ Table table() {
         two<float, float, u32, [](float a, float b) { return (u32)half_of(a) << 16 | half_of(b); }>);
     set("cvt.rn.bf16x2.f32",
         two<float, float, u32, [](float a, float b) { return (u32)bfloat16_of(a) << 16 | bfloat16_of(b); }>);
+
+    set("cvt.rn.satfinite.e4m3x2.f32",
+        two<float, float, u16, [](float a, float b) { return (u16)(E4M3_OF(a) << 8 | E4M3_OF(b)); }>);
+    set("cvt.rn.satfinite.e5m2x2.f32",
+        two<float, float, u16, [](float a, float b) { return (u16)(E5M2_OF(a) << 8 | E5M2_OF(b)); }>);
+    set("min.NaN.f32", two<float, float, float, [](float a, float b) { return or_nan(a, b, least(a, b)); }>);
+    set("max.NaN.f32", two<float, float, float, [](float a, float b) { return or_nan(a, b, -least(-a, -b)); }>);
 
     add_narrow<FUSED_HALF, 0x3C00>(to, "f16");
     add_narrow<FUSED_BFLOAT16, 0x3F80>(to, "bf16");
