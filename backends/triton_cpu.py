@@ -263,13 +263,30 @@ class _Host(Host):
             else:
                 _compiler.later(variants.values(), more)
         held = super()._hold(key, variants, call)
-        if fast_path is not None and isinstance(call, Forward):
-            operation = call.operation
-            # The fast path knows one dtype for the residual and the sum, one level of rows, and nothing around a norm.
-            usual = not operation.features and call.inner == call.rows
-            if usual and _segments(operation.hidden_size) == _FEWEST_SEGMENTS:
-                path.hold_triton(packing.pack_forward(call), held[0].address)
+        if fast_path is not None and (packed := _on_fast_path(call)) is not None:
+            path.hold_triton(packed, held[0].address)
         return held
+
+
+def _on_fast_path(call: Call) -> bytes | None:
+    """A call as the fast path may see it, packed; None for a call that it does not take.
+
+    It knows one dtype for the residual and the sum, one level of rows of a norm alone, and nothing around a norm.
+    """
+    if isinstance(call, Gate):
+        return packing.pack_gate_alone(call) if _is_short(call.hidden_size) else None
+    if isinstance(call, Quantize):
+        return packing.pack_quantize(call) if _is_short(call.hidden_size) else None
+    if isinstance(call, NormGated):
+        return packing.pack_norm_gated(call) if _is_short(call.norm.operation.hidden_size) else None
+    if not isinstance(call, Forward) or not _is_short(call.operation.hidden_size):
+        return None
+    return packing.pack_forward(call) if not call.operation.features and call.inner == call.rows else None
+
+
+def _is_short(hidden_size: int) -> bool:
+    """Whether rows are among those that share one kernel."""
+    return _segments(hidden_size) == _FEWEST_SEGMENTS
 
 
 class _CompiledHost(_Host):

@@ -382,21 +382,21 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
-    if (triton && (gates || quantizes || first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
+    if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
     int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
     /* A gate's output must not require a gradient, whether gradients are recorded or not. */
     if (!others && gates) others = requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
     if (others < 0) return NULL;
-    if (others || (triton && !fn_has_triton_kernel(c))) return refuse();
-    if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated);
+    if (others || (triton && !gates && !quantizes && !fn_has_triton_kernel(c))) return refuse();
+    if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated, triton);
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
     const int written[2] = {c->operand[FN_OUT].kind != FN_NONE, c->operand[FN_RESIDUAL_OUT].kind != FN_NONE};
     int failed = allocate(arguments, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
     if (!failed) failed = overlap(c, first);
     if (!failed && quantizes) {
-        result = fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs[1], written[1]);
+        result = fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs[1], written[1], triton);
         Py_XDECREF(outputs[0]);
         Py_XDECREF(outputs[1]);
         return result;

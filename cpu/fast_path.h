@@ -94,9 +94,12 @@ struct fn_quantized {
 enum { FN_QUANTIZER_ARGUMENTS = 6 };
 /* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_quantized *given);
-/* Allocates what is not given, and quantizes: the results, or None if Python must make the call. */
+/*
+ * Allocates what is not given, and quantizes, by Triton's kernel or by the kernels of x's device: the results, or None if
+ * Python must make the call.
+ */
 PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
-                      PyObject *residual_out, int residual_written);
+                      PyObject *residual_out, int residual_written, int triton);
 
 /* fast_path_gated.c */
 struct fn_gated {
@@ -108,8 +111,8 @@ struct fn_gated {
 enum { FN_GATE_ARGUMENTS = 5, FN_GATE_OUT_ARGUMENT = 4 };
 /* Reads the arguments of a gate. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given);
-/* Allocates the output if it is not given, and makes the call: the output, or None if Python must make the call. */
-PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given);
+/* Allocates the output if it is not given, and makes the call in the same way: the output, or None if Python must make the call. */
+PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given, int triton);
 
 /*
  * fast_path_rotated.c: heads that are normalised and rotated. The results, or None if Python must make the call. `devices`

@@ -113,7 +113,7 @@ static void put_together(struct fn_gated *given, const struct fn_operand *out) {
     g->rows = c->rows, g->inner = c->inner, g->hidden = c->hidden;
 }
 
-PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given) {
+PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given, int triton) {
     struct fn_call *c = &given->call;
     const int is_given = arguments[OUT] != Py_None, halves = c->hidden != x_tensor->shape[x_tensor->ndim - 1];
     tensor t;
@@ -128,7 +128,7 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
     if (is_given && !may_be_written(given, &o)) goto end;
     if (!is_given && t.device.type == DL_CPU) fn_expect_writes(o.address, c->rows * c->hidden * fn_element_size(o.kind));
     put_together(given, &o);
-    failed = fn_run_on_device(c, x_tensor, 0);
+    failed = fn_run_on_device(c, x_tensor, triton);
     if (!failed) failed = fn_count_writes(&out, &is_given, 1);
     if (!failed) result = Py_NewRef(out);
 end:

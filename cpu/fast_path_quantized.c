@@ -82,7 +82,7 @@ static int lies_apart(const struct fn_call *c, fn_extent output, const fn_extent
 }
 
 PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
-                      PyObject *residual_out, int residual_written) {
+                      PyObject *residual_out, int residual_written, int triton) {
     struct fn_call *c = &given->call;
     struct fn_quantizer *q = &given->quantizer;
     const int64_t groups = groups_of(q, c);
@@ -118,7 +118,7 @@ PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_t
         if (residual_written && !fn_apart(fn_extent_of(c, FN_RESIDUAL_OUT), other)) goto end;
     }
     if (c->flags & FN_QUANTIZED) c->operand[FN_OUT] = (struct fn_operand){.kind = given->passed_kind, .stride = c->hidden};
-    failed = fn_run_on_device(c, x_tensor, 0);
+    failed = fn_run_on_device(c, x_tensor, triton);
     if (failed) goto end;
     PyObject *const outputs[] = {out, scale, residual_out};
     const int written[] = {out_given, scale_given, residual_written};

@@ -829,6 +829,115 @@ MUTANTS = (
         "triton",
     ),
     Mutant(
+        SAME,
+        "Triton's quantizer: whole numbers are cut after a subtraction that overflows",
+        "backends/triton_scales.py",
+        "whole = tl.minimum(tl.maximum(total, least + SHIFT), most + SHIFT) - SHIFT",
+        "whole = tl.minimum(tl.maximum(total - SHIFT, least), most)",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton on CPUs: the quantizer takes zeros behind a group for elements",
+        "backends/triton_cpu_quantize.py",
+        "high = tl.maximum(high, tl.where(there, keys, LEAST))",
+        "high = tl.maximum(high, keys)",
+        "triton_cpu",
+    ),
+    Mutant(
+        FUSED,
+        "Triton on CPUs: rows pass unrounded to the quantizer",
+        "backends/triton_cpu.py",
+        "STORES=quantizer.keeps, PASSED=rounded",
+        "STORES=quantizer.keeps, PASSED=False",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton on CPUs: the quantizer adds the residual to the sum",
+        "backends/triton_cpu_quantize.py",
+        "ADDED: tl.constexpr = ~(ADD | SCALED) & FLAGS",
+        "ADDED: tl.constexpr = FLAGS",
+        "triton_cpu",
+    ),
+    Mutant(
+        FUSED,
+        "Triton on CPUs: a gate is multiplied unrounded",
+        "backends/triton_cpu_gates.py",
+        "* between(a, BETWEEN, A)",
+        "* a",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton on CPUs: a gate after the norm is left out of a row's end",
+        "backends/triton_cpu_kernels.py",
+        "    if GATE_AFTER & FLAGS:\n        y = y",
+        "    if GATE_AFTER & FLAGS and left is None:\n        y = y",
+        "triton_cpu",
+    ),
+    Mutant(
+        SAME,
+        "Triton_cpu: strides of scales are bytes",
+        "cpu/triton_programs.c",
+        "q->scale_stride / SIZE, q->scale_group_stride / SIZE",
+        "q->scale_stride / SIZE, q->scale_group_stride",
+    ),
+    Mutant(
+        ROW,
+        "Triton_cpu: a gate's rows jump as the other rows do",
+        "cpu/triton_programs.c",
+        "jump_of(c, d), jump_of(c, y), jump_of(c, z), jump_of(c, out),",
+        "jump_of(c, d), jump_of(c, y), jump_of(c, y), jump_of(c, out),",
+    ),
+    Mutant(
+        SAME,
+        "Triton_cpu: until a kernel is compiled, C quantizes sums of any dtype in one call",
+        "backends/triton_cpu.py",
+        "if call.norm is not None and not _c_takes(call.norm.operation):",
+        "if False:",
+    ),
+    Mutant(
+        SAME,
+        "CUDA's quantizer: the GPU says which NaN is stored",
+        "csrc/quantize.cuh",
+        "    return codes & ~nans;",
+        "    return codes;",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA's quantizer: a NaN of e5m2 keeps its low bits",
+        "csrc/quantize.cuh",
+        "    if (NANS > 1) codes |= nans - (nans >> 7);  // to 0x7F, the only one of e4m3\n",
+        "",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA's quantizer: two elements change places where the GPU rounds",
+        "csrc/quantize.cuh",
+        "halves(within[0], within[1])",
+        "halves(within[1], within[0])",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA's quantizer: the format's range is the only limit where the GPU rounds",
+        "csrc/quantize.cuh",
+        "within[i] = cut(v[i], a.qmin, a.qmax);",
+        "within[i] = v[i];",
+        "cuda",
+    ),
+    Mutant(
+        SAME,
+        "CUDA's quantizer: whole numbers are cut after a subtraction that overflows",
+        "csrc/quantize.cuh",
+        "smaller(larger(sum, zero + (int)a.qmin), zero + (int)a.qmax) - zero;",
+        "smaller(larger((int)((unsigned)sum - (unsigned)zero), (int)a.qmin), (int)a.qmax);",
+        "cuda",
+    ),
+    Mutant(
         FUSED,
         "Triton on CPUs: the sums are multiplied too",
         "backends/triton_cpu_kernels.py",
@@ -2278,8 +2387,8 @@ MUTANTS = (
         SAME,
         "CUDA: quantized: a scale of 0 divides",
         "csrc/quantize.cuh",
-        "    if (g.scale == 0) v = 0;\n",
-        "",
+        "    return g.scale == 0 ? 0 : v;",
+        "    return v;",
         "cuda",
     ),
     Mutant(
@@ -3635,13 +3744,14 @@ def first_failure(folder, mutant):
     first = [kit + name for name in ("forward", "one_rule", "golden", "gradients")]
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name not in never]
-    if mutant.backend:  # interpreted: the quickest first
-        names = ["golden", "affine", "gradients", "forward", "one_rule", "norm_before_add", "quantized", "rotation"]
-        names.sort(key=lambda name: name != mutant.fault.partition(":")[0])  # the file of that name before all
-        first = [kit + name for name in names]
+    if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
+        files = (("quantizer", "quantized"), ("gate", "gated"), ("rotation", "rotation"))
+        about = [name for word, name in files if word in mutant.fault]
+        names = ("golden", "affine", "gradients", "forward", "one_rule", "norm_before_add", "quantized", "rotation")
+        first = [kit + name for name in (*about, *names, "gated", "norm_gated")]
         others = []
         if mutant.backend == "cuda":
-            first = [folder / "tests/test_cuda_launch.py", *first]
+            first.insert(len(about), folder / "tests/test_cuda_launch.py")
     elif (name := mutant.fault.partition(":")[0]) in ONE_FILE:
         file = f"test_{name.lower()}.py"
         first, others = list(folder.glob(f"tests/**/{file}")), []

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import Quantization, packing, quantizations, registry
+from fusednorm import Quantization, fast_path, packing, quantizations, registry
 from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
 from fusednorm.call import Around, AroundNorm, Flags, Forward, Gate, GateBackward, NormGated, Quantize, operation_of
@@ -181,6 +181,64 @@ def test_c_gives_a_kernel_a_norm_with_a_gate(norm_first):
     assert given[:8] == (x.data_ptr(), None, None, out.data_ptr(), None, None, None, z.data_ptr())
     assert given[8:21] == (8, 0, 10, 0, 11, 3, 476, 0, 472, 0, 470, 8, 0)
     assert given[24:28] == (0.5, 1.5, 1, 4)
+
+
+#: Functions whose addresses C keeps.
+HELD = []
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
+def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
+    """Each kind of call has its own kernel, and none is run for another kind."""
+    take = fast_path.forward_on({"triton_cpu"})
+    x, z = torch.zeros(3, 12, dtype=F64), torch.zeros(3, 12, dtype=F16)
+    rows = ((0, 12),) * 3
+    operation = operation_of(x, None, None, Flags(), around=Around(None, 1.0))
+    norm = Forward(x, None, None, x, None, None, operation, 3, 3, ((0, 12), (0, 0), (0, 12), (0, 0)), 0.5, 0.0)
+    groups = norm._replace(rows=9, inner=9, operation=operation._replace(hidden_size=4))
+    groups = groups._replace(strides=((0, 4), (0, 0), (0, 4), (0, 0)))
+    numbers, scale, lies = torch.zeros(3, 12).char(), torch.zeros(3, 2), ((0, 12), (0, 2, 1), (0, 0, 0))
+
+    def quantizing(y, norm, **fields):
+        results = (numbers, lies[0], scale, lies[1], None, lies[2], 12, 3, 3)
+        return Quantize(y, (0, 12), norm, Quantization(torch.int8, per=6, **fields), *results)
+
+    def gated(norm_first, activation="silu", norm=norm):
+        return NormGated(norm, z, norm.strides[0], activation, norm_first)
+
+    with_norm = (x, None, None, None, None, 0.5, 0.0, True, False, None, True, None, 1.0)
+    alone, only = (x, *fast_path.NO_NORM), (fast_path.ALONE, None, None)
+    packed = [Quantization(torch.int8, per=6, apply=apply).packed for apply in ("divide", "reciprocal")]
+    passed = quantizing(None, norm._replace(out=None))
+    kinds = {
+        "quantizer": (quantizing(x, None), (*alone, packed[0], False, False, None, None, None)),
+        "another": (quantizing(x, None, apply="reciprocal"), (*alone, packed[1], False, False, None, None, None)),
+        "after a norm": (passed, (*with_norm, packed[0], False, True, None, None, None)),
+        "gate": (Gate(x, z, x, "silu", None, 12, 3, 3, rows), (*alone, z, "silu", *only)),
+        "sigmoid": (Gate(x, z, x, "sigmoid", None, 12, 3, 3, rows), (*alone, z, "sigmoid", *only)),
+        "norm first": (gated(True), (*with_norm, z, "silu", fast_path.NORM_FIRST, None, None)),
+        "its sigmoid": (gated(True, "sigmoid"), (*with_norm, z, "sigmoid", fast_path.NORM_FIRST, None, None)),
+        "gate first": (gated(False), (*with_norm, z, "silu", fast_path.GATE_FIRST, None, None)),
+        "groups": (gated(True, "gelu_tanh", groups), (*with_norm, z, "gelu_tanh", fast_path.NORM_FIRST, 4, None)),
+    }
+    noted = {kind: [] for kind in kinds}
+    for kind, (call, given) in kinds.items():
+        assert take(*given) is None
+        name = "quantize" if isinstance(call, Quantize) else "gate" if isinstance(call, Gate) else "forward"
+        HELD.append(kernel(name, ctypes.c_double, noted[kind]))
+        fast_path.hold_triton(triton_cpu._on_fast_path(call), ctypes.cast(HELD[-1], POINTER).value)
+    for kind, (_, given) in kinds.items():
+        found = take(*given)
+        assert [other for other, calls in noted.items() if calls] == [kind]
+        assert len(noted[kind]) == (9 if kind == "groups" else 3)
+        pointers = noted[kind][0][0]
+        assert pointers[0] == x.data_ptr()
+        outputs = found if isinstance(found, tuple) else (found,)
+        assert {t.data_ptr() for t in outputs} < set(pointers)
+        noted[kind].clear()
+    long = torch.zeros(1, 65_537, dtype=F64)
+    assert take(long, *fast_path.NO_NORM, long, "silu", fast_path.ALONE, None, None) is None
+    assert triton_cpu._on_fast_path(Gate(long, long, long, "silu", None, 65_537, 1, 1, rows)) is None
 
 
 def test_threads_share_the_programs_and_none_flushes_subnormals():
