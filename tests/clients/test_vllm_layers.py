@@ -235,6 +235,9 @@ def test_rotation(vllms, dtype, neox, head, turned):
     else:
         assert torch.equal(*found)
     assert not torch.equal(found[0], qkv)
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16  # which changes the table
+    copies = [qkv[:, :head].to(other) for _ in range(2)]
+    assert torch.equal(*(layer(positions, q, q.clone())[0] for layer, q in zip((theirs, ours), copies, strict=True)))
     batches = [qkv[:, : 5 * head].reshape(8, 5, -1) for _ in range(2)]  # vLLM's kernel takes these
     results = [layer(positions.view(8, 5), q, q.clone())[0] for layer, q in zip((theirs, ours), batches, strict=True)]
     assert torch.equal(*results)
@@ -281,12 +284,12 @@ def test_norm_of_gated_rows(vllms, dtype, groups):
     for layer in (theirs, ours):  # vLLM multiplies in the wider dtype, and so does not round there
         layer.float()
     assert torch.equal(ours(x, z), theirs(x, z))
-    ours.tp_size, ours.n_groups = 3, 4  # groups that processes share
+    ours.to(dtype).tp_size, ours.n_groups = 3, 4  # groups that processes share
     with pytest.raises(AssertionError):
         ours(x, z)
 
 
-@pytest.mark.parametrize("dtype", BITS_16)
+@pytest.mark.parametrize("dtype", [*BITS_16, torch.float32])
 def test_norm_of_gemma(vllms, dtype):
     from vllm.ir import ops
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm
