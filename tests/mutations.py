@@ -3342,7 +3342,7 @@ MUTANTS = (
         FUSED,
         "Rotation: the fast path takes positions beyond the table",
         "cpu/fast_path_rotated.c",
-        "if (g.has[POSITIONS]) failed = !are_rows(&r, g.t[COS].shape[0]);",
+        "failed = !are_rows(&r, g.t[COS].shape[0]);",
         "",
     ),
     Mutant(

@@ -10,10 +10,11 @@ side (``layers.py``). q and k are normalised and rotated in one call (``attentio
 and its product are one call (``activations.py``). Each model family keeps its own rounding. Weights, names and
 ``state_dict`` do not change.
 
-:func:`register_kernels` adds layers to transformers' own mechanism, ``use_kernels=True``.
+:func:`register_kernels` adds layers to transformers' own mechanism, ``use_kernels=True``; :func:`write_kernel` writes
+a folder that it loads.
 """
 
-from fusednorm.transformers.hub import register_kernels
+from fusednorm.transformers.hub import register_kernels, write_kernel
 from fusednorm.transformers.patching import Counts, Report, patch, unpatch
 
-__all__ = ["Counts", "Report", "patch", "register_kernels", "unpatch"]
+__all__ = ["Counts", "Report", "patch", "register_kernels", "unpatch", "write_kernel"]

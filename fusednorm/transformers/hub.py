@@ -1,18 +1,27 @@
 """Layers for transformers' own mechanism for other kernels, the mapping of the ``kernels`` package.
 
-``kernels`` takes their forward passes only, so that ``self`` is the module of the model.
+``kernels`` takes their forward passes only, so that ``self`` is the module of the model. Each layer recognises by a
+trace what that module computes, at its first call, and runs the module's own code where that is something else.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fusednorm import gated, listeners
 from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import rms_norm
+from fusednorm.rotation import qk_norm_rope
+from fusednorm.transformers.mlps import DTYPES, MLP, NotAnMLPError, activation_of, mlp
 from fusednorm.transformers.norms import Form, NotANormError, forms
+from fusednorm.transformers.rotations import Halves, NotARotationError, Pairs, Rotation, Tables, rotations
 
 
 class RMSNorm(torch.nn.Module):
@@ -60,6 +69,160 @@ def _form(
     return form
 
 
+class SiLU(torch.nn.Module):
+    """The forward pass that replaces that of an activation, silu or GELU in its tanh form."""
+
+    can_torch_compile = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The function of each element of the input, in its dtype, or the class's own code."""
+        activation = _activation(self)
+        if activation is None or input.dtype not in DTYPES or input.dim() == 0:
+            return type(self).forward(self, input)
+        ones = input.new_ones(input.shape[-1])  # one row for all, by which nothing changes
+        return gated.gate(ones.expand_as(input), input, activation=activation)
+
+
+class GeluTanh(torch.nn.Module):
+    """The same under another name: a trace shows which function it is."""
+
+    can_torch_compile = True
+    forward = SiLU.forward
+
+
+class SwiGLUMLP(torch.nn.Module):
+    """The forward pass that replaces that of a gated MLP, with silu or GELU in its tanh form."""
+
+    can_torch_compile = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Between the MLP's own submodules, the activation and the product in one call."""
+        found = _mlp(self)
+        if found is None or not _follows_its_class(getattr(self, found.act)):
+            return type(self).forward(self, x)
+        z = getattr(self, found.gate)(x)
+        y = None if found.up is None else getattr(self, found.up)(x)
+        if z.dtype not in DTYPES or (y is not None and (y.dtype, y.shape) != (z.dtype, z.shape)):
+            z, y = z.chunk(2, -1) if y is None else (z, y)
+            return cast(Tensor, getattr(self, found.down)(getattr(self, found.act)(z) * y))
+        product = gated.silu_and_mul if found.activation == "silu" else gated.gelu_tanh_and_mul
+        return cast(Tensor, getattr(self, found.down)(product(z, y)))
+
+
+class GeGLUMLP(torch.nn.Module):
+    """The same under another name: a trace shows which function it is."""
+
+    can_torch_compile = True
+    forward = SwiGLUMLP.forward
+
+
+class RotaryPosEmb(torch.nn.Module):
+    """The forward pass that replaces a function that rotates q and k."""
+
+    can_torch_compile = True
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        """Rotates heads of q and k, of four dimensions, by tables of [batch, tokens, columns], or calls the function.
+
+        The columns of the tables must repeat as the function takes them. That is looked at once for each table, so that
+        the layers of a model share the look.
+        """
+        operands = (q, k, cos, sin)
+        if torch.compiler.is_compiling() or not listeners.plain(*operands) or listeners.transform(*operands):
+            return type(self).forward(self, *operands, unsqueeze_dim)
+        tables = _tables(self, cos, sin)
+        rotation = None if tables is None else _rotation(self, unsqueeze_dim, q, k, tables)
+        if rotation is None or tables is None:
+            return type(self).forward(self, *operands, unsqueeze_dim)
+        if rotation.heads == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = qk_norm_rope(
+            *(q, k, None, None, *tables.angles),
+            norm=False,
+            interleaved=rotation.interleaved,
+            round_products=rotation.round_products,
+        )
+        return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _activation(module: torch.nn.Module) -> str | None:
+    """A module's activation, from a trace at its first call."""
+    if "_fusednorm_activation" not in module.__dict__:
+        module.__dict__["_fusednorm_activation"] = activation_of(module)
+    return cast("str | None", module.__dict__["_fusednorm_activation"])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _mlp(module: torch.nn.Module) -> MLP | None:
+    """A module's MLP, from a trace at its first call."""
+    if "_fusednorm_mlp" not in module.__dict__:
+        try:
+            found = mlp(module)
+        except NotAnMLPError:
+            found = None
+        module.__dict__["_fusednorm_mlp"] = found
+    return cast("MLP | None", module.__dict__["_fusednorm_mlp"])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _follows_its_class(module: torch.nn.Module) -> bool:
+    """Whether a call of an activation is its class's forward pass, or that of a layer here, and nothing else."""
+    attached = getattr(module.__dict__.get("forward"), "__func__", SiLU.forward)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return attached is SiLU.forward and not any(hooks)
+
+
+def _tables(function: torch.nn.Module, cos: Tensor, sin: Tensor) -> Tables | None:
+    """The tables, if they are some. Tensors that were looked at last, and not written to since, are not looked at."""
+    last = function.__dict__.get("_fusednorm_tables")
+    counted = not (cos.is_inference() or sin.is_inference())  # others count no writes
+    if counted and last is not None and last[0]() is cos and last[1]() is sin and last[2] == _versions(cos, sin):
+        kind = last[3]
+    else:
+        kind = _kind_of_tables(cos, sin)
+        if counted:  # without the tensors, whose memory this would keep
+            kept = weakref.ref(cos), weakref.ref(sin), _versions(cos, sin), kind
+            function.__dict__["_fusednorm_tables"] = kept
+    return None if kind is None else kind((cos, sin))
+
+
+def _versions(*tables: Tensor) -> list[int]:
+    return [table._version for table in tables]
+
+
+def _kind_of_tables(cos: Tensor, sin: Tensor) -> type[Tables] | None:
+    if cos.dim() != 3 or (cos.shape, cos.dtype, cos.device) != (sin.shape, sin.dtype, sin.device):
+        return None
+    if cos.shape[-1] % 2 or cos.requires_grad or sin.requires_grad:
+        return None
+    for kind in (Halves, Pairs):
+        if all(torch.equal(kind.from_angles(kind.to_angles(table)), table) for table in (cos, sin)):
+            return kind
+    return Tables
+
+
+def _rotation(function: torch.nn.Module, unsqueeze_dim: int, q: Tensor, k: Tensor, tables: Tables) -> Rotation | None:
+    """What the function does with such operands, from a trace at its first call; None where it has to do it itself."""
+    of_dimension = function.__dict__.setdefault("_fusednorm_rotations", {})
+    if unsqueeze_dim not in of_dimension:
+        try:
+            found = rotations(partial(type(function).forward, function), {"unsqueeze_dim": unsqueeze_dim})
+        except NotARotationError:
+            found = {}
+        of_dimension[unsqueeze_dim] = found
+    if q.dim() != 4 or k.dim() != 4 or k.dtype != q.dtype or q.shape[-1] != k.shape[-1]:
+        return None
+    size = q.shape[-1]
+    rotation = of_dimension[unsqueeze_dim].get((q.dtype, tables.dtype, tables.columns, size == tables.size))
+    if rotation is None or rotation.to_halves or size < tables.size:
+        return None
+    tokens = 3 - rotation.heads
+    fits = q.shape[tokens] == k.shape[tokens] == tables.tokens
+    fits = fits and q.shape[0] == k.shape[0] and tables.batch in (1, q.shape[0])
+    return cast(Rotation, rotation) if fits else None
+
+
 class _Repository:
     """The object from which ``kernels`` loads a layer."""
 
@@ -70,19 +233,33 @@ class _Repository:
         return self.layer
 
 
-#: transformers' names of layers, their forward passes, and the kinds of devices on which these replace others.
+#: transformers' names of layers and functions, their forward passes, and the kinds of devices on which these replace
+#: others.
 _LAYERS: dict[str, tuple[type[torch.nn.Module], tuple[str, ...]]] = {
     "RMSNorm": (RMSNorm, ("cpu", "cuda")),
+    "RMSNormZeroCentered": (RMSNorm, ("cpu",)),
     "RMSNormGated": (RMSNormGated, ("cpu",)),
+    "SiLU": (SiLU, ("cpu",)),
+    "GeluTanh": (GeluTanh, ("cpu",)),
+    "SwiGLUMLP": (SwiGLUMLP, ("cpu",)),
+    "GeGLUMLP": (GeGLUMLP, ("cpu",)),
+    "rotary_pos_emb": (RotaryPosEmb, ("cpu",)),
 }
 
+#: transformers' names of gated MLPs, by the activation.
+_MLPS = {"silu": "SwiGLUMLP", "gelu_tanh": "GeGLUMLP"}
 
-def register_kernels() -> None:
+
+def register_kernels(model: torch.nn.Module | None = None) -> None:
     """Makes fusednorm the kernel of layers of transformers.
 
-    Those are ``RMSNorm`` on CPUs and NVIDIA's GPUs, and ``RMSNormGated`` on CPUs. Afterwards
-    ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use it, with the rounding of each
-    model's own layers. Call it before the first model uses kernels.
+    Those are norms on CPUs and NVIDIA's GPUs, and on CPUs norms with a gate, activations, gated MLPs and the rotation
+    of q and k. Afterwards ``model.set_use_kernels(True)`` and ``from_pretrained(..., use_kernels=True)`` use it, with
+    the rounding of each model's own layers. Call it before the first model uses kernels.
+
+    Args:
+        model: a model whose gated MLPs get the names of such layers, which transformers gives to none. It names their
+            classes, so that it holds for all models of these classes whose parameters are on a CPU.
 
     Raises:
         ImportError: transformers is not installed, or not with a version of ``kernels`` that it can use.
@@ -96,9 +273,59 @@ def register_kernels() -> None:
             "transformers finds no version of the `kernels` package that it can use; "
             "`pip install transformers[kernels]` installs one"
         )
-    from kernels import Mode
+    from kernels import Mode, replace_kernel_forward_from_hub
 
     mapping: dict[str, dict[str, Any]] = hub_kernels.get_kernel_mapping_transformers()
     for name, (layer, devices) in _LAYERS.items():
         modes = dict.fromkeys((Mode.INFERENCE, Mode.TRAINING), _Repository(layer))
         mapping.setdefault(name, {}).update(dict.fromkeys(devices, modes))
+    for module in () if model is None else model.modules():
+        kind = type(module)
+        if len(module._modules) > 1 and not hasattr(kind, "kernel_layer_name") and (found := _mlp(module)) is not None:
+            replace_kernel_forward_from_hub(kind, _MLPS[found.activation], _on_cpu)
+
+
+def _on_cpu(module: torch.nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def write_kernel(folder: str | Path) -> Path:
+    """Writes the layers as a kernel in the layout of Hugging Face's hub, which ``kernels`` loads from a local folder.
+
+    The folder then has ``build/torch-universal`` with the kernel's description, and code that takes the layers from the
+    installed fusednorm. ``kernels.LocalLayerRepository(folder, layer_name="RMSNorm")`` loads one of them: ``RMSNorm``,
+    ``RMSNormGated``, ``SiLU``, ``GeluTanh``, ``SwiGLUMLP``, ``GeGLUMLP`` and ``RotaryPosEmb``.
+
+    Args:
+        folder: where to write; it is made if it does not exist.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = Path(folder)
+    variant = folder / "build" / "torch-universal"
+    variant.mkdir(parents=True, exist_ok=True)
+    (variant / "metadata.json").write_text(json.dumps(_METADATA, indent=2) + "\n", encoding="utf-8")
+    (variant / "__init__.py").write_text(_CODE, encoding="utf-8")
+    return folder
+
+
+#: What ``kernels`` must know of a kernel. There is one version of the folder's content.
+_METADATA = {
+    "name": "fusednorm",
+    "id": "fusednorm_universal_1",
+    "version": 1,
+    "license": "Apache-2.0",
+    "python-depends": [],
+    "backend": {"type": "cpu"},
+}
+
+_CODE = '''"""The layers of the installed fusednorm."""
+
+from fusednorm.transformers import hub as layers
+
+__all__ = ["layers"]
+'''
