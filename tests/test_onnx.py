@@ -141,11 +141,13 @@ def test_bits_of_quantization(rows):
 
     x = torch.randn(9, 256, dtype=F64)
     x[:, :100] = rows
+    x[7, 200] = -torch.nan
     calls = [(lambda y, q=q: quantized(y, q), (BF16,)) for q in presets().values()]
     model = Calls(calls)
     found, _ = run(model, [x])
     names = [name for name, q in presets().items() for _ in quantized(x.to(BF16), q)]
     assert [name for name, a, b in zip(names, found, model(x), strict=True) if not same(a, b)] == []
+    assert not any(one[one.isnan()].signbit().any() for one in found)  # 0x7F, in place of 0xFF
 
 
 class Model(torch.nn.Module):

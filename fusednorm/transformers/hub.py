@@ -130,14 +130,14 @@ class RotaryPosEmb(torch.nn.Module):
         operands = (q, k, cos, sin)
         if torch.compiler.is_compiling() or not listeners.plain(*operands) or listeners.transform(*operands):
             return type(self).forward(self, *operands, unsqueeze_dim)
-        tables = _tables(self, cos, sin)
-        rotation = None if tables is None else _rotation(self, unsqueeze_dim, q, k, tables)
-        if rotation is None or tables is None:
+        found = _rotation(self, unsqueeze_dim, *operands)
+        if found is None:
             return type(self).forward(self, *operands, unsqueeze_dim)
+        rotation, (cos, sin) = found
         if rotation.heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         q, k = qk_norm_rope(
-            *(q, k, None, None, *tables.angles),
+            *(q, k, None, None, cos, sin),
             norm=False,
             interleaved=rotation.interleaved,
             round_products=rotation.round_products,
@@ -168,59 +168,56 @@ def _mlp(module: torch.nn.Module) -> MLP | None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _follows_its_class(module: torch.nn.Module) -> bool:
     """Whether a call of an activation is its class's forward pass, or that of a layer here, and nothing else."""
-    attached = getattr(module.__dict__.get("forward"), "__func__", SiLU.forward)
+    attached = module.__dict__.get("forward")
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return attached is SiLU.forward and not any(hooks)
+    return (attached is None or getattr(attached, "__func__", None) is SiLU.forward) and not any(hooks)
 
 
-def _tables(function: torch.nn.Module, cos: Tensor, sin: Tensor) -> Tables | None:
-    """The tables, if they are some. Tensors that were looked at last, and not written to since, are not looked at."""
-    last = function.__dict__.get("_fusednorm_tables")
-    counted = not (cos.is_inference() or sin.is_inference())  # others count no writes
-    if counted and last is not None and last[0]() is cos and last[1]() is sin and last[2] == _versions(cos, sin):
-        kind = last[3]
-    else:
-        kind = _kind_of_tables(cos, sin)
-        if counted:  # without the tensors, whose memory this would keep
-            kept = weakref.ref(cos), weakref.ref(sin), _versions(cos, sin), kind
-            function.__dict__["_fusednorm_tables"] = kept
-    return None if kind is None else kind((cos, sin))
+def _rotation(
+    function: torch.nn.Module, unsqueeze_dim: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Rotation, tuple[Tensor, Tensor]] | None:
+    """What the function does with such operands, from a trace at its first call, and the angles of the tables.
 
-
-def _versions(*tables: Tensor) -> list[int]:
-    return [table._version for table in tables]
-
-
-def _kind_of_tables(cos: Tensor, sin: Tensor) -> type[Tables] | None:
-    if cos.dim() != 3 or (cos.shape, cos.dtype, cos.device) != (sin.shape, sin.dtype, sin.device):
-        return None
-    if cos.shape[-1] % 2 or cos.requires_grad or sin.requires_grad:
-        return None
-    for kind in (Halves, Pairs):
-        if all(torch.equal(kind.from_angles(kind.to_angles(table)), table) for table in (cos, sin)):
-            return kind
-    return Tables
-
-
-def _rotation(function: torch.nn.Module, unsqueeze_dim: int, q: Tensor, k: Tensor, tables: Tables) -> Rotation | None:
-    """What the function does with such operands, from a trace at its first call; None where it has to do it itself."""
+    None where the function has to do it itself.
+    """
     of_dimension = function.__dict__.setdefault("_fusednorm_rotations", {})
     if unsqueeze_dim not in of_dimension:
         try:
-            found = rotations(partial(type(function).forward, function), {"unsqueeze_dim": unsqueeze_dim})
+            traced = rotations(partial(type(function).forward, function), {"unsqueeze_dim": unsqueeze_dim})
         except NotARotationError:
-            found = {}
-        of_dimension[unsqueeze_dim] = found
-    if q.dim() != 4 or k.dim() != 4 or k.dtype != q.dtype or q.shape[-1] != k.shape[-1]:
+            traced = {}
+        of_dimension[unsqueeze_dim] = traced
+    if q.dim() != 4 or cos.dim() != 3 or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
         return None
-    size = q.shape[-1]
-    rotation = of_dimension[unsqueeze_dim].get((q.dtype, tables.dtype, tables.columns, size == tables.size))
-    if rotation is None or rotation.to_halves or size < tables.size:
+    if k.dim() != 4 or (q.dtype, q.shape[0], q.shape[3]) != (k.dtype, k.shape[0], k.shape[3]):
         return None
-    tokens = 3 - rotation.heads
-    fits = q.shape[tokens] == k.shape[tokens] == tables.tokens
-    fits = fits and q.shape[0] == k.shape[0] and tables.batch in (1, q.shape[0])
-    return cast(Rotation, rotation) if fits else None
+    if cos.requires_grad or sin.requires_grad or cos.shape[0] not in (1, q.shape[0]):
+        return None
+    for kind in (Tables, Halves, Pairs):
+        size = cos.shape[2] * (2 if kind is Tables else 1)
+        rotation = of_dimension[unsqueeze_dim].get((q.dtype, cos.dtype, kind.columns, q.shape[3] == size))
+        if rotation is None or rotation.to_halves or q.shape[3] < size:
+            continue
+        tokens = 3 - rotation.heads
+        if q.shape[tokens] == k.shape[tokens] == cos.shape[1] and _repeat(function, kind, cos, sin):
+            return rotation, (kind.to_angles(cos), kind.to_angles(sin))
+    return None
+
+
+def _repeat(function: torch.nn.Module, kind: type[Tables], cos: Tensor, sin: Tensor) -> bool:
+    """Whether the columns of both tables repeat so. The last two that did are not looked at again before a write."""
+    if kind is Tables:
+        return True
+    last = function.__dict__.get("_fusednorm_tables", (lambda: None, lambda: None))
+    counted = not (cos.is_inference() or sin.is_inference())  # others count no writes
+    same = counted and last[0]() is cos and last[1]() is sin
+    if same and last[2:] == (kind, cos._version, sin._version):
+        return True
+    found = all(torch.equal(kind.from_angles(kind.to_angles(table)), table) for table in (cos, sin))
+    if counted and found:  # without the tensors, whose memory this would keep
+        kept = weakref.ref(cos), weakref.ref(sin), kind, cos._version, sin._version
+        function.__dict__["_fusednorm_tables"] = kept
+    return found
 
 
 class _Repository:
