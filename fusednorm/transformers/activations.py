@@ -17,20 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusednorm.gated import gelu_tanh_and_mul, silu_and_mul
 from fusednorm.transformers.layers import NotRewrittenError, compiled, source
+from fusednorm.transformers.mlps import activation_of
 from fusednorm.transformers.replacing import Patched, attach, bare, replaced
 
-aten = torch.ops.aten
-
-#: By the operation of a trace, and its keyword arguments.
-_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
-    (aten.silu.default, ()): silu_and_mul,
-    (aten.gelu.default, (("approximate", "tanh"),)): gelu_tanh_and_mul,
-}
+#: By the names of ``mlps.py``.
+_FUNCTIONS: dict[str | None, Callable[..., Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 
 class PatchedActivations(Patched):
@@ -136,19 +130,4 @@ def _is_bare(module: torch.nn.Module) -> bool:
 
 def _function_of(activation: torch.nn.Module) -> Callable[..., Tensor] | None:
     """The function that multiplies by this activation; None if a trace does not show one."""
-    if replaced(activation):
-        return None
-    found = set()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            try:
-                graph = make_fx(functools.partial(type(activation).forward, activation))(
-                    torch.empty(2, 3, dtype=dtype)
-                ).graph
-            except Exception:  # the model's code may raise anything for a tensor that it does not expect
-                return None
-        x, *operations, output = (node for node in graph.nodes if node.op != "get_attr")
-        if len(operations) != 1 or operations[0].args != (x,) or output.args != (operations[0],):
-            return None
-        found.add(_FUNCTIONS.get((operations[0].target, tuple(sorted(operations[0].kwargs.items())))))
-    return found.pop() if len(found) == 1 else None
+    return None if replaced(activation) else _FUNCTIONS.get(activation_of(activation))
