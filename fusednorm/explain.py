@@ -121,6 +121,8 @@ def explain(
         by = here if hasattr(found.module, "gate") else "by torch's operations"
         found = replace(found, plan=f"{found.plan}; the rows are gated {by}")
     if function in _ROTATING:
-        by = "in the same call" if hasattr(found.module, "rotate") and not found.composed else "by torch's operations"
+        rotates = getattr(found.module, "rotates", lambda *_: hasattr(found.module, "rotate"))
+        takes = not found.composed and rotates(x.shape[-1], [x.dtype])
+        by = "in the same call" if takes else "by torch's operations"
         found = replace(found, plan=f"{found.plan}; heads are rotated {by}")
     return found

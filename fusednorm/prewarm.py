@@ -16,6 +16,7 @@ from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import waiting_for_kernels
+from fusednorm.rotation import qk_norm_rope
 
 
 def prewarm(
@@ -36,6 +37,10 @@ def prewarm(
     norm_before_add: bool = False,
     quantization: Quantization | None = None,
     activation: str | None = None,
+    pairs: int = 0,
+    table_dtype: torch.dtype | None = None,
+    interleaved: bool = False,
+    round_products: bool = False,
 ) -> None:
     """Compiles and loads the kernels of a kind of call, so that no later call waits for a compiler.
 
@@ -61,6 +66,11 @@ def prewarm(
             ``between`` and ``normed_out``.
         activation: also prepare :func:`fusednorm.gate` with it, ``silu_and_mul`` or ``gelu_tanh_and_mul`` (of two
             tensors, and of one that holds both), and ``rms_norm_gated`` with the norm first, all without ``between``.
+        pairs: also prepare :func:`fusednorm.qk_norm_rope` for heads of ``hidden_size`` elements, of which so many pairs
+            are rotated, with tables per row and by int64 positions, without ``between``.
+        table_dtype: of the tables; x's if None.
+        interleaved: as in calls of ``qk_norm_rope``.
+        round_products: as in calls of ``qk_norm_rope``.
 
     Raises:
         BackendError: no requested backend can take such calls.
@@ -71,7 +81,10 @@ def prewarm(
         raise ValueError(f"hidden_size must be an int of at least 1, got {hidden_size!r}")
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"heads must be an int of at least 1, got {heads!r}")
-    for name, kind in (("dtype", dtype), ("residual_dtype", residual_dtype), ("weight_dtype", weight_dtype)):
+    if not isinstance(pairs, int) or not 0 <= 2 * pairs <= hidden_size:
+        raise ValueError(f"pairs must be an int of 0 to {hidden_size // 2}, half of hidden_size, got {pairs!r}")
+    named = {"dtype": dtype, "residual_dtype": residual_dtype, "weight_dtype": weight_dtype, "table_dtype": table_dtype}
+    for name, kind in named.items():
         if not isinstance(kind, torch.dtype) and (kind is not None or name == "dtype"):
             raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {kind!r}")
     device = present(device)
@@ -103,6 +116,12 @@ def prewarm(
                     # Two rows of a tensor that holds both: of one, the halves lie as if they were alone.
                     leaves.append(_zeros((2, 2 * hidden_size), dtype, device, offset).requires_grad_(gradients))
                     outputs = (*outputs, *_gated(x, leaves[-1], one, activation, flags))
+                if pairs:
+                    tables = [_zeros((1, pairs), table_dtype or dtype, device, offset) for _ in range(2)]
+                    how: dict[str, Any] = {**flags, "interleaved": interleaved, "round_products": round_products}
+                    for positions in (None, torch.zeros(1, dtype=torch.int64, device=device)):
+                        turned = qk_norm_rope(*[x.unsqueeze(0)] * 2, one, one, *tables, positions=positions, **how)
+                        outputs = (*outputs, *turned)
             if gradients:
                 torch.autograd.grad((y, *outputs), leaves, [torch.zeros_like(t) for t in (y, *outputs)])
             elif quantization is not None:

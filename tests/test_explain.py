@@ -30,13 +30,17 @@ def test_a_norm_before_the_addition():
     assert (operation.weight, operation.first.weight, operation.first.between, operation.out) == (BF16, F32, F32, BF16)
 
 
-def test_who_rotates():
+def test_who_rotates(monkeypatch):
     heads = X.view(-1, 2, X.shape[-1] // 2)
     for function in (fusednorm.rotate, fusednorm.qk_norm_rope, fusednorm.qk_norm_rope_):
         assert explain(heads, function=function).plan.endswith("; heads are rotated in the same call")
         with fusednorm.use_backend("reference"):
             plan = explain(heads, function=function).plan
         assert plan == "plain torch operations; heads are rotated by torch's operations"
+    asked = []
+    monkeypatch.setattr(fusednorm.registry.load("cpu"), "rotates", lambda *of: asked.append(of), raising=False)
+    assert explain(heads, function=fusednorm.rotate).plan.endswith("; heads are rotated by torch's operations")
+    assert asked == [(heads.shape[-1], [heads.dtype])]
 
 
 def test_who_quantizes():

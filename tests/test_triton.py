@@ -700,6 +700,33 @@ def test_prewarm_compiles_what_is_around_a_norm(launches, monkeypatch, around, k
         assert len(launches.compiled) == kernels
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_prewarm_compiles_rotations(launches, monkeypatch, interleaved):
+    """Of aligned and of other heads, with tables per row and by positions; with gradients, and back."""
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+    flags = {"weight_offset": 1.0, "interleaved": interleaved, "round_products": True}
+    with fusednorm.use_backend("triton"):
+        fusednorm.prewarm(128, BF16, pairs=32, table_dtype=F32, training=True, **flags)
+        compiled = len(launches.compiled)
+        rotations = [variant.function.__name__ for variant in launches.compiled].count("rotate_tile")
+        assert rotations == 2 * 2 * 3  # aligned or not, per row or by positions: a norm, with rstd, and back
+        for offset in (0, 3):
+            q, k, weight = (
+                torch.zeros(n * 128 + offset, dtype=BF16)[offset:].view(*shape, 128)
+                for n, *shape in ((12, 3, 4), (6, 3, 2), (1,))
+            )
+            table, positions = torch.zeros(96 + offset)[offset:].view(3, 32), torch.zeros(3, dtype=torch.int64)
+            for of_rows in (None, positions):
+                fusednorm.qk_norm_rope_(q, k, weight, weight, table, table, positions=of_rows, **flags)
+                leaves = [t.clone().requires_grad_() if offset == 0 else t.requires_grad_() for t in (q, k, weight)]
+                turned = fusednorm.qk_norm_rope(*leaves, leaves[2], table, table, positions=of_rows, **flags)
+                torch.autograd.grad(turned, leaves, [t.detach() for t in turned])
+                q, k, weight = (t.detach() for t in (q, k, weight))
+        assert len(launches.compiled) == compiled
+    with pytest.raises(ValueError, match="pairs must be an int of 0 to 64, half of hidden_size, got 65"):
+        fusednorm.prewarm(128, BF16, pairs=65)
+
+
 def test_why_not():
     """Here, without a driver for Triton, each backend says what it lacks; and asking for one raises with it."""
     if triton_host.active_target()[0] is not None:
