@@ -103,6 +103,20 @@ def test_nans_of_tables(mode, agree, dtype):
 
 
 @pytest.mark.promise("same bits")
+@pytest.mark.parametrize(("size", "pairs"), [(64, 32), (80, 40), (96, 20)])
+def test_order_of_additions(mode, agree, size, pairs):
+    """So many heads of float32 that another order of additions gives some of them another sum, and another rstd."""
+    q = operands(Case(4 * 32, size).of(F32))[0].view(4, 32, size)
+    cos, sin, _ = operands(Case(4, pairs, seed=3).of(F32))
+    for interleaved in (True, False):
+        with fusednorm.use_backend("reference"):
+            wanted = fusednorm.qk_norm_rope(q, q[:, :1], None, None, cos, sin, interleaved=interleaved)
+        found = fusednorm.qk_norm_rope(q, q[:, :1], None, None, cos, sin, interleaved=interleaved)
+        for got, output in zip(found, wanted, strict=True):
+            agree(got, output, f"{size}, {pairs}, {interleaved}")
+
+
+@pytest.mark.promise("same bits")
 def test_products_of_numbers_beyond_float16(mode, agree):
     """Angles that float16 has not, in bfloat16, and products that it has."""
     x, _, _ = operands(Case(6, 40).of(F32))
