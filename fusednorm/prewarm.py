@@ -117,10 +117,10 @@ def prewarm(
                     leaves.append(_zeros((2, 2 * hidden_size), dtype, device, offset).requires_grad_(gradients))
                     outputs = (*outputs, *_gated(x, leaves[-1], one, activation, flags))
                 if pairs:
-                    tables = [_zeros((1, pairs), table_dtype or dtype, device, offset) for _ in range(2)]
+                    q, table = x.unsqueeze(0), _zeros((1, pairs), table_dtype or dtype, device, offset)
                     how: dict[str, Any] = {**flags, "interleaved": interleaved, "round_products": round_products}
                     for positions in (None, torch.zeros(1, dtype=torch.int64, device=device)):
-                        turned = qk_norm_rope(*[x.unsqueeze(0)] * 2, one, one, *tables, positions=positions, **how)
+                        turned = qk_norm_rope(q, q, one, one, table, table, positions=positions, **how)
                         outputs = (*outputs, *turned)
             if gradients:
                 torch.autograd.grad((y, *outputs), leaves, [torch.zeros_like(t) for t in (y, *outputs)])
