@@ -102,7 +102,7 @@ class NormalisedAndGated(torch.autograd.Function):
         if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(d, x, gate, weight):
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
-                apart = [t if t is None else t.view_as(t) for t in (x, gate, weight)]
+                apart: list[Any] = [t if t is None else t.view_as(t) for t in (x, gate, weight)]
                 rows = composed(apart[0], apart[1], apart[2], how)
             wanted = [t for t, need in zip(apart, needs, strict=True) if need]
             gradients = iter(torch.autograd.grad(rows, wanted, d, create_graph=torch.is_grad_enabled()))

@@ -101,8 +101,8 @@ class NormalisedAndRotated(torch.autograd.Function):
         if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(*given, *operands):
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
-                apart = [t if t is None else t.view_as(t) for t in operands[:4]]
-                outputs = composed(*apart, cos, sin, positions, how)  # type: ignore[arg-type]
+                apart: list[Any] = [t if t is None else t.view_as(t) for t in operands[:4]]
+                outputs = composed(apart[0], apart[1], apart[2], apart[3], cos, sin, positions, how)
             places = [place for place in range(4) if needs[place]]
             gradients = torch.autograd.grad(
                 [outputs[set_] for set_ in here],
