@@ -76,17 +76,17 @@ def test_many_rows(mode, agree, first):
 @pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
 def test_each_operand_alone(mode, agree, first):
     """The gradient of one operand or two has the bits that it has beside the others."""
-    for dtype in (BF16, F64):
+    for dtype, group in ((BF16, None), (BF16, 48), (F64, None)):
         x, z, weight = operands(Case(7, 96).of(dtype))
         d = operands(Case(1, 96, seed=1).of(dtype))[0].expand(7, 96)
-        flags = {"norm_before_gate": first, "group_size": 48}
+        flags = {"norm_before_gate": first, "group_size": group}
         all_of_them = oracle_gated.rms_norm_gated(x, z, weight, d, **flags)[1:]
         for wanted in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
             leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, z, weight))]
             out = fusednorm.rms_norm_gated(*leaves, **flags)
             found = torch.autograd.grad(out, [leaves[i] for i in wanted], d)
             for i, got in zip(wanted, found, strict=True):
-                agree(got, all_of_them[i], f"gradient {i} of {wanted}, {dtype_name(dtype)}")
+                agree(got, all_of_them[i], f"gradient {i} of {wanted}, {dtype_name(dtype)}, groups of {group}")
 
 
 @pytest.mark.promise("fused equals unfused")
