@@ -149,7 +149,7 @@ static void run_thread(void *argument, int number, int threads) {
 }
 
 /* A chunk of rows has about so many elements, but all rows are one chunk if a thread has few enough of them. */
-enum { CHUNK_ELEMENTS = 4 * 1024, ALL_ELEMENTS = 32 * 1024 };
+enum { CHUNK_ELEMENTS = 16 * 1024, ALL_ELEMENTS = 32 * 1024 };
 
 /* Returns the bytes that each thread needs. */
 static size_t prepare_gate(struct call *call, const struct fn_call *c, int threads) {

@@ -345,6 +345,17 @@ def test_gradients_in_one_call_of_c(monkeypatch, order):
 
 @pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
 @pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_gradients_of_blocks_that_are_several_chunks(monkeypatch, order):
+    """Two rows of a block that are gated one after the other, because a chunk has room for one."""
+    memory = torch.randn(3, 257, 8200, generator=torch.Generator().manual_seed(3)).bfloat16()
+    leaves = [t.requires_grad_() for t in (memory[0, :, :8193], memory[1, :, :8193], memory[2, 0, :8193])]
+    d = memory[2, :, 7:].detach()
+    wanted = gradients(as_composition(monkeypatch, *leaves, **order), leaves, d)
+    assert all(map(torch.equal, gradients(rms_norm_gated(*leaves, **order), leaves, d), wanted))
+
+
+@pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_what_is_kept_for_gradients(order):
     """The operands and a number per row, and nothing that passes between."""
     x, z, weight = (t.bfloat16().requires_grad_() for t in (X, Z, WEIGHT))
