@@ -62,6 +62,17 @@ def test_what_is_refused_is_named(call, error, words):
         rms_norm(X)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm"])
+def test_operators_have_one_weight_for_all_heads(name):
+    """Weights of heads are a composition, which has operators of its own."""
+    operator, flags = getattr(torch.ops.fusednorm, name), (1e-6, 0.0, True, False)
+    rows = (X,) if name == "rms_norm" else (X, RESIDUAL)
+    for _ in range(2):
+        operator(*rows, WEIGHT, *flags)  # opens the fast path
+        with pytest.raises(ValueError, match=r"weight must have shape \[64\]"):
+            operator(*rows, HEADS, *flags)
+
+
 def separately(x, residual, weight, bias, x_scale, flags):
     """The same call where autograd records it, which the fast path does not take."""
     leaf = x.detach().clone().requires_grad_()
