@@ -1,11 +1,14 @@
 """What compositions cost, beside the plain call, torch's formula, and two calls.
 
     python benchmarks/compositions.py [--backward] [--rows 1 32 512] [--dtypes bfloat16 float16 float32]
+    VLLM_CPU_SO=FILE python benchmarks/compositions.py --int8 [--threads 2]
 
 Times are the least processor times of interleaved turns on one thread, in microseconds: with other work on the machine
-they vary less than the clock's. The last columns are how many times as long others took. The formula is eager torch,
-and the same with torch.compile. Before anything is timed, fusednorm's results must equal those of the calls that
-specify the composition, bit for bit.
+they vary less than the clock's, whose least times are taken with more threads. The last columns are how many times as
+long others took. The formula is eager torch, and the same with torch.compile. Before anything is timed, fusednorm's
+results must equal those of the calls that specify the composition, bit for bit.
+
+`--int8` quantizes each row after the norm, in place but for the numbers and the scales, beside vLLM's two operators.
 
 The plain call is `fused_add_rms_norm_` on the same rows. It reads and writes as many bytes of rows as a composition of
 two norms does.
@@ -20,6 +23,8 @@ import torch
 from torch import Tensor
 
 import fusednorm
+from fusednorm import peers
+from fusednorm.measured import OPERATIONS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Call = Callable[[], object]
@@ -72,12 +77,13 @@ def times(calls: dict[str, Call], elements: int, turns: int) -> dict[str, float]
     """The least time of each call, in us."""
     least = dict.fromkeys(calls, float("inf"))
     repeat = max(1, min(200, 1_000_000 // elements))
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(turns):
         for name, call in calls.items():
-            begin = time.thread_time()
+            begin = clock()
             for _ in range(repeat):
                 call()
-            least[name] = min(least[name], (time.thread_time() - begin) / repeat * 1e6)
+            least[name] = min(least[name], (clock() - begin) / repeat * 1e6)
     return least
 
 
@@ -144,6 +150,35 @@ def backward(rows: int, hidden: int, dtype: torch.dtype, turns: int) -> None:
     print(f"{label} {least['ours']:10.1f} us  {least['ours'] / least['plain']:.2f} plain calls{others}", flush=True)
 
 
+def int8(rows: int, hidden: int, dtype: torch.dtype, turns: int) -> None:
+    """Prints a line: numbers of 8 bits and a scale for each row, after an addition and a norm."""
+    x, r, w = (torch.randn(shape).to(dtype) for shape in ((rows, hidden), (rows, hidden), hidden))
+    operation = OPERATIONS["add_norm_int8"]
+    numbers, scale = torch.empty(rows, hidden, dtype=torch.int8), torch.empty(rows, 1)
+    memory = {"out": numbers, "scale_out": scale, "residual_out": r}
+
+    def ours() -> object:
+        return fusednorm.fused_add_rms_norm_quant(x, r, w, quantization=operation.quantization, **memory)
+
+    y, total = fusednorm.fused_add_rms_norm(x, r, w)
+    same(ours(), (*fusednorm.quantize(y, operation.quantization), total))
+    torch._dynamo.reset()
+    compiled = torch.compile(operation.formula, dynamic=False)
+    (vllm,) = peers.vllm_ops(torch.device("cpu"))
+    calls: dict[str, Call] = {
+        "ours": ours,
+        "plain": lambda: fusednorm.fused_add_rms_norm_(x, r, w),
+        "eager": lambda: operation.formula(x, r, w, 1e-6),
+        "compiled": lambda: compiled(x, r, w, 1e-6),
+    }
+    chain = vllm.others["add_norm_int8"](w, 1e-6)
+    calls["vLLM"] = lambda: chain(x, r)
+    least = times(calls, rows * hidden, turns)
+    others = "".join(f"  {k} {t / least['ours']:.2f}x" for k, t in least.items() if k not in ("ours", "plain"))
+    label = f"int8      {str(dtype)[6:]:9}{rows:5} x {hidden}"
+    print(f"{label} {least['ours']:10.1f} us  {least['ours'] / least['plain']:.2f} plain calls{others}", flush=True)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,10 +187,12 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=[str(dtype)[6:] for dtype in DTYPES])
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    measure = backward if arguments.backward else forward
+    measure = backward if arguments.backward else int8 if arguments.int8 else forward
     for dtype in arguments.dtypes:
         for rows in arguments.rows:
             measure(rows, arguments.hidden, getattr(torch, dtype), arguments.turns)
