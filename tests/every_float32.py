@@ -1,10 +1,18 @@
 """Takes every float32, 2^32 numbers, through each 8-bit format and each function of a gate, on each instruction set.
 
     python tests/every_float32.py [--only int8 float8_e4m3fn exp silu ...] [--variants avx2 ...] [--no-reference]
+    python tests/every_float32.py --every 61 ...       a sample: each 61st number, and all near a boundary of rounding
 
-Results are compared with the reference's, and status 1 says that one differs. Their digest is printed: it is the same
-on every machine. Numbers within a format's range are cast twice: with a scale of 1 that is given, and in rows whose
-computed scale is 1, because their greatest magnitude is the format's.
+Results are compared with the reference's, and status 1 says that one differs. The digest of the reference's results is
+printed: it is the same on every machine.
+
+Numbers within a format's range are cast twice: with a scale of 1 that is given, and in rows whose computed scale is 1,
+because their greatest magnitude is the format's.
+
+Of a gate's function the value and the derivative are computed. From 2^-30 to 128 and -2^-30 to -128 this is done twice:
+C has loops with fewer operations for tiles of 512 gates none of which is low, so numbers pass once in their order, and
+once in rows that each end with infinities, which makes every tile take the loops for all numbers. The results of other
+numbers need no exponential. They are compared with these known results, and so is the reference at each 64th row.
 
 The errors of functions are measured against float64 (docs/spec.md, section 10, says why that is enough), in ulp of the
 exact result, and where that is subnormal in the smallest number, 2^-149.
@@ -20,8 +28,9 @@ import sys
 import torch
 
 import fusednorm
-from fusednorm import Quantization
+from fusednorm import Quantization, run_gated
 from fusednorm.backends import activations, cpu, quantizer
+from fusednorm.conformance.oracle_quantized import numbers
 
 FORMATS = {
     "int8": Quantization(torch.int8, per="tensor"),
@@ -31,7 +40,11 @@ FORMATS = {
 }
 ONE = torch.ones(1)
 #: Numbers that are taken at once, and of a function.
-PART, FEW = 1 << 24, 1 << 17
+PART, FEW = 1 << 22, 1 << 17
+#: Below this magnitude a function is 1, 1/2 or z / 2, and from that one on 0, 1, z or infinity.
+LEAST, MOST = 2.0**-30, 128.0
+#: Half of a tile of C: a row of as many numbers and two infinities is shorter than a tile.
+ROW = 256
 
 #: The functions in float64. exp is inside of the others: C has no function for it alone.
 EXACT = {
@@ -44,46 +57,70 @@ EXACT = {
 RANGES = (-math.inf, -8.0, -4.0, -2.0, -1.0, 0.0, math.inf)
 
 
-def calls(numbers, quantization):
+def calls(rows, quantization):
     """What is quantized, how, and with which given scale."""
-    yield numbers, quantization, ONE
+    yield rows, quantization, ONE
     greatest = quantization.range[1]
-    within = numbers.abs() <= greatest
+    within = rows.abs() <= greatest
     if within.any():
-        column = torch.full((len(numbers), 1), greatest)
-        rows = torch.cat((torch.where(within, numbers, 0), column), 1)
-        yield rows, dataclasses.replace(quantization, per="row"), None
+        column = torch.full((len(rows), 1), greatest)
+        yield torch.cat((torch.where(within, rows, 0), column), 1), dataclasses.replace(quantization, per="row"), None
 
 
-def part_of(index, parts):
-    """The numbers of a part."""
-    first = index * ((1 << 32) // parts) - (1 << 31)
-    return torch.arange(first, first + PART, dtype=torch.int32).view(torch.float32)
+def parts(every, boundaries):
+    """All float32 numbers in the order of their bits; or each so-manieth, and then the boundaries."""
+    for first in range(-(1 << 31), 1 << 31, PART * every):
+        yield torch.arange(first, min(first + PART * every, 1 << 31), every).int().view(torch.float32)
+    if every > 1:
+        yield boundaries
 
 
-def shown(name, digests, wrong):
+def rows_of(part, length):
+    """The numbers in rows, and zeros at the end of the last one."""
+    return torch.nn.functional.pad(part, (0, -len(part) % length)).view(-1, length)
+
+
+def near_boundaries(dtype):
+    """The 64 float32 numbers before and after each number of a format and each middle between two, of both signs."""
+    table = torch.arange(257.0).double() if dtype in (torch.int8, torch.uint8) else torch.from_numpy(numbers(dtype))
+    points = torch.cat((table, (table[1:] + table[:-1]) / 2)).float().view(torch.int32)
+    near = (points[:, None] + torch.arange(-64, 65)).clamp_min(0).int().view(torch.float32).flatten()
+    return torch.cat((near, -near))
+
+
+def differ(found, wanted):
+    """How many results differ; a NaN equals any NaN, and both zeros are equal."""
+    if found.view(-1).view(torch.int64).equal(wanted.view(-1).view(torch.int64)):  # an eighth of the time
+        return 0
+    return int(((found != wanted) & ~(found.isnan() & wanted.isnan())).sum())
+
+
+def shown(name, digest, wrong):
     """Prints the digest and the differences of each instruction set; returns their number."""
-    for variant, digest in digests.items():
-        print(f"{name:14} {variant:12} {digest.hexdigest()[:16]} {wrong[variant]} differ", flush=True)
+    print(
+        f"{name:14} digest {digest.hexdigest()[:16]}",
+        *(f"{n} differ on {v}" for v, n in wrong.items()),
+        sep=", ",
+        flush=True,
+    )
     return sum(wrong.values())
 
 
 def cast(name, asked):
     """Casts to one format; returns how many bytes differ."""
-    quantization, digests = FORMATS[name], {variant: hashlib.sha256() for variant in asked.variants}
-    wrong = dict.fromkeys(asked.variants, 0)
-    for index in range(asked.parts):
-        for given, how, scale in calls(part_of(index, asked.parts).view(-1, 1 << 14), quantization):
+    quantization, digest, wrong = FORMATS[name], hashlib.sha256(), dict.fromkeys(asked.variants, 0)
+    for part in parts(asked.every, near_boundaries(quantization.dtype)):
+        for given, how, scale in calls(rows_of(part, 1 << 14), quantization):
             wanted = None
             if not asked.no_reference:
                 wanted = quantizer.quantized(given, how, scale)[0].view(torch.uint8)
             for variant in asked.variants:
                 with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
                     found = fusednorm.quantize(given, how, scale=scale)[0].view(torch.uint8)
-                digests[variant].update(found.numpy())
                 wanted = found if wanted is None else wanted
-                wrong[variant] += 0 if torch.equal(found, wanted) else int((found != wanted).sum())
-    return shown(name, digests, wrong)
+                wrong[variant] += 0 if found.equal(wanted) else int((found != wanted).sum())
+            digest.update(wanted.numpy())
+    return shown(name, digest, wrong)
 
 
 class Errors:
@@ -96,12 +133,15 @@ class Errors:
         exact = EXACT[self.name](z.double())
         nan = z.isnan() if self.name in ("exp", "sigmoid") else z.isnan() | (z == -math.inf)
         self.nans += int((found.isnan() != nan).sum())
-        exponent = torch.frexp(exact)[1].clamp_min(-125)
-        error = (found.double() - exact).abs() * torch.exp2(24.0 - exponent.double())
+        magnitude = exact.abs()
+        # The spacing of float32 at the exact number is 2^(exponent - 23), and 2^-149 where that is subnormal.
+        exponent = (magnitude.view(torch.int64) >> 52).clamp_min(1023 - 126)
+        per_spacing = ((2 * 1023 + 23 - exponent) << 52).view(torch.float64)
+        error = (found.double() - exact).abs() * per_spacing
         # An infinity is right from half a unit beyond the greatest number on.
-        overflows = (exact.abs() >= 2.0**128 - 2.0**103) & (found.double() == exact.sign() * math.inf)
+        overflows = (magnitude >= 2.0**128 - 2.0**103) & found.isinf()
         error = torch.where(nan | overflows, 0.0, error).nan_to_num(nan=math.inf)
-        normal = exact.abs() >= 2.0**-126
+        normal = magnitude >= 2.0**-126
         self.subnormal = self._greater(self.subnormal, torch.where(normal, 0.0, error), z)
         least, greatest = z.min().item(), z.max().item()
         for index, (low, high) in enumerate(itertools.pairwise(RANGES)):
@@ -122,27 +162,63 @@ class Errors:
             print(f"{self.name:14} {self.nans} results are NaN and should not be, or the other way round")
 
 
+def functions(z, name, variant):
+    """A function of each number, twice, and its derivative, by C: those of 1 times the gate z, for an incoming 1."""
+    one = torch.ones_like(z)
+    value, slope = torch.empty_like(z), torch.empty_like(z)
+    with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
+        run_gated.backward(cpu, one, one, z, run_gated.Gating(name, None, z.dtype), (value, slope))
+        return fusednorm.gate(one, z, activation=name), value, slope
+
+
+def reference(z, name):
+    """The same by the reference; of exp the value alone."""
+    if name == "exp":
+        return (activations.exponential(z),)
+    value, slope = activations.activated_and_slope(z, name)
+    return value, value, slope
+
+
+def beyond(z, name):
+    """The same where no exponential is needed: for magnitudes below LEAST or from MOST on, and NaN."""
+    tiny, above = z.abs() < LEAST, (z > 0).float()
+    if name == "exp":
+        return (torch.where(z.isnan(), z, torch.where(tiny, 1, above / (1 - above))),)  # 1, 0 or infinity
+    if name == "sigmoid":
+        value = torch.where(z.isnan(), z, torch.where(tiny, 0.5, above))
+        return value, value, torch.where(z.isnan(), z, torch.where(tiny, 0.25, 0))
+    value = torch.where(tiny, z / 2, z * above)  # NaN for -infinity
+    return value, value, torch.where(tiny, 0.5, above) + z * 0
+
+
 def take(name, asked):
     """Takes numbers through a function; returns how many results differ, or are NaN where they should not be."""
-    variants = () if name == "exp" else asked.variants
-    digests, wrong = {variant: hashlib.sha256() for variant in variants}, dict.fromkeys(variants, 0)
-    errors, ones = Errors(name), torch.ones(FEW)
-    for index in range(asked.parts):
-        for z in part_of(index, asked.parts).split(FEW):
-            wanted = None
+    digest, errors = hashlib.sha256(), Errors(name)
+    wrong = dict.fromkeys(() if name == "exp" else asked.variants, 0)
+    apart = 0
+    for z in itertools.chain.from_iterable(part.split(FEW) for part in parts(asked.every, ONE)):
+        rows = rows_of(z, ROW)
+        ends = torch.nn.functional.pad(rows, (0, 2), value=-math.inf)
+        magnitude = z.abs()
+        if ((magnitude < LEAST) | ~(magnitude < MOST)).all():
+            wanted = beyond(rows, name)
+            loops = [(rows, wanted)]
             if not asked.no_reference:
-                wanted = activations.exponential(z) if name == "exp" else activations.activated(z, name)
-                errors.look_at(z, wanted)
-            for variant in variants:
-                with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
-                    found = fusednorm.gate(ones, z, activation=name)
-                found = torch.where(found.isnan(), math.nan, found + 0.0)  # one NaN, one zero
-                digests[variant].update(found.numpy())
-                wanted = found if wanted is None else wanted
-                wrong[variant] += int(((found != wanted) & ~(found.isnan() & wanted.isnan())).sum())
+                apart += sum(map(differ, reference(rows[::64], name), [t[::64].contiguous() for t in wanted]))
+        else:
+            wanted = functions(ends, name, asked.variants[0]) if asked.no_reference else reference(ends, name)
+            within = [t[:, :ROW].contiguous() for t in wanted]
+            loops = [(ends, wanted), (rows, within)]
+            if not asked.no_reference:
+                errors.look_at(z, within[0].flatten()[: len(z)])
+                for result in within[-2:]:
+                    digest.update(torch.where(result.isnan(), math.nan, result + 0.0).numpy())  # one NaN, one zero
+        for (given, expected), variant in itertools.product(loops, wrong):
+            wrong[variant] += sum(map(differ, functions(given, name, variant), expected))
     if not asked.no_reference:
         errors.show()
-    return shown(name, digests, wrong) + errors.nans
+        wrong["the reference, beyond"] = apart
+    return shown(name, digest, wrong) + errors.nans
 
 
 def main():
@@ -151,9 +227,12 @@ def main():
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="formats and functions")
     parser.add_argument("--variants", nargs="+", choices=cpu.variants(), default=cpu.variants())
     parser.add_argument("--no-reference", action="store_true", help="compare the instruction sets alone")
-    parser.add_argument("--parts", type=int, default=(1 << 32) // PART, help="of 2^24 numbers, spread over all")
+    parser.add_argument(
+        "--every", type=int, default=1, help="take each so-manieth number, and the boundaries of formats"
+    )
     asked = parser.parse_args()
-    differing = sum((cast if name in FORMATS else take)(name, asked) for name in asked.only)
+    names = [name for name in asked.only if name != "exp" or not asked.no_reference]
+    differing = sum((cast if name in FORMATS else take)(name, asked) for name in names)
     return 1 if differing else 0
 
 
