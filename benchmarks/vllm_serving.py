@@ -99,6 +99,8 @@ def save_model(folder: str, architecture: str, sizes: dict[str, int], int8: bool
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide where a row is rounded
                 parameter.uniform_(0.5, 1.5)
+                if architecture == "Gemma2":  # adds 1, and adds normalised rows, which would hide the embedding
+                    parameter -= 1
             elif "layers" in name and parameter.dim() > 1:  # a product as large as the row that is multiplied
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
         embedding = model.get_input_embeddings().weight.normal_()

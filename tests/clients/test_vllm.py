@@ -169,10 +169,35 @@ def test_same_tokens(engine, without):
 
 @pytest.mark.slow
 def test_compiled(engine, without):
-    found, _ = engine(COMPILED)
-    for result, expected in zip(found, without[0][::2], strict=True):
+    all_layers = ("Llama", "bfloat16", "compiled", {"compilation_config": {"custom_ops": ["all"]}})
+    found, _ = engine([*COMPILED, all_layers, EAGER[0]])
+    for result, expected in zip(found[:2], without[0][: len(EAGER) : 2], strict=True):
         assert result["tokens"] == expected["tokens"]
         assert {"fusednorm::fused_add_rms_norm_", "fusednorm::rms_norm"} <= result["counts"].keys()
+        assert "fusednorm::gate" not in result["counts"]
+    assert "fusednorm::gate" in found[2]["counts"]
+    # With all layers, compiled and eager execution have the same bits.
+    assert found[2]["tokens"] == found[3]["tokens"]
+    assert found[2]["logprobs"] == found[3]["logprobs"]
+
+
+@pytest.mark.slow
+def test_norms_before_additions_and_norms_of_gated_rows(engine):
+    """Of Gemma 2, whose gates are GELU, and of Mamba 2."""
+    jobs = [(model, "bfloat16", "eager", {}) for model in ("Gemma2", "Mamba2")]
+    (gemma, mamba), _ = engine(jobs)
+    assert [result["tokens"] for result in (gemma, mamba)] == [
+        result["tokens"] for result in engine(jobs, VLLM_PLUGINS="none")[0]
+    ]
+    steps = gemma["counts"]["gelu_tanh_and_mul"]
+    assert gemma["counts"] == {
+        "gelu_tanh_and_mul": steps,
+        "qk_norm_rope_": steps,
+        "rms_norm": steps * 5 // 2,
+        "fused_add_rms_norm": steps * 2,
+    }
+    steps = mamba["counts"]["rms_norm_gated"]
+    assert mamba["counts"] == {"rms_norm_gated": steps, "rms_norm": steps // 2, "fused_add_rms_norm_": steps}
 
 
 @pytest.mark.slow
