@@ -97,16 +97,17 @@ class SwiGLUMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Between the MLP's own submodules, the activation and the product in one call."""
-        found = _mlp(self)
-        if found is None or not _follows_its_class(getattr(self, found.act)):
+        found, modules = _mlp(self), cast("dict[str, Any]", self._modules)
+        if found is None or not _follows_its_class(modules[found.act]):
             return type(self).forward(self, x)
-        z = getattr(self, found.gate)(x)
-        y = None if found.up is None else getattr(self, found.up)(x)
+        gate, act, down = modules[found.gate], modules[found.act], modules[found.down]
+        z = gate(x)
+        y = None if found.up is None else modules[found.up](x)
         if z.dtype not in DTYPES or (y is not None and (y.dtype, y.shape) != (z.dtype, z.shape)):
             z, y = z.chunk(2, -1) if y is None else (z, y)
-            return cast(Tensor, getattr(self, found.down)(getattr(self, found.act)(z) * y))
+            return cast(Tensor, down(act(z) * y))
         product = gated.silu_and_mul if found.activation == "silu" else gated.gelu_tanh_and_mul
-        return cast(Tensor, getattr(self, found.down)(product(z, y)))
+        return cast(Tensor, down(product(z, y)))
 
 
 class GeGLUMLP(torch.nn.Module):
