@@ -19,7 +19,7 @@ napoleon_use_rtype = False  # "Returns" are sentences
 
 # Names of others, and names that torch hides, have no page here; no inventory is fetched, so that no network is needed.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|collections)(\..*)?|Tensor|Strides")]
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|os|pathlib)(\..*)?|Tensor|Strides")]
 
 html_theme = "furo"
 html_title = f"fusednorm {release}"
