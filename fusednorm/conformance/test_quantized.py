@@ -288,6 +288,20 @@ def test_numbers_of_every_size(mode, agree, dtype):
         compare(agree, found, oracle_quantized.quantized(y, quantization, scale), quantization, str(quantization))
 
 
+@pytest.mark.promise("same bits")
+def test_nothing_behind_a_group_counts(mode, agree):
+    """Elements of one sign, with zero points; and a row whose rstd is infinite, which would make NaN of zeros."""
+    y = operands(Case(2, 70).of(F32))[0].abs() + 1
+    for sign, per in ((1, "row"), (-1, "row"), (1, 10), (-1, 10)):
+        quantization = Quantization(I8, per=per, zero_point="after")
+        found = fusednorm.quantize(sign * y, quantization)
+        wanted = oracle_quantized.quantized(sign * y, quantization)
+        compare(agree, found, wanted, quantization, f"{sign}, {quantization}")
+    infinite, quantization = torch.full((1, 70), math.inf), Quantization(I8)
+    found = fusednorm.rms_norm_quant(torch.full((1, 70), 1e-30), eps=0.0, quantization=quantization)
+    compare(agree, found, oracle_quantized.quantized(infinite, quantization), quantization, "infinite")
+
+
 VECTORS = json.loads(golden.QUANTIZED.read_text())
 
 
