@@ -704,7 +704,8 @@ def test_code(x, residual):
         operations = [name for name, _ in lines]
         assert not [name for name in operations if re.match(r"vfn?m|fn?m(la|ls|add|sub)|bf(mla|dot)|call|blr?$", name)]
         branches = [name for name in operations if re.match(r"j|b$|b\.|cbn?z|tbn?z", name)]
-        assert len(branches) < 128, variant.function
+        most = 256 if variant.function.__name__ == "quantize" else 128  # it reads a row three times
+        assert len(branches) < most, (variant.function, len(branches))
         llvm = triton_host.compiled(variant, _target).asm["llir"]
         assert "masked" not in llvm
         assert not re.findall(r"\b(?:contract|fast|afn|reassoc)\b|llvm\.fma|llvm\.fmuladd", llvm)

@@ -92,7 +92,7 @@ def test_each_operand_alone(mode, agree, first):
 @pytest.mark.promise("fused equals unfused")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_separate_calls(mode, agree, dtype):
-    x, z, weight = operands(Case(hidden=96).of(dtype))
+    x, z, weight = operands(Case(hidden=100).of(dtype))
     agree(
         fusednorm.rms_norm_gated(x, z, weight),
         fusednorm.gate(fusednorm.rms_norm(x, weight), z),
