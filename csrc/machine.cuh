@@ -63,11 +63,7 @@ __device__ inline unsigned bfloat16s_of_floats(float low, float high) {
 }
 
 // Whether the GPU rounds floats to 8 bits.
-#if __CUDA_ARCH__ >= 890
-constexpr bool ROUNDS_TO_8_BITS = true;
-#else
-constexpr bool ROUNDS_TO_8_BITS = false;
-#endif
+#define ROUNDS_TO_8_BITS (__CUDA_ARCH__ >= 890)
 
 // Rounds two values to nearest even, to float8_e4m3fn or float8_e5m2, and those beyond the range to its end; the first
 // goes to the low byte. Of a NaN the PTX ISA says only that it stays one, and not which one.
