@@ -163,7 +163,7 @@ def test_products(monkeypatch):
     module.decorated(gate, up)
     assert len(calls) == 4
     for inputs in ((gate.float(), up), (gate, up[:1])):
-        torch.testing.assert_close(module(*inputs), Ways(torch.nn.SiLU())(*inputs), rtol=0, atol=0)
+        assert all(map(torch.equal, module(*inputs), Ways(torch.nn.SiLU())(*inputs)))
     assert len(calls) == 4
     handle = module.act.register_forward_hook(lambda *_: None)
     module(gate, up)

@@ -230,8 +230,11 @@ def test_rotation(vllms, dtype, neox, head, turned):
         assert (a.data_ptr(), b.data_ptr(), a.shape) == (q.data_ptr(), k.data_ptr(), q.shape)
         layer(positions, q, None)
         found.append(copy)
-    if dtype == torch.float32 and neox:  # vLLM's compiler contracts a product and a sum there
-        torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+    if dtype == torch.float32 and neox:
+        # vLLM's compiler contracts a product and a sum there, which leaves out the rounding of one product: less than
+        # 2^-22 for numbers below 8. The rounded sums then differ by at most a unit more, 2^-21. q is rotated twice.
+        assert found[0].abs().max() < 8
+        assert (found[0] - found[1]).abs().max() <= 2 * (2.0**-22 + 2.0**-21)
     else:
         assert torch.equal(*found)
     assert not torch.equal(found[0], qkv)
