@@ -304,6 +304,8 @@ def affine_gradients(
     """The gradients of n, the weight and the bias of :func:`affine`; of a head's, over the rows of that head."""
 
     def summed(gradient: Tensor, like: Tensor) -> Tensor:
+        if like.numel() == 0:  # of no heads; -1 would then be no certain number of rows
+            return torch.zeros_like(like)
         return rounded(rowsum(gradient.reshape(-1, like.numel())).reshape(like.shape), like.dtype)
 
     d, g = dy.to(n.dtype), gain(weight, weight_offset, n.dtype)

@@ -208,7 +208,8 @@ static void gradients_of_row(const struct fn_backward_job *job, int64_t m, int64
     const int64_t n = job->hidden, i = m * job->heads + head;
     char *dx = job->dx ? job->dx + i * job->dx_stride : NULL;
     char *dresidual = job->dresidual ? job->dresidual + i * job->dresidual_stride : NULL;
-    char *const d = dx && job->dx_kind == F32 ? dx : (char *)room.d;
+    /* Whole units of it are read for the residual's gradient, so that it then lies in scratch. */
+    char *const d = dx && !dresidual && job->dx_kind == F32 ? dx : (char *)room.d;
     const struct fn_backward_job one = {
         .dy = as_float(job->dy_kind, fn_row_of_dy(job, i), room.dy, n),
         .h = as_float(job->h_kind, fn_row_of_h(job, i), room.h, n),

@@ -200,6 +200,15 @@ def test_compositions_in_words():
     )
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_gradients_of_no_heads(backend):
+    x, weight, bias = (torch.ones(*shape, 8, requires_grad=True) for shape in ((4, 0), (0,), (0,)))
+    with fusednorm.use_backend(backend):
+        y = fusednorm.rms_norm(x, weight, bias=bias)
+        gradients = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
+    assert [gradient.shape for gradient in gradients] == [x.shape, weight.shape, bias.shape]
+
+
 def test_each_operand_may_need_a_gradient():
     rms_norm(X)  # opens the fast path
     for index in range(4):
