@@ -4198,6 +4198,13 @@ MUTANTS = (
         ' and node.kwargs == {"approximate": "tanh"}',
         "",
     ),
+    Mutant(
+        SAME,
+        "Transformers_gates: parts of rows without a gate are rows",
+        "fusednorm/transformers/norms.py",
+        "if groups is not None and not gated:",
+        "if False:",
+    ),
 )
 
 

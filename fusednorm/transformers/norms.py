@@ -178,6 +178,8 @@ def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
                 raise NotANormError("its result has another shape than its input")
             rounded = y.rounded and not weightless and x_dtype != _A
             groups = None if y.group_size == shape[-1] else y.group_size
+            if groups is not None and not gated:
+                raise NotANormError(f"it normalises parts of {groups} elements")
             return Form(y.eps, y.offset, rounded, y.activation, y.between, not y.gate_first, groups)
         value = node.meta.get("val")
         if node.op == "placeholder":

@@ -111,6 +111,27 @@ def test_changed_norms_with_gates_are_left_alone(change):
         norms.forms(Grouped(change), gated=True)
 
 
+class Parts(torch.nn.Module):
+    """A norm of parts of rows, without a gate."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16))
+        self.size = size
+
+    def forward(self, x):
+        h = x.float().reshape(*x.shape[:-1], -1, self.size)
+        n = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (n.flatten(-2) * (1.0 + self.weight.float())).type_as(x)
+
+
+def test_norms_of_parts_without_a_gate_are_left_alone():
+    """As Qwen4's, unless the part is the whole row."""
+    assert norms.forms(Parts(16))[torch.bfloat16, torch.bfloat16] == norms.Form(1e-5, 1.0, False)
+    with pytest.raises(norms.NotANormError, match="it normalises parts of 4 elements"):
+        norms.forms(Parts(4))
+
+
 @pytest.mark.parametrize(
     ("name", "function"),
     [
