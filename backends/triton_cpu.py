@@ -32,7 +32,7 @@ from fusednorm.backends.kernel_kinds import (
 )
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
-from fusednorm.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize
+from fusednorm.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
 from fusednorm.composition import Composition
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ DEVICES = ("cpu",)
 
 #: What it knows beyond the first operations.
 FEATURES = ("residual_dtype", "affine", "x_scale")
+
+#: Who rotates heads, for an explanation.
+ROTATED = "by the cpu backend"
 
 #: Elements in a tile. Eight of them are a segment.
 TILE = reference.SEGMENT // 8
@@ -393,6 +396,16 @@ def norm_gated(call: NormGated) -> None:
         _host.norm_gated(call)
     except NotYetError:
         cpu.norm_gated(call)
+
+
+def rotates(size: int, dtypes: list[torch.dtype]) -> bool:
+    """Whether :func:`rotate` takes heads of so many elements, and of these dtypes: the cpu backend takes all."""
+    return not cpu.unavailable()
+
+
+def rotate(call: Rotate) -> None:
+    """Has the cpu backend normalise and rotate heads: a head is one tile, so its kernels have nothing to gain here."""
+    cpu.rotate(call)
 
 
 def backward(call: Backward) -> None:

@@ -123,6 +123,7 @@ def explain(
     if function in _ROTATING:
         rotates = getattr(found.module, "rotates", lambda *_: hasattr(found.module, "rotate"))
         takes = not found.composed and rotates(x.shape[-1], [x.dtype])
-        by = "in the same call" if takes else "by torch's operations"
+        here = getattr(found.module, "ROTATED", "in the same call")
+        by = here if takes else "by torch's operations"
         found = replace(found, plan=f"{found.plan}; heads are rotated {by}")
     return found

@@ -569,6 +569,17 @@ def test_the_cpu_backend_quantizes_and_gates_until_the_kernels_are_compiled(fake
     assert kernels == [*["quantize"] * 4, "gate", "gate", "gate_backward", "forward", "forward"]
 
 
+def test_the_cpu_backend_rotates(fake, monkeypatch):
+    q, k, angle = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 8)
+    calls = []
+    monkeypatch.setattr(cpu, "rotate", calls.append)
+    with fusednorm.use_backend("triton_cpu"):
+        explained = fusednorm.explain(q, function=fusednorm.qk_norm_rope)
+        fusednorm.qk_norm_rope(q, k, None, None, angle.cos(), angle.sin())
+    assert explained.plan.endswith("; heads are rotated by the cpu backend")
+    assert [heads.x.shape for call in calls for heads in call.heads] == [q.shape, k.shape]
+
+
 def test_comparisons_and_measurements_wait_for_the_kernel(fake):
     with registry.waiting_for_kernels():
         run(F16)
