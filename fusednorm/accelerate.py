@@ -57,14 +57,14 @@ def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | N
     """The norm, by the fast path if that takes the call."""
     if is_dynamo_compiling() or has_torch_function_variadic(input, weight) or _is_tracing():
         return _torchs(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
-    # C looks at all else: other types, the dtypes, the weight's device, modes, gradients.
-    if type(input) is Tensor and input.is_cpu and type(weight) in _OPERANDS and type(normalized_shape) in _SHAPES:
+    # C looks at all else: other types, the dtypes, devices, modes, gradients.
+    if type(input) is Tensor and type(weight) in _OPERANDS and type(normalized_shape) in _SHAPES:
         row = weight.shape if weight is not None else () if input.is_nested else input.shape[-1:]
         if (
             len(row) == 1
             and (normalized_shape == row or normalized_shape == [*row])
             and type(normalized_shape[0]) is int  # torch refuses 8.0
-            and (input.dim() < 4 or input.is_contiguous())  # of four and five, torch may keep channels last
+            and (input.ndim < 4 or input.is_contiguous())  # of four and five, torch may keep channels last
         ):
             take = fast_paths.get("cpu")
             number = eps if type(eps) is float else _EPS.get(input.dtype) if eps is None else None
