@@ -5,6 +5,8 @@ import threading
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.functional import hessian as hessian_of
+from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import fusednorm
@@ -153,6 +155,24 @@ def test_jacobians(given):
         return jvp(vmap(of, in_dims=dims), tuple(batch), tuple(torch.ones_like(t) for t in batch))[1]
 
     close(mapped(function), mapped(expected))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: rms_norm(x, torch.arange(1.0, N + 1, dtype=F64), bias=torch.ones(N, dtype=F64)),
+        lambda x: fused_add_rms_norm(x, 2 * x, x_scale=0.5),
+        lambda x: fusednorm.rms_norm_add_rms_norm(x, 2 * x),
+        lambda x: fusednorm.silu_and_mul(x.repeat(1, 2)),
+        lambda x: fusednorm.rms_norm_gated(x, x, group_size=1, norm_before_gate=False),
+        lambda x: fusednorm.qk_norm_rope(x, 2 * x, None, None, *torch.arange(6.0, dtype=F64).view(2, 3)),
+    ],
+)
+def test_batches_of_gradients(call):
+    """torch.autograd's own vectorized derivatives have tensors without memory, and not torch.func's."""
+    x, *_ = tensors(OPERANDS["x"])
+    for derivative, function in ((jacobian, call), (hessian_of, lambda x: sum(map(torch.sum, call(x))))):
+        close(derivative(function, x, vectorize=True), derivative(function, x))
 
 
 @operands
