@@ -139,6 +139,8 @@ class Normalise(torch.autograd.Function):
         x, residual, weight, *flags = inputs
         outputs = normalise(x, residual, weight, Flags(*flags))
         _remember(ctx, inputs, outputs)
+        if residual is not None and not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
+            ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
@@ -173,6 +175,8 @@ class NormaliseAffine(torch.autograd.Function):
             y = reference.affine(rows, weight, bias, ctx.weight_offset, rounded_to, out_dtype)
         ctx.backend = backend_of(keep(ctx, x, residual, None, flags, (y, total, rstd)))
         ctx.save_for_backward(*ctx.to_save, weight, bias)
+        if residual is not None and not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(total)
         return y, total
 
     @staticmethod

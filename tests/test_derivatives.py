@@ -175,6 +175,24 @@ def test_batches_of_gradients(call):
         close(derivative(function, x, vectorize=True), derivative(function, x))
 
 
+@pytest.mark.parametrize(
+    ("call", "depends"),
+    [
+        (lambda x, r, w: fused_add_rms_norm(x, r, w), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fused_add_rms_norm(x, r, w, bias=w), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fused_add_rms_norm(x, r, w, x_scale=0.5), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fusednorm.rms_norm_add_rms_norm(x, r, None, w), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fusednorm.qk_norm_rope(x, r, w, None, *torch.ones(2, 3)), ((0, 2), (1,))),
+    ],
+)
+def test_a_result_requires_gradients_as_far_as_it_depends_on_what_does(call, depends):
+    """As results of the plain operations do."""
+    for place in range(3):
+        leaves = tensors((1, 1, 1), F32)
+        leaves[place].requires_grad_()
+        assert [output.requires_grad for output in call(*leaves)] == [place in of_output for of_output in depends]
+
+
 @operands
 def test_second_derivatives(given):
     """Forward over reverse, reverse over forward, forward over forward, reverse over reverse."""
