@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 from torch.autograd.functional import hessian as hessian_of
 from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.nn.functional import gelu, silu
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
@@ -221,6 +222,46 @@ def test_second_derivatives(given):
         duals = [forward_ad.make_dual(t, d) for t, d in zip(leaves, directions, strict=True)]
         gradients = torch.autograd.grad(scalar(ours)(*duals), duals)
         close([forward_ad.unpack_dual(g).tangent for g in gradients], expected_product)
+
+
+def normed(x, weight):
+    return formula(x, None, weight, 1e-6)[0]
+
+
+#: Compositions of x, of rows like it and of a weight, and what they compute in torch's operations.
+COMPOSITIONS = {
+    "bias": (lambda x, z, w: rms_norm(x, w, bias=w), lambda x, z, w: normed(x, w) + w),
+    "heads": (
+        lambda x, z, w: rms_norm(torch.stack((x, z), 1), torch.stack((w, -w))),
+        lambda x, z, w: normed(torch.stack((x, z), 1), torch.stack((w, -w))),
+    ),
+    "silu": (lambda x, z, w: fusednorm.gate(x, z), lambda x, z, w: x * silu(z)),
+    "sigmoid": (lambda x, z, w: fusednorm.gate(x, z, activation="sigmoid"), lambda x, z, w: x * z.sigmoid()),
+    "gelu_tanh": (lambda x, z, w: fusednorm.gelu_tanh_and_mul(z, x), lambda x, z, w: x * gelu(z, approximate="tanh")),
+    "norm first": (lambda x, z, w: fusednorm.rms_norm_gated(x, z, w), lambda x, z, w: normed(x, w) * silu(z)),
+    "gate first": (
+        lambda x, z, w: fusednorm.rms_norm_gated(x, z, w, norm_before_gate=False),
+        lambda x, z, w: normed(x * silu(z), w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("modes", ["ff", "fr", "rf", "rr", "fff", "ffr", "frf", "rff"])
+def test_derivatives_of_compositions(name, modes):
+    """Forward (f) and reverse modes around each other: each has the tangents of those around it."""
+    x, z, weight = tensors((1, 1, 1), rows=(1,))
+
+    def derived(call):
+        def derivative(v):
+            return call(x + v[:N], z + v[N:], weight * v[:N].cos()).sin().sum()
+
+        for mode in reversed(modes):
+            derivative = {"f": jacfwd, "r": jacrev}[mode](derivative)
+        return derivative(torch.zeros(2 * N, dtype=F64))
+
+    ours, torchs = map(derived, COMPOSITIONS[name])
+    close(ours, torchs)
 
 
 def test_third_derivatives():
