@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fusednorm.backends.reference import accumulator, rounded, widened
+from fusednorm.tangents import outer_levels, primals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,9 +139,10 @@ class Product(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, z_tangent: Tensor, v_tangent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tangents."""
-        f, s, c = ctx.saved_tensors
-        slope = s * c * v_tangent
-        return z_tangent * s + f * c * v_tangent, slope, -slope
+        with outer_levels():
+            f, s, c = primals(ctx)
+            slope = s * c * v_tangent
+            return z_tangent * s + f * c * v_tangent, slope, -slope
 
 
 def _argument(z: Tensor) -> Tensor:

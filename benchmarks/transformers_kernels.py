@@ -3,7 +3,7 @@
 Each model has random weights and is built from its configuration: nothing is downloaded. One thread, bfloat16; both
 take turns in one process, and the least time of the processor that each took counts.
 
-    python -P benchmarks/transformers_kernels.py
+    python benchmarks/transformers_kernels.py
 """
 
 import time
@@ -11,21 +11,10 @@ import warnings
 
 import torch
 import transformers
+from transformers_models import SHAPE
 
 import fusednorm.transformers
 
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 FAMILIES = ("Llama", "Qwen3", "Gemma2", "Phi3", "Granite")
 TURNS = 12
 

@@ -69,7 +69,7 @@ __device__ inline unsigned bfloat16s_of_floats(float low, float high) {
 // goes to the low byte. Of a NaN the PTX ISA says only that it stays one, and not which one.
 __device__ inline unsigned e4m3s_of_floats(float low, float high) {
     unsigned short codes = 0;
-#if __CUDA_ARCH__ >= 890
+#if ROUNDS_TO_8_BITS
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
 #endif
     return codes;
@@ -77,7 +77,7 @@ __device__ inline unsigned e4m3s_of_floats(float low, float high) {
 
 __device__ inline unsigned e5m2s_of_floats(float low, float high) {
     unsigned short codes = 0;
-#if __CUDA_ARCH__ >= 890
+#if ROUNDS_TO_8_BITS
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
 #endif
     return codes;

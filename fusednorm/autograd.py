@@ -7,18 +7,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fusednorm import listeners, run
 from fusednorm.backends import reference
 from fusednorm.call import Around, Flags, RMSNorm, operation_of
 from fusednorm.dispatcher import new_outputs
 from fusednorm.run import Chosen, backend_of
-
-
-def _primals(ctx: Any) -> list[Any]:
-    """What a function kept for its ``jvp``: without tangents of this level, with those of the levels around it."""
-    return [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]  # type: ignore[no-untyped-call]
+from fusednorm.tangents import outer_levels, primals
 
 
 class Rstd(torch.autograd.Function):
@@ -43,9 +38,9 @@ class Rstd(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, h_tangent: Tensor, _: None) -> Tensor:
-        """``-rstd^3 * mean(h * h_tangent)``, with the tangents of levels around this one, which torch turns off."""
-        with forward_ad._set_fwd_grad_enabled(True):
-            h, rstd = _primals(ctx)
+        """``-rstd^3 * mean(h * h_tangent)``."""
+        with outer_levels():
+            h, rstd = primals(ctx)
             return -(rstd**3) * (h * h_tangent).mean(-1)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -139,6 +134,8 @@ class Normalise(torch.autograd.Function):
         x, residual, weight, *flags = inputs
         outputs = normalise(x, residual, weight, Flags(*flags))
         _remember(ctx, inputs, outputs)
+        if residual is not None and not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
+            ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
@@ -173,6 +170,8 @@ class NormaliseAffine(torch.autograd.Function):
             y = reference.affine(rows, weight, bias, ctx.weight_offset, rounded_to, out_dtype)
         ctx.backend = backend_of(keep(ctx, x, residual, None, flags, (y, total, rstd)))
         ctx.save_for_backward(*ctx.to_save, weight, bias)
+        if residual is not None and not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(total)
         return y, total
 
     @staticmethod
@@ -227,8 +226,8 @@ class Transformed(Normalise):
 
         The specification does not promise their bits. Roundings are passed straight through.
         """
-        with forward_ad._set_fwd_grad_enabled(True):  # torch turns off the levels around this one
-            x, residual, weight = _primals(ctx)
+        with outer_levels():
+            x, residual, weight = primals(ctx)
             operation, flags = ctx.operation, ctx.flags
             dtype = operation.accumulator
             h = x.to(dtype)

@@ -92,7 +92,7 @@ class NormalisedAndGated(torch.autograd.Function):
         found = run_gated.norm_gated(groups, gates, weights, ctx.asked, None, rstd)
         assert found is not None
         ctx.save_for_backward(x, gate, weight, rstd)
-        return found.view(x.shape)
+        return found.resize_(x.shape)  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:

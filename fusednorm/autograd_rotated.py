@@ -85,6 +85,8 @@ class NormalisedAndRotated(torch.autograd.Function):
         flags = Flags(how.norm.eps, how.norm.weight_offset, True, how.norm.round_norm, how.between)
         ctx.operations = [operation_of(x, None, weight, flags) for x, weight, *_ in heads]
         ctx.backend = run.backend_of(ctx.operations[0])
+        needs = ctx.needs_input_grad
+        ctx.mark_non_differentiable(*(found[set_] for set_ in (0, 1) if not (needs[set_] or needs[2 + set_])))
         return found[0], found[1]
 
     @staticmethod

@@ -356,7 +356,7 @@ def check_gradients(
 def _expands(tensor: Tensor, to: Tensor) -> bool:
     """Whether ``tensor.expand_as(to)`` works."""
     sizes = zip(reversed(tensor.shape), reversed(to.shape), strict=False)
-    return tensor.dim() <= to.dim() and all(size in (1, wanted) for size, wanted in sizes)
+    return tensor.dim() <= to.dim() and all(size == 1 or size == wanted for size, wanted in sizes)
 
 
 #: What leaving out an argument means, and what stands for it in torch.

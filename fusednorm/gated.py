@@ -27,6 +27,7 @@ from fusednorm.checks import (
 from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.registry import fast_paths, request
 from fusednorm.run_gated import Gating
+from fusednorm.tangents import outer_levels, primals
 
 
 def gate(
@@ -280,14 +281,15 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         """The tangent; roundings are passed straight through."""
-        first, second = ctx.saved_tensors
-        y, z = _apart(first, second)
-        y_tangent, z_tangent = tangents[:2] if first is not None else _apart(None, tangents[1])
-        wide = accumulator(torch.promote_types(y.dtype, z.dtype))
-        a, slope = activations.activated_and_slope(z.to(wide), ctx.gating.activation)
-        terms = [] if y_tangent is None else [y_tangent.to(wide) * a]
-        terms += [] if z_tangent is None else [y.to(wide) * slope * z_tangent.to(wide)]
-        return rounded(sum(terms[1:], start=terms[0]), ctx.gating.out_dtype)
+        with outer_levels():
+            first, second = primals(ctx)
+            y, z = _apart(first, second)
+            y_tangent, z_tangent = tangents[:2] if first is not None else _apart(None, tangents[1])
+            wide = accumulator(torch.promote_types(y.dtype, z.dtype))
+            a, slope = activations.activated_and_slope(z.to(wide), ctx.gating.activation)
+            terms = [] if y_tangent is None else [y_tangent.to(wide) * a]
+            terms += [] if z_tangent is None else [y.to(wide) * slope * z_tangent.to(wide)]
+            return rounded(sum(terms[1:], start=terms[0]), ctx.gating.out_dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:

@@ -41,7 +41,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
     hidden_size = x.shape[-1] if x.dim() else 1
     if type(eps) is not float:
         eps = number("eps", eps)
-    new = plain.seen(x) or x.is_meta
+    new = x.is_meta or not plain.in_memory(x)  # what a mode or a transform makes ends with it
     weight = (_weight if new else _kept_weight)(hidden_size, accumulator(x.dtype), x.device)
     return rms_norm(x, weight, eps / max(hidden_size, 1), out=out, out_dtype=out_dtype)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ _IN_CPP = (
 _TESTED = ("2.13.",)
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+#: Whether torch.autograd differentiates in batches, as ``torch.autograd.functional.jacobian(vectorize=True)`` does: its
+#: batches of gradients are plain tensors, but without memory.
+_in_batches = partial(_torchs("_dispatch_tls_is_dispatch_key_included"), torch._C._dispatch_key_parse("VmapMode"))
 
 _transforms_active = _torchs("_are_functorch_transforms_active")
 _tangents_enabled = _torchs("_is_fwd_grad_enabled")
@@ -109,7 +114,8 @@ def has_tangent(*operands: Tensor | None) -> bool:
 
 def below(*operands: Tensor | None) -> bool:
     """Whether the dispatcher has a listener: a mode, a tracer, a profiler, a tensor that overrides operations."""
-    return listening() or (not plain(*operands) and any(overrides_operations(t) for t in operands))
+    seen = listening() or bool(_in_batches())
+    return seen or (not plain(*operands) and any(overrides_operations(t) for t in operands))
 
 
 def listening() -> bool:

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm import dispatcher, listeners, run_rotated
 from fusednorm.backends import reference, rotation
+from fusednorm.tangents import outer_levels, primals
 
 
 def seen(*operands: Tensor | None) -> bool:
@@ -131,9 +132,10 @@ class Affine(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, n_tangent: Any, weight_tangent: Any, bias_tangent: Any, *_: None) -> Tensor:
         """The tangent; roundings are passed straight through."""
-        n, weight, _bias = ctx.saved_tensors
-        gain = reference.gain(weight, ctx.weight_offset, n.dtype)
-        tangent = torch.zeros_like(n) if n_tangent is None else n_tangent if gain is None else n_tangent * gain
-        if weight_tangent is not None:
-            tangent = tangent + n * weight_tangent.to(n.dtype)
-        return tangent if bias_tangent is None else tangent + bias_tangent.to(n.dtype)
+        with outer_levels():
+            n, weight, _bias = primals(ctx)
+            gain = reference.gain(weight, ctx.weight_offset, n.dtype)
+            tangent = torch.zeros_like(n) if n_tangent is None else n_tangent if gain is None else n_tangent * gain
+            if weight_tangent is not None:
+                tangent = tangent + n * weight_tangent.to(n.dtype)
+            return tangent if bias_tangent is None else tangent + bias_tangent.to(n.dtype)

@@ -74,7 +74,7 @@ def _check_beside(name: str, tensor: Tensor, x: Tensor) -> None:
 def _check_expands(name: str, shape: torch.Size, rows: list[int], cure: str) -> None:
     """That a shape expands to that of rows of heads."""
     missing = len(rows) - len(shape)
-    if missing < 0 or any(size not in (1, row) for size, row in zip(shape, rows[missing:], strict=True)):
+    if missing < 0 or any(size != 1 and size != row for size, row in zip(shape, rows[missing:], strict=True)):
         raise ValueError(f"{name} must have rows of shape {rows}, or one that expands to it, got {list(shape)}; {cure}")
 
 

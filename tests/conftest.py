@@ -66,13 +66,18 @@ MOST = (
 )
 #: Where the rotation is torch's, and its norm that of other tests; of `cuda` test_cuda_launch.py has rotations.
 ROTATIONS = r"test_rotation.py::test_(flags|tables|data)|"
-#: The same where each kernel of a quantizer must be compiled.
-MOST_COMPILED = MOST + r"test_quantized.py::test_golden\w*\[\w+-(?!0|7)|"
+#: The same where each kernel of a quantizer or of a gate must be compiled: bfloat16 has every flag, and float64.
+MOST_COMPILED = MOST + (
+    r"test_quantized.py::test_(golden\w*\[\w+-(?!0|7)|separate_calls\[\w+-bfloat16-float32)|"
+    r"test_norm_gated.py::test_(flags\[\w+-float(16|32)|many_rows\[\w+-gate)|test_rotation.py::test_memory\[\w+-float16|"
+)
 #: What else takes too long: in the interpreter many rows and long ones; where PTX is executed many kernels, because
 #: each must be compiled. `--everything` leaves out nothing.
 LEFT_OUT = {
+    # Each function of a gate has one dtype of 16 bits or of 32, beside every number of 16 bits, and float64.
     "cuda": MOST_COMPILED + ROTATIONS + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
-    r"test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64|"
+    r"test_dtypes_and_data\[\w+-(silu-float(16|32)|sigmoid-b?float16|gelu_tanh-(bfloat16|float32))|"
+    r"test_rotation.py::test_operator\[\w+-float(16|32)|test_rows_beyond_the_cache|test_any_call|test_dtypes\[\w+-float64|"
     r"test_dtypes_of_(sums|outputs)\[\w+-(?!bfloat16)|test_(gradients|fused_equals_unfused|dtypes)\[\w+-float32|"
     r"two_levels\[\w+-float(16|32)-(31|40|1050|1100|18432)",
     "triton": MOST_COMPILED + r"test_affine.py::test_bias\w+\[\w+-float|"
@@ -80,6 +85,7 @@ LEFT_OUT = {
     r"test_any_call|test_a_hundred|test_large_gradients|several_long_rows.*-9000|size_of_the_outputs|"
     r"test_rows_beyond|depend_on_the_batch\[\w+-\w+-(1000|4096)|test_rows\[\w+-896-(257|513)|test_repetition",
     "triton, executed": MOST_COMPILED + r"test_affine.py::test_(bias|many|long|mixed_dtypes\[\w+-float)|"
+    r"test_quantized.py::test_after_a_norm\[\w+-VLLM_INT8|"
     r"test_rotation.py::test_(flags\[\w+-(?!bfloat16)|tables\w+\[\w+-(?!float16)|operator\[\w+-(?!bfloat16|float64))|"
     r"test_rows_beyond_the_cache|test_long_rows|test_any_call|test_dtypes|"
     r"test_sizes\[\w+-(8|33|128|768|1024|1025|2048|5120|7168|40999|262144)\]|"

@@ -5,7 +5,10 @@ import threading
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.functional import hessian as hessian_of
+from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.nn.functional import gelu, silu
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
@@ -155,6 +158,42 @@ def test_jacobians(given):
     close(mapped(function), mapped(expected))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: rms_norm(x, torch.arange(1.0, N + 1, dtype=F64), bias=torch.ones(N, dtype=F64)),
+        lambda x: fused_add_rms_norm(x, 2 * x, x_scale=0.5),
+        lambda x: fusednorm.rms_norm_add_rms_norm(x, 2 * x),
+        lambda x: fusednorm.silu_and_mul(x.repeat(1, 2)),
+        lambda x: fusednorm.rms_norm_gated(x, x, group_size=1, norm_before_gate=False),
+        lambda x: fusednorm.qk_norm_rope(x, 2 * x, None, None, *torch.arange(6.0, dtype=F64).view(2, 3)),
+    ],
+)
+def test_batches_of_gradients(call):
+    """torch.autograd's own vectorized derivatives have tensors without memory, and not torch.func's."""
+    x, *_ = tensors(OPERANDS["x"])
+    for derivative, function in ((jacobian, call), (hessian_of, lambda x: sum(map(torch.sum, call(x))))):
+        close(derivative(function, x, vectorize=True), derivative(function, x))
+
+
+@pytest.mark.parametrize(
+    ("call", "depends"),
+    [
+        (lambda x, r, w: fused_add_rms_norm(x, r, w), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fused_add_rms_norm(x, r, w, bias=w), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fused_add_rms_norm(x, r, w, x_scale=0.5), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fusednorm.rms_norm_add_rms_norm(x, r, None, w), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: fusednorm.qk_norm_rope(x, r, w, None, *torch.ones(2, 3)), ((0, 2), (1,))),
+    ],
+)
+def test_a_result_requires_gradients_as_far_as_it_depends_on_what_does(call, depends):
+    """As results of the plain operations do."""
+    for place in range(3):
+        leaves = tensors((1, 1, 1), F32)
+        leaves[place].requires_grad_()
+        assert [output.requires_grad for output in call(*leaves)] == [place in of_output for of_output in depends]
+
+
 @operands
 def test_second_derivatives(given):
     """Forward over reverse, reverse over forward, forward over forward, reverse over reverse."""
@@ -183,6 +222,46 @@ def test_second_derivatives(given):
         duals = [forward_ad.make_dual(t, d) for t, d in zip(leaves, directions, strict=True)]
         gradients = torch.autograd.grad(scalar(ours)(*duals), duals)
         close([forward_ad.unpack_dual(g).tangent for g in gradients], expected_product)
+
+
+def normed(x, weight):
+    return formula(x, None, weight, 1e-6)[0]
+
+
+#: Compositions of x, of rows like it and of a weight, and what they compute in torch's operations.
+COMPOSITIONS = {
+    "bias": (lambda x, z, w: rms_norm(x, w, bias=w), lambda x, z, w: normed(x, w) + w),
+    "heads": (
+        lambda x, z, w: rms_norm(torch.stack((x, z), 1), torch.stack((w, -w))),
+        lambda x, z, w: normed(torch.stack((x, z), 1), torch.stack((w, -w))),
+    ),
+    "silu": (lambda x, z, w: fusednorm.gate(x, z), lambda x, z, w: x * silu(z)),
+    "sigmoid": (lambda x, z, w: fusednorm.gate(x, z, activation="sigmoid"), lambda x, z, w: x * z.sigmoid()),
+    "gelu_tanh": (lambda x, z, w: fusednorm.gelu_tanh_and_mul(z, x), lambda x, z, w: x * gelu(z, approximate="tanh")),
+    "norm first": (lambda x, z, w: fusednorm.rms_norm_gated(x, z, w), lambda x, z, w: normed(x, w) * silu(z)),
+    "gate first": (
+        lambda x, z, w: fusednorm.rms_norm_gated(x, z, w, norm_before_gate=False),
+        lambda x, z, w: normed(x * silu(z), w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("modes", ["ff", "fr", "rf", "rr", "fff", "ffr", "frf", "rff"])
+def test_derivatives_of_compositions(name, modes):
+    """Forward (f) and reverse modes around each other: each has the tangents of those around it."""
+    x, z, weight = tensors((1, 1, 1), rows=(1,))
+
+    def derived(call):
+        def derivative(v):
+            return call(x + v[:N], z + v[N:], weight * v[:N].cos()).sin().sum()
+
+        for mode in reversed(modes):
+            derivative = {"f": jacfwd, "r": jacrev}[mode](derivative)
+        return derivative(torch.zeros(2 * N, dtype=F64))
+
+    ours, torchs = map(derived, COMPOSITIONS[name])
+    close(ours, torchs)
 
 
 def test_third_derivatives():

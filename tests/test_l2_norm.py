@@ -47,6 +47,17 @@ def test_gradients():
     assert torch.autograd.gradgradcheck(l2_norm, (x,))
 
 
+@pytest.mark.parametrize("size", [101, 103])
+def test_the_weight_that_is_kept_belongs_to_no_transform(size):
+    """Where the first call of a size is one under torch.func, its tensors end with it."""
+    x = torch.randn(3, size)
+    transform = torch.func.vmap if size == 101 else torch.func.grad
+    transform(lambda rows: l2_norm(rows).sum())(x)
+    wanted = rms_norm(x, torch.full((size,), 1 / math.sqrt(size)), 1e-6 / size)
+    assert torch.equal(l2_norm(x), wanted)
+    assert torch.equal(torch.func.vmap(l2_norm)(x), wanted)
+
+
 def test_the_weight_that_is_kept_has_no_mode():
     """A tensor that is made while a mode is on belongs to the mode: it must not be kept for later calls."""
     x = torch.randn(2, 20)

@@ -1,4 +1,4 @@
-"""The faults of tests/mutations.py, without making one: that takes minutes each."""
+"""The faults of tests/mutants, without making one: that takes minutes each."""
 
 from mutations import MUTANTS, ONE_FILE, ROOT, misplaced
 

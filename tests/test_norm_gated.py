@@ -366,6 +366,17 @@ def test_what_is_kept_for_gradients(order):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_rows_can_be_changed_in_place(order, group_size):
+    """Also while gradients are recorded, as the results of torch's operations can be."""
+    x, gradients = X.clone().requires_grad_(), []
+    for double in (lambda y: 2 * y, lambda y: y.mul_(2)):
+        y = double(rms_norm_gated(x, Z, WEIGHT, group_size=group_size, **order))
+        gradients.append(torch.autograd.grad(y, x, Z)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_tensor_as_two_operands(order):
     x = X.float().requires_grad_()
     y = rms_norm_gated(x, x, **order)

@@ -272,6 +272,16 @@ def test_tracers_see_one_operator():
     assert [t.shape for t in found] == [Q.shape, K.shape]
 
 
+def test_positions_of_a_fixed_shape_beside_rows_of_any():
+    """The compiler's number of rows is no constant, and equals that of the positions all the same."""
+
+    def call(q, cos, sin):
+        return rotate(q, cos, sin, positions=torch.arange(3))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(Q[:, 0], COS, SIN), call(Q[:, 0], COS, SIN))
+
+
 def test_operator():
     rows = COS.expand(3, 4, 8), SIN.expand(3, 4, 8)
     for interleaved, rounded_to, dtype in ((False, None, BF16), (True, BF16, F32)):

@@ -321,6 +321,7 @@ def test_the_table_names_tests_that_exist():
     [
         *(f"_C.{question.__name__}" for question in listeners.QUESTIONS),
         "_C._len_torch_function_stack",
+        "_C._dispatch_tls_is_dispatch_key_included",
         "autograd.profiler._is_profiler_enabled",
         "_library.autograd",
     ],

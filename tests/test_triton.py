@@ -71,6 +71,16 @@ def resources(kernel):
     return tuple(map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups()))
 
 
+def sound(variant, target):
+    """A kernel compiled for NVIDIA's GPU, which rounds each operation by itself and spills nothing; its registers."""
+    kernel = triton_host.compiled(variant, target)
+    assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", kernel.asm["ptx"]), variant
+    registers, stack = resources(kernel)
+    assert stack == 0, variant
+    assert registers * 32 * variant.warps <= 65536, variant
+    return kernel, registers
+
+
 def accesses(text, opcode):
     """Of each global load or store in PTX: its bytes."""
     found = re.findall(rf"\b{opcode}\.global\S*?(?:\.v(\d))?\.b(\d+)\b", text)
@@ -86,12 +96,8 @@ def accesses(text, opcode):
 def test_nvidia(target, types, size):
     """Accesses of 16 bytes, nothing spilled, every operation rounded by itself, and little shared memory."""
     for name, variant in variants(*types, size, 32).items():
-        kernel = triton_host.compiled(variant, target)
+        kernel, _ = sound(variant, target)
         ptx = kernel.asm["ptx"]
-        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx), name
-        registers, stack = resources(kernel)
-        assert stack == 0, name
-        assert registers * 32 * variant.warps <= 65536, name
         assert kernel.metadata.shared <= 48 * 1024, name
         loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
         if name in ("shares", "weight"):  # tiles of 128 columns are 8 bytes per thread; columns of blocks go by floats
@@ -122,12 +128,8 @@ def test_what_is_around_a_norm(capability, types, size):
     for around in (AroundNorm(x, False, True), AroundNorm(x, True, True)):
         kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 16, around=around)
         variant = triton_gpu.forward_variant(kind, 32)
-        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        kernel, _ = sound(variant, GPUTarget("cuda", capability, 32))
         ptx = kernel.asm["ptx"]
-        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx), around
-        registers, stack = resources(kernel)
-        assert stack == 0, around
-        assert registers * 32 * variant.warps <= 65536, around
         assert kernel.metadata.shared <= 48 * 1024, around
         loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
         assert set(loads) == set(stores) == {16}, around
@@ -269,12 +271,8 @@ def test_a_quantizer(capability, types, size, quantization):
         quantizer = QuantizerKind(quantization, normalises, not normalises)
         kind = ForwardKind(x, *of_norm, size, True, False, False, False, 16, quantizer=quantizer)
         variant = triton_gpu.forward_variant(kind, 32)
-        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        kernel, _ = sound(variant, GPUTarget("cuda", capability, 32))
         ptx = kernel.asm["ptx"]
-        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
-        registers, stack = resources(kernel)
-        assert stack == 0
-        assert registers * 32 * variant.warps <= 65536
         loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
         assert set(loads) == {16}
         vector = 16 // min(dtype.itemsize for dtype in kind.dtypes())  # of numbers, of one byte each
@@ -319,11 +317,8 @@ def test_a_gate(capability, dtype, activation):
     for d in (None, dtype):
         kind = GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, 16)
         variant = triton_gpu.gate_variant(kind, 32)
-        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        kernel, registers = sound(variant, GPUTarget("cuda", capability, 32))
         ptx = kernel.asm["ptx"]
-        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
-        registers, stack = resources(kernel)
-        assert stack == 0
         assert registers <= (128 if dtype == F64 else 64)
         assert set(accesses(ptx, "ld")) == set(accesses(ptx, "st")) == {16}
         assert len(accesses(ptx, "ld")) == (2 if d is None else 3) * dtype.itemsize // 2
@@ -341,12 +336,8 @@ def test_a_norm_with_a_gate(capability, dtype, size):
         gate = GateOfNorm("silu", dtype, between)
         kind = ForwardKind(dtype, None, dtype, dtype, None, size, True, False, False, False, 16, gate=gate)
         variant = triton_gpu.forward_variant(kind, 32)
-        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        kernel, _ = sound(variant, GPUTarget("cuda", capability, 32))
         ptx = kernel.asm["ptx"]
-        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
-        registers, stack = resources(kernel)
-        assert stack == 0
-        assert registers * 32 * variant.warps <= 65536
         assert set(accesses(ptx, "ld")) == set(accesses(ptx, "st")) == {16}
 
 
@@ -434,11 +425,8 @@ def test_a_rotation(capability, dtype, size, pairs, interleaved, registers):
     for normalised in (True, False) if pairs else (True,):
         kind = rotation(dtype, size, pairs, interleaved, table, normalised)
         variant = triton_gpu.rotation_variant(kind, 32)
-        kernel = triton_host.compiled(variant, GPUTarget("cuda", capability, 32))
+        kernel, taken = sound(variant, GPUTarget("cuda", capability, 32))
         ptx = kernel.asm["ptx"]
-        assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", ptx)
-        taken, stack = resources(kernel)
-        assert stack == 0
         assert taken <= registers
         loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
         assert set(loads) == set(stores) == {16}

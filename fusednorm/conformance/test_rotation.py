@@ -1,7 +1,5 @@
 """Heads of q and k, normalised and rotated, have the bits of plain operations one after the other, on every backend."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -73,7 +71,8 @@ def test_tables_of_other_dtypes(mode, agree, dtype):
 def test_operator(mode, agree, dtype):
     """Of any dtypes, which no public function combines."""
     x, cos, sin = operands(Case(6, 40).of(dtype))[0].view(3, 2, 40), *operands(Case(3, 17, seed=3).of(F32))[:2]
-    for interleaved, rounded_to, out in itertools.product((True, False), (None, *DTYPES), DTYPES):
+    axes, turn = ((True, False), (None, *DTYPES), DTYPES), DTYPES.index(dtype)
+    for interleaved, rounded_to, out in covering(*axes, turn=turn):
         found = torch.ops.fusednorm.rotate(x, cos, sin, interleaved, rounded_to, out)
         wanted = rotation.rotated(x, cos, sin, interleaved, rounded_to, out)
         agree(found, wanted, f"{interleaved}, {rounded_to}, {out}")

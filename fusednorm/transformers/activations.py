@@ -112,15 +112,14 @@ def patch_activations(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]
         if isinstance(module, Patched):
             continue
         found = {name: (type(child), _function_of(child)) for name, child in module.named_children() if _is_bare(child)}
-        if not found or not rewritten(type(module), frozenset(found)):  # type: ignore[arg-type] # classes have a hash
-            continue
         known = {name: kind for name, kind in found.items() if kind[1] is not None}
-        if not known or not rewritten(type(module), frozenset(known)):  # type: ignore[arg-type] # as above
-            yield type(module).__name__, False, "its activation is none of fusednorm's"
-            continue
-        reason = attach(module, PatchedActivations, frozenset(known), known)
-        functions = ", ".join(sorted({function.__name__ for _, function in known.values() if function is not None}))
-        yield type(module).__name__, reason is None, reason or f"{functions} fused"
+        owner: Any = type(module)
+        if known and rewritten(owner, frozenset(known)):
+            reason = attach(module, PatchedActivations, frozenset(known), known)
+            functions = ", ".join(sorted({function.__name__ for _, function in known.values() if function is not None}))
+            yield owner.__name__, reason is None, reason or f"{functions} fused"
+        elif found and rewritten(owner, frozenset(found)):
+            yield owner.__name__, False, "its activation is none of fusednorm's"
 
 
 def _is_bare(module: torch.nn.Module) -> bool:

@@ -71,9 +71,8 @@ FAMILIES = {
 family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def build(name, dtype=torch.bfloat16):
+def model_of(config_class, arguments, dtype):
     """A model with random weights, also in its norms."""
-    config_class, arguments, *_ = FAMILIES[name]
     config = getattr(transformers, config_class)(**SMALL | arguments)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -82,6 +81,11 @@ def build(name, dtype=torch.bfloat16):
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
     return model.eval()
+
+
+def build(name, dtype=torch.bfloat16):
+    config_class, arguments, *_ = FAMILIES[name]
+    return model_of(config_class, arguments, dtype)
 
 
 def tokens(rows=2, length=17):

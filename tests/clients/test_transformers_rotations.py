@@ -10,7 +10,7 @@ from fusednorm.transformers import attention, rotations
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
-from test_transformers import SMALL, tokens  # noqa: E402 - after the line that skips
+from test_transformers import model_of, tokens  # noqa: E402 - after the line that skips
 
 #: Configuration class, arguments beside those of the other tests, and what the report says of its attention.
 KINDS = {
@@ -39,15 +39,8 @@ KINDS = {
 }
 
 
-def build(kind, dtype=torch.bfloat16, **arguments):
-    config = getattr(transformers, f"{kind}Config")(**SMALL | KINDS[kind][0] | arguments)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
+def build(kind, dtype=torch.bfloat16):
+    return model_of(f"{kind}Config", KINDS[kind][0], dtype)
 
 
 def answers(model):
