@@ -145,12 +145,14 @@ static int kind_of_all(const struct fn_gate *g) {
 
 /* The function's values for a tile of the gate, and its slopes unless `slope` is NULL. */
 static void activate_tile(const struct fn_gate *g, int kind, const void *gate, int n, float *a, float *slope) {
-    _Alignas(64) float z[FN_GATE_TILE];
+    _Alignas(64) float widened[FN_GATE_TILE];
     const int activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
-    if (kind == BF16) widen_gate(GATE_BF16, gate, n, z);
-    else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, z);
-    else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, z);
-    else widen_gate(F32, gate, n, z);
+    const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0;
+    const float *const z = as_it_is ? gate : widened;
+    if (kind == BF16) widen_gate(GATE_BF16, gate, n, widened);
+    else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, widened);
+    else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, widened);
+    else if (!as_it_is) widen_gate(F32, gate, n, widened);
     if (!activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
 }
 
