@@ -193,7 +193,7 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
         char *of_gate[FN_GATE_OPERANDS] = {[FN_GATED] = passed};
         if (chain->gate_first) {
             of_gate[FN_GATED] = NULL, of_gate[FN_GATE_OUT] = passed;
-            fn_gate_rows(chain->gate, row, next, of_gate, NULL, NULL, 0);
+            fn_gate_rows(chain->gate, row, next, of_gate, NULL, &fn_nothing_ahead);
         }
         for (int k = 0; k < chain->count; k++) {
             const struct part *part = &chain->part[k];
@@ -208,9 +208,9 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
             quantize_rows(chain, last, FN_OUT, row, next, last->operand[FN_OUT].address ? NULL : passed, scratch);
         } else if (chain->gate && !chain->gate_first) {
             const struct fn_forward_job *job = &chain->part[0].job;
-            const int item = fn_element_size(job->x_kind);
-            const char *const ahead = chain->fetches && next < end ? job->x + next * job->x_stride : NULL;
-            fn_gate_rows(chain->gate, row, next, of_gate, NULL, ahead, item);
+            const struct fn_ahead ahead = {chain->fetches && next < end,
+                                           {{job->x + next * job->x_stride, fn_element_size(job->x_kind)}}};
+            fn_gate_rows(chain->gate, row, next, of_gate, NULL, &ahead);
         }
     }
 }

@@ -234,11 +234,11 @@ void fn_run_gate(const void *packed);
 /*
  * gate.c: rows [begin, end) of a gate. `passed` has NULL, or for an operand without memory of its own the place from which
  * on its rows lie one after the other. `kept` is NULL, or as fn_gate_run says, with room for fn_gate_kept(gate, rows)
- * numbers. `ahead`, unless it is NULL, is memory that is read afterwards, `item` bytes for each element: it is fetched
- * meanwhile.
+ * numbers. Meanwhile `ahead` is fetched.
  */
 void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, char *const *passed, void *kept,
-                  const char *ahead, int item);
+                  const struct fn_ahead *ahead);
+extern const struct fn_ahead fn_nothing_ahead;
 int64_t fn_gate_kept(const struct fn_gate *gate, int64_t rows);
 
 /* dispatch.c and backward.c */

@@ -3,15 +3,19 @@
 #include "ieee.h"
 #include "target.h"
 
+const struct fn_ahead fn_nothing_ahead = {0};
+
 /* Elements [begin, end) of a row; of all rows, as if they were one, where no gap is between them. */
-static void run_elements(const struct fn_gate *g, int64_t row, int64_t begin, int64_t end, void *kept) {
+static void run_elements(const struct fn_gate *g, int64_t row, int64_t begin, int64_t end, void *kept,
+                         const struct fn_ahead *ahead) {
     char *at[FN_GATE_OPERANDS];
     for (int i = 0; i < FN_GATE_OPERANDS; i++) {
         const struct fn_operand *o = &g->operand[i];
         const int64_t first = row / g->inner * o->outer_stride + row % g->inner * o->stride;
         at[i] = o->kind ? (char *)o->address + (first + begin) * fn_element_size(o->kind) : NULL;
     }
-    fn_kernels((int)g->operand[FN_GATED].kind)->gate_run(g, at, end - begin, kept);
+    /* Those for float, also on Zen 4, where a norm of float16 has others: a gate computes longer than it converts. */
+    fn_kernels(FN_F32)->gate_run(g, at, end - begin, kept, ahead);
 }
 
 /* Whether rows follow each other without a gap in every operand. */
@@ -22,17 +26,6 @@ static int is_one_row(const struct fn_gate *g) {
     return 1;
 }
 
-/* The same, and fetches other memory meanwhile: tile by tile, because a processor waits for a few lines at a time only. */
-static void run_and_fetch(const struct fn_gate *g, int64_t row, int64_t begin, int64_t end, void *kept, const char *ahead,
-                          int item) {
-    for (int64_t tile = begin, next; ahead && tile < end; tile = next) {
-        next = end - tile < FN_GATE_TILE ? end : tile + FN_GATE_TILE;
-        for (int64_t k = (tile - begin) * item; k < (next - begin) * item; k += FN_ALIGNMENT) FN_PREFETCH_2(ahead + k);
-        run_elements(g, row, tile, next, NULL);
-    }
-    if (!ahead) run_elements(g, row, begin, end, kept);
-}
-
 /* The numbers that are kept of so many elements that follow each other. */
 static int64_t kept_of(int64_t elements) { return 2 * ((elements + FN_GATE_TILE - 1) / FN_GATE_TILE * FN_GATE_TILE); }
 
@@ -41,20 +34,21 @@ int64_t fn_gate_kept(const struct fn_gate *gate, int64_t rows) {
 }
 
 void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, char *const *passed, void *kept,
-                  const char *ahead, int item) {
+                  const struct fn_ahead *fetched) {
     struct fn_gate g = *gate;
+    struct fn_ahead ahead = *fetched;
     for (int i = 0; i < FN_GATE_OPERANDS; i++) {
         struct fn_operand *o = &g.operand[i];
         /* Row `begin` is the first one there; row 0 would have this address. */
         if (passed[i]) o->address = (uintptr_t)passed[i] - (uintptr_t)(begin * g.hidden * fn_element_size(o->kind));
     }
     if (is_one_row(&g)) {
-        run_and_fetch(&g, 0, begin * g.hidden, end * g.hidden, kept, ahead, item);
+        run_elements(&g, 0, begin * g.hidden, end * g.hidden, kept, &ahead);
         return;
     }
     for (int64_t row = begin; row < end; row++) {
-        run_and_fetch(&g, row, 0, g.hidden, kept, ahead, item);
-        if (ahead) ahead += g.hidden * item;
+        run_elements(&g, row, 0, g.hidden, kept, &ahead);
+        for (int k = 0; k < ahead.count; k++) ahead.place[k].at += g.hidden * ahead.place[k].item;
         if (kept) kept = (char *)kept + kept_of(g.hidden) * (g.wide ? 8 : 4);
     }
 }
@@ -74,7 +68,7 @@ static void run_thread(void *argument, int thread, int threads) {
         const int64_t row = tile / work->per_row, first = row * work->per_row;
         next = first + work->per_row < end ? first + work->per_row : end;
         const int64_t last = (next - first) * FN_GATE_TILE;
-        run_elements(g, row, (tile - first) * FN_GATE_TILE, last < g->hidden ? last : g->hidden, NULL);
+        run_elements(g, row, (tile - first) * FN_GATE_TILE, last < g->hidden ? last : g->hidden, NULL, &fn_nothing_ahead);
     }
     fn_leave_ieee(state);
 }

@@ -29,11 +29,22 @@ static inline const struct fn_gate *fn_gate_after(const struct fn_call *last) {
     return last->flags & (FN_GATE_AFTER | FN_GATE_BEFORE | FN_GATE_ONLY) ? (const struct fn_gate *)(last + 1) : NULL;
 }
 
+/* Memory that is read or written after a gate, and fetched meanwhile: at each place `item` bytes for an element of the gate. */
+enum { FN_AHEAD = 5 };
+
+struct fn_ahead {
+    int count;
+    struct {
+        const char *at;
+        int64_t item;
+    } place[FN_AHEAD];
+};
+
 /*
  * Computes n elements, which begin at `at` of each operand (NULL where it is absent) and follow each other. `kept` is NULL,
  * or, in float (double where the gate is wide), room for the function's values and slopes: a forward pass leaves them there,
  * for each tile its values and then its slopes, and a backward pass finds them there.
  */
-typedef void fn_gate_run(const struct fn_gate *gate, char *const *at, int64_t n, void *kept);
+typedef void fn_gate_run(const struct fn_gate *gate, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead);
 
 #endif

@@ -145,22 +145,36 @@ static int kind_of_all(const struct fn_gate *g) {
 
 /* The function's values for a tile of the gate, and its slopes unless `slope` is NULL. */
 static void activate_tile(const struct fn_gate *g, int kind, const void *gate, int n, float *a, float *slope) {
-    _Alignas(64) float z[FN_GATE_TILE];
+    _Alignas(64) float widened[FN_GATE_TILE];
     const int activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
-    if (kind == BF16) widen_gate(GATE_BF16, gate, n, z);
-    else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, z);
-    else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, z);
-    else widen_gate(F32, gate, n, z);
+    const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0;
+    const float *const z = as_it_is ? gate : widened;
+    if (kind == BF16) widen_gate(GATE_BF16, gate, n, widened);
+    else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, widened);
+    else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, widened);
+    else if (!as_it_is) widen_gate(F32, gate, n, widened);
     if (!activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
 }
 
+/*
+ * Fetches what belongs to elements [begin, end), of places `first` to `last`. A processor waits for some 20 lines at a time,
+ * and for more it stops: so the places are fetched apart, each with work behind it.
+ */
+FN_INLINE void fetch(const struct fn_ahead *ahead, int first, int last, int64_t begin, int64_t end) {
+    for (int k = first; k <= last && k < ahead->count; k++)
+        for (int64_t i = begin * ahead->place[k].item; i < end * ahead->place[k].item; i += FN_ALIGNMENT)
+            FN_PREFETCH_2(ahead->place[k].at + i);
+}
+
 /* A tile, whose elements begin at `at` of each operand. `kept`: see fn_gate_run. */
-static void gate_float(const struct fn_gate *g, char *const *at, int n, float *kept) {
+static void gate_float(const struct fn_gate *g, char *const *at, int n, float *kept, const struct fn_ahead *ahead, int64_t done) {
     _Alignas(64) float values[FN_GATE_TILE], slopes[FN_GATE_TILE];
     const int kind = kind_of_all(g), backward = g->pass == FN_BACKWARD;
     float *const a = kept ? kept : values, *const slopes_there = kept ? kept + FN_GATE_TILE : slopes;
     float *const slope = backward ? slopes_there : NULL;
+    fetch(ahead, 0, 1, done, done + n);
     if (!(kept && backward)) activate_tile(g, kind, at[FN_GATE], n, a, kept ? slopes_there : slope);
+    fetch(ahead, 2, 4, done, done + n);
 #define OF_ONE_KIND(kind)                                                        \
     do {                                                                         \
         if (g->between != NONE) gate_units(kind, kind, g, at, a, slope, n);      \
@@ -199,13 +213,13 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n, double 
     if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, y, at[FN_GATE_DZ], n);
 }
 
-static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, void *kept) {
+static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead) {
     for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
         const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
         char *tile[FN_GATE_OPERANDS];
         for (int i = 0; i < FN_GATE_OPERANDS; i++) tile[i] = at[i] ? at[i] + done * fn_element_size(g->operand[i].kind) : NULL;
         if (g->wide) gate_double(g, tile, count, kept ? (double *)kept + 2 * done : NULL);
-        else gate_float(g, tile, count, kept ? (float *)kept + 2 * done : NULL);
+        else gate_float(g, tile, count, kept ? (float *)kept + 2 * done : NULL, ahead, done);
     }
 }
 
