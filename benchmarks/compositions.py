@@ -1,20 +1,24 @@
 """What compositions cost, beside the plain call, torch's formula, and two calls.
 
     python benchmarks/compositions.py [--backward] [--rows 1 32 512] [--dtypes bfloat16 float16 float32]
-    VLLM_CPU_SO=FILE python benchmarks/compositions.py --int8 [--threads 2]
+    VLLM_CPU_SO=FILE python benchmarks/compositions.py --quantized int8 fp8 fp8_block [--threads 2]
 
 Times are the least processor times of interleaved turns on one thread, in microseconds: with other work on the machine
 they vary less than the clock's, whose least times are taken with more threads. The last columns are how many times as
 long others took. The formula is eager torch, and the same with torch.compile. Before anything is timed, fusednorm's
 results must equal those of the calls that specify the composition, bit for bit.
 
-`--int8` quantizes each row after the norm, in place but for the numbers and the scales, beside vLLM's two operators.
+`--quantized` quantizes each row after the norm, in place but for the numbers and the scales: to int8, or to float8,
+with a scale for each row, or for each 128 elements. vLLM's two operators, which know int8, are beside it where it is
+installed.
 
 The plain call is `fused_add_rms_norm_` on the same rows. It reads and writes as many bytes of rows as a composition of
 two norms does.
 """
 
 import argparse
+import functools
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -69,17 +73,18 @@ def same(ours: object, expected: object) -> None:
     if isinstance(ours, Tensor):
         ours, expected = (ours,), (expected,)
     for a, b in zip(ours, expected, strict=True):
-        if not torch.equal(a, b):
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             raise AssertionError("other bits than those of the specification")
 
 
 def times(calls: dict[str, Call], elements: int, turns: int) -> dict[str, float]:
-    """The least time of each call, in us."""
+    """The least time of each call, in us. A call before each turn brings back what others pushed out of the caches."""
     least = dict.fromkeys(calls, float("inf"))
     repeat = max(1, min(200, 1_000_000 // elements))
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(turns):
         for name, call in calls.items():
+            call()
             begin = clock()
             for _ in range(repeat):
                 call()
@@ -150,32 +155,35 @@ def backward(rows: int, hidden: int, dtype: torch.dtype, turns: int) -> None:
     print(f"{label} {least['ours']:10.1f} us  {least['ours'] / least['plain']:.2f} plain calls{others}", flush=True)
 
 
-def int8(rows: int, hidden: int, dtype: torch.dtype, turns: int) -> None:
-    """Prints a line: numbers of 8 bits and a scale for each row, after an addition and a norm."""
+def quantized(to: str, rows: int, hidden: int, dtype: torch.dtype, turns: int) -> None:
+    """Prints a line: numbers of 8 bits and scales, after an addition and a norm."""
     x, r, w = (torch.randn(shape).to(dtype) for shape in ((rows, hidden), (rows, hidden), hidden))
-    operation = OPERATIONS["add_norm_int8"]
-    numbers, scale = torch.empty(rows, hidden, dtype=torch.int8), torch.empty(rows, 1)
+    name = f"add_norm_{to}"
+    operation = OPERATIONS[name]
+    y, total = fusednorm.fused_add_rms_norm(x, r, w)
+    expected = fusednorm.quantize(y, operation.quantization)
+    numbers, scale = map(torch.empty_like, expected)
     memory = {"out": numbers, "scale_out": scale, "residual_out": r}
 
     def ours() -> object:
         return fusednorm.fused_add_rms_norm_quant(x, r, w, quantization=operation.quantization, **memory)
 
-    y, total = fusednorm.fused_add_rms_norm(x, r, w)
-    same(ours(), (*fusednorm.quantize(y, operation.quantization), total))
+    same(ours(), (*expected, total))
     torch._dynamo.reset()
     compiled = torch.compile(operation.formula, dynamic=False)
-    (vllm,) = peers.vllm_ops(torch.device("cpu"))
     calls: dict[str, Call] = {
         "ours": ours,
         "plain": lambda: fusednorm.fused_add_rms_norm_(x, r, w),
         "eager": lambda: operation.formula(x, r, w, 1e-6),
         "compiled": lambda: compiled(x, r, w, 1e-6),
     }
-    chain = vllm.others["add_norm_int8"](w, 1e-6)
-    calls["vLLM"] = lambda: chain(x, r)
+    if to == "int8" and importlib.util.find_spec("vllm"):
+        (vllm,) = peers.vllm_ops(torch.device("cpu"))
+        chain = vllm.others[name](w, 1e-6)
+        calls["vLLM"] = lambda: chain(x, r)
     least = times(calls, rows * hidden, turns)
     others = "".join(f"  {k} {t / least['ours']:.2f}x" for k, t in least.items() if k not in ("ours", "plain"))
-    label = f"int8      {str(dtype)[6:]:9}{rows:5} x {hidden}"
+    label = f"{to:10}{str(dtype)[6:]:9}{rows:5} x {hidden}"
     print(f"{label} {least['ours']:10.1f} us  {least['ours'] / least['plain']:.2f} plain calls{others}", flush=True)
 
 
@@ -187,15 +195,18 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=[str(dtype)[6:] for dtype in DTYPES])
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--backward", action="store_true")
-    parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--quantized", nargs="+", choices=("int8", "fp8", "fp8_block"), default=())
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    measure = backward if arguments.backward else int8 if arguments.int8 else forward
-    for dtype in arguments.dtypes:
-        for rows in arguments.rows:
-            measure(rows, arguments.hidden, getattr(torch, dtype), arguments.turns)
+    measures = [functools.partial(quantized, to) for to in arguments.quantized]
+    if not measures:
+        measures = [backward if arguments.backward else forward]
+    for measure in measures:
+        for dtype in arguments.dtypes:
+            for rows in arguments.rows:
+                measure(rows, arguments.hidden, getattr(torch, dtype), arguments.turns)
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ MUTANTS = (
         SAME,
         "Accelerate: channels last are taken by the fast path",
         "fusednorm/accelerate.py",
-        "and (input.dim() < 4 or input.is_contiguous())",
+        "and (input.ndim < 4 or input.is_contiguous())",
         "and True",
     ),
     Mutant(
