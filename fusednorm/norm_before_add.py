@@ -320,7 +320,7 @@ def _beyond_fast_path(
     if given and records:
         refuse_grad(name)
     flags = check_flags(flags, x, residual, out, residual_out)
-    if given and not (compiling or listeners.below(x, residual, next_weight, *given.values())):
+    if given and not (compiling or transformed or listeners.below(x, residual, next_weight, *given.values())):
         check_written(given, x, residual, next_weight)
     weight, eps, between, followed = before
     _, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags

@@ -357,7 +357,7 @@ def _composed(
         check_affine(x, weight, bias)
     flags = check_flags(flags, x, residual, out, residual_out)
     factor = number("x_scale", x_scale)
-    if given and not compiling and not _heard_below(x, residual, None, out, residual_out):
+    if given and not (compiling or transformed or _heard_below(x, residual, None, out, residual_out)):
         check_written(given, x, residual)
     if factor != 1.0:
         x = plain.scale(x, factor)

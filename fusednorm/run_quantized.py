@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -104,7 +105,7 @@ def laid_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, q
     *sizes, groups = shape
     if quantization.layout == "row":
         return torch.empty(shape, dtype=dtype, device=device)
-    rows = torch.Size(sizes).numel()
+    rows = math.prod(sizes)
     padded = -(-rows // 4) * 4 if quantization.layout == "column_padded" else rows
     return torch.zeros((groups, padded), dtype=dtype, device=device)[:, :rows].mT.reshape(shape)
 

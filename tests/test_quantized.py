@@ -354,6 +354,19 @@ def test_compile_and_export(name):
     assert same(exported(X, RESIDUAL, WEIGHT), wanted)
 
 
+@pytest.mark.parametrize("quantization", [TOKEN, BLOCK], ids=["rows", "columns"])
+def test_programs_of_any_number_of_rows(quantization):
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return rms_norm_quant(x, quantization=quantization)
+
+    program = torch.export.export(Block(), (X,), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+    rows = torch.cat((X, RESIDUAL, X[:1]))
+    found, wanted = program(rows), Block()(rows)
+    assert same(found, wanted)
+    assert found[1].stride() == wanted[1].stride()
+
+
 def test_operator():
     for quantization in (TOKEN, BLOCK, quantizations.VLLM_INT8_TOKEN_AZP_CPU):
         torch.library.opcheck(torch.ops.fusednorm.quantize.default, (X, str(quantization), None, None))

@@ -216,6 +216,20 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "Derivatives: a batch keeps its tangents",
+        "fusednorm/tangents.py",
+        "if not _functorch.is_batchedtensor(tensor):",
+        "if True:",
+    ),
+    Mutant(
+        SAME,
+        "Derivatives: addresses of a transform's tensors are compared",
+        "fusednorm/ops.py",
+        "if given and not (compiling or transformed or ",
+        "if given and not (compiling or ",
+    ),
+    Mutant(
+        SAME,
         "Derivatives: operators lose tangents",
         "fusednorm/library.py",
         "if has_tangent(*operands):",
