@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Mapping
 from numbers import Real
 from typing import NoReturn, TypeAlias, cast
 
@@ -232,22 +233,34 @@ def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> Non
         raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
 
 
-def check_apart(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
-    """Outputs share no memory with each other, or with an input that they are not."""
+def check_apart(
+    outputs: dict[str, Tensor], inputs: dict[str, Tensor], own: Mapping[str, tuple[str, ...]] | None = None
+) -> None:
+    """Outputs share no memory with each other, or with an input that they are not.
+
+    ``own``: by output, the inputs that it may be, none of an output that is not there; None: any output may be any.
+    """
     present = {name: t for name, t in {**inputs, **outputs}.items() if t.numel() and not t.is_meta}
+    names, written = list(present), [name for name in outputs if name in present]
+    before = {name: names[: names.index(name)] for name in written}
+
+    def may_be_one(name: str, other: str) -> bool:
+        return other in inputs and (own is None or other in own.get(name, ()))
+
     extents = sorted({(id(tensor), *_extent(tensor)) for tensor in present.values()}, key=operator.itemgetter(1))
-    contiguous = all(tensor.is_contiguous() for name, tensor in outputs.items() if name in present)
-    if contiguous and all(before[2] <= after[1] for before, after in itertools.pairwise(extents)):
-        return  # the usual case
-    names, memories = list(present), {name: Elements.of(tensor) for name, tensor in present.items()}
-    for name in outputs:
-        if name not in present:
-            continue
+    usual = all(present[name].is_contiguous() for name in written)
+    usual = usual and all(one[2] <= other[1] for one, other in itertools.pairwise(extents))
+    if usual and not any(
+        present[name] is present[other] and not may_be_one(name, other) for name in written for other in before[name]
+    ):
+        return
+    memories = {name: Elements.of(tensor) for name, tensor in present.items()}
+    for name in written:
         if memories[name].overlaps_itself():
             raise ValueError(f"{name} has elements that share memory, so it cannot be written; pass {name}.clone()")
-        for other in names[: names.index(name)]:
-            may_be_one = other in inputs and _same_elements(outputs[name], inputs[other])
-            if not may_be_one and share_memory(memories[name], memories[other]):
+        for other in before[name]:
+            one = may_be_one(name, other) and _same_elements(outputs[name], inputs[other])
+            if not one and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other)
 
 
@@ -465,8 +478,9 @@ def check_overlap(
     weights_and_rows = [
         (name, w, Rows(1, w.numel() // hidden_size, 0, hidden_size)) for name, w in weights if w is not None
     ]
-    both_are_one = out[0] is residual_out[0]
-    if not both_are_one and _apart(
+    others = (residual_out[0], *(weight for _, weight, _ in weights_and_rows))
+    two_roles = any(t is out[0] for t in others) or any(t is residual_out[0] for t in others[1:])
+    if not two_roles and _apart(
         (x, residual, *((weight, rows) for _, weight, rows in weights_and_rows), out, residual_out), hidden_size
     ):
         return
@@ -482,10 +496,8 @@ def check_overlap(
             continue
         memory = Memory.of(tensor, rows, hidden_size)
         for i, (other_name, other, other_rows, other_memory) in enumerate((*inputs, *of_weights)):
-            if other is tensor:
-                continue
             same = memory.begin == other_memory.begin and rows == other_rows and tensor.dtype == other.dtype
-            if not (same and i < len(inputs)) and share_memory(memory, other_memory):
+            if not (i < len(inputs) and (other is tensor or same)) and share_memory(memory, other_memory):
                 _refuse_overlap(_as_called(name, tensor, x[0], residual[0]), other_name)
         if before is not None and share_memory(memory, before):
             called = _as_called(name, tensor, x[0], residual[0])

@@ -355,6 +355,11 @@ def _apart(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | No
     return plain.seen(*operands, *outputs) or listeners.transform(*operands, *outputs)
 
 
+#: The inputs that outputs may be. Scales of groups of one element are not among them: they are written before the
+#: numbers, which are then read again.
+_OWN = {"normed_out": ("x", "residual"), "residual_out": ("x", "residual")}
+
+
 class Outputs(NamedTuple):
     """Where the caller wants results; None: new memory."""
 
@@ -397,6 +402,7 @@ def _check(
         check_apart(
             {key: tensor for key, tensor in outputs._asdict().items() if tensor is not None},
             {key: tensor for key, tensor in named.items() if tensor is not None},
+            _OWN,
         )
 
 

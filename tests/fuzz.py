@@ -337,17 +337,17 @@ def exactly(output, operand):
     return output.dtype == operand.dtype and a is not None and b is not None and numpy.array_equal(a, b)
 
 
-def may_be_refused(given, written):
-    """Whether a layout or an overlap is a reason to refuse the call."""
+def may_be_refused(given, written, readable=("x", "residual")):
+    """Whether a layout or an overlap is a reason to refuse the call. An output may be exactly a readable operand."""
     if not all(may_be_written(tensor) for tensor in written.values()):
         return True
     given, written = ({name: t for name, t in tensors.items() if t.numel()} for tensors in (given, written))
     if len({inner(tensor) for tensor in written.values()} - {len(rows(tensor)) for tensor in written.values()}) > 1:
         return True  # in levels that differ
-    readable = {"x", "residual"} - set(written)  # an output may be exactly such an operand
-    for output in written.values():
+    readable = set(readable) - set(written)
+    for name, output in written.items():
         for other_name, other in {**given, **written}.items():
-            if other is output or (other_name in readable and exactly(output, other)):
+            if other_name == name or (other_name in readable and exactly(output, other)):
                 continue
             if meet(addresses(output), addresses(other)):
                 return True

@@ -3,9 +3,10 @@
     python tests/fuzz_steps.py [--minutes 60] [--seed 1] [--first 0] [--count 1] [--only gate ...]
 
 Steps are two norms, gates, quantizers and rotations; ``fuzz.py`` does the same for the norm. Operands have any dtypes,
-shapes, strides and offsets, and lie between pages that nobody may touch. Asserted is: the call returns the reference's
-bits and changes no byte but of what it writes; or it raises what the reference raises on copies; or it refuses to write
-to a layout that is really there, having written nothing. Gradients too are the reference's.
+shapes, strides and offsets, and lie between pages that nobody may touch; results may be written into or beside other
+operands. Asserted is: the call returns the reference's bits and changes no byte but of what it writes; or it raises
+what the reference raises on copies; or it refuses to write to a layout or an overlap that is really there, having
+written nothing. Gradients too are the reference's.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from fuzz import DTYPES, NORMAL, ROOM, Memory, contiguous, may_be_refused, outco
 
 EPS = (0.0, 1e-30, 1e-6, 1e-5, 0.1, 3e38, float("inf"))
 ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
-MEMORIES = 8
+MEMORIES = 10
 
 
 class Input:
@@ -62,6 +63,8 @@ class Input:
         rows = [random.randint(1, min(9, room))]
         if self.chance(0.4):
             rows.append(random.randint(1, max(1, min(9, room // rows[0]))))
+        if self.chance(0.01):
+            rows[random.randrange(len(rows))] = 0
         return (*(rows if self.chance(0.95) else ()), hidden)
 
     def some_dtype(self):
@@ -90,8 +93,14 @@ class Input:
         """A new operand, in memory of its own, filled with random values, of int64 with numbers below one."""
         dtype = dtype or self.some_dtype()
         strides = self.strides(shape)
+        if 0 in shape:
+            return self.put(name, torch.empty_strided(shape, strides, dtype=dtype))
         if reach(shape, strides) * dtype.itemsize > ROOM:
             strides = contiguous(shape)
+        twins = [key for key, t in self.operands.items() if (t.shape, t.dtype) == (shape, dtype)]
+        if twins and below is None and not positive and self.chance(0.03):
+            twin = self.random.choice(twins)
+            return self.put(name, self.operands[twin], self.layouts[twin][3])
         last = ROOM - reach(shape, strides) * dtype.itemsize
         at = self.random.random()
         offset = last if at < 0.5 else 0 if at < 0.75 else self.random.randint(0, last)
@@ -111,17 +120,48 @@ class Input:
         tensor = memory.tensor(dtype, shape, strides, offset // dtype.itemsize * dtype.itemsize)
         if positive:
             tensor.copy_(tensor.abs().nan_to_num(1.0, 1.0) + 2.0**-20)
+        return self.put(name, tensor, memory)
+
+    def put(self, name, tensor, memory=None):
+        """Takes a tensor in that memory as an operand; without a memory it has no elements."""
+        offset = None if memory is None else tensor.data_ptr() - memory.bytes.data_ptr()
         self.operands[name] = tensor
-        self.layouts[name] = (str(dtype)[6:], list(shape), strides, tensor.data_ptr() - memory.bytes.data_ptr())
+        self.layouts[name] = (str(tensor.dtype)[6:], list(tensor.shape), tensor.stride(), memory, offset)
         return tensor
+
+    def output(self, name, shape, dtype):
+        """Sometimes an output of the caller's: memory of its own, exactly another operand, or beside one."""
+        if self.chance(0.75):
+            return
+        self.gradients = False
+        self.written.append(name)
+        others = [key for key, layout in self.layouts.items() if layout[3] is not None]
+        if not others or 0 in shape or self.chance(0.5):
+            self.operand(name, shape, dtype)
+            return
+        other = self.random.choice(others)
+        tensor, (*_, memory, offset) = self.operands[other], self.layouts[other]
+        if (tensor.shape, tensor.dtype) == (shape, dtype) and self.chance(0.7):
+            self.put(name, tensor, memory)
+            return
+        distance = self.random.choice((dtype.itemsize, 64, shape[-1] * dtype.itemsize))
+        offset = max(0, offset + self.random.choice((0, 0, 1, -1)) * distance) // dtype.itemsize * dtype.itemsize
+        strides = self.strides(shape)
+        if offset + reach(shape, strides) * dtype.itemsize > ROOM:
+            self.operand(name, shape, dtype)
+        else:
+            self.put(name, memory.tensor(dtype, shape, strides, offset), memory)
 
     def __str__(self):
         lines = [f"{self.name}, {self.flags}, {self.isa}, {self.threads} threads, gradients {self.gradients}"]
         lines += [
-            f"  {name}: {dtype}{shape}, strides {strides}, byte {offset}"
-            for name, (dtype, shape, strides, offset) in self.layouts.items()
+            f"  {name}: {dtype}{shape}, strides {strides}, byte {offset} of memory {self.number_of(memory)}"
+            for name, (dtype, shape, strides, memory, offset) in self.layouts.items()
         ]
         return "\n".join(lines)
+
+    def number_of(self, memory):
+        return next((i for i, other in enumerate(self.memories) if other is memory), None)
 
     def call(self, operands):
         """The public function; its outputs, as a tuple."""
@@ -152,7 +192,19 @@ def two_norms(given):
     given.flag(0.3, "between", torch.float32)
     given.flag(0.2, "weight_offset", 1.0, -0.3)
     given.flag(0.3, "round_norm", True)
-    in_place_or_not(given, *(("x", "residual") if given.name.endswith("rms_norm") else ("residual",)))
+    both = given.name.endswith("rms_norm")
+    in_place_or_not(given, *(("x", "residual") if both else ("residual",)))
+    if given.written:
+        return
+    total = given.operands["residual"].dtype
+    if given.chance(0.15):
+        total = given.flags["residual_dtype"] = given.some_dtype()
+    given.output("residual_out", shape, total)
+    if both:
+        out = given.some_dtype()
+        if given.chance(0.15):
+            given.flags["out_dtype"] = out
+        given.output("out", shape, out)
 
 
 def a_gate(given):
@@ -161,6 +213,11 @@ def a_gate(given):
     given.operand("z", shape)
     given.flag(0.7, "activation", *ACTIVATIONS)
     in_place_or_not(given, "y")
+    if not given.written:
+        out = given.some_dtype()
+        if given.chance(0.15):
+            given.flags["out_dtype"] = out
+        given.output("out", shape, out)
 
 
 def and_mul(given):
@@ -171,7 +228,10 @@ def and_mul(given):
         given.operand("gate", shape, given.dtype)
         given.operand("up", shape)
     given.flag(0.3, "between", torch.float32)
-    given.gradients = given.name != "silu_and_mul_quant" and given.chance(0.4)
+    if given.name != "silu_and_mul_quant":
+        given.gradients = given.chance(0.4)
+        given.output("out", shape, given.some_dtype())
+    return shape
 
 
 def norm_gated(given):
@@ -195,7 +255,7 @@ def quantizer(given):
     random = given.random
     quantization = QUANTIZATIONS[random.choice(list(QUANTIZATIONS))]
     if given.name == "silu_and_mul_quant":
-        and_mul(given)
+        shape = and_mul(given)
     else:
         groups = isinstance(quantization.per, int) and given.chance(0.95)
         shape = given.shape(quantization.per if groups else 1)
@@ -210,12 +270,24 @@ def quantizer(given):
             given.flag(0.3, "between", torch.float32)
             given.flag(0.3, "round_norm", True)
             given.flag(0.2, "weight_offset", 1.0, -0.3)
-    given.gradients = False
     if quantization.per == "tensor":
         given.operand("scale", (1,), torch.float32, positive=True)
         if quantization.zero_point and given.chance(0.97):
             given.operand("zero_point", (1,), torch.int32).fill_(random.randint(-200, 200))
     given.flags["quantization"] = quantization
+    given.output("out", shape, quantization.dtype)
+    if quantization.per != "tensor" and shape[-1] % quantization.group(shape[-1]) == 0:
+        groups = torch.Size((*shape[:-1], shape[-1] // quantization.group(shape[-1])))
+        given.output("scale_out", groups, torch.float32)
+        if quantization.computes_zero_point:
+            given.output("zero_point_out", groups, torch.int32)
+    if "norm" in given.name:
+        given.output("normed_out", shape, given.dtype)
+    if "residual" in given.operands:
+        total = given.operands["residual"].dtype
+        if given.chance(0.15):
+            total = given.flags["residual_dtype"] = given.some_dtype()
+        given.output("residual_out", shape, total)
 
 
 def rotation(given):
@@ -252,6 +324,9 @@ def rotation(given):
         in_place_or_not(given, "q", "k")
     else:
         given.gradients = given.chance(0.4)
+    if not given.written:
+        for name, out in {"q": "q_out", "k": "k_out"}.items() if both else (("x", "out"),):
+            given.output(out, given.operands[name].shape, given.operands[name].dtype)
 
 
 STEPS = {
@@ -293,7 +368,7 @@ def check_call(given):
         assert isinstance(error, ValueError), f"raised {error!r}"
         others = {name: t for name, t in given.operands.items() if name not in written}
         assert written, f"refused what it only reads: {error}"
-        assert may_be_refused(others, written), f"refused without a reason: {error}"
+        assert may_be_refused(others, written, readable=()), f"refused without a reason: {error}"
     for memory, was in zip(given.memories, before, strict=False):
         for tensor in written.values() if error is None else ():
             offset = tensor.data_ptr() - memory.bytes.data_ptr()

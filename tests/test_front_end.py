@@ -244,6 +244,11 @@ def memory(*shape):
         (lambda m: fused_add_rms_norm(m[:3], m[4:7], residual_out=m[6:9]), "residual_out shares memory with residual"),
         (lambda m: fused_add_rms_norm(m[:3], m[4:7], out=m[8:11], residual_out=m[8:11]), "residual_out .* with out"),
         (lambda m: rms_norm(m[:3], m[9], out=m[8:11]), "out shares memory with weight"),
+        # A row that is written before it is read, as the same tensor and as another one.
+        (lambda m: fused_add_rms_norm(m[0], m[1], a := m[2], residual_out=a), "residual_out shares memory with weight"),
+        (lambda m: fused_add_rms_norm(m[0], m[1], m[2], residual_out=m[2]), "residual_out shares memory with weight"),
+        (lambda m: fused_add_rms_norm_(m[0], a := m[1], a), "residual shares memory with weight"),
+        (lambda m: fused_add_rms_norm(m[0], m[1], bias=(a := m[2]), residual_out=a), "residual_out .* with bias"),
         (lambda m: rms_norm(m[:3, :8], out=m.view(-1)[1:].as_strided((3, 8), (16, 1))), "out shares memory with x"),
         (lambda m: rms_norm(m.half()[:3], out=m[:3]), None),
         (lambda m: rms_norm(m.view(torch.float16)[:2, :8], out=m[:2, :8]), "out shares memory with x"),

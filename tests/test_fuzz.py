@@ -12,8 +12,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="operands lie between pages guarded by mprotect")
-def test_five_seconds():
-    command = [sys.executable, "-P", HERE / "fuzz.py", "--minutes", "0.085"]
+@pytest.mark.parametrize("program", ["fuzz.py", "fuzz_steps.py"])
+def test_five_seconds(program):
+    command = [sys.executable, "-P", HERE / program, "--minutes", "0.085"]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout)  # the seed, and the inputs tried
     assert done.returncode == 0, done.stdout + done.stderr

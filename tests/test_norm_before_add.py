@@ -161,6 +161,9 @@ def test_outputs_that_share_memory_with_a_weight():
             rms_norm_add_rms_norm_(memory, residual.clone(), None, memory[1])
         with pytest.raises(ValueError, match="residual_out shares memory with weight"):
             rms_norm_add(x, residual, memory[1], residual_out=memory)
+        row = memory[1]
+        with pytest.raises(ValueError, match="residual shares memory with next_weight"):
+            rms_norm_add_rms_norm_(x[0], row, None, row)
         assert torch.equal(memory, x)
 
 

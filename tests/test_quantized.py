@@ -84,6 +84,11 @@ def test_prewarm(monkeypatch, quantization):
         (lambda: quantize(X, BLOCK, scale_out=torch.empty(6, 1)), ValueError, r"scale_out must have shape \[6, 2\]"),
         (lambda: quantize(X, TOKEN, out=X.view(I8)[:, :128]), ValueError, "out shares memory with y"),
         (
+            lambda: quantize(a := torch.ones(3, 8), Quantization(E4M3, per=1), scale_out=a),
+            ValueError,
+            "scale_out shares memory with y",
+        ),
+        (
             lambda: quantize(X, TOKEN, out=torch.empty(128, dtype=I8).expand(6, 128)),
             ValueError,
             "out has elements that share memory",

@@ -76,7 +76,7 @@ def same(a, b):
         (lambda: qk_norm_rope(Q, K, between=BF16), TypeError, "between must be None or torch.float32"),
         (lambda: qk_norm_rope(Q, K, WEIGHT[:8]), ValueError, r"weight must have shape \[16\]"),
         (lambda: qk_norm_rope(Q, K, q_out=torch.empty_like(Q), k_out=Q[:, :, :2]), ValueError, "k_out shares memory"),
-        (lambda: qk_norm_rope_(Q, Q), ValueError, "k_out shares memory with q_out"),
+        (lambda: qk_norm_rope_(Q, Q), ValueError, "q_out shares memory with k"),
         (
             lambda: qk_norm_rope_(Q.clone().requires_grad_(), K),
             RuntimeError,
@@ -89,6 +89,26 @@ def test_what_is_refused_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
     assert QKV.equal(kept)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda a, b, c: qk_norm_rope_(a, a), "q_out shares memory with k"),
+        (lambda a, b, c: qk_norm_rope(a, b, q_out=c, k_out=c), "k_out shares memory with q_out"),
+        (lambda a, b, c: qk_norm_rope(a, b, q_out=b), "q_out shares memory with k"),
+        (lambda a, b, c: qk_norm_rope(a, b, k_out=a), "k_out shares memory with q"),
+        (lambda a, b, c: qk_norm_rope(a, a, q_out=a), "q_out shares memory with k"),
+        (lambda a, b, c: qk_norm_rope(a, b, q_out=b, k_out=a), "q_out shares memory with k"),
+        (lambda a, b, c: qk_norm_rope(a, b, c, q_out=c), "q_out shares memory with q_weight"),
+    ],
+)
+def test_one_tensor_with_two_roles(call, words):
+    """Contiguous heads: a head may be written before another one, or the weight of others, is read there."""
+    tensors = [torch.ones(4, 16) for _ in range(3)]
+    with pytest.raises(ValueError, match=words):
+        call(*tensors)
+    assert all(bool((t == 1).all()) for t in tensors)
 
 
 class Mine(torch.Tensor):

@@ -834,4 +834,32 @@ MUTANTS = (
         "constant(factor, wide.new_empty(()))",
         "constant(factor, wide)",
     ),
+    Mutant(
+        SAME,
+        "Rotation: q may be written to k",
+        "fusednorm/rotation.py",
+        "{output: (operand,) for output, (_, operand) in outputs.items()}",
+        "None",
+    ),
+    Mutant(
+        SAME,
+        "Rotation: a tensor may be both outputs",
+        "fusednorm/checks.py",
+        "present[name] is present[other] and not may_be_one(name, other)",
+        "False",
+    ),
+    Mutant(
+        SAME,
+        "Quantized: scales may be written to the rows",
+        "fusednorm/quantized.py",
+        "            _OWN,\n",
+        "            None,\n",
+    ),
+    Mutant(
+        SAME,
+        "Front_end: a weight may be the sum",
+        "fusednorm/checks.py",
+        "if not two_roles and _apart(",
+        "if _apart(",
+    ),
 )
