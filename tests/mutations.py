@@ -28,7 +28,7 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
     *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated", "Compat_gated", "Quantized"),
-    *("Rotation", "Accelerate", "Onnx", "Transformers", "Transformers_gates", "Transformers_kernels"),
+    *("Rotation", "Accelerate", "L2_norm", "Onnx", "Transformers", "Transformers_gates", "Transformers_kernels"),
     "Transformers_rotations",
 )
 
