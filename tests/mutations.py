@@ -2733,6 +2733,14 @@ MUTANTS = (
         "if (g->operand[i].kind == NONE && i == 1) return NONE;",
     ),
     Mutant(
+        SAME,
+        "Gated: gates of float are not read",
+        "cpu/gate_body.h",
+        "const float *const z = as_it_is ? gate : widened;",
+        "const float *const z = widened;",
+        "cpu",
+    ),
+    Mutant(
         ROW,
         "Gated: rows with gaps are one row",
         "cpu/gate.c",
