@@ -2738,7 +2738,6 @@ MUTANTS = (
         "cpu/gate_body.h",
         "const float *const z = as_it_is ? gate : widened;",
         "const float *const z = widened;",
-        "cpu",
     ),
     Mutant(
         ROW,
