@@ -1080,4 +1080,11 @@ MUTANTS = (
         ".heads = 1,",
         "cpu",
     ),
+    Mutant(
+        SAME,
+        "Gated: gates of float are not read",
+        "cpu/gate_body.h",
+        "const float *const z = as_it_is ? gate : widened;",
+        "const float *const z = widened;",
+    ),
 )
