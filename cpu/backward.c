@@ -110,6 +110,7 @@ static void run_rows(const struct call *call, int64_t begin, int64_t end, int64_
                      struct thread *thread) {
     const struct gating *gating = &call->gating;
     if (!gating->gate || gating->chunk == call->rows) { /* the rows of a gate are all there */
+        thread->part.after = after < call->rows ? after : 0;
         call->kernels->backward_rows(&thread->job, begin, end, sums, merged, &thread->part);
         return;
     }

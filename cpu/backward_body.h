@@ -17,6 +17,7 @@ struct gradient_row {
     int64_t at, bias_at; /* where the head's sums of the weight's gradient begin, and of the bias's; 0: there are none of it */
     void *d; /* NULL, or the gradient of x */
     int from_memory; /* whether operands come from memory */
+    const char *next_dy, *next_h; /* NULL, or those of a later row, which are fetched meanwhile */
     int bypass_cache; /* whether the gradient bypasses the caches */
     float rstd;
     float c; /* mean(wdy * xhat), for the second pass */
@@ -47,6 +48,16 @@ FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i
     if (row->d) u_store(F32, products, 0, UNIT, u_mul(weighted(dy, row, i), xhat));
 }
 
+/*
+ * Fetches a unit of a later row. The tree takes blocks of rows far from each other, so that the hardware would fetch the
+ * beginning of each late.
+ */
+FN_INLINE void fetch_unit(int kind, const char *row, int64_t i) {
+    const int size = kind == F32 ? 4 : 2;
+    if (!row || i * size % FN_ALIGNMENT) return; /* a line is fetched once */
+    for (int k = 0; k < UNIT * size; k += FN_ALIGNMENT) FN_PREFETCH_2(row + i * size + k);
+}
+
 /* Second pass. */
 FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, int64_t i, int n) {
     U xhat = u_mul(u_load(kind, row->h, i, n), u_set1(row->rstd));
@@ -66,6 +77,8 @@ FN_INLINE float pass_over(int kind, const struct gradient_row *before, const str
         int64_t n = hidden - begin < FN_SEGMENT ? hidden - begin : FN_SEGMENT, done = 0, width = UNIT;
         while (width < n) width *= 2;
         for (; done + UNIT <= n; done += UNIT) {
+            if (row) fetch_unit(kind, row->next_dy, begin + done);
+            if (row) fetch_unit(kind, row->next_h, begin + done);
             if (row) multiply_unit(kind, row, begin + done, UNIT, products + done);
             if (before) gradient_unit(kind, before, begin + done, UNIT);
         }
@@ -165,10 +178,15 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
         const int into = merged_into(part, m, begin, end, merged);
         void *const *const sum = sums ? sums->row + sums->count - into : NULL;
         if (sums) sums->count += 1 - into;
+        const int64_t next = m + 1 < end ? m + 1 : part->after;
         for (int64_t head = 0; head < job->heads; head++) {
             struct gradient_row row = operands_of(job, m * job->heads + head, room.gains);
             row.merged = into;
             row.sum = sum;
+            if (job->from_memory && next) {
+                row.next_dy = fn_row_of_dy(job, next * job->heads + head);
+                row.next_h = fn_row_of_h(job, next * job->heads + head);
+            }
             float total = before.d ? pass_over(kind, &before, &row, job->hidden, room.sums)
                                    : pass_over(kind, NULL, &row, job->hidden, room.sums);
             row.c = total / (float)job->hidden;

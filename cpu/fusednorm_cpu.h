@@ -140,6 +140,7 @@ struct fn_sum_stack {
 struct fn_backward_part {
     void *scratch; /* fn_backward_scratch_bytes(job) bytes on a 64-byte border, prepared by `begin` */
     int continues; /* whether the sum on top of the stack is that of the block's rows before the next ones */
+    int64_t after; /* the row that comes after the next ones; 0: none */
     int pending; /* whether a second pass is still to be made, with the first pass of the next row or by `flush` */
     int64_t row; /* the number of that row */
     float c; /* mean(wdy * xhat) of that row */
