@@ -238,7 +238,7 @@ def check_apart(
 ) -> None:
     """Outputs share no memory with each other, or with an input that they are not.
 
-    ``own``: by output, the inputs that it may be, none of an output that is not there; None: any output may be any.
+    ``own``: by output, the inputs that it may be; an output without an entry may be none. None: each may be any.
     """
     present = {name: t for name, t in {**inputs, **outputs}.items() if t.numel() and not t.is_meta}
     names, written = list(present), [name for name in outputs if name in present]
