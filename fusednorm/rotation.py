@@ -86,7 +86,7 @@ def rotate(
     check_heads("x", x)
     in_memory = plain.in_memory(*operands)
     check_tables(cos, sin, positions, x, in_memory=in_memory)
-    _check_outputs("rotate", {"out": (out, "x")}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
+    _check_outputs("rotate", {"out": (out, x)}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
     if in_memory and not (is_grad_enabled() and x.requires_grad):
         turn = Turn(cos, sin, positions, bool(interleaved), rounded_to)
         found = run_rotated.forward([Head(x, None, out)], None, None, turn)
@@ -179,7 +179,7 @@ def qk_norm_rope(
     for heads in (q, k):
         check_between(between, heads)
     named = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-    outputs = {"q_out": (q_out, "q"), "k_out": (k_out, "k")}
+    outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
     name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
     _check_outputs(name, outputs, named | {"positions": positions}, in_memory)
     of_norm = None
@@ -302,22 +302,18 @@ def _check_heads_and_tables(
 
 def _check_outputs(
     name: str,
-    outputs: dict[str, tuple[Tensor | None, str]],
+    outputs: dict[str, tuple[Tensor | None, Tensor]],
     inputs: dict[str, Tensor | None],
     in_memory: bool,
 ) -> None:
-    """Outputs of the function of that name: for each the tensor or None, and the operand that it looks like and may be.
-
-    It may be no other: heads of q may be written before those of k are read, or after.
-    """
+    """Outputs of the function of that name: for each the tensor or None, and the operand that it must look like."""
     given = {output: tensor for output, (tensor, _) in outputs.items() if tensor is not None}
     if not given:
         return
     operands = {operand: tensor for operand, tensor in inputs.items() if tensor is not None}
-    for output, (tensor, operand) in outputs.items():
-        like = operands[operand]
+    for output, (tensor, like) in outputs.items():
         check_output(output, tensor, list(like.shape), like.dtype, like)
     if is_grad_enabled() and any(tensor.requires_grad for tensor in (*given.values(), *operands.values())):
         refuse_grad(name)
     if in_memory:
-        check_apart(given, operands, {output: (operand,) for output, (_, operand) in outputs.items()})
+        check_apart(given, operands)

@@ -87,13 +87,13 @@ def forward(
     rotate = rotate or rotator_of(heads, norm, between, (turn.products, dtype))
     if rotate is None:
         return None
-    first, operands = heads[0].x, [t for head in heads for t in head[:2]] + list(turn[:3])
+    first, operands = heads[0].x, [*(head.x for head in heads), *(head.weight for head in heads), *turn[:3]]
     rows = first.shape[:-2]
     found = [
         out
-        if out is not None and _can_be_written(out, [t for t in operands if t is not None and t is not x])
+        if out is not None and _can_be_written(out, [t for i, t in enumerate(operands) if t is not None and i != at])
         else torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-        for x, _, out, _ in heads
+        for at, (x, _, out, _) in enumerate(heads)
     ]
     inputs = [_dense(head.x) for head in heads]
     tables = [t if t is None else _dense(t) for t in (turn.cos, turn.sin)]

@@ -76,7 +76,7 @@ def same(a, b):
         (lambda: qk_norm_rope(Q, K, between=BF16), TypeError, "between must be None or torch.float32"),
         (lambda: qk_norm_rope(Q, K, WEIGHT[:8]), ValueError, r"weight must have shape \[16\]"),
         (lambda: qk_norm_rope(Q, K, q_out=torch.empty_like(Q), k_out=Q[:, :, :2]), ValueError, "k_out shares memory"),
-        (lambda: qk_norm_rope_(Q, Q), ValueError, "q_out shares memory with k"),
+        (lambda: qk_norm_rope_(Q, Q), ValueError, "k_out shares memory with q_out"),
         (
             lambda: qk_norm_rope_(Q.clone().requires_grad_(), K),
             RuntimeError,
@@ -91,24 +91,30 @@ def test_what_is_refused_is_named(call, error, words):
     assert QKV.equal(kept)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda a, b, c: qk_norm_rope_(a, a), "q_out shares memory with k"),
-        (lambda a, b, c: qk_norm_rope(a, b, q_out=c, k_out=c), "k_out shares memory with q_out"),
-        (lambda a, b, c: qk_norm_rope(a, b, q_out=b), "q_out shares memory with k"),
-        (lambda a, b, c: qk_norm_rope(a, b, k_out=a), "k_out shares memory with q"),
-        (lambda a, b, c: qk_norm_rope(a, a, q_out=a), "q_out shares memory with k"),
-        (lambda a, b, c: qk_norm_rope(a, b, q_out=b, k_out=a), "q_out shares memory with k"),
-        (lambda a, b, c: qk_norm_rope(a, b, c, q_out=c), "q_out shares memory with q_weight"),
-    ],
-)
-def test_one_tensor_with_two_roles(call, words):
-    """Contiguous heads: a head may be written before another one, or the weight of others, is read there."""
-    tensors = [torch.ones(4, 16) for _ in range(3)]
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("call", [lambda a, b: qk_norm_rope_(a, a), lambda a, b: qk_norm_rope(a, a, q_out=b, k_out=b)])
+def test_a_tensor_that_would_be_both_outputs_is_refused(call):
+    tensors = torch.ones(4, 16), torch.ones(4, 16)
+    with pytest.raises(ValueError, match="k_out shares memory with q_out"):
         call(*tensors)
     assert all(bool((t == 1).all()) for t in tensors)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize(
+    ("q_out", "k_out"), [("k", None), (None, "q"), ("q", None), (None, "k"), ("k", "q"), ("w", None)]
+)
+def test_outputs_that_are_operands(same, q_out, k_out):
+    """An output may be any operand; also where one tensor is both q and k."""
+    given = {"q": torch.randn(40, 16, 128), "k": torch.randn(40, 16, 128), "w": torch.randn(16, 128)}
+    if same:
+        given["k"] = given["q"]
+    if q_out == "w":  # as many elements as a row of q
+        given["q"], given["k"] = torch.randn(16, 128), torch.randn(16, 128)
+    wanted = [t.clone() for t in qk_norm_rope(given["q"], given["k"], given["w"], None)]
+    if same and q_out and k_out:
+        return  # a tensor cannot be both outputs
+    found = qk_norm_rope(*given.values(), None, q_out=given.get(q_out), k_out=given.get(k_out))
+    assert all(map(torch.equal, found, wanted))
 
 
 class Mine(torch.Tensor):

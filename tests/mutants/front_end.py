@@ -864,10 +864,10 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Rotation: q may be written to k",
-        "fusednorm/rotation.py",
-        "{output: (operand,) for output, (_, operand) in outputs.items()}",
-        "None",
+        "rotated: what is q and k is written in place",
+        "fusednorm/run_rotated.py",
+        "if t is not None and i != at]",
+        "if t is not None and t is not x]",
     ),
     Mutant(
         SAME,
