@@ -99,22 +99,31 @@ def test_a_tensor_that_would_be_both_outputs_is_refused(call):
     assert all(bool((t == 1).all()) for t in tensors)
 
 
-@pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize(
-    ("q_out", "k_out"), [("k", None), (None, "q"), ("q", None), (None, "k"), ("k", "q"), ("w", None)]
+    ("k_is_q", "q_out", "k_out"),
+    [
+        (False, "k", None),
+        (False, None, "q"),
+        (False, "q", None),
+        (False, None, "k"),
+        (False, "k", "q"),
+        (True, "q", None),
+        (True, None, "q"),
+    ],
 )
-def test_outputs_that_are_operands(same, q_out, k_out):
+def test_outputs_that_are_operands(k_is_q, q_out, k_out):
     """An output may be any operand; also where one tensor is both q and k."""
-    given = {"q": torch.randn(40, 16, 128), "k": torch.randn(40, 16, 128), "w": torch.randn(16, 128)}
-    if same:
-        given["k"] = given["q"]
-    if q_out == "w":  # as many elements as a row of q
-        given["q"], given["k"] = torch.randn(16, 128), torch.randn(16, 128)
-    wanted = [t.clone() for t in qk_norm_rope(given["q"], given["k"], given["w"], None)]
-    if same and q_out and k_out:
-        return  # a tensor cannot be both outputs
-    found = qk_norm_rope(*given.values(), None, q_out=given.get(q_out), k_out=given.get(k_out))
+    q, weight = torch.randn(40, 16, 128), torch.randn(16, 128)
+    given = {"q": q, "k": q if k_is_q else torch.randn(40, 16, 128)}
+    wanted = [t.clone() for t in qk_norm_rope(*given.values(), weight, None)]
+    found = qk_norm_rope(*given.values(), weight, None, q_out=given.get(q_out), k_out=given.get(k_out))
     assert all(map(torch.equal, found, wanted))
+
+
+def test_an_output_that_is_the_weight():
+    q, k, weight = torch.randn(16, 128), torch.randn(16, 128), torch.randn(16, 128)
+    wanted = [t.clone() for t in qk_norm_rope(q, k, weight, None)]
+    assert all(map(torch.equal, qk_norm_rope(q, k, weight, None, q_out=weight), wanted))
 
 
 class Mine(torch.Tensor):
