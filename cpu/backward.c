@@ -249,8 +249,9 @@ int fn_backward(const struct fn_call *c) {
         call.job.bias_sums = call.job.sums;
         call.job.sums *= 2;
     }
-    call.job.from_memory = c->rows * call.job.dx_stride >= FN_FROM_MEMORY_BYTES;
-    call.job.bypass_cache = !gated && call.job.from_memory && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
+    /* A gate's part has brought its rows into the caches. */
+    call.job.from_memory = !gated && c->rows * call.job.dx_stride >= FN_FROM_MEMORY_BYTES;
+    call.job.bypass_cache = call.job.from_memory && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;
     while (call.width < call.blocks) call.width *= 2;
