@@ -381,6 +381,8 @@ def _gradients_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | N
 def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *flags = inputs
     keep(ctx, x, residual, weight, Flags(*flags), output)
+    # rstd has no gradient, and the sum does not depend on the weight.
+    ctx.mark_non_differentiable(*output[2 if any(ctx.needs_input_grad[:2]) else 1 :])
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

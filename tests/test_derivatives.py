@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, silu
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.call import Flags
 
 # What torch warns of when it loads its forward mode and its compiler, and of each graph that linearize makes.
 pytestmark = [
@@ -180,6 +181,7 @@ def test_batches_of_gradients(call):
     ("call", "depends"),
     [
         (lambda x, r, w: fused_add_rms_norm(x, r, w), ((0, 1, 2), (0, 1))),
+        (lambda x, r, w: torch.ops.fusednorm.fused_add_rms_norm(x, r, w, *Flags()), ((0, 1, 2), (0, 1), ())),
         (lambda x, r, w: fused_add_rms_norm(x, r, w, bias=w), ((0, 1, 2), (0, 1))),
         (lambda x, r, w: fused_add_rms_norm(x, r, w, x_scale=0.5), ((0, 1, 2), (0, 1))),
         (lambda x, r, w: fusednorm.rms_norm_add_rms_norm(x, r, None, w), ((0, 1, 2), (0, 1))),
