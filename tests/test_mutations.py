@@ -26,3 +26,8 @@ def test_every_fault_changes_the_text_and_has_a_name_of_its_own():
 
 def test_every_file_of_tests_exists():
     assert [name for name in ONE_FILE if not list(ROOT.glob(f"tests/**/test_{name.lower()}.py"))] == []
+
+
+def test_a_fault_with_a_file_of_tests_is_shown_to_it():
+    """With a backend's name it would be shown to the kit alone."""
+    assert [m.fault for m in MUTANTS if m.backend == "cpu" and m.fault.partition(":")[0] in ONE_FILE] == []

@@ -950,7 +950,6 @@ MUTANTS = (
         "cpu/backward.c",
         "thread->part.continues = row > begin;",
         "thread->part.continues = 0;",
-        "cpu",
     ),
     Mutant(
         SAME,
@@ -958,7 +957,6 @@ MUTANTS = (
         "cpu/backward.c",
         "fn_gate_rows(&gate, begin * heads, end * heads, passed, NULL, &ahead);",
         "fn_gate_rows(&gate, 0, (end - begin) * heads, passed, NULL, &ahead);",
-        "cpu",
     ),
     Mutant(
         SAME,
@@ -966,7 +964,6 @@ MUTANTS = (
         "cpu/gate_body.h",
         "gate_round(norm, u_mul(gate_load(h, row->h, i, left), u_set1(row->rstd)))",
         "u_mul(gate_load(h, row->h, i, left), u_set1(row->rstd))",
-        "cpu",
     ),
     Mutant(
         SAME,
@@ -974,7 +971,6 @@ MUTANTS = (
         "cpu/gate_body.h",
         "*const slopes_there = kept ? kept + FN_GATE_TILE : slopes;",
         "*const slopes_there = kept ? kept : slopes;",
-        "cpu",
     ),
     Mutant(
         SAME,
@@ -982,7 +978,6 @@ MUTANTS = (
         "cpu/backward_body.h",
         "if (row->bias_at) add_share(row, row->bias_at + i, dy);",
         "if (row->bias_at) add_share(row, row->bias_at + i, u_mul(dy, xhat));",
-        "cpu",
     ),
     Mutant(
         SAME,
@@ -990,7 +985,6 @@ MUTANTS = (
         "cpu/backward_body.h",
         ".g = job->weight ? gains + at : NULL,",
         ".g = job->weight ? gains : NULL,",
-        "cpu",
     ),
     Mutant(
         SAME,
