@@ -113,7 +113,9 @@ static int truth(PyObject *new_reference) {
 static int answer(const function *question) { return truth(call_function(question, NULL)); }
 
 static int requires_gradient(PyObject *operand) {
-    return operand == Py_None ? 0 : truth(get_requires_grad(requires_grad, operand, (PyObject *)fn_tensor_type));
+    if (operand == Py_None) return 0;
+    if (!PyObject_TypeCheck(operand, fn_tensor_type)) return 1; /* Python says what it must be */
+    return truth(get_requires_grad(requires_grad, operand, (PyObject *)fn_tensor_type));
 }
 
 int fn_records_gradient(PyObject *const *operands, Py_ssize_t count) {

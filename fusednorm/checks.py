@@ -47,7 +47,7 @@ def check_operands(
         if tensor is None and name != x_name:
             continue
         if not isinstance(tensor, Tensor):
-            refuse_type(name, tensor)
+            refuse_type(name, tensor, anew.get(name))
         if tensor.dtype not in FLOATS:
             cure = anew.get(name, f"convert it, for instance {name}.to(torch.float32)")
             raise TypeError(
@@ -60,18 +60,14 @@ def check_operands(
                 f"{x_name}: {cure}"
             )
         check_dense(name, tensor, anew.get(name, f"{name}.to_dense() makes one"))
-        if tensor.device != x.device:
-            cure = anew.get(name, f"{name}.to({str(x.device)!r}) moves it")
-            if tensor.is_meta and name not in anew:
-                cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
-            raise ValueError(f"{name} is on {tensor.device} and {x_name} on {x.device}; {cure}")
+        check_device(name, tensor, x, x_name, anew.get(name))
         if name == x_name:
             if tensor.dim() == 0 or tensor.shape[-1] == 0:
                 raise ValueError(f"{name} must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
         elif name == weight_name:
             if tensor.shape != x.shape[-1:]:
                 raise ValueError(
-                    f"{name} must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}, "
+                    f"{name} must have shape [{x.shape[-1]}], the last dimension of {x_name} {list(x.shape)}, "
                     f"got {list(tensor.shape)}"
                 )
         elif tensor.shape != x.shape:
@@ -86,14 +82,18 @@ def check_operands(
 
 
 def check_flags(
-    flags: Flags, x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None
+    flags: Flags,
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    *,
+    x_name: str = "x",
 ) -> Flags:
     """The flags, numbers as floats: their types and values, and that given outputs have the dtypes asked for."""
     eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)
-    if type(flags.round_sum) is not bool:
-        _refuse_flag("round_sum", flags.round_sum)
-    if type(flags.round_norm) is not bool:
-        _refuse_flag("round_norm", flags.round_norm)
+    check_flag("round_sum", flags.round_sum)
+    check_flag("round_norm", flags.round_norm)
     if eps is not flags.eps or weight_offset is not flags.weight_offset:
         flags = flags._replace(eps=eps, weight_offset=weight_offset)
     if residual_out is None and flags.out_dtype is None and flags.residual_dtype is None:
@@ -104,12 +104,12 @@ def check_flags(
         if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
             raise TypeError(
                 f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; leave it out for that of "
-                + ("x" if name == "out_dtype" else "the residual")
+                + (x_name if name == "out_dtype" else "the residual")
             )
         if dtype == torch.float64 and x.dtype != torch.float64:
             raise TypeError(
-                f"{name} is float64 while x is {str(x.dtype)[6:]}; float64 is computed in only for a float64 x: "
-                f"convert x with x.double(), or pass {name}=torch.float32"
+                f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
+                f"{x_name}: convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
             )
     if flags.residual_dtype is not None and residual is None:
         raise TypeError("residual_dtype is given without a residual; leave it out")
@@ -126,8 +126,10 @@ def check_flags(
     return flags
 
 
-def _refuse_flag(name: str, flag: object) -> NoReturn:
-    raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
+def check_flag(name: str, flag: object) -> None:
+    """That a flag is True or False, not only something that counts as it."""
+    if type(flag) is not bool:
+        raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
 
 
 def check_between(between: torch.dtype | None, x: Tensor, name: str = "x") -> None:
@@ -150,19 +152,30 @@ def check_activation(activation: str) -> None:
         raise ValueError(f"activation must be one of {names}, got {activation!r}; silu is also called swish")
 
 
-def check_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def check_group_size(group_size: int | None, hidden_size: int) -> None:
+    """The elements that are normalised together; None: all."""
+    if group_size is not None and (type(group_size) is not int or group_size < 1 or hidden_size % group_size):
+        raise ValueError(
+            f"group_size must be an int that divides the {hidden_size} elements of a row, got {group_size!r}; leave it "
+            "out to normalise whole rows"
+        )
+
+
+def check_affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, x_name: str = "x", weight_name: str = "weight"
+) -> None:
     """A weight and a bias: [N], or [H, N] for x of [..., H, N]."""
-    for name, operand in (("weight", weight), ("bias", bias)):
+    for name, operand in ((weight_name, weight), ("bias", bias)):
         row = operand
         if isinstance(operand, Tensor) and operand.dim() == 2:
             check_dense(name, operand, f"{name}.to_dense() makes one")
             if operand.shape != x.shape[-2:]:
                 raise ValueError(
-                    f"{name} has two dimensions, a row for each head, so it must have the shape of x's last two "
+                    f"{name} has two dimensions, a row for each head, so it must have the shape of {x_name}'s last two "
                     f"{list(x.shape[-2:])}, got {list(operand.shape)}; pass [{x.shape[-1]}] for one row for all heads"
                 )
             row = operand.new_empty(x.shape[-1])  # each row is to fit as one for all heads does
-        check_operands(x, None, row, None, None, in_memory=False, weight_name=name)
+        check_operands(x, None, row, None, None, in_memory=False, x_name=x_name, weight_name=name)
 
 
 def check_quantization(
@@ -173,16 +186,13 @@ def check_quantization(
     in_memory: bool,
     *,
     given: bool = True,
+    x_name: str = "x",
 ) -> None:
     """How to quantize, and what goes with it; the value of a scale too, where it is in a CPU's memory.
 
     ``given``: whether the operands that it needs are there.
     """
-    if not isinstance(quantization, Quantization):
-        raise TypeError(
-            f"quantization must be a fusednorm.Quantization, got {type(quantization).__name__}; "
-            "fusednorm.quantizations has presets"
-        )
+    check_is_quantization(quantization)
     hidden_size = x.shape[-1]
     if hidden_size % quantization.group(hidden_size):
         raise ValueError(
@@ -200,30 +210,39 @@ def check_quantization(
             continue
         if not needed:
             raise TypeError(f"{name} is given, and {quantization} has none to be given; leave it out")
-        cure = f"pass torch.tensor([value], dtype={dtype}, device=x.device)"
+        cure = f"pass torch.tensor([value], dtype={dtype}, device={x_name}.device)"
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor for per='tensor', got {type(tensor).__name__}; {cure}")
         _check_kind(name, tensor, dtype, cure)
         if tensor.numel() != 1:
             raise ValueError(f"{name} must have one element, got shape {list(tensor.shape)}; {cure}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {name}.to({str(x.device)!r}) moves it")
+        check_device(name, tensor, x, x_name, cure)
     if in_memory and scale is not None and scale.device.type == "cpu" and not 0 < scale.item() < math.inf:
         raise ValueError(f"scale must be greater than 0 and finite, got {scale.item()}; it is the value of one step")
 
 
-def check_output(name: str, tensor: Tensor | None, shape: list[int], dtype: torch.dtype, x: Tensor) -> None:
+def check_is_quantization(quantization: object) -> None:
+    """That it is a quantization."""
+    if not isinstance(quantization, Quantization):
+        raise TypeError(
+            f"quantization must be a fusednorm.Quantization, got {type(quantization).__name__}; "
+            "fusednorm.quantizations has presets"
+        )
+
+
+def check_output(
+    name: str, tensor: Tensor | None, shape: list[int], dtype: torch.dtype, x: Tensor, x_name: str
+) -> None:
     """A tensor that is written whole, with the shape and the dtype of what is written."""
     if tensor is None:
         return
-    cure = f"allocate it with torch.empty({shape}, dtype={dtype}, device=x.device), or leave it out"
+    cure = f"allocate it with torch.empty({shape}, dtype={dtype}, device={x_name}.device), or leave it out"
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; {cure}")
     _check_kind(name, tensor, dtype, cure)
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}; {cure}")
-    if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {cure}")
+    check_device(name, tensor, x, x_name, cure)
 
 
 def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> None:
@@ -257,11 +276,11 @@ def check_apart(
     memories = {name: Elements.of(tensor) for name, tensor in present.items()}
     for name in written:
         if memories[name].overlaps_itself():
-            raise ValueError(f"{name} has elements that share memory, so it cannot be written; pass {name}.clone()")
+            raise ValueError(f"{name} has elements that share memory, so it cannot be written; {_instead(name)}")
         for other in before[name]:
             one = may_be_one(name, other) and _same_elements(outputs[name], inputs[other])
             if not one and share_memory(memories[name], memories[other]):
-                _refuse_overlap(name, other)
+                _refuse_overlap(name, other, "" if other in inputs else _instead(name))
 
 
 def _same_elements(a: Tensor, b: Tensor) -> bool:
@@ -303,6 +322,17 @@ def check_dense(name: str, tensor: Tensor, cure: str) -> None:
         refuse_nested(name)
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {cure}")
+
+
+def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | None = None) -> None:
+    """That it is on x's device."""
+    if tensor.device == x.device:
+        return
+    if cure is None:
+        cure = f"{name}.to({str(x.device)!r}) moves it"
+        if tensor.is_meta:
+            cure = f"a meta tensor holds no values: load {name} on {x.device}, or allocate it there and fill it"
+    raise ValueError(f"{name} is on {tensor.device} and {x_name} on {x.device}; {cure}")
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
@@ -353,10 +383,7 @@ def check_gradients(
         if operand is None:
             continue
         check_dense(name, operand, f"{name}.to_dense() makes one")
-        if operand.device != h.device:
-            raise ValueError(
-                f"{name} is on {operand.device} and h on {h.device}; {name}.to({str(h.device)!r}) moves it"
-            )
+        check_device(name, operand, h, "h")
         if operand.shape != shapes[name]:
             raise ValueError(
                 f"{name} must have shape {list(shapes[name])}, which fits h of shape {list(h.shape)}, got "
@@ -402,9 +429,9 @@ def number(name: str, value: object) -> float:
         raise ValueError(f"{name} must be a number that a float64 holds, got one beyond 1.8e308") from None
 
 
-def refuse_type(name: str, operand: object) -> NoReturn:
+def refuse_type(name: str, operand: object, cure: str | None = None) -> NoReturn:
     """The error for an operand that is no tensor."""
-    cure = "torch.as_tensor makes one"
+    cure = cure or "torch.as_tensor makes one"
     if name == "residual" and operand is None:
         cure = "without a residual, call rms_norm, or rms_norm_ in place"
     elif name == "weight" and isinstance(operand, int | list | tuple):
@@ -500,9 +527,8 @@ def check_overlap(
             if not (i < len(inputs) and (other is tensor or same)) and share_memory(memory, other_memory):
                 _refuse_overlap(_as_called(name, tensor, x[0], residual[0]), other_name)
         if before is not None and share_memory(memory, before):
-            called = _as_called(name, tensor, x[0], residual[0])
-            cure = f"pass {called}.clone() and take the results that the call returns"
-            _refuse_overlap(called, _as_called("out", cast(Tensor, out[0]), x[0], residual[0]), cure)
+            both = (("out", cast(Tensor, out[0])), ("residual_out", tensor))
+            _refuse_both(*(_as_called(*one, x[0], residual[0]) for one in both))
         before = memory
 
 
@@ -526,16 +552,26 @@ def check_written(
             if share_memory(memory, weight):
                 _refuse_overlap(name, "next_weight")
     if len(written) == 2 and share_memory(written[0][1], written[1][1]):
-        (out, _), (residual_out, _) = written
-        _refuse_overlap(residual_out, out, f"pass {residual_out}.clone() and take the results that the call returns")
+        _refuse_both(*(called for called, _ in written))
+
+
+def _instead(name: str) -> str:
+    """The cure for an output that cannot be written."""
+    return f"pass {name}.clone() and take the results that the call returns"
 
 
 def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
-    cure = cure or f"pass {other}.clone()"
     raise ValueError(
         f"{name} shares memory with {other}, and writing the one would change the other; only exactly the same rows "
-        f"may serve as input and output (in place: out is x, residual_out is the residual); {cure}"
+        f"may serve as input and output; {cure or f'pass {other}.clone()'}"
     )
+
+
+def _refuse_both(out: str, residual_out: str) -> NoReturn:
+    """The error for two outputs that share memory, as the caller calls them."""
+    if out == residual_out:  # both are one input
+        out, residual_out = "out", "residual_out"
+    _refuse_overlap(residual_out, out, _instead(residual_out))
 
 
 def requires_grad(x: Tensor, residual: Tensor | None, weight: Tensor | None, *others: Tensor | None) -> bool:

@@ -217,7 +217,7 @@ def _run(
         names = {"x_name": first_name, "residual_name": second_name}
         check_operands(first, second, None, out, None, in_memory=not seen, **names)
     check_activation(activation)
-    check_flags(Flags(out_dtype=out_dtype), first, None, out, None)
+    check_flags(Flags(out_dtype=out_dtype), first, None, out, None, x_name=first_name)
     records = is_grad_enabled() and requires_grad(y, z, None)
     if out is not None and (records or out.requires_grad):
         refuse_grad(name)
@@ -226,7 +226,8 @@ def _run(
         found = dispatcher.operations(y, z, out).gate(y, z, *gating)
         return cast(Tensor, found if out is None else out.copy_(found))
     if out is not None and not transformed:
-        check_apart({"out": out}, operands)
+        overwritten = first_name if name == "gate_" else "out"
+        check_apart({overwritten: out}, {key: t for key, t in operands.items() if key != overwritten})
     if records or transformed:
         found = Gated.apply(*((y, z) if both is None else (None, both)), *gating)  # type: ignore[no-untyped-call]
         return cast(Tensor, found if out is None else out.copy_(found))

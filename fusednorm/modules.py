@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm.checks import check_activation, refuse_type
+from fusednorm.checks import check_activation, check_group_size, refuse_type
 from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 
@@ -229,7 +230,7 @@ class RMSNormGated(RMSNorm):
             ``torch.float32``.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: there is no such activation, or ``group_size`` does not divide the elements of a row.
     """
 
     def __init__(
@@ -259,6 +260,7 @@ class RMSNormGated(RMSNorm):
             weight_offset=weight_offset,
             round_norm=round_norm,
         )
+        check_group_size(group_size, math.prod(self.normalized_shape))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalises x and multiplies it by the function of the gate; the result has x's dtype.

@@ -15,6 +15,8 @@ from fusednorm.checks import (
     check_activation,
     check_apart,
     check_between,
+    check_flag,
+    check_group_size,
     check_operands,
     refuse_grad,
     refuse_type,
@@ -214,12 +216,7 @@ def _check(
     check_operands(x, gate, weight, None, None, in_memory=plain.in_memory(x, gate, weight), residual_name="gate")
     check_between(between, x)
     check_activation(activation)
+    check_flag("norm_before_gate", norm_before_gate)
     if between is not None and not norm_before_gate:
         raise TypeError("between is given with norm_before_gate=False, where nothing is rounded between; leave it out")
-    if group_size is None:
-        return
-    if type(group_size) is not int or group_size < 1 or x.shape[-1] % group_size:
-        raise ValueError(
-            f"group_size must be an int that divides the {x.shape[-1]} elements of a row, got {group_size!r}; leave it "
-            "out to normalise whole rows"
-        )
+    check_group_size(group_size, x.shape[-1])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusednorm.checks import check_is_quantization
 from fusednorm.devices import present
 from fusednorm.gated import gate, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
@@ -89,10 +90,12 @@ def prewarm(
             raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {kind!r}")
     device = present(device)
     given: dict[str, Any] = {}
-    if quantization is not None and quantization.per == "tensor":
-        given["scale"] = torch.ones(1, device=device)
-        if quantization.computes_zero_point:
-            given["zero_point"] = torch.zeros(1, dtype=torch.int32, device=device)
+    if quantization is not None:
+        check_is_quantization(quantization)
+        if quantization.per == "tensor":
+            given["scale"] = torch.ones(1, device=device)
+            if quantization.computes_zero_point:
+                given["zero_point"] = torch.zeros(1, dtype=torch.int32, device=device)
     # Kernels are the same for all numbers of several heads.
     shape = (hidden_size,) if heads == 1 else (2, hidden_size)
     kinds = [dtype, residual_dtype, *[weight_dtype] * weight, *[weight_dtype] * bias]

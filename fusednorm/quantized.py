@@ -379,20 +379,22 @@ def _check(
     outputs: Outputs,
     inputs: dict[str, Tensor | None],
 ) -> None:
-    """All that must fit before anything is written. The inputs are those of the norm, by name."""
+    """All that must fit before anything is written. The inputs are those of the function, by name, the rows first."""
+    x_name = next(iter(inputs))
     if is_grad_enabled() and requires_grad(x, None, None, *inputs.values()):
         raise RuntimeError(
             f"{name}(): one of the arguments requires grad, and 8-bit numbers have no gradients; call it under "
-            "torch.no_grad(), pass tensors without gradients, such as x.detach(), or train without the quantization"
+            f"torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train without the "
+            "quantization"
         )
     in_memory = plain.in_memory(x, scale, zero_point, *outputs)
-    check_quantization(quantization, x, scale, zero_point, in_memory)
+    check_quantization(quantization, x, scale, zero_point, in_memory, x_name=x_name)
     groups = [*x.shape[:-1], x.shape[-1] // quantization.group(x.shape[-1])]
     shape = [1] if quantization.per == "tensor" else groups
-    check_output("out", outputs.out, list(x.shape), quantization.dtype, x)
-    check_output("scale_out", outputs.scale_out, shape, torch.float32, x)
-    check_output("zero_point_out", outputs.zero_point_out, shape, torch.int32, x)
-    check_output("normed_out", outputs.normed_out, list(x.shape), x.dtype, x)
+    check_output("out", outputs.out, list(x.shape), quantization.dtype, x, x_name)
+    check_output("scale_out", outputs.scale_out, shape, torch.float32, x, x_name)
+    check_output("zero_point_out", outputs.zero_point_out, shape, torch.int32, x, x_name)
+    check_output("normed_out", outputs.normed_out, list(x.shape), x.dtype, x, x_name)
     if quantization.per == "tensor" and (outputs.scale_out is not None or outputs.zero_point_out is not None):
         raise TypeError("scale_out or zero_point_out is given, and scale is too; leave out what would be a copy of it")
     if outputs.zero_point_out is not None and not quantization.computes_zero_point:

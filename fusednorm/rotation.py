@@ -16,6 +16,7 @@ from fusednorm.checks import (
     check_affine,
     check_apart,
     check_between,
+    check_flag,
     check_flags,
     check_output,
     refuse_grad,
@@ -82,18 +83,21 @@ def rotate(
             round_products=round_products,
             out=out,
         )
-    rounded_to = x.dtype if round_products else None
     check_heads("x", x)
+    check_flag("interleaved", interleaved)
+    check_flag("round_products", round_products)
+    rounded_to = x.dtype if round_products else None
     in_memory = plain.in_memory(*operands)
     check_tables(cos, sin, positions, x, in_memory=in_memory)
-    _check_outputs("rotate", {"out": (out, x)}, {"x": x, "cos": cos, "sin": sin, "positions": positions}, in_memory)
+    inputs = {"x": x, "cos": cos, "sin": sin, "positions": positions}
+    _check_outputs("rotate", {"out": (out, "x")}, inputs, in_memory)
     if in_memory and not (is_grad_enabled() and x.requires_grad):
-        turn = Turn(cos, sin, positions, bool(interleaved), rounded_to)
+        turn = Turn(cos, sin, positions, interleaved, rounded_to)
         found = run_rotated.forward([Head(x, None, out)], None, None, turn)
         if found is not None:
             return found[0]
     tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
-    return _written(out, plain.rotate(x, *tables, bool(interleaved), rounded_to, x.dtype))
+    return _written(out, plain.rotate(x, *tables, interleaved, rounded_to, x.dtype))
 
 
 def qk_norm_rope(
@@ -174,24 +178,29 @@ def qk_norm_rope(
             q_out=q_out,
             k_out=k_out,
         )
+    flags = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
+    for name, flag in flags.items():
+        check_flag(name, flag)
     in_memory = plain.in_memory(*operands)
     _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
-    for heads in (q, k):
-        check_between(between, heads)
-    named = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-    outputs = {"q_out": (q_out, q), "k_out": (k_out, k)}
-    name = "qk_norm_rope_" if q_out is q and k_out is k else "qk_norm_rope"
-    _check_outputs(name, outputs, named | {"positions": positions}, in_memory)
+    for name, heads in (("q", q), ("k", k)):
+        check_between(between, heads, name)
+    names = ("q", "k", "q_weight", "k_weight", "cos", "sin", "positions")
+    in_place = q_out is q and k_out is k
+    _check_outputs(
+        "qk_norm_rope_" if in_place else "qk_norm_rope",
+        {"q" if in_place else "q_out": (q_out, "q"), "k" if in_place else "k_out": (k_out, "k")},
+        dict(zip(names, operands, strict=False)),
+        in_memory,
+    )
     of_norm = None
     if norm:
-        flags = check_flags(Flags(eps, weight_offset, True, round_norm), q, None, None, None)
-        of_norm = HeadsNorm(flags.eps, flags.weight_offset, flags.round_norm)
+        asked = check_flags(Flags(eps, weight_offset, True, round_norm), q, None, None, None)
+        of_norm = HeadsNorm(asked.eps, asked.weight_offset, asked.round_norm)
     passed = None if of_norm is None or cos is None else between
-    how = How(of_norm, passed, bool(interleaved), bool(round_products))
+    how = How(of_norm, passed, interleaved, round_products)
     inputs = operands[:7]
     if in_memory:
-        for heads, weight in ((q, q_weight), (k, k_weight)):
-            check_affine(heads, weight, None)
         if not (is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
             sets = Head(q, q_weight, q_out), Head(k, k_weight, k_out)
             found = run_rotated.forward(sets, how.norm, how.between, how.turn(q, cos, sin, positions))
@@ -289,11 +298,12 @@ def _check_heads_and_tables(
             f"k must have q's shape {list(q.shape)} but for the number of heads, got {list(k.shape)}; pass both as "
             "[..., H, D]"
         )
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+    for name, heads, weight in (("q", q, q_weight), ("k", k, k_weight)):
         if weight is not None and not norm:
-            raise TypeError(f"{name} is given, and norm=False leaves out what it belongs to; pass None")
+            raise TypeError(f"{name}_weight is given, and norm=False leaves out what it belongs to; pass None")
+        check_affine(heads, weight, None, x_name=name, weight_name=f"{name}_weight")
     if cos is not None or sin is not None:
-        check_tables(cos, sin, positions, q, in_memory=in_memory)
+        check_tables(cos, sin, positions, q, in_memory=in_memory, x_name="q")
     elif positions is not None:
         raise TypeError("positions are given without tables; pass cos and sin, or leave out positions")
     elif not norm:
@@ -302,17 +312,21 @@ def _check_heads_and_tables(
 
 def _check_outputs(
     name: str,
-    outputs: dict[str, tuple[Tensor | None, Tensor]],
+    outputs: dict[str, tuple[Tensor | None, str]],
     inputs: dict[str, Tensor | None],
     in_memory: bool,
 ) -> None:
-    """Outputs of the function of that name: for each the tensor or None, and the operand that it must look like."""
+    """Outputs of the function of that name: for each the tensor or None, and the input that it must look like.
+
+    An output with the name of an input is that input, which the call overwrites.
+    """
     given = {output: tensor for output, (tensor, _) in outputs.items() if tensor is not None}
     if not given:
         return
-    operands = {operand: tensor for operand, tensor in inputs.items() if tensor is not None}
-    for output, (tensor, like) in outputs.items():
-        check_output(output, tensor, list(like.shape), like.dtype, like)
+    operands = {operand: tensor for operand, tensor in inputs.items() if tensor is not None and operand not in given}
+    for output, (tensor, like_name) in outputs.items():
+        like = cast(Tensor, inputs[like_name])
+        check_output(output, tensor, list(like.shape), like.dtype, like, like_name)
     if is_grad_enabled() and any(tensor.requires_grad for tensor in (*given.values(), *operands.values())):
         refuse_grad(name)
     if in_memory:

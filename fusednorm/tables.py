@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOATS, check_dense, check_operands
+from fusednorm.checks import FLOATS, check_dense, check_device, check_operands
 
 
 def check_heads(name: str, x: Tensor) -> None:
@@ -16,14 +16,13 @@ def check_heads(name: str, x: Tensor) -> None:
 
 
 def check_tables(
-    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, x: Tensor, *, in_memory: bool
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, x: Tensor, *, in_memory: bool, x_name: str = "x"
 ) -> None:
     """Tables to rotate heads by, and where in them; the values of positions too, if they are in a CPU's memory."""
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, Tensor):
             raise TypeError(
-                f"{name} must be a torch.Tensor, got {type(table).__name__}; cos and sin go together: pass both, or "
-                "None for both to leave out the rotation"
+                f"{name} must be a torch.Tensor, got {type(table).__name__}; cos and sin go together: pass both"
             )
         if table.dtype not in FLOATS:
             raise TypeError(
@@ -31,19 +30,19 @@ def check_tables(
                 f"instance {name}.to(torch.float32)"
             )
         check_dense(name, table, f"{name}.to_dense() makes one")
-        _check_beside(name, table, x)
+        check_device(name, table, x, x_name)
         if torch.is_grad_enabled() and table.requires_grad:
             raise RuntimeError(f"{name} requires grad, and tables have no gradients; pass {name}.detach()")
     assert cos is not None
     assert sin is not None
-    if sin.shape != cos.shape:
-        raise ValueError(f"sin must have cos's shape {list(cos.shape)}, got {list(sin.shape)}; pass a pair of tables")
     pairs, size = cos.shape[-1] if cos.dim() else 0, x.shape[-1]
     if not 1 <= pairs <= size // 2:
         raise ValueError(
             f"cos must have 1 to {size // 2} columns, one for each pair of a head of {size}, got shape "
             f"{list(cos.shape)}; of a table with the angles twice, pass the first half: cos[..., : cos.shape[-1] // 2]"
         )
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must have cos's shape {list(cos.shape)}, got {list(sin.shape)}; pass a pair of tables")
     rows = list(x.shape[:-2])
     if positions is None:
         _check_expands("cos", cos.shape[:-1], rows, "pass a row for each row of heads, or positions")
@@ -52,7 +51,8 @@ def check_tables(
         raise TypeError(f"positions must be a torch.Tensor, got {type(positions).__name__}; leave it out for none")
     if positions.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"positions must be int32 or int64, got {str(positions.dtype)[6:]}; convert it")
-    _check_beside("positions", positions, x)
+    check_dense("positions", positions, "positions.to_dense() makes one")
+    check_device("positions", positions, x, x_name)
     _check_expands("positions", positions.shape, rows, "pass a position for each row of heads")
     if cos.dim() != 2:
         raise ValueError(f"cos must be [P, K], a row for each position, got shape {list(cos.shape)}")
@@ -63,12 +63,6 @@ def check_tables(
                 f"positions must be 0 to {len(cos) - 1}, the rows of cos, got {int(least)} to {int(greatest)}; pass a "
                 "longer table, or other positions"
             )
-
-
-def _check_beside(name: str, tensor: Tensor, x: Tensor) -> None:
-    """That it is on x's device."""
-    if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; {name}.to({str(x.device)!r}) moves it")
 
 
 def _check_expands(name: str, shape: torch.Size, rows: list[int], cure: str) -> None:

@@ -190,6 +190,7 @@ def quantised():
         (lambda: fusednorm.explain(tensor(1.0)), ValueError, says("x must be [..., N]", "got shape []")),
         (lambda: fusednorm.explain(X, X[:, :7]), ValueError, says("residual must have x's shape")),
         (lambda: fusednorm.prewarm(0), ValueError, says("hidden_size must be an int of at least 1, got 0")),
+        (lambda: fusednorm.prewarm(8, quantization="int8"), TypeError, says("quantization must be a fusednorm.Quant")),
         (lambda: fusednorm.prewarm("8"), ValueError, says("hidden_size must be an int of at least 1, got '8'")),
         (lambda: fusednorm.prewarm(8, heads=0), ValueError, says("heads must be an int of at least 1, got 0")),
         (lambda: fusednorm.prewarm(8, torch.int8), TypeError, says("x must be float16", "got int8")),

@@ -34,6 +34,8 @@ ORDERS = ({}, {"norm_before_gate": False}, {"norm_before_gate": False, "round_no
         (lambda: rms_norm_gated(X, Z, between=F32, norm_before_gate=False), TypeError, "between is given with norm_be"),
         (lambda: rms_norm_gated(X, Z, group_size=36), ValueError, "group_size must be an int that divides the 96"),
         (lambda: rms_norm_gated(X, Z, group_size=32.0), ValueError, r"of a row, got 32.0"),
+        (lambda: RMSNormGated(96, group_size=36), ValueError, "group_size must be an int that divides the 96"),
+        (lambda: rms_norm_gated(X, Z, norm_before_gate=None), TypeError, "norm_before_gate must be True or False"),
         (lambda: rms_norm_gated(X, Z, group_size=0), ValueError, "of a row, got 0"),
         (lambda: rms_norm_gated_(X[:5], X[1:]), ValueError, "x shares memory with gate"),
         (lambda: rms_norm_gated_(X.clone().requires_grad_(), Z), RuntimeError, r"rms_norm_gated_\(\): one of the arg"),

@@ -73,7 +73,7 @@ def test_prewarm(monkeypatch, quantization):
         (lambda: quantize(X, STATIC, scale=-ONE), ValueError, "scale must be greater than 0 and finite, got -1.0"),
         (lambda: quantize(X, STATIC, scale=ONE * math.nan), ValueError, "scale must be greater than 0 .* got nan"),
         (lambda: quantize(X, STATIC, scale=ONE * math.inf), ValueError, "scale must be greater than 0 .* got inf"),
-        (lambda: quantize(X, STATIC, scale=ONE.to("meta")), ValueError, "scale is on meta and x on cpu"),
+        (lambda: quantize(X, STATIC, scale=ONE.to("meta")), ValueError, "scale is on meta and y on cpu"),
         (lambda: quantize(X, AZP, scale=ONE), TypeError, "zero_point must be a torch.Tensor"),
         (lambda: quantize(X, AZP, scale=ONE, zero_point=ONE), TypeError, "zero_point must be int32, got float32"),
         (lambda: quantize(X, STATIC, scale=ONE, zero_point=POINT), TypeError, "zero_point is given, and"),

@@ -12,6 +12,13 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "the fast path asks what is no tensor for its gradient",
+        "cpu/fast_path.c",
+        "if (!PyObject_TypeCheck(operand, fn_tensor_type)) return 1;",
+        "",
+    ),
+    Mutant(
+        SAME,
         "the fast path forgets to round the normalised row",
         "cpu/fast_path.c",
         "(arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0)",
