@@ -91,9 +91,8 @@ def explain(
         before = Before(weight, 1e-6, between, function in _FOLLOWED)
         weight = next_weight
     elif function not in (*_WITH_RESIDUAL, *_WITHOUT):
-        raise TypeError(
-            f"function must be a function of fusednorm that normalises, quantizes or gates, got {function!r}"
-        )
+        known = ", ".join(sorted(each.__name__ for each in (*_WITH_RESIDUAL, *_WITHOUT, *_BEFORE)))
+        raise TypeError(f"function must be one of {known}, got {getattr(function, '__name__', function)!r}")
     if (residual is None) != (function in _WITHOUT):
         taken = "takes no residual" if function in _WITHOUT else "takes a residual"
         raise TypeError(f"{function.__name__} {taken}; pass the residual and the function that go together")

@@ -455,6 +455,7 @@ W = torch.ones(4)
         (lambda: functional.rms_norm(X, (3,)), ValueError, "input must end in the dimensions [3]"),
         (lambda: functional.rms_norm(X, (2, 4)), ValueError, "input must end in the dimensions [2, 4]"),
         (lambda: functional.rms_norm(X, ()), ValueError, "at least one dimension"),
+        (lambda: functional.rms_norm(X, 4), TypeError, "normalized_shape must be a list or tuple of ints, got 4"),
         (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), ValueError, "weight must have the normalized_shape"),
         (lambda: functional.rms_norm(X, (3, 4), 1.0), TypeError, "weight must be a torch.Tensor, got float"),
         (lambda: functional.rms_norm([1.0], (1,)), TypeError, "input must be a torch.Tensor, got list"),

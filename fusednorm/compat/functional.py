@@ -28,6 +28,8 @@ def rms_norm(
         ValueError: the input does not end in ``normalized_shape``, or the weight has another shape.
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
+    if not isinstance(normalized_shape, Sequence):
+        raise TypeError(f"normalized_shape must be a list or tuple of ints, got {normalized_shape!r}; of a row [N]")
     shape = tuple(normalized_shape)
     y = ops.rms_norm(
         as_rows(input, shape, "input"), as_row(weight, shape), machine_epsilon(input) if eps is None else eps
