@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from fusednorm.quantizations import Quantization
 
+#: Bits of the mantissa, and the least exponent of a normal number.
+FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
+
 #: The least and the greatest zero point, and whole number before a zero point is added: their sum fits 32 bits.
 MOST = 2.0**30
 
@@ -42,17 +45,16 @@ def quantized(
     group = quantization.group(y.shape[-1])
     v = y.to(torch.float32).reshape(*y.shape[:-1], y.shape[-1] // group, group)
     qmin, qmax = quantization.range
-    zero = shift = multiplier = None
+    zero = multiplier = None
     if scale is not None:
         s = scale.reshape(()).expand(v.shape[:-1])
         if zero_point is not None:
-            shift = zero_point.reshape(()).expand(v.shape[:-1]).to(torch.float32)
+            zero = zero_point.reshape(()).expand(v.shape[:-1])
     elif quantization.computes_zero_point:
         low, high = v.amin(-1), v.amax(-1)  # a NaN wins
         s = _scale(high - low, quantization, qmax - qmin)
         shift = (constant(qmin, s) - low / s).round()
-        shift = torch.where((s == 0) | shift.isnan(), 0.0, shift.clamp(-MOST, MOST))
-        zero = shift.to(torch.int32)
+        zero = torch.where((s == 0) | shift.isnan(), 0.0, shift.clamp(-MOST, MOST)).to(torch.int32)
     else:
         amax = greatest_magnitude(v)
         floor = constant(quantization.amax_floor, amax)
@@ -69,7 +71,7 @@ def quantized(
         factor = multiplier if quantization.apply == "ratio" and multiplier is not None else torch.ones_like(s) / s
         v = v * factor.unsqueeze(-1)
     v = torch.where((s == 0).unsqueeze(-1), 0.0, v)
-    found = _stored(v, quantization, None if shift is None else shift.unsqueeze(-1)).reshape(y.shape)
+    found = _stored(v, quantization, None if zero is None else zero.unsqueeze(-1)).reshape(y.shape)
     if scale is not None:
         return Quantized(found, scale, zero_point)
     returned = multiplier if quantization.returns == "multiplier" and multiplier is not None else s
@@ -91,18 +93,18 @@ def _scale(span: Tensor, quantization: Quantization, steps: float) -> Tensor:
     return torch.where(scale < floor, floor, scale)
 
 
-def _stored(v: Tensor, quantization: Quantization, shift: Tensor | None) -> Tensor:
-    """What is stored for quotients, [..., groups, group]; ``shift``: a zero point for each group, or None."""
+def _stored(v: Tensor, quantization: Quantization, zero: Tensor | None) -> Tensor:
+    """What is stored for quotients, [..., groups, group]; ``zero``: a zero point for each group, or None."""
     qmin, qmax = quantization.range
     if quantization.dtype.is_floating_point:
         return to_float8(_clamped(v, qmin, qmax), quantization.dtype)
-    if shift is not None and quantization.zero_point == "after":
+    if zero is not None and quantization.zero_point == "after":
         v = _clamped(v.round(), -MOST, MOST)
         # In whole numbers: a float32 does not hold every sum.
-        v = (torch.where(v.isnan(), 0.0, v).to(torch.int32) + shift.to(torch.int32)).clamp(int(qmin), int(qmax))
+        v = (torch.where(v.isnan(), 0.0, v).to(torch.int32) + zero).clamp(int(qmin), int(qmax))
         return v.to(quantization.dtype)
-    if shift is not None:
-        v = v + shift
+    if zero is not None:
+        v = v + zero.to(torch.float32)
     v = _clamped(v, qmin, qmax).round()
     v = torch.where(v.isnan(), 0.0, v)
     if quantization.zero_point == 128:
@@ -118,7 +120,7 @@ def _clamped(v: Tensor, low: float, high: float) -> Tensor:
 
 def to_float8(v: Tensor, dtype: torch.dtype) -> Tensor:
     """v, float32 and within the dtype's range, rounded to nearest even in integers; a NaN becomes 0x7F."""
-    mantissa, least_exponent = (3, -6) if dtype == torch.float8_e4m3fn else (2, -14)
+    mantissa, least_exponent = FLOAT8[dtype]
     dropped = 23 - mantissa
     magnitude = v.abs()
     bits = magnitude.contiguous().view(torch.int32)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.activations import ACTIVATIONS
+from fusednorm.backends.quantizer import MOST
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
 from fusednorm.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
@@ -219,6 +220,8 @@ def check_quantization(
         check_device(name, tensor, x, x_name, cure)
     if in_memory and scale is not None and scale.device.type == "cpu" and not 0 < scale.item() < math.inf:
         raise ValueError(f"scale must be greater than 0 and finite, got {scale.item()}; it is the value of one step")
+    if in_memory and zero_point is not None and zero_point.device.type == "cpu" and abs(zero_point.item()) >= MOST:
+        raise ValueError(f"zero_point must lie between -2^30 and 2^30, got {zero_point.item()}; it is what a 0 becomes")
 
 
 def check_is_quantization(quantization: object) -> None:

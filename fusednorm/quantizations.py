@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fusednorm.backends.quantizer import FLOAT8
 from fusednorm.packing import KINDS, pack_quantization
 
 #: The dtypes, and the least and the greatest number of each.
@@ -105,8 +106,13 @@ class Quantization:
             )
         if self.dtype.is_floating_point and least == 0:
             raise ValueError(f"qmin of {str(self.dtype)[6:]} must be less than 0, got {least:g}")
-        if not self.dtype.is_floating_point and (least % 1 or greatest % 1):
-            raise ValueError(f"qmin and qmax of {str(self.dtype)[6:]} must be whole, got {least:g} and {greatest:g}")
+        mantissa, least_exponent = FLOAT8.get(self.dtype, (0, 0))
+        for number in (least, greatest):
+            exponent = max(math.frexp(number)[1] - 1, least_exponent) if mantissa else 0
+            if math.ldexp(number, mantissa - exponent) % 1:
+                raise ValueError(
+                    f"qmin and qmax must be numbers of {str(self.dtype)[6:]}, got {least:g} and {greatest:g}"
+                )
 
     def _check_together(self) -> None:
         """Which fields exclude each other."""

@@ -47,7 +47,8 @@ def quantize(
         quantization: how; :mod:`fusednorm.quantizations` has presets. Its groups must divide N.
         scale: float32, one element, greater than 0, for ``per="tensor"``; else None. On a GPU its value is not looked
             at, because that would wait for the GPU.
-        zero_point: int32, one element, for ``per="tensor"`` with ``zero_point`` "after" or "before"; else None.
+        zero_point: int32, one element, between -2^30 and 2^30, for ``per="tensor"`` with ``zero_point`` "after" or
+            "before"; else None. Its value too is not looked at on a GPU.
         out: [..., N] of the quantization's dtype, to write the numbers to.
         scale_out: float32, to write the scales to; shaped as they are.
         zero_point_out: int32, to write the zero points to; shaped as the scales.

@@ -283,9 +283,22 @@ def test_numbers_of_every_size(mode, agree, dtype):
     points = torch.cat((powers, 1.5 * powers, torch.tensor([0.0, math.inf, math.nan], device="cpu")))
     y = torch.cat((points, -points)).unsqueeze(0).to(torch.get_default_device())
     scale = torch.ones(1)
-    for quantization in (Quantization(dtype, per="tensor"), Quantization(dtype, per="tensor", qmax=100)):
+    for quantization in (Quantization(dtype, per="tensor"), Quantization(dtype, per="tensor", qmax=96)):
         found = fusednorm.quantize(y, quantization, scale=scale)
         compare(agree, found, oracle_quantized.quantized(y, quantization, scale), quantization, str(quantization))
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("how", ["after", "before"])
+def test_given_zero_points_are_whole_numbers(mode, agree, how):
+    """A float32 does not hold each of them; they meet numbers of which the sum is small."""
+    quantization, scale = Quantization(I8, per="tensor", zero_point=how), torch.ones(1)
+    for point in (-7, 2**24 + 1, -(2**24) - 3, 2**30 - 1, 1 - 2**30):
+        y = torch.tensor([[-point + 5.0, -point - 90.0, 0.0, math.inf, -math.inf, math.nan, -1e9, 1e9]])
+        given_point = torch.tensor([point], dtype=torch.int32)
+        found = fusednorm.quantize(y, quantization, scale=scale, zero_point=given_point)
+        wanted = oracle_quantized.quantized(y, quantization, scale, given_point)
+        compare(agree, found, wanted, quantization, f"{quantization}, {point}")
 
 
 @pytest.mark.promise("same bits")
