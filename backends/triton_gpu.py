@@ -325,7 +325,6 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     constants = {
         "SIZE": kind.size,
         "PAIRS": pairs,
-        "INTERLEAVED": kind.interleaved,
         "NORMALISED": kind.normalised,
         "ROUND_NORM": kind.round_norm,
         "OFFSET": kind.offset,

@@ -146,7 +146,6 @@ def rotate_tile(
     SIZE: tl.constexpr,
     A: tl.constexpr,
     PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     NORMALISED: tl.constexpr,
     ROUND_NORM: tl.constexpr,
     OFFSET: tl.constexpr,

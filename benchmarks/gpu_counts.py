@@ -119,7 +119,7 @@ def counts(address):
     return found
 
 
-def row(call, name, ptx, kernel, found, launch):
+def row(call, name, ptx, found, launch):
     """The cells of the table for one launch."""
     rows, hidden, dtype, _ = call
     elements, (blocks, threads, shared) = rows * hidden, launch
@@ -194,10 +194,10 @@ def main():
         assert any_order or all(
             torch.equal(one, two) for one, two in zip(results[backend], results["reference"], strict=True)
         )
-        for address, (name, ptx, kernel) in kernels.items():
+        for address, (name, ptx, _) in kernels.items():
             found = counts(address)
             if found["instructions"]:
-                print("| " + " | ".join(row(call, name, ptx, kernel, found, machine.last_launch(address))) + " |")
+                print("| " + " | ".join(row(call, name, ptx, found, machine.last_launch(address))) + " |")
 
 
 if __name__ == "__main__":
