@@ -83,13 +83,7 @@ def check_operands(
 
 
 def check_flags(
-    flags: Flags,
-    x: Tensor,
-    residual: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    *,
-    x_name: str = "x",
+    flags: Flags, x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None, x_name: str = "x"
 ) -> Flags:
     """The flags, numbers as floats: their types and values, and that given outputs have the dtypes asked for."""
     eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)

@@ -35,7 +35,7 @@ ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
 
 
 class BackendError(RuntimeError):
-    """No backend can take the call, or a backend was asked for that does not exist."""
+    """No backend can take the call, or the requested backend does not exist."""
 
 
 class Backend(Protocol):
