@@ -23,6 +23,7 @@ NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
 _PLAIN = (Tensor, torch.nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Named: TypeAlias = Mapping[str, Tensor | None]
 
 
 def check_operands(
@@ -249,14 +250,14 @@ def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> Non
         raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
 
 
-def check_apart(
-    outputs: dict[str, Tensor], inputs: dict[str, Tensor], own: Mapping[str, tuple[str, ...]] | None = None
-) -> None:
-    """Outputs share no memory with each other, or with an input that they are not.
+def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]] | None = None) -> None:
+    """Outputs share no memory with each other, or with an input that they are not. Either may be absent.
 
-    ``own``: by output, the inputs that it may be; an output without an entry may be none. None: each may be any.
+    An output with the name of an input is that input, which the call overwrites. ``own``: by output, the inputs that it
+    may be; an output without an entry may be none. None: each may be any.
     """
-    present = {name: t for name, t in {**inputs, **outputs}.items() if t.numel() and not t.is_meta}
+    inputs = {name: t for name, t in inputs.items() if name not in outputs}
+    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and t.numel() and not t.is_meta}
     names, written = list(present), [name for name in outputs if name in present]
     before = {name: names[: names.index(name)] for name in written}
 
@@ -275,7 +276,7 @@ def check_apart(
         if memories[name].overlaps_itself():
             raise ValueError(f"{name} has elements that share memory, so it cannot be written; {_instead(name)}")
         for other in before[name]:
-            one = may_be_one(name, other) and _same_elements(outputs[name], inputs[other])
+            one = may_be_one(name, other) and _same_elements(present[name], present[other])
             if not one and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other, "" if other in inputs else _instead(name))
 

@@ -226,8 +226,7 @@ def _run(
         found = dispatcher.operations(y, z, out).gate(y, z, *gating)
         return cast(Tensor, found if out is None else out.copy_(found))
     if out is not None and not transformed:
-        overwritten = first_name if name == "gate_" else "out"
-        check_apart({overwritten: out}, {key: t for key, t in operands.items() if key != overwritten})
+        check_apart({first_name if name == "gate_" else "out": out}, operands)
     if records or transformed:
         found = Gated.apply(*((y, z) if both is None else (None, both)), *gating)  # type: ignore[no-untyped-call]
         return cast(Tensor, found if out is None else out.copy_(found))

@@ -148,8 +148,7 @@ def rms_norm_gated_(
     if is_grad_enabled() and requires_grad(*operands):
         refuse_grad("rms_norm_gated_")
     if not (plain.transformed(*operands) or plain.seen(*operands)):
-        present = {"gate": gate, "weight": weight}
-        check_apart({"x": x}, {name: tensor for name, tensor in present.items() if tensor is not None})
+        check_apart({"x": x}, {"gate": gate, "weight": weight})
     how = How(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
     return composed(*operands, how, x) if _in_one_call(*operands, how, x, False) is None else x
 

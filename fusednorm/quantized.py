@@ -401,12 +401,7 @@ def _check(
     if outputs.zero_point_out is not None and not quantization.computes_zero_point:
         raise TypeError(f"zero_point_out is given, and {quantization} computes no zero points; leave it out")
     if in_memory:
-        named = {**inputs, "scale": scale, "zero_point": zero_point}
-        check_apart(
-            {key: tensor for key, tensor in outputs._asdict().items() if tensor is not None},
-            {key: tensor for key, tensor in named.items() if tensor is not None},
-            _OWN,
-        )
+        check_apart(outputs._asdict(), {**inputs, "scale": scale, "zero_point": zero_point}, _OWN)
 
 
 def _quantized(

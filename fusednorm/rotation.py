@@ -316,18 +316,15 @@ def _check_outputs(
     inputs: dict[str, Tensor | None],
     in_memory: bool,
 ) -> None:
-    """Outputs of the function of that name: for each the tensor or None, and the input that it must look like.
-
-    An output with the name of an input is that input, which the call overwrites.
-    """
+    """Outputs of the function of that name: for each the tensor or None, and the input that it must look like."""
     given = {output: tensor for output, (tensor, _) in outputs.items() if tensor is not None}
     if not given:
         return
-    operands = {operand: tensor for operand, tensor in inputs.items() if tensor is not None and operand not in given}
     for output, (tensor, like_name) in outputs.items():
         like = cast(Tensor, inputs[like_name])
         check_output(output, tensor, list(like.shape), like.dtype, like, like_name)
-    if is_grad_enabled() and any(tensor.requires_grad for tensor in (*given.values(), *operands.values())):
+    operands = (*given.values(), *inputs.values())
+    if is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
         refuse_grad(name)
     if in_memory:
-        check_apart(given, operands)
+        check_apart(given, inputs)

@@ -584,8 +584,8 @@ MUTANTS = (
         SAME,
         "Gated: memory that is shared with the output is not looked at",
         "fusednorm/gated.py",
-        "        check_apart({overwritten: out}",
-        "        ({overwritten: out}",
+        '        check_apart({first_name if name == "gate_" else "out"',
+        '        ({first_name if name == "gate_" else "out"',
     ),
     Mutant(
         SAME,
@@ -872,8 +872,8 @@ MUTANTS = (
         SAME,
         "Quantized: scales may be written to the rows",
         "fusednorm/quantized.py",
-        "            _OWN,\n",
-        "            None,\n",
+        '"zero_point": zero_point}, _OWN)',
+        '"zero_point": zero_point})',
     ),
     Mutant(
         SAME,
