@@ -67,7 +67,7 @@ def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor |
     if weight is None or len(normalized_shape) == 1:
         return weight
     if not isinstance(weight, Tensor):
-        refuse_type("weight", weight)
+        refuse_type("weight", weight, "torch.as_tensor makes one")
     if weight.shape != normalized_shape:
         raise ValueError(
             f"weight must have the normalized_shape {list(normalized_shape)}, got shape {list(weight.shape)}"

@@ -458,6 +458,11 @@ W = torch.ones(4)
         (lambda: functional.rms_norm(X, 4), TypeError, "normalized_shape must be a list or tuple of ints, got 4"),
         (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), ValueError, "weight must have the normalized_shape"),
         (lambda: functional.rms_norm(X, (3, 4), 1.0), TypeError, "weight must be a torch.Tensor, got float"),
+        (
+            lambda: functional.rms_norm(X, (3, 4), 1),
+            TypeError,
+            "weight must be a torch.Tensor, got int; torch.as",
+        ),
         (lambda: functional.rms_norm([1.0], (1,)), TypeError, "input must be a torch.Tensor, got list"),
     ],
 )
