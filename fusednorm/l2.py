@@ -41,13 +41,20 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
     hidden_size = x.shape[-1] if x.dim() else 1
     if type(eps) is not float:
         eps = number("eps", eps)
-    new = x.is_meta or not plain.in_memory(x)  # what a mode or a transform makes ends with it
-    weight = (_weight if new else _kept_weight)(hidden_size, accumulator(x.dtype), x.device)
+    if type(x) not in (Tensor, torch.nn.Parameter):  # a DTensor takes a weight that is one
+        weight = x.new_full((hidden_size,), _each(hidden_size), dtype=accumulator(x.dtype))
+    else:
+        new = x.is_meta or not plain.in_memory(x)  # what a mode or a transform makes ends with it
+        weight = (_weight if new else _kept_weight)(hidden_size, accumulator(x.dtype), x.device)
     return rms_norm(x, weight, eps / max(hidden_size, 1), out=out, out_dtype=out_dtype)
 
 
+def _each(hidden_size: int) -> float:
+    return 1 / math.sqrt(max(hidden_size, 1))
+
+
 def _weight(hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((hidden_size,), 1 / math.sqrt(max(hidden_size, 1)), dtype=dtype, device=device)
+    return torch.full((hidden_size,), _each(hidden_size), dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=64)

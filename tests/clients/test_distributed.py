@@ -32,6 +32,7 @@ from fusednorm import (
     fused_add_rms_norm_,
     fused_add_rms_norm_quant,
     gate,
+    l2_norm,
     rms_norm,
     rms_norm_,
     rms_norm_add,
@@ -170,6 +171,14 @@ def test_compositions(sharding):
         if found[2].placements == (Replicate(),):
             same(found[2], gradients[2])
         assert found[2].to_local().shape == w.shape
+
+
+@on_ranks(2)
+def test_l2_norm():
+    """Its weight, which no caller gives, is on every rank."""
+    x = tensors(4, 6)[0]
+    for sharding in (Shard(1), Shard(2), Replicate()):
+        same(l2_norm(placed(x, sharding)), l2_norm(x))
 
 
 @on_ranks(2)
