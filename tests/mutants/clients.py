@@ -19,6 +19,13 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
+        "Distributed: l2_norm makes a weight of this rank alone",
+        "fusednorm/l2.py",
+        "(Tensor, torch.nn.Parameter) and x.layout",
+        "(Tensor, type(x)) and x.layout",
+    ),
+    Mutant(
+        SAME,
         "Distributed: a weight's gradient is this rank's alone",
         "fusednorm/distributed.py",
         "else Partial() for placement",
