@@ -78,6 +78,11 @@ def keep(
     return cast(RMSNorm, ctx.operation)
 
 
+def mark_constant(ctx: Any, total: Tensor | None, rstd: Tensor) -> None:
+    """Marks the outputs without gradients: rstd, and the sum where neither x nor the residual needs any."""
+    ctx.mark_non_differentiable(*(rstd,) if total is None or any(ctx.needs_input_grad[:2]) else (total, rstd))
+
+
 def _differentiated_again() -> bool:
     """Whether gradients may be differentiated: ``create_graph=True``, or a tangent may come along."""
     return torch.is_grad_enabled() or listeners.level_entered()
@@ -118,7 +123,6 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor |
     """Keeps what the backward pass needs, and the backend that it takes: the one in force now."""
     x, residual, weight, *flags = inputs
     ctx.backend = backend_of(keep(ctx, x, residual, weight, Flags(*flags), outputs))
-    ctx.mark_non_differentiable(outputs[2])
 
 
 class Normalise(torch.autograd.Function):
@@ -134,8 +138,7 @@ class Normalise(torch.autograd.Function):
         x, residual, weight, *flags = inputs
         outputs = normalise(x, residual, weight, Flags(*flags))
         _remember(ctx, inputs, outputs)
-        if residual is not None and not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
-            ctx.mark_non_differentiable(*outputs[1:])
+        mark_constant(ctx, *outputs[1:])
         return outputs
 
     @staticmethod
@@ -216,6 +219,7 @@ class Transformed(Normalise):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
         """See :func:`keep`."""
         _remember(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])  # the sum may have a tangent, of which this context does not know
         ctx.save_for_forward(*inputs[:3])
 
     @staticmethod

@@ -429,11 +429,12 @@ def number(name: str, value: object) -> float:
 
 def refuse_type(name: str, operand: object, cure: str | None = None) -> NoReturn:
     """The error for an operand that is no tensor."""
-    if cure is None and name == "residual" and operand is None:
-        cure = "without a residual, call rms_norm, or rms_norm_ in place"
-    elif cure is None and name == "weight" and isinstance(operand, int | list | tuple):
-        cure = "with torch's arguments (x, normalized_shape, weight, eps) call fusednorm.compat.functional.rms_norm"
-    cure = cure or "torch.as_tensor makes one"
+    if cure is None:
+        cure = "torch.as_tensor makes one"
+        if name == "residual" and operand is None:
+            cure = "without a residual, call rms_norm, or rms_norm_ in place"
+        elif name == "weight" and isinstance(operand, int | list | tuple):
+            cure = "with torch's arguments (x, normalized_shape, weight, eps) call fusednorm.compat.functional.rms_norm"
     raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
 
 

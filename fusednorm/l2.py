@@ -11,6 +11,7 @@ from torch import Tensor
 from fusednorm import plain
 from fusednorm.backends.reference import accumulator
 from fusednorm.checks import number, refuse_type
+from fusednorm.listeners import overrides_operations
 from fusednorm.ops import rms_norm
 
 
@@ -41,8 +42,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
     hidden_size = x.shape[-1] if x.dim() else 1
     if type(eps) is not float:
         eps = number("eps", eps)
-    if type(x) not in (Tensor, torch.nn.Parameter) and x.layout == torch.strided:
-        # A DTensor takes a weight that is one.
+    if overrides_operations(x) and x.layout == torch.strided:  # a DTensor takes a weight that is one
         weight = x.new_full((hidden_size,), _each(hidden_size), dtype=accumulator(x.dtype))
     else:
         new = x.is_meta or not plain.in_memory(x)  # what a mode or a transform makes ends with it

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import run, run_gated, run_rotated
-from fusednorm.autograd import gradients, keep, new_rstd, normalise
+from fusednorm.autograd import gradients, keep, mark_constant, new_rstd, normalise
 from fusednorm.backends import activations, quantizer, reference
 from fusednorm.call import Flags, RMSNorm, operation_of
 from fusednorm.checks import (
@@ -381,8 +381,7 @@ def _gradients_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | N
 def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *flags = inputs
     keep(ctx, x, residual, weight, Flags(*flags), output)
-    # rstd has no gradient, and the sum does not depend on the weight.
-    ctx.mark_non_differentiable(*output[2 if any(ctx.needs_input_grad[:2]) else 1 :])
+    mark_constant(ctx, *output[1:])
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

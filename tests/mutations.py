@@ -72,7 +72,7 @@ def run_tests(folder, backend, tests):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
     if backend:
         clean["FUSEDNORM_BACKEND"] = backend
-    # Of tests outside of the root folder, as the kit's are, pytest gives no name that it finds again.
+    # pytest finds a failed test again by its name only if the test lies in the root folder, and the kit is installed.
     options = ("pytest", "-q", "-x", "--no-header", "--tb=no", "--rootdir=/", "-p", "no:cacheprovider", "--pyargs")
     command = (sys.executable, "-P", "-m", *options, *tests)
     if backend == "cuda":  # -s: the last words of a process that dies are not lost

@@ -29,7 +29,7 @@ def rms_norm(
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     if not isinstance(normalized_shape, Sequence):
-        raise TypeError(f"normalized_shape must be a list or tuple of ints, got {normalized_shape!r}; of a row [N]")
+        raise TypeError(f"normalized_shape must be a list or tuple of ints, got {normalized_shape!r}; pass [N]")
     shape = tuple(normalized_shape)
     y = ops.rms_norm(
         as_rows(input, shape, "input"), as_row(weight, shape), machine_epsilon(input) if eps is None else eps

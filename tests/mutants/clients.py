@@ -21,8 +21,8 @@ MUTANTS = (
         SAME,
         "Distributed: l2_norm makes a weight of this rank alone",
         "fusednorm/l2.py",
-        "(Tensor, torch.nn.Parameter) and x.layout",
-        "(Tensor, type(x)) and x.layout",
+        "if overrides_operations(x) and",
+        "if x.is_sparse and",
     ),
     Mutant(
         SAME,

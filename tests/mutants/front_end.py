@@ -218,8 +218,8 @@ MUTANTS = (
         SAME,
         "Derivatives: a sum requires gradients wherever a weight does",
         "fusednorm/autograd.py",
-        "needs_input_grad[:2]):  # the sum",
-        "needs_input_grad[:3]):  # the sum",
+        "needs_input_grad[:2]) else (total, rstd)",
+        "needs_input_grad[:3]) else (total, rstd)",
     ),
     Mutant(
         SAME,
