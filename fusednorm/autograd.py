@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from fusednorm import listeners, run
 from fusednorm.backends import reference
 from fusednorm.call import Around, Flags, RMSNorm, operation_of
-from fusednorm.dispatcher import new_outputs
+from fusednorm.dispatcher import new_outputs, on_rows
 from fusednorm.run import Chosen, backend_of
 from fusednorm.tangents import outer_levels, primals
 
@@ -88,6 +89,14 @@ def _differentiated_again() -> bool:
     return torch.is_grad_enabled() or listeners.level_entered()
 
 
+def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
+    """What was normalised, of what :func:`keep` kept: a row, or two terms that are added, unrounded."""
+    if len(terms) == 1:
+        return terms[0]
+    (h,) = on_rows(lambda x, residual: (x.to(accumulator) + residual.to(accumulator),), terms)
+    return cast(Tensor, h)
+
+
 def gradients(
     ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, bool, bool], backend: Chosen | None
 ) -> tuple[Tensor | None, ...]:
@@ -97,18 +106,20 @@ def gradients(
     """
     rstd, weight, *terms = ctx.saved_tensors
     operation, flags = ctx.operation, ctx.flags
-    h = terms[0]
-    if len(terms) == 2:
-        h = h.to(rstd.dtype) + terms[1].to(rstd.dtype)
     if dy is None and d_total is None:
         return None, None, None
+    h = _normalised(terms, rstd.dtype)
     if dy is None:
         dy = torch.zeros_like(h, dtype=operation.out)
     # rstd, which is kept without derivatives, is made again with them.
     if _differentiated_again():
-        rstd = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
-        operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
-        return reference.gradients(*operands, operation.x, operation.residual, needs)
+
+        def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+            again = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
+            operands = (dy, d_total, h, again, weight, flags.weight_offset)
+            return reference.gradients(*operands, operation.x, operation.residual, needs)
+
+        return on_rows(formula, (dy, d_total, h), (weight,))
     operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
     if backend is not None and not listeners.below(dy, d_total, h, rstd, weight):
         return run.backward(backend, operation, *operands, needs)
@@ -186,9 +197,7 @@ class NormaliseAffine(torch.autograd.Function):
         dx = dresidual = dn = dweight = dbias = None
         if dy is not None:
             rstd, _, *terms = kept
-            h = terms[0]
-            if len(terms) == 2:
-                h = h.to(rstd.dtype) + terms[1].to(rstd.dtype)
+            h = _normalised(terms, rstd.dtype)
             others = (dy, d_total, h, rstd, weight, bias)
             if ctx.in_one_call and not (_differentiated_again() or listeners.below(*others)):
                 needs = ctx.needs_input_grad[:4]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm import listeners, plain, run_gated
+from fusednorm import dispatcher, listeners, plain, run_gated
 from fusednorm.autograd import new_rstd
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
@@ -45,36 +45,32 @@ class How(NamedTuple):
 
 def in_groups(rows: Tensor, group_size: int) -> Tensor:
     """[..., N] as [..., N / group_size, group_size]."""
-    return torch.unflatten(rows, -1, (rows.shape[-1] // group_size, group_size))
+    groups = rows.shape[-1] // group_size
+    return torch.unflatten(dispatcher.parts_of_groups(rows, groups), -1, (groups, group_size))
 
 
-def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: How, out: Tensor | None = None) -> Tensor:
+def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: How) -> Tensor:
     """The rows by plain operations one after the other: docs/spec.md, section 10."""
     if how.norm_first:
-        y = _normed(x, weight, how, None, how.between)
-        if out is not None:
-            return gated(y, gate, activation=how.activation, out=out)
+        y = _normed(x, weight, how, how.between)
         return gated(y, gate, activation=how.activation, out_dtype=None if how.between is None else x.dtype)
     wide = accumulator(x.dtype)
     h = gated(x, gate, activation=how.activation, out_dtype=wide)  # not rounded
-    dtype = x.dtype if out is None else None
     if weight is None or x.dtype == wide or not how.round_norm:  # then nothing is rounded before the end
-        return _normed(h, weight, how, out, dtype)
+        return _normed(h, weight, how, x.dtype)
     # Rounded to x's dtype, and not to that of h.
-    n = _normed(h, None, how._replace(weight_offset=0.0, round_norm=False), None, wide)
-    y = plain.affine(n, weight, None, how.weight_offset, x.dtype, x.dtype)
-    return y if out is None else out.copy_(y)
+    n = _normed(h, None, how._replace(weight_offset=0.0, round_norm=False), wide)
+    return plain.affine(n, weight, None, how.weight_offset, x.dtype, x.dtype)
 
 
-def _normed(x: Tensor, weight: Tensor | None, how: How, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """The norm of rows in ``dtype`` or into ``out``; or of each group, which is a head with a weight of its own."""
+def _normed(x: Tensor, weight: Tensor | None, how: How, dtype: torch.dtype | None) -> Tensor:
+    """The norm of rows in ``dtype``; or of each group, which is a head with a weight of its own."""
     flags: dict[str, Any] = {"weight_offset": how.weight_offset, "round_norm": how.round_norm}
     if how.whole(x):
-        return rms_norm(x, weight, how.eps, out=out, out_dtype=dtype, **flags)
-    groups, weights, into = how.in_groups(x, weight, out)
+        return rms_norm(x, weight, how.eps, out_dtype=dtype, **flags)
+    groups, weights = how.in_groups(x, weight)
     assert groups is not None
-    y = rms_norm(groups, weights, how.eps, out=into, out_dtype=dtype, **flags)
-    return y.flatten(-2) if out is None else out
+    return rms_norm(groups, weights, how.eps, out_dtype=dtype, **flags).flatten(-2)
 
 
 class NormalisedAndGated(torch.autograd.Function):

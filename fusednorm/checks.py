@@ -78,6 +78,8 @@ def check_operands(
             if name == residual_name and _expands(tensor, x):
                 cure = f"expand it with {name}.expand_as({x_name})"
             raise ValueError(f"{name} must have {x_name}'s shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
+        if name in like:
+            _check_placed(next(called for called, t in operands.items() if t is tensor), tensor)
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
@@ -241,6 +243,17 @@ def check_output(
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}; {cure}")
     check_device(name, tensor, x, x_name, cure)
+    _check_placed(name, tensor)
+
+
+def _check_placed(name: str, output: Tensor) -> None:
+    """That a DTensor that is written holds values, and not each rank a summand of them."""
+    placements = getattr(output, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"{name} is written, and its placements are {list(placements)}; expected are Replicate and Shard, because "
+            f"no rank has a summand of the result; redistribute {name} before, or take what the call returns"
+        )
 
 
 def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> None:

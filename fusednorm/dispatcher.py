@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +14,55 @@ from fusednorm.call import Flags
 
 def operations(*operands: Tensor | None) -> Any:
     """``torch.ops.fusednorm``. If an operand is a DTensor, torch knows by then how to shard the operations."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None and any(isinstance(operand, tensor.DTensor) for operand in operands):
+    if any(map(_is_dtensor, operands)):
         import fusednorm.distributed  # noqa: F401 - registers the rules
     return torch.ops.fusednorm
+
+
+def _is_dtensor(operand: object) -> bool:
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(operand, tensor.DTensor)
+
+
+def on_rows(
+    formula: Callable[..., tuple[Tensor | None, ...]],
+    rows: Sequence[Tensor | None],
+    whole: Sequence[Tensor | None] = (),
+    joined: int = 1,
+) -> tuple[Tensor | None, ...]:
+    """``formula(*rows, *whole)``, a formula out of torch's operations.
+
+    Of DTensors each rank computes it for its own rows. torch would convert summands whose sum is pending, and add parts
+    of a row in another order; and torch 2.13 does not shift the bits of a DTensor.
+
+    Args:
+        formula: returns tensors with rows, or None, and then for each operand of ``whole`` the ranks' shares of a sum.
+        rows: operands with rows, [..., N]; None where there is none.
+        whole: operands that each rank has whole, such as a weight.
+        joined: so many dimensions at the end of ``rows`` are joined on a rank: a row, or all heads, or nothing.
+    """
+    operands = [t for t in (*rows, *whole) if t is not None]
+    if not all(map(_is_dtensor, operands)):  # torch refuses a mix in its own words
+        return formula(*rows, *whole)
+    import fusednorm.distributed
+
+    return fusednorm.distributed.on_rows(formula, cast(Any, rows), cast(Any, whole), joined)
+
+
+def parts_of_groups(rows: Tensor, groups: int) -> Tensor:
+    """[..., N] of so many groups of elements; of a DTensor each rank has whole groups."""
+    if not _is_dtensor(rows):
+        return rows
+    import fusednorm.distributed
+
+    return fusednorm.distributed.parts_of_groups(cast(Any, rows), groups)
+
+
+def as_placed(like: Tensor, tensor: Tensor) -> Tensor:
+    """A DTensor as another one is placed; torch copies only some to others that lie elsewhere."""
+    if _is_dtensor(like) and _is_dtensor(tensor):
+        return cast(Any, tensor).redistribute(placements=cast(Any, like).placements)  # type: ignore[no-any-return]
+    return tensor
 
 
 def new_outputs(

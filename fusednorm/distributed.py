@@ -115,6 +115,46 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim)
 
 
+def on_rows(
+    formula: Callable[..., tuple[Tensor | None, ...]],
+    rows: Sequence[DTensor | None],
+    whole: Sequence[DTensor | None],
+    joined: int,
+) -> tuple[DTensor | None, ...]:
+    """What a formula returns, each rank computing it for its own rows; see :func:`fusednorm.dispatcher.on_rows`."""
+    meet = _rows(*(t._spec for t in rows if t is not None), whole=joined)
+    mesh, shares = meet.mesh, _shares(meet).placements
+
+    def local(operands: Sequence[DTensor | None], placements: Any, of_gradient: Any) -> list[Tensor | None]:
+        return [
+            t if t is None else t.redistribute(mesh, placements).to_local(grad_placements=of_gradient) for t in operands
+        ]
+
+    everywhere = _replicated(meet).placements
+    found = formula(*local(rows, meet.placements, meet.placements), *local(whole, everywhere, shares))
+    of_rows = len(found) - len(whole)
+    like = next(t for t in rows if t is not None)
+    placed: list[Any] = [(like, meet.placements)] * of_rows + [(operand, shares) for operand in whole]
+    return tuple(
+        None if t is None or operand is None else _of_ranks(t, mesh, placements, operand.shape)
+        for t, (operand, placements) in zip(found, placed, strict=True)
+    )
+
+
+def parts_of_groups(rows: DTensor, groups: int) -> DTensor:
+    """Rows of which each rank has whole groups of elements; torch cannot divide others into groups."""
+    last = rows.ndim - 1
+    ranks = [rows.device_mesh.size(i) for i, placement in enumerate(rows.placements) if placement.is_shard(last)]
+    if not ranks or (len(ranks) == 1 and groups % ranks[0] == 0):
+        return rows
+    return rows.redistribute(placements=[Replicate() if p.is_shard(last) else p for p in rows.placements])
+
+
+def _of_ranks(local: Tensor, mesh: DeviceMesh, placements: Any, shape: torch.Size) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def _forward(schema: OpSchema) -> Any:
     """Every output has the placement of the operands' rows."""
     schema.get_mesh_from_args()  # refuses operands on different meshes

@@ -224,12 +224,12 @@ def _run(
     gating = Gating(activation, between, out.dtype if out is not None else out_dtype or first.dtype)
     if seen:
         found = dispatcher.operations(y, z, out).gate(y, z, *gating)
-        return cast(Tensor, found if out is None else out.copy_(found))
+        return plain.written(out, found)
     if out is not None and not transformed:
         check_apart({first_name if name == "gate_" else "out": out}, operands)
     if records or transformed:
         found = Gated.apply(*((y, z) if both is None else (None, both)), *gating)  # type: ignore[no-untyped-call]
-        return cast(Tensor, found if out is None else out.copy_(found))
+        return plain.written(out, found)
     return run_gated.forward(y, z, gating, out)
 
 

@@ -25,6 +25,7 @@ from fusednorm.checks import (
     check_operands,
     check_quantization,
 )
+from fusednorm.dispatcher import on_rows
 from fusednorm.listeners import has_tangent
 from fusednorm.quantizations import Quantization
 from fusednorm.registry import request, request_of_backward, use_backend
@@ -390,8 +391,11 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _gradients_of_sum(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
-    needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
-    return *(reference.rounded(d_total, dtype) if need else None for dtype, need in needed), None
+    def formula(d_total: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+        return tuple(reference.rounded(d_total, dtype) if need else None for dtype, need in needed)
+
+    return *on_rows(formula, (d_total,), joined=0), None
 
 
 def _keep_sum(ctx: Any, inputs: tuple[Tensor, Tensor, torch.dtype], output: Tensor) -> None:
@@ -409,7 +413,12 @@ def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
 def _gradients_of_affine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs, (n, weight, bias) = ctx.needs_input_grad[:3], ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        found: Any = reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs)
+        joined = 2 if any(operand is not None and operand.dim() == 2 for operand in (weight, bias)) else 1
+
+        def formula(dy: Tensor, n: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
+            return reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs)
+
+        found: Any = on_rows(formula, (dy, n), (weight, bias), joined)
     else:
         found = torch.ops.fusednorm.affine_backward(dy, n, weight, bias, ctx.weight_offset, list(needs))
     return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), None, None, None
@@ -434,7 +443,11 @@ def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients_of_gate(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     needs, (y, z), (activation, between) = ctx.needs_input_grad[:2], ctx.saved_tensors, ctx.gating
     if torch.is_grad_enabled():  # create_graph=True
-        found: Any = activations.gate_gradients(d, y, z, activation, between, needs)
+
+        def formula(d: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor | None, ...]:
+            return activations.gate_gradients(d, y, z, activation, between, needs)
+
+        found: Any = on_rows(formula, (d, y, z), joined=0)
     else:
         found = torch.ops.fusednorm.gate_backward(d, y, z, activation, between, list(needs))
     return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), None, None, None

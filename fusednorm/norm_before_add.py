@@ -327,10 +327,11 @@ def _beyond_fast_path(
     y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
     if not followed:
         total = plain.add(y, residual, residual_dtype or residual.dtype)
-        return None, total if residual_out is None else residual_out.copy_(total)
-    if between is not None and out is None and out_dtype is None:
-        out_dtype = x.dtype  # of x, and not of what passes between the operations
-    return fused_add_rms_norm(
+        return None, plain.written(residual_out, total)
+    if out_dtype is None:
+        out_dtype = x.dtype if out is None else out.dtype  # and not that of what passes between the operations
+    later = not (compiling or transformed)  # DTensors that are given may lie elsewhere than the rows
+    y, total = fused_add_rms_norm(
         y,
         residual,
         next_weight,
@@ -338,11 +339,12 @@ def _beyond_fast_path(
         weight_offset=weight_offset,
         round_sum=round_sum,
         round_norm=round_norm,
-        out=out,
-        residual_out=residual_out,
+        out=None if later else out,
+        residual_out=None if later else residual_out,
         out_dtype=out_dtype,
         residual_dtype=residual_dtype,
     )
+    return plain.written(out, y), plain.written(residual_out, total)
 
 
 #: What ``between`` may be.

@@ -144,13 +144,13 @@ def rms_norm_gated_(
             between=between,
             weight_offset=weight_offset,
         )
-    _check(*operands, group_size, norm_before_gate, activation, between)
+    _check(*operands, group_size, norm_before_gate, activation, between, x)
     if is_grad_enabled() and requires_grad(*operands):
         refuse_grad("rms_norm_gated_")
     if not (plain.transformed(*operands) or plain.seen(*operands)):
         check_apart({"x": x}, {"gate": gate, "weight": weight})
     how = How(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
-    return composed(*operands, how, x) if _in_one_call(*operands, how, x, False) is None else x
+    return plain.written(x, composed(*operands, how)) if _in_one_call(*operands, how, x, False) is None else x
 
 
 def _on_fast_path(
@@ -208,11 +208,12 @@ def _check(
     norm_before_gate: bool,
     activation: str,
     between: torch.dtype | None,
+    out: Tensor | None = None,
 ) -> None:
     """That operands and flags fit each other."""
     if gate is None:
         refuse_type("gate", gate)
-    check_operands(x, gate, weight, None, None, in_memory=plain.in_memory(x, gate, weight), residual_name="gate")
+    check_operands(x, gate, weight, out, None, in_memory=plain.in_memory(x, gate, weight), residual_name="gate")
     check_between(between, x)
     check_activation(activation)
     check_flag("norm_before_gate", norm_before_gate)

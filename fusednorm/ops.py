@@ -371,7 +371,7 @@ def _composed(
         return cast(tuple[Tensor, Any], found)
     rows, total = beyond_fast_path(name.rstrip("_"), compiling, x, residual, None, None, None, flags)
     y = plain.affine(rows, weight, bias, offset, rounded_to, out_dtype)
-    return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)
+    return plain.written(out, y), plain.written(residual_out, total)
 
 
 def _heard_below(*operands: Tensor | None) -> bool:
@@ -403,7 +403,7 @@ def _transformed(
                 f"{name} must have the dtype {str(new.dtype)[6:]} under torch.func and forward-mode differentiation, "
                 f"got {str(given.dtype)[6:]}; call the function without {name} and convert what it returns"
             )
-    return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)
+    return plain.written(out, y), plain.written(residual_out, total)
 
 
 def _dispatched(
@@ -419,9 +419,10 @@ def _dispatched(
     if out is None and residual_out is None:
         return dispatcher.new_outputs(x, residual, weight, flags)[:2]
     operation = operation_of(x, residual, weight, check_flags(flags, x, residual, out, residual_out), out)
-    if out is None:
-        out = torch.empty_like(x, dtype=operation.out, memory_format=torch.contiguous_format)
+    if out is None and residual_out is not None:
+        out = torch.empty_like(residual_out, dtype=operation.out, memory_format=torch.contiguous_format)
+    assert out is not None
     if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(residual, dtype=operation.residual_out, memory_format=torch.contiguous_format)
+        residual_out = torch.empty_like(out, dtype=operation.residual_out, memory_format=torch.contiguous_format)
     dispatcher.write(name, x, residual, weight, out, residual_out, flags)
     return out, residual_out

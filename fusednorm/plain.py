@@ -72,6 +72,13 @@ def rotate(
     return cast(Tensor, Rotate.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
+def written(given: Tensor | None, new: Tensor) -> Tensor:
+    """A new result; or the tensor that the caller gave for it, which takes a copy. A DTensor stays where it lies."""
+    if given is None or given is new:
+        return new
+    return given.copy_(dispatcher.as_placed(given, new))
+
+
 class Rotate(torch.autograd.Function):
     """:func:`rotate` with the specification's gradient."""
 

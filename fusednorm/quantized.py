@@ -161,7 +161,7 @@ def rms_norm_quant(
         asked = Flags(eps, weight_offset, True, round_norm, between)
         y, _ = run.forward(x, None, weight, asked, normed_out, then=results)
         return _returned(results) if results.done else _quantized(y, quantization, scale, zero_point, outputs)
-    y = rms_norm(x, weight, eps, out=None if between else normed_out, out_dtype=between, **flags)
+    y = rms_norm(x, weight, eps, out_dtype=between, **flags)
     return _quantized(y, quantization, scale, zero_point, outputs)
 
 
@@ -264,9 +264,7 @@ def fused_add_rms_norm_quant(
         y, total = run.forward(x, residual, weight, asked, normed_out, residual_out, then=results)
         found = _returned(results) if results.done else _quantized(y, quantization, scale, zero_point, outputs)
         return *found, total
-    y, total = fused_add_rms_norm(
-        x, residual, weight, eps, out=None if between else normed_out, out_dtype=between, **flags
-    )
+    y, total = fused_add_rms_norm(x, residual, weight, eps, out_dtype=between, **flags)
     return *_quantized(y, quantization, scale, zero_point, outputs), total
 
 
@@ -409,7 +407,7 @@ def _quantized(
 ) -> tuple[Tensor, ...]:
     """The results for checked operands, in the caller's memory where that is given."""
     if outputs.normed_out is not None and outputs.normed_out is not y:
-        outputs.normed_out.copy_(reference.rounded(y, outputs.normed_out.dtype))
+        plain.written(outputs.normed_out, reference.rounded(y, outputs.normed_out.dtype))
     if plain.seen(y, scale, zero_point, *outputs):
         found = dispatcher.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
         return _copied(found, quantization, scale, outputs)
@@ -448,7 +446,7 @@ def _copied(
 ) -> tuple[Tensor, ...]:
     """New results, copied to the caller's memory where that is given, and scales laid out."""
     values, new_scale, new_zero_point = found
-    values = values if outputs.out is None else outputs.out.copy_(values)
+    values = plain.written(outputs.out, values)
     if quantization.per == "tensor":
         return values, cast(Tensor, scale)
     laid = [_laid_out(new_scale, quantization, outputs.scale_out)]
@@ -462,8 +460,10 @@ def _laid_out(of_groups: Tensor, quantization: Quantization, given: Tensor | Non
 
     A transform of ``torch.func`` lays its batches out itself.
     """
-    if given is None and (quantization.layout == "row" or plain.transformed(of_groups)):
-        return of_groups
-    if given is None:
-        given = run_quantized.laid_out(tuple(of_groups.shape), of_groups.dtype, of_groups.device, quantization)
-    return given.copy_(of_groups)
+    if given is not None or quantization.layout == "row" or plain.transformed(of_groups):
+        return plain.written(given, of_groups)
+
+    def formula(found: Tensor) -> tuple[Tensor]:
+        return (run_quantized.laid_out(tuple(found.shape), found.dtype, found.device, quantization).copy_(found),)
+
+    return cast(Tensor, dispatcher.on_rows(formula, (of_groups,))[0])

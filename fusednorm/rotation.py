@@ -97,7 +97,7 @@ def rotate(
         if found is not None:
             return found[0]
     tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
-    return _written(out, plain.rotate(x, *tables, interleaved, rounded_to, x.dtype))
+    return plain.written(out, plain.rotate(x, *tables, interleaved, rounded_to, x.dtype))
 
 
 def qk_norm_rope(
@@ -210,7 +210,7 @@ def qk_norm_rope(
             found = NormalisedAndRotated.apply(*inputs, how, rotate)  # type: ignore[no-untyped-call]
             return cast("tuple[Tensor, Tensor]", found)
     results = composed(*inputs, how)
-    return _written(q_out, results[0]), _written(k_out, results[1])
+    return plain.written(q_out, results[0]), plain.written(k_out, results[1])
 
 
 def qk_norm_rope_(
@@ -273,10 +273,6 @@ def qk_norm_rope_(
         q_out=q,
         k_out=k,
     )
-
-
-def _written(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None or out is result else out.copy_(result)
 
 
 def _check_heads_and_tables(

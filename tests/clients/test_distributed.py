@@ -32,12 +32,17 @@ from fusednorm import (
     fused_add_rms_norm_,
     fused_add_rms_norm_quant,
     gate,
+    gate_,
     l2_norm,
     rms_norm,
     rms_norm_,
     rms_norm_add,
+    rms_norm_add_,
     rms_norm_add_rms_norm,
     rms_norm_gated,
+    rms_norm_gated_,
+    rms_norm_quant,
+    rotate,
     silu_and_mul,
     silu_and_mul_quant,
 )
@@ -377,6 +382,183 @@ def test_outputs_that_are_given():
         assert torch.equal(residual_out.full_tensor(), total)
     with pytest.raises(RuntimeError, match=r"^out is written in place, .* the same as those of residual_out"):
         rms_norm(in_parts(x, Shard(0)), whole, out=in_parts(torch.zeros_like(x), Shard(1)))
+
+
+def pending(tensor, seed):
+    """Summands of a sum that is pending, which rounds: another one on each rank."""
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    part = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    return DTensor.from_local(part, everywhere(), [Partial()], run_check=False)
+
+
+def two_norms(x, residual, weight, **flags):
+    return rms_norm_add_rms_norm(x, residual, weight, weight, **flags)
+
+
+#: Calls of (x, residual, weight), whose gradients meet a dtype that is not the operand's.
+WIDENED = {
+    "sum that is not rounded": functools.partial(fused_add_rms_norm, round_sum=False),
+    "two norms": functools.partial(two_norms, round_sum=False),
+    "sum": lambda x, residual, weight: (rms_norm_add(x, residual, weight, residual_dtype=weight.dtype),),
+    "heads": lambda x, residual, weight: fused_add_rms_norm(x, residual, weight.expand(6, -1), bias=weight),
+    "gate": lambda x, residual, weight: (gate(x, residual) + 0 * weight.sum(),),
+    "groups": lambda x, residual, weight: (rms_norm_gated(x, residual, weight, group_size=10),),
+}
+
+
+def pending_and_whole(name, dtypes, rows=None):
+    """The call, its operands, pending (but for a residual with rows somewhere), and the same in one process."""
+    x, residual, weight = tensors(4, 6, *dtypes)
+    residual = placed(residual, rows) if rows else pending(residual, 2)
+    operands = [pending(x, 1), residual, placed(weight, Replicate())]
+    full = [t.full_tensor().detach().requires_grad_() for t in operands]
+    return WIDENED[name], [t.requires_grad_() for t in operands], full
+
+
+def gradients_of(outputs, kind, again):
+    """Gradients of the outputs of one process, pending or by columns, and the same in one process."""
+    given = [
+        pending(y, 3 + i) if kind == "pending" else placed(y.detach().clone(), Shard(2)) for i, y in enumerate(outputs)
+    ]
+    return [t.requires_grad_(again) for t in given], [t.full_tensor().detach().requires_grad_(again) for t in given]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+@pytest.mark.parametrize("name", WIDENED)
+def test_a_sum_is_taken_before_its_dtype_changes(name, again):
+    """Of operands and of incoming gradients; and parts of rows are joined before torch adds their elements."""
+    call, parts, full = pending_and_whole(name, (F16, F16, F32))
+    outputs, expected = call(*parts), call(*full)
+    all_same(outputs, expected)
+    for kind in ("pending", "columns"):
+        given, alone = gradients_of(expected, kind, again)
+        how = {"create_graph": again, "retain_graph": True}
+        wanted = torch.autograd.grad(expected, full, alone, **how)
+        all_same(torch.autograd.grad(outputs, parts, given, **how), wanted)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rows", [None, Shard(1)], ids=str)
+@pytest.mark.parametrize("name", WIDENED)
+def test_second_derivatives(name, rows):
+    """Those of a pending sum, and of parts of rows. The specification does not fix the order of their additions."""
+    call, parts, full = pending_and_whole(name, (F64, F64, F64), rows)
+    outputs, expected = call(*parts), call(*full)
+    for kind in ("pending", "columns"):
+        given, alone = gradients_of(expected, kind, True)
+        second = []
+        for leaves, results, incoming in ((parts, outputs, given), (full, expected, alone)):
+            first = torch.autograd.grad(results, leaves, incoming, create_graph=True)
+            ones = [torch.ones_like(t) for t in first]
+            second.append(torch.autograd.grad(first, (*leaves, *incoming), ones, allow_unused=True, retain_graph=True))
+        for found, wanted in zip(*second, strict=True):
+            assert (found is None) == (wanted is None)
+            if wanted is not None:
+                # At most 24 * 40 additions of terms below 1000: their order changes less than 1000 * 960^2 / 2^53.
+                torch.testing.assert_close(found.full_tensor(), wanted, rtol=0, atol=1.1e-7)
+
+
+#: Calls of (x, residual, weight) with outputs that are given: the calls, and the names of the outputs.
+WRITTEN = {
+    "bias": (lambda x, r, w, **o: fused_add_rms_norm(x, r, w, bias=w, **o), ("out", "residual_out")),
+    "two norms": (two_norms, ("out", "residual_out")),
+    "sum": (rms_norm_add, ("residual_out",)),
+    "residual": (lambda x, r, w, residual_out: fused_add_rms_norm(x, r, w, residual_out=residual_out)[1:], None),
+    "gate": (lambda x, r, w, **o: gate(x, r, **o), ("out",)),
+    "rotate": (lambda x, r, w, **o: rotate(x, w[:4], w[4:8], **o), ("out",)),
+    "numbers": (
+        lambda x, r, w, **o: rms_norm_quant(x, w, quantization=Quantization(torch.int8, per=8), **o),
+        ("out", "scale_out"),
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_outputs_of_compositions_lie_where_they_are(name):
+    """A result goes to them. One of which each rank has a summand is refused before anything is written."""
+    call, names = WRITTEN[name]
+    full = tensors(4, 6, BF16, BF16, BF16)
+    every = call(*full, **({} if names else {"residual_out": full[1].clone()}))
+    expected = dict(zip(names or ("residual_out",), every if isinstance(every, tuple) else (every,), strict=True))
+    parts = [pending(full[0], 1), placed(full[1], Shard(1)), placed(full[2], Replicate())]
+    whole = [t.full_tensor() for t in parts]
+    every = call(*whole, **({} if names else {"residual_out": full[1].clone()}))
+    expected = dict(zip(expected, every if isinstance(every, tuple) else (every,), strict=True))
+    for where in itertools.product(
+        (Shard(0), Shard(1), Replicate(), *([Shard(2)] if names else [])), repeat=len(expected)
+    ):
+        given = {key: placed(torch.zeros_like(t), p) for (key, t), p in zip(expected.items(), where, strict=True)}
+        found = call(*parts, **given)
+        for actual, key, p in zip(found if isinstance(found, tuple) else (found,), expected, where, strict=True):
+            assert actual is given[key]
+            same(actual, expected[key], [p])
+    for wrong in expected if names else ():
+        given = {
+            key: in_parts(torch.zeros_like(t), Partial() if key == wrong else Replicate())
+            for key, t in expected.items()
+        }
+        with pytest.raises(ValueError, match=rf"^{wrong} is written, and its placements are \[Partial\(sum\)\]"):
+            call(*parts, **given)
+        assert not any(t.to_local().any() for t in given.values())
+
+
+@on_ranks(4)
+def test_outputs_with_fewer_rows_than_ranks():
+    """torch does not copy to them what lies elsewhere."""
+    x, residual, _ = tensors(2, 3, BF16, BF16, BF16)
+    where = mesh(2, 2)
+    parts = [placed(x, Shard(0), Replicate(), where=where), placed(residual, Replicate(), Shard(1), where=where)]
+    for placements in ((Shard(1), Shard(1)), (Shard(2), Shard(2)), (Shard(1), Shard(0))):
+        out = placed(torch.zeros_like(x), *placements, where=where)
+        assert gate(*parts, out=out) is out
+        same(out, gate(x, residual), placements)
+
+
+@on_ranks(2)
+def test_in_place_refuses_summands_by_name():
+    """Where a composition writes x or the residual, they have these names."""
+    x, residual, weight = tensors(4, 6, BF16, BF16, BF16)
+    weight = placed(weight, Replicate())
+    calls = {
+        "y": lambda a, b: gate_(a, b),
+        "x": lambda a, b: rms_norm_gated_(a, b, weight),
+        "residual": lambda a, b: rms_norm_add_(b, a, weight),
+    }
+    for name, call in calls.items():
+        summands, other = in_parts(x, Partial()), placed(residual, Shard(1))
+        before = summands.to_local().clone()
+        with pytest.raises(ValueError, match=rf"^{name} is written, .* redistribute {name} before"):
+            call(summands, other)
+        assert torch.equal(summands.to_local(), before)
+    for rows in (Shard(0), Shard(2)):
+        written = placed(x.clone(), rows)
+        assert rms_norm_gated_(written, placed(residual, Shard(1)), weight) is written
+        same(written, rms_norm_gated(x, residual, weight.full_tensor()), [rows])
+
+
+@on_ranks(4)
+def test_groups_of_rows_that_two_dimensions_of_ranks_divide():
+    """torch cannot divide such rows into groups, nor rows of which a rank has a part of a group."""
+    x, z, weight = tensors(4, 6)
+    expected = rms_norm_gated(x, z, weight, group_size=20)
+    for where, rows in ((mesh(2, 2), [Shard(2), Shard(2)]), (everywhere(), [Shard(2)])):
+        of_weight = [Shard(0) if p == Shard(2) else p for p in rows]
+        parts = [placed(t, *p, where=where) for t, p in ((x, rows), (z, rows), (weight, of_weight))]
+        same(rms_norm_gated(*parts, group_size=20), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["column", "column_padded"])
+def test_scales_are_laid_out_on_each_rank(layout):
+    x, _, weight = tensors(4, 6)
+    quantization = Quantization(torch.int8, per=8, layout=layout)
+    expected = rms_norm_quant(x, weight, quantization=quantization)
+    found = rms_norm_quant(placed(x, Shard(0)), placed(weight, Replicate()), quantization=quantization)
+    all_same(found, expected, [Shard(0)])
+    alone = rms_norm_quant(x[:2], weight, quantization=quantization)[1]
+    assert found[1].to_local().stride() == alone.stride()
 
 
 @on_ranks(2)
