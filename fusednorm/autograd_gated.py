@@ -70,7 +70,8 @@ def _normed(x: Tensor, weight: Tensor | None, how: How, dtype: torch.dtype | Non
         return rms_norm(x, weight, how.eps, out_dtype=dtype, **flags)
     groups, weights = how.in_groups(x, weight)
     assert groups is not None
-    return rms_norm(groups, weights, how.eps, out_dtype=dtype, **flags).flatten(-2)
+    y = rms_norm(groups, weights, how.eps, out_dtype=dtype, **flags).flatten(-2)
+    return dispatcher.as_placed(y, y)  # so its gradient comes in whole groups too
 
 
 class NormalisedAndGated(torch.autograd.Function):

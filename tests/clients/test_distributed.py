@@ -542,11 +542,16 @@ def test_in_place_refuses_summands_by_name():
 def test_groups_of_rows_that_two_dimensions_of_ranks_divide():
     """torch cannot divide such rows into groups, nor rows of which a rank has a part of a group."""
     x, z, weight = tensors(4, 6)
-    expected = rms_norm_gated(x, z, weight, group_size=20)
+    leaves = [t.clone().requires_grad_() for t in (x, z, weight)]
+    expected = rms_norm_gated(*leaves, group_size=20)
+    gradients = torch.autograd.grad(expected, leaves[:2], x)
     for where, rows in ((mesh(2, 2), [Shard(2), Shard(2)]), (everywhere(), [Shard(2)])):
         of_weight = [Shard(0) if p == Shard(2) else p for p in rows]
-        parts = [placed(t, *p, where=where) for t, p in ((x, rows), (z, rows), (weight, of_weight))]
-        same(rms_norm_gated(*parts, group_size=20), expected)
+        parts = [placed(t, *p, where=where, grad=True) for t, p in ((x, rows), (z, rows), (weight, of_weight))]
+        y = rms_norm_gated(*parts, group_size=20)
+        same(y, expected.detach())
+        given = placed(x, *rows, where=where)
+        all_same(torch.autograd.grad(y, parts[:2], given, create_graph=True), gradients)
 
 
 @on_ranks(2)
