@@ -61,15 +61,17 @@ int fn_has_avx512_fp16(void) {
     return fn_has_avx512() && (leaf7[ECX] & 1u << 6) && (leaf7[EDX] & 1u << 23); /* VBMI2, FP16 */
 }
 
-/* AMD's family 0x19 is Zen 3, which has no AVX-512, and Zen 4. */
-int fn_is_zen4(void) {
+/* The family of an AMD processor; 0 of another one. */
+static unsigned amd_family(void) {
     unsigned leaf0[4], leaf1[4];
     cpuid(0, leaf0);
     cpuid(1, leaf1);
     int amd = leaf0[EBX] == 0x68747541 && leaf0[EDX] == 0x69746e65 && leaf0[ECX] == 0x444d4163; /* "AuthenticAMD" */
-    unsigned family = (leaf1[EAX] >> 8 & 0xf) + (leaf1[EAX] >> 20 & 0xff);
-    return amd && family == 0x19 && fn_has_avx512();
+    return amd ? (leaf1[EAX] >> 8 & 0xf) + (leaf1[EAX] >> 20 & 0xff) : 0;
 }
+
+int fn_is_zen4(void) { return amd_family() == 0x19 && fn_has_avx512(); } /* the family is Zen 3's too */
+int fn_is_zen5(void) { return amd_family() == 0x1a; }
 
 #elif defined(FN_AARCH64) && defined(__linux__)
 

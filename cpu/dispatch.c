@@ -44,10 +44,15 @@ int fn_isa_count(void) { return (int)(sizeof isas / sizeof *isas); }
 const char *fn_isa_name(int isa) { return isas[isa].name; }
 int fn_isa_usable(int isa) { return isas[isa].usable(); }
 
-static int isa_in_use;
+static int isa_in_use, on_zen5; /* kept, because a virtual machine takes microseconds to say what its processor is */
 
 int fn_isa(void) { return isa_in_use; }
-void fn_use_isa(int isa) { isa_in_use = isa; }
+void fn_use_isa(int isa) {
+    isa_in_use = isa;
+#if defined(FN_X86_64)
+    on_zen5 = fn_is_zen5();
+#endif
+}
 const struct fn_kernels *fn_kernels(int kind) {
     const struct fn_kernels *kernels = isas[isa_in_use].kernels;
 #if defined(FN_X86_64)
@@ -110,18 +115,26 @@ static int bypasses_cache(const struct fn_call *calls, int count) {
     return 1;
 }
 
+enum { ZEN5_CACHES = 32 * 1024 * 1024 }; /* the last cache of its servers */
+
 /*
  * Whether passes over different rows are made together. Zen 4 reads memory slower then, unless its first cache holds all
  * that is under way: in place, rows of 4096 took 1.2 to 1.5 times as long with it. Outputs that bypass the caches leave
- * room for longer rows.
+ * room for longer rows. Zen 5 does so too where a residual comes from beyond its caches (in place rows of 4096 took 1.35
+ * times as long), and its caches feed it slower where the first one does not hold two rows; of float16, whose conversions
+ * take longer, it did not matter.
  */
-static int overlaps(const struct fn_forward_job *job) {
-#if defined(FN_X86_64)
+static int overlaps(const struct fn_forward_job *job, int64_t rows) {
     const int64_t row_bytes = job->hidden * (fn_element_size(job->x_kind) + fn_element_size(job->residual_kind));
+    if (on_zen5) {
+        if (job->residual_kind && rows * row_bytes >= ZEN5_CACHES && !(job->bypass_cache && job->hidden <= 2048)) return 0;
+        return row_bytes <= 16 * 1024 || job->x_kind == FN_F16;
+    }
+#if defined(FN_X86_64)
     if (isas[isa_in_use].kernels == &fn_kernels_zen4 && job->from_memory)
         return row_bytes <= (job->bypass_cache ? 8 * 1024 : 4 * 1024);
 #endif
-    return (void)job, 1;
+    return 1;
 }
 
 /* One call of a chain. */
@@ -300,7 +313,8 @@ int fn_forward(const struct fn_call *calls, int count) {
             job->bypass_cache = bytes;
             bytes = fn_scratch_bytes(job);
         }
-        job->overlaps = overlaps(job);
+        job->overlaps = overlaps(job, rows);
+        job->two_norms_overlap = job->from_memory && !(on_zen5 && job->x_kind == FN_F32 && job->hidden > 1024);
         if (job->bias || job->heads > 1) {
             job->affine = bytes;
             bytes += fn_affine_bytes(job);

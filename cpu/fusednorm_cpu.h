@@ -44,6 +44,7 @@ struct fn_forward_job {
     size_t affine;
     int from_memory; /* whether x and residual come from memory */
     int overlaps; /* whether passes over different rows may be made together */
+    int two_norms_overlap; /* the same, of two norms with an addition between them */
     size_t bypass_cache; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
 
@@ -192,6 +193,7 @@ int fn_has_avx2(void); /* with F16C, and an operating system that saves the regi
 int fn_has_avx512(void); /* F, BW, DQ and VL, and an operating system that saves the registers */
 int fn_has_avx512_fp16(void); /* AVX-512 with VBMI2 and FP16 */
 int fn_is_zen4(void); /* with AVX-512, and without FP16 */
+int fn_is_zen5(void);
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */
 int fn_has_sve_bf16(void);

@@ -15,6 +15,7 @@ struct middle {
     const char *next_x; /* the next row, whose first pass is made meanwhile; or NULL */
     const struct scale *previous; /* the row before, whose third pass is made meanwhile; or NULL */
     float *sums, *next_sums; /* one per segment, of this row's sum and of the next row's x */
+    int fetches; /* whether the operands are fetched; always, where passes are made together */
 };
 
 /* A unit of x, normalised. */
@@ -95,13 +96,16 @@ FN_INLINE void add_normed_rest(int kind, int norm, int passed, const struct midd
     if (row->next_x) row->next_sums[s] = u_halve(kind == BF16P, sum_units(next_squares, width));
 }
 
-/* The first pass of a row: the sum of the squares of x. `sums` has room for one per segment. */
-FN_INLINE float sum_of_x(int kind, const void *x, int64_t hidden, float *sums) {
+/* The first pass of a row: the sum of the squares of x, which is fetched or not. `sums` has room for one per segment. */
+FN_INLINE float sum_of_x(int kind, const void *x, int64_t hidden, float *sums, int fetches) {
     _Alignas(64) float columns[128];
     int64_t begin = 0, s = 0;
     for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
         FN_ROLLED
-        for (int c = 0; c < 128; c += UNIT) u_store(F32, columns, c, UNIT, column_of(kind, x, begin + c));
+        for (int c = 0; c < 128; c += UNIT) {
+            if (fetches) fetch_eight(kind, x, begin + 8 * c + AHEAD_OF_PASSES);
+            u_store(F32, columns, c, UNIT, column_of(kind, x, begin + c));
+        }
         sums[s] = u_halve(kind == BF16P, sum_units(columns, 128));
     }
     const struct row row = {.x = x};
@@ -122,7 +126,8 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
     for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
         FN_ROLLED
         for (int c = 0; by_column && c < 128; c += UNIT) {
-#define SQUARE(k) add_normed_unit(kind, norm, passed, 0, row, u_index(begin + c + (k)), UNIT)
+            if (row->fetches) fetch_eight(kind, row->residual, begin + 8 * c + AHEAD_OF_PASSES);
+#define SQUARE(k) add_normed_unit(kind, norm, passed, 1, row, u_index(begin + c + (k)), UNIT)
             u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
 #undef SQUARE
         }
@@ -155,13 +160,14 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
 
 /* The passes of one combination. They are functions of their own: inlined into one, they made compiling half as long again. */
 struct passes {
-    float (*sum)(const void *, int64_t, float *);
+    float (*sum)(const void *, int64_t, float *, int);
     void (*add[2])(const struct middle *, int64_t); /* alone, or together with passes of other rows */
     void (*scale)(const struct scale *, int64_t);
 };
 #define PASSES(kind, norm, passed)                                                                                \
-    static FN_NOINLINE float sum_of_x_##kind##_##norm##_##passed(const void *x, int64_t hidden, float *sums) {    \
-        return sum_of_x(kind, x, hidden, sums);                                                                   \
+    static FN_NOINLINE float sum_of_x_##kind##_##norm##_##passed(const void *x, int64_t hidden, float *sums,      \
+                                                                 int fetches) {                                   \
+        return sum_of_x(kind, x, hidden, sums, fetches);                                                          \
     }                                                                                                             \
     static FN_NOINLINE void add_normed_rest_##kind##_##norm##_##passed(const struct middle *row, int64_t begin,   \
                                                                        int64_t n, int64_t s) {                    \
@@ -191,8 +197,8 @@ static const struct passes two_norms[KINDS][2][2] = {[NONE] = {{{NULL}}}, TWO_NO
  * pass to `next`. `gain` has room for a row of float.
  *
  * From memory, the second pass of a row is made together with the first pass of the next row and the third pass of the
- * row before, so that memory is read and written while there is arithmetic to do. In the caches, passes follow each
- * other. There the first pass of the next row comes before the third, so that the end of a row's sum, a root and a
+ * row before, so that memory is read and written while there is arithmetic to do. In the caches, and of float on Zen 5,
+ * which reads memory slower with so many rows under way, passes follow each other. There the first pass of the next row comes before the third, so that the end of a row's sum, a root and a
  * division overlap with work on the other row; but not of float rows, two of which the nearest cache does not hold.
  */
 static int two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,
@@ -206,15 +212,15 @@ static int two_norms_rows(const struct fn_forward_job *first, const struct fn_fo
     struct fn_forward_job before = *first, after = *next; /* as if no other kind passed between them */
     before.out_kind = after.x_kind = kind;
     const struct plan a = plan_of(&before), b = plan_of(&after);
-    const int together = next->from_memory, alone = kind == FN_F32 && !together;
+    const int together = next->two_norms_overlap, alone = kind == FN_F32 && !together, fetches = next->from_memory;
     const struct passes *const pass = &two_norms[a.x][a.norm != NONE][first->out_kind == FN_F32];
     /* BF16 has none where BF16P has, and weights may be of other kinds than a bfloat16 x. */
     if (a.x != b.x || !pass->sum) return 0;
 
     float *const room = (float *)((char *)scratch + kept); /* for the sums of two rows */
     struct scale previous = {.weight = float_weight(&after, &b, scratch), .bypass_cache = STREAMS && next->bypass_cache};
-    struct middle row = {.gain = float_weight(&before, &a, gain), .sums = room, .next_sums = room + fn_padded_sums(hidden)};
-    float sum = pass->sum(first->x + begin * first->x_stride, hidden, room);
+    struct middle row = {.gain = float_weight(&before, &a, gain), .sums = room, .next_sums = room + fn_padded_sums(hidden), .fetches = fetches};
+    float sum = pass->sum(first->x + begin * first->x_stride, hidden, room, fetches);
     for (int64_t m = begin; m < end; m++) {
         const int last = m + 1 == end;
         row.rstd = rstd_of(sum, hidden, first->eps);
@@ -235,9 +241,9 @@ static int two_norms_rows(const struct fn_forward_job *first, const struct fn_fo
             sum = halve_sums(row.next_sums, segments);
             continue;
         }
-        if (!alone && !last) sum = pass->sum(row.x + first->x_stride, hidden, room);
+        if (!alone && !last) sum = pass->sum(row.x + first->x_stride, hidden, room, fetches);
         pass->scale(&previous, hidden);
-        if (alone && !last) sum = pass->sum(row.x + first->x_stride, hidden, room);
+        if (alone && !last) sum = pass->sum(row.x + first->x_stride, hidden, room, fetches);
     }
     if (previous.bypass_cache) u_stream_end();
     return 1;
