@@ -198,8 +198,9 @@ static const struct passes two_norms[KINDS][2][2] = {[NONE] = {{{NULL}}}, TWO_NO
  *
  * From memory, the second pass of a row is made together with the first pass of the next row and the third pass of the
  * row before, so that memory is read and written while there is arithmetic to do. In the caches, and of float on Zen 5,
- * which reads memory slower with so many rows under way, passes follow each other. There the first pass of the next row comes before the third, so that the end of a row's sum, a root and a
- * division overlap with work on the other row; but not of float rows, two of which the nearest cache does not hold.
+ * which reads memory slower with so many rows under way, passes follow each other. There the first pass of the next row
+ * comes before the third, so that the end of a row's sum, a root and a division overlap with work on the other row; but
+ * not of float rows, two of which the nearest cache does not hold.
  */
 static int two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,
                           void *scratch, float *gain) {
@@ -219,7 +220,8 @@ static int two_norms_rows(const struct fn_forward_job *first, const struct fn_fo
 
     float *const room = (float *)((char *)scratch + kept); /* for the sums of two rows */
     struct scale previous = {.weight = float_weight(&after, &b, scratch), .bypass_cache = STREAMS && next->bypass_cache};
-    struct middle row = {.gain = float_weight(&before, &a, gain), .sums = room, .next_sums = room + fn_padded_sums(hidden), .fetches = fetches};
+    struct middle row = {.gain = float_weight(&before, &a, gain), .sums = room, .next_sums = room + fn_padded_sums(hidden),
+                         .fetches = fetches};
     float sum = pass->sum(first->x + begin * first->x_stride, hidden, room, fetches);
     for (int64_t m = begin; m < end; m++) {
         const int last = m + 1 == end;

@@ -16,6 +16,7 @@ from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.backends.quantizer import MOST
 from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
+from fusednorm.dispatcher import check_placed
 from fusednorm.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
 from fusednorm.quantizations import Quantization
 
@@ -79,7 +80,7 @@ def check_operands(
                 cure = f"expand it with {name}.expand_as({x_name})"
             raise ValueError(f"{name} must have {x_name}'s shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
         if name in like:
-            _check_placed(next(called for called, t in operands.items() if t is tensor), tensor)
+            check_placed(next(called for called, t in operands.items() if t is tensor), tensor)
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
@@ -148,15 +149,6 @@ def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation must be one of {names}, got {activation!r}; silu is also called swish")
-
-
-def check_group_size(group_size: int | None, hidden_size: int) -> None:
-    """The elements that are normalised together; None: all."""
-    if group_size is not None and (type(group_size) is not int or group_size < 1 or hidden_size % group_size):
-        raise ValueError(
-            f"group_size must be an int that divides the {hidden_size} elements of a row, got {group_size!r}; leave it "
-            "out to normalise whole rows"
-        )
 
 
 def check_affine(
@@ -243,17 +235,7 @@ def check_output(
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}; {cure}")
     check_device(name, tensor, x, x_name, cure)
-    _check_placed(name, tensor)
-
-
-def _check_placed(name: str, output: Tensor) -> None:
-    """That a DTensor that is written holds values, and not each rank a summand of them."""
-    placements = getattr(output, "placements", ())
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(
-            f"{name} is written, and its placements are {list(placements)}; expected are Replicate and Shard, because "
-            f"no rank has a summand of the result; redistribute {name} before, or take what the call returns"
-        )
+    check_placed(name, tensor)
 
 
 def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> None:

@@ -16,7 +16,6 @@ from fusednorm.checks import (
     check_apart,
     check_between,
     check_flag,
-    check_group_size,
     check_operands,
     refuse_grad,
     refuse_type,
@@ -220,3 +219,12 @@ def _check(
     if between is not None and not norm_before_gate:
         raise TypeError("between is given with norm_before_gate=False, where nothing is rounded between; leave it out")
     check_group_size(group_size, x.shape[-1])
+
+
+def check_group_size(group_size: int | None, hidden_size: int) -> None:
+    """The elements that are normalised together; None: all."""
+    if group_size is not None and (type(group_size) is not int or group_size < 1 or hidden_size % group_size):
+        raise ValueError(
+            f"group_size must be an int that divides the {hidden_size} elements of a row, got {group_size!r}; leave it "
+            "out to normalise whole rows"
+        )

@@ -480,12 +480,10 @@ def test_outputs_of_compositions_lie_where_they_are(name):
     """A result goes to them. One of which each rank has a summand is refused before anything is written."""
     call, names = WRITTEN[name]
     full = tensors(4, 6, BF16, BF16, BF16)
-    every = call(*full, **({} if names else {"residual_out": full[1].clone()}))
-    expected = dict(zip(names or ("residual_out",), every if isinstance(every, tuple) else (every,), strict=True))
     parts = [pending(full[0], 1), placed(full[1], Shard(1)), placed(full[2], Replicate())]
     whole = [t.full_tensor() for t in parts]
     every = call(*whole, **({} if names else {"residual_out": full[1].clone()}))
-    expected = dict(zip(expected, every if isinstance(every, tuple) else (every,), strict=True))
+    expected = dict(zip(names or ("residual_out",), every if isinstance(every, tuple) else (every,), strict=True))
     for where in itertools.product(
         (Shard(0), Shard(1), Replicate(), *([Shard(2)] if names else [])), repeat=len(expected)
     ):
