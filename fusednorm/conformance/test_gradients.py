@@ -183,8 +183,8 @@ def test_gradients_do_not_depend_on_the_number_of_threads(mode, dtype):
 @pytest.mark.large
 @pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 4096), (F16, 480), (F32, 1040), (F32, 64)], ids=str)
 def test_large_gradients_are_those_of_the_rows(mode, dtype, hidden):
-    """On x86 gradients of 8 MiB and more bypass the cache, in whole vectors and in tails."""
-    rows = (8 << 20) // (hidden * dtype.itemsize) + 5
+    """On x86 gradients of 4 MiB and more bypass the cache, in whole vectors and in tails."""
+    rows = (4 << 20) // (hidden * dtype.itemsize) + 5
     case = Case(rows=rows, hidden=hidden).of(dtype)
     x, residual, weight = (t.requires_grad_() for t in operands(case))
     dy, d_total, _ = operands(replace(case, seed=1))
