@@ -6,46 +6,64 @@
  */
 
 struct gradient_row {
-    const void *dy, *h, *d_total; /* d_total, the gradient of residual_out, may be NULL */
-    const float *g; /* weight + offset in whole units, or NULL */
-    /*
-     * NULL, or sums of the weight's gradient, in whole units: sum[0] becomes this row's share + sum[merged - 1] + ... +
-     * sum[0], added in this order.
-     */
+    const void *dy, *h, *d_total; /* d_total is the gradient of residual_out */
+    const float *g; /* weight + offset in whole units */
+    /* Sums of parameters' gradients, in whole units: sum[0] becomes this row's share + sum[merged - 1] + ... + sum[0]. */
     void *const *sum;
+    float *oldest; /* sum[0] */
     int merged;
-    int64_t at, bias_at; /* where the head's sums of the weight's gradient begin, and of the bias's; 0: there are none of it */
-    void *d; /* NULL, or the gradient of x */
-    int from_memory; /* whether operands come from memory */
-    const char *next_dy, *next_h; /* NULL, or those of a later row, which are fetched meanwhile */
-    int bypass_cache; /* whether the gradient bypasses the caches */
+    int64_t at, bias_at; /* where the head's sums of the weight's gradient begin, and of the bias's */
+    void *d; /* the gradient of x */
+    const char *next_dy, *next_h; /* where operands come from memory: those of a later row, or of this one */
     float rstd;
     float c; /* mean(wdy * xhat), for the second pass */
 };
 
-FN_INLINE U gradient_operand(int kind, const struct gradient_row *row, const void *operand, int64_t i, int n) {
-    return row->from_memory ? u_read(kind, operand, i, n) : u_load(kind, operand, i, n);
+/*
+ * What passes do. The loops of usual rows have it as a constant, and copies of the rows: with a branch for each part, and
+ * addresses that are loaded again because a store might have changed them, a row took up to half as long again.
+ */
+enum part {
+    WEIGHTED = 1, /* there is a weight */
+    GRADIENT = 2, /* x has a gradient */
+    SUMMED = 4, /* the weight has one, or the bias */
+    BIASED = 8, /* the bias has one */
+    MERGED = 16, /* the share of the row is added to another sum */
+    MERGED_MORE = 32, /* or to several */
+    TOTALLED = 64, /* there is a gradient of residual_out */
+    FROM_MEMORY = 128, /* operands come from memory */
+    BYPASSING = 256 /* the gradient of x bypasses the caches */
+};
+
+FN_INLINE int parts_of(const struct fn_backward_job *job, int summed) {
+    return (job->weight ? WEIGHTED : 0) | (job->dx ? GRADIENT : 0) | (summed ? SUMMED : 0) |
+           (summed && job->bias_sums ? BIASED : 0) | (job->d_total ? TOTALLED : 0) | (job->from_memory ? FROM_MEMORY : 0) |
+           (STREAMS && job->bypass_cache ? BYPASSING : 0);
 }
 
-FN_INLINE U weighted(U dy, const struct gradient_row *row, int64_t i) {
-    return row->g ? u_mul(dy, u_load(F32, row->g, i, UNIT)) : dy;
+FN_INLINE U gradient_operand(int kind, int parts, const void *operand, int64_t i, int n) {
+    return parts & FROM_MEMORY ? u_read(kind, operand, i, n) : u_load(kind, operand, i, n);
 }
 
-/* Adds a unit's share to the newest sums, at this place. */
-FN_INLINE void add_share(const struct gradient_row *row, int64_t place, U share) {
-    for (int k = row->merged; k-- > 0;) share = u_add(u_load(F32, row->sum[k], place, UNIT), share);
-    u_store(F32, *row->sum, place, UNIT, share);
+FN_INLINE U weighted(int parts, U dy, const struct gradient_row *row, int64_t i) {
+    return parts & WEIGHTED ? u_mul(dy, u_load(F32, row->g, i, UNIT)) : dy;
+}
+
+/* Adds a unit's share to the sums that it is merged with, where they have this unit. */
+FN_INLINE void add_share(int parts, const struct gradient_row *row, int64_t place, U share) {
+    if (parts & MERGED_MORE)
+        for (int k = row->merged; --k > 0;) share = u_add(u_load(F32, row->sum[k], place, UNIT), share);
+    if (parts & (MERGED | MERGED_MORE)) share = u_add(u_load(F32, row->oldest, place, UNIT), share);
+    u_store(F32, row->oldest, place, UNIT, share);
 }
 
 /* First pass: the share of the weight's gradient, and the products that the row's sum adds. */
-FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i, int n, float *products) {
-    U dy = gradient_operand(kind, row, row->dy, i, n);
-    U xhat = u_mul(gradient_operand(kind, row, row->h, i, n), u_set1(row->rstd));
-    if (row->sum) {
-        add_share(row, row->at + i, u_mul(dy, xhat));
-        if (row->bias_at) add_share(row, row->bias_at + i, dy);
-    }
-    if (row->d) u_store(F32, products, 0, UNIT, u_mul(weighted(dy, row, i), xhat));
+FN_INLINE void multiply_unit(int kind, int parts, const struct gradient_row *row, int64_t i, int n, float *products) {
+    U dy = gradient_operand(kind, parts, row->dy, i, n);
+    U xhat = u_mul(gradient_operand(kind, parts, row->h, i, n), u_set1(row->rstd));
+    if (parts & SUMMED) add_share(parts, row, row->at + i, u_mul(dy, xhat));
+    if (parts & BIASED) add_share(parts, row, row->bias_at + i, dy);
+    if (parts & GRADIENT) u_store(F32, products, 0, UNIT, u_mul(weighted(parts, dy, row, i), xhat));
 }
 
 /*
@@ -54,43 +72,75 @@ FN_INLINE void multiply_unit(int kind, const struct gradient_row *row, int64_t i
  */
 FN_INLINE void fetch_unit(int kind, const char *row, int64_t i) {
     const int size = kind == F32 ? 4 : 2;
-    if (!row || i * size % FN_ALIGNMENT) return; /* a line is fetched once */
+    if (i * size % FN_ALIGNMENT) return; /* a line is fetched once */
     for (int k = 0; k < UNIT * size; k += FN_ALIGNMENT) FN_PREFETCH_2(row + i * size + k);
 }
 
 /* Second pass. */
-FN_INLINE void gradient_unit(int kind, const struct gradient_row *row, int64_t i, int n) {
+FN_INLINE void gradient_unit(int kind, int parts, const struct gradient_row *row, int64_t i, int n) {
     U xhat = u_mul(u_load(kind, row->h, i, n), u_set1(row->rstd));
-    U wdy = weighted(u_load(kind, row->dy, i, n), row, i);
+    U wdy = weighted(parts, u_load(kind, row->dy, i, n), row, i);
     U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-row->c))), u_set1(row->rstd)); /* rounding is symmetric: -(xhat * c) */
-    if (row->d_total) d = u_add(d, gradient_operand(kind, row, row->d_total, i, n));
-    if (STREAMS && row->bypass_cache) u_stream(kind, row->d, i, n, d);
+    if (parts & TOTALLED) d = u_add(d, gradient_operand(kind, parts, row->d_total, i, n));
+    if (parts & BYPASSING) u_stream(kind, row->d, i, n, d);
     else u_store(kind, row->d, i, n, d);
 }
 
-/* The first pass of `row`, which returns treesum(wdy * xhat), and the second pass of `before`; either may be NULL. */
-FN_INLINE float pass_over(int kind, const struct gradient_row *before, const struct gradient_row *row, int64_t hidden,
-                          float *sums) {
+/*
+ * The first pass of `row` and the second pass of `before`, over the whole units among the n elements from `begin` on; either
+ * may be NULL. Returns how many elements these units have.
+ */
+FN_INLINE int64_t pass_over_units(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
+                                  int64_t begin, int64_t n, float *products) {
+    const struct gradient_row first = row ? *row : *before, second = before ? *before : *row;
+    int64_t done = 0;
+    for (; done + UNIT <= n; done += UNIT) {
+        if (row && parts & FROM_MEMORY) {
+            fetch_unit(kind, first.next_dy, begin + done);
+            fetch_unit(kind, first.next_h, begin + done);
+        }
+        if (row) multiply_unit(kind, parts, &first, begin + done, UNIT, products + done);
+        if (before) gradient_unit(kind, parts, &second, begin + done, UNIT);
+    }
+    return done;
+}
+
+/* The same, with usual parts as constants. */
+FN_INLINE int64_t pass_over_segment(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
+                                    int64_t begin, int64_t n, float *products) {
+    enum { LARGE = FROM_MEMORY | (STREAMS ? BYPASSING : 0), ALWAYS = WEIGHTED | GRADIENT };
+#define PASS(parts) pass_over_units(kind, parts, before, row, begin, n, products)
+#define USUAL_1(parts) \
+    case ALWAYS | (parts): return PASS(ALWAYS | (parts));
+#define USUAL_4(parts) \
+    USUAL_1(parts) USUAL_1(SUMMED | (parts)) USUAL_1(SUMMED | MERGED | (parts)) USUAL_1(SUMMED | MERGED_MORE | (parts))
+    if (row && before) switch (parts) {
+        USUAL_4(0) USUAL_4(TOTALLED) USUAL_4(LARGE) USUAL_4(LARGE | TOTALLED)
+    }
+    return PASS(parts);
+#undef PASS
+#undef USUAL_1
+#undef USUAL_4
+}
+
+/* Both passes over all of a row; that of `row` returns treesum(wdy * xhat). */
+FN_INLINE float pass_over(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
+                          int64_t hidden, float *sums) {
     _Alignas(64) float products[FN_SEGMENT];
     int64_t segments = 0;
     for (int64_t begin = 0; begin < hidden; begin += FN_SEGMENT) {
-        int64_t n = hidden - begin < FN_SEGMENT ? hidden - begin : FN_SEGMENT, done = 0, width = UNIT;
+        int64_t n = hidden - begin < FN_SEGMENT ? hidden - begin : FN_SEGMENT, width = UNIT;
         while (width < n) width *= 2;
-        for (; done + UNIT <= n; done += UNIT) {
-            if (row) fetch_unit(kind, row->next_dy, begin + done);
-            if (row) fetch_unit(kind, row->next_h, begin + done);
-            if (row) multiply_unit(kind, row, begin + done, UNIT, products + done);
-            if (before) gradient_unit(kind, before, begin + done, UNIT);
-        }
+        int64_t done = pass_over_segment(kind, parts, before, row, begin, n, products);
         if (done < n) {
-            if (row) multiply_unit(kind, row, begin + done, (int)(n - done), products + done);
-            if (before) gradient_unit(kind, before, begin + done, (int)(n - done));
+            if (row) multiply_unit(kind, parts, row, begin + done, (int)(n - done), products + done);
+            if (before) gradient_unit(kind, parts, before, begin + done, (int)(n - done));
             /* Padding is +0, also where 0 * rstd is NaN. */
             for (int64_t k = n - done; k < UNIT; k++)
                 products[done + (kind == BF16P ? k % 2 * (UNIT / 2) + k / 2 : k)] = 0;
             done += UNIT;
         }
-        if (!row || !row->d) continue;
+        if (!row || !(parts & GRADIENT)) continue;
         for (; done < width; done += UNIT) u_store(F32, products, done, UNIT, u_set1(0));
         sums[segments++] = u_halve(kind == BF16P, sum_units(products, width));
     }
@@ -150,12 +200,10 @@ FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int
         .dy = fn_row_of_dy(job, m),
         .h = fn_row_of_h(job, m),
         .d_total = fn_row_of_d_total(job, m),
-        .g = job->weight ? gains + at : NULL,
+        .g = gains + at,
         .at = at,
-        .bias_at = job->bias_sums ? job->bias_sums + at : 0,
+        .bias_at = job->bias_sums + at,
         .d = job->dx ? job->dx + m * job->dx_stride : NULL,
-        .from_memory = job->from_memory,
-        .bypass_cache = job->bypass_cache,
         .rstd = ((const float *)job->rstd)[m],
     };
 }
@@ -169,6 +217,7 @@ FN_INLINE int merged_into(const struct fn_backward_part *part, int64_t m, int64_
 FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_t begin, int64_t end,
                              struct fn_sum_stack *sums, int merged, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
+    const int parts = parts_of(job, sums != NULL);
     struct gradient_row before = {0};
     if (part->pending) {
         before = operands_of(job, part->row, room.gains);
@@ -178,17 +227,19 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
         const int into = merged_into(part, m, begin, end, merged);
         void *const *const sum = sums ? sums->row + sums->count - into : NULL;
         if (sums) sums->count += 1 - into;
-        const int64_t next = m + 1 < end ? m + 1 : part->after;
+        const int64_t next = m + 1 < end ? m + 1 : part->after ? part->after : m;
         for (int64_t head = 0; head < job->heads; head++) {
             struct gradient_row row = operands_of(job, m * job->heads + head, room.gains);
             row.merged = into;
             row.sum = sum;
-            if (job->from_memory && next) {
+            row.oldest = sum ? sum[0] : NULL;
+            if (parts & FROM_MEMORY) {
                 row.next_dy = fn_row_of_dy(job, next * job->heads + head);
                 row.next_h = fn_row_of_h(job, next * job->heads + head);
             }
-            float total = before.d ? pass_over(kind, &before, &row, job->hidden, room.sums)
-                                   : pass_over(kind, NULL, &row, job->hidden, room.sums);
+            const int does = parts | (!sums || !into ? 0 : into == 1 ? MERGED : MERGED_MORE);
+            float total = before.d ? pass_over(kind, does, &before, &row, job->hidden, room.sums)
+                                   : pass_over(kind, does, NULL, &row, job->hidden, room.sums);
             row.c = total / (float)job->hidden;
             before = row;
         }
@@ -202,7 +253,7 @@ FN_INLINE void flush_row(int kind, const struct fn_backward_job *job, struct fn_
     const struct backward_scratch room = backward_scratch(job, part->scratch);
     struct gradient_row row = operands_of(job, part->row, room.gains);
     row.c = part->c;
-    pass_over(kind, &row, NULL, job->hidden, room.sums);
+    pass_over(kind, parts_of(job, 0), &row, NULL, job->hidden, room.sums);
     part->pending = 0;
 }
 

@@ -224,11 +224,12 @@ static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, void *
 }
 
 /* A row of a head, normalised again. The kinds may be known only when the program runs. */
-FN_INLINE void normalise_row_again(int64_t h, int64_t norm, int64_t out, const struct gradient_row *row, int64_t n, void *y) {
+FN_INLINE void normalise_row_again(int parts, int64_t h, int64_t norm, int64_t out, const struct gradient_row *row, int64_t n,
+                                   void *y) {
     for (int64_t i = 0; i < n; i += UNIT) {
         const int left = n - i < UNIT ? (int)(n - i) : UNIT;
         const U normed = gate_round(norm, u_mul(gate_load(h, row->h, i, left), u_set1(row->rstd)));
-        gate_store(out, y, i, left, weighted(normed, row, i));
+        gate_store(out, y, i, left, weighted(parts, normed, row, i));
     }
 }
 
@@ -238,12 +239,12 @@ static void normalise_again(const struct fn_backward_job *job, int64_t m, void *
         normalise_again_f64(job, m, scratch, rows);
         return;
     }
-    const int by_parity = kind_of_rows(job) == BF16P, norm = job->norm_kind;
+    const int by_parity = kind_of_rows(job) == BF16P, norm = job->norm_kind, parts = parts_of(job, 0);
     const float *const gains = backward_scratch(job, scratch).gains;
     for (int64_t head = 0; head < job->heads; head++, rows += bytes) {
         const struct gradient_row row = operands_of(job, m * job->heads + head, gains);
-        if (!by_parity) normalise_row_again(job->h_kind, norm, job->dy_kind, &row, job->hidden, rows);
-        else if (norm == NONE) normalise_row_again(GATE_BF16, NONE, GATE_BF16, &row, job->hidden, rows);
-        else normalise_row_again(GATE_BF16, GATE_BF16, GATE_BF16, &row, job->hidden, rows);
+        if (!by_parity) normalise_row_again(parts, job->h_kind, norm, job->dy_kind, &row, job->hidden, rows);
+        else if (norm == NONE) normalise_row_again(parts, GATE_BF16, NONE, GATE_BF16, &row, job->hidden, rows);
+        else normalise_row_again(parts, GATE_BF16, GATE_BF16, GATE_BF16, &row, job->hidden, rows);
     }
 }

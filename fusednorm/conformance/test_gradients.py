@@ -189,14 +189,17 @@ def test_large_gradients_are_those_of_the_rows(mode, dtype, hidden):
     x, residual, weight = (t.requires_grad_() for t in operands(case))
     dy, d_total, _ = operands(replace(case, seed=1))
 
-    def gradient(part):
-        outputs = fusednorm.fused_add_rms_norm(x[part], residual[part], weight.detach())
-        return torch.autograd.grad(outputs, x, (dy[part], d_total[part]))[0][part]
+    def gradients_of(part):
+        outputs = fusednorm.fused_add_rms_norm(x[part], residual[part], weight)
+        dx, dweight = torch.autograd.grad(outputs, (x, weight), (dy[part], d_total[part]))
+        return dx[part], dweight
 
-    whole = gradient(slice(None))
+    whole, dweight = gradients_of(slice(None))
     for begin in range(0, rows, rows // 3):
         part = slice(begin, begin + rows // 3)
-        assert torch.equal(gradient(part), whole[part])
+        assert torch.equal(gradients_of(part)[0], whole[part])
+    with fusednorm.use_backend("reference"):
+        assert torch.equal(gradients_of(slice(None))[1], dweight)
 
 
 def test_accuracy_in_bfloat16(mode):
