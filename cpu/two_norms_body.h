@@ -15,7 +15,7 @@ struct middle {
     const char *next_x; /* the next row, whose first pass is made meanwhile; or NULL */
     const struct scale *previous; /* the row before, whose third pass is made meanwhile; or NULL */
     float *sums, *next_sums; /* one per segment, of this row's sum and of the next row's x */
-    int fetches; /* whether the operands are fetched; always, where passes are made together */
+    int fetches; /* whether the operands are fetched */
 };
 
 /* A unit of x, normalised. */
@@ -120,7 +120,9 @@ typedef void add_normed_rest_fn(const struct middle *, int64_t, int64_t, int64_t
 FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, const struct middle *given, int64_t hidden,
                               add_normed_rest_fn *rest) {
     _Alignas(64) float columns[128], next_columns[128];
-    const struct middle copy = *given, *row = &copy; /* no store can alias a copy that no other function gets */
+    /* No store can alias a copy that no other function gets. */
+    const struct middle copy = *given, *row = &copy;
+    const struct scale none = {0}, previous = row->previous ? *row->previous : none;
     int64_t begin = 0, s = 0;
     const int by_column = kind == F32 && !together; /* as sum_segments_in_cache does, for its reason */
     for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
@@ -133,11 +135,11 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
         }
         FN_ROLLED
         for (int c = 0; !by_column && c < 128; c += UNIT) {
-            if (together) fetch_eight(kind, row->residual, begin + 8 * c + AHEAD_OF_PASSES);
-            if (together && row->next_x) fetch_eight(kind, row->next_x, begin + 8 * c + AHEAD_OF_PASSES);
+            if (together && row->fetches) fetch_eight(kind, row->residual, begin + 8 * c + AHEAD_OF_PASSES);
+            if (together && row->fetches && row->next_x) fetch_eight(kind, row->next_x, begin + 8 * c + AHEAD_OF_PASSES);
             add_normed_eight(kind, norm, passed, together, row, begin + 8 * c);
             if (together && row->next_x) u_store(F32, next_columns, c, UNIT, column_of(kind, row->next_x, begin + c));
-            if (together && row->previous) scale_eight(kind, norm, 0, row->previous, begin + 8 * c);
+            if (together && row->previous) scale_eight(kind, norm, 0, &previous, begin + 8 * c);
         }
         FN_ROLLED
         for (int c = 0; !by_column && c < 128; c += UNIT)
@@ -196,11 +198,10 @@ static const struct passes two_norms[KINDS][2][2] = {[NONE] = {{{NULL}}}, TWO_NO
  * Rows [begin, end), in one level; 0 where another way is needed. `first` is the norm before the addition, whose rows
  * pass to `next`. `gain` has room for a row of float.
  *
- * From memory, the second pass of a row is made together with the first pass of the next row and the third pass of the
- * row before, so that memory is read and written while there is arithmetic to do. In the caches, and of float on Zen 5,
- * which reads memory slower with so many rows under way, passes follow each other. There the first pass of the next row
- * comes before the third, so that the end of a row's sum, a root and a division overlap with work on the other row; but
- * not of float rows, two of which the nearest cache does not hold.
+ * Where passes overlap (dispatch.c), the second pass of a row is made together with the first pass of the next row and the
+ * third pass of the row before. Else they follow each other, the first pass of the next row before the third, so that the
+ * end of a row's sum, a root and a division overlap with work on the other row; but not of float rows, two of which the
+ * nearest cache does not hold.
  */
 static int two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,
                           void *scratch, float *gain) {
