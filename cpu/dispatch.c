@@ -147,6 +147,14 @@ static int two_norms_overlap(const struct fn_forward_job *job) {
     return job->x_kind != FN_F32 || job->hidden <= (job->from_memory ? 1024 : 2048);
 }
 
+/*
+ * Whether long rows take a weight and a bias as they are: the first cache would not hold both as float and the rows too. On
+ * Zen 5 a call took up to a third less time so. Conversions of float16, and those of AVX2, take longer.
+ */
+static int affine_as_is(const struct fn_forward_job *job) {
+    return !job->overlaps || (on_zen5 && job->x_kind == FN_BF16 && job->hidden > 2048);
+}
+
 /* One call of a chain. */
 struct part {
     const struct fn_call *given;
@@ -325,6 +333,7 @@ int fn_forward(const struct fn_call *calls, int count) {
         }
         job->overlaps = overlaps(job, rows);
         job->two_norms_overlap = two_norms_overlap(job);
+        job->affine_as_is = affine_as_is(job);
         if (job->bias || job->heads > 1) {
             job->affine = bytes;
             bytes += fn_affine_bytes(job);

@@ -88,10 +88,14 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int affine, i
     else u_store(out, s->out, i, n, y);
 }
 
-/* Part of the second pass of the previous row, of the same kind; its weight is float. */
+/* The kind of the weight: that of the bias; float, where there is none. */
+FN_INLINE int weight_kind(int affine) { return affine == NONE ? (int)F32 : affine; }
+
+/* Part of the second pass of the previous row, of the same kind. */
 FN_INLINE void scale_eight(int kind, int norm, int affine, const struct scale *previous, int64_t i) {
     for (int k = 0; k < 8; k++)
-        scale_unit(kind, norm, F32, 0, affine, kind, previous, u_index(i + k * UNIT), UNIT, previous->bypass_cache);
+        scale_unit(kind, norm, weight_kind(affine), 0, affine, kind, previous, u_index(i + k * UNIT), UNIT,
+                   previous->bypass_cache);
 }
 
 FN_INLINE U u_square(U u) { return u_mul(u, u); }
@@ -189,8 +193,8 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
         row->sums[sums++] = u_halve(x == BF16P, sum_short_segment(x, residual, round_sum, row, i, hidden - i));
     if (previous) {
         for (; i + UNIT <= hidden; i += UNIT)
-            scale_unit(x, norm, F32, 0, affine, x, previous, i, UNIT, previous->bypass_cache);
-        if (i < hidden) scale_unit(x, norm, F32, 0, affine, x, previous, i, (int)(hidden - i), 0);
+            scale_unit(x, norm, weight_kind(affine), 0, affine, x, previous, i, UNIT, previous->bypass_cache);
+        if (i < hidden) scale_unit(x, norm, weight_kind(affine), 0, affine, x, previous, i, (int)(hidden - i), 0);
     }
     return halve_sums(row->sums, sums);
 }
@@ -430,15 +434,14 @@ static const void *float_weight(const struct fn_forward_job *job, const struct p
 }
 
 /*
- * The weight and the bias as rows of float: in scratch, unless they are that already. Without a bias -0, as y + -0 is y. A
- * few rows take them as they are, if they are of out's kind.
+ * The weight and the bias as rows of float: in scratch, unless they are that already. Without a bias -0, as y + -0 is y. Or
+ * as they are, if they are of out's kind.
  */
-static struct affine affine_of(const struct fn_forward_job *job, const struct plan *p, int64_t rows, float *scratch) {
+static struct affine affine_of(const struct fn_forward_job *job, const struct plan *p, int as_is, float *scratch) {
     const int64_t room = fn_float_row(job->hidden);
     const float offset = (float)job->weight_offset;
     const int bias = p->out == BF16P && job->bias_kind ? BF16P : job->bias_kind;
-    const int as_is = rows < ONE_KIND_ROWS && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out &&
-                      affine_as_is[p->norm][p->out];
+    as_is = as_is && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out && affine_as_is[p->norm][p->out];
     struct affine a = {job->weight, job->bias, job->weight_stride, job->bias_stride, job->heads, as_is};
     if (as_is) return a;
     if (p->weight != F32 || p->offset) {
@@ -510,7 +513,7 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
     previous.rstd = batch.rstd[0];
     previous.h = p->residual ? first.residual_out : first.x;
     const int residual = p->residual != NONE, norm = p->norm != NONE;
-    if (affine) affine_overlaps[p->x][residual][norm](job, begin + 1, end, &previous, scratch, affine);
+    if (affine) affine_overlaps[p->x][residual][norm][affine->as_is](job, begin + 1, end, &previous, scratch, affine);
     else overlaps[p->x][residual][norm](job, begin + 1, end, &previous, scratch);
     batch.rstd[0] = previous.rstd;
     batch.h = previous.h;
@@ -566,14 +569,14 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
         scale_only(&p, job, begin, end);
         return;
     }
-    const int is_short = job->hidden < FN_SEGMENT;
-    int one_kind = end - begin >= ONE_KIND_ROWS && p.x == p.out && p.h == p.out && !p.keep &&
+    const int is_short = job->hidden < FN_SEGMENT, few = end - begin < ONE_KIND_ROWS;
+    int one_kind = !few && p.x == p.out && p.h == p.out && !p.keep &&
                    overlaps[p.x][0][0] && /* BF16 has none where BF16P has */
                    (is_short || job->overlaps);
     struct affine rows;
     const struct affine *affine = NULL;
     if (job->affine) {
-        rows = affine_of(job, &p, end - begin, (float *)((char *)scratch + job->affine));
+        rows = affine_of(job, &p, few || (!is_short && job->affine_as_is), (float *)((char *)scratch + job->affine));
         affine = &rows;
     }
     if (one_kind && !is_short)

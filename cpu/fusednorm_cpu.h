@@ -45,6 +45,7 @@ struct fn_forward_job {
     int from_memory; /* whether x and residual come from memory */
     int overlaps; /* whether passes over different rows may be made together */
     int two_norms_overlap; /* the same, of two norms with an addition between them */
+    int affine_as_is; /* whether long rows take a weight and a bias as they are, if these are of out's kind */
     size_t bypass_cache; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
 };
 

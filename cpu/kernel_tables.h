@@ -8,6 +8,7 @@
  *   AFFINE_AS_IS   kind, norm: h, the weight, the bias and out are of one kind
  *   ADDS       x, residual: the sum alone
  *   ONE_KIND   kind, residual, norm: x, residual, h and out are of one kind, and the weight is float
+ *   ONE_KIND_AS_IS  the same, where the weight and a bias may be of the same kind too
  *
  * BF16P takes part in combinations of its own alone (see kinds.h). With ROW_BY_ROW, tables of ONE_KIND are empty.
  */
@@ -55,6 +56,11 @@
 #define ONE_KIND(fn)
 #else
 #define ONE_KIND(fn) fn(F32, NONE, NONE) fn(F32, F32, NONE) ONE_KIND_OF(fn, F16) ONE_KIND_BF16(fn)
+#endif
+#if defined(BF16_BY_PARITY) && !ROW_BY_ROW
+#define ONE_KIND_AS_IS(fn) ONE_KIND_OF(fn, BF16P)
+#else
+#define ONE_KIND_AS_IS(fn)
 #endif
 
 typedef void sum_fn(const struct fn_forward_job *, struct batch *);
@@ -106,16 +112,21 @@ static overlap_fn *const overlaps[KINDS][2][2] = {[NONE] = {{NULL}}, ONE_KIND(OV
 
 typedef void affine_overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct scale *, char *,
                                const struct affine *);
-#define AFFINE_OVERLAP(kind, residual, norm)                                                                   \
-    static void affine_overlap_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin,   \
-                                                            int64_t end, struct scale *previous, char *scratch, \
-                                                            const struct affine *a) {                          \
-        overlap_rows(kind, residual, norm, F32, job, begin, end, previous, scratch, a);                          \
+#define AFFINE_OVERLAP_OF(affine, kind, residual, norm)                                                                \
+    static void affine_overlap_##affine##_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, \
+                                                                       int64_t end, struct scale *previous,            \
+                                                                       char *scratch, const struct affine *a) {        \
+        overlap_rows(kind, residual, norm, affine, job, begin, end, previous, scratch, a);                             \
     }
+#define AFFINE_OVERLAP(kind, residual, norm) AFFINE_OVERLAP_OF(F32, kind, residual, norm)
+#define AFFINE_OVERLAP_AS_IS(kind, residual, norm) AFFINE_OVERLAP_OF(BF16P, kind, residual, norm)
 #define AFFINE_OVERLAP_ENTRY(kind, residual, norm) \
-    [kind][residual != NONE][norm != NONE] = affine_overlap_##kind##_##residual##_##norm,
-ONE_KIND(AFFINE_OVERLAP)
-static affine_overlap_fn *const affine_overlaps[KINDS][2][2] = {[NONE] = {{NULL}}, ONE_KIND(AFFINE_OVERLAP_ENTRY)};
+    [kind][residual != NONE][norm != NONE][0] = affine_overlap_F32_##kind##_##residual##_##norm,
+#define AFFINE_OVERLAP_AS_IS_ENTRY(kind, residual, norm) \
+    [kind][residual != NONE][norm != NONE][1] = affine_overlap_BF16P_##kind##_##residual##_##norm,
+ONE_KIND(AFFINE_OVERLAP) ONE_KIND_AS_IS(AFFINE_OVERLAP_AS_IS)
+static affine_overlap_fn *const affine_overlaps[KINDS][2][2][2] = {
+    [NONE] = {{{NULL}}}, ONE_KIND(AFFINE_OVERLAP_ENTRY) ONE_KIND_AS_IS(AFFINE_OVERLAP_AS_IS_ENTRY)};
 
 typedef void add_fn(const struct fn_forward_job *, int64_t, int64_t);
 #define ADD(x, residual)                                                                             \

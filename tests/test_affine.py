@@ -140,9 +140,9 @@ def test_calls_beyond_the_fast_path(monkeypatch):
 
 @pytest.mark.skipif(not cpu.fast_path, reason="takes the fast path to the C library")
 def test_large_outputs(monkeypatch):
-    """Outputs that bypass the caches."""
-    for dtype in (BF16, F32):
-        x, residual, weight = operands(Case(1030, 4096).of(dtype))
+    """Outputs that bypass the caches, and rows that leave a weight and a bias as float no room in them."""
+    for dtype, rows, hidden in ((BF16, 1030, 4096), (F32, 1030, 4096), (BF16, 9, 2100), (F16, 9, 9000)):
+        x, residual, weight = operands(Case(rows, hidden).of(dtype))
         wanted = separately(x, residual, weight, weight, 0.5, {})
         monkeypatch.setattr(ops, "beyond_fast_path", None)
         assert same(fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5), wanted)

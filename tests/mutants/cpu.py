@@ -264,8 +264,8 @@ MUTANTS = (
         SAME,
         "the end of a row is not scaled where rows overlap",
         "cpu/forward_body.h",
-        "        if (i < hidden) scale_unit(x, norm, F32, 0, affine, x, previous, i, (int)(hidden - i), 0);\n",
-        "",
+        "scale_unit(x, norm, weight_kind(affine), 0, affine, x, previous, i, (int)(hidden - i), 0);",
+        ";",
     ),
     Mutant(
         SAME,
