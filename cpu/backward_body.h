@@ -112,14 +112,15 @@ FN_INLINE int64_t pass_over_segment(int kind, int parts, const struct gradient_r
 #define PASS(parts) pass_over_units(kind, parts, before, row, begin, n, products)
 #define USUAL_1(parts) \
     case ALWAYS | (parts): return PASS(ALWAYS | (parts));
-#define USUAL_4(parts) \
-    USUAL_1(parts) USUAL_1(SUMMED | (parts)) USUAL_1(SUMMED | MERGED | (parts)) USUAL_1(SUMMED | MERGED_MORE | (parts))
+#define USUAL_3(parts) USUAL_1(SUMMED | (parts)) USUAL_1(SUMMED | MERGED | (parts)) USUAL_1(SUMMED | MERGED_MORE | (parts))
+#define USUAL_4(parts) USUAL_1(parts) USUAL_3(parts)
     if (row && before) switch (parts) {
-        USUAL_4(0) USUAL_4(TOTALLED) USUAL_4(LARGE) USUAL_4(LARGE | TOTALLED)
+        USUAL_4(0) USUAL_4(TOTALLED) USUAL_4(LARGE) USUAL_4(LARGE | TOTALLED) USUAL_3(BIASED) USUAL_3(BIASED | LARGE)
     }
     return PASS(parts);
 #undef PASS
 #undef USUAL_1
+#undef USUAL_3
 #undef USUAL_4
 }
 

@@ -112,11 +112,11 @@ static overlap_fn *const overlaps[KINDS][2][2] = {[NONE] = {{NULL}}, ONE_KIND(OV
 
 typedef void affine_overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct scale *, char *,
                                const struct affine *);
-#define AFFINE_OVERLAP_OF(affine, kind, residual, norm)                                                                \
-    static void affine_overlap_##affine##_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, \
-                                                                       int64_t end, struct scale *previous,            \
-                                                                       char *scratch, const struct affine *a) {        \
-        overlap_rows(kind, residual, norm, affine, job, begin, end, previous, scratch, a);                             \
+#define AFFINE_OVERLAP_OF(bias, kind, residual, norm)                                                                \
+    static void affine_overlap_##bias##_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, \
+                                                                     int64_t end, struct scale *previous,            \
+                                                                     char *scratch, const struct affine *a) {        \
+        overlap_rows(kind, residual, norm, bias, job, begin, end, previous, scratch, a);                             \
     }
 #define AFFINE_OVERLAP(kind, residual, norm) AFFINE_OVERLAP_OF(F32, kind, residual, norm)
 #define AFFINE_OVERLAP_AS_IS(kind, residual, norm) AFFINE_OVERLAP_OF(BF16P, kind, residual, norm)
