@@ -10,7 +10,7 @@ struct gradient_row {
     const float *g; /* weight + offset in whole units */
     /* Sums of parameters' gradients, in whole units: sum[0] becomes this row's share + sum[merged - 1] + ... + sum[0]. */
     void *const *sum;
-    float *oldest; /* sum[0] */
+    float *oldest; /* sum[0], which loops would load again after each store */
     int merged;
     int64_t at, bias_at; /* where the head's sums of the weight's gradient begin, and of the bias's */
     void *d; /* the gradient of x */
@@ -228,6 +228,7 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
         const int into = merged_into(part, m, begin, end, merged);
         void *const *const sum = sums ? sums->row + sums->count - into : NULL;
         if (sums) sums->count += 1 - into;
+        const int does = parts | (!sums || !into ? 0 : into == 1 ? MERGED : MERGED_MORE);
         const int64_t next = m + 1 < end ? m + 1 : part->after ? part->after : m;
         for (int64_t head = 0; head < job->heads; head++) {
             struct gradient_row row = operands_of(job, m * job->heads + head, room.gains);
@@ -238,7 +239,6 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
                 row.next_dy = fn_row_of_dy(job, next * job->heads + head);
                 row.next_h = fn_row_of_h(job, next * job->heads + head);
             }
-            const int does = parts | (!sums || !into ? 0 : into == 1 ? MERGED : MERGED_MORE);
             float total = before.d ? pass_over(kind, does, &before, &row, job->hidden, room.sums)
                                    : pass_over(kind, does, NULL, &row, job->hidden, room.sums);
             row.c = total / (float)job->hidden;

@@ -38,12 +38,14 @@
 #define AFFINE_BY_PARITY(fn) \
     fn(F32, NONE, BF16P) fn(F32, BF16P, BF16P) fn(BF16P, NONE, BF16P) fn(BF16P, BF16P, BF16P)
 #define ONE_KIND_BF16(fn) ONE_KIND_OF(fn, BF16P)
+#define ONE_KIND_AS_IS(fn) ONE_KIND_BF16(fn)
 #define AFFINE_AS_IS(fn) fn(F16, NONE) fn(F16, F16) fn(BF16P, NONE) fn(BF16P, BF16P)
 #else
 #define SUMS_BY_PARITY(fn)
 #define SCALES_BY_PARITY(fn)
 #define AFFINE_BY_PARITY(fn)
 #define ONE_KIND_BF16(fn) ONE_KIND_OF(fn, BF16)
+#define ONE_KIND_AS_IS(fn)
 #define AFFINE_AS_IS(fn) fn(F16, NONE) fn(F16, F16) fn(BF16, NONE) fn(BF16, BF16)
 #endif
 
@@ -56,11 +58,6 @@
 #define ONE_KIND(fn)
 #else
 #define ONE_KIND(fn) fn(F32, NONE, NONE) fn(F32, F32, NONE) ONE_KIND_OF(fn, F16) ONE_KIND_BF16(fn)
-#endif
-#if defined(BF16_BY_PARITY) && !ROW_BY_ROW
-#define ONE_KIND_AS_IS(fn) ONE_KIND_OF(fn, BF16P)
-#else
-#define ONE_KIND_AS_IS(fn)
 #endif
 
 typedef void sum_fn(const struct fn_forward_job *, struct batch *);
