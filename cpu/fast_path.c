@@ -99,7 +99,7 @@ enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN_IS_F32, NEXT_NORM, ARGUMENTS
 enum { ARGUMENTS_OF_QUANTIZER = ARGUMENTS + FN_QUANTIZER_ARGUMENTS }; /* see fast_path_quantized.c */
 enum { ARGUMENTS_OF_GATE = ARGUMENTS + FN_GATE_ARGUMENTS }; /* see fast_path_gated.c */
 
-static function is_grad_enabled, increment_version;
+static function is_grad_enabled, is_inference_mode_enabled, increment_version;
 static descrgetfunc get_requires_grad; /* of the descriptor `requires_grad`, which Python would look up each time */
 
 /* 1 or 0, or -1 with a Python error set. */
@@ -270,8 +270,7 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     c->block = c->following = 0;
     c->heads = 1;
     const int public = arguments[ASK] == Py_True; /* the operators of torch.ops have one row for all heads */
-    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
-    if (c->hidden == 1 || (o[FN_WEIGHT].kind && !fits(&t[FN_WEIGHT], &t[FN_X], c, FN_WEIGHT, public))) return 0;
+    if (o[FN_WEIGHT].kind && !fits(&t[FN_WEIGHT], &t[FN_X], c, FN_WEIGHT, public)) return 0;
     if (o[FN_BIAS].kind && !fits(&t[FN_BIAS], &t[FN_X], c, FN_BIAS, public)) return 0;
     if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (o[FN_X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
         return 0;
@@ -341,6 +340,18 @@ int fn_run_on_device(struct fn_call *c, const tensor *x, int triton) {
     return fn_launch_cuda(c, stream) != FN_LAUNCHED;
 }
 
+int fn_refuses_writes(PyObject *const *outputs, const int *written, int count) {
+    for (int i = 0; i < count; i++) {
+        const int inference = written[i] ? fn_is_inference(outputs[i]) : 0;
+        if (inference < 0) return -1;
+        if (inference) {
+            const int allowed = answer(&is_inference_mode_enabled);
+            return allowed < 0 ? -1 : !allowed;
+        }
+    }
+    return 0;
+}
+
 int fn_count_writes(PyObject *const *outputs, const int *written, int count) {
     int number = 0;
     for (int i = 0; i < count; i++) number += written[i];
@@ -397,6 +408,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     const int written[2] = {c->operand[FN_OUT].kind != FN_NONE, c->operand[FN_RESIDUAL_OUT].kind != FN_NONE};
     int failed = allocate(arguments, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
     if (!failed) failed = overlap(c, first);
+    if (!failed) failed = fn_refuses_writes(outputs, written, 2);
     if (!failed && quantizes) {
         result = fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs[1], written[1], triton);
         Py_XDECREF(outputs[0]);
@@ -415,10 +427,10 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
 
 static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *capsule, *types[2], *callables[5], *asked[4];
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOO!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
-                          &callables[2], &callables[3], &callables[4], &PyTuple_Type, &asked[0], &PyTuple_Type, &asked[1],
-                          &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3]))
+    PyObject *capsule, *types[2], *callables[6], *asked[4], *operands;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO!O!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+                          &callables[2], &callables[3], &callables[4], &callables[5], &PyTuple_Type, &asked[0], &PyTuple_Type,
+                          &asked[1], &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3], &PyTuple_Type, &operands))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* other packages set other objects under this name */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -435,6 +447,8 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     empty_like = Py_NewRef(callables[2]);
     new_empty = Py_NewRef(callables[3]);
     increment_version = function_of(callables[4], METH_O);
+    is_inference_mode_enabled = function_of(callables[5], METH_NOARGS);
+    if (!fn_open_operands(operands)) return NULL;
     if (!open_listeners(asked[0], asked[1], asked[2], asked[3])) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "questions, variables or function modes of another form");
         return NULL;
@@ -482,7 +496,7 @@ static PyObject *forward_on(PyObject *module, PyObject *arguments) {
 static PyMethodDef methods[] = {
     {"open", open_fast_path, METH_VARARGS,
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, increment_version, "
-     "questions, variables, function modes, addresses in C++)\n--\n\n"
+     "is_inference_mode_enabled, questions, variables, function modes, addresses in C++, what is asked of operands)\n--\n\n"
      "Whether this version of the exchange API is understood."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_run and fn_run_rotation)\n--\n\nLets CPU tensors through."},
     {"open_quantizer", fn_open_quantizer, METH_VARARGS,

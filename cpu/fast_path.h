@@ -43,8 +43,13 @@ extern PyTypeObject *fn_tensor_type, *fn_parameter_type; /* torch.Tensor and its
 /* Reads a plain tensor whose rows are one stride apart. Returns 0 for any other object, perhaps with a Python error. */
 int fn_read(PyObject *object, tensor *t, struct fn_operand *o);
 int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o); /* also of a type that no kernel takes: FN_NONE */
-/* The same with any strides, which are left out. An empty tensor, and one without memory, is no plain tensor. */
+/*
+ * The same with any strides, which are left out. An empty tensor is no plain tensor, nor is one whose memory does not hold
+ * its elements as they are.
+ */
 int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o);
+int fn_open_operands(PyObject *found); /* keeps what fusednorm/fast_path.py found in torch; 0 with a Python error */
+int fn_is_inference(PyObject *object); /* whether a tensor was made in inference mode; -1 with a Python error */
 int fn_same_shape(const tensor *a, const tensor *b);
 int fn_same_device(const tensor *a, const tensor *b);
 int64_t fn_elements(const tensor *t); /* -1 if there are gaps between them */
@@ -68,6 +73,8 @@ PyObject *fn_shape(const tensor *x, int64_t last); /* x's shape with another las
 int fn_is_heard(void);
 /* Whether autograd would have to know of a call with these operands, some of them None; -1 with a Python error. */
 int fn_records_gradient(PyObject *const *operands, Py_ssize_t count);
+/* 0 if these outputs that the caller gave may be written; nonzero if Python refuses that, or -1 with a Python error. */
+int fn_refuses_writes(PyObject *const *outputs, const int *written, int count);
 /* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
 int fn_count_writes(PyObject *const *outputs, const int *written, int count);
 /* Reads calls, FN_PACKED at most, as fusednorm/packing.py packs them; returns 0 with a Python error. */

@@ -30,8 +30,6 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     c->eps = 0;
     c->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
     if (PyErr_Occurred()) return 0;
-    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
-    if (c->hidden == 1) return 0;
     const int64_t wide = o[FN_BACKWARD_RSTD].kind == FN_F64, blocks = fn_blocks(c);
     if (!wide && o[FN_BACKWARD_RSTD].kind != FN_F32) return 0;
     if (o[FN_DWEIGHT].kind && o[FN_DWEIGHT].kind != o[FN_BACKWARD_WEIGHT].kind) return 0;

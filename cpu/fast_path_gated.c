@@ -36,7 +36,7 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
     if (g->activation < 0 || (given->between && g->wide) || c->operand[FN_WEIGHT].stride) return 0;
     if (given->how == AND_MUL && !given->between && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
     if (given->how == AND_MUL && arguments[Z] == Py_None) {
-        if (c->hidden % 2 || c->hidden == 2) return 0; /* of one element: as in fast_path.c */
+        if (c->hidden % 2) return 0;
         c->hidden /= 2;
         other = c->operand[FN_X];
         other.address += (uintptr_t)(c->hidden * fn_element_size(kind));
@@ -126,6 +126,7 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
         if (t.shape[i] != x_tensor->shape[i]) goto end;
     if (!fn_same_device(&t, x_tensor) || (o.kind == FN_F64 && !given->gate.wide)) goto end;
     if (is_given && !may_be_written(given, &o)) goto end;
+    if (fn_refuses_writes(&out, &is_given, 1)) goto end;
     if (!is_given && t.device.type == DL_CPU) fn_expect_writes(o.address, c->rows * c->hidden * fn_element_size(o.kind));
     put_together(given, &o);
     failed = fn_run_on_device(c, x_tensor, triton);
@@ -166,8 +167,7 @@ PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *argum
                 fn_same_device(&t[i], &t[0]) && fn_same_shape(&t[i], &t[0]);
         g->wide |= o->kind == FN_F64 && (i == FN_GATED || i == FN_GATE);
     }
-    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
-    if (!taken || t[0].shape[t[0].ndim - 1] == 1) return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    if (!taken) return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
     c->flags = FN_GATE_ONLY;
     c->device = t[0].device.id;
     c->hidden = g->hidden = t[0].shape[t[0].ndim - 1];
@@ -202,8 +202,7 @@ static int read_tensors(PyObject *const *arguments, struct fn_operand *o, struct
                                                                      : !fn_same_shape(&t[i], x))
             return 0;
     }
-    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
-    return c->hidden > 1 && c->rows % c->heads == 0;
+    return c->rows % c->heads == 0;
 }
 
 PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {

@@ -7,6 +7,49 @@
 const exchange_api *fn_exchange_api;
 PyTypeObject *fn_tensor_type, *fn_parameter_type;
 
+/* torch's C++ functions, which take a pointer to its tensor. Without them Python's functions of the same names are asked. */
+static struct {
+    Py_ssize_t place; /* of torch's tensor in Python's object; 0: C++ cannot be asked */
+    _Bool (*is_neg)(const void *), (*is_inference)(const void *);
+    int32_t (*storage_size)(const void *, int64_t *), (*storage_offset)(const void *, int64_t *);
+    PyObject *in_memory_as_is, *is_inference_in_python;
+} torch;
+
+int fn_open_operands(PyObject *found) {
+    unsigned long long address[4];
+    if (!PyArg_ParseTuple(found, "n(KKKK)OO", &torch.place, &address[0], &address[1], &address[2], &address[3],
+                          &torch.in_memory_as_is, &torch.is_inference_in_python))
+        return 0;
+    torch.is_neg = (_Bool (*)(const void *))(uintptr_t)address[0];
+    torch.is_inference = (_Bool (*)(const void *))(uintptr_t)address[1];
+    torch.storage_size = (int32_t (*)(const void *, int64_t *))(uintptr_t)address[2];
+    torch.storage_offset = (int32_t (*)(const void *, int64_t *))(uintptr_t)address[3];
+    Py_INCREF(torch.in_memory_as_is);
+    Py_INCREF(torch.is_inference_in_python);
+    return 1;
+}
+
+static int ask(PyObject *question, PyObject *object) {
+    PyObject *found = PyObject_CallFunctionObjArgs(question, object, NULL);
+    const int value = found ? PyObject_IsTrue(found) : -1;
+    Py_XDECREF(found);
+    return value;
+}
+
+int fn_is_inference(PyObject *object) {
+    return torch.place ? torch.is_inference((char *)object + torch.place) : ask(torch.is_inference_in_python, object);
+}
+
+/* Whether memory holds all elements as they are: no lazy negative bit, and a storage that nobody has made shorter. */
+static int in_memory_as_is(PyObject *object, const tensor *t) {
+    if (!torch.place) return ask(torch.in_memory_as_is, object) > 0;
+    const void *const of_torch = (char *)object + torch.place;
+    int64_t size, last;
+    if (torch.is_neg(of_torch) || torch.storage_size(of_torch, &size) || torch.storage_offset(of_torch, &last)) return 0;
+    for (int i = 0; i < t->ndim; i++) last += (t->shape[i] - 1) * t->strides[i];
+    return (last + 1) * (t->dtype.bits / 8) <= size;
+}
+
 static int kind_of(const tensor *t) {
     if (t->dtype.code == DL_BFLOAT) return t->dtype.bits == 16 ? FN_BF16 : FN_NONE;
     if (t->dtype.code != DL_FLOAT) return FN_NONE;
@@ -41,7 +84,7 @@ int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o) {
         if (t->shape[i] == 0) return 0;
     *o = (struct fn_operand){.kind = kind_of(t)};
     if (t->data) o->address = (uintptr_t)t->data + t->byte_offset;
-    return o->address != 0;
+    return o->address && in_memory_as_is(object, t);
 }
 
 int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o) {

@@ -118,10 +118,11 @@ PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_t
         if (residual_written && !fn_apart(fn_extent_of(c, FN_RESIDUAL_OUT), other)) goto end;
     }
     if (c->flags & FN_QUANTIZED) c->operand[FN_OUT] = (struct fn_operand){.kind = given->passed_kind, .stride = c->hidden};
-    failed = fn_run_on_device(c, x_tensor, triton);
-    if (failed) goto end;
     PyObject *const outputs[] = {out, scale, residual_out};
     const int written[] = {out_given, scale_given, residual_written};
+    if (fn_refuses_writes(outputs, written, 2)) goto end; /* the sum was looked at before */
+    failed = fn_run_on_device(c, x_tensor, triton);
+    if (failed) goto end;
     failed = fn_count_writes(outputs, written, 3);
     if (!failed) result = residual_out == Py_None ? PyTuple_Pack(2, out, scale) : PyTuple_Pack(3, out, scale, residual_out);
 end:

@@ -107,8 +107,7 @@ static int all_fit(const struct given *g) {
     if (g->has[COS] != g->has[SIN] || (g->has[POSITIONS] && !g->has[COS])) return 0;
     if (!g->has[COS]) return 1;
     const int64_t pairs = t[COS].ndim ? last_of(&t[COS], 1) : 0;
-    /* A tensor of one element can be contiguous although its negative bit is set: Python takes it. */
-    if (pairs < 2 || 2 * pairs > last_of(q, 1) || !fn_same_shape(&t[SIN], &t[COS])) return 0;
+    if (pairs < 1 || 2 * pairs > last_of(q, 1) || !fn_same_shape(&t[SIN], &t[COS])) return 0;
     for (int i = COS; i <= SIN; i++)
         if (!g->o[i].kind || !is_dense(&t[i]) || (g->has[POSITIONS] ? t[i].ndim != 2 : !expands(&t[i], 1, q))) return 0;
     if (!g->has[POSITIONS]) return 1;
@@ -284,6 +283,7 @@ PyObject *fn_rotate(PyObject *const *arguments, long devices) {
     PyObject *result = NULL, *outputs[FN_SETS] = {NULL, NULL};
     const int written[FN_SETS] = {g.has[Q_OUT], g.has[K_OUT]};
     int failed = allocate(arguments, outputs, &g);
+    if (!failed) failed = fn_refuses_writes(outputs, written, FN_SETS);
     if (!failed) failed = !find_levels(&g, &r) || ((written[0] || written[1]) && outputs_overlap(&g, &r));
     if (!failed) {
         fill_in(&g, &r);

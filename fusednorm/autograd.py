@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm import listeners, run
+from fusednorm import listeners, plain, run
 from fusednorm.backends import reference
 from fusednorm.call import Around, Flags, RMSNorm, operation_of
 from fusednorm.dispatcher import new_outputs, on_rows
@@ -93,6 +93,7 @@ def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
     """What was normalised, of what :func:`keep` kept: a row, or two terms that are added, unrounded."""
     if len(terms) == 1:
         return terms[0]
+    plain.check_kept((), terms)
     (h,) = on_rows(lambda x, residual: (x.to(accumulator) + residual.to(accumulator),), terms)
     return cast(Tensor, h)
 
@@ -113,6 +114,7 @@ def gradients(
         dy = torch.zeros_like(h, dtype=operation.out)
     # rstd, which is kept without derivatives, is made again with them.
     if _differentiated_again():
+        plain.check_kept((dy, d_total), (h, rstd, weight))
 
         def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
             again = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
@@ -203,6 +205,7 @@ class NormaliseAffine(torch.autograd.Function):
                 needs = ctx.needs_input_grad[:4]
                 found = run.affine_backward(ctx.backend, ctx.operation, *others, ctx.weight_offset, needs)
                 return *found, *[None] * (3 + len(Flags._fields))
+            plain.check_kept((dy, d_total), others[2:])
             h = h.to(rstd.dtype)
             if _differentiated_again():
                 rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]

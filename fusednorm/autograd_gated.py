@@ -97,6 +97,7 @@ class NormalisedAndGated(torch.autograd.Function):
         x, gate, weight, rstd = ctx.saved_tensors
         needs, how = ctx.needs_input_grad[:3], ctx.how
         if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(d, x, gate, weight):
+            plain.check_kept((d,), (x, gate, weight))
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
                 apart: list[Any] = [t if t is None else t.view_as(t) for t in (x, gate, weight)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusednorm import listeners, plain, run, run_rotated
 from fusednorm.autograd import new_rstd
 from fusednorm.call import Flags, HeadsNorm, operation_of
+from fusednorm.checks import check_kept
 from fusednorm.ops import rms_norm
 from fusednorm.registry import fast_paths, request
 from fusednorm.run_rotated import Head, Rotator, Turn
@@ -101,6 +102,7 @@ class NormalisedAndRotated(torch.autograd.Function):
             return tuple(found)
         given = [d for d in (incoming[set_] for set_ in here) if d is not None]
         if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(*given, *operands):
+            plain.check_kept(given, operands)
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
                 apart: list[Any] = [t if t is None else t.view_as(t) for t in operands[:4]]
@@ -116,6 +118,7 @@ class NormalisedAndRotated(torch.autograd.Function):
             for place, gradient in zip(places, gradients, strict=True):
                 found[place] = gradient
             return tuple(found)
+        check_kept(given, (cos, sin, positions))
         turned = _transposed(given, how, how.turn(q, cos, -sin, positions), ctx.rotate)
         for set_, d in zip(here, turned, strict=True):
             found[set_], _, found[2 + set_] = run.backward(

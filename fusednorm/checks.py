@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from fusednorm import layout
 from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.backends.quantizer import MOST
 from fusednorm.backends.reference import accumulator
@@ -152,9 +153,15 @@ def check_activation(activation: str) -> None:
 
 
 def check_affine(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, x_name: str = "x", weight_name: str = "weight"
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    in_memory: bool,
+    x_name: str = "x",
+    weight_name: str = "weight",
 ) -> None:
-    """A weight and a bias: [N], or [H, N] for x of [..., H, N]."""
+    """A weight and a bias: [N], or [H, N] for x of [..., H, N]; and that there is memory, if there must be."""
     for name, operand in ((weight_name, weight), ("bias", bias)):
         row = operand
         if isinstance(operand, Tensor) and operand.dim() == 2:
@@ -166,6 +173,8 @@ def check_affine(
                 )
             row = operand.new_empty(x.shape[-1])  # each row is to fit as one for all heads does
         check_operands(x, None, row, None, None, in_memory=False, x_name=x_name, weight_name=name)
+        if in_memory and operand is not None:
+            check_memory(name, operand)
 
 
 def check_quantization(
@@ -207,6 +216,8 @@ def check_quantization(
         if tensor.numel() != 1:
             raise ValueError(f"{name} must have one element, got shape {list(tensor.shape)}; {cure}")
         check_device(name, tensor, x, x_name, cure)
+        if in_memory:
+            check_memory(name, tensor)
     if in_memory and scale is not None and scale.device.type == "cpu" and not 0 < scale.item() < math.inf:
         raise ValueError(f"scale must be greater than 0 and finite, got {scale.item()}; it is the value of one step")
     if in_memory and zero_point is not None and zero_point.device.type == "cpu" and abs(zero_point.item()) >= MOST:
@@ -246,11 +257,15 @@ def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> Non
 
 
 def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]] | None = None) -> None:
-    """Outputs share no memory with each other, or with an input that they are not. Either may be absent.
+    """Outputs have memory, and share none with each other, or with an input that they are not. Either may be absent.
 
     An output with the name of an input is that input, which the call overwrites. ``own``: by output, the inputs that it
     may be; an output without an entry may be none. None: each may be any.
     """
+    for name, tensor in {**inputs, **outputs}.items():
+        if tensor is not None:
+            check_memory(name, tensor)
+    check_may_be_written(outputs)
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
     present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and t.numel() and not t.is_meta}
     names, written = list(present), [name for name in outputs if name in present]
@@ -302,7 +317,7 @@ def _usual(operands: tuple[Tensor | None, ...]) -> bool:
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
             return False
-        if not tensor.data_ptr():
+        if not tensor.numel() or not layout.in_memory(tensor):
             return False
         if i and (tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape)):
             return False
@@ -329,12 +344,35 @@ def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | 
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """That its elements are in memory."""
-    if tensor.data_ptr() == 0 and tensor.numel() > 0 and tensor.device.type != "meta":
-        raise TypeError(
-            f"{name} is a {type(tensor).__name__} without memory of its own; pass the tensor that it wraps "
-            "(of a DTensor, its to_local())"
-        )
+    """That all its elements are in memory."""
+    if layout.in_memory(tensor):
+        return
+    if type(tensor) not in _PLAIN:
+        cure = "pass the tensor that it wraps (of a DTensor, its to_local())"
+    elif tensor._is_zerotensor():
+        cure = f"{name}.clone() has one" if name.isidentifier() else "clone() has one"
+    else:
+        cure = "its storage was freed or made shorter: pass a tensor that still holds its elements"
+    raise TypeError(f"{name} is a {type(tensor).__name__} without memory for all its elements; {cure}")
+
+
+def check_may_be_written(outputs: Named) -> None:
+    """That no output is an inference tensor outside of inference mode, where torch would miss the write."""
+    for name, tensor in outputs.items():
+        if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{name} is an inference tensor, and inplace update to inference tensor outside InferenceMode is not "
+                f"allowed; call the function within torch.inference_mode(), or pass {name}.clone()"
+            )
+
+
+def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> None:
+    """That incoming gradients, and what the forward pass kept for them, are in memory still."""
+    names = ("an incoming gradient", incoming), ("a tensor that was kept for the backward pass", kept)
+    for name, tensors in names:
+        for tensor in tensors:
+            if tensor is not None:
+                check_memory(name, tensor)
 
 
 def check_gradients(

@@ -100,7 +100,7 @@ def explain(
     for name, given, functions in (("bias", bias is not None, _AFFINE), ("x_scale", x_scale != 1.0, _SCALED)):
         if given and function not in functions:
             raise TypeError(f"{function.__name__} takes no {name}; leave it out, or pass a function that takes it")
-    check_affine(x, before.weight if before is not None else weight, bias)
+    check_affine(x, before.weight if before is not None else weight, bias, in_memory=False)
     of_heads = bias is not None or (weight is not None and weight.dim() == 2)
     around = Around(bias, x_scale) if of_heads or x_scale != 1.0 else None
     check_operands(x, residual, None if of_heads else weight, out, None)

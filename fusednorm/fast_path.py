@@ -6,13 +6,14 @@ Without them it stays closed.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fusednorm import listeners
+from fusednorm import layout, listeners
 
 if TYPE_CHECKING:
     from fusednorm.registry import Explanation, FastPath
@@ -21,6 +22,25 @@ try:
     _fast_path: Any = import_module("fusednorm._fast_path")
 except ImportError:  # the cpu backend says why
     _fast_path = None
+
+
+#: The C++ functions of torch that tell whether a tensor's negative bit is set, whether it was made in inference mode,
+#: and the bytes of its storage and the elements before its first one there.
+_IN_CPP = (
+    "_ZN2at6native6is_negERKNS_6TensorE",
+    "_ZN2at6native12is_inferenceERKNS_6TensorE",
+    "aoti_torch_get_storage_size",
+    "aoti_torch_get_storage_offset",
+)
+
+
+def _place_of_tensor() -> int:
+    """Bytes before the pointer to torch's tensor in a Python object; 0 where C++ functions cannot be asked."""
+    tensor = torch.empty(0)
+    places = range(object.__basicsize__, torch.Tensor.__basicsize__ - 7, 8)
+    pointers = (ctypes.c_void_p.from_address(id(tensor) + place).value for place in places)
+    found = [place for place, pointer in zip(places, pointers, strict=True) if pointer == tensor._cdata]
+    return found[0] if found and all(listeners.in_cpp(*_IN_CPP)) else 0
 
 
 def _open(exchange_api: object) -> bool:
@@ -34,10 +54,12 @@ def _open(exchange_api: object) -> bool:
             torch.empty_like,
             torch.Tensor.new_empty,
             torch._C._increment_version,
+            torch.is_inference_mode_enabled,
             listeners.QUESTIONS,
             tuple((vars(module), name, value) for module, name, value in listeners.VARIABLES),
             listeners.FUNCTION_MODES,
-            listeners.in_cpp(),
+            listeners.in_cpp(*listeners.IN_CPP),
+            (_place_of_tensor(), listeners.in_cpp(*_IN_CPP), layout.in_memory_as_is, torch.Tensor.is_inference),
         )
     )
 

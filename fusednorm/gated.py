@@ -18,6 +18,7 @@ from fusednorm.checks import (
     check_apart,
     check_between,
     check_flags,
+    check_memory,
     check_operands,
     refuse_grad,
     refuse_nested,
@@ -183,6 +184,8 @@ def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
         refuse_type("gate", gate)
     if gate.is_nested:
         refuse_nested("gate")
+    if plain.in_memory(gate):
+        check_memory("gate", gate)  # torch would refuse the halves in words of its own
     if gate.dim() == 0 or gate.shape[-1] == 0 or gate.shape[-1] % 2:
         raise ValueError(
             f"gate must be [..., 2 * N] where up is not given, got shape {list(gate.shape)}; pass gate and up, both of "
@@ -264,6 +267,7 @@ class Gated(torch.autograd.Function):
         activation, between, _ = ctx.gating
         found: Any
         if is_grad_enabled() or listeners.level_entered():  # the gradients may be differentiated again
+            plain.check_kept((d,), (y, z))
             found = activations.gate_gradients(d, y, z, activation, between, needs)
         elif listeners.below(d, y, z):
             operations = dispatcher.operations(d, y, z)

@@ -76,6 +76,29 @@ def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[
     return inner, list(zip(outer_steps, steps, strict=True))
 
 
+def in_memory(tensor: Tensor) -> bool:
+    """Whether memory holds all elements of a dense tensor that is no batch of a transform.
+
+    A storage may have been freed or made shorter (FSDP does so between passes), and a ZeroTensor of torch has none.
+    """
+    if tensor.numel() == 0 or tensor.is_meta:
+        return True
+    if tensor.data_ptr() == 0:
+        return False
+    elements = tensor.numel() if tensor.is_contiguous() else _elements_to_the_last(tensor)
+    return (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def _elements_to_the_last(tensor: Tensor) -> int:
+    """Elements of memory from the first one of a tensor to the last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def in_memory_as_is(tensor: Tensor) -> bool:
+    """Whether memory holds all elements as they are, and not their negatives."""
+    return in_memory(tensor) and not tensor.is_neg()
+
+
 def packed(tensor: Tensor) -> Tensor:
     """The tensor if it is contiguous, else a copy that is."""
     return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()

@@ -6,6 +6,7 @@ subclasses) use them; a plain call does not, because torch's dispatcher would co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from fusednorm.checks import (
     check_affine,
     check_flags,
     check_gradients,
+    check_memory,
     check_operands,
     check_quantization,
 )
@@ -148,14 +150,14 @@ def _affine(
     rounded_to: torch.dtype | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    check_affine(n, weight, bias)
+    check_affine(n, weight, bias, in_memory=False)
     return reference.affine(n, weight, bias, weight_offset, rounded_to, out_dtype).contiguous()
 
 
 def _affine_backward(
     dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_affine(n, weight, bias)
+    check_affine(n, weight, bias, in_memory=False)
     need_n, need_weight, need_bias = needs
     found = reference.affine_gradients(dy, n, weight, bias, weight_offset, (need_n, need_weight, need_bias))
     dn, dweight, dbias = (n.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
@@ -163,7 +165,7 @@ def _affine_backward(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
-    check_heads("x", x)
+    check_heads("x", x, False)
     check_tables(cos, sin, None, x, in_memory=False)
     return run_rotated.rotate(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
 
@@ -272,7 +274,7 @@ def _fake_scale(x: Tensor, factor: float) -> Tensor:
 def _fake_affine(
     n: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, rounded_to: Any, out_dtype: torch.dtype
 ) -> Tensor:
-    check_affine(n, weight, bias)
+    check_affine(n, weight, bias, in_memory=False)
     return torch.empty_like(n, dtype=out_dtype, memory_format=torch.contiguous_format)
 
 
@@ -287,7 +289,7 @@ def _fake_affine_backward(
 
 
 def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
-    check_heads("x", x)
+    check_heads("x", x, False)
     check_tables(cos, sin, None, x, in_memory=False)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -363,9 +365,24 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "backward": (_backward, _fake_backward),
 }
 
+
+def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """The function of an operator, which sees that all operands of these names are in memory."""
+
+    @functools.wraps(function)
+    def checked(*arguments: Any) -> Any:
+        for name, argument in zip(names, arguments, strict=False):
+            if isinstance(argument, Tensor):
+                check_memory(name, argument)
+        return function(*arguments)
+
+    return checked
+
+
 for _name, (_function, _fake) in _FUNCTIONS.items():
     torch.library.define(f"fusednorm::{_name}", SCHEMAS[_name], tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"fusednorm::{_name}", "CompositeExplicitAutograd", _function)
+    _names = [argument.name for argument in getattr(torch.ops.fusednorm, _name).default._schema.arguments]
+    torch.library.impl(f"fusednorm::{_name}", "CompositeExplicitAutograd", _of_memory(_function, _names))
     torch.library.register_fake(f"fusednorm::{_name}", _fake)
 
 

@@ -46,7 +46,7 @@ FUNCTION_MODES = (_torchs("_len_torch_function_stack"), _torchs("_get_function_s
 
 #: The C++ functions of torch behind these: the numbers of dispatch modes and function modes, and the state of a trace.
 #: The fast path calls them directly where it can, because a call through Python takes several times as long.
-_IN_CPP = (
+IN_CPP = (
     "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv",
     "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv",
     "_ZN5torch3jit6tracer15getTracingStateEv",
@@ -67,13 +67,13 @@ _tangents_enabled = _torchs("_is_fwd_grad_enabled")
 MISSING += [name for module, name, _ in VARIABLES if not hasattr(module, name)]
 
 
-def in_cpp() -> tuple[int, ...]:
-    """The addresses of torch's C++ functions; zeros in untested versions of torch, and if a name is missing."""
+def in_cpp(*names: str) -> tuple[int, ...]:
+    """The addresses of C++ functions of torch; zeros in untested versions of torch, and if a name is missing."""
     if torch.__version__.startswith(_TESTED):
         library = ctypes.CDLL(torch._C.__file__)  # loaded already
-        if all(hasattr(library, name) for name in _IN_CPP):
-            return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _IN_CPP)
-    return (0, 0, 0)
+        if all(hasattr(library, name) for name in names):
+            return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names)
+    return (0,) * len(names)
 
 
 def override(*operands: Tensor | None) -> bool:

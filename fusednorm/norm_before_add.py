@@ -315,7 +315,8 @@ def _beyond_fast_path(
         return run.forward(x, residual, next_weight, flags, out, residual_out, None, before)
     # The plain operations check their operands, but know some of them by other names.
     if not (compiling or transformed):
-        check_operands(x, residual, next_weight, out, residual_out, in_memory=False, weight_name="next_weight")
+        in_memory = not listeners.below(*operands)
+        check_operands(x, residual, next_weight, out, residual_out, in_memory=in_memory, weight_name="next_weight")
     check_between(before.between, x)
     if given and records:
         refuse_grad(name)

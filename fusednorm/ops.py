@@ -353,8 +353,9 @@ def _composed(
     if not (records or compiling or transformed or listeners.below(x, residual, *others)):
         return run.forward(x, residual, weight, flags, out, residual_out, around=Around(bias, x_scale))
     if not (compiling or transformed):
-        check_operands(x, residual, None, out, residual_out, in_memory=False)
-        check_affine(x, weight, bias)
+        in_memory = not listeners.below(x, residual, *others)
+        check_operands(x, residual, None, out, residual_out, in_memory=in_memory)
+        check_affine(x, weight, bias, in_memory=in_memory)
     flags = check_flags(flags, x, residual, out, residual_out)
     factor = number("x_scale", x_scale)
     if given and not (compiling or transformed or _heard_below(x, residual, None, out, residual_out)):

@@ -6,13 +6,14 @@ operations would leave out roundings between them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm import dispatcher, listeners, run_rotated
+from fusednorm import checks, dispatcher, listeners, run_rotated
 from fusednorm.backends import reference, rotation
 from fusednorm.tangents import outer_levels, primals
 
@@ -30,6 +31,12 @@ def transformed(*operands: Tensor | None) -> bool:
 def in_memory(*operands: Tensor | None) -> bool:
     """Whether the operands lie in memory, so that their addresses and contents can be checked."""
     return not (seen(*operands) or transformed(*operands))
+
+
+def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> None:
+    """:func:`fusednorm.checks.check_kept`, of operands that lie in memory."""
+    if in_memory(*incoming, *kept):
+        checks.check_kept(incoming, kept)
 
 
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,6 +110,7 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """The transpose: back by the same angles."""
         cos, sin = ctx.saved_tensors
+        check_kept((dy,), (cos, sin))
         interleaved, rounded_to, _ = ctx.how
         return rotate(dy, cos, -sin, interleaved, rounded_to, ctx.x_dtype), *[None] * 5
 
@@ -133,6 +141,7 @@ class Affine(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """See :func:`fusednorm.backends.reference.affine_gradients`."""
         n, weight, bias = ctx.saved_tensors
+        check_kept((dy,), ctx.saved_tensors)
         needs = ctx.needs_input_grad[:3]
         return *reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs), None, None, None
 

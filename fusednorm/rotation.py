@@ -83,11 +83,11 @@ def rotate(
             round_products=round_products,
             out=out,
         )
-    check_heads("x", x)
+    in_memory = plain.in_memory(*operands)
+    check_heads("x", x, in_memory)
     check_flag("interleaved", interleaved)
     check_flag("round_products", round_products)
     rounded_to = x.dtype if round_products else None
-    in_memory = plain.in_memory(*operands)
     check_tables(cos, sin, positions, x, in_memory=in_memory)
     inputs = {"x": x, "cos": cos, "sin": sin, "positions": positions}
     _check_outputs("rotate", {"out": (out, "x")}, inputs, in_memory)
@@ -288,7 +288,7 @@ def _check_heads_and_tables(
 ) -> None:
     """That q and k, their weights and the tables fit each other."""
     for name, heads in (("q", q), ("k", k)):
-        check_heads(name, heads)
+        check_heads(name, heads, in_memory)
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"k must have q's shape {list(q.shape)} but for the number of heads, got {list(k.shape)}; pass both as "
@@ -297,7 +297,7 @@ def _check_heads_and_tables(
     for name, heads, weight in (("q", q, q_weight), ("k", k, k_weight)):
         if weight is not None and not norm:
             raise TypeError(f"{name}_weight is given, and norm=False leaves out what it belongs to; pass None")
-        check_affine(heads, weight, None, x_name=name, weight_name=f"{name}_weight")
+        check_affine(heads, weight, None, in_memory=in_memory, x_name=name, weight_name=f"{name}_weight")
     if cos is not None or sin is not None:
         check_tables(cos, sin, positions, q, in_memory=in_memory, x_name="q")
     elif positions is not None:

@@ -14,6 +14,8 @@ from fusednorm.checks import (
     check_affine,
     check_between,
     check_flags,
+    check_kept,
+    check_may_be_written,
     check_operands,
     check_overlap,
     number,
@@ -94,7 +96,7 @@ def forward(
         first_eps = number("eps", before.eps)
     flags = check_flags(flags, x, residual, out, residual_out)
     if around is not None:
-        check_affine(x, weight, around.bias)
+        check_affine(x, weight, around.bias, in_memory=True)
         # A row of one head is one for all.
         weight, bias = (
             t if t is None else packed(t if t.shape[0] != 1 else t.reshape(-1)) for t in (weight, around.bias)
@@ -133,6 +135,7 @@ def forward(
     elif residual_out is not None:
         total_rows = rows_to_write("residual_out", residual_out, hidden_size, x, residual)
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
+    check_may_be_written({"out": out, "residual_out": residual_out})
     if rows and written:
         check_overlap(
             *((out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows)),
@@ -232,6 +235,7 @@ def backward(
     take = getattr(backend, "backward_on_fast_path", None)
     if take is not None and take(dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, weight_offset):
         return gradients
+    check_kept((dy, d_residual_out), (h, rstd, weight))
     (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
     assert dy_rows is not None
     assert h_rows is not None
@@ -284,6 +288,7 @@ def affine_backward(
         given = (dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, weight_offset)
         if take is not None and take(*given):
             return dx if need_x else None, of_residual, dweight, dbias
+        check_kept((dy, d_residual_out), (h, rstd, weight, bias))
         (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
         assert dy_rows is not None
         assert h_rows is not None

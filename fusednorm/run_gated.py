@@ -23,7 +23,7 @@ from fusednorm.call import (
     Strides,
     operation_of,
 )
-from fusednorm.checks import check_flags
+from fusednorm.checks import check_flags, check_kept
 from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
 from fusednorm.layout import in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import fast_paths, request
@@ -184,6 +184,7 @@ def norm_gated_backward(
     how = (asked.activation, asked.order, rounds, offset)
     if take is not None and take(d, x, z, rstd, weight, dx, dz, dweight, *how):
         return dx, dz, dweight
+    check_kept((d,), (x, z, rstd, weight))
     (d_rows, x_rows, z_rows), inner, (d_strides, x_strides, z_strides) = in_levels((d, x, z))
     assert d_rows is not None
     assert x_rows is not None
@@ -191,7 +192,7 @@ def norm_gated_backward(
     weight = _of_heads(weight)
     backend.norm_gated_backward(
         NormGatedBackward(
-            *(d_rows, x_rows, z_rows, rstd, weight, dx, dz, dweight, asked.operation(x, weight)),
+            *(d_rows, x_rows, z_rows, packed(rstd), weight, dx, dz, dweight, asked.operation(x, weight)),
             *(asked.activation, asked.norm_first, rows, inner, (d_strides, x_strides, z_strides), offset),
         )
     )
@@ -222,6 +223,7 @@ def backward(
     take = getattr(backend, "gate_backward_on_fast_path", None)
     if take is not None and take(d, y, z, dy, dz, *gating[:2]):
         return
+    check_kept((d,), (y, z))
     gate_backward = getattr(backend, "gate_backward", None)
     if gate_backward is None:
         found = activations.gate_gradients(d, y, z, *gating[:2], (dy is not None, dz is not None))

@@ -86,11 +86,14 @@ class Results:
         for tensor in self._written:
             increment_version(tensor)
         self.done = True
+        scale, zero_point = self.scale, self.zero_point
+        if self.quantization.per == "tensor":
+            scale, zero_point = packed(scale), None if zero_point is None else packed(zero_point)
         return Quantize(
             *(y, y_strides, norm, self.quantization, self.out, out_strides),
-            *(self.scale, (*scale_strides, _group_stride(self.scale))),
-            self.zero_point,
-            NONE if zero_point_strides is None else (*zero_point_strides, _group_stride(self.zero_point)),
+            *(scale, (*scale_strides, _group_stride(scale))),
+            zero_point,
+            NONE if zero_point_strides is None else (*zero_point_strides, _group_stride(zero_point)),
             *(self.hidden_size, self.rows, inner),
         )
 

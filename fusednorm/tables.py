@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusednorm.checks import FLOATS, check_dense, check_device, check_operands
+from fusednorm.checks import FLOATS, check_dense, check_device, check_memory, check_operands
 
 
-def check_heads(name: str, x: Tensor) -> None:
-    """Heads, [..., H, D]."""
-    check_operands(x, None, None, None, None, in_memory=False, x_name=name)
+def check_heads(name: str, x: Tensor, in_memory: bool) -> None:
+    """Heads, [..., H, D]; and that there is memory, if there must be."""
+    check_operands(x, None, None, None, None, in_memory=in_memory, x_name=name)
     if x.dim() < 2:
         raise ValueError(f"{name} must be [..., H, D], rows of heads, got shape {list(x.shape)}")
 
@@ -31,6 +31,8 @@ def check_tables(
             )
         check_dense(name, table, f"{name}.to_dense() makes one")
         check_device(name, table, x, x_name)
+        if in_memory:
+            check_memory(name, table)
         if torch.is_grad_enabled() and table.requires_grad:
             raise RuntimeError(f"{name} requires grad, and tables have no gradients; pass {name}.detach()")
     assert cos is not None
@@ -53,6 +55,8 @@ def check_tables(
         raise TypeError(f"positions must be int32 or int64, got {str(positions.dtype)[6:]}; convert it")
     check_dense("positions", positions, "positions.to_dense() makes one")
     check_device("positions", positions, x, x_name)
+    if in_memory:
+        check_memory("positions", positions)
     _check_expands("positions", positions.shape, rows, "pass a position for each row of heads")
     if cos.dim() != 2:
         raise ValueError(f"cos must be [P, K], a row for each position, got shape {list(cos.shape)}")

@@ -111,3 +111,19 @@ def pytest_collection_modifyitems(config, items):
     left_out = re.compile(LEFT_OUT.get(names[0] + executed, "$^"))
     config.hook.pytest_deselected(items=[item for item in items if left_out.search(item.nodeid)])
     items[:] = [item for item in items if not left_out.search(item.nodeid)]
+
+
+@pytest.fixture(params=["C++", "Python"])
+def asked_by(request, monkeypatch):
+    """The fast path asks torch's C++ in versions of torch that the tests have seen, and Python in others."""
+    from fusednorm import fast_path, listeners  # not before pytest_configure
+
+    if request.param == "C++":
+        yield
+        return
+    monkeypatch.setattr(listeners, "_TESTED", ())
+    assert listeners.in_cpp(*listeners.IN_CPP) == (0, 0, 0)
+    fast_path._open(fast_path._api)
+    yield
+    monkeypatch.undo()
+    fast_path._open(fast_path._api)

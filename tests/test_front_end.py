@@ -181,9 +181,9 @@ def quantised():
         (lambda: fused_add_rms_norm(X, nested(torch.strided)), TypeError, says("residual must be a dense tensor")),
         (lambda: rms_norm(nested(torch.jagged), out=X), TypeError, says("x must be a dense tensor, got a nested")),
         (lambda: rms_norm_(nested(torch.jagged)), TypeError, says("x must be a dense tensor, got a nested")),
-        (lambda: rms_norm(freed()), TypeError, says("x is a Tensor without memory of its own")),
-        (lambda: rms_norm(X, out=freed()), TypeError, says("out is a Tensor without memory of its own")),
-        (lambda: rms_norm_(freed()), TypeError, says("x is a Tensor without memory of its own")),
+        (lambda: rms_norm(freed()), TypeError, says("x is a Tensor without memory for all its elements")),
+        (lambda: rms_norm(X, out=freed()), TypeError, says("out is a Tensor without memory for all its elements")),
+        (lambda: rms_norm_(freed()), TypeError, says("x is a Tensor without memory for all its elements")),
         (lambda: rms_norm(tensor(1.0).expand(2**40), out=None), RuntimeError, says("memory")),
         (lambda: rms_norm(tensor([1.0]).expand(2**40, 1)), RuntimeError, says("memory")),
         (lambda: fusednorm.explain([1.0]), TypeError, says("x must be a torch.Tensor, got list")),
@@ -366,7 +366,7 @@ def test_tensors_without_memory():
             "weight": lambda: fused_add_rms_norm(X, X, Wrapper(X[0])),
             "out": lambda: fused_add_rms_norm(X, X, X[0], out=wrapped),
         }.items():
-            with pytest.raises(TypeError, match=f"{name} is a Wrapper without memory of its own.*to_local"):
+            with pytest.raises(TypeError, match=f"{name} is a Wrapper without memory for all its elements.*to_local"):
                 call()
 
 

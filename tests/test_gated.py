@@ -159,7 +159,6 @@ def test_gradients_on_the_fast_path(monkeypatch):
         ((d, y.t().contiguous().t(), z), ("silu", None)),
         ((d, y, z.int()), ("silu", None)),
         ((d, y, z), ("relu", None)),
-        ((d[:, :1], y[:, :1], z[:, :1]), ("silu", None)),
     ):
         new = [torch.full_like(t, 7) for t in operands[1:]]
         assert not cpu.gate_backward_on_fast_path(*operands, *new, *how)

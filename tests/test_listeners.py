@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import fast_path, fused_add_rms_norm, fused_add_rms_norm_, listeners, ops, rms_norm, rms_norm_
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, listeners, ops, rms_norm, rms_norm_
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -66,24 +66,13 @@ class Block(torch.nn.Module):
         return y, residual
 
 
-@pytest.fixture(params=["C++", "Python"], autouse=True)
-def asked_by(request, monkeypatch):
-    """The fast path asks torch's C++ in versions of torch that the tests have seen, and Python in others."""
-    if request.param == "C++":
-        yield
-        return
-    monkeypatch.setattr(listeners, "_TESTED", ())
-    assert listeners.in_cpp() == (0, 0, 0)
-    fast_path._open(fast_path._api)
-    yield
-    monkeypatch.undo()
-    fast_path._open(fast_path._api)
+pytestmark = pytest.mark.usefixtures("asked_by")
 
 
 def test_torchs_cpp_is_asked():
     """Of the torch that the tests take, wherever its libraries name functions as this compiler does."""
     if torch.__version__.startswith(listeners._TESTED) and sys.platform == "linux":
-        assert all(listeners.in_cpp())
+        assert all(listeners.in_cpp(*listeners.IN_CPP))
 
 
 #: A call, and the operation that it is for torch.

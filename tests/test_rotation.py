@@ -207,7 +207,6 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "one table": lambda: run(tables=(cos, None), out=(out, None)),
         "integers as tables": lambda: run(tables=(cos.int(), sin.int()), out=(out, None)),
         "tables that are too wide": lambda: run(tables=(torch.ones(3, 9),) * 2, out=(out, None)),
-        "tables of one column": lambda: run(tables=(cos[:, :1], sin[:, :1]), out=(out, None)),
         "tables of other rows": lambda: run(tables=(cos[:2], sin[:2]), out=(out, None)),
         "tables of a row too many": lambda: run(tables=(cos[None, None], sin[None, None]), out=(out, None)),
         "tables of unequal widths": lambda: run(tables=(cos, sin[:, :4]), out=(out, None)),

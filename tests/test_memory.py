@@ -1,0 +1,288 @@
+"""Each tensor of each public function and operator, of each kind of memory: the reference's bits, or an error.
+
+Never a crash, never an operand left out. Calls are made three times: the first may open the fast path to the next ones.
+"""
+
+import contextlib
+import re
+import warnings
+
+import pytest
+import torch
+from test_bad_operands import OPERANDS
+
+import fusednorm
+
+WRITTEN = {"fused_add_rms_norm_": ("x", "residual"), "gate_": ("y",), "qk_norm_rope_": ("q", "k"), "rms_norm_": ("x",)}
+WRITTEN |= {"rms_norm_add_": ("residual",), "rms_norm_add_rms_norm_": ("x", "residual"), "rms_norm_gated_": ("x",)}
+
+
+def freed(t):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def shrunk(t):
+    t = t.clone()
+    t.untyped_storage().resize_(t.untyped_storage().nbytes() - 1)
+    return t
+
+
+def zero(t):
+    return torch._efficientzerotensor(t.shape, dtype=t.dtype)
+
+
+def negative(t):
+    return torch._neg_view(-t) if t.dtype != torch.int8 else t.clone()
+
+
+def imaginary(t):
+    """A part of a conjugated tensor, whose elements are adjacent: a view with its negative bit set."""
+    if not t.is_floating_point():
+        return t.clone()
+    whole = torch.complex(t.double(), -t.double()).to(torch.complex64).conj()
+    view = whole.imag.as_strided(t.shape, t.contiguous().stride(), whole.imag.storage_offset())
+    return view.copy_(t)
+
+
+def inference(t):
+    with torch.inference_mode():
+        return t.clone()
+
+
+def expanded(t):
+    return t.clone().unsqueeze(0).expand(3, *t.shape)[1]
+
+
+def misaligned(t):
+    memory = bytearray(t.numel() * t.itemsize + 1)
+    return torch.frombuffer(memory, dtype=t.dtype, offset=1, count=t.numel()).view(t.shape).copy_(t)
+
+
+def read_only(t):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it will write there all the same
+        return torch.frombuffer(t.contiguous().numpy().tobytes(), dtype=t.dtype).view(t.shape)
+
+
+def copied_later(t):
+    return torch._lazy_clone(t.clone())
+
+
+def fake(t):
+    with torch._subclasses.FakeTensorMode() as mode:
+        return mode.from_tensor(t)
+
+
+MISSING = (freed, shrunk, zero)
+READ = (negative, imaginary, inference, expanded, misaligned, read_only, copied_later)
+ELSEWHERE = (lambda t: t.to("meta"), fake, lambda t: t.to(torch.complex64).conj())
+OPERATORS = torch.ops.fusednorm
+
+ROWS, ROW = torch.randn(4, 6), torch.randn(6)
+FLAGS = (1e-6, 0.0, True, False)
+DTYPES = (torch.float32, torch.float32)
+#: Operators of torch.ops.fusednorm: their arguments by position.
+CALLS = {
+    "fused_add_rms_norm": (ROWS, ROWS + 1, ROW, *FLAGS),
+    "rms_norm": (ROWS, ROW, *FLAGS),
+    "fused_add_rms_norm_": (ROWS, ROWS + 1, ROW, *FLAGS),
+    "rms_norm_": (ROWS, ROW, *FLAGS),
+    "into": (ROWS, ROWS + 1, ROW, torch.empty(4, 6), torch.empty(4, 6), *FLAGS),
+    "add": (ROWS, ROWS + 1, torch.bfloat16),
+    "scale": (ROWS, 0.5),
+    "affine": (ROWS, ROW, ROW + 1, 0.0, None, torch.float32),
+    "affine_backward": (ROWS, ROWS + 1, ROW, ROW + 1, 0.0, [True] * 3),
+    "rotate": (torch.randn(4, 2, 6), torch.randn(4, 3), torch.randn(4, 3), False, None, torch.float32),
+    "gate": (ROWS, ROWS + 1, "silu", None, torch.float32),
+    "gate_backward": (ROWS, ROWS + 1, ROWS + 2, "silu", None, [True] * 2),
+    "quantize": (ROWS, str(fusednorm.quantizations.VLLM_INT8_STATIC_AZP), torch.ones(1), torch.ones(1).int()),
+    "backward": (ROWS, ROWS + 1, ROWS + 2, ROWS[:, 0].abs(), ROW, 0.0, *DTYPES, True, False, [True] * 3),
+}
+
+
+def public(name):
+    """A function that takes operands by name, its operands, and the names of those that it writes."""
+    operands = OPERANDS[name]
+    outputs = [key for key in operands if key.endswith("out") or key in WRITTEN.get(name, ())]
+    return getattr(fusednorm, name), operands, outputs
+
+
+def operator(name):
+    """The same of an operator."""
+    packet = getattr(OPERATORS, name)
+    arguments = packet.default._schema.arguments
+    outputs = [a.name for a in arguments if a.alias_info is not None]
+    given = dict(zip((a.name for a in arguments), CALLS[name], strict=False))
+    return packet, given, outputs
+
+
+EVERY = [pytest.param(public, name, id=name) for name in OPERANDS]
+EVERY += [pytest.param(operator, name, id=f"ops.{name}") for name in CALLS]
+
+
+def results(function, operands, outputs):
+    """All that a call returns and writes, as bytes without lazy bits."""
+    found = function(**operands)
+    found = [] if found is None else [found] if isinstance(found, torch.Tensor) else list(found)
+    found += [operands[key] for key in outputs]
+    return [as_bytes(t) for t in found]
+
+
+def as_bytes(t):
+    return t.resolve_neg().contiguous().view(torch.uint8).flatten().tolist()
+
+
+def fresh(operands, key=None, kind=None):
+    copies = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands.items()}
+    return copies if key is None else copies | {key: kind(operands[key])}
+
+
+def tensors(operands):
+    return [key for key, t in operands.items() if isinstance(t, torch.Tensor)]
+
+
+def test_every_operator_is_here():
+    assert {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "fusednorm::" in name} == set(
+        CALLS
+    )
+
+
+@pytest.mark.usefixtures("asked_by")
+@pytest.mark.parametrize("kind", MISSING)
+@pytest.mark.parametrize(("table", "name"), EVERY)
+def test_an_operand_without_memory_is_named(table, name, kind):
+    function, operands, outputs = table(name)
+    for key in tensors(operands):
+        zeros = {key: torch.zeros_like(operands[key])} if isinstance(operands[key], torch.Tensor) else {}
+        for _ in range(3):
+            if kind is zero and table is operator:  # torch's dispatcher makes zeros of it, or refuses the write
+                if key in outputs:
+                    with pytest.raises(RuntimeError, match="ZeroTensor"):
+                        function(**fresh(operands, key, kind))
+                else:
+                    expected = results(function, fresh(operands | zeros), outputs)
+                    assert results(function, fresh(operands, key, kind), outputs) == expected
+                continue
+            with pytest.raises(TypeError, match=rf"^{re.escape(key)}\b.* memory"):
+                function(**fresh(operands, key, kind))
+            function(**fresh(operands))
+
+
+@pytest.mark.usefixtures("asked_by")
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize(("table", "name"), EVERY)
+def test_an_operand_is_read_wherever_it_lies(table, name, kind):
+    function, operands, outputs = table(name)
+    expected = results(function, fresh(operands), outputs)
+    for key in tensors(operands):
+        if key in outputs:
+            continue
+        for _ in range(3):
+            assert results(function, fresh(operands, key, kind), outputs) == expected, key
+
+
+@pytest.mark.usefixtures("asked_by")
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize(("table", "name"), EVERY)
+def test_an_output_is_written_wherever_it_lies_or_refused(table, name, kind):
+    function, operands, outputs = table(name)
+    expected = results(function, fresh(operands), outputs)
+    for key in outputs:
+        for _ in range(3):
+            given = fresh(operands, key, kind)
+            before = as_bytes(given[key])
+            try:
+                found = results(function, given, outputs)
+            except (ValueError, RuntimeError):
+                assert as_bytes(given[key]) == before, key
+                assert kind not in (expanded, misaligned, read_only, copied_later), key
+            else:
+                assert found == expected, key
+                assert kind is not inference, key
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.parametrize(("table", "name"), EVERY)
+def test_an_operand_elsewhere_is_refused_or_handed_to_torch(table, name, kind):
+    function, operands, _outputs = table(name)
+    for key in tensors(operands):
+        for _ in range(2):
+            given = fresh(operands, key, kind)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with contextlib.suppress(TypeError, ValueError, RuntimeError, AssertionError):  # the last is torch's
+                    function(**given)
+
+
+#: Functions with gradients; the second is the incoming gradient's.
+DIFFERENTIATED = {
+    name: [key for key in keys if key not in ("cos", "sin", "positions") and not key.endswith("out")]
+    for name, keys in OPERANDS.items()
+    if not (name.endswith(("_", "quant")) or name == "quantize")
+}
+
+
+def recorded(name):
+    """The outputs with gradients of a function, and its operands, of which those in DIFFERENTIATED require grad."""
+    operands = {key: t for key, t in fresh(OPERANDS[name]).items() if not key.endswith("out")}
+    for key in DIFFERENTIATED[name]:
+        operands[key].requires_grad_()
+    found = getattr(fusednorm, name)(**operands)
+    return [found] if isinstance(found, torch.Tensor) else list(found), operands
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", MISSING)
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_without_memory_are_refused(name, kind, again):
+    for place in range(len(recorded(name)[0])):
+        outputs, operands = recorded(name)
+        incoming = [torch.ones_like(t) for t in outputs]
+        incoming[place] = kind(incoming[place])
+        wanted = [operands[key] for key in DIFFERENTIATED[name]]
+        with pytest.raises(TypeError, match=" memory"):
+            torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
+
+
+@pytest.mark.parametrize("kind", [negative, imaginary, expanded, misaligned, read_only, copied_later])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_incoming_gradients_are_read_wherever_they_lie(name, kind):
+    outputs, operands = recorded(name)
+    wanted = [operands[key] for key in DIFFERENTIATED[name]]
+    plain = [torch.randn_like(t) for t in outputs]
+    expected = torch.autograd.grad(outputs, wanted, plain, retain_graph=True)
+    for place in range(len(outputs)):
+        for _ in range(2):
+            incoming = [kind(t) if i == place else t for i, t in enumerate(plain)]
+            found = torch.autograd.grad(outputs, wanted, incoming, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), place
+
+
+#: The operands that the backward pass reads for certain, where they are not all of those that have rows.
+READ_AGAIN = {"fused_add_rms_norm": ("weight",), "rms_norm_add": ("x",), "rms_norm_add_rms_norm": ("x",)}
+READ_AGAIN |= {"rotate": ()}  # positions take rows of the tables, which are copies
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_what_was_kept_and_then_freed_is_refused(name, again):
+    """FSDP frees storages between the passes, and fills them again before the second one."""
+    outputs, operands = recorded(name)
+    wanted = [operands[key] for key in DIFFERENTIATED[name]]
+    expected = torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], retain_graph=True)
+    for key in tensors(operands):
+        outputs, operands = recorded(name)
+        wanted = [operands[name] for name in DIFFERENTIATED[name]]
+        operands[key].untyped_storage().resize_(0)
+        incoming = [torch.ones_like(t) for t in outputs]
+        try:
+            found = torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
+        except TypeError as error:
+            refused, found = str(error), None
+        if found is None:
+            assert re.match(r"a tensor that was kept for the backward pass is a \w+ without memory", refused), key
+        else:  # the backward pass does not read it
+            assert key not in READ_AGAIN.get(name, ("x", "y", "z", "q", "k", "gate", "up")), key
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), key
