@@ -21,6 +21,7 @@ import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, listeners, ops, rms_norm, rms_norm_
 
 pytestmark = [
+    pytest.mark.usefixtures("asked_by"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
 ]
@@ -64,9 +65,6 @@ class Block(torch.nn.Module):
     def forward(self, x, residual):
         y, residual = self.second(self.first(x), residual)
         return y, residual
-
-
-pytestmark = pytest.mark.usefixtures("asked_by")
 
 
 def test_torchs_cpp_is_asked():
