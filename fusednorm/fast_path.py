@@ -43,6 +43,12 @@ def _place_of_tensor() -> int:
     return found[0] if found and all(listeners.in_cpp(*_IN_CPP)) else 0
 
 
+def _in_memory_as_is(tensor: torch.Tensor) -> bool:
+    """Whether memory holds all elements as they are, where C++ cannot be asked. A listener must not see the question."""
+    heard = any(ask() for ask in listeners.QUESTIONS) or listeners.override()
+    return not heard and layout.in_memory(tensor) and not tensor.is_neg()
+
+
 def _open(exchange_api: object) -> bool:
     return bool(
         _fast_path.open(
@@ -59,7 +65,7 @@ def _open(exchange_api: object) -> bool:
             tuple((vars(module), name, value) for module, name, value in listeners.VARIABLES),
             listeners.FUNCTION_MODES,
             listeners.in_cpp(*listeners.IN_CPP),
-            (_place_of_tensor(), listeners.in_cpp(*_IN_CPP), layout.in_memory_as_is, torch.Tensor.is_inference),
+            (_place_of_tensor(), listeners.in_cpp(*_IN_CPP), _in_memory_as_is, torch.Tensor.is_inference),
         )
     )
 

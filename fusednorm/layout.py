@@ -94,11 +94,6 @@ def _elements_to_the_last(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def in_memory_as_is(tensor: Tensor) -> bool:
-    """Whether memory holds all elements as they are, and not their negatives."""
-    return in_memory(tensor) and not tensor.is_neg()
-
-
 def packed(tensor: Tensor) -> Tensor:
     """The tensor if it is contiguous, else a copy that is."""
     return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()
