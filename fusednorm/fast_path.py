@@ -44,7 +44,7 @@ def _place_of_tensor() -> int:
 
 
 def _in_memory_as_is(tensor: torch.Tensor) -> bool:
-    """Whether memory holds all elements as they are, where C++ cannot be asked. A listener must not see the question."""
+    """Whether memory holds all elements as they are, where C++ cannot be asked. No listener must see this."""
     heard = any(ask() for ask in listeners.QUESTIONS) or listeners.override()
     return not heard and layout.in_memory(tensor) and not tensor.is_neg()
 

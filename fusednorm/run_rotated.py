@@ -99,9 +99,9 @@ def forward(
     tables = [t if t is None else _dense(t) for t in (turn.cos, turn.sin)]
     in_rows = [*found, *inputs]
     if turn.positions is not None:
-        positions = turn.positions.resolve_neg()
-        turn = turn._replace(positions=positions)
-        in_rows.append(positions.expand(rows))
+        as_is = turn.positions.resolve_neg()
+        turn = turn._replace(positions=as_is)
+        in_rows.append(as_is.expand(rows))
     elif tables[0] is not None and tables[1] is not None:
         tables = [t if t is None else t.expand(*rows, t.shape[-1]) for t in tables]
         in_rows += [t for t in tables if t is not None]
