@@ -61,7 +61,7 @@ class Quantization:
     amax_limit: float = math.inf
     #: The least scale.
     scale_floor: float = 0.0
-    #: With "input", amax_floor is first rounded to the dtype of the values.
+    #: With "input", amax_floor is first rounded to the dtype of the rows, which is ``between`` after a norm or a gate.
     floor_dtype: str | None = None
     #: With "multiplier", qmax / amax is returned in place of the scale.
     returns: str = "scale"

@@ -56,6 +56,16 @@ def test_links_of_the_readme():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_commands_name_the_torch_that_they_install():
+    """pip would take PyPI's, on Linux with gigabytes of CUDA."""
+    pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
+    blocks = [(page.name, block) for page in pages for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)]
+    pulls = re.compile(r"pip install (\.\s|.*\b(torch|tox)\b).*")
+    found = [(name, block[: match.end()]) for name, block in blocks if (match := pulls.search(block))]
+    assert {name for name, _ in found} == {"README.md", "CONTRIBUTING.md", "install.md"}
+    assert [name for name, until in found if "pytorch.org/whl/" not in until] == []
+
+
 def test_every_public_name_is_in_the_reference():
     documented = re.findall(r"^\.\. .*:: fusednorm\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
     assert set(fusednorm.__all__) - {"__version__"} <= set(documented)

@@ -289,6 +289,21 @@ def test_numbers_of_every_size(mode, agree, dtype):
 
 
 @pytest.mark.promise("same bits")
+@pytest.mark.parametrize("apply", ["divide", "reciprocal", "ratio"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, I8], ids=dtype_name)
+def test_the_smallest_scales(mode, agree, dtype, apply):
+    """Of groups of the least numbers: scales that are 0 or subnormal, and factors that are infinite."""
+    amax = (2.0 ** torch.arange(-149, -100, dtype=F64, device="cpu")).float()
+    y = torch.stack((amax, -amax, amax / 2, amax * 0), -1).to(torch.get_default_device())
+    quantization = Quantization(dtype, apply=apply)
+    found = fusednorm.quantize(y, quantization)
+    compare(agree, found, oracle_quantized.quantized(y, quantization), quantization, str(quantization))
+    numbers = found[0].float()
+    assert not numbers[(found[1] == 0).flatten()].any()
+    assert (found[1] == 0).any()
+
+
+@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("how", ["after", "before"])
 def test_given_zero_points_are_whole_numbers(mode, agree, how):
     """A float32 does not hold each of them; they meet numbers of which the sum is small."""
