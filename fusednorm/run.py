@@ -18,6 +18,7 @@ from fusednorm.checks import (
     check_may_be_written,
     check_operands,
     check_overlap,
+    holds_memory,
     number,
     refuse_layout,
     rows_to_write,
@@ -136,7 +137,7 @@ def forward(
         total_rows = rows_to_write("residual_out", residual_out, hidden_size, x, residual)
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
     check_may_be_written({"out": out, "residual_out": residual_out})
-    if rows and written:
+    if written and holds_memory(x):
         check_overlap(
             *((out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows)),
             ((name, weight), ("weight", first_weight), ("bias", bias)),
