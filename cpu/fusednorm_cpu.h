@@ -6,8 +6,13 @@
 #include "gate.h"
 #include "rotation.h"
 
-#if defined(__FAST_MATH__)
-#error "fusednorm promises bits: build it without -ffast-math"
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ == 1)
+#error "fusednorm promises bits: build it without -ffast-math and the options that belong to it"
+#endif
+#include <float.h>
+#if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16 /* 16: halves too are computed as what they are */
+#error "fusednorm promises bits: build it for arithmetic in float itself, as with -msse2 -mfpmath=sse in place of the x87"
 #endif
 
 enum { FN_ALIGNMENT = 64 }; /* bytes to which buffers are aligned: a cache line */
@@ -238,10 +243,11 @@ void fn_run_gate(const void *packed);
 /*
  * gate.c: rows [begin, end) of a gate. `passed` has NULL, or for an operand without memory of its own the place from which
  * on its rows lie one after the other. `kept` is NULL, or as fn_gate_run says, with room for fn_gate_kept(gate, rows)
- * numbers. Meanwhile `ahead` is fetched.
+ * numbers. Meanwhile `ahead` is fetched. `run` is asked for once per call: fn_use_isa may change it meanwhile.
  */
-void fn_gate_rows(const struct fn_gate *gate, int64_t begin, int64_t end, char *const *passed, void *kept,
+void fn_gate_rows(fn_gate_run *run, const struct fn_gate *gate, int64_t begin, int64_t end, char *const *passed, void *kept,
                   const struct fn_ahead *ahead);
+fn_gate_run *fn_gate_run_in_use(void);
 extern const struct fn_ahead fn_nothing_ahead;
 int64_t fn_gate_kept(const struct fn_gate *gate, int64_t rows);
 

@@ -1,6 +1,7 @@
 """What is installed, and that a checkout in the working directory does not get in its way."""
 
 import os
+import platform
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -59,3 +60,24 @@ def test_without_triton_and_without_a_compiler(hide):
     """Neither is anybody's concern here."""
     done = python("-P", "-c", f"{hide}; import torch, fusednorm; fusednorm.rms_norm(torch.ones(2, 8))")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-ffast-math",
+        "-fassociative-math -fno-signed-zeros -fno-trapping-math",
+        "-freciprocal-math",
+        "-fno-signed-zeros",
+        "-ffinite-math-only",
+        "-mfpmath=387",
+    ],
+)
+def test_options_that_change_arithmetic_are_refused(options):
+    if platform.machine() != "x86_64" and "387" in options:
+        pytest.skip("only x86 has an x87")
+    compile_one = ["gcc", "-std=c11", "-fsyntax-only", "-I", str(ROOT / "cpu"), str(ROOT / "cpu" / "gate.c")]
+    subprocess.run(compile_one, check=True)
+    refused = subprocess.run([*compile_one, *options.split()], capture_output=True, text=True)
+    assert refused.returncode
+    assert "fusednorm promises bits" in refused.stderr
