@@ -12,6 +12,7 @@ enum { ROW_BLOCKS = 1 << FN_LEVELS };
  * then the next chunk, so that what passes between them stays in the caches.
  */
 struct gating {
+    fn_gate_run *run;
     const struct fn_gate *gate; /* NULL: there is none */
     int first; /* whether it comes before the norm */
     int64_t chunk; /* rows of heads; all of them where a thread has room for all */
@@ -86,7 +87,7 @@ static void begin_rows(const struct call *call, struct thread *thread, int64_t b
         passed[FN_GATE_OUT] = thread->rows;
         job->h = thread->rows - bytes_of(job, job->h_kind, begin);
         job->dx = job->dx_kind ? thread->gradients - bytes_of(job, job->dx_kind, begin) : NULL;
-        fn_gate_rows(&gate, begin * heads, end * heads, passed, thread->kept, &ahead);
+        fn_gate_rows(gating->run, &gate, begin * heads, end * heads, passed, thread->kept, &ahead);
         return;
     }
     for (int64_t m = begin; m < end; m++)
@@ -94,7 +95,7 @@ static void begin_rows(const struct call *call, struct thread *thread, int64_t b
     passed[FN_GATED] = thread->rows;
     passed[FN_GATED_D] = thread->gradients;
     job->dy = thread->gradients - bytes_of(job, job->dy_kind, begin);
-    fn_gate_rows(&gate, begin * heads, end * heads, passed, NULL, &ahead);
+    fn_gate_rows(gating->run, &gate, begin * heads, end * heads, passed, NULL, &ahead);
 }
 
 /* The rest, once the norm's gradients are there: those of x and of the gate, if the gate comes first. */
@@ -102,7 +103,7 @@ static void end_rows(const struct call *call, struct thread *thread, int64_t beg
     const struct fn_ahead ahead = ahead_from(call, call->gating.after, thread->next);
     char *passed[FN_GATE_OPERANDS] = {[FN_GATE_D] = thread->gradients};
     if (!call->gating.first || !thread->job.dx) return;
-    fn_gate_rows(call->gating.gate, begin * thread->job.heads, end * thread->job.heads, passed, thread->kept, &ahead);
+    fn_gate_rows(call->gating.run, call->gating.gate, begin * thread->job.heads, end * thread->job.heads, passed, thread->kept, &ahead);
 }
 
 /* Rows [begin, end), after which rows from `after` on are next; sums and merged as fn_backward_rows says. */
@@ -197,6 +198,7 @@ static size_t prepare_gate(struct call *call, const struct fn_call *c, int threa
     const int64_t row = call->job.heads * call->job.hidden, item = call->job.wide ? 8 : 4;
     if (!(c->flags & (FN_GATE_AFTER | FN_GATE_BEFORE))) return 0;
     gating->gate = fn_gate_after(c);
+    gating->run = fn_gate_run_in_use();
     gating->first = (c->flags & FN_GATE_BEFORE) != 0;
     gating->chunk = CHUNK_ELEMENTS / row > 1 ? CHUNK_ELEMENTS / row : 1;
     if (gating->chunk > call->rows || (threads == 1 && call->rows * row <= ALL_ELEMENTS)) gating->chunk = call->rows;

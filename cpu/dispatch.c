@@ -173,8 +173,10 @@ struct chain {
     size_t passed_bytes; /* of a block's rows between two parts */
     size_t thread_bytes; /* a thread's buffer: the passed rows, then the kernels' scratch */
     char *buffers; /* one per thread, or NULL: on the stack */
+    const struct fn_kernels *kernels; /* the quantizer's */
     const struct fn_quantizer *quantizer; /* takes the rows of the last part, or those of x if there is no part; or NULL */
     const struct fn_gate *gate; /* takes the rows of the last part, or passes its rows to the first part; or NULL */
+    fn_gate_run *gate_run;
     int gate_first;
     int fetches; /* whether the next block's x is fetched while a block is gated */
 };
@@ -208,11 +210,10 @@ static void quantize_rows(const struct chain *chain, const struct fn_call *c, in
                           const char *first, void *scratch) {
     const struct fn_operand *o = &c->operand[operand];
     const int64_t item = fn_element_size(o->kind), jump = fn_jump(c, operand) * item;
-    const struct fn_kernels *kernels = fn_kernels((int)o->kind);
     for (int64_t m = begin; m < end; m++) {
         const char *row = first ? first + (m - begin) * o->stride * item
                                 : fn_row((const char *)o->address, m, o->stride * item, jump, c->inner);
-        kernels->quantize_row(chain->quantizer, (int)o->kind, row, c->hidden, m, scratch);
+        chain->kernels->quantize_row(chain->quantizer, (int)o->kind, row, c->hidden, m, scratch);
     }
 }
 
@@ -224,7 +225,7 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
         char *of_gate[FN_GATE_OPERANDS] = {[FN_GATED] = passed};
         if (chain->gate_first) {
             of_gate[FN_GATED] = NULL, of_gate[FN_GATE_OUT] = passed;
-            fn_gate_rows(chain->gate, row, next, of_gate, NULL, &fn_nothing_ahead);
+            fn_gate_rows(chain->gate_run, chain->gate, row, next, of_gate, NULL, &fn_nothing_ahead);
         }
         for (int k = 0; k < chain->count; k++) {
             const struct part *part = &chain->part[k];
@@ -241,7 +242,7 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
             const struct fn_forward_job *job = &chain->part[0].job;
             const struct fn_ahead ahead = {chain->fetches && next < end,
                                            {{job->x + next * job->x_stride, fn_element_size(job->x_kind)}}};
-            fn_gate_rows(chain->gate, row, next, of_gate, NULL, &ahead);
+            fn_gate_rows(chain->gate_run, chain->gate, row, next, of_gate, NULL, &ahead);
         }
     }
 }
@@ -315,6 +316,7 @@ int fn_forward(const struct fn_call *calls, int count) {
     const int64_t flags = calls[count - 1].flags;
     chain.quantizer = fn_quantizer_after(calls + count - 1);
     chain.gate = fn_gate_after(calls + count - 1);
+    if (chain.gate) chain.gate_run = fn_gate_run_in_use();
     chain.gate_first = (flags & FN_GATE_BEFORE) != 0;
     const int gate_last = chain.gate && !chain.gate_first;
     chain.count = flags & FN_QUANTIZE_ONLY ? 0 : count;
@@ -322,7 +324,10 @@ int fn_forward(const struct fn_call *calls, int count) {
     chain.passed_bytes = 0;
     chain.buffers = NULL;
     chain.part[0].given = calls;
-    if (chain.quantizer) scratch_bytes = (size_t)(4 * fn_float_row(calls->hidden));
+    if (chain.quantizer) {
+        scratch_bytes = (size_t)(4 * fn_float_row(calls->hidden));
+        chain.kernels = fn_kernels((int)(chain.count ? calls[count - 1].operand[FN_OUT].kind : calls->operand[FN_X].kind));
+    }
     for (int k = 0; k < chain.count; k++) {
         prepare(&chain.part[k], &calls[k]);
         struct fn_forward_job *job = &chain.part[k].job;

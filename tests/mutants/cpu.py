@@ -969,8 +969,8 @@ MUTANTS = (
         SAME,
         "Norm_gated: gradients of later chunks are those of the first rows of a gate",
         "cpu/backward.c",
-        "fn_gate_rows(&gate, begin * heads, end * heads, passed, NULL, &ahead);",
-        "fn_gate_rows(&gate, 0, (end - begin) * heads, passed, NULL, &ahead);",
+        "fn_gate_rows(gating->run, &gate, begin * heads, end * heads, passed, NULL, &ahead);",
+        "fn_gate_rows(gating->run, &gate, 0, (end - begin) * heads, passed, NULL, &ahead);",
     ),
     Mutant(
         SAME,
