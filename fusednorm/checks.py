@@ -476,7 +476,7 @@ def refuse_type(name: str, operand: object, cure: str | None = None) -> NoReturn
     raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
 
 
-def _as_called(name: str, output: Tensor, x: Tensor | None, residual: Tensor | None) -> str:
+def as_called(name: str, output: Tensor, x: Tensor | None, residual: Tensor | None) -> str:
     """What the caller calls an output: x or residual if it is that tensor, as it is in place."""
     inputs = [("x", x), ("residual", residual)]
     if name == "residual_out":
@@ -488,7 +488,7 @@ def rows_to_write(name: str, tensor: Tensor, hidden_size: int, x: Tensor, residu
     """The rows of an operand that will be written, which no copy can stand in for."""
     rows = rows_of(tensor)
     if rows is None or overlaps_itself(rows, hidden_size):
-        refuse_layout(_as_called(name, tensor, x, residual), tensor)
+        refuse_layout(as_called(name, tensor, x, residual), tensor)
     return rows
 
 
@@ -562,10 +562,10 @@ def check_overlap(
         for i, (other_name, other, other_rows, other_memory) in enumerate((*inputs, *of_weights)):
             same = memory.begin == other_memory.begin and rows == other_rows and tensor.dtype == other.dtype
             if not (i < len(inputs) and (other is tensor or same)) and share_memory(memory, other_memory):
-                _refuse_overlap(_as_called(name, tensor, x[0], residual[0]), other_name)
+                _refuse_overlap(as_called(name, tensor, x[0], residual[0]), other_name)
         if before is not None and share_memory(memory, before):
             both = (("out", cast(Tensor, out[0])), ("residual_out", tensor))
-            _refuse_both(*(_as_called(*one, x[0], residual[0]) for one in both))
+            _refuse_both(*(as_called(*one, x[0], residual[0]) for one in both))
         before = memory
 
 
@@ -576,7 +576,7 @@ def check_written(
     hidden_size = x.shape[-1]
     written = [
         (
-            _as_called(name, tensor, x, residual),
+            as_called(name, tensor, x, residual),
             Memory.of(tensor, rows_to_write(name, tensor, hidden_size, x, residual), hidden_size),
         )
         for name, tensor in given.items()

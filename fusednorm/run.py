@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from fusednorm import fast_path
 from fusednorm.call import Around, Backward, Before, Flags, Forward, Operation, operation_of
 from fusednorm.checks import (
+    as_called,
     check_affine,
     check_between,
     check_flags,
@@ -136,7 +137,8 @@ def forward(
     elif residual_out is not None:
         total_rows = rows_to_write("residual_out", residual_out, hidden_size, x, residual)
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
-    check_may_be_written({"out": out, "residual_out": residual_out})
+    outputs = {"out": out, "residual_out": residual_out}
+    check_may_be_written({as_called(key, t, x, residual): t for key, t in outputs.items() if t is not None})
     if written and holds_memory(x):
         check_overlap(
             *((out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows)),
