@@ -140,9 +140,9 @@ class RMSNorm(torch.nn.RMSNorm):
         """Splits rows into the normalised dimensions again."""
         return rows if len(self.normalized_shape) == 1 else torch.unflatten(rows, -1, self.normalized_shape)
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
-        """For :func:`fusednorm.contract`: the function that rows of this dtype are passed to, and its arguments."""
-        return "rms_norm", {"eps": self.eps, "weight_offset": self.weight_offset, "round_norm": self.round_norm}
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`: the functions that rows of this dtype are passed to, and their arguments."""
+        return [("rms_norm", {"eps": self.eps, "weight_offset": self.weight_offset, "round_norm": self.round_norm})]
 
 
 class AddRMSNorm(RMSNorm):
@@ -212,8 +212,9 @@ class AddRMSNorm(RMSNorm):
         """The arguments as :class:`RMSNorm` shows them, and ``round_sum``."""
         return super().extra_repr() + ("" if self.round_sum else ", round_sum=False")
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
-        return "fused_add_rms_norm", {**super()._fusednorm_step(of_rows)[1], "round_sum": self.round_sum}
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        ((_, flags),) = super()._fusednorm_steps(of_rows)
+        return [("fused_add_rms_norm", {**flags, "round_sum": self.round_sum})]
 
 
 class RMSNormGated(RMSNorm):
@@ -293,9 +294,10 @@ class RMSNormGated(RMSNorm):
         added += [] if self.between is None else [f"between={self.between}"]
         return ", ".join([super().extra_repr(), *added])
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         names = ("group_size", "norm_before_gate", "activation", "between")
-        return "rms_norm_gated", super()._fusednorm_step(of_rows)[1] | {name: getattr(self, name) for name in names}
+        ((_, flags),) = super()._fusednorm_steps(of_rows)
+        return [("rms_norm_gated", flags | {name: getattr(self, name) for name in names})]
 
 
 def _with_every_input(hook: Callable[..., Any], module: AddRMSNorm, inputs: tuple[Any, ...]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import doctor, registry
+from fusednorm import doctor, quantizations, registry
 from fusednorm.devices import devices
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
@@ -38,12 +38,55 @@ TIMED = (1, 4096)
 #: A timed case is repeated for about this many seconds, and the median call is reported.
 SECONDS_PER_CASE = 0.02
 
-#: The comparisons: the column of each in the table, and a sentence.
+#: The comparisons of fused_add_rms_norm: the column of each in the table, and a sentence.
 PROMISES = {
     "forward": "both outputs have the reference's bits",
     "fused": "both outputs have the bits of an addition and then an rms_norm",
     "row": "a row in a batch has the bits of the same row alone",
     "gradients": "the gradients of the smaller shapes have the reference's bits",
+}
+
+
+def _rotate(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    """Rows as heads of 128 numbers, and tables from another tensor."""
+    cos, sin = other.detach()[:, :128].chunk(2, -1)
+    return fusednorm.rotate(x.view(len(x), -1, 128), cos, sin)
+
+
+def _qk_norm_rope(x: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same; k has q's rows in another order."""
+    cos, sin = other.detach()[:, :128].chunk(2, -1)
+    q, k = x.view(len(x), -1, 128), x.flip(0).view(len(x), -1, 128)
+    return fusednorm.qk_norm_rope(q, k, weight[:128], weight[-128:], cos, sin)
+
+
+#: The rows and the hidden size at which all operations are compared.
+OPERATIONS_SHAPE = (16, 4096)
+#: A call of each operation, by the function's name: of x and another tensor, [M, N], and a weight, [N].
+OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "rms_norm": lambda x, other, weight: fusednorm.rms_norm(x, weight, bias=weight),
+    "fused_add_rms_norm": lambda x, other, weight: fusednorm.fused_add_rms_norm(
+        x, other, weight, bias=weight, x_scale=0.22
+    ),
+    "rms_norm_add": fusednorm.rms_norm_add,
+    "rms_norm_add_rms_norm": lambda x, other, weight: fusednorm.rms_norm_add_rms_norm(x, other, weight, weight),
+    "l2_norm": lambda x, other, weight: fusednorm.l2_norm(x),
+    "gate": lambda x, other, weight: fusednorm.gate(x, other, activation="sigmoid"),
+    "silu_and_mul": lambda x, other, weight: fusednorm.silu_and_mul(x, other),
+    "gelu_tanh_and_mul": lambda x, other, weight: fusednorm.gelu_tanh_and_mul(x, other),
+    "rms_norm_gated": fusednorm.rms_norm_gated,
+    "rotate": _rotate,
+    "qk_norm_rope": _qk_norm_rope,
+    "quantize": lambda x, other, weight: fusednorm.quantize(x, quantizations.VLLM_INT8_TOKEN_AZP_CPU),
+    "rms_norm_quant": lambda x, other, weight: fusednorm.rms_norm_quant(
+        x, weight, quantization=quantizations.VLLM_FP8_BLOCK_FUSED
+    ),
+    "fused_add_rms_norm_quant": lambda x, other, weight: fusednorm.fused_add_rms_norm_quant(
+        x, other, weight, quantization=quantizations.VLLM_INT8_TOKEN_CPU
+    ),
+    "silu_and_mul_quant": lambda x, other, weight: fusednorm.silu_and_mul_quant(
+        x, other, quantization=quantizations.VLLM_FP8_TOKEN
+    ),
 }
 
 
@@ -80,6 +123,16 @@ class Result(NamedTuple):
         return (2 * elements * (x + residual) + self.hidden_size * residual) / (self.seconds or 1) / 1e9
 
 
+class Compared(NamedTuple):
+    """The result of one subject with one operation."""
+
+    subject: Subject
+    dtype: str
+    operation: str
+    #: The number of elements with other bits, of outputs and gradients; None if the backend refuses the call.
+    differing: int | None
+
+
 def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
     """The subjects of this machine: each backend, on each of its devices, in each variant.
 
@@ -112,6 +165,23 @@ def _gradients(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...
     return torch.autograd.grad(outputs, leaves, (x.detach().flip(0), residual.detach()))
 
 
+def _outputs_and_gradients(name: str, operands: Iterable[Tensor]) -> list[Tensor]:
+    """The outputs of an operation; if it has gradients, outputs again where they are recorded, and all gradients."""
+
+    def outputs_of(*tensors: Tensor) -> list[Tensor]:
+        found = OPERATIONS[name](*tensors)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    alone = outputs_of(*operands)
+    if name.endswith(("quantize", "_quant")):
+        return alone
+    leaves = [t.detach().requires_grad_() for t in operands]
+    outputs = outputs_of(*leaves)
+    incoming = [output.detach().flip(0) for output in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True)
+    return [*alone, *outputs, *(gradient for gradient in gradients if gradient is not None)]
+
+
 def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
     return sum(doctor.count_differing(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True))
 
@@ -129,6 +199,18 @@ def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     return sorted(times)[len(times) // 2]
 
 
+@contextmanager
+def _on(subject: Subject) -> Iterator[None]:
+    """Has the subject compute all calls."""
+    with ExitStack() as stack:
+        stack.enter_context(fusednorm.use_backend(subject.backend))
+        stack.enter_context(registry.waiting_for_kernels())
+        if subject.variant is not None:
+            backend: Any = registry.load(subject.backend)
+            stack.enter_context(backend.use_variant(subject.variant))
+        yield
+
+
 def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[str, Any], timed: bool) -> Result:
     """Runs one case on one subject. The operands, and the reference's results ``wanted``, are on the CPU."""
     x, residual, weight = (t.to(subject.device) for t in operands)
@@ -139,12 +221,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
         return fusednorm.fused_add_rms_norm(x, residual, weight, out=y, residual_out=total)
 
     seconds = None
-    with ExitStack() as stack:
-        stack.enter_context(fusednorm.use_backend(subject.backend))
-        stack.enter_context(registry.waiting_for_kernels())
-        if subject.variant is not None:
-            backend: Any = registry.load(subject.backend)
-            stack.enter_context(backend.use_variant(subject.variant))
+    with _on(subject):
         try:
             call()
         except fusednorm.BackendError:  # another package's backend need not support every dtype
@@ -171,14 +248,38 @@ def results(which: list[Subject], time_all: bool) -> Iterator[Result]:
     """Runs the check, case by case."""
     generator = torch.Generator().manual_seed(0)
     for dtype, hidden_size, rows in itertools.product(DTYPES, HIDDEN_SIZES, ROWS):
-        of_x, of_others = DTYPES[dtype]
-        kinds = (((rows, hidden_size), of_x), ((rows, hidden_size), of_others), ((hidden_size,), of_others))
-        operands = [torch.randn(shape, generator=generator).to(kind) for shape, kind in kinds]
+        operands = _operands(dtype, rows, hidden_size, generator)
         with fusednorm.use_backend("reference"):
             small = rows * hidden_size <= MOST_WITH_GRADIENTS
             wanted = {"forward": _forward(*operands), "gradients": _gradients(*operands) if small else None}
         for subject in which:
             yield _result(subject, dtype, operands, wanted, time_all or (rows, hidden_size) == TIMED)
+
+
+def operations(which: list[Subject]) -> Iterator[Compared]:
+    """Runs the check of all operations."""
+    generator = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        operands = _operands(dtype, *OPERATIONS_SHAPE, generator)
+        for name in OPERATIONS:
+            with fusednorm.use_backend("reference"):
+                wanted = _outputs_and_gradients(name, operands)
+            for subject in which:
+                there = [t.to(subject.device) for t in operands]
+                try:
+                    with _on(subject):
+                        differing = _differing(_outputs_and_gradients(name, there), wanted)
+                except fusednorm.BackendError:  # see above
+                    yield Compared(subject, dtype, name, None)
+                else:
+                    yield Compared(subject, dtype, name, differing)
+
+
+def _operands(dtype: str, rows: int, hidden_size: int, generator: torch.Generator) -> list[Tensor]:
+    """x, another tensor and a weight, on the CPU."""
+    of_x, of_others = DTYPES[dtype]
+    kinds = (((rows, hidden_size), of_x), ((rows, hidden_size), of_others), ((hidden_size,), of_others))
+    return [torch.randn(shape, generator=generator).to(kind) for shape, kind in kinds]
 
 
 def check(console: Console, backends: Iterable[str] | None = None, every_case: bool = False) -> int:
@@ -193,8 +294,9 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
         The exit status: 1 on any difference, else 130 if the user interrupted the check.
     """
     which = subjects(backends)
-    total = len(which) * len(DTYPES) * len(HIDDEN_SIZES) * len(ROWS)
+    total = len(which) * len(DTYPES) * (len(HIDDEN_SIZES) * len(ROWS) + len(OPERATIONS))
     done: list[Result] = []
+    compared: list[Compared] = []
     interrupted = False
     with doctor.progress(console) as bar:
         task = bar.add_task("checking", total=total)
@@ -202,26 +304,39 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
             for result in results(which, every_case):
                 bar.update(task, advance=1, description=str(result.subject))
                 done.append(result)
+            for one in operations(which):
+                bar.update(task, advance=1, description=str(one.subject))
+                compared.append(one)
         except KeyboardInterrupt:
             interrupted = True
     done.sort(key=lambda result: which.index(result.subject))
     console.print(
-        f"{len(HIDDEN_SIZES) * len(ROWS)} shapes: {_listed(ROWS)} rows of {_listed(HIDDEN_SIZES)}\n"
-        "elements. mixed: x is bfloat16, the residual and the weight are float32.",
+        f"fused_add_rms_norm, {len(HIDDEN_SIZES) * len(ROWS)} shapes: {_listed(ROWS)} rows of\n"
+        f"{_listed(HIDDEN_SIZES)} elements. mixed: x is bfloat16, the residual\nand the weight are float32.",
         highlight=False,
     )
     for title, meaning in PROMISES.items():
         console.print(f"  {title:9}  {meaning}", highlight=False)
     console.print(_cases(done) if every_case else _summary(done), highlight=False)
-    taken = [result for result in done if result.differing]
-    failures = sum(any(result.differing.values()) for result in taken)
+    if compared:
+        rows, hidden_size = OPERATIONS_SHAPE
+        about = f"All operations, with their gradients, at {rows} rows of {hidden_size} elements:"
+        console.print(about, ", ".join(OPERATIONS), sep="\n", highlight=False, width=80)
+        console.print(_operations(compared), highlight=False)
+    taken = [any(result.differing.values()) for result in done if result.differing]
+    taken += [bool(one.differing) for one in compared if one.differing is not None]
+    failures = sum(taken)
+    for subject, dtype, operation, differing in compared:
+        if differing:
+            console.print(f"[red]{escape(f'{subject}, {dtype}: {operation}')}: {differing} differ[/]", highlight=False)
     if failures:
         console.print(f"[red]{failures} of {len(taken)} cases have other bits[/]", highlight=False)
     elif not interrupted:
         console.print(f"[green]all {len(taken)} cases are exact[/]", highlight=False)
     if interrupted:
+        after = len(done) + len(compared)
         console.print(
-            f"interrupted after {len(done)} of {total} cases; `check --backend NAME` takes less time", highlight=False
+            f"interrupted after {after} of {total} cases; `check --backend NAME` takes less time", highlight=False
         )
     return 1 if failures else 130 if interrupted else 0
 
@@ -250,6 +365,16 @@ def _summary(done: list[Result]) -> Table:
         verdicts = [_verdict(count.count(0), len(count)) for count in counts]
         seconds = next((r.seconds for r in cases if (r.rows, r.hidden_size) == TIMED), None)
         table.add_row(escape(str(subject)), dtype, *verdicts, _microseconds(seconds))
+    return table
+
+
+def _operations(done: list[Compared]) -> Table:
+    """A line for each backend, with a column for each dtype."""
+    table = Table("backend", *DTYPES, padding=(0, 1, 0, 0))
+    for subject in dict.fromkeys(one.subject for one in done):
+        taken = [one for one in done if one.subject == subject and one.differing is not None]
+        counts = [[one.differing for one in taken if one.dtype == dtype] for dtype in DTYPES]
+        table.add_row(escape(str(subject)), *(_verdict(count.count(0), len(count)) for count in counts))
     return table
 
 

@@ -40,6 +40,7 @@ def one_shape(monkeypatch):
     monkeypatch.setattr(proof, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
     monkeypatch.setattr(proof, "TIMED", (16, 896))
     monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(proof, "OPERATIONS", {})
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
@@ -120,6 +121,7 @@ def test_check_has_a_line_for_each_backend_and_dtype(monkeypatch):
     monkeypatch.setattr(proof, "ROWS", (1, 7))
     monkeypatch.setattr(proof, "MOST_WITH_GRADIENTS", 7 * 64)
     monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(proof, "OPERATIONS", {})
     status, text = printed(proof.check)
     assert status == 0
     lines = [line for line in text.splitlines() if "4 exact" in line]
@@ -195,6 +197,42 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
     status, text = printed(lambda console: proof.check(console, ["off_by_one_bit"], every_case=True))
     assert status == 1
     assert re.search(rf"\b{promise}: \d+ differ", text)
+
+
+def test_check_proves_every_operation(monkeypatch):
+    """Each public function, but for those in place; a backend for each line."""
+    others = {"accelerate_torch", "backends", "contract", "explain", "prewarm", "quantizations", "register_backend"}
+    functions = {name for name in fusednorm.__all__ if name[0].islower()} - others - {"use_backend"}
+    assert set(proof.OPERATIONS) == {name.rstrip("_") for name in functions}
+    monkeypatch.setattr(proof, "results", lambda *_: iter(()))
+    monkeypatch.setattr(proof, "OPERATIONS_SHAPE", (3, 256))
+    status, text = printed(proof.check)
+    assert status == 0
+    count, subjects = len(proof.OPERATIONS), proof.subjects()
+    assert text.count(f"{count} exact") == len(proof.DTYPES) * len(subjects)
+    assert f"all {count * len(proof.DTYPES) * len(subjects)} cases are exact" in text
+
+
+@pytest.mark.parametrize("where", ["outputs", "gradients"])
+def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where):
+    def wrong(x, other, weight):
+        y = fusednorm.gate(x, other)
+        if registry.request() == "cpu":
+            with torch.no_grad():
+                y.view(torch.int16)[-1, -1] ^= where == "outputs"
+            if y.requires_grad and where == "gradients":
+                x.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), 7.0))
+        return y
+
+    monkeypatch.setattr(proof, "OPERATIONS", {"gate": wrong, "rms_norm_add": fusednorm.rms_norm_add})
+    monkeypatch.setattr(proof, "OPERATIONS_SHAPE", (3, 128))
+    status, text = printed(lambda console: proof.check(console, ["reference", "cpu"]))
+    assert status == 1
+    variants = registry.load("cpu").variants()
+    for variant in variants:
+        assert f"cpu {variant}, bfloat16: gate: " in text
+    assert text.count("1 of 2 differ") == len(variants)
+    assert text.count("gate: ") == len(variants)
 
 
 def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):

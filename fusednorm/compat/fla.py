@@ -133,6 +133,6 @@ class FusedRMSNormGated(torch.nn.Module):
         affine = "" if self.elementwise_affine else ", elementwise_affine=False"
         return f"{self.hidden_size}{affine}, eps={self.eps}, activation={self.activation}"
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         flags = {"eps": self.eps, "activation": _activation(self.activation), "between": accumulator(of_rows)}
-        return "rms_norm_gated", flags
+        return [("rms_norm_gated", flags)]

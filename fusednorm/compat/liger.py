@@ -178,8 +178,8 @@ class LigerRMSNorm(torch.nn.Module):
         shape = None if self.weight is None else tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
-        return "rms_norm", _flags(self)
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        return [("rms_norm", _flags(self))]
 
 
 class LigerFusedAddRMSNorm(torch.nn.Module):
@@ -228,8 +228,8 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
         shape = tuple(self.weight.shape)
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
-        return "fused_add_rms_norm", _flags(self)
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        return [("fused_add_rms_norm", _flags(self))]
 
 
 def _flags(module: LigerRMSNorm | LigerFusedAddRMSNorm) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class RMSNorm(torch.nn.Module):
         """Normalises x, [..., hidden_size], and gates it by z, of x's shape, if that is given."""
         return rmsnorm_fn(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         between = accumulator(of_rows) if self.norm_before_gate else None
         flags = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate, "between": between}
-        return "rms_norm_gated", {"eps": self.eps, **flags}
+        return [("rms_norm_gated", {"eps": self.eps, **flags})]

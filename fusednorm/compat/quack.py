@@ -88,5 +88,5 @@ class QuackRMSNorm(torch.nn.RMSNorm):
         """[..., N] in x's dtype."""
         return ops.rms_norm(x, self.weight, cast(float, self.eps))
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
-        return "rms_norm", {"eps": self.eps}
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        return [("rms_norm", {"eps": self.eps})]

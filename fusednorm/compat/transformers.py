@@ -45,8 +45,8 @@ class Qwen3NextRMSNormGated(torch.nn.Module):
         """The length of a row, and the eps."""
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
-        return "rms_norm_gated", {"eps": self.variance_epsilon, "round_norm": True}
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        return [("rms_norm_gated", {"eps": self.variance_epsilon, "round_norm": True})]
 
 
 class Zamba2RMSNormGated(torch.nn.Module):
@@ -80,9 +80,9 @@ class Zamba2RMSNormGated(torch.nn.Module):
         """The length of a row and of a group, and the eps."""
         return f"{self.weight.shape[0]}, group_size={self.group_size}, eps={self.variance_epsilon}"
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]]:
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         flags = {"group_size": self.group_size, "norm_before_gate": False, "round_norm": True}
-        return "rms_norm_gated", {"eps": self.variance_epsilon, **flags}
+        return [("rms_norm_gated", {"eps": self.variance_epsilon, **flags})]
 
 
 class MambaRMSNormGated(Zamba2RMSNormGated):

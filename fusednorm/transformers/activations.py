@@ -48,10 +48,9 @@ class PatchedActivations(Patched):
         product: Tensor = activation(gate) * up
         return product
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]] | None:
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""
-        (function, *others) = {function.__name__ for _, function in self._fusednorm.values()}
-        return None if others else (function, {})
+        return [(function, {}) for function in sorted({function.__name__ for _, function in self._fusednorm.values()})]
 
 
 @functools.cache

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.rotation import qk_norm_rope
-from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _target, compiled, source
+from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _target, compiled, evaluated, source
 from fusednorm.transformers.norms import Form
 from fusednorm.transformers.replacing import Patched, attach, bare, replaced
 from fusednorm.transformers.rotations import NotARotationError, Rotation, Rotations, Tables, rotations, tables_of
@@ -40,6 +40,7 @@ class Site:
         rotations: what it computes.
         norms: the attributes of the norms of q and k that moved into the call, or nothing.
         transposed: whether the transposition of tokens and heads moved into it.
+        conditions: the sources of those under which it is reached.
     """
 
     function: Callable[..., Any]
@@ -47,6 +48,7 @@ class Site:
     rotations: Rotations
     norms: tuple[str, ...]
     transposed: bool
+    conditions: tuple[str, ...]
 
 
 class PatchedTables(Patched):
@@ -112,6 +114,23 @@ class PatchedAttention(Patched):
         )
         return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
 
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`: rotations, for each dtype of the tables if they differ by it.
+
+        The norms before them are modules of their own.
+        """
+        steps: list[tuple[str, dict[str, Any]]] = []
+        for site in self._sites:
+            if not all(evaluated(condition, type(self).forward, self) for condition in site.conditions):
+                continue
+            found = [(key[1], rotation) for key, rotation in site.rotations.items() if key[0] == of_rows]
+            several = len({rotation for _, rotation in found}) > 1
+            for tables, rotation in found:
+                flags = {name: getattr(rotation, name) for name in ("interleaved", "to_halves", "round_products")}
+                step = "rotate", flags | ({"tables": tables} if several else {})
+                steps += [] if step in steps else [step]
+        return steps
+
     def _rotation(self, site: Site, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> Rotation | None:
         """The rotation of q and k; None where the function has to compute it."""
         if not isinstance(tables, Tables) or function is not site.function or replaced(function):
@@ -160,7 +179,7 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
     function, tree = source(attention_class.forward)  # type: ignore[attr-defined]
     sites: list[Site] = []
     reason = ""
-    for before, block, index in list(_statements([], tree.body)):
+    for before, block, index, conditions in list(_statements([], tree.body)):
         call = _rotating_call(block[index])
         if call is None:
             continue
@@ -183,20 +202,26 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
         of_norms = tuple(norm for _, norm, _ in moved if norm is not None)
         call_of_ours = f"self._rotate({len(sites)}, {name}, {q}, {k}, {tables})"
         (block[index],) = _parse(f"{', '.join(targets)} = {call_of_ours}")
-        sites.append(Site(function.__globals__[name], arguments, found, of_norms, moved[0][0]))
+        sites.append(Site(function.__globals__[name], arguments, found, of_norms, moved[0][0], conditions))
     if not sites:
         raise NotRewrittenError(reason)
     return compiled(tree, function, attention_class), tuple(sites)
 
 
-def _statements(before: list[ast.stmt], block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], list[ast.stmt], int]]:
-    """Each statement, by its block and its index there, and all statements that run before it in any case."""
+def _statements(
+    before: list[ast.stmt], block: list[ast.stmt], conditions: tuple[str, ...] = ()
+) -> Iterator[tuple[list[ast.stmt], list[ast.stmt], int, tuple[str, ...]]]:
+    """Each statement, by its block and its index there.
+
+    With it come all statements that run before it in any case, and the conditions under which it runs.
+    """
     for index, statement in enumerate(block):
         already = [*before, *block[:index]]
-        yield already, block, index
+        yield already, block, index, conditions
         if isinstance(statement, ast.If):
-            yield from _statements(already, statement.body)
-            yield from _statements(already, statement.orelse)
+            condition = ast.unparse(statement.test)
+            yield from _statements(already, statement.body, (*conditions, condition))
+            yield from _statements(already, statement.orelse, (*conditions, f"not ({condition})"))
 
 
 def _rotating_call(statement: ast.stmt) -> tuple[list[str], str, list[str], dict[str, Any]] | None:

@@ -40,6 +40,7 @@ class Rewritten(NamedTuple):
         normed: of these, the number of those that add what a norm right before them returns.
         ends: whether it ends in ``_add_last``.
         last_normed: whether that addition is one of ``normed``.
+        factors: of each of these additions, in their order, the source of the factor of its term; or None.
     """
 
     forward: Callable[..., Any]
@@ -47,6 +48,14 @@ class Rewritten(NamedTuple):
     normed: int
     ends: bool
     last_normed: bool
+    factors: tuple[str | None, ...]
+
+    def additions(self, handed: bool) -> int:
+        """The number of fused additions, the last one with the norm after the layer if ``handed``.
+
+        An addition right after a norm is fused with that norm in any case.
+        """
+        return self.fused + (handed and not self.last_normed)
 
 
 def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
@@ -64,6 +73,7 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
     rest = list(tree.body)
     fused = normed = 0
     ends = last_normed = False
+    factors: list[str | None] = []
     while rest:
         added = _addition(rest, norms)
         after = [] if added is None else rest[added.used :]
@@ -84,13 +94,15 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
             fused, used = fused + 1, 0
         else:
             body += rest[: added.used]
-            used = 0
+            rest = after
+            continue
+        factors.append(None if added.x_scale is None else ast.unparse(added.x_scale))
         normed += added.first is not None
         rest = after[used:]
     if not (fused or ends):
         raise NotRewrittenError("no addition stands right before a norm or the end of its forward pass")
     tree.body = body
-    return Rewritten(compiled(tree, function, layer_class), fused, normed, ends, last_normed)
+    return Rewritten(compiled(tree, function, layer_class), fused, normed, ends, last_normed, tuple(factors))
 
 
 def first_norm(layer_class: type) -> str | None:
@@ -163,6 +175,14 @@ def source(method: Callable[..., Any]) -> tuple[Any, ast.FunctionDef]:
     if ast.get_docstring(tree) is not None:
         del tree.body[0]
     return function, tree
+
+
+def evaluated(expression: str, function: Callable[..., Any], module: object) -> Any:
+    """An expression in the source of a module's method; the source itself if only a call knows its value."""
+    try:
+        return eval(expression, function.__globals__, {"self": module})
+    except NameError:
+        return expression
 
 
 def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[..., Any]:

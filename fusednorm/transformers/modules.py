@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm
-from fusednorm.transformers.layers import rewritten
+from fusednorm.transformers.layers import evaluated, rewritten
 from fusednorm.transformers.norms import Form, Forms
 from fusednorm.transformers.replacing import Patched, bare
 
@@ -117,16 +117,16 @@ class PatchedNorm(Patched):
         """The arguments as the original class shows them, and "by fusednorm"."""
         return ", ".join(filter(None, [super().extra_repr(), "by fusednorm"]))
 
-    def _fusednorm_step(self, of_rows: torch.dtype) -> tuple[str, dict[str, Any]] | None:
-        """For :func:`fusednorm.contract`: None where the original class computes rows of this dtype."""
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`: none where the original class computes rows of this dtype."""
         pair = of_rows, None if getattr(self, "weight", None) is None else of_rows
         form: Form | None = self._fusednorm.gated.get(pair)
         if form is not None:
-            return "rms_norm_gated", {"eps": form.eps, **form.of_gate}
+            return [("rms_norm_gated", {"eps": form.eps, **form.of_gate})]
         form = self._fusednorm.forms.get(pair)
         if form is None:
-            return None
-        return "rms_norm", {"eps": form.eps, "weight_offset": form.weight_offset, "round_norm": form.round_norm}
+            return []
+        return [("rms_norm", {"eps": form.eps, "weight_offset": form.weight_offset, "round_norm": form.round_norm})]
 
     def _form(self, x: Any) -> Form | None:
         if not isinstance(x, Tensor):
@@ -200,6 +200,19 @@ class PatchedLayer(Patched):
         if first is not None:
             return self._norm_add(first, x, residual)
         return residual + (x if type(x_scale) is float and x_scale == 1.0 else x * x_scale)
+
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`: additions. The norms around them are modules of their own."""
+        before, _, norms = self._made_of
+        layer = rewritten_layer(before, norms)
+        fused = layer.additions(handed=self._fusednorm.following is not None)
+        steps: list[tuple[str, dict[str, Any]]] = []
+        for factor in layer.factors[:fused]:
+            x_scale = 1.0 if factor is None else evaluated(factor, layer.forward, self)
+            if type(x_scale) in (float, int, str):  # the model's own code multiplies by others
+                x_scale = x_scale if type(x_scale) is str else float(x_scale)
+                steps += [("add", {})] if x_scale == 1.0 else [("scale", {"x_scale": x_scale}), ("add", {})]
+        return steps
 
     def _recomputed(self) -> bool:
         """Whether the backward pass may run this layer again by itself. Then no norm may be kept for the next layer."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusednorm.transformers.activations import PatchedActivations, patch_activations
 from fusednorm.transformers.attention import PatchedAttention, patch_rotations
-from fusednorm.transformers.layers import NotRewrittenError, Rewritten, first_norm, straight_on
+from fusednorm.transformers.layers import NotRewrittenError, first_norm, straight_on
 from fusednorm.transformers.modules import LayerState, NormState, PatchedLayer, PatchedNorm, rewritten_layer
 from fusednorm.transformers.norms import Forms, NotANormError, forms
 from fusednorm.transformers.replacing import ATTACHED, Patched, attach, change_class
@@ -109,7 +109,7 @@ def _count(model: torch.nn.Module) -> Counts:
         if isinstance(module, PatchedLayer):
             before, _, of_layer = module._made_of
             handed = module._fusednorm.following is not None
-            adds, across = adds + _additions(rewritten_layer(before, of_layer), handed), across + handed
+            adds, across = adds + rewritten_layer(before, of_layer).additions(handed), across + handed
     return Counts(norms, adds, across, rotations, gates)
 
 
@@ -254,14 +254,6 @@ def _describe(without: Forms, gated: Forms) -> str:
     return f"rms_norm{'_gated' * bool(gated)}({', '.join(described)})"
 
 
-def _additions(layer: Rewritten, handed: bool) -> int:
-    """The number of fused additions of a layer, whose last one is fused with the norm after the layer if ``handed``.
-
-    An addition right after a norm is fused with that norm in any case.
-    """
-    return layer.fused + (handed and not layer.last_normed)
-
-
 def _patch_layers(
     owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
 ) -> list[tuple[str, int, bool, str, bool]]:
@@ -298,7 +290,7 @@ def _patch_layers(
         if reason is not None:
             done.append((class_name, 0, False, reason, False))
             continue
-        adds = _additions(found, handed)
+        adds = found.additions(handed)
         what = f"additions fused: {adds - handed} within" + (", 1 with the norm after the layer" if handed else "")
         what += f"; {found.normed} with the norm before" if found.normed else ""
         done.append((class_name, adds, handed, what, True))

@@ -127,6 +127,22 @@ def test_families(name):
 
 
 @family
+def test_the_contract_lists_what_is_replaced(name):
+    """Each addition, with the factor of Granite's; each norm, gate and rotation (of OLMo 2 by the tables' dtype)."""
+    model = build(name)
+    report = fusednorm.transformers.patch(model)
+    steps = [step.operation for step in fusednorm.contract(model).steps]
+    rotations = report.rotations * (2 if name == "OLMo2" else 1)
+    assert {operation: steps.count(operation) for operation in ("rms_norm", "add", "scale", "rotate")} == {
+        "rms_norm": report.norms,
+        "add": report.adds,
+        "scale": report.adds if name == "Granite" else 0,
+        "rotate": rotations,
+    }
+    assert sum(operation.endswith("_and_mul") for operation in steps) == report.gates
+
+
+@family
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fusion_changes_nothing(name, dtype, unfused):
     """Logits, loss and all gradients are those of the norms without the additions, bit for bit.

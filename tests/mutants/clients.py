@@ -457,9 +457,9 @@ MUTANTS = (
     Mutant(
         FUSED,
         "Transformers: the addition at the end counts twice",
-        "fusednorm/transformers/patching.py",
-        "layer.fused + (handed and not layer.last_normed)",
-        "layer.fused + handed",
+        "fusednorm/transformers/layers.py",
+        "self.fused + (handed and not self.last_normed)",
+        "self.fused + handed",
     ),
     Mutant(
         FUSED,
