@@ -274,11 +274,12 @@ def test_layer_by_hand():
             return hidden_states + x
 
     names = frozenset({"first", "second"})
-    assert layers.rewritten(Layer, names)[1:] == (1, 0, True, False)
-    assert layers.rewritten(Layer, frozenset({"first"}))[1:] == (0, 0, True, False)
-    assert layers.rewritten(Kept, names)[1:] == (1, 0, False, False)
-    assert layers.rewritten(Normed, names)[1:] == (2, 2, True, True)
-    assert layers.rewritten(Normed, frozenset({"first"}))[1:] == (1, 1, True, False)
+    assert layers.rewritten(Layer, names)[1:5] == (1, 0, True, False)
+    assert layers.rewritten(Layer, names).factors == ("scale", None)
+    assert layers.rewritten(Layer, frozenset({"first"}))[1:5] == (0, 0, True, False)
+    assert layers.rewritten(Kept, names)[1:5] == (1, 0, False, False)
+    assert layers.rewritten(Normed, names)[1:5] == (2, 2, True, True)
+    assert layers.rewritten(Normed, frozenset({"first"}))[1:5] == (1, 1, True, False)
     for kept in (Other, Twice):
         with pytest.raises(layers.NotRewrittenError, match="no addition"):
             layers.rewritten(kept, names)
