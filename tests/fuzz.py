@@ -354,6 +354,16 @@ def may_be_refused(given, written, readable=("x", "residual")):
     return False
 
 
+def with_negatives(operands, written, random):
+    """The operands, some of those that are only read as views of the same memory whose lazy negative bit is set."""
+    return {
+        name: torch._neg_view(t)
+        if name not in written and t.is_floating_point() and t.itemsize > 1 and random.random() < 0.05
+        else t
+        for name, t in operands.items()
+    }
+
+
 def outcome(function, *arguments, **options):
     """What a call returns, or the type of what it raises."""
     try:
@@ -364,7 +374,8 @@ def outcome(function, *arguments, **options):
 
 def check_call(given):
     """Forward, into new outputs, given ones, or in place; returns what happened, in a word."""
-    tensors = given.tensors
+    in_place = ("x", "residual") if given.in_place else ()
+    tensors = with_negatives(given.tensors, (*OUTPUTS, *in_place), given.random)
     copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     with fusednorm.use_backend("reference"):
         wanted, complaint = outcome(given.call, copies)
@@ -402,6 +413,7 @@ def check_call(given):
 
 def check_gradient(given):
     """Backward, through one output or both, to all operands or some."""
+    given.tensors = with_negatives(given.tensors, (), given.random)
     before = {name: given.memories[placed[0]].bytes.clone() for name, placed in given.placed.items()}
 
     gradients = given.gradients()

@@ -25,7 +25,7 @@ from fusednorm.backends import cpu
 from fusednorm.conformance.test_quantized import ALL as QUANTIZATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
-from fuzz import DTYPES, NORMAL, ROOM, Memory, contiguous, may_be_refused, outcome, reach, same
+from fuzz import DTYPES, NORMAL, ROOM, Memory, contiguous, may_be_refused, outcome, reach, same, with_negatives
 
 EPS = (0.0, 1e-30, 1e-6, 1e-5, 0.1, 3e38, float("inf"))
 ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
@@ -352,6 +352,7 @@ def as_bytes(tensors):
 
 def check_call(given):
     """A call, into new outputs or in place; returns what happened, in a word."""
+    given.operands = with_negatives(given.operands, given.written, given.random)
     copies = {name: t.clone(memory_format=torch.contiguous_format) for name, t in given.operands.items()}
     with fusednorm.use_backend("reference"):
         wanted, complaint = outcome(given.call, copies)
@@ -381,6 +382,7 @@ def check_call(given):
 
 def check_gradients(given):
     """The gradients of all operands that have some, through all outputs."""
+    given.operands = with_negatives(given.operands, (), given.random)
     names = [name for name, t in given.operands.items() if t.is_floating_point() and name not in ("cos", "sin")]
     state = given.random.getrandbits(60)
 
