@@ -252,7 +252,7 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
     may be; an output without an entry may be none. None: each may be any.
     """
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
-    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and t.numel() and not t.is_meta}
+    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
     names, written = list(present), [name for name in outputs if name in present]
     before = {name: names[: names.index(name)] for name in written}
 
@@ -274,6 +274,11 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
             one = may_be_one(name, other) and _same_elements(present[name], present[other])
             if not one and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other, "" if other in inputs else _instead(name))
+
+
+def holds_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has elements in memory, which it may share. A meta tensor has none: its address is 0."""
+    return tensor.numel() > 0 and not tensor.is_meta
 
 
 def _same_elements(a: Tensor, b: Tensor) -> bool:
@@ -538,7 +543,7 @@ def check_written(
         )
         for name, tensor in given.items()
     ]
-    if x.numel() == 0:
+    if not holds_memory(x):
         return
     if next_weight is not None:
         weight = Memory.of(packed(next_weight), Rows(1, 1, 0, hidden_size), hidden_size)
