@@ -11,6 +11,7 @@ from typing import NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.backends.quantizer import MOST
@@ -40,7 +41,8 @@ def check_operands(
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
-    if in_memory and _usual((x, residual, weight, out, residual_out)):
+    sealed = _sealed(out) or _sealed(residual_out)
+    if in_memory and not sealed and _usual((x, residual, weight, out, residual_out)):
         return
     operands = {x_name: x, residual_name: residual, weight_name: weight, "out": out, "residual_out": residual_out}
     # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
@@ -80,7 +82,7 @@ def check_operands(
                 cure = f"expand it with {name}.expand_as({x_name})"
             raise ValueError(f"{name} must have {x_name}'s shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
         if name in like:
-            check_placed(next(called for called, t in operands.items() if t is tensor), tensor)
+            check_writable(next(called for called, t in operands.items() if t is tensor), tensor)
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
@@ -235,7 +237,28 @@ def check_output(
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}; {cure}")
     check_device(name, tensor, x, x_name, cure)
-    check_placed(name, tensor)
+    check_writable(name, tensor)
+
+
+def check_writable(name: str, output: Tensor) -> None:
+    """That a call may write a tensor that it is given."""
+    check_placed(name, output)
+    if _sealed(output):
+        raise RuntimeError(
+            f"{name} was made in inference mode and is written outside of it, and torch says: Inplace update to "
+            f"inference tensor outside InferenceMode is not allowed; pass {name}.clone(), or call the function under "
+            "torch.inference_mode()"
+        )
+
+
+def _sealed(output: Tensor | None) -> bool:
+    """Whether an output was made in inference mode, and may not be written outside of it. A compiler asks itself."""
+    return (
+        isinstance(output, Tensor)
+        and not is_dynamo_compiling()
+        and output.is_inference()
+        and not torch.is_inference_mode_enabled()
+    )
 
 
 def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> None:

@@ -1,4 +1,4 @@
-"""What holds for each public function: what listens sees it, and what has no memory shares none."""
+"""What holds for each public function: listeners see it, meta tensors share no memory, inference tensors are kept."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
+from fusednorm import registry
 
 #: The operands that a function writes; of the other functions the outputs.
 IN_PLACE = {
@@ -129,3 +130,29 @@ def test_meta_tensors(name):
     assert [(t.shape, t.dtype, t.device.type) for t in found] == [(t.shape, t.dtype, "meta") for t in expected]
     returned = [key for key in written_by(name) if key != "normed_out"]
     assert {id(operands[key]) for key in returned} <= set(map(id, found))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@functions
+def test_inference_tensors_are_not_written_outside_of_inference_mode(name, backend):
+    """As torch does not write them: nothing is written then, and they may be read."""
+    for key, operand in operands_of(name).items():
+        if not isinstance(operand, torch.Tensor):
+            continue
+        operands = operands_of(name)
+        with torch.inference_mode():
+            operands[key] = operand.clone()
+        before = {other: t.clone() for other, t in operands.items() if isinstance(t, torch.Tensor)}
+        registry.fast_paths.clear()  # a call in Python opens them again
+        with fusednorm.use_backend(backend):
+            if key not in written_by(name):
+                call(name, operands)
+                continue
+            message = f"^{key} was made in inference mode .* Inplace update to inference tensor outside InferenceMode"
+            with pytest.raises(RuntimeError, match=message):
+                call(name, operands)
+            assert all(
+                torch.equal(operands[other].view(torch.uint8), t.view(torch.uint8)) for other, t in before.items()
+            )
+            with torch.inference_mode():
+                call(name, operands)
