@@ -181,6 +181,15 @@ def check_affine(
         check_operands(x, None, row, None, None, in_memory=False, x_name=x_name, weight_name=name)
 
 
+def check_one_row(name: str, weight: Tensor | None) -> None:
+    """That a weight has no rows of its own for heads, for the port of a library that would read the first one alone."""
+    if getattr(weight, "ndim", 1) > 1:
+        raise ValueError(
+            f"{name} must have one dimension, [N], got shape {list(cast(Tensor, weight).shape)}; fusednorm's own "
+            "function takes a weight with a row for each head"
+        )
+
+
 def check_quantization(
     quantization: Quantization,
     x: Tensor,
