@@ -98,19 +98,10 @@ def check_flags(
         flags = flags._replace(eps=eps, weight_offset=weight_offset)
     if residual_out is None and flags.out_dtype is None and flags.residual_dtype is None:
         return flags
-    for name, dtype in (("out_dtype", flags.out_dtype), ("residual_dtype", flags.residual_dtype)):
-        if dtype is None:
-            continue
-        if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-            raise TypeError(
-                f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; leave it out for that of "
-                + (x_name if name == "out_dtype" else "the residual")
-            )
-        if dtype == torch.float64 and x.dtype != torch.float64:
-            raise TypeError(
-                f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
-                f"{x_name}: convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
-            )
+    if flags.out_dtype is not None:
+        check_dtype("out_dtype", flags.out_dtype, x, x_name, f"leave it out for that of {x_name}")
+    if flags.residual_dtype is not None:
+        check_dtype("residual_dtype", flags.residual_dtype, x, x_name, "leave it out for that of the residual")
     if flags.residual_dtype is not None and residual is None:
         raise TypeError("residual_dtype is given without a residual; leave it out")
     if out is not None and flags.out_dtype not in (None, out.dtype):
@@ -124,6 +115,26 @@ def check_flags(
         whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
     return flags
+
+
+def check_dtype(name: str, dtype: torch.dtype, x: Tensor, x_name: str = "x", cure: str = "") -> None:
+    """The dtype of a result, or one that something is rounded to on the way."""
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise TypeError(
+            f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; "
+            + (cure or f"pass one of these, such as {x_name}.dtype")
+        )
+    if dtype == torch.float64 and x.dtype != torch.float64:
+        raise TypeError(
+            f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
+            f"{x_name}: convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
+        )
+
+
+def check_needs(needs: list[bool], of: tuple[str, ...]) -> None:
+    """Which gradients an operator is to compute: one answer for each of these operands."""
+    if len(needs) != len(of):
+        raise ValueError(f"needs must have {len(of)} elements, one for each of {', '.join(of)}, got {needs}")
 
 
 def check_flag(name: str, flag: object) -> None:
@@ -175,6 +186,15 @@ def check_affine(
         check_operands(x, None, row, None, None, in_memory=False, x_name=x_name, weight_name=name)
         if in_memory and operand is not None:
             check_memory(name, operand)
+
+
+def check_one_row(name: str, weight: Tensor | None) -> None:
+    """That a weight has no rows of its own for heads, for the port of a library that would read the first one alone."""
+    if getattr(weight, "ndim", 1) > 1:
+        raise ValueError(
+            f"{name} must have one dimension, [N], got shape {list(cast(Tensor, weight).shape)}; fusednorm's own "
+            "function takes a weight with a row for each head"
+        )
 
 
 def check_quantization(
@@ -409,21 +429,25 @@ def check_gradients(
                 "the forward pass's operands and their dtypes"
             )
     if rstd.dtype != accumulator(x_dtype):
-        raise TypeError(f"rstd must be {str(accumulator(x_dtype))[6:]}, the forward pass's, got {str(rstd.dtype)[6:]}")
-    if len(needs) != 3:
-        raise ValueError(f"needs must have three elements, for x, the residual and the weight, got {needs}")
+        raise TypeError(
+            f"rstd must be {str(accumulator(x_dtype))[6:]}, the forward pass's where x_dtype is {str(x_dtype)[6:]}, "
+            f"got {str(rstd.dtype)[6:]}; pass the forward pass's operands and their dtypes"
+        )
+    check_needs(needs, ("x", "residual", "weight"))
     if h.dim() == 0 or h.shape[-1] == 0:
         raise ValueError(f"h must be [..., N] with N of at least 1, got shape {list(h.shape)}")
-    shapes = {"h": h.shape, "dy": h.shape, "d_residual_out": h.shape, "rstd": h.shape[:-1], "weight": h.shape[-1:]}
+    shapes = {"rstd": h.shape[:-1], "weight": h.shape[-1:]}  # the others have that of h
+    reasons = {"rstd": "a number for each row of h", "weight": "the last dimension of h"}
     for name, operand in operands.items():
         if operand is None:
             continue
         check_dense(name, operand, f"{name}.to_dense() makes one")
         check_device(name, operand, h, "h")
-        if operand.shape != shapes[name]:
+        shape = shapes.get(name, h.shape)
+        if operand.shape != shape:
             raise ValueError(
-                f"{name} must have shape {list(shapes[name])}, which fits h of shape {list(h.shape)}, got "
-                f"{list(operand.shape)}; pass the forward pass's operands"
+                f"{name} must have shape {list(shape)}, {reasons.get(name, 'that of h')}, got {list(operand.shape)}; "
+                "pass the operands of one forward pass"
             )
         if in_memory:
             check_memory(name, operand)

@@ -77,11 +77,11 @@ def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Whether memory holds all elements of a dense tensor that is no batch of a transform.
+    """Whether memory holds all elements of a tensor that has a storage, as those of tracers and sparse ones have not.
 
-    A storage may have been freed or made shorter (FSDP does so between passes), and a ZeroTensor of torch has none.
+    A storage may have been freed or made shorter (FSDP does so between passes), and that of a ZeroTensor is empty.
     """
-    if tensor.numel() == 0 or tensor.is_meta:
+    if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
         return True
     if tensor.data_ptr() == 0:
         return False

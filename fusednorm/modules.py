@@ -64,7 +64,7 @@ def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor |
     Raises:
         ValueError: it has another shape.
     """
-    if weight is None or len(normalized_shape) == 1:
+    if weight is None or (len(normalized_shape) == 1 and not (isinstance(weight, Tensor) and weight.dim() != 1)):
         return weight
     if not isinstance(weight, Tensor):
         refuse_type("weight", weight, "torch.as_tensor makes one")

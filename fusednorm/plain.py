@@ -35,7 +35,7 @@ def in_memory(*operands: Tensor | None) -> bool:
 
 def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> None:
     """:func:`fusednorm.checks.check_kept`, of operands that lie in memory."""
-    if in_memory(*incoming, *kept) and all(t is None or torch._C._has_storage(t) for t in (*incoming, *kept)):
+    if in_memory(*incoming, *kept):
         checks.check_kept(incoming, kept)
 
 

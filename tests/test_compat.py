@@ -49,6 +49,19 @@ def test_vllm(dtype, with_weight):
     same(residual, total)
 
 
+@dtypes
+@pytest.mark.parametrize("shape", [(4, 136), (4, 3, 136), (4, 4, 136), (4, 2, 3, 136), (4, 0, 136)], ids=str)
+def test_vllm_weight_of_two_dimensions(dtype, shape):
+    """Row i is that of ``input[i]``, and not that of a head; in place and where rows lie apart, too."""
+    x, _, weight = of(dtype, rows=24)
+    x, weight = x[: torch.Size(shape[:-1]).numel()].view(shape), weight * torch.arange(1.0, 5)[:, None].to(dtype)
+    expected = torch.stack([rms_norm(x[i], weight[i], EPS, round_norm=True) for i in range(4)])
+    apart = torch.stack((x, x), -2)[..., 0, :]
+    for input, out in ((x, torch.full_like(x, torch.nan)), (apart, torch.full_like(x, torch.nan)), (x, x)):
+        assert vllm.rms_norm(out, input, weight, EPS) is None
+        same(out, expected)
+
+
 def fp8(v):
     return v.clamp(-448, 448).to(torch.float8_e4m3fn)
 
@@ -428,6 +441,31 @@ W = torch.ones(4)
             "tma_alignment must be 0 or 4, got 8",
         ),
         (lambda: vllm.rms_norm(X[:1], X, W, EPS), ValueError, "out must have x's shape"),
+        (lambda: vllm.rms_norm(X[:1], X, W.expand(2, 4), EPS), ValueError, "out must have x's shape"),
+        (lambda: vllm.rms_norm(X, X + 1, W.expand(3, 4), EPS), ValueError, "so it must have shape [2, 4], got [3, 4]"),
+        (lambda: vllm.rms_norm(X, X + 1, W.expand(2, 3, 4), EPS), ValueError, "weight must have shape [4]"),
+        (
+            lambda: vllm.fused_add_rms_norm(X, X + 1, W.expand(3, 4), EPS),
+            ValueError,
+            "weight must have one dimension, [N], got shape [3, 4]",
+        ),
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W.expand(3, 4), EPS, torch.int8), ValueError, "weight must"),
+        (lambda: liger.liger_rms_norm(X, W.expand(3, 4), EPS), ValueError, "W must have one dimension"),
+        (lambda: liger.liger_fused_add_rms_norm(X, X, W.expand(3, 4), EPS), ValueError, "W must have one dimension"),
+        (lambda: flag_gems.rms_norm(X, (4,), W.expand(3, 4)), ValueError, "weight must have the normalized_shape [4]"),
+        (
+            lambda: flag_gems.fused_add_rms_norm(X, X + 1, (4,), W.expand(3, 4)),
+            ValueError,
+            "weight must have the normalized_shape [4]",
+        ),
+        (
+            lambda: functional.rms_norm(X, (4,), W.expand(3, 4)),
+            RuntimeError,
+            "weight must have the normalized_shape [4], got shape [3, 4]",
+        ),
+        (lambda: functional.rms_norm(X, (4,), W[:3]), RuntimeError, "weight must have shape [4]"),
+        (lambda: functional.rms_norm(X, (4,), W.to("meta")), RuntimeError, "weight is on meta and x on cpu"),
+        (lambda: functional.rms_norm(X.to(torch.complex64), (4,)), TypeError, "call torch.nn.functional.rms_norm"),
         (lambda: vllm.fused_add_rms_norm(X, X, W, EPS), ValueError, "shares memory"),
         (lambda: vllm.fused_add_rms_norm(X, X + 1, W.clone().requires_grad_(), EPS), RuntimeError, "torch.no_grad()"),
         (lambda: flashinfer.rmsnorm(X, W, out=X.mT), ValueError, "out must have x's shape"),
@@ -452,11 +490,11 @@ W = torch.ones(4)
             ValueError,
             "residual is written in place and normalised over 2 dimensions together",
         ),
-        (lambda: functional.rms_norm(X, (3,)), ValueError, "input must end in the dimensions [3]"),
-        (lambda: functional.rms_norm(X, (2, 4)), ValueError, "input must end in the dimensions [2, 4]"),
-        (lambda: functional.rms_norm(X, ()), ValueError, "at least one dimension"),
+        (lambda: functional.rms_norm(X, (3,)), RuntimeError, "input must end in the dimensions [3]"),
+        (lambda: functional.rms_norm(X, (2, 4)), RuntimeError, "input must end in the dimensions [2, 4]"),
+        (lambda: functional.rms_norm(X, ()), RuntimeError, "at least one dimension"),
         (lambda: functional.rms_norm(X, 4), TypeError, "normalized_shape must be a list or tuple of ints, got 4"),
-        (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), ValueError, "weight must have the normalized_shape"),
+        (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), RuntimeError, "weight must have the normalized_shape"),
         (lambda: functional.rms_norm(X, (3, 4), 1.0), TypeError, "weight must be a torch.Tensor, got float"),
         (
             lambda: functional.rms_norm(X, (3, 4), 1),

@@ -25,13 +25,22 @@ def rms_norm(
         A new tensor of the input's shape and dtype, with a gradient.
 
     Raises:
-        ValueError: the input does not end in ``normalized_shape``, or the weight has another shape.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
+        RuntimeError: the input does not end in ``normalized_shape``, the weight has another shape, or lies elsewhere;
+            where fusednorm's functions raise ValueError, as torch does.
+        TypeError: an operand is no tensor, or of a dtype that does not fit, such as a complex one.
+        BackendError: see :func:`fusednorm.rms_norm`.
     """
     if not isinstance(normalized_shape, Sequence):
         raise TypeError(f"normalized_shape must be a list or tuple of ints, got {normalized_shape!r}; pass [N]")
     shape = tuple(normalized_shape)
-    y = ops.rms_norm(
-        as_rows(input, shape, "input"), as_row(weight, shape), machine_epsilon(input) if eps is None else eps
-    )
+    if isinstance(input, Tensor) and input.is_complex():
+        raise TypeError(
+            f"input is {str(input.dtype)[6:]}, and fusednorm's specification has no complex numbers; call "
+            "torch.nn.functional.rms_norm, which computes them"
+        )
+    try:
+        rows, row = as_rows(input, shape, "input"), as_row(weight, shape)
+        y = ops.rms_norm(rows, row, machine_epsilon(input) if eps is None else eps)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None  # as torch
     return y if len(shape) == 1 else y.view(input.shape)

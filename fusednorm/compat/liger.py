@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import ops
+from fusednorm.checks import check_one_row
 
 _ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1: False}
 
@@ -57,6 +58,7 @@ def liger_rms_norm(
         ValueError: another casting mode.
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
+    check_one_row("W", W)
     return ops.rms_norm(X, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
 
 
@@ -83,6 +85,7 @@ def liger_fused_add_rms_norm(
     Returns:
         The normalised rows, in X's dtype, and the sum, in R's dtype (Liger: X's), both with gradients.
     """
+    check_one_row("W", W)
     return ops.fused_add_rms_norm(X, R, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import gated, ops, quantized
+from fusednorm.checks import check_one_row
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
     VLLM_FP8_STATIC,
@@ -43,13 +44,23 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
     Args:
         out: [..., N], written.
         input: [..., N].
-        weight: [N], or None.
+        weight: [N], or None; or [G, N], a row for each ``input[i]`` of an input of [G, ..., N].
         epsilon: added to the mean of squares.
 
     Raises:
         RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
+    if getattr(weight, "ndim", 1) == 2 and isinstance(input, Tensor) and input.dim() > 1:
+        assert weight is not None
+        hidden_size = input.shape[-1]
+        if weight.shape != (len(input), hidden_size):
+            raise ValueError(
+                "weight has two dimensions, a row for each input[i], so it must have shape "
+                f"{[len(input), hidden_size]}, got {list(weight.shape)}; pass [{hidden_size}] for one row for all"
+            )
+        if isinstance(out, Tensor) and out.shape == input.shape:
+            out, input = out.movedim(0, -2), input.movedim(0, -2)
     ops.rms_norm(input, weight, epsilon, round_norm=True, out=out)
 
 
@@ -66,6 +77,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
         RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
+    check_one_row("weight", weight)
     ops.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)
 
 
