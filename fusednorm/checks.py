@@ -11,6 +11,7 @@ from typing import NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.backends.quantizer import MOST
@@ -40,7 +41,8 @@ def check_operands(
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
-    if in_memory and _usual((x, residual, weight, out, residual_out)):
+    sealed = _sealed(out) or _sealed(residual_out)
+    if in_memory and not sealed and _usual((x, residual, weight, out, residual_out)):
         return
     operands = {x_name: x, residual_name: residual, weight_name: weight, "out": out, "residual_out": residual_out}
     # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
@@ -80,7 +82,7 @@ def check_operands(
                 cure = f"expand it with {name}.expand_as({x_name})"
             raise ValueError(f"{name} must have {x_name}'s shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
         if name in like:
-            check_placed(next(called for called, t in operands.items() if t is tensor), tensor)
+            check_writable(next(called for called, t in operands.items() if t is tensor), tensor)
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
@@ -97,19 +99,10 @@ def check_flags(
         flags = flags._replace(eps=eps, weight_offset=weight_offset)
     if residual_out is None and flags.out_dtype is None and flags.residual_dtype is None:
         return flags
-    for name, dtype in (("out_dtype", flags.out_dtype), ("residual_dtype", flags.residual_dtype)):
-        if dtype is None:
-            continue
-        if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-            raise TypeError(
-                f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; leave it out for that of "
-                + (x_name if name == "out_dtype" else "the residual")
-            )
-        if dtype == torch.float64 and x.dtype != torch.float64:
-            raise TypeError(
-                f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
-                f"{x_name}: convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
-            )
+    if flags.out_dtype is not None:
+        check_dtype("out_dtype", flags.out_dtype, x, x_name, f"leave it out for that of {x_name}")
+    if flags.residual_dtype is not None:
+        check_dtype("residual_dtype", flags.residual_dtype, x, x_name, "leave it out for that of the residual")
     if flags.residual_dtype is not None and residual is None:
         raise TypeError("residual_dtype is given without a residual; leave it out")
     if out is not None and flags.out_dtype not in (None, out.dtype):
@@ -123,6 +116,26 @@ def check_flags(
         whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
     return flags
+
+
+def check_dtype(name: str, dtype: torch.dtype, x: Tensor, x_name: str = "x", cure: str = "") -> None:
+    """The dtype of a result, or one that something is rounded to on the way."""
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise TypeError(
+            f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; "
+            + (cure or f"pass one of these, such as {x_name}.dtype")
+        )
+    if dtype == torch.float64 and x.dtype != torch.float64:
+        raise TypeError(
+            f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
+            f"{x_name}: convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
+        )
+
+
+def check_needs(needs: list[bool], of: tuple[str, ...]) -> None:
+    """Which gradients an operator is to compute: one answer for each of these operands."""
+    if len(needs) != len(of):
+        raise ValueError(f"needs must have {len(of)} elements, one for each of {', '.join(of)}, got {needs}")
 
 
 def check_flag(name: str, flag: object) -> None:
@@ -235,7 +248,28 @@ def check_output(
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}; {cure}")
     check_device(name, tensor, x, x_name, cure)
-    check_placed(name, tensor)
+    check_writable(name, tensor)
+
+
+def check_writable(name: str, output: Tensor) -> None:
+    """That a call may write a tensor that it is given."""
+    check_placed(name, output)
+    if _sealed(output):
+        raise RuntimeError(
+            f"{name} was made in inference mode and is written outside of it, and torch says: Inplace update to "
+            f"inference tensor outside InferenceMode is not allowed; pass {name}.clone(), or call the function under "
+            "torch.inference_mode()"
+        )
+
+
+def _sealed(output: Tensor | None) -> bool:
+    """Whether an output was made in inference mode, and may not be written outside of it. A compiler asks itself."""
+    return (
+        isinstance(output, Tensor)
+        and not is_dynamo_compiling()
+        and output.is_inference()
+        and not torch.is_inference_mode_enabled()
+    )
 
 
 def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> None:
@@ -252,7 +286,7 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
     may be; an output without an entry may be none. None: each may be any.
     """
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
-    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and t.numel() and not t.is_meta}
+    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
     names, written = list(present), [name for name in outputs if name in present]
     before = {name: names[: names.index(name)] for name in written}
 
@@ -274,6 +308,11 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
             one = may_be_one(name, other) and _same_elements(present[name], present[other])
             if not one and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other, "" if other in inputs else _instead(name))
+
+
+def holds_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has elements in memory, which it may share. A meta tensor has none: its address is 0."""
+    return tensor.numel() > 0 and not tensor.is_meta
 
 
 def _same_elements(a: Tensor, b: Tensor) -> bool:
@@ -366,21 +405,25 @@ def check_gradients(
                 "the forward pass's operands and their dtypes"
             )
     if rstd.dtype != accumulator(x_dtype):
-        raise TypeError(f"rstd must be {str(accumulator(x_dtype))[6:]}, the forward pass's, got {str(rstd.dtype)[6:]}")
-    if len(needs) != 3:
-        raise ValueError(f"needs must have three elements, for x, the residual and the weight, got {needs}")
+        raise TypeError(
+            f"rstd must be {str(accumulator(x_dtype))[6:]}, the forward pass's where x_dtype is {str(x_dtype)[6:]}, "
+            f"got {str(rstd.dtype)[6:]}; pass the forward pass's operands and their dtypes"
+        )
+    check_needs(needs, ("x", "residual", "weight"))
     if h.dim() == 0 or h.shape[-1] == 0:
         raise ValueError(f"h must be [..., N] with N of at least 1, got shape {list(h.shape)}")
-    shapes = {"h": h.shape, "dy": h.shape, "d_residual_out": h.shape, "rstd": h.shape[:-1], "weight": h.shape[-1:]}
+    shapes = {"rstd": h.shape[:-1], "weight": h.shape[-1:]}  # the others have that of h
+    reasons = {"rstd": "a number for each row of h", "weight": "the last dimension of h"}
     for name, operand in operands.items():
         if operand is None:
             continue
         check_dense(name, operand, f"{name}.to_dense() makes one")
         check_device(name, operand, h, "h")
-        if operand.shape != shapes[name]:
+        shape = shapes.get(name, h.shape)
+        if operand.shape != shape:
             raise ValueError(
-                f"{name} must have shape {list(shapes[name])}, which fits h of shape {list(h.shape)}, got "
-                f"{list(operand.shape)}; pass the forward pass's operands"
+                f"{name} must have shape {list(shape)}, {reasons.get(name, 'that of h')}, got {list(operand.shape)}; "
+                "pass the operands of one forward pass"
             )
         if in_memory:
             check_memory(name, operand)
@@ -538,7 +581,7 @@ def check_written(
         )
         for name, tensor in given.items()
     ]
-    if x.numel() == 0:
+    if not holds_memory(x):
         return
     if next_weight is not None:
         weight = Memory.of(packed(next_weight), Rows(1, 1, 0, hidden_size), hidden_size)

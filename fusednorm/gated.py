@@ -64,10 +64,9 @@ def gate(
             result: Any = take(y, *NO_NORM, z, activation, ALONE, None, out)
             if result is not None:
                 return cast(Tensor, result)
-    if not is_dynamo_compiling() and listeners.override(y, z, out):
-        return handle_torch_function(gate, (y, z, out), y, z, activation=activation, out=out, out_dtype=out_dtype)
-    name = "gate_" if out is y and out is not None else "gate"
-    return _run(name, {"y": y, "z": z}, y, z, activation, None, out, out_dtype)
+        if listeners.override(y, z, out):
+            return handle_torch_function(gate, (y, z, out), y, z, activation=activation, out=out, out_dtype=out_dtype)
+    return _run("gate", {"y": y, "z": z}, y, z, activation, None, out, out_dtype)
 
 
 def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
@@ -85,7 +84,15 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`gate`.
     """
-    return gate(y, z, activation=activation, out=y)
+    if not is_dynamo_compiling():
+        take = fast_paths.get(request())
+        if take is not None:
+            result: Any = take(y, *NO_NORM, z, activation, ALONE, None, y)
+            if result is not None:
+                return cast(Tensor, result)
+        if listeners.override(y, z):
+            return handle_torch_function(gate_, (y, z), y, z, activation=activation)
+    return _run("gate_", {"y": y, "z": z}, y, z, activation, None, y, None)
 
 
 def silu_and_mul(

@@ -7,11 +7,12 @@ import math
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function
 
-from fusednorm import plain
+from fusednorm import listeners
 from fusednorm.backends.reference import accumulator
 from fusednorm.checks import number, refuse_type
-from fusednorm.listeners import overrides_operations
 from fusednorm.ops import rms_norm
 
 
@@ -37,15 +38,19 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
         RuntimeError: ``out`` is given and x requires grad.
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
+    compiling = is_dynamo_compiling()
+    if not compiling and listeners.override(x, out):
+        return handle_torch_function(l2_norm, (x, out), x, eps, out=out, out_dtype=out_dtype)
     if not isinstance(x, Tensor):
         refuse_type("x", x)
     hidden_size = x.shape[-1] if x.dim() else 1
     if type(eps) is not float:
         eps = number("eps", eps)
-    if overrides_operations(x) and x.layout == torch.strided:  # a DTensor takes a weight that is one
+    if listeners.overrides_operations(x) and x.layout == torch.strided:  # a DTensor takes a weight that is one
         weight = x.new_full((hidden_size,), _each(hidden_size), dtype=accumulator(x.dtype))
     else:
-        new = x.is_meta or not plain.in_memory(x)  # what a mode or a transform makes ends with it
+        # What a mode or a transform makes ends with it.
+        new = compiling or x.is_meta or listeners.below(x) or listeners.transform(x)
         weight = (_weight if new else _kept_weight)(hidden_size, accumulator(x.dtype), x.device)
     return rms_norm(x, weight, eps / max(hidden_size, 1), out=out, out_dtype=out_dtype)
 

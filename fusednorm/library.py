@@ -20,8 +20,10 @@ from fusednorm.call import Flags, RMSNorm, operation_of
 from fusednorm.checks import (
     check_activation,
     check_affine,
+    check_dtype,
     check_flags,
     check_gradients,
+    check_needs,
     check_operands,
     check_quantization,
 )
@@ -79,12 +81,16 @@ def _rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Te
 def _into(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *flags: Any
 ) -> None:
-    if (residual is None) != (residual_out is None):
-        raise ValueError("residual and residual_out go together: pass both, or None for both")
+    _check_pair(residual, residual_out)
     asked = Flags(*flags)
     if residual is not None and residual_out is not None and residual_out.dtype != residual.dtype:
         asked = asked._replace(residual_dtype=residual_out.dtype)
     run.fast_path_first(x, residual, weight, asked, out, residual_out)
+
+
+def _check_pair(residual: Tensor | None, residual_out: Tensor | None) -> None:
+    if (residual is None) != (residual_out is None):
+        raise ValueError("residual and residual_out go together: pass both, or None for both")
 
 
 def _fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:
@@ -133,10 +139,11 @@ def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> None:
     check_operands(x, residual, None, None, None, in_memory=False)
-    check_flags(Flags(residual_dtype=dtype), x, residual, None, None)
+    check_dtype("dtype", dtype, x)
 
 
 def _scale(x: Tensor, factor: float) -> Tensor:
+    check_operands(x, None, None, None, None, in_memory=False)
     return reference.scaled(x, factor).contiguous()
 
 
@@ -148,41 +155,66 @@ def _affine(
     rounded_to: torch.dtype | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    check_affine(n, weight, bias)
+    _check_affine(n, weight, bias, rounded_to, out_dtype)
     return reference.affine(n, weight, bias, weight_offset, rounded_to, out_dtype).contiguous()
+
+
+def _check_affine(
+    n: Tensor, weight: Tensor | None, bias: Tensor | None, rounded_to: torch.dtype | None, out_dtype: torch.dtype
+) -> None:
+    check_affine(n, weight, bias, x_name="n")
+    if rounded_to is not None:
+        check_dtype("rounded_to", rounded_to, n, "n")
+    check_dtype("out_dtype", out_dtype, n, "n")
 
 
 def _affine_backward(
     dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_affine(n, weight, bias)
+    _check_affine_backward(dy, n, weight, bias, needs)
     need_n, need_weight, need_bias = needs
     found = reference.affine_gradients(dy, n, weight, bias, weight_offset, (need_n, need_weight, need_bias))
     dn, dweight, dbias = (n.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
     return dn.clone() if dn is dy else dn, dweight, dbias
 
 
+def _check_affine_backward(
+    dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool]
+) -> None:
+    check_affine(n, weight, bias, x_name="n")
+    check_operands(n, dy, None, None, None, in_memory=False, x_name="n", residual_name="dy")
+    check_needs(needs, ("n", "weight", "bias"))
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
-    check_heads("x", x)
-    check_tables(cos, sin, None, x, in_memory=False)
+    _check_rotate(x, cos, sin, rounded_to, dtype)
     return run_rotated.rotate(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
 
 
-def _gate(y: Tensor, z: Tensor, *gating: Any) -> Tensor:
-    _check_gate(y, z, *gating)
-    return run_gated.forward(y, z, Gating(*gating)).contiguous()
+def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded_to: torch.dtype | None, dtype: torch.dtype) -> None:
+    check_heads("x", x)
+    check_tables(cos, sin, None, x, in_memory=False)
+    if rounded_to is not None:
+        check_dtype("rounded_to", rounded_to, x)
+    check_dtype("dtype", dtype, x)
+
+
+def _gate(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype) -> Tensor:
+    _check_gate(y, z, activation, between, out_dtype)
+    return run_gated.forward(y, z, Gating(activation, between, out_dtype)).contiguous()
 
 
 def _check_gate(
-    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, *others: torch.dtype | Tensor
+    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, result: torch.dtype | Tensor
 ) -> None:
-    """``others``: the dtype of the result, or its gradient."""
-    wider = y if y.dtype == torch.float64 else z  # either may decide the accumulator type
-    for operand in (y, z, *others):
-        if isinstance(operand, Tensor):
-            check_operands(wider, operand, None, None, None, in_memory=False, x_name="y", residual_name="z")
-        else:
-            check_flags(Flags(out_dtype=operand), wider, None, None, None)
+    """``result``: its dtype, or its gradient d."""
+    operands = {"y": y, "z": z} if y.dtype == torch.float64 else {"z": z, "y": y}  # either may decide the accumulator
+    (name, first), (other_name, other) = operands.items()
+    check_operands(first, other, None, None, None, in_memory=False, x_name=name, residual_name=other_name)
+    if isinstance(result, Tensor):
+        check_operands(first, result, None, None, None, in_memory=False, x_name=name, residual_name="d")
+    else:
+        check_dtype("out_dtype", result, first, name)
     check_activation(activation)
     if between not in (None, torch.float16, torch.bfloat16):
         raise TypeError(f"between must be None, torch.float16 or torch.bfloat16, got {between!r}; pass None for wider")
@@ -192,6 +224,7 @@ def _gate_backward(
     d: Tensor, y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
     _check_gate(y, z, activation, between, d)
+    check_needs(needs, ("y", "z"))
     dy, dz = (
         torch.empty(t.shape if need else 0, dtype=t.dtype, device=t.device)
         for t, need in zip((y, z), needs, strict=True)
@@ -215,7 +248,7 @@ def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | N
 def _check_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> Quantization:
     check_operands(y, None, None, None, None, in_memory=False, x_name="y")
     quantization = Quantization.parse(text)
-    check_quantization(quantization, y, scale, zero_point, in_memory=False)
+    check_quantization(quantization, y, scale, zero_point, in_memory=False, x_name="y")
     return quantization
 
 
@@ -249,6 +282,7 @@ def _fake_rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tenso
 def _fake_into(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *_: Any
 ) -> None:
+    _check_pair(residual, residual_out)
     check_operands(x, residual, weight, out, residual_out, in_memory=False)
 
 
@@ -266,19 +300,21 @@ def _fake_add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fake_scale(x: Tensor, factor: float) -> Tensor:
+    check_operands(x, None, None, None, None, in_memory=False)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _fake_affine(
     n: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, rounded_to: Any, out_dtype: torch.dtype
 ) -> Tensor:
-    check_affine(n, weight, bias)
+    _check_affine(n, weight, bias, rounded_to, out_dtype)
     return torch.empty_like(n, dtype=out_dtype, memory_format=torch.contiguous_format)
 
 
 def _fake_affine_backward(
     dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_affine_backward(dy, n, weight, bias, needs)
     dn, dweight, dbias = (
         n.new_empty(0) if like is None or not need else torch.empty_like(like, memory_format=torch.contiguous_format)
         for like, need in zip((n, weight, bias), needs, strict=True)
@@ -287,8 +323,7 @@ def _fake_affine_backward(
 
 
 def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
-    check_heads("x", x)
-    check_tables(cos, sin, None, x, in_memory=False)
+    _check_rotate(x, cos, sin, rounded_to, dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -301,6 +336,7 @@ def _fake_gate_backward(
     d: Tensor, y: Tensor, z: Tensor, activation: str, between: Any, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
     _check_gate(y, z, activation, between, d)
+    check_needs(needs, ("y", "z"))
     dy, dz = (
         torch.empty_like(t, memory_format=torch.contiguous_format) if need else t.new_empty(0)
         for t, need in zip((y, z), needs, strict=True)

@@ -104,14 +104,9 @@ def rms_norm_add_rms_norm(
                 out_dtype=out_dtype,
                 residual_dtype=residual_dtype,
             )
-    if next_eps is None:
-        next_eps = eps
-    elif type(next_eps) is not float:
-        next_eps = number("next_eps", next_eps)
-    name = "rms_norm_add_rms_norm_" if out is x and residual_out is residual else "rms_norm_add_rms_norm"
-    flags = Flags(next_eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     before = Before(weight, eps, between, True)
-    return _beyond_fast_path(name, x, residual, next_weight, out, residual_out, flags, before)
+    return _beyond_fast_path("rms_norm_add_rms_norm", x, residual, next_weight, out, residual_out, flags, before)
 
 
 def rms_norm_add_rms_norm_(
@@ -148,8 +143,9 @@ def rms_norm_add_rms_norm_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`rms_norm_add_rms_norm`.
     """
-    # The fast path here too: a second call in Python would take a tenth of the time of one row.
-    if residual is not None and not is_dynamo_compiling():
+    if residual is None:
+        refuse_type("residual", residual)
+    if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None and between in _PASSED:
             second = eps if next_eps is None else next_eps
@@ -159,20 +155,22 @@ def rms_norm_add_rms_norm_(
             )  # fmt: skip
             if result is not None:
                 return result
-    return rms_norm_add_rms_norm(
-        x,
-        residual,
-        weight,
-        next_weight,
-        eps,
-        next_eps=next_eps,
-        between=between,
-        weight_offset=weight_offset,
-        round_sum=round_sum,
-        round_norm=round_norm,
-        out=x,
-        residual_out=residual,
-    )
+        operands = (x, residual, weight, next_weight)
+        if listeners.override(*operands):
+            return handle_torch_function(
+                rms_norm_add_rms_norm_,
+                operands,
+                *operands,
+                eps,
+                next_eps=next_eps,
+                between=between,
+                weight_offset=weight_offset,
+                round_sum=round_sum,
+                round_norm=round_norm,
+            )
+    flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm)
+    before = Before(weight, eps, between, True)
+    return _beyond_fast_path("rms_norm_add_rms_norm_", x, residual, next_weight, x, residual, flags, before)
 
 
 def rms_norm_add(
@@ -236,10 +234,9 @@ def rms_norm_add(
                 residual_out=residual_out,
                 residual_dtype=residual_dtype,
             )
-    name = "rms_norm_add_" if residual_out is residual else "rms_norm_add"
     flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
     before = Before(weight, eps, between, False)
-    return _beyond_fast_path(name, x, residual, None, None, residual_out, flags, before)[1]
+    return _beyond_fast_path("rms_norm_add", x, residual, None, None, residual_out, flags, before)[1]
 
 
 def rms_norm_add_(
@@ -270,7 +267,9 @@ def rms_norm_add_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`rms_norm_add`.
     """
-    if residual is not None and not is_dynamo_compiling():
+    if residual is None:
+        refuse_type("residual", residual)
+    if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None and between in _PASSED:
             result = take(
@@ -279,16 +278,20 @@ def rms_norm_add_(
             )  # fmt: skip
             if result is not None:
                 return cast(Tensor, result[1])
-    return rms_norm_add(
-        x,
-        residual,
-        weight,
-        eps,
-        between=between,
-        weight_offset=weight_offset,
-        round_norm=round_norm,
-        residual_out=residual,
-    )
+        operands = (x, residual, weight)
+        if listeners.override(*operands):
+            return handle_torch_function(
+                rms_norm_add_,
+                operands,
+                *operands,
+                eps,
+                between=between,
+                weight_offset=weight_offset,
+                round_norm=round_norm,
+            )
+    flags = Flags(eps, weight_offset, True, round_norm)
+    before = Before(weight, eps, between, False)
+    return _beyond_fast_path("rms_norm_add_", x, residual, None, None, residual, flags, before)[1]
 
 
 def _beyond_fast_path(
@@ -345,6 +348,11 @@ def _beyond_fast_path(
         residual_dtype=residual_dtype,
     )
     return plain.written(out, y), plain.written(residual_out, total)
+
+
+def _second(eps: float, next_eps: float | None) -> float:
+    """The eps of the norm after the addition."""
+    return eps if next_eps is None else number("next_eps", next_eps)
 
 
 #: What ``between`` may be.

@@ -255,6 +255,32 @@ def qk_norm_rope_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`qk_norm_rope`.
     """
+    if k is None:
+        refuse_type("k", k)
+    if not is_dynamo_compiling() and (between is None or between is torch.float32):
+        take = fast_paths.get(request())
+        if take is not None:
+            result = take(
+                *(q, k, q_weight, k_weight, cos, sin, positions, q, k, eps, weight_offset, norm, interleaved),
+                *(round_products, between is not None, round_norm),
+            )
+            if result is not None:
+                return result
+    operands = (q, k, q_weight, k_weight, cos, sin, positions)
+    if not is_dynamo_compiling() and listeners.override(*operands):
+        return handle_torch_function(
+            qk_norm_rope_,
+            operands,
+            *operands[:6],
+            eps,
+            norm=norm,
+            positions=positions,
+            interleaved=interleaved,
+            round_products=round_products,
+            between=between,
+            weight_offset=weight_offset,
+            round_norm=round_norm,
+        )
     return qk_norm_rope(
         q,
         k,

@@ -16,6 +16,7 @@ from fusednorm.checks import (
     check_flags,
     check_operands,
     check_overlap,
+    holds_memory,
     number,
     refuse_layout,
     rows_to_write,
@@ -133,7 +134,7 @@ def forward(
     elif residual_out is not None:
         total_rows = rows_to_write("residual_out", residual_out, hidden_size, x, residual)
     written = [tensor for tensor in (out, residual_out) if tensor is not None]
-    if rows and written:
+    if written and holds_memory(x):
         check_overlap(
             *((out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows)),
             ((name, weight), ("weight", first_weight), ("bias", bias)),

@@ -21,7 +21,7 @@ MUTANTS = (
         SAME,
         "Distributed: l2_norm makes a weight of this rank alone",
         "fusednorm/l2.py",
-        "if overrides_operations(x) and",
+        "if listeners.overrides_operations(x) and",
         "if x.is_sparse and",
     ),
     Mutant(

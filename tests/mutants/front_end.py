@@ -43,8 +43,8 @@ MUTANTS = (
         ROW,
         "Front_end: partial overlap accepted",
         "fusednorm/run.py",
-        "    if rows and written:",
-        "    if False and written:",
+        "    if written and holds_memory(x):",
+        "    if False:",
     ),
     Mutant(
         SAME,
@@ -225,8 +225,8 @@ MUTANTS = (
         SAME,
         "L2_norm: a weight that a transform made is kept",
         "fusednorm/l2.py",
-        "x.is_meta or not plain.in_memory(x)",
-        "x.is_meta or plain.seen(x)",
+        "listeners.below(x) or listeners.transform(x)",
+        "listeners.below(x)",
     ),
     Mutant(
         SAME,
