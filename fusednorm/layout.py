@@ -61,6 +61,8 @@ def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[
 
     None if one of the operands lies otherwise. ``strides``: those of each operand, as many as there are sizes.
     """
+    if 0 in sizes:  # strides of no rows say nothing
+        return 1, [(0, 0) for _ in strides]
     levels: list[tuple[int, tuple[int, ...]]] = []  # number of rows and their strides, the innermost level first
     for size, steps in zip(reversed(sizes), reversed(list(zip(*strides, strict=True))), strict=True):
         if size == 1:

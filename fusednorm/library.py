@@ -164,6 +164,7 @@ def _affine(
 def _check_affine(
     n: Tensor, weight: Tensor | None, bias: Tensor | None, rounded_to: torch.dtype | None, out_dtype: torch.dtype
 ) -> None:
+    check_operands(n, None, None, None, None, in_memory=False, x_name="n")
     check_affine(n, weight, bias, in_memory=False, x_name="n")
     if rounded_to is not None:
         check_dtype("rounded_to", rounded_to, n, "n")
@@ -183,8 +184,8 @@ def _affine_backward(
 def _check_affine_backward(
     dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool]
 ) -> None:
-    check_affine(n, weight, bias, in_memory=False, x_name="n")
     check_operands(n, dy, None, None, None, in_memory=False, x_name="n", residual_name="dy")
+    check_affine(n, weight, bias, in_memory=False, x_name="n")
     check_needs(needs, ("n", "weight", "bias"))
 
 
@@ -218,8 +219,11 @@ def _check_gate(
     else:
         check_dtype("out_dtype", result, first, name)
     check_activation(activation)
-    if between not in (None, torch.float16, torch.bfloat16):
-        raise TypeError(f"between must be None, torch.float16 or torch.bfloat16, got {between!r}; pass None for wider")
+    if between is not None and (between not in (torch.float16, torch.bfloat16) or first.dtype == torch.float64):
+        raise TypeError(
+            "between must be None, torch.float16 or torch.bfloat16, and None where an operand is float64, got "
+            f"{between!r}; pass None"
+        )
 
 
 def _gate_backward(

@@ -12,19 +12,24 @@ import argparse
 import itertools
 import math
 import sys
+from collections import Counter
 from random import Random
 
 import torch
 
 import fusednorm
+from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
+from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.conformance.cases import differing
+from fusednorm.library import SCHEMAS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRANGE = (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
 NUMBERS = (0.0, 1e-6, 1e-5, 1.0, -1.0, 3e38, 1e300, float("inf"), float("nan"))
 OPS = torch.ops.fusednorm
-NAMES = ("rms_norm", "fused_add_rms_norm", "rms_norm_", "fused_add_rms_norm_", "into", "backward")
+NAMES = tuple(SCHEMAS)
+QUANTIZATIONS = [str(q) for q in vars(quantizations).values() if isinstance(q, Quantization)]
 
 
 def laid_out(random, tensor):
@@ -63,7 +68,7 @@ class Call:
         self.dtype = random.choice(DTYPES)
         self.wrong = random.random() < 0.5  # else nearly all fits
         self.generator = torch.Generator().manual_seed(number)
-        self.arguments = getattr(self, f"of_{self.name.strip('_')}")()
+        self.arguments = getattr(self, f"of_{self.name}")()
 
     def operand(self, shape=None, dtype=None, absent=0.0):
         """A tensor of that shape and dtype, or not quite; None where it may be absent."""
@@ -108,6 +113,12 @@ class Call:
             *self.dtypes(2),
         )
 
+    def of_rms_norm_(self):
+        return self.of_rms_norm()[:-1]  # in place no dtype is asked for
+
+    def of_fused_add_rms_norm_(self):
+        return self.of_fused_add_rms_norm()[:-2]
+
     def of_into(self):
         random = self.random
         x, residual = self.operand(dtype=self.dtype), self.operand(absent=0.3)
@@ -133,8 +144,62 @@ class Call:
             residual,
             random.random() < 0.5,
             random.random() < 0.5,
-            [random.random() < 0.7 for _ in range(3 if random.random() < 0.98 else random.choice((0, 2, 4)))],
+            self.needs(3),
         )
+
+    def of_add(self):
+        return self.operand(dtype=self.dtype), self.operand(), self.dtype_of_result()
+
+    def of_scale(self):
+        return self.operand(), self.random.choice(NUMBERS)
+
+    def dtype_of_result(self):
+        """Of x, or not quite."""
+        return next((dtype for dtype in self.dtypes(1) if dtype is not None), self.dtype)
+
+    def affine_operands(self):
+        """Rows of the accumulator type, a weight and a bias, some of them of heads."""
+        self.dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        rows = [self.shape[-1:] if self.random.random() < 0.6 else self.shape[-2:] for _ in range(2)]
+        return self.operand(dtype=self.dtype), *(self.operand(row, absent=0.3) for row in rows)
+
+    def of_affine(self):
+        operands = self.affine_operands()
+        return *operands, self.random.choice(NUMBERS), *self.dtypes(1), self.dtype_of_result()
+
+    def needs(self, count):
+        """Which of so many gradients, or of another number of them."""
+        count = count if not self.wrong or self.random.random() < 0.95 else self.random.choice((0, 1, 4))
+        return [self.random.random() < 0.7 for _ in range(count)]
+
+    def of_affine_backward(self):
+        operands = self.affine_operands()
+        return self.operand(), *operands, self.random.choice(NUMBERS), self.needs(3)
+
+    def of_rotate(self):
+        random = self.random
+        heads = (*self.shape[:-1], random.choice((1, 2, 5)), self.shape[-1])
+        tables = (*self.shape[:-1], random.choice((0, 1, self.shape[-1] // 2, self.shape[-1] // 4)))
+        tables = tables if not self.wrong or random.random() < 0.9 else (*tables[:-1], self.shape[-1])
+        x, (cos, sin) = self.operand(heads, self.dtype), (self.operand(tables, torch.float32) for _ in range(2))
+        return x, cos, sin, random.random() < 0.5, *self.dtypes(1), self.dtype_of_result()
+
+    def gating(self):
+        random = self.random
+        between = random.choice((None, torch.bfloat16, torch.float16, *(STRANGE if self.wrong else ())))
+        return random.choice((*ACTIVATIONS, *(["tanh"] if self.wrong else []))), between
+
+    def of_gate(self):
+        return self.operand(dtype=self.dtype), self.operand(), *self.gating(), self.dtype_of_result()
+
+    def of_gate_backward(self):
+        return self.operand(), self.operand(dtype=self.dtype), self.operand(), *self.gating(), self.needs(2)
+
+    def of_quantize(self):
+        random = self.random
+        text = random.choice(QUANTIZATIONS) if not self.wrong or random.random() < 0.9 else "int8"
+        scale = self.operand((1,), torch.float32, absent=0.7)
+        return self.operand(), text, scale, None if random.random() < 0.8 else torch.ones(1, dtype=torch.int32)
 
 
 def copied(arguments):
@@ -192,13 +257,18 @@ def main():
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(2)
-    variants, refused = itertools.cycle(cpu.variants()), 0
+    variants, refused, made = itertools.cycle(cpu.variants()), Counter(), Counter()
     for number in range(options.first, options.first + options.calls):
         if number % 100 == 0:
             print(f"python tests/fuzz_operators.py --seed {options.seed} --first {number} --calls 100", file=sys.stderr)
         with cpu.use_variant(next(variants)):
-            refused += compare(Call(options.seed, number), f"seed {options.seed}, call {number}")
-    print(f"{options.calls} calls: {refused} raised, {options.calls - refused} returned the reference's bits")
+            call = Call(options.seed, number)
+            made[call.name] += 1
+            refused[call.name] += compare(call, f"seed {options.seed}, call {number}")
+    for name in NAMES:
+        print(f"{name}: {refused[name]} raised, {made[name] - refused[name]} returned")
+    raised = refused.total()
+    print(f"{options.calls} calls: {raised} raised, {options.calls - raised} returned the reference's bits")
 
 
 if __name__ == "__main__":

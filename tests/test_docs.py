@@ -71,6 +71,16 @@ def test_every_public_name_is_in_the_reference():
     assert set(fusednorm.__all__) - {"__version__"} <= set(documented)
 
 
+def test_the_attributes_of_a_backend():
+    """The table of docs/writing_a_backend.md has the names of the protocol's arguments."""
+    page = (ROOT / "docs" / "writing_a_backend.md").read_text()
+    written = re.findall(r"^\| `(\w+)\((\w*)\)` \|", page, flags=re.M)
+    assert [name for name, _ in written] == ["unavailable", "unsuitable", "plan"]
+    for name, argument in written:
+        (_, *arguments) = inspect.signature(getattr(fusednorm.registry.Backend, name)).parameters
+        assert arguments == [argument] * bool(argument), name
+
+
 def test_docstring_of_the_package():
     assert doctest.testmod(fusednorm) == (0, 3)
 

@@ -114,6 +114,11 @@ def test_errors_are_within_the_bounds_that_the_specification_derives(dtype):
             TypeError,
             "between must be None, torch.float16 or torch.bfloat16",
         ),
+        (
+            lambda: torch.ops.fusednorm.gate(Y.double(), Z.double(), "silu", torch.float16, torch.float64),
+            TypeError,
+            "and None where an operand is float64, got torch.float16",
+        ),
     ],
 )
 def test_refused(call, error, words):

@@ -125,6 +125,15 @@ def test_outputs_that_are_operands(k_is_q, q_out, k_out):
     assert all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.parametrize("rows", [(0,), (2, 0), (2, 0, 0), (0, 3, 0), (2, 0, 3, 0)])
+def test_no_rows(rows):
+    """Whatever the strides of the tables say."""
+    x, table = torch.empty(*rows, 2, 4), torch.empty(*rows, 1)
+    for cos in (table, torch.empty(1, *rows[1:], 1), torch.empty(1)):
+        assert rotate(x, cos, cos).shape == x.shape
+        assert [y.shape for y in qk_norm_rope(x, x, cos=cos, sin=cos)] == [x.shape, x.shape]
+
+
 def test_an_output_that_is_the_weight():
     q, k, weight = torch.randn(16, 128), torch.randn(16, 128), torch.randn(16, 128)
     wanted = [t.clone() for t in qk_norm_rope(q, k, weight, None)]
