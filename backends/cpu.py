@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
+from zipimport import zipimporter
 
 import torch
 from torch import Tensor
@@ -49,11 +50,19 @@ def best(usable: Sequence[str], cap: str) -> str:
     return [name for name in usable if name in allowed][-1]
 
 
+def _cure(error: ImportError) -> str:
+    """How the extension comes here: that depends on what is missing."""
+    if error.name == "_cffi_backend":
+        return "`pip install cffi` brings the package that it needs"
+    if isinstance(getattr(__spec__, "loader", None), zipimporter):
+        return "Python imports none from a zip archive: install fusednorm with pip, or unpack the archive"
+    return "`pip install --force-reinstall --no-deps .` in the checkout builds it, which takes a C compiler"
+
+
 try:
     _extension: Any = import_module("fusednorm._cpu")
 except ImportError as error:
-    _cure = "`pip install --force-reinstall --no-deps .` in the checkout builds it, which takes a C compiler"
-    _missing = [f"its compiled extension cannot be imported ({error}); {_cure}"]
+    _missing = [f"its compiled extension cannot be imported ({error}); {_cure(error)}"]
 else:
     _missing = []
     _lib = _extension.lib

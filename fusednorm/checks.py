@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
-from typing import NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -242,6 +244,15 @@ def check_quantization(
         raise ValueError(f"scale must be greater than 0 and finite, got {scale.item()}; it is the value of one step")
     if in_memory and zero_point is not None and zero_point.device.type == "cpu" and abs(zero_point.item()) >= MOST:
         raise ValueError(f"zero_point must lie between -2^30 and 2^30, got {zero_point.item()}; it is what a 0 becomes")
+
+
+def replaced(quantization: Quantization, names: dict[str, str], **changes: Any) -> Quantization:
+    """``dataclasses.replace``; errors call fields as a port's caller does: ``names``, by field."""
+    try:
+        return replace(quantization, **changes)
+    except (TypeError, ValueError) as error:
+        said = re.sub("|".join(rf"\b{field}\b" for field in names), lambda found: names[found[0]], str(error))
+        raise type(error)(said) from None
 
 
 def check_is_quantization(quantization: object) -> None:

@@ -221,10 +221,11 @@ def _check(
     check_group_size(group_size, x.shape[-1])
 
 
-def check_group_size(group_size: int | None, hidden_size: int) -> None:
-    """The elements that are normalised together; None: all."""
+def check_group_size(
+    group_size: int | None, hidden_size: int, cure: str = "leave it out to normalise whole rows"
+) -> None:
+    """The elements that belong together; None: all."""
     if group_size is not None and (type(group_size) is not int or group_size < 1 or hidden_size % group_size):
         raise ValueError(
-            f"group_size must be an int that divides the {hidden_size} elements of a row, got {group_size!r}; leave it "
-            "out to normalise whole rows"
+            f"group_size must be an int that divides the {hidden_size} elements of a row, got {group_size!r}; {cure}"
         )

@@ -102,11 +102,13 @@ def test_vllm_static(dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("limit", [1.25, 0.0, -0.3], ids=str)
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=dtype_name)
-def test_vllm_dynamic(dtype, kind):
+def test_vllm_dynamic(dtype, kind, limit):
+    """vLLM's own tests pass the mean of x as the limit, which may be below 0."""
     x, residual, weight = of(dtype, hidden=128)
     x, residual = x.view(2, 3, 128), residual.view(2, 3, 128)
-    limit = None if kind == torch.int8 else torch.tensor(1.25)
+    limit = None if kind == torch.int8 else torch.tensor(limit)
     for added in (None, residual):
         y, total = (
             (rms_norm(x, weight, EPS, round_norm=True), None)
@@ -173,6 +175,9 @@ def test_vllm_fp8(dtype):
     same(found[:6], (scale * 448).clamp(max=limit) / 448)
     same_bytes(values[:6], numbers(wide / found[:6]))
     assert (values.shape, found.shape) == ((9, x.shape[1]), (9, 1))
+    values, found = vllm.scaled_fp8_quant(x, scale_ub=torch.tensor(-1.0), use_per_token_if_dynamic=True)
+    same(found, torch.full_like(found, 1 / (448.0 * 512.0)))
+    same_bytes(values, numbers(wide / found))
     values, found = vllm.scaled_fp8_quant(x)
     same(found, scale.max().view(1))
     same_bytes(values, numbers(wide * (1 / found)))
@@ -427,8 +432,26 @@ def test_functional_has_torchs_signature():
     ]
 
 
+class Limit(torch.Tensor):
+    """A number on a GPU."""
+
+    is_cuda = True
+
+
+def test_the_limit_of_a_scale_while_a_cuda_graph_is_captured(monkeypatch):
+    call = functools.partial(vllm.rms_norm_dynamic_per_token_quant, X, W, EPS, FP8)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    call(torch.ones(1).as_subclass(Limit))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call(torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"cannot be read while a CUDA graph is captured; pass scale_ub.cpu\(\)"):
+        call(torch.ones(1).as_subclass(Limit))
+
+
 X = torch.arange(24.0).reshape(2, 3, 4)
 W = torch.ones(4)
+FP8 = torch.float8_e4m3fn
+INT8_OUT, FP8_OUT, SCALES = torch.empty(2, 3, 4, dtype=torch.int8), torch.empty(2, 3, 4, dtype=FP8), torch.ones(2, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +463,45 @@ W = torch.ones(4)
             ValueError,
             "tma_alignment must be 0 or 4, got 8",
         ),
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, BF16), ValueError, "quant_dtype must be one of"),
+        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, BF16, [1, 2]), ValueError, "quant_dtype must be one of"),
+        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, FP8, [1, 0]), ValueError, "group_size must be an int that"),
+        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, FP8, [1, 3]), ValueError, "group_size must be an int that"),
+        (
+            lambda: vllm.silu_and_mul_per_block_quant(X, 0, FP8),
+            ValueError,
+            "group_size must be an int that divides the 2",
+        ),
+        (lambda: vllm.silu_and_mul_per_block_quant(X, 2, BF16), ValueError, "quant_dtype must be one of"),
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, FP8, 0.5), TypeError, "scale_ub must be a torch.Ten"),
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, FP8, W), ValueError, "scale_ub must have one elem"),
+        (
+            lambda: vllm.scaled_fp8_quant(X[0], None, None, W[:1] * torch.nan, True),
+            TypeError,
+            "scale_ub must be a number, got nan",
+        ),
+        (
+            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, INT8_OUT, SCALES, 4, 1e-10, -128.0, 127.0),
+            ValueError,
+            "does not support output_q of int8",
+        ),
+        (
+            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, FP8_OUT, SCALES, 4, 1e-10, -449.0, 448.0),
+            ValueError,
+            "fp8_min and fp8_max must lie around 0",
+        ),
+        (
+            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, FP8_OUT, SCALES, 4, -1.0, -448.0, 448.0),
+            ValueError,
+            "eps must not be negative, got -1.0",
+        ),
+        (
+            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, FP8_OUT, SCALES, 3, 1e-10, -448.0, 448.0),
+            ValueError,
+            "group_size must be an int that divides the 4 elements",
+        ),
+        (lambda: flashinfer.rmsnorm_quant(X + 1, X, W, 1.0), ValueError, "the dtype of out must be one of torch.int8"),
+        (lambda: flashinfer.rmsnorm_quant(None, X, W, 1.0), TypeError, "out must be a torch.Tensor, got NoneType"),
         (lambda: vllm.rms_norm(X[:1], X, W, EPS), ValueError, "out must have x's shape"),
         (lambda: vllm.rms_norm(X[:1], X, W.expand(2, 4), EPS), ValueError, "out must have x's shape"),
         (lambda: vllm.rms_norm(X, X + 1, W.expand(3, 4), EPS), ValueError, "so it must have shape [2, 4], got [3, 4]"),

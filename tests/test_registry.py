@@ -1,12 +1,15 @@
 """Who takes a call: availability, suitability, and the user's request."""
 
+import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import traceback
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -709,6 +712,37 @@ def test_without_the_compiled_extension():
     done = python(hide + "fusednorm.rms_norm(x)", FUSEDNORM_BACKEND="cpu")
     assert done.returncode == 1
     assert "cpu: its compiled extension cannot be imported" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "archive", "cure"),
+    [
+        ("fusednorm._cpu", "", "`pip install --force-reinstall --no-deps .` in the checkout builds it"),
+        ("_cffi_backend", "", "`pip install cffi` brings the package that it needs"),
+        ("fusednorm._cpu", "archive.zip", "Python imports none from a zip archive: install fusednorm with pip"),
+    ],
+)
+def test_what_the_compiled_extension_lacks(missing, archive, cure, monkeypatch, tmp_path):
+    """The cure is that of what is missing."""
+
+    class Hide:
+        def find_spec(self, name, path=None, target=None):
+            if name == "fusednorm._cpu":  # whose own import of cffi fails so
+                raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    folder = tmp_path / archive
+    if archive:
+        with zipfile.ZipFile(folder, "w") as file:
+            file.write(cpu.__file__, "again.py")
+    else:
+        shutil.copy(cpu.__file__, tmp_path / "again.py")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "fusednorm._cpu", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Hide(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "again", raising=False)
+    [reason] = importlib.import_module("again").unavailable()
+    assert cure in reason
+    assert missing in reason
 
 
 class Nested(torch.autograd.Function):

@@ -6,13 +6,12 @@ allocates its result has a gradient here, unlike FlashInfer's.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from fusednorm import ops, quantized
-from fusednorm.quantizations import VLLM_FP8_STATIC
+from fusednorm.checks import refuse_type, replaced
+from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 
 def rmsnorm(
@@ -116,7 +115,7 @@ def rmsnorm_quant(
     """
     quantized.rms_norm_quant(
         *(input, weight, eps),
-        quantization=replace(VLLM_FP8_STATIC, dtype=out.dtype),
+        quantization=_to(out),
         scale=_as_tensor(scale, input),
         between=_unrounded(input),
         out=out,
@@ -148,13 +147,19 @@ def fused_add_rmsnorm_quant(
     """
     quantized.fused_add_rms_norm_quant(
         *(input, residual, weight, eps),
-        quantization=replace(VLLM_FP8_STATIC, dtype=out.dtype),
+        quantization=_to(out),
         scale=_as_tensor(scale, input),
         between=_unrounded(input),
         round_sum=False,
         out=out,
         residual_out=residual,
     )
+
+
+def _to(out: Tensor) -> Quantization:
+    if not isinstance(out, Tensor):
+        refuse_type("out", out, "allocate it with torch.empty_like(input, dtype=torch.float8_e4m3fn)")
+    return replaced(VLLM_FP8_STATIC, {"dtype": "the dtype of out"}, dtype=out.dtype)
 
 
 def _as_tensor(scale: float | Tensor, x: Tensor) -> Tensor:

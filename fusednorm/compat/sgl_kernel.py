@@ -9,13 +9,13 @@ for few rows gives them 448.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from fusednorm import gated
+from fusednorm.checks import replaced
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
+from fusednorm.norm_gated import check_group_size
 from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
 from fusednorm.quantized import quantize, silu_and_mul_quant
 
@@ -146,11 +146,14 @@ def sgl_per_token_group_quant_8bit(
         "scale_ue8m0": scale_ue8m0,
         "masked_m": masked_m is not None,
         "enable_v2=False": enable_v2 is False,
+        f"output_q of {str(output_q.dtype)[6:]}": output_q.dtype != torch.float8_e4m3fn,
     }
     for name, value in given.items():
         if value:
             raise ValueError(f"sgl_per_token_group_quant_8bit does not support {name}; call sgl_kernel's own for it")
-    quantization = replace(SGLANG_FP8_BLOCK, per=group_size, amax_floor=eps, qmin=fp8_min, qmax=fp8_max)
+    check_group_size(group_size, output_q.shape[-1], "pass a divisor, or pad the rows")
+    names = {"amax_floor": "eps", "qmin": "fp8_min", "qmax": "fp8_max"}
+    quantization = replaced(SGLANG_FP8_BLOCK, names, per=group_size, amax_floor=eps, qmin=fp8_min, qmax=fp8_max)
     if fuse_silu_and_mul:
         silu_and_mul_quant(input, quantization=quantization, out=output_q, scale_out=output_s)
     else:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fusednorm import gated, ops, quantized
-from fusednorm.checks import check_one_row
+from fusednorm.checks import check_one_row, refuse_type, replaced
+from fusednorm.norm_gated import check_group_size
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
     VLLM_FP8_STATIC,
@@ -36,6 +37,11 @@ from fusednorm.quantizations import (
     VLLM_INT8_TOKEN_UNFUSED,
     Quantization,
 )
+
+#: What the functions here call the fields of a quantization.
+_NAMES = {"dtype": "quant_dtype", "amax_limit": "scale_ub"}
+
+_DIVISOR = "pass a divisor, or pad the rows"
 
 
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -140,7 +146,8 @@ def rms_norm_dynamic_per_token_quant(
         weight: [N].
         epsilon: added to the mean of squares.
         quant_dtype: torch.float8_e4m3fn or torch.int8.
-        scale_ub: one element, the greatest magnitude that decides a scale; its value is read. fp8 only.
+        scale_ub: one element, the greatest magnitude that decides a scale; below 0 as 0. fp8 only. Its value is read,
+            so while a CUDA graph is captured it must be on the CPU.
         residual: [..., N], receives the sum; or None.
 
     Returns:
@@ -150,7 +157,7 @@ def rms_norm_dynamic_per_token_quant(
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
     quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_TOKEN, scale_ub)
-    return _dynamic(input, weight, epsilon, replace(quantization, dtype=quant_dtype), residual)
+    return _dynamic(input, weight, epsilon, replaced(quantization, _NAMES, dtype=quant_dtype), residual)
 
 
 def rms_norm_per_block_quant(
@@ -187,7 +194,8 @@ def rms_norm_per_block_quant(
     if tma_alignment not in (0, 4):
         raise ValueError(f"tma_alignment must be 0 or 4, got {tma_alignment!r}; vLLM has no other")
     layout = "row" if not is_scale_transposed else "column_padded" if tma_alignment else "column"
-    quantization = replace(quantization, dtype=quant_dtype, per=group_size[1], layout=layout)
+    check_group_size(group_size[1], input.shape[-1], _DIVISOR)
+    quantization = replaced(quantization, _NAMES, dtype=quant_dtype, per=group_size[1], layout=layout)
     return _dynamic(input, weight, epsilon, quantization, residual)
 
 
@@ -258,9 +266,9 @@ def silu_and_mul_per_block_quant(
     """
     if scale_ub is not None:
         raise ValueError("scale_ub limits the scale in vLLM's kernel, which no quantization does; leave it out")
-    quantization = replace(
-        VLLM_FP8_BLOCK_FUSED, dtype=quant_dtype, per=group_size, layout="column" if is_scale_transposed else "row"
-    )
+    check_group_size(group_size, input.shape[-1] // 2, _DIVISOR)
+    layout = "column" if is_scale_transposed else "row"
+    quantization = replaced(VLLM_FP8_BLOCK_FUSED, _NAMES, dtype=quant_dtype, per=group_size, layout=layout)
     if quant_dtype == torch.int8:
         quantization = replace(quantization, scale_floor=2.0**-23)
     between = None if input.dtype == torch.float64 else torch.float32
@@ -283,7 +291,8 @@ def scaled_fp8_quant(
         input: [rows, N].
         scale: float32, one element; None: it is computed.
         num_token_padding: the least number of rows of the results. Rows beyond ``input`` are uninitialised.
-        scale_ub: the greatest amax of a row, one element, for scales of rows.
+        scale_ub: the greatest amax of a row, one element, for scales of rows; as in
+            :func:`rms_norm_dynamic_per_token_quant`.
         use_per_token_if_dynamic: whether each row has a computed scale, or all rows have one.
         output: float8_e4m3fn [rows, N], receives the numbers.
         group_shape: None or (-1, -1), beside a given scale: one for all.
@@ -347,7 +356,19 @@ def scaled_int8_quant(
 
 
 def _limited(quantization: Quantization, scale_ub: Tensor | None) -> Quantization:
-    return quantization if scale_ub is None else replace(quantization, amax_limit=scale_ub.item())
+    """With the greatest amax. vLLM takes the lesser of both, and then no scale below the floor: below 0 as for 0."""
+    if scale_ub is None:
+        return quantization
+    if not isinstance(scale_ub, Tensor):
+        refuse_type("scale_ub", scale_ub)
+    if scale_ub.numel() != 1:
+        raise ValueError(f"scale_ub must have one element, got shape {list(scale_ub.shape)}; pass a limit for all rows")
+    if scale_ub.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "scale_ub is on a GPU, and its value cannot be read while a CUDA graph is captured; pass scale_ub.cpu() of "
+            "before the capture"
+        )
+    return replaced(quantization, _NAMES, amax_limit=max(scale_ub.item(), 0.0))
 
 
 def _dynamic(
