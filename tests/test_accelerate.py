@@ -464,6 +464,7 @@ def test_another_library_was_first(monkeypatch):
 
 def test_without_the_cpu_backend(monkeypatch):
     monkeypatch.setattr(fusednorm.registry, "_selected", {})
+    monkeypatch.delitem(fusednorm.registry.fast_paths, "cpu", raising=False)
     monkeypatch.setattr("fusednorm.backends.cpu.unavailable", lambda: ["no library was built"])
     with pytest.raises(fusednorm.BackendError, match="no library was built"):
         fusednorm.accelerate_torch()

@@ -126,7 +126,8 @@ def test_meta_tensors(name):
     """They share no memory, so that shapes and dtypes are those of a call with values."""
     expected = call(name, operands_of(name))
     operands = operands_of(name, lambda t: t.to("meta"))
-    found = call(name, operands)
+    with fusednorm.use_backend("reference"):  # whichever backend these tests are for
+        found = call(name, operands)
     assert [(t.shape, t.dtype, t.device.type) for t in found] == [(t.shape, t.dtype, "meta") for t in expected]
     returned = [key for key in written_by(name) if key != "normed_out"]
     assert {id(operands[key]) for key in returned} <= set(map(id, found))
