@@ -21,6 +21,7 @@ REPORTED = {
     "NotANormError",
     "NotARotationError",
     "NotAnMLPError",
+    "NotFollowedError",
     "NotRewrittenError",
     "NotSymbolicError",
     "MissingError",

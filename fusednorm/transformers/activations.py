@@ -21,6 +21,7 @@ from torch import Tensor
 from fusednorm.gated import gelu_tanh_and_mul, silu_and_mul
 from fusednorm.transformers.layers import NotRewrittenError, compiled, source
 from fusednorm.transformers.mlps import activation_of
+from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, attach, bare, replaced
 
 #: By the names of ``mlps.py``.
@@ -30,8 +31,11 @@ _FUNCTIONS: dict[str | None, Callable[..., Tensor]] = {"silu": silu_and_mul, "ge
 class PatchedActivations(Patched):
     """A module whose methods call :meth:`_gate`; comes before the original class.
 
-    Its state has the class and the function of each activation, by the names of the attributes.
+    Its state has the class of each activation, the attributes that were read of it, and the function, by the names of
+    the attributes.
     """
+
+    _fusednorm: Any = {}  # noqa: RUF012 - never changed
 
     @classmethod
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
@@ -40,8 +44,8 @@ class PatchedActivations(Patched):
     def _gate(self, name: str, gate: Tensor, up: Tensor) -> Tensor:
         """``activation(gate) * up``, rounded between both as torch does."""
         activation: Any = self._modules[name]
-        of_class, function = self._fusednorm[name]
-        fits = type(activation) is of_class and bare(activation)
+        of_class, reads, function = self._fusednorm.get(name, _NONE)
+        fits = type(activation) is of_class and reads.hold(activation) and bare(activation)
         if fits and gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device:
             y: Tensor = function(gate, up)
             return y
@@ -50,7 +54,14 @@ class PatchedActivations(Patched):
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""
-        return [(function, {}) for function in sorted({function.__name__ for _, function in self._fusednorm.values()})]
+        kinds = [(self._modules[name], reads, function) for name, (_, reads, function) in self._fusednorm.items()]
+        followed = {function.__name__ for activation, reads, function in kinds if reads.hold(activation)}
+        return [(name, {}) for name in sorted(followed)]
+
+
+#: The class of an activation, the attributes that were read of it, and the function that multiplies by it.
+_Kind = tuple[type, Reads, Callable[..., Tensor] | None]
+_NONE: _Kind = (type(None), Reads(), None)
 
 
 @functools.cache
@@ -69,12 +80,12 @@ def rewritten(owner: type, activations: frozenset[str]) -> dict[str, Callable[..
             continue
         try:
             function, tree = source(method)
+            products = _Products(activations)
+            changed = products.visit(tree)
+            if products.found:
+                found[name] = compiled(changed, function, owner)
         except NotRewrittenError:
             continue
-        products = _Products(activations)
-        changed = products.visit(tree)
-        if products.found:
-            found[name] = compiled(changed, function, owner)
     return found
 
 
@@ -110,13 +121,13 @@ def patch_activations(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]
     for module in list(model.modules()):
         if isinstance(module, Patched):
             continue
-        found = {name: (type(child), _function_of(child)) for name, child in module.named_children() if _is_bare(child)}
-        known = {name: kind for name, kind in found.items() if kind[1] is not None}
+        found = {name: _kind(child) for name, child in module.named_children() if _is_bare(child)}
+        known = {name: kind for name, kind in found.items() if kind[2] is not None}
         owner: Any = type(module)
         if known and rewritten(owner, frozenset(known)):
             reason = attach(module, PatchedActivations, frozenset(known), known)
-            functions = ", ".join(sorted({function.__name__ for _, function in known.values() if function is not None}))
-            yield owner.__name__, reason is None, reason or f"{functions} fused"
+            functions = {function.__name__ for *_, function in known.values() if function is not None}
+            yield owner.__name__, reason is None, reason or f"{', '.join(sorted(functions))} fused"
         elif found and rewritten(owner, frozenset(found)):
             yield owner.__name__, False, "its activation is none of fusednorm's"
 
@@ -126,6 +137,8 @@ def _is_bare(module: torch.nn.Module) -> bool:
     return not any(True for parts in (module.children(), module.parameters(), module.buffers()) for _ in parts)
 
 
-def _function_of(activation: torch.nn.Module) -> Callable[..., Tensor] | None:
-    """The function that multiplies by this activation; None if a trace does not show one."""
-    return None if replaced(activation) else _FUNCTIONS.get(activation_of(activation))
+def _kind(activation: torch.nn.Module) -> _Kind:
+    """The kind of an activation; without a function if a trace does not show one."""
+    reads = Reads()
+    function = None if replaced(activation) else _FUNCTIONS.get(activation_of(activation, reads))
+    return type(activation), reads, function

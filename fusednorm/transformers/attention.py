@@ -26,6 +26,7 @@ from torch import Tensor
 from fusednorm.rotation import qk_norm_rope
 from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _target, compiled, evaluated, source
 from fusednorm.transformers.norms import Form
+from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, attach, bare, replaced
 from fusednorm.transformers.rotations import NotARotationError, Rotation, Rotations, Tables, rotations, tables_of
 
@@ -51,17 +52,27 @@ class Site:
     conditions: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class TablesState:
+    """The state of a module of tables: what it returns, and the attributes with which it does so."""
+
+    kind: Any  # a subclass of tuple, with the field `columns`
+    reads: Reads
+
+
 class PatchedTables(Patched):
-    """The module of the tables; comes before its original class. Its state is what it returns."""
+    """The module of the tables; comes before its original class."""
+
+    _fusednorm = TablesState(tuple, Reads())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's result."""
-        tables = super().forward(*args, **kwargs)
-        return self._fusednorm(tables) if type(tables) is tuple else tables
+        tables, state = super().forward(*args, **kwargs), self._fusednorm
+        return state.kind(tables) if type(tables) is tuple and state.reads.hold(self) else tables
 
 
 class PatchedAttention(Patched):
-    """Attention whose forward pass calls :meth:`_rotate`; comes before the original class."""
+    """Attention whose forward pass calls :meth:`_rotate`; comes before the original class. Its state is True."""
 
     _sites: tuple[Site, ...]
 
@@ -133,7 +144,7 @@ class PatchedAttention(Patched):
 
     def _rotation(self, site: Site, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> Rotation | None:
         """The rotation of q and k; None where the function has to compute it."""
-        if not isinstance(tables, Tables) or function is not site.function or replaced(function):
+        if not (self._fusednorm and isinstance(tables, Tables)) or function is not site.function or replaced(function):
             return None
         size = q.size(-1)
         rotation = site.rotations.get((q.dtype, tables.dtype, tables.columns, size == tables.size))
@@ -306,14 +317,15 @@ def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[tuple[str, b
     Yields:
         For each attention that rotates: its class; whether it was replaced; and what is fused, or the reason why not.
     """
-    tables: dict[torch.nn.Module, type[Tables]] = {}
+    tables: dict[torch.nn.Module, TablesState] = {}
     kinds = set()
+    state: Any
     for module in model.modules():
         if isinstance(module, PatchedTables):
-            kinds.add(module._fusednorm.columns)
-        elif not isinstance(module, Patched) and (kind := _tables_of(module)) is not None:
-            tables[module] = kind
-            kinds.add(kind.columns)
+            kinds.add(module._fusednorm.kind.columns)
+        elif not isinstance(module, Patched) and (state := _tables_of(module)) is not None:
+            tables[module] = state
+            kinds.add(state.kind.columns)
     done = False
     for module in list(model.modules()):
         if isinstance(module, Patched):
@@ -327,15 +339,17 @@ def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[tuple[str, b
             continue
         reason: str | None = "no module of the model has the tables that its rotation takes"
         if any(columns in kinds for site in sites for _, _, columns, _ in site.rotations):
-            reason = attach(module, PatchedAttention, norms, None)
+            reason = attach(module, PatchedAttention, norms, True)
         done |= reason is None
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
         yield type(module).__name__, reason is None, reason or fused
-    for module, kind in tables.items() if done else ():
-        attach(module, PatchedTables, frozenset(), kind)
+    for module, state in tables.items() if done else ():
+        attach(module, PatchedTables, frozenset(), state)
 
 
-def _tables_of(module: torch.nn.Module) -> type[Tables] | None:
+def _tables_of(module: torch.nn.Module) -> TablesState | None:
     """The kind of a module's tables, if it may have some: it has neither children nor parameters, but buffers."""
     leaf = next(module.children(), None) is None and next(module.parameters(), None) is None
-    return tables_of(module) if leaf and next(module.buffers(), None) is not None else None
+    reads = Reads()
+    kind = tables_of(module, reads) if leaf and next(module.buffers(), None) is not None else None
+    return None if kind is None else TablesState(kind, reads)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +21,9 @@ from fusednorm import gated, listeners
 from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import rms_norm
 from fusednorm.rotation import qk_norm_rope
-from fusednorm.transformers.mlps import DTYPES, MLP, NotAnMLPError, activation_of, mlp
-from fusednorm.transformers.norms import Form, NotANormError, forms
+from fusednorm.transformers.mlps import DTYPES, NotAnMLPError, activation_of, mlp
+from fusednorm.transformers.norms import Form, Forms, NotANormError, forms
+from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.rotations import Halves, NotARotationError, Pairs, Rotation, Tables, rotations
 
 
@@ -33,7 +36,7 @@ class RMSNorm(torch.nn.Module):
         """Normalises hidden_states, [..., N], as the module's class does, or calls that class."""
         weight = getattr(self, "weight", None)
         form = _form(self, hidden_states.dtype, None if weight is None else weight.dtype)
-        if form is None:
+        if form is None or not form.takes(hidden_states):
             return type(self).forward(self, hidden_states)
         return rms_norm(hidden_states, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
 
@@ -54,19 +57,36 @@ class RMSNormGated(torch.nn.Module):
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _trace(module: torch.nn.Module, trace: Callable[[torch.nn.Module, Reads], Any]) -> None:
+    """Traces a module at its first call."""
+    if "_fusednorm_traced" not in module.__dict__:
+        reads, found = Reads(), None
+        with suppress(NotANormError, NotAnMLPError):
+            found = trace(module, reads)
+        module.__dict__["_fusednorm_traced"] = reads, found
+
+
+def _found(module: torch.nn.Module, trace: Callable[[torch.nn.Module, Reads], Any]) -> Any:
+    """What the trace of a module found; None if nothing, or if what it read of the module has changed since."""
+    _trace(module, trace)
+    reads, found = module.__dict__["_fusednorm_traced"]
+    return found if reads.hold(module) else None
+
+
+def _gated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
+    return forms(module, True, reads)
+
+
+def _ungated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
+    return forms(module, False, reads)
+
+
 def _form(
     module: torch.nn.Module, x_dtype: torch.dtype, weight_dtype: torch.dtype | None, gated: bool = False
 ) -> Form | None:
-    """A module's form, from a trace at its first call."""
-    found = module.__dict__.get("_fusednorm_forms")
-    if found is None:
-        try:
-            found = forms(module, gated)
-        except NotANormError:
-            found = {}
-        module.__dict__["_fusednorm_forms"] = found
-    form: Form | None = found.get((x_dtype, weight_dtype))
-    return form
+    """A module's form."""
+    found: Forms | None = _found(module, _gated_forms if gated else _ungated_forms)
+    return None if found is None else found.get((x_dtype, weight_dtype))
 
 
 class SiLU(torch.nn.Module):
@@ -76,7 +96,7 @@ class SiLU(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The function of each element of the input, in its dtype, or the class's own code."""
-        activation = _activation(self)
+        activation: str | None = _found(self, activation_of)
         if activation is None or input.dtype not in DTYPES or input.dim() == 0:
             return type(self).forward(self, input)
         ones = input.new_ones(input.shape[-1])  # one row for all, by which nothing changes
@@ -97,10 +117,12 @@ class SwiGLUMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Between the MLP's own submodules, the activation and the product in one call."""
-        found, modules = _mlp(self), cast("dict[str, Any]", self._modules)
-        if found is None or not _follows_its_class(modules[found.act]):
+        found, modules = _found(self, mlp), cast("dict[str, Any]", self._modules)
+        if found is None or not _follows_its_class(act := modules[found.act]):
             return type(self).forward(self, x)
-        gate, act, down = modules[found.gate], modules[found.act], modules[found.down]
+        if _found(act, activation_of) != found.activation:
+            return type(self).forward(self, x)
+        gate, down = modules[found.gate], modules[found.down]
         z = gate(x)
         y = None if found.up is None else modules[found.up](x)
         if z.dtype not in DTYPES or (y is not None and (y.dtype, y.shape) != (z.dtype, z.shape)):
@@ -144,26 +166,6 @@ class RotaryPosEmb(torch.nn.Module):
             round_products=rotation.round_products,
         )
         return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _activation(module: torch.nn.Module) -> str | None:
-    """A module's activation, from a trace at its first call."""
-    if "_fusednorm_activation" not in module.__dict__:
-        module.__dict__["_fusednorm_activation"] = activation_of(module)
-    return cast("str | None", module.__dict__["_fusednorm_activation"])
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _mlp(module: torch.nn.Module) -> MLP | None:
-    """A module's MLP, from a trace at its first call."""
-    if "_fusednorm_mlp" not in module.__dict__:
-        try:
-            found = mlp(module)
-        except NotAnMLPError:
-            found = None
-        module.__dict__["_fusednorm_mlp"] = found
-    return cast("MLP | None", module.__dict__["_fusednorm_mlp"])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -279,7 +281,11 @@ def register_kernels(model: torch.nn.Module | None = None) -> None:
         mapping.setdefault(name, {}).update(dict.fromkeys(devices, modes))
     for module in () if model is None else model.modules():
         kind = type(module)
-        if len(module._modules) > 1 and not hasattr(kind, "kernel_layer_name") and (found := _mlp(module)) is not None:
+        if (
+            len(module._modules) > 1
+            and not hasattr(kind, "kernel_layer_name")
+            and (found := _found(module, mlp)) is not None
+        ):
             replace_kernel_forward_from_hub(kind, _MLPS[found.activation], _on_cpu)
 
 

@@ -24,7 +24,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 
 class NotRewrittenError(Exception):
@@ -164,7 +164,7 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
 
 
 def source(method: Callable[..., Any]) -> tuple[Any, ast.FunctionDef]:
-    """A method without decorators, and its syntax tree without a docstring."""
+    """A method without the wrappers of its decorators, and its syntax tree without a docstring."""
     function: Any = inspect.unwrap(method)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -174,6 +174,8 @@ def source(method: Callable[..., Any]) -> tuple[Any, ast.FunctionDef]:
         raise NotRewrittenError("its forward pass is no plain function")
     if ast.get_docstring(tree) is not None:
         del tree.body[0]
+    if function is method:
+        tree.decorator_list = []  # they returned the function itself
     return function, tree
 
 
@@ -192,12 +194,27 @@ def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[...,
         tree: of ``source``, and changed.
         function: of ``source``.
         owner: the class that has it.
+
+    Raises:
+        NotRewrittenError: a decorator does not take the new function.
     """
+    decorators, tree.decorator_list = tree.decorator_list, []
+    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+    tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]
     module = ast.Module([tree], [])
     ast.fix_missing_locations(module)
-    names: dict[str, Callable[..., Any]] = {}
+    names: dict[str, Any] = {}
     exec(compile(module, f"<fusednorm: {owner.__qualname__}.{tree.name}>", "exec"), function.__globals__, names)
-    return names[tree.name]
+    made = names[tree.name]
+    # Their values, which the same expressions may not have here and now.
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    try:
+        for decorator in reversed(decorators):
+            made = eval(compile(ast.Expression(decorator), "<fusednorm>", "eval"), function.__globals__)(made)
+    except Exception as error:  # code of others, which may look for the class or the file of a function
+        first_line = str(error).partition("\n")[0]
+        raise NotRewrittenError(f"its decorators do not take it: {type(error).__name__}: {first_line}") from error
+    return cast("Callable[..., Any]", made)
 
 
 @dataclass(frozen=True)

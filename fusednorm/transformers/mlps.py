@@ -20,6 +20,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusednorm.transformers.reads import Reads
+
 aten = torch.ops.aten
 
 #: The dtypes in which ATen's activation and product round where fusednorm does.
@@ -46,17 +48,21 @@ class MLP:
     activation: str
 
 
-def activation_of(module: torch.nn.Module) -> str | None:
-    """The function that a module without parameters applies to each number: "silu" or "gelu_tanh", or None."""
+def activation_of(module: torch.nn.Module, reads: Reads | None = None) -> str | None:
+    """The function that a module without parameters applies to each number: "silu" or "gelu_tanh", or None.
+
+    ``reads`` gets the attributes with which it does so.
+    """
     if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
         return None
     forward = type(module).forward  # another may be attached to the module
+    bare = (reads or Reads()).copy_of(module)
     found = set()
     for dtype in DTYPES:
         with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                graph = make_fx(lambda x: forward(module, x))(torch.empty(2, 3, dtype=dtype)).graph
+                graph = make_fx(lambda x: forward(bare, x))(torch.empty(2, 3, dtype=dtype)).graph
             except Exception:  # the code of a module that is for something else may raise anything
                 return None
         found.add(_only_operation(graph))
@@ -80,14 +86,14 @@ class _Tracer(fx.Tracer):
         return True
 
 
-def mlp(module: torch.nn.Module) -> MLP:
-    """What a module computes.
+def mlp(module: torch.nn.Module, reads: Reads | None = None) -> MLP:
+    """What a module computes. ``reads`` gets the module's attributes with which it does so.
 
     Raises:
         NotAnMLPError: no gated MLP.
     """
     try:
-        graph = _Tracer().trace(module)
+        graph = _Tracer().trace((reads or Reads()).copy_of(module))
     except Exception as error:  # the model's code may do anything that a trace does not know
         first_line = str(error).partition("\n")[0]
         raise NotAnMLPError(f"it cannot be traced: {type(error).__name__}: {first_line}") from error

@@ -15,6 +15,7 @@ from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 from fusednorm.transformers.layers import evaluated, rewritten
 from fusednorm.transformers.norms import Form, Forms
+from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, bare
 
 
@@ -34,15 +35,23 @@ class Handed:
 
 @dataclass
 class NormState:
-    """The state of a norm: its forms, without and with a gate; and a result that the previous layer computed for it."""
+    """The state of a norm.
+
+    Attributes:
+        forms: without a gate.
+        gated: with a gate.
+        reads: the attributes with which the forms hold.
+        handed: a result that the previous layer computed for it.
+    """
 
     forms: Forms
     gated: Forms
+    reads: Reads
     handed: Handed | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, without the result, which belongs to one tensor."""
-        return {"forms": self.forms, "gated": self.gated, "handed": None}
+        return {**self.__dict__, "handed": None}
 
 
 @dataclass
@@ -55,6 +64,8 @@ class LayerState:
 
 class PatchedNorm(Patched):
     """A norm that calls fusednorm; comes before the norm's original class."""
+
+    _fusednorm: NormState = NormState({}, {}, Reads())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalises one argument, or gates it by a second one. For other arguments it calls the original class."""
@@ -119,6 +130,8 @@ class PatchedNorm(Patched):
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: none where the original class computes rows of this dtype."""
+        if not self._fusednorm.reads.hold(self):
+            return []
         pair = of_rows, None if getattr(self, "weight", None) is None else of_rows
         form: Form | None = self._fusednorm.gated.get(pair)
         if form is not None:
@@ -129,18 +142,17 @@ class PatchedNorm(Patched):
         return [("rms_norm", {"eps": form.eps, "weight_offset": form.weight_offset, "round_norm": form.round_norm})]
 
     def _form(self, x: Any) -> Form | None:
-        if not isinstance(x, Tensor):
-            return None
-        weight = getattr(self, "weight", None)
-        form: Form | None = self._fusednorm.forms.get((x.dtype, None if weight is None else weight.dtype))
-        return form
+        return self._form_of(x, self._fusednorm.forms) if isinstance(x, Tensor) else None
 
     def _form_with_gate(self, x: Any, gate: Any) -> Form | None:
         if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.dtype == gate.dtype and x.shape == gate.shape):
             return None
+        return self._form_of(x, self._fusednorm.gated)
+
+    def _form_of(self, x: Tensor, forms: Forms) -> Form | None:
         weight = getattr(self, "weight", None)
-        form: Form | None = self._fusednorm.gated.get((x.dtype, None if weight is None else weight.dtype))
-        return form if form is not None and form.takes(x) else None
+        form = forms.get((x.dtype, None if weight is None else weight.dtype))
+        return form if form is not None and form.takes(x) and self._fusednorm.reads.hold(self) else None
 
 
 def _alike(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
@@ -152,6 +164,8 @@ def _alike(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
 
 class PatchedLayer(Patched):
     """A layer with fused additions; comes before the layer's original class. See ``layers.py``."""
+
+    _fusednorm = LayerState()
 
     @classmethod
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ are the specification's RMS norm for some flags, the result is these flags; othe
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch import Tensor, dtype, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusednorm.transformers.replacing import ATTACHED
+from fusednorm.transformers.reads import Reads
 
 aten = torch.ops.aten
 
@@ -33,7 +34,8 @@ class NotANormError(Exception):
 class Form:
     """The arguments with which :func:`fusednorm.rms_norm` rounds at the module's places.
 
-    With an activation they are those of :func:`fusednorm.rms_norm_gated`, for rows of ``dims`` dimensions (None: any).
+    With an activation they are those of :func:`fusednorm.rms_norm_gated`. They hold for inputs of ``dims`` dimensions
+    and rows of ``length`` elements (None: any).
     """
 
     eps: float
@@ -44,6 +46,7 @@ class Form:
     norm_before_gate: bool = True
     group_size: int | None = None
     dims: int | None = None
+    length: int | None = None
 
     @functools.cached_property
     def of_gate(self) -> dict[str, Any]:
@@ -58,8 +61,10 @@ class Form:
         }
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it holds for x, by its number of dimensions."""
-        return self.dims is None or self.dims == x.dim()
+        """Whether it holds for x, by its shape."""
+        if self.dims is not None and self.dims != x.dim():
+            return False
+        return self.length is None or x.shape[-1:] == (self.length,)
 
     def rounds_other_than(self, other: Form) -> bool:
         """Whether one call cannot have the flags of both."""
@@ -70,65 +75,79 @@ class Form:
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
-def forms(module: torch.nn.Module, gated: bool = False) -> Forms:
+def forms(module: torch.nn.Module, gated: bool = False, reads: Reads | None = None) -> Forms:
     """A module's forms, by the dtypes of input and weight.
 
     With ``gated`` the module takes a gate after its input, of the input's shape and dtype. A pair of dtypes is missing
-    if the module returns another dtype than its input's, or rounds where no flag does.
+    if the module returns another dtype than its input's, or rounds where no flag does. ``reads`` gets the attributes
+    with which the forms hold.
 
     Raises:
         NotANormError: the module has no form.
     """
+    reads = reads or Reads()
     others = [name for name, _ in [*module.named_parameters(), *module.named_buffers(), *module.named_children()]]
     if [name for name in others if name != "weight"]:
         raise NotANormError(f"it has more than a weight: {', '.join(others)}")
     weight = getattr(module, "weight", None)
-    if weight is not None and weight.dim() != 1:
-        raise NotANormError(f"its weight has {weight.dim()} dimensions")
-    hidden_size = 8 if weight is None else weight.shape[0]
+    if weight is not None and not (isinstance(weight, Tensor) and weight.dim() == 1):
+        dims = f"has {weight.dim()} dimensions" if isinstance(weight, Tensor) else f"is a {type(weight).__name__}"
+        raise NotANormError(f"its weight {dims}")
+    length = _length(module) if weight is None else weight.shape[0]
     found: Forms = {}
     for x_dtype, weight_dtype in _PAIRS:
         pair = x_dtype, None if weight is None else weight_dtype
         try:
-            found[pair] = _form(module, hidden_size, *pair, (2, 3), gated, training=False)
+            found[pair] = _form(reads, module, length, *pair, (2, 3), gated, training=False)
         except NotANormError as error:
             reason = error
     if not found:
         raise reason
     pair, form = next(iter(found.items()))
-    # Gates of rows of any dimensions, or of three, as the first ones were.
-    for leading, dims in (((5,), None), ((1, 5), 3)) if gated else (((5,), None),):
+    # Gates of rows of any dimensions, or of three, as the first ones were; and rows of any length, or of this one.
+    shapes = [((5,), None), ((1, 5), 3)] if gated else [((5,), None)]
+    lengths = [(2 * length, None), (length, length)] if weight is None else [(length, form.group_size and length)]
+    for (leading, rank), (of_row, only) in itertools.product(shapes, lengths):
         try:
-            if form == _form(module, hidden_size, *pair, leading, gated, training=True):
-                return {of_pair: replace(one, dims=dims) for of_pair, one in found.items()}
+            if form == _form(reads, module, of_row, *pair, leading, gated, training=True):
+                reads.values.pop("training", None)  # both ways were traced
+                return {of_pair: replace(one, dims=rank, length=only) for of_pair, one in found.items()}
         except NotANormError:
             continue
     raise NotANormError("it computes something else in training, or for inputs of other dimensions")
 
 
+def _length(module: torch.nn.Module) -> int:
+    """The length of rows that a module without a weight takes, by the name that torch's norms give it; 8 if any."""
+    match getattr(module, "normalized_shape", None):
+        case [*_, int(length)] | int(length):
+            return length
+    return 8
+
+
 def _form(
+    reads: Reads,
     module: torch.nn.Module,
-    hidden_size: int,
+    length: int,
     x_dtype: dtype,
     weight_dtype: dtype | None,
     leading: tuple[int, ...],
     gated: bool,
     training: bool,
 ) -> Form:
-    """The form for x and a gate, both [*leading, hidden_size], and a weight, with these dtypes."""
-    bare = torch.nn.Module.__new__(type(module))  # without hooks, and without a replaced forward pass
-    torch.nn.Module.__init__(bare)
-    own = {name: value for name, value in module.__dict__.items() if name not in bare.__dict__ and name not in ATTACHED}
-    bare.__dict__.update(own, training=training)
+    """The form for x and a gate, both [*leading, length], and a weight, with these dtypes."""
+    bare = reads.copy_of(module)
+    bare.training = training
 
     def call(x: Tensor, weight: Tensor | None, *gate: Tensor) -> Any:
-        bare._parameters["weight"] = weight  # type: ignore[assignment]
+        if weight is not None:
+            bare._parameters["weight"] = weight  # type: ignore[assignment]
         return type(bare).forward(bare, x, *gate)
 
     with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they concern pairs of dtypes that the model may not use
-        x = torch.empty(*leading, hidden_size, dtype=x_dtype)
-        weight = None if weight_dtype is None else torch.empty(hidden_size, dtype=weight_dtype)
+        x = torch.empty(*leading, length, dtype=x_dtype)
+        weight = None if weight_dtype is None else torch.empty(length, dtype=weight_dtype)
         try:
             graph = make_fx(call)(x, weight, *([torch.empty_like(x)] if gated else [])).graph
         except Exception as error:  # the model's code may raise anything for a tensor that it does not expect

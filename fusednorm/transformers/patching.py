@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from fusednorm.transformers.activations import PatchedActivations, patch_activations
 from fusednorm.transformers.attention import PatchedAttention, patch_rotations
 from fusednorm.transformers.layers import NotRewrittenError, first_norm, straight_on
 from fusednorm.transformers.modules import LayerState, NormState, PatchedLayer, PatchedNorm, rewritten_layer
 from fusednorm.transformers.norms import Forms, NotANormError, forms
-from fusednorm.transformers.replacing import ATTACHED, Patched, attach, change_class
+from fusednorm.transformers.reads import Reads
+from fusednorm.transformers.replacing import Patched, attach, detach
 
 _logger = logging.getLogger("fusednorm.transformers")
+
+#: What a module read while it was traced, and its forms, without and with a gate, or the reason why it has none.
+_Known = tuple[Reads, tuple[Forms, Forms] | str]
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ def _count(model: torch.nn.Module) -> Counts:
     """Counts the patched parts of a model."""
     norms = adds = across = rotations = gates = 0
     for module in model.modules():
+        if "_fusednorm" not in module.__dict__:
+            continue
         norms += isinstance(module, PatchedNorm)
         rotations += isinstance(module, PatchedAttention)
         gates += isinstance(module, PatchedActivations)
@@ -138,23 +144,36 @@ def patch(model: torch.nn.Module, *, activations: bool = True) -> Report:
 
     Raises:
         TypeError: the model is no module.
+        Exception: whatever the model's own code raises; the model is then as it was.
     """
     _check(model)
+    untouched = [module for module in model.modules() if not isinstance(module, Patched)]
+    try:
+        return _patch(model, activations)
+    except BaseException:  # of the model's own code, for one
+        for module in untouched:
+            detach(module)
+        raise
+
+
+def _patch(model: torch.nn.Module, activations: bool) -> Report:
     before = _count(model)
     outcomes: Counter[tuple[str, bool, str]] = Counter()
-    known: dict[Any, tuple[Forms, Forms] | str] = {}
+    traced: dict[Any, list[_Known]] = {}
     norms = 0
     for module in model.modules():
         if isinstance(module, Patched) or not _may_be_norm(module):
             continue
-        found = known.get(key := _key(module))
-        if found is None:
-            found = known[key] = _forms_or_reason(module)
+        alike = traced.setdefault(_key(module), [])
+        known = next((one for one in alike if one[0].hold(module)), None)
+        if known is None:
+            alike.append(known := _forms_or_reason(module))
+        reads, found = known
         class_name = type(module).__name__
         if isinstance(found, str):
             outcomes[class_name, False, found] += 1
             continue
-        reason = attach(module, PatchedNorm, frozenset(), NormState(*found))
+        reason = attach(module, PatchedNorm, frozenset(), NormState(*found, reads))
         norms += reason is None
         outcomes[class_name, reason is None, reason or _describe(*found)] += 1
     adds, across = 0, 0
@@ -198,8 +217,7 @@ def unpatch(model: torch.nn.Module) -> Counts:
                 "undo what came after fusednorm.transformers.patch first"
             )
     for module in patched:
-        change_class(module, vars(type(module))["_made_of"][0])
-        del module.__dict__["_fusednorm"]
+        detach(module)
     _logger.info("put back: %s", undone)
     return undone
 
@@ -214,33 +232,27 @@ def _may_be_norm(module: torch.nn.Module) -> bool:
 
 
 def _key(module: torch.nn.Module) -> Any:
-    """A key that is equal for modules with the same computation."""
-    weight = getattr(module, "weight", None)
-    shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
-    skipped = {*torch.nn.Module().__dict__, *ATTACHED}
-    values = {name: value for name, value in module.__dict__.items() if name not in skipped}
-    plain = (int, float, bool, str, tuple, type(None))
-    return (
-        type(module),
-        shape,
-        tuple((name, v if isinstance(v, plain) else id(v)) for name, v in sorted(values.items())),
-    )
+    """A key that is equal for modules whose computations differ by what they read at most."""
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    shapes = tuple((name, None if x is None or is_lazy(x) else x.shape) for name, x in tensors)
+    return type(module), shapes, tuple(module._modules)
 
 
-def _forms_or_reason(module: torch.nn.Module) -> tuple[Forms, Forms] | str:
+def _forms_or_reason(module: torch.nn.Module) -> _Known:
     """The forms of a norm, without and with a gate."""
+    reads = Reads()
     found: list[Forms] = []
     reasons = []
     several = len(inspect.signature(module.forward).parameters) > 1
     for gated in (False, True) if several else (False,):
         try:
-            found.append(forms(module, gated))
+            found.append(forms(module, gated, reads))
         except NotANormError as error:
             found.append({})
             reasons.append(str(error))
     if not any(found):
-        return reasons[0]
-    return found[0], found[1] if several else {}
+        return reads, reasons[0]
+    return reads, (found[0], found[1] if several else {})
 
 
 def _describe(without: Forms, gated: Forms) -> str:
@@ -266,6 +278,8 @@ def _patch_layers(
     straight, final = straight_on(type(owner), name)
     done: list[tuple[str, int, bool, str, bool]] = []
     for index, layer in enumerate(layers):
+        if layer is None:
+            continue
         norms = frozenset(child for child, module in layer.named_children() if isinstance(module, PatchedNorm))
         if isinstance(layer, Patched) or not norms:
             continue
@@ -275,13 +289,13 @@ def _patch_layers(
         except NotRewrittenError as error:
             done.append((class_name, 0, False, str(error), False))
             continue
-        following = next_layer = None
+        following: Any = None
+        next_layer = None
         if found.ends and straight:
-            next_layer = layers[index + 1] if index + 1 < len(layers) else None
-            attribute = final if next_layer is None else first_norm(type(next_layer))
-            following = (
-                None if attribute is None else getattr(owner if next_layer is None else next_layer, attribute, None)
-            )
+            last = index + 1 == len(layers)
+            next_layer = None if last else layers[index + 1]
+            attribute = final if last else None if next_layer is None else first_norm(type(next_layer))
+            following = None if attribute is None else getattr(owner if last else next_layer, attribute, None)
         handed = isinstance(following, PatchedNorm)
         reason: str | None = "no norm follows its additions for certain"
         if found.fused or handed:

@@ -17,10 +17,18 @@ ATTACHED = ("forward", "_old_forward")
 
 
 class Patched(torch.nn.Module):
-    """A module that fusednorm replaced; comes before the module's original class."""
+    """A module that fusednorm replaced; comes before the module's original class.
 
-    _fusednorm: Any
+    A module that was not replaced runs its own code, also where its class is that of a replaced one: ``_fusednorm`` of
+    each class here is such a state.
+    """
+
+    _fusednorm: Any = None
     _made_of: tuple[type, type, frozenset[str]]  # the arguments of patched_class
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new module of the original class, or of a subclass that others made of the replaced one."""
+        return cls._made_of[0](*args, **kwargs) if "_made_of" in vars(cls) else super().__new__(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the module's original class, because that can be imported."""
@@ -67,6 +75,13 @@ def attach(module: torch.nn.Module, mixin: type[Patched], norms: frozenset[str],
     change_class(module, _patched_class(type(module), mixin, norms))  # type: ignore[arg-type] # classes have a hash
     module.__dict__["_fusednorm"] = state
     return None
+
+
+def detach(module: torch.nn.Module) -> None:
+    """Undoes :func:`attach`."""
+    module.__dict__.pop("_fusednorm", None)
+    if "_made_of" in vars(type(module)):
+        change_class(module, vars(type(module))["_made_of"][0])
 
 
 def change_class(module: torch.nn.Module, to: type) -> None:

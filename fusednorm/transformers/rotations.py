@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
-from fusednorm.transformers.replacing import ATTACHED, replaced
+from fusednorm.transformers.reads import Reads
+from fusednorm.transformers.replacing import replaced
 from fusednorm.transformers.symbols import NotSymbolicError, Symbols
 
 _A = torch.float32  # the accumulator type
@@ -216,29 +217,29 @@ for _kind in _TABLES.values():
     _register(_kind)
 
 
-def tables_of(module: torch.nn.Module) -> type[Tables] | None:
+def tables_of(module: torch.nn.Module, reads: Reads) -> type[Tables] | None:
     """What a module's forward pass returns; None if it does not take hidden states and positions and return tables.
 
     Its names for kinds of layers, if it takes one after the positions, are those that it has in ``layer_types``.
+    ``reads`` gets the attributes with which it does so.
     """
     forward = inspect.unwrap(type(module).forward)
     others = list(inspect.signature(forward).parameters.values())[3:]
     required = [parameter for parameter in others if parameter.default is parameter.empty]
     if len(required) > 1 or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required):
         return None
-    kinds = {_tables(module, forward, of_layer) for of_layer in ([()] if not required else _layer_types(module))}
+    layers: list[tuple[str, ...]] = _layer_types(module) if required else [()]
+    kinds = {_tables(reads.copy_of(module), module, forward, of_layer) for of_layer in layers}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _layer_types(module: torch.nn.Module) -> list[tuple[str]]:
+def _layer_types(module: torch.nn.Module) -> list[tuple[str, ...]]:
     return [(name,) for name in getattr(module, "layer_types", ())]
 
 
-def _tables(module: torch.nn.Module, forward: Callable[..., Any], of_layer: tuple[str, ...]) -> type[Tables] | None:
-    bare = torch.nn.Module.__new__(type(module))  # whose buffers may be replaced
-    torch.nn.Module.__init__(bare)
-    skipped = {*bare.__dict__, *ATTACHED}
-    bare.__dict__.update({name: value for name, value in module.__dict__.items() if name not in skipped})
+def _tables(
+    bare: torch.nn.Module, module: torch.nn.Module, forward: Callable[..., Any], of_layer: tuple[str, ...]
+) -> type[Tables] | None:
     for name, buffer in module.named_buffers():
         bare._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), Symbols() as symbols:

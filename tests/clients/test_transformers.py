@@ -17,7 +17,7 @@ import torch
 
 import fusednorm.transformers
 from fusednorm.compat import transformers as gated_norms
-from fusednorm.transformers import attention, layers, modules, norms, replacing
+from fusednorm.transformers import attention, hub, layers, modules, norms, replacing
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -69,6 +69,26 @@ FAMILIES = {
 }
 
 family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def undone():
+    """Undoes what kernels and register_kernels change for the whole process."""
+    kernels = pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
+    hub_kernels = importlib.import_module("transformers.integrations.hub_kernels")
+    token = kernels.layer.globals._KERNEL_MAPPING.set({})
+    cached, hub_kernels._KERNEL_MAPPING_CACHE = hub_kernels._KERNEL_MAPPING_CACHE, None
+    yield
+    kernels.layer.globals._KERNEL_MAPPING.reset(token)
+    hub_kernels._KERNEL_MAPPING_CACHE = cached
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models."):
+            for value in vars(module).values():
+                if isinstance(value, torch.nn.Module):  # a function of the model that kernels can replace
+                    for key in [key for key in vars(value) if key == "forward" or key.startswith("_fusednorm")]:
+                        del value.__dict__[key]
+                elif inspect.isclass(value) and vars(value).get("kernel_layer_name") in hub._MLPS.values():
+                    del value.kernel_layer_name, value.kernel_condition
 
 
 def model_of(config_class, arguments, dtype):
@@ -636,8 +656,6 @@ def test_lora():
 
 def test_kernels():
     """``use_kernels``: transformers' own mapping, on the CPU, for norms that round differently."""
-    from fusednorm.transformers import hub
-
     for name in ("Llama", "OLMo2"):
         model = build(name)
         expected = logits(model)
@@ -780,8 +798,6 @@ def test_kernels_with_gates(training):
     transformers rounds each row's part of that one before it adds them, fusednorm rounds the sum. All gradients are
     those of fusednorm.compat's module, bit for bit.
     """
-    from fusednorm.transformers import hub
-
     name = "model.layers.0.linear_attn.norm"
     before, expected = logits_and_gradients(small_gated(torch.bfloat16).train(training))
     model = with_kernels(small_gated(torch.bfloat16).train(training))
@@ -808,8 +824,6 @@ KERNELS_WITH_GATES = {
 @pytest.mark.parametrize("name", KERNELS_WITH_GATES)
 def test_gated_kernels_are_theirs(name):
     """The flags that a trace finds; values as in test_gated_norms_are_theirs; other calls run the class's own code."""
-    from fusednorm.transformers import hub
-
     family, form, between = KERNELS_WITH_GATES[name]
     owner = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     generator = torch.Generator().manual_seed(0)

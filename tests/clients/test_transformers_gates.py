@@ -27,19 +27,19 @@ NORMS = {
         "zamba2",
         "Zamba2RMSNormGated",
         {"group_size": 16},
-        norms.Form(1e-6, 0.0, True, "silu", norm_before_gate=False, group_size=16),
+        norms.Form(1e-6, 0.0, True, "silu", norm_before_gate=False, group_size=16, length=64),
     ),
     "Nemotron-H": (
         "nemotron_h",
         "NemotronHRMSNormGated",
         {"group_size": 32},
-        norms.Form(1e-6, 0.0, True, "silu", norm_before_gate=False, group_size=32),
+        norms.Form(1e-6, 0.0, True, "silu", norm_before_gate=False, group_size=32, length=64),
     ),
     "Falcon-H1, gate first": (
         "falcon_h1",
         "FalconH1RMSNormGated",
         {"n_groups": 2, "norm_before_gate": False},
-        norms.Form(1e-6, 0.0, False, "silu", norm_before_gate=False, group_size=32, dims=3),
+        norms.Form(1e-6, 0.0, False, "silu", norm_before_gate=False, group_size=32, dims=3, length=64),
     ),
     "Falcon-H1, norm first": (
         "falcon_h1",
@@ -145,7 +145,7 @@ def test_norms_of_parts_without_a_gate_are_left_alone():
     ],
 )
 def test_activations_are_recognised_by_what_they_compute(name, function):
-    assert activations._function_of(ACT2FN[name]) is function
+    assert activations._kind(ACT2FN[name])[2] is function
 
 
 class Ways(torch.nn.Module):

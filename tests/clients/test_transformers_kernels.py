@@ -6,10 +6,8 @@ tests/clients/test_transformers.py has those for norms. Models are small, with r
 import contextlib
 import copy
 import importlib
-import inspect
 import json
 import pkgutil
-import sys
 import warnings
 from pathlib import Path
 
@@ -23,7 +21,8 @@ from fusednorm.transformers import hub, mlps
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 kernels = pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
 
-from transformers import activations  # noqa: E402 - after the lines that skip
+from test_transformers import undone  # noqa: E402, F401 - after the lines that skip; used by all tests here
+from transformers import activations  # noqa: E402
 from transformers.integrations import hub_kernels  # noqa: E402
 
 SMALL = {
@@ -38,24 +37,6 @@ SMALL = {
     "eos_token_id": 2,
 }
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def undone():
-    """Undoes what kernels and register_kernels change for the whole process."""
-    token = kernels.layer.globals._KERNEL_MAPPING.set({})
-    cached, hub_kernels._KERNEL_MAPPING_CACHE = hub_kernels._KERNEL_MAPPING_CACHE, None
-    yield
-    kernels.layer.globals._KERNEL_MAPPING.reset(token)
-    hub_kernels._KERNEL_MAPPING_CACHE = cached
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models."):
-            for value in vars(module).values():
-                if isinstance(value, torch.nn.Module):  # a function of the model that kernels can replace
-                    for key in [key for key in vars(value) if key == "forward" or key.startswith("_fusednorm")]:
-                        del value.__dict__[key]
-                elif inspect.isclass(value) and vars(value).get("kernel_layer_name") in hub._MLPS.values():
-                    del value.kernel_layer_name, value.kernel_condition
 
 
 def model_of(config, dtype=BF16, **more):

@@ -1,0 +1,114 @@
+"""The attributes that the code of a module reads while it is traced.
+
+A trace shows what the code computes with the numbers that the module has then. Other numbers may be assigned later, so
+each call asks :meth:`Reads.hold` first, and runs the module's own code where they have changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from enum import Enum
+from types import EllipsisType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fusednorm.transformers.replacing import ATTACHED
+
+_OF_TORCH = {*dir(torch.nn.Module), *vars(torch.nn.Module())} - {"training"}
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_VALUES = (int, float, complex, str, bytes, torch.dtype, torch.device, MethodType)
+_COMPARED = (*_CONTAINERS, *_VALUES)  # all others are the same only if they are the same object
+_KEPT = (*_COMPARED, type(None), EllipsisType, Enum, ModuleType)
+
+
+class NotFollowedError(Exception):
+    """A module reads numbers that are not followed."""
+
+
+class Reads:
+    """The attributes of a module, or of another object, that code read.
+
+    Attributes:
+        values: by name. ``...`` stands for an attribute that was missing, and an object's own reads stand for it.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def hold(self, owner: object) -> bool:
+        """Whether the attributes of a module, or of another object, are these."""
+        for name, value in self.values.items():
+            found = getattr(owner, name, ...)
+            if found is value:
+                continue
+            if type(value) is Reads:
+                if not value.hold(found):
+                    return False
+            elif type(found) is not type(value) or not isinstance(value, _COMPARED) or found != value:
+                return False
+        return True
+
+    def copy_of(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A module with the same attributes and children, without hooks and tensors. What its code reads is noted."""
+        before: Any = type(module)
+
+        def read(copied: Any, name: str) -> Any:
+            try:
+                value = before.__getattribute__(copied, name)
+            except AttributeError:
+                try:
+                    value = before.__getattr__(copied, name)
+                except AttributeError:
+                    self._noted(name, ...)
+                    raise
+            method = isinstance(value, MethodType) and value.__self__ is copied
+            return value if method or name in _OF_TORCH or name.startswith("__") else self._noted(name, value)
+
+        reading = type(before.__name__, (before,), {"__getattribute__": read, "__module__": before.__module__})
+        copied: torch.nn.Module = torch.nn.Module.__new__(reading)
+        torch.nn.Module.__init__(copied)
+        skipped = {*copied.__dict__, *ATTACHED} - {"training"}
+        copied.__dict__.update({name: value for name, value in module.__dict__.items() if name not in skipped})
+        copied._parameters, copied._buffers = dict.fromkeys(module._parameters), dict.fromkeys(module._buffers)
+        copied._modules = dict(module._modules)
+        return copied
+
+    def _noted(self, name: str, value: Any) -> Any:
+        """The value of an attribute that is read now."""
+        if isinstance(value, Tensor | torch.nn.Module):
+            return value  # a trace shows what these do
+        if isinstance(value, _CONTAINERS):
+            if not all(_is_kept(part) for part in tree_leaves(value)):
+                raise NotFollowedError(f"the numbers in its {name} are not followed")
+            self.values[name] = copy.deepcopy(value)  # its content may change
+        elif _is_kept(value):
+            self.values[name] = value
+        else:
+            return _Object(self.values.setdefault(name, Reads()), value)
+        return value
+
+
+class _Object:
+    """Stands for an object while its attributes are read."""
+
+    def __init__(self, reads: Reads, of: object) -> None:
+        object.__setattr__(self, "_read", (reads, of))
+
+    def __getattribute__(self, name: str) -> Any:
+        reads, of = object.__getattribute__(self, "_read")
+        if name == "__class__":
+            return type(of)
+        value = getattr(of, name, ...)
+        if name.startswith("__") or (isinstance(value, MethodType) and value.__self__ is of):
+            raise NotFollowedError(f"what the {name} of a {type(of).__name__} reads is not followed")
+        noted = reads._noted(name, value)
+        if value is ...:
+            raise AttributeError(name)
+        return noted
+
+
+def _is_kept(value: object) -> bool:
+    return isinstance(value, _KEPT) or (callable(value) and not isinstance(value, Tensor | torch.nn.Module))

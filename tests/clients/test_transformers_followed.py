@@ -1,0 +1,124 @@
+"""A patched model follows each number that patch read from it, and patch does all or nothing."""
+
+import pytest
+import torch
+
+import fusednorm.transformers
+from fusednorm.transformers import patching
+
+transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
+
+from test_transformers import build, logits, model_of  # noqa: E402 - after the line that skips
+
+
+def set_all(model, name, value):
+    """Assigns an attribute of every module that has it."""
+    owners = [module for module in model.modules() if hasattr(module, name) and name not in dir(torch.nn.Module)]
+    assert owners
+    for module in owners:
+        setattr(module, name, value)
+
+
+def of_activations(model, value):
+    for module in model.modules():
+        if "act_fn" in module._modules:
+            module.act_fn = value()
+
+
+#: A family, and a number of it that is changed.
+CHANGES = {
+    "eps": ("Llama", lambda model: set_all(model, "variance_epsilon", 0.3)),
+    "eps of one norm": ("Llama", lambda model: setattr(model.model.norm, "variance_epsilon", 0.3)),
+    "eps by another name": ("Gemma2", lambda model: set_all(model, "eps", 0.3)),
+    "the factor of additions": ("Granite", lambda model: set_all(model, "residual_multiplier", 0.7)),
+    "the factor of the tables": ("Llama", lambda model: set_all(model, "attention_scaling", 1.5)),
+    "eps of heads": ("Qwen3", lambda model: setattr(model.model.layers[1].self_attn.q_norm, "variance_epsilon", 0.3)),
+    "the activation": ("Llama", lambda model: of_activations(model, lambda: torch.nn.GELU(approximate="tanh"))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_number_that_was_read_is_followed(change):
+    """In one place in memory, because torch's matrix products differ with alignment."""
+    name, assign = CHANGES[change]
+    model = build(name)
+    fusednorm.transformers.patch(model)
+    before, values = logits(model), [(m, dict(vars(m)), dict(m._modules)) for m in model.modules()]
+    assign(model)
+    found = logits(model)
+    assert not torch.equal(found, before)
+    for module, attributes, children in values:
+        module.__dict__.update({key: value for key, value in attributes.items() if isinstance(value, float)})
+        module._modules.update(children)
+    assert torch.equal(logits(model), before), "changed back, it is as it was"
+    fusednorm.transformers.unpatch(model)
+    assign(model)
+    assert torch.equal(found, logits(model))
+
+
+def as_it_was(model):
+    return [(type(module), sorted(vars(module))) for module in model.modules()]
+
+
+@pytest.mark.parametrize("where", ["patch_activations", "patch_rotations", "_patch_layers"])
+def test_patch_leaves_a_model_whole_when_it_raises(where, monkeypatch):
+    model = build("Qwen3")
+    before, expected = as_it_was(model), logits(model)
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(patching, where, fails)
+    with pytest.raises(KeyboardInterrupt):
+        fusednorm.transformers.patch(model)
+    assert as_it_was(model) == before
+    assert torch.equal(logits(model), expected)
+
+
+class Layers(torch.nn.Module):
+    """As x-transformers has them: no module in some places."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.RMSNorm(8), None, torch.nn.ModuleList([None, torch.nn.RMSNorm(8)])])
+
+    def forward(self, x):
+        return self.layers[2][1](self.layers[0](x))
+
+
+def test_lists_with_none():
+    model, x = Layers(), torch.randn(3, 8)
+    expected = model(x)
+    fusednorm.transformers.patch(model)
+    # Two norms of 8 elements, whose sums of squares differ by their order alone: 8 units in the last place each.
+    assert ((model(x) - expected).abs() <= 16 * 2.0**-24 * expected.abs()).all()
+
+
+def test_an_instance_that_was_not_patched_runs_its_own_code():
+    model = build("Llama", torch.float32)
+    own, x = type(model.model.norm)(32), torch.randn(2, 32)
+    expected = own(x)
+    fusednorm.transformers.patch(model)
+    new = type(model.model.norm)(32)
+    assert torch.equal(new(x), expected)
+    rotary = type(model.model.rotary_emb)(model.config)
+    positions = torch.arange(5)[None]
+    ours = model.model.rotary_emb(x, positions)
+    assert all(torch.equal(a, b) for a, b in zip(rotary(x, positions), ours, strict=True))
+
+
+def test_a_layer_norm_without_weight_and_bias_is_left_with_a_reason():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(8, elementwise_affine=False)
+
+    report = str(fusednorm.transformers.patch(Model()))
+    assert "no attribute" not in report
+
+
+def test_a_family_with_none_of_these_numbers_keeps_its_logits():
+    model = model_of("LlamaConfig", {}, torch.bfloat16)
+    expected = logits(model)
+    fusednorm.transformers.patch(model)
+    assert torch.equal(logits(model), expected)
