@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from fusednorm.call import Backward, Forward, Operation
 
-#: The number of the contract. Bits change only together with it, and with the golden vectors of the tests.
-SPEC_VERSION = 1
-
 #: The reference is not tied to a device.
 DEVICES = ("any",)
 

@@ -15,19 +15,15 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 
 import fusednorm
-from fusednorm import compare, devices, difference, doctor, proof, registry
+from fusednorm import command_line, compare, devices, difference, doctor, proof, registry
 from fusednorm.bench import cells, plots, train
 from fusednorm.bench.cells import WrongBitsError
-from fusednorm.measured import OPERATIONS, OPS
-from fusednorm.peers import PEERS
 
 #: Exit statuses: the user interrupted the command; its arguments cannot be used, or nothing was measured.
 INTERRUPTED, UNUSABLE = 130, 2
@@ -40,131 +36,13 @@ class UnusableError(Exception):
     """The command cannot do what its arguments say; the user reads the message."""
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The commands and their options."""
-    parser = argparse.ArgumentParser(
-        # Not "__main__.py".
-        prog="fusednorm" if Path(sys.argv[0]).stem == "fusednorm" else "python -m fusednorm",
-        description="Shows and tests fusednorm on this machine. Without a command it runs doctor.",
-    )
-    version = f"fusednorm {fusednorm.__version__}, specification {fusednorm.SPEC_VERSION}"
-    parser.add_argument("--version", action="version", version=version)
-    parser.add_argument("--json", action="store_true", help="doctor: print the findings as JSON")
-    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-
-    def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=more)
-
-    findings = command("doctor", "show the backends of this machine, and which of them calls take")
-    findings.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the findings as JSON")
-    proved = command(
-        "check",
-        "compare every backend with the reference, bit for bit, at LLM shapes",
-        "It takes under a minute, on a GPU longer while kernels are compiled. The exit status is 1 if any bit differs.",
-    )
-    proved.add_argument(
-        "--backend", type=_backends, metavar="NAME", help="check only this backend, or several with commas between"
-    )
-    proved.add_argument("--all", action="store_true", help="print a line for each shape, with its time")
-    ahead = command(
-        "prewarm",
-        "compile the kernels of later calls, for instance into the cache folder of a container image",
-        "The kernels are stored in FUSEDNORM_CACHE_DIR for cuda, in TRITON_CACHE_DIR for Triton's backends.",
-    )
-    ahead.add_argument(
-        "--backend", type=_backends, metavar="NAME", help="compile for this backend (default: the one that calls take)"
-    )
-    ahead.add_argument(
-        "--hidden-sizes", nargs="+", type=_count, default=[4096], metavar="N", help="elements of a row (default: 4096)"
-    )
-    ahead.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=compare.DTYPES,
-        default=list(compare.DTYPES),
-        metavar="DTYPE",
-        help=f"dtypes of x, the residual and the weight: {', '.join(compare.DTYPES)} (default: all)",
-    )
-    ahead.add_argument("--device", type=_device, default="cpu", help="the tensors' device (default: cpu)")
-    ahead.add_argument("--training", action="store_true", help="compile for gradients too")
-    ahead.add_argument(
-        "--norm-before-add", action="store_true", help="compile rms_norm_add and rms_norm_add_rms_norm too"
-    )
-    kit = command(
-        "conformance",
-        "test one backend, of fusednorm or of another package, against the specification, and print a certificate",
-        "pytest gets all other arguments: -n 2, -k gradients, --certificate FILE, --everything.",
-    )
-    kit.add_argument("--backend", required=True, metavar="NAME", help="the backend's name, as in FUSEDNORM_BACKEND")
-    beside = command(
-        "compare",
-        "measure the errors of every implementation on this machine in ulp, and whether its bits stay the same",
-        "The exit status is 1 if fusednorm itself fails or its bits change; other implementations do not matter.",
-    )
-    _common(beside, PEERS, PEERS, compare.DTYPES)
-    beside.add_argument(
-        "--hidden-size", type=_count, default=4096, metavar="N", help="elements of a row (default 4096)"
-    )
-    beside.add_argument(
-        "--op",
-        choices=OPERATIONS,
-        default="add_norm",
-        metavar="OP",
-        help=f"measure this operation: {', '.join(OPERATIONS)} (default: add_norm)",
-    )
-    speed = command(
-        "bench",
-        "compare fusednorm's bits, then time fusednorm, a copy, and every other implementation on this machine",
-        "With --json FILE the same command continues an interrupted run.",
-    )
-    others_timed = [name for name in PEERS if name != "fusednorm"]
-    _common(speed, others_timed, [name for name in others_timed if name not in cells.SLOW_PEERS], cells.DTYPES)
-    speed.add_argument("--quick", action="store_true", help="three shapes in bfloat16, forward only: about a minute")
-    speed.add_argument(
-        "--backends",
-        nargs="+",
-        type=_backends,
-        metavar="NAME",
-        help="time these backends of fusednorm (default: the one that a call takes)",
-    )
-    speed.add_argument(
-        "--ops",
-        nargs="+",
-        choices=OPS,
-        metavar="OP",
-        help=f"time these operations: {', '.join(OPS)} (default: add_norm and backward)",
-    )
-    speed.add_argument("--shapes", nargs="+", type=_shape, metavar="MxN", help="rows x hidden size, such as 1x4096")
-    speed.add_argument(
-        "--threads", type=_count, metavar="N", help="torch's number of threads, on a CPU (default: as torch chooses)"
-    )
-    speed.add_argument(
-        "--minutes",
-        type=_minutes,
-        metavar="M",
-        help="start no further shape after M minutes; with --train: time steps for M minutes (default 1)",
-    )
-    speed.add_argument("--train", action="store_true", help="time training a mixture of experts with each norm")
-    speed.add_argument(
-        "--size", choices=train.SIZES, help="number of parameters of the model of --train (default 60M, on a CPU 4M)"
-    )
-    runs = command(
-        "difference",
-        "compare two runs of a model step by step: the share of equal bits",
-        "The exit status is 1 if any bit differs.",
-    )
-    difference.add_options(runs)
-    return parser
-
-
 def main() -> int:
     """Reads the command line; returns the exit status."""
-    parser = command_line()
-    arguments, others = parser.parse_known_args()
-    if others and arguments.command != "conformance":
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if arguments.json and arguments.command not in (None, "doctor"):
-        parser.error(f"--json goes after the command: {arguments.command} --json FILE")
+    parser, arguments, others = command_line.parsed()
+    try:
+        _resolve(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     try:
         status = _run(arguments, others)
         sys.stdout.flush()
@@ -202,63 +80,14 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
     return doctor.show(doctor.console())
 
 
-def _common(
-    parser: argparse.ArgumentParser, peers: Iterable[str], by_default: Iterable[str], dtypes: Sequence[str]
-) -> None:
-    """Adds the options that compare and bench share."""
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        choices=list(peers),
-        default=list(by_default),
-        metavar="NAME",
-        help="measure these implementations: none or some of "
-        f"{', '.join(peers)} (default: {'all' if by_default is peers else ', '.join(by_default)})",
-    )
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=dtypes,
-        metavar="DTYPE",
-        help=f"measure only these dtypes: {', '.join(dtypes)} (default: all)",
-    )
-    parser.add_argument(
-        "--device", type=_device, default="cpu", help="compute on this device, as torch names it (default: cpu)"
-    )
-    parser.add_argument("--wide", action="store_true", help="print every figure, in tables of up to 150 columns")
-    parser.add_argument("--json", dest="json_file", type=_file, metavar="FILE", help="write all results to FILE")
-    parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw them to FILE.png, FILE.svg or FILE.pdf")
-
-
-def _shape(text: str) -> tuple[int, int]:
-    """Rows and hidden size, from "1x4096"."""
-    rows, _, hidden_size = text.partition("x")
-    if not (rows.isdecimal() and hidden_size.isdecimal() and int(rows) and int(hidden_size)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: rows x hidden size, such as 1x4096")
-    return int(rows), int(hidden_size)
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not minutes > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes, such as 5 or 0.5")
-    return minutes
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return devices.present(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _resolve(arguments: argparse.Namespace) -> None:
+    """Has names of a device and of backends read, of which the parser knows nothing."""
+    if hasattr(arguments, "device"):
+        arguments.device = devices.present(arguments.device)
+    if arguments.command in ("check", "prewarm") and arguments.backend is not None:
+        arguments.backend = _backends(arguments.backend)
+    if arguments.command == "bench" and arguments.backends is not None:
+        arguments.backends = list(itertools.chain(*map(_backends, arguments.backends)))
 
 
 def _backends(text: str) -> list[str]:
@@ -266,35 +95,13 @@ def _backends(text: str) -> list[str]:
     try:
         names = registry.parse(text, "the option")
     except registry.BackendError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ValueError(str(error)) from None
     infos = {info.name: info for info in fusednorm.backends()}
     for name in names:
         if not infos[name].available:
             reasons = "; ".join(infos[name].reasons)
-            raise argparse.ArgumentTypeError(f"backend {name} cannot be used here: {reasons}")
+            raise ValueError(f"backend {name} cannot be used here: {reasons}")
     return names
-
-
-def _file(text: str) -> str:
-    """Checks that a file can be written, without changing it."""
-    path = Path(text)
-    try:
-        if path.exists():
-            path.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
-    return text
-
-
-def _picture(text: str) -> str:
-    """Checks that a picture can be drawn to a file."""
-    if not text.endswith((".png", ".svg", ".pdf")):
-        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib, or '.[plot]' in the checkout")
-    return _file(text)
 
 
 def prewarm(arguments: argparse.Namespace) -> int:
@@ -322,7 +129,7 @@ def comparison(arguments: argparse.Namespace) -> int:
     with console.status("") as status:
         found = compare.report(
             arguments.peers,
-            arguments.dtypes or compare.DTYPES,
+            arguments.dtypes or command_line.DTYPES,
             arguments.hidden_size,
             arguments.device,
             arguments.op,
@@ -363,18 +170,17 @@ def _runs_on(names: Iterable[str], device: torch.device) -> None:
 def bench(arguments: argparse.Namespace) -> int:
     """Times, prints, writes. Returns 1, without further times, if fusednorm's bits were not the reference's."""
     on_cpu = arguments.device.type == "cpu"
-    backends = None if arguments.backends is None else list(itertools.chain(*arguments.backends))
     _set_threads(arguments)
-    _runs_on(backends or (), arguments.device)
+    _runs_on(arguments.backends or (), arguments.device)
     by_default = {
-        "dtypes": cells.DTYPES,
+        "dtypes": command_line.DTYPES,
         "ops": ("add_norm", "backward"),
         "shapes": cells.CPU_SHAPES if on_cpu else cells.GPU_SHAPES,
     }
     by_default |= QUICK if arguments.quick else {}
-    shapes = arguments.shapes or map(_shape, by_default["shapes"])
+    shapes = arguments.shapes or map(command_line.shape, by_default["shapes"])
     console = doctor.console()
-    measurement = cells.Bench(arguments.device, backends, arguments.peers)
+    measurement = cells.Bench(arguments.device, arguments.backends, arguments.peers)
     try:
         results = cells.Results(measurement.machine(), arguments.json_file)
     except ValueError as error:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fusednorm import doctor
 from fusednorm.backends.reference import rounded
+from fusednorm.command_line import DTYPES
 from fusednorm.measured import OPERATIONS, as_tuple
 from fusednorm.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
 
-DTYPES = ("bfloat16", "float16", "float32")
 EPS = 1e-6
 
 #: The batches' numbers of rows: all small ones, and those around powers of two, where kernels change their plans.

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import dtype
 
-from fusednorm.backends.reference import SPEC_VERSION, accumulator
+from fusednorm.backends.reference import accumulator
+from fusednorm.version import SPEC_VERSION
 
 #: Names that torch's wrappers put between those of the modules.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}

@@ -196,16 +196,6 @@ def shares_of_models(a: torch.nn.Module, b: torch.nn.Module, inputs: Mapping[str
     return [replace(share, alone=alone.get(share.name)) for share in shares(of_a, _named(record(b, inputs)))]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("a", type=Path, metavar="A", help="a safetensors file, or a model's folder")
-    parser.add_argument("b", type=Path, metavar="B", help="the same of the other run")
-    parser.add_argument("--prompt", metavar="TEXT", help="run the models of two folders on this text")
-    parser.add_argument("--patch", choices=("A", "B", "both"), help="let fusednorm compute the norms of these models")
-    parser.add_argument("--all", action="store_true", help="print a line for each layer, not for all of them together")
-    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the numbers of all layers to FILE")
-
-
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Compares, prints, writes. Returns 1 if a bit differs, or if a step could not be compared.
 

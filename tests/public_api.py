@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.__main__ import command_line
+from fusednorm.command_line import command_line
 from fusednorm.environment import VARIABLES
 from fusednorm.registry import ENTRY_POINTS
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fusednorm import peers
+from fusednorm import command_line, peers
 from fusednorm.__main__ import main
 from fusednorm.bench import cells, plots, train
 from fusednorm.measured import GRADIENTS, OPERATIONS, OPS
@@ -152,7 +152,7 @@ def test_ratio_is_beside_the_same_way_of_calling():
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", cells.DTYPES)
+@pytest.mark.parametrize("dtype", command_line.DTYPES)
 def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
     found = cells.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
     quantizes = op in OPERATIONS and OPERATIONS[op].quantization

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusednorm import compare, peers
+from fusednorm import command_line, compare, peers
 from fusednorm import measured as measured_operations
 from fusednorm.conformance.cases import BF16, F16, F32, F64
 
@@ -261,7 +261,7 @@ def test_command(tmp_path):
     rows = [(f["dtype"], f["name"], f["rounds"]) for f in found["findings"]]
     four = [("fusednorm", rounds) for rounds in ("sum", "sum, norm", "nothing", "norm")]
     assert rows == [
-        (dtype, *which) for dtype, which in itertools.product(compare.DTYPES, [*four, ("torch eager", "sum")])
+        (dtype, *which) for dtype, which in itertools.product(command_line.DTYPES, [*four, ("torch eager", "sum")])
     ]
     for f in found["findings"]:
         assert f.keys() == {field.name for field in dataclasses.fields(compare.Finding)}
@@ -290,6 +290,7 @@ def test_status_is_that_of_fusednorm_alone(monkeypatch, capsys):
     command = ["fusednorm", "compare", "--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers"]
     monkeypatch.setitem(compare.PEERS, "ours", lambda device: [implementation(batch_dependent, "fusednorm")])
     monkeypatch.setitem(compare.PEERS, "theirs", lambda device: [implementation(batch_dependent)])
+    monkeypatch.setattr(command_line, "PEERS", ("ours", "theirs"))
     monkeypatch.setattr(sys, "argv", [*command, "ours"])
     assert main() == 1
     monkeypatch.setattr(sys, "argv", [*command, "theirs"])
@@ -314,6 +315,7 @@ def test_an_interrupted_comparison_shows_what_there_is(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(compare.PEERS, "second", interrupted)
+    monkeypatch.setattr(command_line, "PEERS", tuple(compare.PEERS))
     options = ["--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers", "eager", "second"]
     monkeypatch.setattr(sys, "argv", ["fusednorm", "compare", *options])
     assert main() == 130
@@ -347,6 +349,6 @@ def test_tables_fit(monkeypatch, wide, width):
 
 def test_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=compare.DTYPES)
+    found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=command_line.DTYPES)
     compare.plot(found, str(tmp_path / "found.png"))
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"

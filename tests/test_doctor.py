@@ -14,10 +14,10 @@ from rich.console import Console
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import compare, proof, registry
+from fusednorm import command_line, compare, measured, peers, proof, registry
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
-from fusednorm.bench import cells
+from fusednorm.bench import cells, train
 
 
 def run(*arguments, **environment):
@@ -323,10 +323,10 @@ def test_commands_refuse_a_gpu_that_is_not_here(monkeypatch, capsys, arguments, 
 
 def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
     file = tmp_path / "found.json"
-    assert command._file(str(file)) == str(file)
+    assert command_line.writable(str(file)) == str(file)
     assert not file.exists()
     file.write_text("mine")
-    command._file(str(file))
+    command_line.writable(str(file))
     assert file.read_text() == "mine"
 
 
@@ -375,3 +375,27 @@ def test_a_reader_that_leaves_is_no_fault(arguments):
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["bench", "--help"], ["bnch"], ["bench", "--no-such"]]
+)
+def test_questions_about_the_commands_need_no_torch(arguments):
+    """Its import takes seconds."""
+    asked = [sys.executable, "-P", "-X", "importtime", "-m", "fusednorm", *arguments]
+    found = subprocess.run(asked, capture_output=True, text=True)
+    assert re.search(r"\| +torch$", found.stderr, re.M) is None
+    assert found.returncode == (0 if arguments[-1] in ("--help", "--version") else 2), found.stderr
+    assert "fusednorm" in found.stdout or "error: " in found.stderr
+
+
+def test_a_program_that_imports_fusednorm_keeps_its_arguments():
+    run = [sys.executable, "-c", "import fusednorm, sys; print(sys.argv[1:])", "--help"]
+    assert subprocess.run(run, capture_output=True, text=True).stdout == "['--help']\n"
+
+
+def test_names_on_the_command_line_are_those_that_are_measured():
+    assert tuple(measured.OPERATIONS) == command_line.OPERATIONS
+    assert tuple(measured.OPS) == command_line.OPS
+    assert tuple(peers.PEERS) == command_line.PEERS
+    assert tuple(train.SIZES) == command_line.SIZES

@@ -27,7 +27,6 @@ from fusednorm import doctor
 from fusednorm.measured import GRADIENTS, OPERATIONS, Measured, as_tuple
 from fusednorm.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
 
-DTYPES = ("bfloat16", "float16", "float32")
 CPU_SHAPES = (
     *("1x896", "1x2048", "1x4096", "1x8192", "1x16384", "8x4096", "32x4096", "128x4096", "512x4096", "2048x4096"),
     *("4096x8192", "65536x64", "8192x128", "64x65536"),
@@ -37,8 +36,6 @@ GPU_SHAPES = tuple(
     for size in (128, 896, 2048, 4096, 5120, 7168, 8192, 16384, 65536)
     for rows in (1, 16, 64, 512, 4096, 16384, 65536)
 )
-#: Peers that are timed on request only: they consist of several torch operations, and tell little about a kernel.
-SLOW_PEERS = ("transformers", "vllm-ir")
 EPS = 1e-6
 
 #: The suffix of the names of contenders that work in place.

@@ -1,0 +1,251 @@
+"""The command line of ``fusednorm``, without what takes long to import: torch takes seconds.
+
+So a question about the commands and a typing error are answered at once: ``fusednorm/__init__.py`` calls
+:func:`parsed` before it imports torch. ``__main__.py`` runs the commands, and reads the names of devices and backends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fusednorm.version import SPEC_VERSION, __version__
+
+#: What ``compare`` and ``bench`` measure, in ``measured.py`` and ``peers.py``: names, which a test compares.
+DTYPES = ("bfloat16", "float16", "float32")
+OPERATIONS = (
+    *("add_norm", "norm", "norm_add", "norm_add_norm", "add_norm_int8", "add_norm_fp8", "add_norm_fp8_block"),
+    *("gate", "silu_and_mul", "norm_gated", "qk_norm_rope"),
+)
+OPS = (
+    *OPERATIONS,
+    *("backward", "norm_add_norm_backward", "silu_and_mul_backward", "norm_gated_backward", "qk_norm_rope_backward"),
+)
+PEERS = (
+    *("fusednorm", "eager", "compile", "transformers", "liger", "flashinfer", "quack", "sglang", "vllm-ir", "vllm-ops"),
+    "onnxruntime",
+)
+#: Peers that are timed on request only: they consist of several torch operations, and tell little about a kernel.
+SLOW_PEERS = ("transformers", "vllm-ir")
+#: Of the models of ``bench --train``, in ``train.py``.
+SIZES = ("60M", "4M", "40k")
+
+
+def is_running() -> bool:
+    """Whether this process is the command ``fusednorm``, or ``python -m fusednorm``."""
+    script = (getattr(sys, "argv", None) or [""])[0]
+    if script == "-m":  # the module is being looked for
+        return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == ["fusednorm"] if "-m" in sys.orig_argv else False
+    try:
+        return Path(script).stem == "fusednorm" and b"fusednorm.__main__" in Path(script).read_bytes()
+    except OSError:
+        return False
+
+
+def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """The parser, the arguments, and those of pytest. Ends the process after ``--help``, ``--version`` or an error."""
+    parser = command_line()
+    arguments, others = parser.parse_known_args()
+    if others and arguments.command != "conformance":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if arguments.json and arguments.command not in (None, "doctor"):
+        parser.error(f"--json goes after the command: {arguments.command} --json FILE")
+    return parser, arguments, others
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    parser = argparse.ArgumentParser(
+        # Not "__main__.py".
+        prog="fusednorm" if Path(sys.argv[0]).stem == "fusednorm" else "python -m fusednorm",
+        description="Shows and tests fusednorm on this machine. Without a command it runs doctor.",
+    )
+    version = f"fusednorm {__version__}, specification {SPEC_VERSION}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--json", action="store_true", help="doctor: print the findings as JSON")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+
+    def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=more)
+
+    findings = command("doctor", "show the backends of this machine, and which of them calls take")
+    findings.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the findings as JSON")
+    proved = command(
+        "check",
+        "compare every backend with the reference, bit for bit, at LLM shapes",
+        "It takes under a minute, on a GPU longer while kernels are compiled. The exit status is 1 if any bit differs.",
+    )
+    proved.add_argument("--backend", metavar="NAME", help="check only this backend, or several with commas between")
+    proved.add_argument("--all", action="store_true", help="print a line for each shape, with its time")
+    ahead = command(
+        "prewarm",
+        "compile the kernels of later calls, for instance into the cache folder of a container image",
+        "The kernels are stored in FUSEDNORM_CACHE_DIR for cuda, in TRITON_CACHE_DIR for Triton's backends.",
+    )
+    ahead.add_argument("--backend", metavar="NAME", help="compile for this backend (default: the one that calls take)")
+    ahead.add_argument(
+        "--hidden-sizes", nargs="+", type=_count, default=[4096], metavar="N", help="elements of a row (default: 4096)"
+    )
+    ahead.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=list(DTYPES),
+        metavar="DTYPE",
+        help=f"dtypes of x, the residual and the weight: {', '.join(DTYPES)} (default: all)",
+    )
+    ahead.add_argument("--device", default="cpu", help="the tensors' device (default: cpu)")
+    ahead.add_argument("--training", action="store_true", help="compile for gradients too")
+    ahead.add_argument(
+        "--norm-before-add", action="store_true", help="compile rms_norm_add and rms_norm_add_rms_norm too"
+    )
+    kit = command(
+        "conformance",
+        "test one backend, of fusednorm or of another package, against the specification, and print a certificate",
+        "pytest gets all other arguments: -n 2, -k gradients, --certificate FILE, --everything.",
+    )
+    kit.add_argument("--backend", required=True, metavar="NAME", help="the backend's name, as in FUSEDNORM_BACKEND")
+    beside = command(
+        "compare",
+        "measure the errors of every implementation on this machine in ulp, and whether its bits stay the same",
+        "The exit status is 1 if fusednorm itself fails or its bits change; other implementations do not matter.",
+    )
+    _common(beside, PEERS, PEERS, DTYPES)
+    beside.add_argument(
+        "--hidden-size", type=_count, default=4096, metavar="N", help="elements of a row (default 4096)"
+    )
+    beside.add_argument(
+        "--op",
+        choices=OPERATIONS,
+        default="add_norm",
+        metavar="OP",
+        help=f"measure this operation: {', '.join(OPERATIONS)} (default: add_norm)",
+    )
+    speed = command(
+        "bench",
+        "compare fusednorm's bits, then time fusednorm, a copy, and every other implementation on this machine",
+        "With --json FILE the same command continues an interrupted run.",
+    )
+    others_timed = [name for name in PEERS if name != "fusednorm"]
+    _common(speed, others_timed, [name for name in others_timed if name not in SLOW_PEERS], DTYPES)
+    speed.add_argument("--quick", action="store_true", help="three shapes in bfloat16, forward only: about a minute")
+    speed.add_argument(
+        "--backends",
+        nargs="+",
+        metavar="NAME",
+        help="time these backends of fusednorm (default: the one that a call takes)",
+    )
+    speed.add_argument(
+        "--ops",
+        nargs="+",
+        choices=OPS,
+        metavar="OP",
+        help=f"time these operations: {', '.join(OPS)} (default: add_norm and backward)",
+    )
+    speed.add_argument("--shapes", nargs="+", type=shape, metavar="MxN", help="rows x hidden size, such as 1x4096")
+    speed.add_argument(
+        "--threads", type=_count, metavar="N", help="torch's number of threads, on a CPU (default: as torch chooses)"
+    )
+    speed.add_argument(
+        "--minutes",
+        type=_minutes,
+        metavar="M",
+        help="start no further shape after M minutes; with --train: time steps for M minutes (default 1)",
+    )
+    speed.add_argument("--train", action="store_true", help="time training a mixture of experts with each norm")
+    speed.add_argument(
+        "--size", choices=SIZES, help="number of parameters of the model of --train (default 60M, on a CPU 4M)"
+    )
+    runs = command(
+        "difference",
+        "compare two runs of a model step by step: the share of equal bits",
+        "The exit status is 1 if any bit differs.",
+    )
+    _of_difference(runs)
+    return parser
+
+
+def _common(
+    parser: argparse.ArgumentParser, peers: Iterable[str], by_default: Iterable[str], dtypes: Sequence[str]
+) -> None:
+    """Adds the options that compare and bench share."""
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=list(peers),
+        default=list(by_default),
+        metavar="NAME",
+        help="measure these implementations: none or some of "
+        f"{', '.join(peers)} (default: {'all' if by_default is peers else ', '.join(by_default)})",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=dtypes,
+        metavar="DTYPE",
+        help=f"measure only these dtypes: {', '.join(dtypes)} (default: all)",
+    )
+    parser.add_argument("--device", default="cpu", help="compute on this device, as torch names it (default: cpu)")
+    parser.add_argument("--wide", action="store_true", help="print every figure, in tables of up to 150 columns")
+    parser.add_argument("--json", dest="json_file", type=writable, metavar="FILE", help="write all results to FILE")
+    parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw them to FILE.png, FILE.svg or FILE.pdf")
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Rows and hidden size, from "1x4096"."""
+    rows, _, hidden_size = text.partition("x")
+    if not (rows.isdecimal() and hidden_size.isdecimal() and int(rows) and int(hidden_size)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: rows x hidden size, such as 1x4096")
+    return int(rows), int(hidden_size)
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes, such as 5 or 0.5")
+    return minutes
+
+
+def _of_difference(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of difference."""
+    parser.add_argument("a", type=Path, metavar="A", help="a safetensors file, or a model's folder")
+    parser.add_argument("b", type=Path, metavar="B", help="the same of the other run")
+    parser.add_argument("--prompt", metavar="TEXT", help="run the models of two folders on this text")
+    parser.add_argument("--patch", choices=("A", "B", "both"), help="let fusednorm compute the norms of these models")
+    parser.add_argument("--all", action="store_true", help="print a line for each layer, not for all of them together")
+    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the numbers of all layers to FILE")
+
+
+def writable(text: str) -> str:
+    """Checks that a file can be written, without changing it."""
+    path = Path(text)
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    return text
+
+
+def _picture(text: str) -> str:
+    """Checks that a picture can be drawn to a file."""
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib, or '.[plot]' in the checkout")
+    return writable(text)
