@@ -119,14 +119,14 @@ def check_flags(
     return flags
 
 
-def check_dtype(name: str, dtype: torch.dtype, x: Tensor, x_name: str = "x", cure: str = "") -> None:
-    """The dtype of a result, or one that something is rounded to on the way."""
+def check_dtype(name: str, dtype: torch.dtype, x: Tensor | None, x_name: str = "x", cure: str = "") -> None:
+    """The dtype of a result, or one that something is rounded to on the way. Without x any of floating point."""
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         raise TypeError(
             f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; "
             + (cure or f"pass one of these, such as {x_name}.dtype")
         )
-    if dtype == torch.float64 and x.dtype != torch.float64:
+    if x is not None and dtype == torch.float64 and x.dtype != torch.float64:
         raise TypeError(
             f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
             f"{x_name}: convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"

@@ -198,8 +198,8 @@ def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded_to: torch.dtype |
     check_heads("x", x, False)
     check_tables(cos, sin, None, x, in_memory=False)
     if rounded_to is not None:
-        check_dtype("rounded_to", rounded_to, x)
-    check_dtype("dtype", dtype, x)
+        check_dtype("rounded_to", rounded_to, None)
+    check_dtype("dtype", dtype, None)
 
 
 def _gate(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype) -> Tensor:
