@@ -573,7 +573,7 @@ def weight_blocks(
 @triton.jit
 def add_up_to(partial, dweight, blocks, N: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """The sums of TILE columns over up to BLOCKS blocks, by halving."""
-    first = tl.program_id(0) * TILE
+    first = tl.program_id(0).to(tl.int64) * TILE  # of more programs than are needed, where TILE is longer
     if first < N:
         block = tl.arange(0, BLOCKS)[:, None]
         column = first + tl.arange(0, TILE)
