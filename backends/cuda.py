@@ -127,7 +127,16 @@ def unsuitable(operation: Operation) -> list[str]:
     found = capability(operation.device.index)
     if found < OLDEST:
         return [f"{operation.device} has compute capability {found / 10}; the kernels need {OLDEST / 10}"]
+    if found < (least := _oldest_compiled()):
+        cure = "install an older NVRTC and cuda-bindings"
+        return [f"{operation.device} has compute capability {found / 10}; NVRTC compiles for {least / 10} on; {cure}"]
     return []
+
+
+@functools.cache
+def _oldest_compiled() -> int:
+    """The lowest compute capability for which NVRTC compiles."""
+    return min(cuda_compiler.supported())
 
 
 def plan(operation: Operation) -> str:

@@ -58,10 +58,16 @@ def _sources() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cu", ".cuh")}
 
 
+def supported() -> list[int]:
+    """The compute capabilities for which NVRTC compiles: 90 stands for 9.0. New versions drop old ones."""
+    _, nvrtc = bindings()
+    found: list[int] = checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
+    return found
+
+
 def options(variant: Variant, capability: int) -> list[str]:
     """NVRTC's options for a variant and a compute capability, one that it knows or, as PTX, the newest before."""
-    _, nvrtc = bindings()
-    known = checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
+    known = supported()
     architecture = f"sm_{capability}" if capability in known else f"compute_{max(a for a in known if a <= capability)}"
     # The contract: every operation is rounded by itself, and subnormals are kept.
     exact = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]

@@ -65,6 +65,9 @@ typedef struct {
     int share;
 } kernel;
 
+/* The longest arguments, of a quantized float64 norm with a bias, have 300 bytes; a call with more would be refused. */
+enum { ARGUMENT_BYTES = 48 * 8 };
+
 enum { KERNELS = 3, FEWEST = 1024, BLOCKS_IN_LANE = 8, MOST_ALIGNED = 32 };
 
 typedef struct {
@@ -78,21 +81,11 @@ typedef struct {
 static held *places;
 static size_t size, taken;
 
-/* Around the table and `driver`, where the interpreter has no lock of its own. */
-#ifdef Py_GIL_DISABLED
-static PyMutex mutex;
-static void lock(void) { PyMutex_Lock(&mutex); }
-static void unlock(void) { PyMutex_Unlock(&mutex); }
-#else
-static void lock(void) {}
-static void unlock(void) {}
-#endif
-
 /* What is launched for a call: its key, its extent, and the arguments of its kernels. */
 typedef struct {
     key key;
     int64_t rows, hidden, block; /* the rows of a block, where there are blocks */
-    _Alignas(8) char arguments[(FN_OPERANDS + 3 + 3 + 3 + 6 + 14) * 8];
+    _Alignas(8) char arguments[ARGUMENT_BYTES];
 } launch;
 
 /* Where the kernels of a call are, or may be put: there is a free place. */
@@ -125,7 +118,7 @@ PyObject *fn_open_cuda(PyObject *module, PyObject *arguments) {
     (void)module;
     unsigned long long launch, current_device, push, pop;
     if (!PyArg_ParseTuple(arguments, "KKKK", &launch, &current_device, &push, &pop)) return NULL;
-    lock();
+    fn_lock();
     driver.launch = (int (*)(const config *, void *, void **, void **))(uintptr_t)launch;
     driver.current_device = (int (*)(int *))(uintptr_t)current_device;
     driver.push = (int (*)(void *))(uintptr_t)push;
@@ -133,7 +126,7 @@ PyObject *fn_open_cuda(PyObject *module, PyObject *arguments) {
     free(places);
     places = NULL;
     size = taken = 0;
-    unlock();
+    fn_unlock();
     Py_RETURN_NONE;
 }
 
@@ -302,7 +295,7 @@ static int64_t programs(const kernel *k, const launch *l) {
 /* Appends a value to a kernel's arguments, where a compiler would put it. */
 static void append(char *to, size_t *at, const void *value, size_t size) {
     *at = (*at + size - 1) / size * size;
-    memcpy(to + *at, value, size);
+    if (*at + size <= ARGUMENT_BYTES) memcpy(to + *at, value, size);
     *at += size;
 }
 
@@ -331,8 +324,8 @@ static void append_quantizer(char *to, size_t *at, const struct fn_quantizer *q,
     for (int i = 0; i < 5; i++) append_real(to, at, reals[i], 0);
 }
 
-/* Writes a kernel's arguments: the structures `Arguments` of csrc/forward.cuh and csrc/backward.cuh. */
-static void pack(const work *w, char *to) {
+/* Writes a kernel's arguments: the structures `Arguments` of csrc/forward.cuh and csrc/backward.cuh. Returns their length. */
+static size_t pack(const work *w, char *to) {
     const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
     const int backward = c->pass == FN_BACKWARD;
@@ -370,6 +363,7 @@ static void pack(const work *w, char *to) {
         if (two_levels) append(to, &at, &jump, sizeof(int64_t));
     }
     if (w->quantizer) append_quantizer(to, &at, w->quantizer, two_levels);
+    return at;
 }
 
 /*
@@ -410,7 +404,7 @@ static int read_gate(const struct fn_call *call, launch *l) {
     l->key.options |= packed ? SIDE_BY_SIDE : 0;
     l->key.alignment = (int32_t)(low & -low);
     l->key.gate = (int32_t)(1 + g->activation + (g->between << 4));
-    return 1;
+    return at <= ARGUMENT_BYTES;
 }
 
 /* Notes what an address and strides are multiples of, and appends the address; returns 0 if it lies between two elements. */
@@ -469,7 +463,7 @@ static int read_rotation(const struct fn_call *call, launch *l) {
     l->key.options = ROTATION | (two_levels ? TWO_LEVELS : 0) | (r->weight_offset != 0 ? OFFSET : 0) | (r->heads[0].rstd ? RSTD : 0);
     l->key.quantizer = (int32_t)(r->flags | r->position_size << 8);
     l->key.alignment = (int32_t)(low & -low);
-    return fine;
+    return fine && at <= ARGUMENT_BYTES;
 }
 
 /* The same for any call. */
@@ -484,8 +478,7 @@ static int read_call(const struct fn_call *calls, launch *l) {
     l->rows = w.call->rows;
     l->hidden = w.call->hidden;
     l->block = w.call->block;
-    pack(&w, l->arguments);
-    return 1;
+    return pack(&w, l->arguments) <= ARGUMENT_BYTES;
 }
 
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments) {
@@ -513,14 +506,14 @@ PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments) {
             return NULL;
         k->function = (void *)(uintptr_t)function;
     }
-    lock();
+    fn_lock();
     const int full = grow();
     if (!full) {
         held *place = place_of(&given.key);
         taken += !place->count;
         *place = given;
     }
-    unlock();
+    fn_unlock();
     if (full) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
@@ -533,9 +526,9 @@ static int launch_kernels(launch *l, void *stream) {
     config hows[KERNELS];
     attribute attributes[KERNELS][2];
     void *arguments = l->arguments;
-    lock();
+    fn_lock();
     const held found = driver.launch && size ? *place_of(&l->key) : (held){.count = 0};
-    unlock();
+    fn_unlock();
     if (!found.count) return FN_NOT_HELD;
     memset(attributes, 0, sizeof attributes);
     for (int i = 0; i < found.count; i++) {

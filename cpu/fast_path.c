@@ -72,6 +72,15 @@ int fn_run_in_c(struct fn_call *c, fn_run_fn *run) {
     return failed;
 }
 
+#ifdef Py_GIL_DISABLED
+static PyMutex mutex;
+void fn_lock(void) { PyMutex_Lock(&mutex); }
+void fn_unlock(void) { PyMutex_Unlock(&mutex); }
+#else
+void fn_lock(void) {}
+void fn_unlock(void) {}
+#endif
+
 /* A function of torch's with one argument or none. Where it is C's own, C calls it: Python would take as long again. */
 typedef struct {
     PyObject *object;

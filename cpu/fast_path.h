@@ -84,6 +84,10 @@ int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or
 /* Runs a call whose x is this tensor, by Triton's kernels or by the kernels of x's device; returns the same. */
 int fn_run_on_device(struct fn_call *c, const tensor *x, int triton);
 
+/* Around the tables of kernels that are held, where the interpreter has no lock of its own; in fast_path.c. */
+void fn_lock(void);
+void fn_unlock(void);
+
 /* cuda_launch.c; launches the kernels that are held for such a call, or for a chain, and the quantizer after it. */
 enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
 int fn_launch_cuda(const struct fn_call *calls, void *stream);

@@ -5,7 +5,10 @@
 
 enum { KINDS = FN_F64 + 1, FLAGS = (FN_ROUND_SUM | FN_ROUND_NORM) + 1 };
 
-/* Of norms: by the kinds of x, the residual, the weight and out, and by the flags: a kernel, or 0. Each is written once. */
+/*
+ * Of norms: by the kinds of x, the residual, the weight and out, and by the flags: a kernel, or 0. Other threads read while
+ * one writes, so what they read of both tables is stored with a release and loaded with an acquire.
+ */
 static uintptr_t kernels[KINDS][KINDS][KINDS][KINDS][FLAGS];
 
 static fn_run_triton_fn *run_triton;
@@ -49,24 +52,26 @@ static struct key key_of(const struct fn_call *c) {
     return k;
 }
 
-/* The kernel of a quantizer or a gate among the first ones, or 0. */
-static uintptr_t held_for(const struct fn_call *c, int count) {
+/* The kernel of a quantizer or a gate, or 0. */
+static uintptr_t held_for(const struct fn_call *c) {
     const struct key k = key_of(c);
+    const int count = __atomic_load_n(&count_held, __ATOMIC_ACQUIRE);
     for (int i = 0; i < count; i++)
         if (held[i].key.kinds == k.kinds && held[i].key.flags == k.flags && held[i].key.more == k.more) return held[i].kernel;
     return 0;
 }
 
-int fn_has_triton_kernel(const struct fn_call *c) { return c->hidden <= longest && *kernel_of(c); }
+static uintptr_t kernel_for(const struct fn_call *c) { return __atomic_load_n(kernel_of(c), __ATOMIC_ACQUIRE); }
 
-static int run_kernel(const struct fn_call *c) { return run_triton(*kernel_of(c), c, c->rows); }
+int fn_has_triton_kernel(const struct fn_call *c) { return c->hidden <= longest && kernel_for(c); }
 
-/* It is there: what came later, perhaps now, is not looked at. */
-static int run_held(const struct fn_call *c) { return run_triton(held_for(c, MOST_HELD), c, c->rows); }
+static int run_kernel(const struct fn_call *c) { return run_triton(kernel_for(c), c, c->rows); }
+
+static int run_held(const struct fn_call *c) { return run_triton(held_for(c), c, c->rows); }
 
 int fn_run_triton_kernel(struct fn_call *c) {
     if (is_norm(c)) return fn_run_in_c(c, run_kernel);
-    return c->hidden <= longest && held_for(c, count_held) ? fn_run_in_c(c, run_held) : 1;
+    return c->hidden <= longest && held_for(c) ? fn_run_in_c(c, run_held) : 1;
 }
 
 PyObject *fn_open_triton(PyObject *module, PyObject *arguments) {
@@ -85,11 +90,13 @@ PyObject *fn_hold_triton(PyObject *module, PyObject *arguments) {
     unsigned long long kernel;
     PyObject *call;
     if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &call, &kernel) || !fn_unpack(call, c)) return NULL;
+    fn_lock();
     if (is_norm(c)) {
-        *kernel_of(c) = (uintptr_t)kernel;
-    } else if (!c->following && count_held < MOST_HELD && !held_for(c, count_held)) {
+        __atomic_store_n(kernel_of(c), (uintptr_t)kernel, __ATOMIC_RELEASE);
+    } else if (!c->following && count_held < MOST_HELD && !held_for(c)) {
         held[count_held] = (struct held){key_of(c), (uintptr_t)kernel};
-        count_held++;
+        __atomic_store_n(&count_held, count_held + 1, __ATOMIC_RELEASE);
     }
+    fn_unlock();
     Py_RETURN_NONE;
 }

@@ -1104,4 +1104,10 @@ def test_why_not(monkeypatch):
     monkeypatch.setattr(cuda, "capability", lambda device: 90)
     signature = fusednorm.explain(torch.ones(1, 8)).operation._replace(hidden_size=cuda_kernels.LONGEST + 1)
     assert "longer than" in cuda.unsuitable(signature)[0]
-    assert cuda.unsuitable(signature._replace(hidden_size=cuda_kernels.LONGEST)) == []
+    fits = signature._replace(hidden_size=cuda_kernels.LONGEST)
+    assert cuda.unsuitable(fits) == []
+    cuda._oldest_compiled.cache_clear()
+    with monkeypatch.context() as newer:  # versions of NVRTC drop old architectures
+        newer.setattr(cuda_compiler, "supported", lambda: [100, 120])
+        assert "has compute capability 9.0; NVRTC compiles for 10.0 on; install an older" in cuda.unsuitable(fits)[0]
+    cuda._oldest_compiled.cache_clear()
