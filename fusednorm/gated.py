@@ -176,7 +176,7 @@ def _and_mul(
     if up is not None:
         return _run(name, {"gate": gate, "up": up}, up, gate, activation, rounded_to, out, None)
     z, y = halves(gate)
-    half = y.shape[-1]
+    half = "N" if is_dynamo_compiling() else y.shape[-1]  # a compiler would take the number in a name for a constant
     names = {f"gate[..., :{half}]": z, f"gate[..., {half}:]": y}
     return _run(name, names, y, z, activation, rounded_to, out, None, gate)
 

@@ -83,14 +83,24 @@ class Quantization:
             raise ValueError(f"per must be 'tensor', 'row' or the elements of a group, at least 1, got {self.per!r}")
         for name in ("amax_floor", "amax_limit", "scale_floor", "qmin", "qmax"):
             self._check_number(name, getattr(self, name))
+        # Made once: a compiler cannot make text of numbers that it takes for inputs, as those in attributes.
+        object.__setattr__(self, "_text", self._named())
         self._check_together()
         self._check_range()
+
+    def _named(self) -> str:
+        named = [("dtype", str(self.dtype)[6:])]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                named.append((field.name, str(value)))
+        return " ".join(f"{name}={value}" for name, value in named)
 
     @staticmethod
     def _check_number(name: str, value: object) -> None:
         if value is None and name in ("qmin", "qmax"):
             return
-        if type(value) not in (int, float) or math.isnan(value):  # type: ignore[arg-type]
+        if type(value) not in (int, float) or value != value:  # a NaN
             raise TypeError(f"{name} must be a number, got {value!r}")
         if name not in ("qmin", "qmax") and value < 0:  # type: ignore[operator]
             raise ValueError(f"{name} must not be negative, got {value!r}")
@@ -162,12 +172,8 @@ class Quantization:
 
     def __str__(self) -> str:
         """The canonical text: equal text, equal quantization. :meth:`parse` reads it."""
-        named = [("dtype", str(self.dtype)[6:])]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                named.append((field.name, str(value)))
-        return " ".join(f"{name}={value}" for name, value in named)
+        text: str = self._text  # type: ignore[attr-defined]
+        return text
 
     @classmethod
     def parse(cls, text: str) -> Quantization:
@@ -176,12 +182,8 @@ class Quantization:
         Raises:
             ValueError: there is none.
         """
-        given: dict[str, Any] = {}
-        for part in text.split():
-            name, _, value = part.partition("=")
-            given[name] = getattr(torch, value, None) if name == "dtype" else _read(value)
         try:
-            found = cls(**given)
+            found = cls(**fields_of(text))
         except (TypeError, ValueError) as error:
             raise ValueError(f"quantization must be the text of a fusednorm.Quantization, got {text!r}") from error
         if str(found) != text:
@@ -189,6 +191,15 @@ class Quantization:
                 f"quantization must be the text of a fusednorm.Quantization, such as {found}, got {text!r}"
             )
         return found
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """The fields that a canonical text names, by name."""
+    given: dict[str, Any] = {}
+    for part in text.split():
+        name, _, value = part.partition("=")
+        given[name] = getattr(torch, value, None) if name == "dtype" else _read(value)
+    return given
 
 
 def _read(value: str) -> Any:

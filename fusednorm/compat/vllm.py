@@ -13,8 +13,6 @@ that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md,
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -270,7 +268,7 @@ def silu_and_mul_per_block_quant(
     layout = "column" if is_scale_transposed else "row"
     quantization = replaced(VLLM_FP8_BLOCK_FUSED, _NAMES, dtype=quant_dtype, per=group_size, layout=layout)
     if quant_dtype == torch.int8:
-        quantization = replace(quantization, scale_floor=2.0**-23)
+        quantization = replaced(quantization, _NAMES, scale_floor=2.0**-23)
     between = None if input.dtype == torch.float64 else torch.float32
     values, scale = quantized.silu_and_mul_quant(input, quantization=quantization, between=between)
     return values, scale
@@ -306,7 +304,7 @@ def scaled_fp8_quant(
     """
     if group_shape not in (None, (-1, -1)):
         raise ValueError(f"group_shape must be None or (-1, -1), got {group_shape}; a given scale is one for all rows")
-    rows = len(input)
+    rows = input.shape[0]  # len() is a constant for torch.export
     if output is None:
         output = input.new_empty((max(num_token_padding or 0, rows), *input.shape[1:]), dtype=torch.float8_e4m3fn)
     elif num_token_padding is not None:
@@ -314,7 +312,7 @@ def scaled_fp8_quant(
     if scale is not None:
         quantized.quantize(input, VLLM_FP8_STATIC, scale=scale, out=output[:rows])
     elif use_per_token_if_dynamic:
-        scale = input.new_empty((len(output), 1), dtype=torch.float32)
+        scale = input.new_empty((output.shape[0], 1), dtype=torch.float32)
         quantized.quantize(input, _limited(VLLM_FP8_TOKEN, scale_ub), out=output[:rows], scale_out=scale[:rows])
     else:
         values, scale = quantized.quantize(input.reshape(-1), VLLM_FP8_TENSOR)

@@ -1,0 +1,247 @@
+"""Each public function and module, compiled and exported in each way that torch has: the bits of the eager call.
+
+Numbers that a compiled function takes from elsewhere, such as a group size, may become inputs: here they are literals.
+"""
+
+import copy
+
+import pytest
+import torch
+from test_bad_operands import OPERANDS
+from torch._dynamo.testing import CompileCounter
+
+import fusednorm
+from fusednorm import quantizations
+from fusednorm.compat import (
+    fla,
+    flag_gems,
+    flashinfer,
+    functional,
+    liger,
+    mamba_ssm,
+    quack,
+    sgl_kernel,
+    transformers,
+    vllm,
+)
+
+# What torch's own compilers warn of while they trace.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+BF16, F32 = torch.bfloat16, torch.float32
+X, ROW, HEADS, TABLE, ONE = torch.ones(4, 6), torch.ones(6), torch.ones(4, 2, 6), torch.ones(4, 3), torch.ones(1)
+NUMBERS, SCALES, BOTH = torch.ones(4, 6).to(torch.float8_e4m3fn), torch.ones(4, 1), {"gate": torch.ones(4, 12)}
+ADDED = {"x": X, "residual": X, "weight": ROW}
+GATED = {"x": X, "gate": X, "weight": ROW}
+HALF = {"x": X.to(BF16), "residual": X, "weight": ROW}
+
+
+def partly(function, **arguments):
+    """A function with arguments that are no operands."""
+    return lambda **operands: function(**operands, **arguments)
+
+
+#: A function or a module, and its operands by name: 4 rows of 6, heads of [4, 2, 6], tables of [4, 3]; a test makes
+#: others of the same kind. Operands with such a name are written.
+CALLS = {}
+WRITTEN = ("out", "output_q", "output_s", "result", "scales")
+for name, operands in OPERANDS.items():
+    new = {key: t for key, t in operands.items() if not key.endswith(WRITTEN)}
+    CALLS[name] = getattr(fusednorm, name), new
+    if len(new) < len(operands):
+        CALLS[f"{name} with outputs"] = getattr(fusednorm, name), operands
+CALLS |= {
+    "heads": (fusednorm.rms_norm, {"x": HEADS, "weight": torch.ones(2, 6)}),
+    "x_scale": (partly(fusednorm.fused_add_rms_norm, x_scale=0.3), ADDED),
+    "offset": (partly(fusednorm.rms_norm_, weight_offset=1.0, round_norm=True), {"x": X, "weight": ROW}),
+    "dtypes": (partly(fusednorm.fused_add_rms_norm, round_sum=False, out_dtype=F32, residual_dtype=BF16), HALF),
+    "between": (partly(fusednorm.rms_norm_add_rms_norm, between=F32, next_eps=1e-5), HALF),
+    "between, quantized": (
+        partly(fusednorm.fused_add_rms_norm_quant, between=F32, quantization=quantizations.VLLM_FP8_TOKEN),
+        HALF,
+    ),
+    "rows of tables": (fusednorm.rotate, {"x": HEADS, "cos": TABLE, "sin": TABLE}),
+    "one row of tables": (fusednorm.rotate, {"x": HEADS, "cos": TABLE[0], "sin": TABLE[0]}),
+    "q and k": (
+        partly(fusednorm.qk_norm_rope, interleaved=True, round_products=True),
+        {"q": HEADS, "k": HEADS, "q_weight": ROW, "cos": TABLE, "sin": TABLE},
+    ),
+    "q and k without tables": (fusednorm.qk_norm_rope, {"q": HEADS, "k": HEADS}),
+    "silu of halves": (fusednorm.silu_and_mul, BOTH),
+    "gelu of halves": (partly(fusednorm.gelu_tanh_and_mul, between=F32), BOTH),
+    "halves, quantized": (partly(fusednorm.silu_and_mul_quant, quantization=quantizations.SGLANG_FP8_TOKEN), BOTH),
+    "groups": (partly(fusednorm.rms_norm_gated, group_size=2), GATED),
+    "the gate first": (partly(fusednorm.rms_norm_gated, norm_before_gate=False, activation="gelu_tanh"), GATED),
+    "functional": (lambda x, weight: functional.rms_norm(x, weight.shape, weight), {"x": X, "weight": ROW}),
+}
+#: Their rows have one length. The peers' classes, and of their functions those that do more than to pass arguments on.
+MODULES = {
+    "RMSNorm": (fusednorm.RMSNorm(6), {"x": X}),
+    "RMSNorm of two dimensions": (fusednorm.RMSNorm((2, 6), weight_offset=1.0), {"x": HEADS}),
+    "AddRMSNorm": (fusednorm.AddRMSNorm(6), {"x": X, "residual": X}),
+    "AddRMSNorm begins": (fusednorm.AddRMSNorm(6), {"x": X}),
+    "RMSNormGated": (fusednorm.RMSNormGated(6, group_size=3), {"x": X, "gate": X}),
+    "fla": (fla.FusedRMSNormGated(6), {"x": X, "g": X}),
+    "liger": (liger.LigerRMSNorm(6, casting_mode="gemma"), {"hidden_states": X}),
+    "liger, added": (liger.LigerFusedAddRMSNorm(6), {"hidden_states": X, "residual": X}),
+    "mamba_ssm": (mamba_ssm.RMSNorm(6, group_size=3), {"x": X, "z": X}),
+    "quack": (quack.QuackRMSNorm(6), {"x": X}),
+    "Qwen3-Next": (transformers.Qwen3NextRMSNormGated(6), {"hidden_states": X, "gate": X}),
+    "Zamba 2": (transformers.Zamba2RMSNormGated(6, 3), {"hidden_states": X, "gate": X}),
+    "flag_gems": (partly(flag_gems.fused_add_rms_norm, normalized_shape=(6,)), ADDED),
+    "flashinfer": (flashinfer.gemma_fused_add_rmsnorm, {"input": X, "residual": X, "weight": ROW}),
+    "sgl_kernel": (sgl_kernel.sgl_per_token_quant_fp8, {"input": X, "output_q": NUMBERS, "output_s": SCALES}),
+    "vllm": (partly(vllm.fused_add_rms_norm, epsilon=1e-6), {"input": X, "residual": X, "weight": ROW}),
+    "vllm, rows": (partly(vllm.scaled_fp8_quant, use_per_token_if_dynamic=True), {"input": X}),
+    "vllm, blocks": (
+        lambda input: vllm.silu_and_mul_per_block_quant(input, group_size=2, quant_dtype=torch.int8),
+        {"input": BOTH["gate"]},
+    ),
+}
+EVERY = CALLS | MODULES
+#: How a dimension follows from the number of rows and their length, by its size in the tables.
+SIZES = {4: lambda rows, length: rows, 6: lambda rows, length: length, 3: lambda rows, length: length // 2}
+SIZES[12] = lambda rows, length: 2 * length
+
+
+def made(name, rows=4, length=6):
+    """Operands of a call, with random values."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def like(t):
+        shape = [SIZES[size](rows, length) if size in SIZES else size for size in t.shape]
+        if t.dtype == torch.int64:
+            return torch.arange(rows).flip(0)
+        if t.numel() == 1:
+            return t.clone()
+        return torch.randn(shape, generator=generator).to(t.dtype)
+
+    return {key: like(t) if isinstance(t, torch.Tensor) else t for key, t in EVERY[name][1].items()}
+
+
+def called(name):
+    """A function of the operands that are tensors: all that the call returns and writes."""
+    function, operands = EVERY[name]
+    others = {key: value for key, value in operands.items() if not isinstance(value, torch.Tensor)}
+
+    def call(given):
+        found = function(**given, **others)
+        returned = [found] if isinstance(found, torch.Tensor) else [] if found is None else list(found)
+        return [*returned, *given.values()]
+
+    return call
+
+
+def tensors(operands):
+    return {key: t for key, t in operands.items() if isinstance(t, torch.Tensor)}
+
+
+def of_rows(operands):
+    """The names of operands with one entry for each row."""
+    tables = ("cos", "sin") if "positions" in operands else ()
+    return [key for key, t in operands.items() if t.dim() and t.shape[0] == 4 and key not in tables]
+
+
+def same(found, wanted):
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert a.equal(b) if a.dtype.itemsize > 1 else a.view(torch.int8).equal(b.view(torch.int8))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    yield
+    torch._dynamo.reset()
+
+
+every = pytest.mark.parametrize("name", EVERY)
+
+
+def leaves_of(name):
+    """The operands that have gradients: none where the function writes to operands, or makes 8-bit numbers."""
+    operands = tensors(made(name))
+    keys = [key for key, t in operands.items() if t.is_floating_point() and key not in ("cos", "sin", "scale")]
+    try:
+        called(name)({key: t.requires_grad_(key in keys) for key, t in operands.items()})
+    except RuntimeError:
+        return []
+    return keys
+
+
+@every
+def test_compiled(name):
+    """With graph breaks, if there must be some; and gradients, where the function has some."""
+    leaves, found = leaves_of(name), []
+    parameters = list(EVERY[name][0].parameters()) if isinstance(EVERY[name][0], torch.nn.Module) else []
+    for call in (called(name), torch.compile(called(name), backend="aot_eager")):
+        operands = {key: t.requires_grad_(key in leaves) for key, t in tensors(made(name)).items()}
+        outputs = call(operands)
+        results = [t for t in outputs if t.requires_grad and not t.is_leaf]
+        wanted = [operands[key] for key in leaves] + parameters
+        found.append([*outputs, *(torch.autograd.grad(results, wanted, results) if wanted else ())])
+    same(*found)
+
+
+#: ``eps / N`` is a number of their operator, so each length N has a graph of its own.
+OF_ONE_LENGTH = ("l2_norm", "l2_norm with outputs")
+
+
+@every
+def test_one_graph_for_all_shapes(name):
+    """dynamic=True: whatever the number of rows, and their length."""
+    call, counter = called(name), CompileCounter()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for rows, length in ((4, 6), (5, 8), (7, 12), (9, 16)):
+        operands = tensors(made(name, rows, length if name in CALLS else 6))
+        wanted = call(copy.deepcopy(operands))
+        same(compiled(operands), wanted)
+    assert counter.frame_count == (4 if name in OF_ONE_LENGTH else 1)
+
+
+@every
+def test_unbacked_rows(name):
+    """The number of rows is a value that the compiler does not know, as of tokens that were chosen."""
+    call = called(name)
+    operands = tensors(made(name))
+    chosen = of_rows(operands)
+
+    def packed(mask, operands):
+        index = mask.nonzero()[:, 0]
+        return call({key: t[index] if key in chosen else t for key, t in operands.items()})
+
+    mask = torch.tensor([True, False, True, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+        same(compiled(mask, operands), packed(mask, operands))
+
+
+class Program(torch.nn.Module):
+    """A call as a module, which torch.export takes."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.function, self.call = EVERY[name][0], called(name)
+
+    def forward(self, operands):
+        return self.call(operands)
+
+
+@every
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(name, strict):
+    operands = tensors(made(name))
+    rows = torch.export.Dim("rows")
+    tables = "positions" in operands
+    shapes = ({key: {0: rows} if key in of_rows(operands) else None for key in operands},)
+    exported = torch.export.export(Program(name), (copy.deepcopy(operands),), dynamic_shapes=shapes, strict=strict)
+    exported = exported.module()
+    for rows in (4, 7):
+        given = tensors(made(name, rows))
+        if tables:
+            given |= {key: operands[key] for key in ("cos", "sin")} | {"positions": torch.arange(rows) % 4}
+        wanted = called(name)(copy.deepcopy(given))
+        same(exported(given), wanted)
