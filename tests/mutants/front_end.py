@@ -232,7 +232,7 @@ MUTANTS = (
         SAME,
         "Rotation: the compiler's number of rows is looked for in a tuple",
         "fusednorm/tables.py",
-        "size != 1 and size != row",
+        "size != row and size != 1",
         "size not in (1, row)",
     ),
     Mutant(
