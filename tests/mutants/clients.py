@@ -213,7 +213,7 @@ MUTANTS = (
         SAME,
         "Compat_gated: vLLM's int8 has the floor of its float8",
         "fusednorm/compat/vllm.py",
-        "quantization = replace(quantization, scale_floor=2.0**-23)",
+        "quantization = replaced(quantization, _NAMES, scale_floor=2.0**-23)",
         "pass",
     ),
     Mutant(
