@@ -20,7 +20,7 @@ from fusednorm.backends.reference import accumulator
 from fusednorm.call import Flags
 from fusednorm.dispatcher import check_placed
 from fusednorm.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
-from fusednorm.quantizations import Quantization, fields_of
+from fusednorm.quantizations import Quantization, _fields_of
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
@@ -248,7 +248,7 @@ def check_quantization(
 def replaced(quantization: Quantization, names: dict[str, str], **changes: Any) -> Quantization:
     """``dataclasses.replace``; errors call fields as a port's caller does: ``names``, by field."""
     try:
-        return Quantization(**fields_of(str(quantization)) | changes)  # of its text: numbers in attributes may vary
+        return Quantization(**_fields_of(str(quantization)) | changes)  # of its text: numbers in attributes may vary
     except (TypeError, ValueError) as error:
         said = re.sub("|".join(rf"\b{field}\b" for field in names), lambda found: names[found[0]], str(error))
         raise type(error)(said) from None

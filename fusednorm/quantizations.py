@@ -183,7 +183,7 @@ class Quantization:
             ValueError: there is none.
         """
         try:
-            found = cls(**fields_of(text))
+            found = cls(**_fields_of(text))
         except (TypeError, ValueError) as error:
             raise ValueError(f"quantization must be the text of a fusednorm.Quantization, got {text!r}") from error
         if str(found) != text:
@@ -193,7 +193,7 @@ class Quantization:
         return found
 
 
-def fields_of(text: str) -> dict[str, Any]:
+def _fields_of(text: str) -> dict[str, Any]:
     """The fields that a canonical text names, by name."""
     given: dict[str, Any] = {}
     for part in text.split():
