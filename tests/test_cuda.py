@@ -953,6 +953,7 @@ def machine(monkeypatch):
             setattr(part, outer, SimpleNamespace(**{inner: None}))
     found.driver.cuDriverGetVersion = lambda: (Status.SUCCESS, 13000)
     found.nvrtc.nvrtcVersion = lambda: (Status.SUCCESS, 13, 0)
+    found.nvrtc.nvrtcGetSupportedArchs = lambda: (Status.SUCCESS, [75, 80, 90, 100])
     monkeypatch.setattr(cuda_compiler, "bindings", lambda: (found.driver, found.nvrtc))
     monkeypatch.setattr(cuda_compiler, "compiler_version", cuda_compiler.compiler_version.__wrapped__)
     monkeypatch.setattr(cuda, "capability", lambda device: found.capabilities[device or 0])
