@@ -254,4 +254,7 @@ def overlaps_itself(rows: Rows, hidden_size: int) -> bool:
     """Whether two rows of one operand share an element."""
     if rows.outer == 1:
         return rows.inner > 1 and rows.stride < hidden_size
+    (near, of_near), (far, _) = sorted([(rows.stride, rows.inner), (rows.outer_stride, rows.outer)])
+    if near >= hidden_size and far >= (of_near - 1) * near + hidden_size:
+        return False  # one level lies within the gaps of the other: no need to look at every row
     return bool((_begins(rows).diff() < hidden_size).any())

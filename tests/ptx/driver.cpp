@@ -131,6 +131,22 @@ void last_launch(const Kernel* kernel, int* shape) {
 
 void count_sectors(int yes) { machine::counting = yes; }
 
+// From now on launches run this block alone, or the last one if there are fewer, and its cluster; -1: all blocks.
+void run_only(long long block) {
+    machine::only = block;
+    machine::noted.clear();
+}
+
+// Of a launch since then: its blocks, the one that ran, and its accesses. Returns how many, or -1 if there is none.
+long long noted(int launch, int* blocks, int* block, const machine::Access** accesses) {
+    if (launch >= (int)machine::noted.size()) return -1;
+    const machine::Noted& found = machine::noted[launch];
+    *blocks = found.blocks;
+    *block = found.block;
+    *accesses = found.accesses.data();
+    return (long long)found.accesses.size();
+}
+
 // What the last launch that failed did wrong.
 const char* last_fault() { return fault.c_str(); }
 

@@ -10,6 +10,8 @@ namespace machine {
 
 bool counting = false;
 u32 launch_serial = 0;
+i64 only = -1;
+std::vector<Noted> noted;
 
 namespace {
 
@@ -155,6 +157,7 @@ void run_cluster(Cluster& cluster, int first) {
     for (int b = 0; b < shape.cluster; b++) {
         Block& block = cluster.blocks[b];
         block.number = first + b;
+        block.place = only < 0 ? block.number : b;
         block.rank = b;
         block.cluster = &cluster;
         block.warps_alive = warps;
@@ -191,7 +194,7 @@ void fail(const Warp& w, const Instruction& i, const std::string& what) {
                 std::to_string(w.block->number) + ", warp " + std::to_string(w.number) + ")");
 }
 
-int Warp::thread(int lane) const { return block->number * block->cluster->shape->threads + number * LANES + lane; }
+int Warp::thread(int lane) const { return block->place * block->cluster->shape->threads + number * LANES + lane; }
 
 void launch(const Kernel& kernel, const Shape& shape, const void* parameters) {
     check(kernel, shape);
@@ -212,7 +215,11 @@ void launch(const Kernel& kernel, const Shape& shape, const void* parameters) {
         }
         cluster.warps.resize(shape.cluster * shape.threads / LANES);
         for (Warp& w : cluster.warps) w.registers.assign((size_t)kernel.registers * LANES, ~(u64)0);
-        for (int n = 0; n < shape.grid / shape.cluster; n++)
+        if (only >= 0) {
+            noted.push_back({shape.grid, (int)std::min<i64>(only, shape.grid - 1), {}});
+            run_cluster(cluster, noted.back().block / shape.cluster * shape.cluster);
+        }
+        for (int n = 0; n < shape.grid / shape.cluster && only < 0; n++)
             run_cluster(cluster, (shape.backwards ? shape.grid / shape.cluster - 1 - n : n) * shape.cluster);
     } catch (...) {
         _mm_setcsr(state);

@@ -68,6 +68,15 @@ struct Kernel {
     Shape last{};
 };
 
+// An access to global memory.
+struct Access {
+    u64 address;
+    i32 bytes, writes;
+};
+
+// Addresses that no process has begin here.
+constexpr u64 NOWHERE = (u64)1 << 48;
+
 // Where an access to memory stands: by whom, and how many barriers that thread had passed.
 struct Stamp {
     u32 serial = 0;  // of the launch, or of the run of a cluster: others are over
@@ -84,6 +93,7 @@ struct Cluster;
 
 struct Block {
     int number, rank;
+    int place;  // among the blocks that run
     Cluster* cluster;
     std::vector<char> memory;
     std::vector<Record> records;
@@ -107,7 +117,7 @@ struct Warp {
         for (int l = 0; l < LANES; l++) mask |= (u32)((*this)[number][l] & 1) << l;
         return mask;
     }
-    int thread(int lane) const;  // in the launch
+    int thread(int lane) const;  // among those of all blocks that run
 };
 
 struct Cluster {
@@ -130,6 +140,15 @@ void forget_pages();  // before a launch: races are those of one launch
 void launch(const Kernel& kernel, const Shape& shape, const void* parameters);
 extern bool counting;      // sectors and passes, which takes time
 extern u32 launch_serial;  // of the launch that runs
+extern i64 only;           // the block that launches run, with its cluster; -1: all blocks
+
+// Of launches of one block: all blocks, its number and its accesses. Those to addresses that no process has go nowhere: zeros are read
+// there.
+struct Noted {
+    int blocks, block;
+    std::vector<Access> accesses;
+};
+extern std::vector<Noted> noted;
 
 template <class F> inline void each(u32 lanes, F f) {
     if (lanes == ~0u) {

@@ -1,5 +1,6 @@
 """The machine that executes PTX (machine.cpp and its neighbours), compiled here, and kernels in it."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -7,6 +8,8 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+
+import numpy as np
 
 from ptx import text
 
@@ -56,6 +59,8 @@ def library():
     for name in ("new_kernel", "exchange_api_of_gpu", "another_context"):
         getattr(found, name).restype = ctypes.c_void_p
     found.executed.restype = found.last_fault.restype = ctypes.c_char_p
+    found.noted.restype = ctypes.c_longlong
+    found.run_only.argtypes = [ctypes.c_longlong]
     return found
 
 
@@ -89,6 +94,32 @@ def executed(address):
     while name := library().executed(ctypes.c_void_p(address), number, counts):
         yield name.decode(), *counts
         number += 1
+
+
+class Access(ctypes.Structure):
+    """An access to global memory, as in machine.h."""
+
+    _fields_ = (("address", ctypes.c_ulonglong), ("bytes", ctypes.c_int), ("writes", ctypes.c_int))
+
+
+@contextlib.contextmanager
+def only(number):
+    """Has launches run one block alone, or the last one if there are fewer, with its cluster.
+
+    Yields a list, which afterwards has of each launch its blocks, the one that ran, and its accesses to global memory
+    as [n, 3]: address, bytes, whether it writes. Those to addresses that no process has go nowhere, and read zeros.
+    """
+    launches, blocks, block, accesses = [], ctypes.c_int(), ctypes.c_int(), ctypes.POINTER(Access)()
+    library().run_only(number)
+    try:
+        yield launches
+        given = [ctypes.byref(place) for place in (blocks, block, accesses)]
+        while (count := library().noted(len(launches), *given)) >= 0:
+            found = np.ctypeslib.as_array(accesses, (count,)) if count else np.empty(0, Access)
+            fields = [found[name].astype(np.int64) for name in ("address", "bytes", "writes")]
+            launches.append((blocks.value, block.value, np.stack(fields, axis=-1)))
+    finally:
+        library().run_only(-1)
 
 
 def last_launch(address):

@@ -50,7 +50,7 @@ Record* record_of(const Warp& w, u64 address) {
 }
 
 bool same_block(const Stamp& s, const Warp& w) {
-    return s.thread / w.block->cluster->shape->threads == w.block->number;
+    return s.thread / w.block->cluster->shape->threads == w.block->place;
 }
 
 // Whether what a stamp says was before what this thread does now: by the program's order, or by a barrier between.
@@ -60,7 +60,7 @@ bool before(const Stamp& s, const Warp& w, int thread, u32 serial) {
     if (s.thread / LANES == thread / LANES && s.warp_barriers < w.barriers) return true;
     const Cluster& cluster = *w.block->cluster;
     const int block = s.thread / cluster.shape->threads;
-    return block / cluster.shape->cluster == w.block->number / cluster.shape->cluster && s.arrivals < w.waits;
+    return block / cluster.shape->cluster == w.block->place / cluster.shape->cluster && s.arrivals < w.waits;
 }
 
 void note(Record& r, const Warp& w, const Instruction& i, int thread, u32 serial, bool writes, bool same_value) {
@@ -84,19 +84,27 @@ void note(Record& r, const Warp& w, const Instruction& i, int thread, u32 serial
     }
 }
 
-struct Access {
+struct Accesses {
     char* at[LANES];
     int bytes;
 };
 
-void check_global(Warp& w, const Instruction& i, u32 lanes, Access& a) {
+// Checks accesses, and notes those of a block that runs alone. Returns the lanes whose accesses go somewhere.
+u32 check_global(Warp& w, const Instruction& i, u32 lanes, const Accesses& a, bool writes) {
     if (!w.waited_for_kernels_before) fail(w, i, "global memory is accessed before griddepcontrol.wait");
     each(lanes, [&](int l) {
         const u64 address = (u64)a.at[l];
         if (address % a.bytes) fail(w, i, "an address that is no multiple of " + std::to_string(a.bytes));
         if (in_a_fence && in_a_fence(a.at[l], a.bytes)) fail(w, i, "an address outside of its tensor's memory");
     });
-    if (!counting) return;
+    if (only >= 0) {
+        each(lanes, [&](int l) {
+            noted.back().accesses.push_back({(u64)a.at[l], a.bytes, writes});
+            if ((u64)a.at[l] >= NOWHERE) lanes &= ~(1u << l);
+        });
+        return lanes;
+    }
+    if (!counting) return lanes;
     u64 sectors[LANES * 2];
     int count = 0;
     each(lanes, [&](int l) {
@@ -104,6 +112,7 @@ void check_global(Warp& w, const Instruction& i, u32 lanes, Access& a) {
     });
     std::sort(sectors, sectors + count);
     i.units += std::unique(sectors, sectors + count) - sectors;
+    return lanes;
 }
 
 // Passes of a warp over the 32 banks of 4 bytes; accesses of 8 and 16 bytes go by halves and quarters of the warp.
@@ -163,11 +172,12 @@ template <int BYTES, bool SIGNED> u64 widened(const char* from) {
 
 // Operands: the address's register, an offset, and a register for each element.
 template <int BYTES, bool SIGNED> void load_global(Warp& w, const Instruction& i, u32 lanes) {
-    Access a;
+    Accesses a;
     a.bytes = BYTES * (i.count - 2);
     each(lanes, [&](int l) { a.at[l] = (char*)(w[i.operands[0]][l] + i.operands[1]); });
-    check_global(w, i, lanes, a);
-    each(lanes, [&](int l) {
+    const u32 somewhere = check_global(w, i, lanes, a, false);
+    for (int k = 2; k < i.count; k++) each(lanes & ~somewhere, [&](int l) { w[i.operands[k]][l] = 0; });
+    each(somewhere, [&](int l) {
         for (int b = 0; b < a.bytes; b += 2)
             if (Record* r = record_of(w, (u64)a.at[l] + b)) note(*r, w, i, w.thread(l), launch_serial, false, false);
         for (int k = 2; k < i.count; k++) w[i.operands[k]][l] = widened<BYTES, SIGNED>(a.at[l] + BYTES * (k - 2));
@@ -175,11 +185,10 @@ template <int BYTES, bool SIGNED> void load_global(Warp& w, const Instruction& i
 }
 
 template <int BYTES> void store_global(Warp& w, const Instruction& i, u32 lanes) {
-    Access a;
+    Accesses a;
     a.bytes = BYTES * (i.count - 2);
     each(lanes, [&](int l) { a.at[l] = (char*)(w[i.operands[0]][l] + i.operands[1]); });
-    check_global(w, i, lanes, a);
-    each(lanes, [&](int l) {
+    each(check_global(w, i, lanes, a, true), [&](int l) {
         char values[MOST_BYTES];
         for (int k = 2; k < i.count; k++) memcpy(values + BYTES * (k - 2), &w[i.operands[k]][l], BYTES);
         for (int b = 0; b < a.bytes; b += 2)
