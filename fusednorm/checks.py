@@ -486,6 +486,8 @@ def number(name: str, value: object) -> float:
     """
     if type(value) is float:
         return value
+    if isinstance(value, torch.SymFloat | torch.SymInt):  # a compiler's, whose value nobody may ask for
+        return cast(float, value)
     if not isinstance(value, Real):
         cure = "pass a float, such as 1e-06"
         if value is None:

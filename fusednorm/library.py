@@ -41,7 +41,7 @@ try:
 except ImportError:  # not public: without it the operators have gradients, but refuse neither tangents nor writes
     make_autograd_impl = None  # type: ignore[assignment]
 
-_FLAGS = "float eps, float weight_offset, bool round_sum, bool round_norm"
+_FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
 _DTYPES = "ScalarType? out_dtype=None, ScalarType? residual_dtype=None"
 
 SCHEMAS = {

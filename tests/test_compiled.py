@@ -186,10 +186,6 @@ def test_compiled(name):
     same(*found)
 
 
-#: ``eps / N`` is a number of their operator, so each length N has a graph of its own.
-OF_ONE_LENGTH = ("l2_norm", "l2_norm with outputs")
-
-
 @every
 def test_one_graph_for_all_shapes(name):
     """dynamic=True: whatever the number of rows, and their length."""
@@ -199,7 +195,7 @@ def test_one_graph_for_all_shapes(name):
         operands = tensors(made(name, rows, length if name in CALLS else 6))
         wanted = call(copy.deepcopy(operands))
         same(compiled(operands), wanted)
-    assert counter.frame_count == (4 if name in OF_ONE_LENGTH else 1)
+    assert counter.frame_count == 1
 
 
 @every
