@@ -654,7 +654,7 @@ def requires_grad(x: Tensor, residual: Tensor | None, weight: Tensor | None, *ot
             x.requires_grad
             or (residual is not None and residual.requires_grad)
             or (weight is not None and weight.requires_grad)
-            or (bool(others) and any(operand is not None and operand.requires_grad for operand in others))
+            or (others != () and any(operand is not None and operand.requires_grad for operand in others))
         )
     except AttributeError:  # not a tensor, which the checks to come report
         return False

@@ -75,14 +75,21 @@ def check_placed(name: str, output: Tensor) -> None:
         )
 
 
+def _numbers(flags: Flags) -> tuple[float, float, bool, bool]:
+    """The flags that all operators take. Before 2.10 torch's compiler knows no slices of a NamedTuple."""
+    return flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm
+
+
 def new_outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """New outputs and rstd."""
     if residual is None:
-        y, rstd = operations(x, weight).rms_norm(x, weight, *flags[:5])
+        norm = operations(x, weight).rms_norm
+        y, rstd = norm(x, weight, *_numbers(flags), flags.out_dtype)
         return y, None, rstd
-    return operations(x, residual, weight).fused_add_rms_norm(x, residual, weight, *flags)  # type: ignore[no-any-return]
+    dtypes = flags.out_dtype, flags.residual_dtype
+    return operations(x, residual, weight).fused_add_rms_norm(x, residual, weight, *_numbers(flags), *dtypes)  # type: ignore[no-any-return]
 
 
 def write(
@@ -97,8 +104,8 @@ def write(
     """The outputs of the public function of that name, into memory that is given."""
     ops = operations(x, residual, weight, out, residual_out)
     if name == "rms_norm_":
-        ops.rms_norm_(x, weight, *flags[:4])
+        ops.rms_norm_(x, weight, *_numbers(flags))
     elif name == "fused_add_rms_norm_":
-        ops.fused_add_rms_norm_(x, residual, weight, *flags[:4])
+        ops.fused_add_rms_norm_(x, residual, weight, *_numbers(flags))
     else:
-        ops.into(x, residual, weight, out, residual_out, *flags[:4])
+        ops.into(x, residual, weight, out, residual_out, *_numbers(flags))

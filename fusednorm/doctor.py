@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import environment, vllm
+from fusednorm import environment, fast_path, vllm
 from fusednorm.devices import devices
 
 
@@ -90,6 +90,7 @@ def report() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "environment": {n: os.environ[n] for n in sorted(os.environ) if n.startswith(environment.PREFIX)},
         "remarks": {name: f"nothing reads this variable; {cure}" for name, cure in environment.unread().items()},
+        "fast_path_closed": fast_path.why_closed() or None,
         "backends": [vars(info) for info in fusednorm.backends()],
         "devices": [_choice(device) for device in devices()],
         "cache": cuda_compiler.cache(),
@@ -123,6 +124,8 @@ def show(console: Console) -> int:
         sets = [f"{name} (in use)" if name == found["instruction_set"] else name for name in found["instruction_sets"]]
         facts.add_row("instruction sets", ", ".join(sets))
         facts.add_row("OpenMP", found["openmp"] or "none found: calls run on one thread")
+    closed = found["fast_path_closed"]
+    facts.add_row("fast path", "open" if closed is None else f"closed, calls are slower: {escape(closed)}")
     if "cache" in found:
         kernels = "{problem}" if found["cache"]["problem"] else "{kernels} compiled ones in {folder}"
         facts.add_row("CUDA kernels", escape(kernels.format(**found["cache"])))
@@ -132,10 +135,15 @@ def show(console: Console) -> int:
     console.print(facts, highlight=False)
 
     table = Table("backend", "devices", "state", title="Backends", title_justify="left")
+    unneeded = "triton_cpu"  # which takes a build from source, and does nothing that cpu does not
+    if "triton_cpu" in found["environment"].get("FUSEDNORM_BACKEND", "") or "instruction_set" not in found:
+        unneeded = ""
     for info in found["backends"]:
         state = "[green]available[/]"
         if not info["available"]:
             state = "[yellow]not available[/]: " + escape("; ".join(info["reasons"]))
+            if info["name"] == unneeded and not any(r.startswith(environment.PREFIX) for r in info["reasons"]):
+                state = "not available, and not needed: cpu takes the same calls"
         table.add_row(info["name"], ", ".join(info["devices"]), state)
     console.print(table, highlight=False)
     for choice in found["devices"]:

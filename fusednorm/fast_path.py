@@ -93,6 +93,18 @@ if OPEN:
     _open_quantizer()
 
 
+def why_closed() -> str:
+    """Why there is no fast path, so that each call takes 8 to 15 us more; empty if there is one."""
+    if OPEN:
+        return ""
+    if not COMPILED:
+        return "its C extension was not built"
+    if _api is None:
+        return f"torch {torch.__version__} is older than 2.10"
+    lacked = ", ".join(listeners.MISSING) or "a function in C++"
+    return f"torch {torch.__version__} lacks {lacked}, which fusednorm asks"
+
+
 def _refuse(*_: object) -> bool:
     return False
 

@@ -55,7 +55,7 @@ IN_CPP = (
 #: C++ names do not say what a function returns, so they are used only in versions of torch on which the tests ran.
 _TESTED = ("2.13.", "2.14.")
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 #: Whether torch.autograd differentiates in batches, as ``torch.autograd.functional.jacobian(vectorize=True)`` does: its
 #: batches of gradients are plain tensors, but without memory.
@@ -128,7 +128,10 @@ def listening() -> bool:
 
 def plain(*operands: Tensor | None) -> bool:
     """Whether no operand's type overrides anything, which is the usual case."""
-    return _PLAIN.issuperset(map(type, operands))
+    for operand in operands:  # noqa: SIM110  (all() takes twice as long)
+        if type(operand) not in _PLAIN:
+            return False
+    return True
 
 
 def overrides_operations(operand: object) -> bool:

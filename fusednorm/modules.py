@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,7 @@ def as_rows(x: Tensor, normalized_shape: tuple[int, ...], name: str = "x") -> Te
         TypeError: x is no tensor. The messages call x ``name``.
         ValueError: x does not end in these dimensions, or there are none.
     """
-    if not isinstance(x, Tensor | torch.fx.Proxy):
+    if not isinstance(x, (Tensor, torch.fx.Proxy)):
         refuse_type(name, x)
     dimensions = len(normalized_shape)
     if isinstance(x, Tensor) and (not dimensions or not _ends_in(x, normalized_shape)):
@@ -102,7 +103,7 @@ class RMSNorm(torch.nn.RMSNorm):
         round_norm: bool = False,
     ) -> None:
         self.weight_offset, self.round_norm = float(weight_offset), round_norm
-        shape = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = int(normalized_shape) if isinstance(normalized_shape, int | Integral) else tuple(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:

@@ -366,7 +366,7 @@ def _composed(
         return beyond_fast_path(name.rstrip("_"), compiling, x, residual, weight, out, residual_out, flags)
     out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
     rounded_to, offset = x.dtype if flags.round_norm else None, flags.weight_offset
-    flags = flags._replace(weight_offset=0.0, round_norm=False, out_dtype=accumulator(x.dtype))
+    flags = Flags(flags.eps, 0.0, flags.round_sum, False, accumulator(x.dtype), flags.residual_dtype)
     if records and not (compiling or transformed or listeners.below(x, residual, *others)):
         found = NormaliseAffine.apply(x, residual, weight, bias, offset, rounded_to, out_dtype, *flags)  # type: ignore[no-untyped-call]
         return cast(tuple[Tensor, Any], found)

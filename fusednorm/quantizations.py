@@ -203,12 +203,10 @@ def _fields_of(text: str) -> dict[str, Any]:
 
 
 def _read(value: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            pass
-    return value
+    """A number or a word, of a canonical text; without exceptions, which torch's compiler cannot trace."""
+    if value.removeprefix("-").isdecimal():
+        return int(value)
+    return float(value) if value[-1:].isdecimal() or value.removeprefix("-") in ("inf", "nan") else value
 
 
 #: vLLM's `scaled_int8_quant` of a token on a GPU, and the same with zero points.

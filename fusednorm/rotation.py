@@ -190,7 +190,7 @@ def qk_norm_rope(
     _check_outputs(
         "qk_norm_rope_" if in_place else "qk_norm_rope",
         {"q" if in_place else "q_out": (q_out, "q"), "k" if in_place else "k_out": (k_out, "k")},
-        dict(zip(names, operands, strict=False)),
+        dict(zip(names, operands[:7], strict=True)),
         in_memory,
     )
     of_norm = None

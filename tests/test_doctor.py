@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import command_line, compare, measured, peers, proof, registry
+from fusednorm import command_line, compare, doctor, fast_path, measured, peers, proof, registry
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.bench import cells, train
@@ -55,6 +56,24 @@ def test_report_as_json(arguments):
     assert found["devices"][0]["backend"] == "reference"
     assert found["instruction_set"] == found["instruction_sets"][-1]
     assert found["remarks"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_api", None, "torch .* is older than 2.10"),
+        ("COMPILED", False, "its C extension was not built"),
+        ("listeners", SimpleNamespace(MISSING=["_is_profiler_enabled"]), "torch .* lacks _is_profiler_enabled"),
+        ("OPEN", False, "torch .* lacks a function in C[+][+]"),
+    ],
+)
+def test_a_closed_fast_path_is_a_finding(monkeypatch, name, value, reason):
+    status, text = printed(doctor.show)
+    assert re.search(r"fast path +open\n", re.sub(" +\n", "\n", text))
+    monkeypatch.setattr(fast_path, "OPEN", False)
+    monkeypatch.setattr(fast_path, name, value)
+    assert printed(doctor.show)[0] == status
+    assert re.search(f"fast path +closed, calls are slower: {reason}", printed(doctor.show)[1])
 
 
 @pytest.mark.parametrize("arguments", [[], ["doctor"]])
