@@ -41,6 +41,9 @@ EPS = 1e-6
 #: The suffix of the names of contenders that work in place.
 IN_PLACE = " in place"
 
+#: From this spread on the figures of a shape are not to be trusted.
+DISTURBED = 1.5
+
 #: All contenders take this many turns; a figure is the median. A turn is many calls, for about TURN_SECONDS.
 ROUNDS = 9
 TURN_SECONDS = 0.002
@@ -376,12 +379,12 @@ class Bench:
                 runs.append(run)
             runs.append(Run(Contender("copy", copy, len(sets[0])), copy, [halves(given) for given in sets]))
             starting("all are timed")
-            for run, (eager, graph) in zip(runs, self._timed(runs), strict=True):
-                found.setdefault(run.contender.name, {}).update(eager=eager, graph=graph)
+            for run, times in zip(runs, self._timed(runs), strict=True):
+                found.setdefault(run.contender.name, {}).update(times)
         return found
 
-    def _timed(self, runs: list[Run]) -> list[tuple[float, float | None]]:
-        """The medians over the rounds, of eager calls and of calls within a graph."""
+    def _timed(self, runs: list[Run]) -> list[dict[str, float | None]]:
+        """The medians over the rounds, of eager calls and of calls within a graph; and the spread of the eager ones."""
         counts, replays = [], []
         for contender, call, operands in runs:
             with contender.requested():
@@ -403,8 +406,17 @@ class Bench:
                     captured = len(operands) * -(-LEAST_IN_GRAPH // len(operands))
                     replays[at]()
                     graph[at].append(self.clock.seconds(replays[at]) / captured * 1e6)
-        times = [statistics.median(values) for values in eager]
-        return list(zip(times, map(statistics.median, graph) if graph else [None] * len(times), strict=True))
+        graphs = map(statistics.median, graph) if graph else [None] * len(runs)
+        return [
+            {"eager": statistics.median(values), "graph": in_graph, "spread": spread(values)}
+            for values, in_graph in zip(eager, graphs, strict=True)
+        ]
+
+
+def spread(values: list[float]) -> float:
+    """The third quartile over the first: half of all rounds lie as far apart, or further."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return high / low
 
 
 def _turn(call: Callable[..., Any], given: list[tuple[Any, ...]]) -> None:
@@ -582,6 +594,19 @@ def _entry(cell: dict[str, Any], name: str) -> str:
 def _show_facts(found: dict[str, Any], console: Console) -> None:
     """Prints failures, versions, and differing bits of the contenders."""
     facts = Table.grid(padding=(0, 2))
+    disturbed = {
+        f"{cell['rows']}x{cell['hidden_size']}": times["spread"]
+        for cell in found["cells"]
+        for times in cell["contenders"].values()
+        if times.get("spread", 1.0) > DISTURBED
+    }
+    if disturbed:
+        worst = max(disturbed.values())
+        shapes = ", ".join(disturbed)
+        remark = (
+            f"rounds differ up to {worst:.1f} times at {shapes}: something else ran; measure again when it does not"
+        )
+        facts.add_row("[yellow]disturbed[/]", remark)
     most: dict[str, float] = {}
     for cell in found["cells"]:
         for name, times in cell["contenders"].items():
