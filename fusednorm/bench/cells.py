@@ -603,9 +603,7 @@ def _show_facts(found: dict[str, Any], console: Console) -> None:
     if disturbed:
         worst = max(disturbed.values())
         shapes = ", ".join(disturbed)
-        remark = (
-            f"rounds differ up to {worst:.1f} times at {shapes}: something else ran; measure again when it does not"
-        )
+        remark = f"rounds differ up to {worst:.1f} times at {shapes}: something else ran; measure again without it"
         facts.add_row("[yellow]disturbed[/]", remark)
     most: dict[str, float] = {}
     for cell in found["cells"]:

@@ -78,11 +78,8 @@ def register() -> None:
     _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
     if on_cpu:
         replaced, left = layers.replace(as_vllm=provider == providers.AS_VLLM)
-        _logger.info(
-            "fusednorm %s: computes these layers of vLLM where a model has them: %s",
-            __version__,
-            ", ".join(replaced) or "none",
-        )
+        names = ", ".join(replaced) or "none"
+        _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
         for reason in left:
             _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
 
