@@ -33,7 +33,6 @@ STEPS = {
     "bench_backward": (60, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--ops", "backward")),
     "host": (30, ("python", "-P", "benchmarks/gpu_host_cost.py", "cuda")),
     "train": (60, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--train", "--minutes", "0.1")),
-    "profile": (60, ("python", "-P", "benchmarks/gpu_profile.py", "--json", "OUT/profile.json")),
     **{
         name: (30, ("compute-sanitizer", "--error-exitcode", "9", "--tool", name, *TEST, "cuda", "--pyargs", *FEW))
         for name in ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -21,7 +21,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from fusednorm import old_style
 from fusednorm.backends import MODULES, NAMES
 from fusednorm.call import Backward, Forward, Operation
 from fusednorm.composition import Composition
@@ -138,7 +137,7 @@ def _register(name: str, backend: Backend) -> None:
     for attribute in _REQUIRED[1:]:
         if not callable(function := getattr(backend, attribute)):
             raise TypeError(f"backend {name!r}: {attribute} must be a function, got {type(function).__name__}")
-    _registered[name] = old_style.adapted(name, backend)
+    _registered[name] = backend
     _selected.clear()
     fast_paths.clear()
 

@@ -19,7 +19,6 @@ import fusednorm
 from fusednorm import BackendError, first_calls, registry
 from fusednorm.backends import cpu, reference
 from fusednorm.call import RMSNorm
-from fusednorm.layout import Rows, rows_of
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -292,118 +291,6 @@ def test_an_operation_is_checked_once(pass_):
         fusednorm.rms_norm(x).sum().backward()
         chosen = registry.selected(RMSNorm(X.device, X.dtype, None, None, X.dtype, 8, True, False, None))
         assert (chosen.forward_into([]) if pass_ == "forward" else chosen.backward) is getattr(b, pass_)
-
-
-# Backends of the old style
-
-
-def old_forward(x, residual, weight, out, residual_out, rstd, rows, hidden_size, *arguments):
-    """As backends were written before calls were values: 16 arguments."""
-    *strides, eps, weight_offset, round_sum, round_norm = arguments
-    for tensor, stride in zip((x, residual, out, residual_out), strides, strict=True):
-        assert tensor is None or rows_of(tensor) == Rows(1, rows, 0, stride)
-    flags = (eps, weight_offset, round_sum, round_norm)
-    residual_dtype = None if residual is None else residual.dtype
-    y, total, r = reference.outputs(x, residual, weight, *flags, out.dtype, residual_dtype)
-    for output, values in ((out, y), (residual_out, total), (rstd, r)):
-        if output is not None:
-            output.copy_(values)
-
-
-def old(forward=old_forward, backward=reference.gradients, **changes):
-    """Registers a backend of the old style as "mine"."""
-    with pytest.warns(DeprecationWarning, match=r"'mine' takes operands one by one; .* forward\(call\)") as warned:
-        fusednorm.register_backend("mine", backend(forward=forward, backward=backward, **changes))
-    assert [w.filename for w in warned] == [__file__]
-    return fusednorm.use_backend("mine")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_backend_of_the_old_style(dtype):
-    """It is warned of once, and has the reference's bits in both passes, whatever the rows' strides."""
-    qkv = torch.randn(5, 9, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    weight = qkv[0, 0].clone()
-
-    def results():
-        q, k, v = qkv.clone().split(3, dim=1)
-        yield from fusednorm.fused_add_rms_norm(q, k, weight, weight_offset=1.0, round_sum=False, round_norm=True)
-        yield fusednorm.rms_norm(q, weight, out=v)
-        yield from fusednorm.fused_add_rms_norm_(q, k, weight)
-        yield fusednorm.rms_norm(q[0], out_dtype=torch.float16)
-        for residual in (k, k.float()):
-            leaves = [t.clone().requires_grad_() for t in (q, residual, weight)]
-            outputs = fusednorm.fused_add_rms_norm(*leaves)
-            yield from torch.autograd.grad(outputs, leaves, (v, residual))
-        leaf = weight.clone().requires_grad_()
-        yield from torch.autograd.grad(fusednorm.rms_norm(q, leaf), leaf, v)
-
-    with old():
-        found = list(results())
-    with fusednorm.use_backend("reference"):
-        wanted = list(results())
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_a_backend_of_the_old_style_refuses_sums_of_another_dtype():
-    """Several of its kernels serve them; where it refuses those too, the error has its reason."""
-    with old():
-        found = fusednorm.fused_add_rms_norm(X, X, residual_dtype=torch.float16)
-    with fusednorm.use_backend("reference"):
-        assert all(map(torch.equal, found, fusednorm.fused_add_rms_norm(X, X, residual_dtype=torch.float16)))
-    registry._registered.clear()
-    with (
-        old(unsuitable=lambda operation: ["no float16"] if torch.float16 in operation.dtypes() else []),
-        pytest.raises(BackendError, match=r"its kernels have no residual_dtype\n.*no float16"),
-    ):
-        fusednorm.fused_add_rms_norm(X, X, residual_dtype=torch.float16)
-
-
-def test_an_old_forward_that_returns_something():
-    def copied(x, residual, weight, out, *others):
-        old_forward(x, residual, weight, y := torch.empty_like(out), *others)
-        return y
-
-    with old(copied), pytest.raises(TypeError, match=r"returned float32 \[3, 8\] on cpu from forward; it must write"):
-        fusednorm.rms_norm(X)
-    registry._registered.clear()
-    with old(lambda x, out: None), pytest.raises(TypeError, match="takes 2 positional arguments but 16 were given"):
-        fusednorm.rms_norm(X)
-
-
-def changed(change):
-    """A backward whose three gradients are changed."""
-    return lambda *arguments: change(*reference.gradients(*arguments))
-
-
-@pytest.mark.parametrize(
-    ("backward", "words"),
-    [
-        (lambda *_: None, "backend 'mine' returned None from backward; it must return three gradients"),
-        (changed(lambda dx, dr, dw: (dx, dr)), "returned a tuple of 2 from backward; it must return three"),
-        (changed(lambda dx, dr, dw: dx), "returned float32 [3, 8] on cpu from backward; it must return three"),
-        (
-            changed(lambda dx, dr, dw: (None, dr, dw)),
-            "returned None for the gradient of x; it must return float32 [3, 8] on cpu",
-        ),
-        (changed(lambda dx, dr, dw: (dx, dr.float(), dw)), "float32 [3, 8] on cpu for the gradient of the residual"),
-        (changed(lambda dx, dr, dw: (dx, dr, dw[None])), "float32 [1, 8] on cpu for the gradient of the weight"),
-        (changed(lambda dx, dr, dw: (dx, dr, 1.0)), "returned a float for the gradient of the weight"),
-    ],
-)
-def test_an_old_backward_that_breaks_the_contract(backward, words):
-    leaves = [X.clone().requires_grad_(), X.half().requires_grad_(), X[0].clone().requires_grad_()]
-    with old(backward=backward), pytest.raises(TypeError, match=re.escape(words)) as raised:
-        fusednorm.fused_add_rms_norm(*leaves)[0].sum().backward()
-    assert "'mine'" in "".join(traceback.format_exception_only(raised.value))
-
-
-def test_an_old_gradient_that_nobody_asked_for():
-    def everything(*arguments):
-        return reference.gradients(*arguments[:-1], (True, True, True))
-
-    x = X.clone().requires_grad_()
-    with old(backward=everything), pytest.raises(TypeError, match="of the residual; it must return None"):
-        fusednorm.fused_add_rms_norm(x, X, X[0])[0].sum().backward()
 
 
 @pytest.mark.parametrize("function", ["unavailable", "unsuitable", "plan", "forward", "backward"])

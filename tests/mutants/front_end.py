@@ -321,13 +321,6 @@ MUTANTS = (
     ),
     Mutant(
         SAME,
-        "Registry: gradients of another shape or dtype are taken from a backend of the old style",
-        "fusednorm/old_style.py",
-        "if described(gradient) != described(output):",
-        "if False:",
-    ),
-    Mutant(
-        SAME,
         "Registry: every call of an operation is checked",
         "fusednorm/first_calls.py",
         "        self._forward = self._backend.forward\n",
@@ -430,20 +423,6 @@ MUTANTS = (
         "fusednorm/layout.py",
         "if levels and stride == levels[-1][0] * levels[-1][1]:",
         "if levels:",
-    ),
-    Mutant(
-        SAME,
-        "Registry: a backend of the old style is given a call",
-        "fusednorm/old_style.py",
-        "if not any(_takes_operands(function) for function in (backend.forward, backend.backward)):",
-        "if True:",
-    ),
-    Mutant(
-        ROW,
-        "Registry: a backend of the old style is given the strides of the outer level",
-        "fusednorm/old_style.py",
-        "[stride for _, stride in one.strides]",
-        "[stride for stride, _ in one.strides]",
     ),
     Mutant(
         SAME,
