@@ -434,10 +434,9 @@ def main():
         compositions = vectors_of_compositions()
         quantized = vectors_of_quantized()
         gated = vectors_of_gated()
-    path(fusednorm.SPEC_VERSION).write_text(json.dumps(made, indent=1) + "\n")
-    COMPOSITIONS.write_text(json.dumps(compositions, indent=1) + "\n")
-    QUANTIZED.write_text(json.dumps(quantized, indent=1) + "\n")
-    GATED.write_text(json.dumps(gated, indent=1) + "\n")
+    written = {path(fusednorm.SPEC_VERSION): made, COMPOSITIONS: compositions, QUANTIZED: quantized, GATED: gated}
+    for file, of_file in written.items():  # one vector a line
+        file.write_text("[\n" + ",\n".join(map(json.dumps, of_file)) + "\n]\n")
 
 
 if __name__ == "__main__":
