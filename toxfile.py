@@ -1,6 +1,6 @@
 """A part of tox's configuration: its environments that name one folder share what is installed there.
 
-Beside them, the emulated processors of `aarch64` are installed in the background, because one core does nothing meanwhile.
+Beside them, `aarch64` installs its processors in the background, because one core does nothing meanwhile.
 
 tox makes an environment anew when it finds another environment's name in the folder. These environments have the same
 dependencies, so that the name does not matter. They run one after the other: `tox -p` is not for them.
