@@ -27,7 +27,7 @@ if find_spec(f"{__name__}.backends") is None:
         )
     __path__ = list(_installed.submodule_search_locations)
 
-from fusednorm import command_line as _command_line
+from fusednorm.tools import command_line as _command_line
 
 if _command_line.is_running():
     _command_line.parsed()  # what it can answer without torch, which takes seconds to import, ends the process here
@@ -36,7 +36,6 @@ from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm import quantizations
 from fusednorm.accelerate import accelerate_torch
-from fusednorm.contract import contract
 from fusednorm.explain import explain
 from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.l2 import l2_norm
@@ -49,6 +48,7 @@ from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
 from fusednorm.registry import BackendError, register_backend, use_backend
 from fusednorm.rotation import qk_norm_rope, qk_norm_rope_, rotate
+from fusednorm.tools.contract import contract
 from fusednorm.version import SPEC_VERSION, __version__
 
 if TYPE_CHECKING:

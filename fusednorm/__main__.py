@@ -21,9 +21,10 @@ from collections.abc import Iterable
 import torch
 
 import fusednorm
-from fusednorm import command_line, compare, devices, difference, doctor, proof, registry
-from fusednorm.bench import cells, plots, train
-from fusednorm.bench.cells import WrongBitsError
+from fusednorm import devices, registry
+from fusednorm.tools import command_line, difference, doctor, proof
+from fusednorm.tools.measure import cells, compare, plots, train
+from fusednorm.tools.measure.cells import WrongBitsError
 
 #: Exit statuses: the user interrupted the command; its arguments cannot be used, or nothing was measured.
 INTERRUPTED, UNUSABLE = 130, 2

@@ -18,8 +18,8 @@ import math
 
 import torch
 
-from fusednorm.compare import ulps
 from fusednorm.conformance.cases import differing
+from fusednorm.tools.measure.compare import ulps
 
 
 def limit(y, round_norm):

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.command_line import command_line
 from fusednorm.environment import VARIABLES
 from fusednorm.registry import ENTRY_POINTS
+from fusednorm.tools.command_line import command_line
 
 RECORD = Path(__file__).with_suffix(".txt")
 

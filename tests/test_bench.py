@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusednorm import command_line, peers
 from fusednorm.__main__ import main
-from fusednorm.bench import cells, plots, train
-from fusednorm.measured import GRADIENTS, OPERATIONS, OPS
+from fusednorm.tools import command_line
+from fusednorm.tools.measure import cells, peers, plots, train
+from fusednorm.tools.measure.measured import GRADIENTS, OPERATIONS, OPS
 
 HIDDEN, ROWS = 128, 80
 CPU = torch.device("cpu")

@@ -14,9 +14,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusednorm import command_line, compare, peers
-from fusednorm import measured as measured_operations
 from fusednorm.conformance.cases import BF16, F16, F32, F64
+from fusednorm.tools import command_line
+from fusednorm.tools.measure import compare, peers
+from fusednorm.tools.measure import measured as measured_operations
 
 HIDDEN = 64
 ROWS, BATCHES = compare.ROWS, compare.BATCHES

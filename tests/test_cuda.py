@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import Quantization, doctor, fast_path, quantizations, registry
+from fusednorm import Quantization, fast_path, quantizations, registry
 from fusednorm import run as front_end
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
 from fusednorm.backends.kernel_kinds import (
@@ -34,6 +34,7 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
+from fusednorm.tools import doctor
 
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import difference
 from fusednorm.__main__ import main
-from fusednorm.difference import Share, in_all_layers, shares, shares_of_models
+from fusednorm.tools import difference
+from fusednorm.tools.difference import Share, in_all_layers, shares, shares_of_models
 
 safetensors = pytest.importorskip("safetensors.torch", reason="files need safetensors")
 

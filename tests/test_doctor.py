@@ -15,10 +15,11 @@ from rich.console import Console
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import command_line, compare, doctor, fast_path, measured, peers, proof, registry
+from fusednorm import fast_path, registry
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
-from fusednorm.bench import cells, train
+from fusednorm.tools import command_line, doctor, proof
+from fusednorm.tools.measure import cells, compare, measured, peers, train
 
 
 def run(*arguments, **environment):

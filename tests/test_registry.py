@@ -572,9 +572,8 @@ def test_the_plan_says_how_many_threads():
         for before in ("", "fusednorm.rms_norm(x)"):
             child = f"import os\ntorch.set_num_threads(3); {before}\nif os.fork(): os.wait()\nelse: {show}; os._exit(0)"
             assert python(child).stdout == forked + "\n"
-        child = (
-            "import os\nfrom fusednorm.doctor import report\nif os.fork(): os.wait()\nelse: print(report()['devices'])"
-        )
+        child = "import os\nfrom fusednorm.tools import doctor\n"
+        child += "if os.fork(): os.wait()\nelse: print(doctor.report()['devices'])"
         assert forked in python(child).stdout
 
 

@@ -19,8 +19,10 @@ import torch
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import compare, environment, listeners, proof, registry
+from fusednorm import environment, listeners, registry
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
+from fusednorm.tools import proof
+from fusednorm.tools.measure import compare
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = Path(fusednorm.ops.__file__).parent
@@ -283,7 +285,7 @@ def test_folders_with_spaces_and_letters_of_all_kinds(usual, tmp_path):
     import os
     os.chdir(os.environ["PYTHONPATH"])
     {textwrap.indent(RESULT, "    ").strip()}
-    from fusednorm import doctor
+    from fusednorm.tools import doctor
     from fusednorm.backends import cuda_compiler as cuda
     path = cuda.cache_directory() / "kernel.bin"
     cuda._write(path, b"code")
@@ -298,7 +300,7 @@ def test_folders_with_spaces_and_letters_of_all_kinds(usual, tmp_path):
 
 def test_without_what_is_optional(usual):
     """NumPy, Matplotlib, Triton and NVIDIA's bindings."""
-    code = RESULT + "from fusednorm import doctor\nprint(doctor.show(doctor.console()))\n"
+    code = RESULT + "from fusednorm.tools import doctor\nprint(doctor.show(doctor.console()))\n"
     lines = python(code, modules=("numpy", "matplotlib", "triton", "cuda")).splitlines()
     assert lines[0] == usual.strip()
     assert lines[-1] == "0"

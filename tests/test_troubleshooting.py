@@ -76,7 +76,7 @@ def messages(*patterns):
 MESSAGES = messages(
     *(
         "fusednorm/*.py",
-        "fusednorm/bench/*.py",
+        "fusednorm/tools/**/*.py",
         "fusednorm/compat/*.py",
         "fusednorm/transformers/*.py",
         "fusednorm/vllm/*.py",

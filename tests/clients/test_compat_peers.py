@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from fusednorm import fused_add_rms_norm, rms_norm
-from fusednorm.compare import ulps
 from fusednorm.compat import flag_gems, flashinfer, liger, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, Case, dtype_name, operands
+from fusednorm.tools.measure.compare import ulps
 
 from compat_bounds import agree, backward_bounds, disagree
 

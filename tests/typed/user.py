@@ -9,9 +9,9 @@ import fusednorm
 from fusednorm import Quantization
 from fusednorm.call import Backward, Forward, Operation
 from fusednorm.compat import vllm
-from fusednorm.contract import Contract
 from fusednorm.distributed import SequenceParallel
 from fusednorm.registry import Backend, BackendInfo, Explanation
+from fusednorm.tools.contract import Contract
 from fusednorm.transformers import Report, patch
 
 

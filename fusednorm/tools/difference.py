@@ -19,7 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm import doctor, transformers
+from fusednorm import transformers
+from fusednorm.tools import doctor
 
 #: A step's values by its name; several where it returns several, or is called several times.
 Activations = Mapping[str, Tensor]

@@ -23,9 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import doctor
-from fusednorm.measured import GRADIENTS, OPERATIONS, Measured, as_tuple
-from fusednorm.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools import doctor
+from fusednorm.tools.measure.measured import GRADIENTS, OPERATIONS, Measured, as_tuple
+from fusednorm.tools.measure.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
 
 CPU_SHAPES = (
     *("1x896", "1x2048", "1x4096", "1x8192", "1x16384", "8x4096", "32x4096", "128x4096", "512x4096", "2048x4096"),
@@ -269,7 +269,7 @@ class Bench:
     Args:
         device: as torch names it.
         backends: fusednorm's backends to time; None means the one that calls take.
-        peers: keys of :data:`fusednorm.peers.PEERS`.
+        peers: keys of :data:`fusednorm.tools.measure.peers.PEERS`.
     """
 
     def __init__(self, device: torch.device, backends: Iterable[str] | None, peers: Iterable[str]) -> None:

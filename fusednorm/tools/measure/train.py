@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fusednorm
-from fusednorm import doctor, peers
-from fusednorm.bench.cells import Clock, WrongBitsError
+from fusednorm.tools import doctor
+from fusednorm.tools.measure import peers
+from fusednorm.tools.measure.cells import Clock, WrongBitsError
 
 #: The untimed first steps, in which two runs with fusednorm must have the same losses, bit for bit.
 WARM_UP = 5

@@ -14,11 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from fusednorm import doctor
 from fusednorm.backends.reference import rounded
-from fusednorm.command_line import DTYPES
-from fusednorm.measured import OPERATIONS, as_tuple
-from fusednorm.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools import doctor
+from fusednorm.tools.command_line import DTYPES
+from fusednorm.tools.measure.measured import OPERATIONS, as_tuple
+from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
 
 EPS = 1e-6
 
@@ -132,12 +132,12 @@ def measure(
     """Measures one implementation of an operation in one dtype. An error that it raises is part of the finding.
 
     Args:
-        implementation: from one of :data:`fusednorm.peers.PEERS`, or any other.
+        implementation: from one of :data:`fusednorm.tools.measure.peers.PEERS`, or any other.
         x: [ROWS, N].
         residual: [ROWS, N].
         weight: [N].
         wanted: [ROWS, N], see :func:`exact`.
-        op: of :data:`fusednorm.measured.OPERATIONS`; the implementation has it.
+        op: of :data:`fusednorm.tools.measure.measured.OPERATIONS`; the implementation has it.
     """
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
     if op != "add_norm" and implementation.name != COMPILED:
@@ -189,11 +189,11 @@ def report(
     After ``KeyboardInterrupt`` "interrupted" is true, and the results so far are returned.
 
     Args:
-        names: keys of :data:`fusednorm.peers.PEERS`.
+        names: keys of :data:`fusednorm.tools.measure.peers.PEERS`.
         dtypes: of :data:`DTYPES`.
         hidden_size: N.
         device: as torch names it.
-        op: of :data:`fusednorm.measured.OPERATIONS`; implementations without it are missing.
+        op: of :data:`fusednorm.tools.measure.measured.OPERATIONS`; implementations without it are missing.
         starting: called with the name of each next measurement.
     """
     where = torch.device(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusednorm import doctor
+from fusednorm.tools import doctor
 
 #: Contenders whose names begin so have warm colours, peers have cool ones.
 OURS = "fusednorm"
@@ -14,8 +14,7 @@ def plot(found: dict[str, Any], path: str) -> None:
     """Draws for each operation bytes per second by bytes of a call, and the time of a call of one row.
 
     Args:
-        found: :attr:`fusednorm.bench.cells.Results.found`, with at least one cell; only the largest number of threads
-            is drawn.
+        found: :attr:`.cells.Results.found`, with at least one cell; only the largest number of threads is drawn.
         path: the file's, with the suffix .png, .svg or another of matplotlib's formats.
     """
     import matplotlib

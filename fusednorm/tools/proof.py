@@ -15,8 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import doctor, quantizations, registry
+from fusednorm import quantizations, registry
 from fusednorm.devices import devices
+from fusednorm.tools import doctor
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
