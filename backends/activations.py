@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fusednorm.backends.reference import accumulator, rounded, widened
-from fusednorm.tangents import outer_levels, primals
+from fusednorm.calls.tangents import outer_levels, primals
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fusednorm import fast_path as path
-from fusednorm import packing, registry
+from fusednorm import registry
+from fusednorm.calls import packing
 
 if TYPE_CHECKING:
-    from fusednorm.call import (
+    from fusednorm.calls.call import (
         Backward,
         Forward,
         Gate,

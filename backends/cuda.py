@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fusednorm import fast_path as path
-from fusednorm import packing
 from fusednorm.backends import cuda_compiler, reference
 from fusednorm.backends.cuda_compiler import checked
 from fusednorm.backends.cuda_kernels import (
@@ -41,11 +40,12 @@ from fusednorm.backends.kernel_kinds import (
     of_one_weight_dtype,
     scratch_of,
 )
+from fusednorm.calls import packing
 from fusednorm.registry import BackendError
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate
-    from fusednorm.quantizations import Quantization
+    from fusednorm.calls.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate
+    from fusednorm.calls.quantization import Quantization
 
 DEVICES = ("cuda",)
 

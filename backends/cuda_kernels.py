@@ -21,7 +21,7 @@ from fusednorm.backends.kernel_kinds import (
     Share,
     ceiling,
 )
-from fusednorm.quantizations import Quantization
+from fusednorm.calls.quantization import Quantization
 
 #: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
 LONGEST = 4096 * reference.SEGMENT

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.call import (
+from fusednorm.calls.call import (
     AroundNorm,
     Backward,
     Call,
@@ -29,7 +29,7 @@ from fusednorm.call import (
     Rotate,
     Strides,
 )
-from fusednorm.quantizations import Quantization
+from fusednorm.calls.quantization import Quantization
 
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32

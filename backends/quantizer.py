@@ -14,7 +14,7 @@ from fusednorm.backends.reference import constant, divided
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusednorm.quantizations import Quantization
+    from fusednorm.calls.quantization import Quantization
 
 #: Bits of the mantissa, and the least exponent of a normal number.
 FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}

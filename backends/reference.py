@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusednorm.call import Backward, Forward, Operation
+    from fusednorm.calls.call import Backward, Forward, Operation
 
 #: The reference is not tied to a device.
 DEVICES = ("any",)

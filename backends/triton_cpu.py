@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm import fast_path as path
-from fusednorm import packing, registry
+from fusednorm import registry
 from fusednorm.backends import cpu, reference, triton_host
 from fusednorm.backends.kernel_kinds import (
     BackwardKind,
@@ -32,11 +32,12 @@ from fusednorm.backends.kernel_kinds import (
 )
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
-from fusednorm.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
+from fusednorm.calls import packing
+from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
 from fusednorm.composition import Composition
 
 if TYPE_CHECKING:
-    from fusednorm.call import Backward, Call, Operation
+    from fusednorm.calls.call import Backward, Call, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)

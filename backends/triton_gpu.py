@@ -22,13 +22,13 @@ from fusednorm.backends.kernel_kinds import (
     ceiling,
 )
 from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
-from fusednorm.call import AroundNorm
+from fusednorm.calls.call import AroundNorm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fusednorm.call import Operation
-    from fusednorm.quantizations import Quantization
+    from fusednorm.calls.call import Operation
+    from fusednorm.calls.quantization import Quantization
 
 #: ROCm's devices are called cuda too. Triton's interpreter takes tensors on the CPU.
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import packing
 from fusednorm.backends.kernel_kinds import (
     BackwardKind,
     ForwardKind,
@@ -32,7 +31,8 @@ from fusednorm.backends.kernel_kinds import (
     programs,
     scratch_of,
 )
-from fusednorm.call import (
+from fusednorm.calls import packing
+from fusednorm.calls.call import (
     AroundNorm,
     Backward,
     Call,
@@ -76,7 +76,7 @@ _INTERPRETER = threading.Lock()
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
-#: The numbers of a quantizer, as :func:`fusednorm.packing.limits` returns them.
+#: The numbers of a quantizer, as :func:`fusednorm.calls.packing.limits` returns them.
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
 
 #: Operands with one number for a group or a row, which begin anywhere.

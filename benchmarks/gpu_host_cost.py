@@ -34,7 +34,7 @@ import torch
 import fusednorm
 from fusednorm import run, run_gated
 from fusednorm.backends.kernel_kinds import ForwardKind
-from fusednorm.call import Flags, Forward, operation_of
+from fusednorm.calls.call import Flags, Forward, operation_of
 
 ROUNDS = 15
 Calls = dict[str, Callable[[], object]]

@@ -26,14 +26,14 @@ enum fn_flag {
 
 enum fn_pass { FN_FORWARD, FN_BACKWARD };
 
-/* The operands of a forward pass, as in `Forward` of fusednorm/call.py. */
+/* The operands of a forward pass, as in `Forward` of fusednorm/calls/call.py. */
 enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_FORWARD_OPERANDS };
 
 /* A bias comes after them: kernels of CUDA's have its address behind all other arguments. */
 enum { FN_BIAS = FN_FORWARD_OPERANDS, FN_FORWARD_OPERANDS_IN_C };
 
 /*
- * The operands of a backward pass, as in `Backward` of fusednorm/call.py. FN_PARTIAL, [blocks, hidden], is scratch of GPU
+ * The operands of a backward pass, as in `Backward` of fusednorm/calls/call.py. FN_PARTIAL, [blocks, hidden], is scratch of GPU
  * kernels: what each block of rows adds to the weight's gradient. A CPU needs none, and writes the gradient of a bias there.
  */
 enum {
@@ -53,7 +53,7 @@ struct fn_operand {
     int64_t outer_stride, stride;
 };
 
-/* All fields have 8 bytes, so that Python packs a call without knowing a compiler: fusednorm/packing.py. */
+/* All fields have 8 bytes, so that Python packs a call without knowing a compiler: fusednorm/calls/packing.py. */
 struct fn_call {
     int64_t pass, flags;
     int64_t device; /* the number of a GPU */
@@ -73,7 +73,7 @@ struct fn_call {
 /* The kinds of numbers that a quantizer writes, one byte each. */
 enum fn_byte_kind { FN_I8, FN_U8, FN_E4M3, FN_E5M2 };
 
-/* What is beside the numbers in `Quantization` of fusednorm/quantizations.py; without a flag, the field's default. */
+/* What is beside the numbers in `Quantization` of fusednorm/calls/quantizations.py; without a flag, the field's default. */
 enum fn_quantizer_flag {
     FN_GIVEN_SCALE = 1, /* one for all rows */
     FN_SCALE_BY_RECIPROCAL = 2,
@@ -86,7 +86,7 @@ enum fn_quantizer_flag {
 };
 
 /*
- * How rows are quantized, and where to: fusednorm/packing.py packs it. All fields have 8 bytes. Strides are in bytes, in
+ * How rows are quantized, and where to: fusednorm/calls/packing.py packs it. All fields have 8 bytes. Strides are in bytes, in
  * the two levels of the call's rows; a group stride leads from the scale of a group to that of the row's next group. The
  * fields before `inner` are the same for all calls with one `Quantization` and rows of one dtype.
  */
@@ -117,8 +117,8 @@ static inline int64_t fn_jump(const struct fn_call *c, int operand) {
 static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
 
 _Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (12 + 4 * FN_OPERANDS) * 8,
-               "fusednorm/packing.py packs fields of 8 bytes without gaps");
-_Static_assert(sizeof(struct fn_quantizer) == 20 * 8, "fusednorm/packing.py packs fields of 8 bytes without gaps");
+               "fusednorm/calls/packing.py packs fields of 8 bytes without gaps");
+_Static_assert(sizeof(struct fn_quantizer) == 20 * 8, "fusednorm/calls/packing.py packs fields of 8 bytes without gaps");
 _Static_assert(sizeof(struct fn_quantizer) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 
 #endif

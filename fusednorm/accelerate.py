@@ -21,9 +21,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 from torch.overrides import has_torch_function_variadic
 
-from fusednorm import listeners, ops
-from fusednorm.call import Flags
-from fusednorm.checks import check_operands
+from fusednorm import ops
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Flags
+from fusednorm.calls.checks import check_operands
 from fusednorm.modules import as_row, as_rows
 from fusednorm.registry import fast_paths, use_backend
 

@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm import listeners, plain, run
+from fusednorm import plain, run
 from fusednorm.backends import reference
-from fusednorm.call import Around, Flags, RMSNorm, operation_of
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Around, Flags, RMSNorm, operation_of
+from fusednorm.calls.tangents import outer_levels, primals
 from fusednorm.dispatcher import new_outputs, on_rows
 from fusednorm.run import Chosen, backend_of
-from fusednorm.tangents import outer_levels, primals
 
 
 class Rstd(torch.autograd.Function):

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm import dispatcher, listeners, plain, run_gated
+from fusednorm import dispatcher, plain, run_gated
 from fusednorm.autograd import new_rstd
 from fusednorm.backends.reference import accumulator
-from fusednorm.call import Flags
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Flags
 from fusednorm.gated import gate as gated
 from fusednorm.ops import rms_norm
 from fusednorm.run_gated import NormAndGate

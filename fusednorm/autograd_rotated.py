@@ -8,14 +8,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm import listeners, plain, run, run_rotated
+from fusednorm import plain, run, run_rotated
 from fusednorm.autograd import new_rstd
-from fusednorm.call import Flags, HeadsNorm, operation_of
-from fusednorm.checks import check_kept
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Flags, HeadsNorm, operation_of
+from fusednorm.calls.checks import check_kept
+from fusednorm.calls.tables import rows_for
 from fusednorm.ops import rms_norm
 from fusednorm.registry import fast_paths, request
 from fusednorm.run_rotated import Head, Rotator, Turn
-from fusednorm.tables import rows_for
 
 
 class How(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import reference
-from fusednorm.call import Backward, Forward, Operation, Strides
+from fusednorm.calls.call import Backward, Forward, Operation, Strides
 from fusednorm.first_calls import FirstCalls
 
 if TYPE_CHECKING:

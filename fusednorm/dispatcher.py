@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.call import Flags
+from fusednorm.calls.call import Flags
 
 
 def operations(*operands: Tensor | None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from fusednorm.quantizations import Quantization
+from fusednorm.calls.quantization import Quantization
 
 try:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.call import Around, Before, Flags, operation_of
-from fusednorm.checks import (
+from fusednorm.calls.call import Around, Before, Flags, operation_of
+from fusednorm.calls.checks import (
     check_affine,
     check_between,
     check_flags,
@@ -18,6 +18,7 @@ from fusednorm.checks import (
     check_quantization,
     number,
 )
+from fusednorm.calls.quantization import Quantization
 from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.norm_before_add import (
     rms_norm_add,
@@ -27,7 +28,6 @@ from fusednorm.norm_before_add import (
 )
 from fusednorm.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import Explanation, choose
 from fusednorm.rotation import qk_norm_rope, qk_norm_rope_, rotate

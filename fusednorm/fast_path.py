@@ -1,6 +1,6 @@
 """The fast path past the front end, in C, for plain calls that no mode or transform must see: ``cpu/fast_path.c``.
 
-It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.listeners` asks.
+It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.calls.listeners` asks.
 Without them it stays closed.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fusednorm import layout, listeners
+from fusednorm.calls import layout, listeners
 
 if TYPE_CHECKING:
     from fusednorm.registry import Explanation, FastPath

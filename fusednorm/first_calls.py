@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm.call import Backward, Forward
+from fusednorm.calls.call import Backward, Forward
 
 if TYPE_CHECKING:
     from fusednorm.registry import Backend

@@ -9,11 +9,12 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, listeners, plain, run, run_gated
+from fusednorm import dispatcher, plain, run, run_gated
 from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator, rounded
-from fusednorm.call import Flags
-from fusednorm.checks import (
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Flags
+from fusednorm.calls.checks import (
     check_activation,
     check_apart,
     check_between,
@@ -25,10 +26,10 @@ from fusednorm.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.calls.tangents import outer_levels, primals
 from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.registry import fast_paths, request
 from fusednorm.run_gated import Gating
-from fusednorm.tangents import outer_levels, primals
 
 
 def gate(

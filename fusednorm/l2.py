@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners
 from fusednorm.backends.reference import accumulator
-from fusednorm.checks import number, refuse_type
+from fusednorm.calls import listeners
+from fusednorm.calls.checks import number, refuse_type
 from fusednorm.ops import rms_norm
 
 

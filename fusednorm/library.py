@@ -17,8 +17,8 @@ from torch import Tensor
 from fusednorm import run, run_gated, run_rotated
 from fusednorm.autograd import gradients, keep, mark_constant, new_rstd, normalise
 from fusednorm.backends import activations, quantizer, reference
-from fusednorm.call import Flags, RMSNorm, operation_of
-from fusednorm.checks import (
+from fusednorm.calls.call import Flags, RMSNorm, operation_of
+from fusednorm.calls.checks import (
     check_activation,
     check_affine,
     check_dtype,
@@ -29,12 +29,12 @@ from fusednorm.checks import (
     check_operands,
     check_quantization,
 )
+from fusednorm.calls.listeners import has_tangent
+from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.tables import check_heads, check_tables
 from fusednorm.dispatcher import on_rows
-from fusednorm.listeners import has_tangent
-from fusednorm.quantizations import Quantization
 from fusednorm.registry import request, request_of_backward, use_backend
 from fusednorm.run_gated import Gating
-from fusednorm.tables import check_heads, check_tables
 
 try:
     from torch._library.autograd import Info, make_autograd_impl

@@ -13,7 +13,7 @@ import torch
 from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm.checks import check_activation, refuse_type
+from fusednorm.calls.checks import check_activation, refuse_type
 from fusednorm.norm_gated import check_group_size, rms_norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm
 

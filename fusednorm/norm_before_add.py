@@ -9,9 +9,10 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners, plain, run
-from fusednorm.call import Before, Flags
-from fusednorm.checks import (
+from fusednorm import plain, run
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Before, Flags
+from fusednorm.calls.checks import (
     check_between,
     check_flags,
     check_operands,

@@ -9,9 +9,10 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners, plain, run_gated
+from fusednorm import plain, run_gated
 from fusednorm.autograd_gated import How, NormalisedAndGated, composed
-from fusednorm.checks import (
+from fusednorm.calls import listeners
+from fusednorm.calls.checks import (
     check_activation,
     check_apart,
     check_between,

@@ -19,8 +19,8 @@ from onnxscript import opset23 as op23
 from fusednorm.backends.activations import INNER, OUTER, SCHEMES
 from fusednorm.backends.quantizer import MOST
 from fusednorm.backends.reference import SEGMENT
+from fusednorm.calls.quantization import Quantization
 from fusednorm.onnx import OPSET, UntranslatedError
-from fusednorm.quantizations import Quantization
 
 _F32, _F64, _I32, _I64 = (getattr(ir.DataType, name) for name in ("FLOAT", "DOUBLE", "INT32", "INT64"))
 _SHORT = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

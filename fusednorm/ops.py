@@ -10,11 +10,12 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, listeners, plain, run
+from fusednorm import dispatcher, plain, run
 from fusednorm.autograd import Normalise, NormaliseAffine, Transformed
 from fusednorm.backends.reference import accumulator
-from fusednorm.call import Around, Flags, operation_of
-from fusednorm.checks import (
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Around, Flags, operation_of
+from fusednorm.calls.checks import (
     NAMES,
     check_affine,
     check_flags,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm import checks, dispatcher, listeners, run_rotated
+from fusednorm import dispatcher, run_rotated
 from fusednorm.backends import reference, rotation
-from fusednorm.tangents import outer_levels, primals
+from fusednorm.calls import checks, listeners
+from fusednorm.calls.tangents import outer_levels, primals
 
 
 def seen(*operands: Tensor | None) -> bool:
@@ -34,7 +35,7 @@ def in_memory(*operands: Tensor | None) -> bool:
 
 
 def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> None:
-    """:func:`fusednorm.checks.check_kept`, of operands that lie in memory."""
+    """:func:`fusednorm.calls.checks.check_kept`, of operands that lie in memory."""
     if in_memory(*incoming, *kept):
         checks.check_kept(incoming, kept)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from fusednorm.checks import check_is_quantization
-from fusednorm.devices import present
+from fusednorm.calls.checks import check_is_quantization
+from fusednorm.calls.devices import present
+from fusednorm.calls.quantization import Quantization
 from fusednorm.gated import gate, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm
-from fusednorm.quantizations import Quantization
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
 from fusednorm.registry import waiting_for_kernels
 from fusednorm.rotation import qk_norm_rope

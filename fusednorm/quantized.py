@@ -9,10 +9,11 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, listeners, plain, run, run_quantized
+from fusednorm import dispatcher, plain, run, run_quantized
 from fusednorm.backends import quantizer, reference
-from fusednorm.call import Flags, operation_of
-from fusednorm.checks import (
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Flags, operation_of
+from fusednorm.calls.checks import (
     check_apart,
     check_between,
     check_operands,
@@ -21,11 +22,11 @@ from fusednorm.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.calls.quantization import Quantization
 from fusednorm.fast_path import NO_NORM
 from fusednorm.gated import gate as gated
 from fusednorm.gated import halves, silu_and_mul
 from fusednorm.ops import fused_add_rms_norm, rms_norm
-from fusednorm.quantizations import Quantization
 from fusednorm.registry import FastPath, fast_paths, request
 from fusednorm.run_quantized import Results
 

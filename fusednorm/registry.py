@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends import MODULES, NAMES
-from fusednorm.call import Backward, Forward, Operation
+from fusednorm.calls.call import Backward, Forward, Operation
 from fusednorm.composition import Composition
 from fusednorm.first_calls import FirstCalls, raised_by
 
@@ -50,9 +50,9 @@ class Backend(Protocol):
     #: ``FLUSHES_WITH_CALLER = True``: the promises then hold for other callers.
     #:
     #: A backend may also have functions ``quantize``, ``gate``, ``gate_backward``, ``norm_gated`` and
-    #: ``norm_gated_backward``, which take the calls of these names in fusednorm/call.py, and ``affine_backward``, which
-    #: takes a :class:`fusednorm.call.Backward` with a weight of [H, N] or a bias's gradient. For one that it lacks,
-    #: torch's operations stand in, or several calls.
+    #: ``norm_gated_backward``, which take the calls of these names in fusednorm/calls/call.py, and ``affine_backward``,
+    #: which takes a :class:`fusednorm.call.Backward` with a weight of [H, N] or a bias's gradient. For one that it
+    #: lacks, torch's operations stand in, or several calls.
     #: ``FEATURES`` names what of :attr:`fusednorm.call.RMSNorm.features` the backend knows, if anything.
     DEVICES: tuple[str, ...]
 

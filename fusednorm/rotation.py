@@ -9,10 +9,11 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import listeners, plain, run_rotated
+from fusednorm import plain, run_rotated
 from fusednorm.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
-from fusednorm.call import Flags, HeadsNorm
-from fusednorm.checks import (
+from fusednorm.calls import listeners
+from fusednorm.calls.call import Flags, HeadsNorm
+from fusednorm.calls.checks import (
     check_affine,
     check_apart,
     check_between,
@@ -22,9 +23,9 @@ from fusednorm.checks import (
     refuse_grad,
     refuse_type,
 )
+from fusednorm.calls.tables import check_heads, check_tables, rows_for
 from fusednorm.registry import fast_paths, request
 from fusednorm.run_rotated import Head, Turn
-from fusednorm.tables import check_heads, check_tables, rows_for
 
 
 def rotate(

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm import fast_path
-from fusednorm.call import Around, Backward, Before, Flags, Forward, Operation, operation_of
-from fusednorm.checks import (
+from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Operation, operation_of
+from fusednorm.calls.checks import (
     as_called,
     check_affine,
     check_between,
@@ -24,9 +24,9 @@ from fusednorm.checks import (
     refuse_layout,
     rows_to_write,
 )
+from fusednorm.calls.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.composition import Composition
 from fusednorm.first_calls import FirstCalls
-from fusednorm.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import Backend, fast_paths, request, select, selected
 from fusednorm.run_quantized import Results, quantizer_of
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from fusednorm import run
 from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator
-from fusednorm.call import (
+from fusednorm.calls.call import (
     Around,
     Flags,
     Forward,
@@ -23,9 +23,9 @@ from fusednorm.call import (
     Strides,
     operation_of,
 )
-from fusednorm.checks import check_flags, check_kept
+from fusednorm.calls.checks import check_flags, check_kept
+from fusednorm.calls.layout import in_levels, overlaps_itself, packed, rows_of
 from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
-from fusednorm.layout import in_levels, overlaps_itself, packed, rows_of
 from fusednorm.registry import fast_paths, request
 
 

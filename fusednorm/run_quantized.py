@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.call import Forward, Quantize, Strides
-from fusednorm.layout import Rows, common_levels, packed, rows_of
-from fusednorm.quantizations import Quantization
+from fusednorm.calls.call import Forward, Quantize, Strides
+from fusednorm.calls.layout import Rows, common_levels, packed, rows_of
+from fusednorm.calls.quantization import Quantization
 
 #: The strides of zero points where there are none.
 NONE = (0, 0, 0)

@@ -11,8 +11,8 @@ from torch.autograd.graph import increment_version
 
 from fusednorm import run
 from fusednorm.backends import rotation
-from fusednorm.call import Around, Flags, Heads, HeadsNorm, Rotate, Strides, operation_of
-from fusednorm.layout import packed, two_levels
+from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Strides, operation_of
+from fusednorm.calls.layout import packed, two_levels
 from fusednorm.registry import fast_paths, request
 
 #: The strides of an operand that is absent.

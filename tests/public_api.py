@@ -77,7 +77,7 @@ def of_class(name, value):
         yield f"{name}.{attribute}: {getattr(annotation, '__forward_arg__', annotation)}"
     for attribute, member in sorted(vars(value).items()):
         member = getattr(member, "__func__", member)  # of static and class methods
-        if attribute == "__init__" and member.__module__ == value.__module__:
+        if attribute == "__init__":
             yield f"{name}{signature(member)}"
         elif attribute[0] != "_" and inspect.isfunction(member):
             yield f"{name}.{attribute}{signature(member)}"

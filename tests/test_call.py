@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import BackendError, fused_add_rms_norm, packing, registry, rms_norm
+from fusednorm import BackendError, fused_add_rms_norm, registry, rms_norm
 from fusednorm.backends import cpu, reference
-from fusednorm.call import Backward, Forward, RMSNorm
+from fusednorm.calls import packing
+from fusednorm.calls.call import Backward, Forward, RMSNorm
 from fusednorm.conformance.cases import (
     BF16,
     DTYPES,

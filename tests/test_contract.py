@@ -1,6 +1,5 @@
 """``contract``: which steps it lists, and that the digest changes with the bits, and only with them."""
 
-
 import pytest
 import torch
 

@@ -31,7 +31,7 @@ from fusednorm.backends.kernel_kinds import (
     RotationKind,
     lacking,
 )
-from fusednorm.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
+from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.tools import doctor

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, silu
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.call import Flags
+from fusednorm.calls.call import Flags
 
 # What torch warns of when it loads its forward mode and its compiler, and of each graph that linearize makes.
 pytestmark = [

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, listeners, ops, rms_norm, rms_norm_
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, rms_norm, rms_norm_
+from fusednorm.calls import listeners
 
 pytestmark = [
     pytest.mark.usefixtures("asked_by"),

@@ -19,7 +19,7 @@ from fusednorm import (
     rms_norm_add_rms_norm_,
 )
 from fusednorm.backends import cpu, reference
-from fusednorm.call import Before, Flags, operation_of
+from fusednorm.calls.call import Before, Flags, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, listed, operands
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))

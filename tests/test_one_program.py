@@ -20,7 +20,7 @@ import fusednorm
 from fusednorm import Quantization, gated, norm_gated, quantized, rotation
 from fusednorm.backends import cuda, cuda_kernels, kernel_kinds, triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.triton_host import INTERPRETED
-from fusednorm.call import Backward, GateBackward, RMSNorm
+from fusednorm.calls.call import Backward, GateBackward, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
 
 EXECUTED = "FUSEDNORM_EMULATED_SM" in os.environ

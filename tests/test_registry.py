@@ -18,7 +18,7 @@ import torch
 import fusednorm
 from fusednorm import BackendError, first_calls, registry
 from fusednorm.backends import cpu, reference
-from fusednorm.call import RMSNorm
+from fusednorm.calls.call import RMSNorm
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 

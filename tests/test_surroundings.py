@@ -19,8 +19,9 @@ import torch
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import environment, listeners, registry
+from fusednorm import environment, registry
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
+from fusednorm.calls import listeners
 from fusednorm.tools import proof
 from fusednorm.tools.measure import compare
 

@@ -24,7 +24,7 @@ from fusednorm.backends.kernel_kinds import (
     QuantizerKind,
     RotationKind,
 )
-from fusednorm.call import AroundNorm, Flags, Forward, operation_of
+from fusednorm.calls.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.run import backward as differentiate
 

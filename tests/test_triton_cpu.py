@@ -19,10 +19,21 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import Quantization, fast_path, packing, quantizations, registry
+from fusednorm import Quantization, fast_path, quantizations, registry
 from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
-from fusednorm.call import Around, AroundNorm, Flags, Forward, Gate, GateBackward, NormGated, Quantize, operation_of
+from fusednorm.calls import packing
+from fusednorm.calls.call import (
+    Around,
+    AroundNorm,
+    Flags,
+    Forward,
+    Gate,
+    GateBackward,
+    NormGated,
+    Quantize,
+    operation_of,
+)
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 from fusednorm.run import backward as differentiate
 

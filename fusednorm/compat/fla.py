@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
-from fusednorm.checks import refuse_type
+from fusednorm.calls.checks import refuse_type
 from fusednorm.gated import gate
 from fusednorm.norm_gated import rms_norm_gated as norm_gated
 from fusednorm.ops import fused_add_rms_norm, rms_norm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import ops, quantized
-from fusednorm.checks import refuse_type, replaced
+from fusednorm.calls.checks import refuse_type, replaced
 from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import ops
-from fusednorm.checks import check_one_row
+from fusednorm.calls.checks import check_one_row
 
 _ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1: False}
 

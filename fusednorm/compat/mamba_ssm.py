@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
-from fusednorm.checks import refuse_type
+from fusednorm.calls.checks import refuse_type
 from fusednorm.gated import gate
 from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import rms_norm

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import gated
-from fusednorm.checks import replaced
+from fusednorm.calls.checks import replaced
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from fusednorm.norm_gated import check_group_size
 from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC

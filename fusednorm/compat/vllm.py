@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import gated, ops, quantized
-from fusednorm.checks import check_one_row, refuse_type, replaced
+from fusednorm.calls.checks import check_one_row, refuse_type, replaced
 from fusednorm.norm_gated import check_group_size
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import environment, fast_path, vllm
-from fusednorm.devices import devices
+from fusednorm.calls.devices import devices
 
 
 def _processor() -> str:

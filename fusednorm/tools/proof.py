@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import quantizations, registry
-from fusednorm.devices import devices
+from fusednorm.calls.devices import devices
 from fusednorm.tools import doctor
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.

@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm import gated, listeners
+from fusednorm import gated
+from fusednorm.calls import listeners
 from fusednorm.norm_gated import rms_norm_gated
 from fusednorm.ops import rms_norm
 from fusednorm.rotation import qk_norm_rope

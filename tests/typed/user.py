@@ -7,7 +7,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.call import Backward, Forward, Operation
+from fusednorm.calls.call import Backward, Forward, Operation
 from fusednorm.compat import vllm
 from fusednorm.distributed import SequenceParallel
 from fusednorm.registry import Backend, BackendInfo, Explanation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.activations import ACTIVATIONS
-from fusednorm.call import (
+from fusednorm.calls.call import (
     Backward,
     Forward,
     Gate,
@@ -25,7 +25,7 @@ from fusednorm.call import (
 )
 
 if TYPE_CHECKING:
-    from fusednorm.quantizations import Quantization
+    from fusednorm.calls.quantization import Quantization
 
 #: The numbers that C has for dtypes: ``enum fn_kind``.
 KINDS: dict[torch.dtype | None, int] = {

@@ -13,14 +13,14 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from fusednorm import layout
 from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.backends.quantizer import MOST
 from fusednorm.backends.reference import accumulator
-from fusednorm.call import Flags
+from fusednorm.calls import layout
+from fusednorm.calls.call import Flags
+from fusednorm.calls.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
+from fusednorm.calls.quantization import Quantization, _fields_of
 from fusednorm.dispatcher import check_placed
-from fusednorm.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
-from fusednorm.quantizations import Quantization, _fields_of
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")

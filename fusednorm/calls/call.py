@@ -1,0 +1,431 @@
+"""A call as a value: the operation that it asks for, its operands, and where their rows lie in memory.
+
+The front end makes a :class:`Forward` or a :class:`Backward`, and passes it whole to a backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fusednorm.calls.quantization import Quantization
+
+#: How the rows of an operand lie: the stride of the outer level, and the stride of the inner level, in elements.
+Strides: TypeAlias = tuple[int, int]
+
+
+class Flags(NamedTuple):
+    """The arguments of a public function that are no operands."""
+
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    round_sum: bool = True
+    round_norm: bool = False
+    #: The dtypes of new outputs; None: those of x and of the residual.
+    out_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
+
+
+class FirstNorm(NamedTuple):
+    """A norm of x before the addition, as far as it decides the backend of a call."""
+
+    #: The dtype of its weight, None if there is none.
+    weight: torch.dtype | None
+    #: The dtype that its rows are rounded to before the addition takes them. It is that of x, or float32.
+    between: torch.dtype
+
+
+class AroundNorm(NamedTuple):
+    """A bias, rows of heads and a scaled x, as far as they decide the backend of a call."""
+
+    #: The dtype of the bias, None if there is none.
+    bias: torch.dtype | None
+    #: Whether the weight or the bias has a row for each of several heads.
+    of_heads: bool
+    #: Whether x is multiplied by a number before the addition.
+    scaled: bool
+
+
+class RMSNorm(NamedTuple):
+    """``rms_norm``, with a residual ``fused_add_rms_norm``, and with a norm of x before the addition.
+
+    It has everything that decides the backend of a call, and never the number of rows: a row's bits do not depend on
+    it. A dtype is None where the operand is absent.
+    """
+
+    device: torch.device
+    x: torch.dtype
+    residual: torch.dtype | None
+    #: Of the norm after the addition, where there is one before it too.
+    weight: torch.dtype | None
+    #: None if no norm follows the addition.
+    out: torch.dtype | None
+    hidden_size: int
+    round_sum: bool
+    round_norm: bool
+    residual_out: torch.dtype | None
+    first: FirstNorm | None = None
+    #: None if there is nothing of it; never with a norm before the addition.
+    around: AroundNorm | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the public function."""
+        if self.first is not None:
+            return "rms_norm_add" if self.out is None else "rms_norm_add_rms_norm"
+        return "rms_norm" if self.residual is None else "fused_add_rms_norm"
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type ``A`` of the specification: float64 for a float64 x, else float32."""
+        return torch.float64 if self.x == torch.float64 else torch.float32
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The parts of the operation that a backend must know by name, because they may be younger than the backend."""
+        young = {
+            "residual_dtype": self.residual_out != self.residual,
+            "norm_before_add": self.first is not None,
+            "affine": self.around is not None and (self.around.bias is not None or self.around.of_heads),
+            "x_scale": self.around is not None and self.around.scaled,
+        }
+        return tuple(name for name, has in young.items() if has)
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands that there are, but rstd."""
+        operands = (self.x, self.residual, self.weight, self.out, self.residual_out, self.first and self.first.weight)
+        return [dtype for dtype in (*operands, self.around and self.around.bias) if dtype is not None]
+
+    def __str__(self) -> str:
+        types = {"x": self.x, "residual": self.residual, "weight": self.weight, "out": self.out}
+        if self.first is not None:
+            before = {"x": self.x, "weight": self.first.weight, "between": self.first.between}
+            types = {**before, "residual": self.residual, "next_weight": self.weight, "out": self.out}
+        if self.residual_out != self.residual:
+            types["residual_out"] = self.residual_out
+        if self.around is not None:
+            types["bias"] = self.around.bias
+        named = ", ".join(f"{name} {str(dtype)[6:]}" for name, dtype in types.items() if dtype is not None)
+        return f"{named}, hidden size {self.hidden_size}, on {self.device}"
+
+
+#: The operations that there are.
+Operation: TypeAlias = RMSNorm
+
+
+class Before(NamedTuple):
+    """The arguments of a norm of x before the addition; its other flags are those of the norm after the addition."""
+
+    weight: Tensor | None
+    eps: float
+    between: torch.dtype | None
+    #: Whether a norm follows the addition.
+    followed: bool
+
+
+class Around(NamedTuple):
+    """The arguments of a call with a bias, rows of heads or a scaled x; its weight may have a row for each head."""
+
+    #: [N] or [H, N].
+    bias: Tensor | None
+    x_scale: float
+
+
+def operation_of(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    flags: Flags,
+    out: Tensor | None = None,
+    before: Before | None = None,
+    around: Around | None = None,
+) -> RMSNorm:
+    """The operation that a call with these arguments asks for; they have been checked."""
+    first, beside, out_dtype = None, None, flags.out_dtype or (x.dtype if out is None else out.dtype)
+    if around is not None:
+        bias, factor = around
+        beside = AroundNorm(None if bias is None else bias.dtype, _heads_of(weight, bias) > 1, factor != 1.0)
+        if not any(beside):
+            beside = None
+    if before is not None:
+        first = FirstNorm(None if before.weight is None else before.weight.dtype, before.between or x.dtype)
+    return RMSNorm(
+        x.device,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        None if weight is None else weight.dtype,
+        None if before is not None and not before.followed else out_dtype,
+        x.shape[-1],
+        flags.round_sum,
+        flags.round_norm,
+        None if residual is None else flags.residual_dtype or residual.dtype,
+        first,
+        beside,
+    )
+
+
+def _heads_of(*rows: Tensor | None) -> int:
+    """The rows of a weight and a bias, of which all that have more than one have equally many."""
+    return max((t.shape[0] for t in rows if t is not None and t.dim() == 2), default=1)
+
+
+class Forward(NamedTuple):
+    """A forward pass. All tensors are on one device, and there is at least one row.
+
+    Row ``i`` of an operand begins at ``(i // inner) * outer stride + i % inner * inner stride`` elements from its first
+    element. Where the rows of all operands are one stride apart, ``inner`` is the number of rows.
+    """
+
+    #: [..., N].
+    x: Tensor
+    #: [..., N]; None for the plain ``rms_norm``.
+    residual: Tensor | None
+    #: [N], contiguous, or None; or [H, N], as the bias.
+    weight: Tensor | None
+    #: [..., N], receives the normalised rows, rounded to its dtype. It may be x or the residual itself. None if no norm
+    #: follows the addition, or if only a quantizer takes the rows.
+    out: Tensor | None
+    #: [..., N], receives the sum, rounded to its dtype; None without a residual. It may be x or the residual itself.
+    residual_out: Tensor | None
+    #: [...] of the accumulator type, contiguous, receives ``1 / sqrt(mean(h^2) + eps)``; or None.
+    rstd: Tensor | None
+    operation: Operation
+    rows: int
+    inner: int
+    #: Of x, the residual, out and residual_out; (0, 0) of an operand that is absent.
+    strides: tuple[Strides, Strides, Strides, Strides]
+    eps: float
+    weight_offset: float
+    #: [N], contiguous, or None. It is the weight of the norm of x before the addition, if the operation has one.
+    first_weight: Tensor | None = None
+    #: The eps of that norm.
+    first_eps: float = 0.0
+    #: [N], or [H, N] where row ``i`` takes row ``i % H``; contiguous, or None. It is added after the weight.
+    bias: Tensor | None = None
+    #: x is multiplied by it, and rounded to its dtype, before the addition.
+    x_scale: float = 1.0
+
+    @property
+    def heads(self) -> int:
+        """The rows of the weight and the bias; 1 where one row is for all."""
+        return _heads_of(self.weight, self.bias)
+
+
+class Quantize(NamedTuple):
+    """Rows to quantize: those of a tensor, or those that a forward pass makes.
+
+    ``inner`` and the strides say where rows lie, as in :class:`Forward`; those of scales and zero points also say how
+    far apart the groups of a row are.
+    """
+
+    #: [..., N], or None if a forward pass makes the rows.
+    y: Tensor | None
+    y_strides: Strides
+    #: Its ``out`` is None if nobody else wants the rows, which have the dtype of its operation's ``out``.
+    norm: Forward | None
+    quantization: Quantization
+    #: [..., N], receives the numbers.
+    out: Tensor
+    out_strides: Strides
+    #: float32 [..., groups], receives the scales; for ``per="tensor"`` one element, which is read.
+    scale: Tensor
+    scale_strides: tuple[int, int, int]
+    #: int32, the same for zero points; or None.
+    zero_point: Tensor | None
+    zero_point_strides: tuple[int, int, int]
+    hidden_size: int
+    rows: int
+    inner: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that are quantized."""
+        found = self.y.dtype if self.y is not None else cast(Forward, self.norm).operation.out
+        return cast(torch.dtype, found)
+
+
+class Backward(NamedTuple):
+    """A backward pass: the gradients of a forward pass, of which one is wanted at least.
+
+    ``inner`` and ``strides`` say where rows lie, as in :class:`Forward`. The outputs are new and contiguous.
+    """
+
+    #: [..., N], the gradient of the normalised rows.
+    dy: Tensor
+    #: [..., N], the gradient of residual_out, or None.
+    d_residual_out: Tensor | None
+    #: [..., N], the rows that were normalised, that is residual_out, or x where there was no residual.
+    h: Tensor
+    #: [...] of the accumulator type, contiguous, from the forward pass.
+    rstd: Tensor
+    #: [N], contiguous, or None; or [H, N], where row ``i`` takes row ``i % H``.
+    weight: Tensor | None
+    #: [..., N], receives the gradient of the sum, rounded to its dtype. That is x's dtype, and then also the residual's
+    #: gradient if both have one dtype; or the residual's, if x needs no gradient.
+    dx: Tensor | None
+    #: [..., N], receives the same, rounded to the residual's dtype, if both gradients are wanted and differ; or None.
+    dresidual: Tensor | None
+    #: [N] or [H, N] of the weight's dtype, receives its gradient, or None.
+    dweight: Tensor | None
+    #: The operation of the forward pass.
+    operation: Operation
+    rows: int
+    inner: int
+    #: Of dy, d_residual_out and h; (0, 0) where it is absent.
+    strides: tuple[Strides, Strides, Strides]
+    weight_offset: float
+    #: [N], or [H, N] as the weight, receives the gradient of a bias, or None.
+    dbias: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """The rows of the weight and the bias; 1 where one row is for all."""
+        return _heads_of(self.weight, self.dbias)
+
+    def outputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Where the gradients of x, the residual and the weight go; None for each that needs no memory of its own."""
+        if self.dx is not None and self.dx.dtype != self.operation.x:
+            return None, self.dx, self.dweight
+        return self.dx, self.dresidual, self.dweight
+
+
+class Heads(NamedTuple):
+    """Heads of q or of k, each of adjacent numbers. The strides: of rows in two levels, and from head to head."""
+
+    #: [..., H, D].
+    x: Tensor
+    #: [..., H, D], receives the heads, rounded to its dtype. It may be x itself.
+    out: Tensor
+    #: [D], or [H, D] with a row for each head; contiguous, or None.
+    weight: Tensor | None
+    x_strides: tuple[int, int, int]
+    out_strides: tuple[int, int, int]
+    #: [..., H] of the accumulator type, contiguous, receives ``1 / sqrt(mean(x^2) + eps)``; or None.
+    rstd: Tensor | None = None
+
+
+class HeadsNorm(NamedTuple):
+    """A norm of each head."""
+
+    eps: float
+    weight_offset: float
+    round_norm: bool
+
+
+class Rotate(NamedTuple):
+    """Heads of q, or of q and of k, that are normalised, rotated, or both: docs/spec.md, section 8.
+
+    ``inner`` and the strides say where rows of heads lie, as :class:`Forward` says it of rows.
+    """
+
+    #: Of the same dtypes.
+    heads: tuple[Heads, ...]
+    norm: HeadsNorm | None
+    #: The dtype of the heads that are rotated: that of x, or the one that normalised heads are rounded to.
+    between: torch.dtype
+    #: The dtype that products are rounded to before two are added, or None.
+    products: torch.dtype | None
+    interleaved: bool
+    #: [..., K], with a row for each row of heads; or [P, K], where there are positions. None: nothing is rotated.
+    cos: Tensor | None
+    sin: Tensor | None
+    #: Of cos and sin, as of operands whose rows are rows of heads.
+    table_strides: tuple[Strides, Strides]
+    #: int32 or int64, which row of the tables each row of heads takes; or None.
+    positions: Tensor | None
+    position_strides: Strides
+    size: int
+    rows: int
+    inner: int
+
+
+class Gate(NamedTuple):
+    """Rows times a function of other rows: docs/spec.md, section 10. ``inner`` and ``strides`` are as in Forward."""
+
+    #: [..., N].
+    y: Tensor
+    #: [..., N], the gate.
+    z: Tensor
+    #: [..., N], receives the products, rounded to its dtype. It may be y or z itself.
+    out: Tensor
+    #: The function, of :data:`fusednorm.backends.activations.ACTIVATIONS`.
+    activation: str
+    #: The dtype that the function's value is rounded to before it is multiplied; None: it is not rounded.
+    between: torch.dtype | None
+    hidden_size: int
+    rows: int
+    inner: int
+    #: Of y, z and out.
+    strides: tuple[Strides, Strides, Strides]
+
+
+class NormGated(NamedTuple):
+    """A norm and a gate, one after the other; the rows that pass between them have no memory of their own."""
+
+    #: ``x`` and ``out`` are those of both together. Where the norm comes first, the operation's ``out`` is the dtype
+    #: that passes; else the operation's ``x`` is, and ``round_norm`` rounds to the dtype of ``out``.
+    norm: Forward
+    #: [..., N], the gate, of which nothing is rounded before it is multiplied.
+    z: Tensor
+    z_strides: Strides
+    activation: str
+    norm_first: bool
+
+
+class GateBackward(NamedTuple):
+    """The gradients of a gate, of which one is wanted at least. The outputs share no memory with other operands."""
+
+    #: [..., N], the gradient of the products.
+    d: Tensor
+    y: Tensor
+    z: Tensor
+    #: [..., N], receives the gradient of y, rounded to its dtype, or None.
+    dy: Tensor | None
+    #: [..., N], receives the gradient of z, rounded to its dtype, or None.
+    dz: Tensor | None
+    activation: str
+    between: torch.dtype | None
+    hidden_size: int
+    rows: int
+    inner: int
+    #: Of d, y, z, dy and dz; (0, 0) where it is absent.
+    strides: tuple[Strides, Strides, Strides, Strides, Strides]
+
+
+class NormGatedBackward(NamedTuple):
+    """The gradients of a norm and a gate, one after the other, of which one is wanted at least.
+
+    What passes between them has no memory of its own. ``inner`` and ``strides`` say where rows lie, as in
+    :class:`Forward`. The outputs are new and contiguous.
+    """
+
+    #: [..., N], the gradient of the results.
+    d: Tensor
+    x: Tensor
+    #: [..., N], the gate.
+    z: Tensor
+    #: [...] of the accumulator type, contiguous, from the forward pass.
+    rstd: Tensor
+    #: [N], contiguous, or None; or [H, N], where row ``i`` takes row ``i % H``.
+    weight: Tensor | None
+    #: [..., N] each, receive the gradients of x and of the gate, rounded to their dtypes; or None.
+    dx: Tensor | None
+    dz: Tensor | None
+    #: Of the weight's shape and dtype, receives its gradient, or None.
+    dweight: Tensor | None
+    #: Of the norm, as in :class:`NormGated`.
+    operation: Operation
+    activation: str
+    norm_first: bool
+    rows: int
+    inner: int
+    #: Of d, x and z.
+    strides: tuple[Strides, Strides, Strides]
+    weight_offset: float
+
+
+#: What a launcher of GPU kernels takes.
+Call: TypeAlias = Forward | Backward | Quantize | Gate | GateBackward | NormGated | Rotate

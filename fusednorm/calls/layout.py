@@ -1,0 +1,260 @@
+"""How rows lie in memory: the strides from row to row, and which operands share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.call import Forward, Strides
+
+
+class Rows(NamedTuple):
+    """The rows of an operand: ``outer`` times ``inner`` of them, with their strides in elements."""
+
+    outer: int
+    inner: int
+    outer_stride: int
+    stride: int
+
+    def in_levels_of(self, inner: int) -> Strides | None:
+        """The strides of the same rows, of which ``inner`` lie in the inner level; None if they do not lie so."""
+        if self.inner == inner:
+            return self.outer_stride, self.stride
+        return (inner * self.stride, self.stride) if self.outer == 1 else None
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """The rows of a [..., N] tensor in one level or two, each row contiguous; None if they lie otherwise.
+
+    Heads of a view into a tensor of q, k and v lie in two levels: one stride leads from token to token, and another
+    from head to head.
+    """
+    contiguous = tensor.is_contiguous()  # as a tensor without rows is, whatever its strides
+    if not contiguous and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        return None
+    if tensor.is_neg():  # its memory holds the negatives
+        return None
+    *sizes, hidden = tensor.shape
+    if contiguous:
+        return Rows(1, tensor.numel() // hidden, 0, hidden)
+    strides = tensor.stride()[:-1]
+    levels: list[list[int]] = []  # number of rows and stride, the innermost level first
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if levels and stride == levels[-1][0] * levels[-1][1]:
+            levels[-1][0] *= size
+        else:
+            levels.append([size, stride])
+    if len(levels) > 2:
+        return None
+    (inner, stride), (outer, outer_stride) = [*levels, [1, hidden], [1, 0]][:2] if levels else ([1, hidden], [1, 0])
+    return Rows(outer, inner, 0 if outer == 1 else outer_stride, stride)
+
+
+def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, list[Strides]] | None:
+    """Rows of these sizes in two levels that hold for all operands: rows of the inner one, and the strides of each.
+
+    None if one of the operands lies otherwise. ``strides``: those of each operand, as many as there are sizes.
+    """
+    if 0 in sizes:  # strides of no rows say nothing
+        return 1, [(0, 0) for _ in strides]
+    levels: list[tuple[int, tuple[int, ...]]] = []  # number of rows and their strides, the innermost level first
+    for size, steps in zip(reversed(sizes), reversed(list(zip(*strides, strict=True))), strict=True):
+        if size == 1:
+            continue
+        if levels and steps == tuple(levels[-1][0] * step for step in levels[-1][1]):
+            levels[-1] = levels[-1][0] * size, levels[-1][1]
+        else:
+            levels.append((size, steps))
+    if len(levels) > 2:
+        return None
+    nothing = (1, (0,) * len(strides))
+    (inner, steps), (_, outer_steps) = [*levels, nothing, nothing][:2]
+    return inner, list(zip(outer_steps, steps, strict=True))
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether memory holds all elements of a tensor that has a storage, as those of tracers and sparse ones have not.
+
+    A storage may have been freed or made shorter (FSDP does so between passes), and that of a ZeroTensor is empty.
+    """
+    if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
+        return True
+    if tensor.data_ptr() == 0:
+        return False
+    elements = tensor.numel() if tensor.is_contiguous() else _elements_to_the_last(tensor)
+    return (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def _elements_to_the_last(tensor: Tensor) -> int:
+    """Elements of memory from the first one of a tensor to the last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor if it is contiguous, else a copy that is."""
+    return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()
+
+
+def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | None]]:
+    """Rows per outer step, the same for all operands, and the strides of each; None for an operand without them."""
+    inner = 1
+    strides: list[Strides | None] = []
+    for rows in operands:
+        if rows is None:
+            strides.append(None)
+            continue
+        outer, inner, _, stride = rows
+        if outer > 1:
+            return inner, [None if rows is None else rows.in_levels_of(inner) for rows in operands]
+        strides.append((0, stride))
+    return inner, strides
+
+
+def in_levels(operands: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[Strides]]:
+    """Operands that are only read, copied where their rows do not lie in the same two levels as the others'."""
+    inner, strides = common_levels([None if tensor is None else rows_of(tensor) for tensor in operands])
+    found: list[Tensor | None] = []
+    for i, tensor in enumerate(operands):
+        if tensor is not None and strides[i] is None:
+            tensor = packed(tensor)
+            strides[i] = (inner * tensor.shape[-1], tensor.shape[-1])
+        found.append(tensor)
+    return found, inner, [(0, 0) if s is None else s for s in strides]
+
+
+@contextmanager
+def in_one_level(call: Forward) -> Iterator[Forward]:
+    """A call whose rows are all one stride apart, for a backend that takes no others.
+
+    Operands whose rows lie in two levels are copied, and outputs are copied back when the block ends.
+    """
+    if call.inner == call.rows:
+        yield call
+        return
+    x, residual, weight, out, residual_out = (t if t is None else t.contiguous() for t in call[:5])
+    n = call.operation.hidden_size
+    assert x is not None
+    assert out is not None
+    yield call._replace(
+        x=x,
+        residual=residual,
+        weight=weight,
+        out=out,
+        residual_out=residual_out,
+        inner=call.rows,
+        strides=((0, n),) * 4,
+    )
+    if out is not call.out:
+        call.out.copy_(out)  # type: ignore[union-attr]
+    if residual_out is not None and residual_out is not call.residual_out:
+        call.residual_out.copy_(residual_out)  # type: ignore[union-attr]
+
+
+class Memory(NamedTuple):
+    """The memory of an operand's rows: addresses, and the bytes of an element."""
+
+    begin: int
+    end: int
+    rows: Rows
+    item: int
+    hidden_size: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, rows: Rows, hidden_size: int) -> Memory:
+        """The memory of a tensor whose rows lie so."""
+        outer, inner, outer_stride, stride = rows
+        begin, item = tensor.data_ptr(), tensor.element_size()
+        last = (outer - 1) * outer_stride + (inner - 1) * stride + hidden_size
+        return cls(begin, begin + last * item, rows, item, hidden_size)
+
+    @property
+    def step(self) -> int | None:
+        """Bytes from each piece of memory to the next, where it lies in equal pieces; else None."""
+        outer, _, outer_stride, stride = self.rows
+        if outer == 1:
+            return stride * self.item
+        return outer_stride * self.item if stride == self.hidden_size else None
+
+    @property
+    def piece(self) -> int:
+        """Bytes of such a piece: a row, or all rows of the inner level where no gap is between them."""
+        whole = self.rows.outer > 1 and self.rows.stride == self.hidden_size
+        return self.hidden_size * self.item * (self.rows.inner if whole else 1)
+
+    def begins(self) -> Tensor:
+        """The addresses of all rows, in ascending order."""
+        return self.begin + _begins(self.rows) * self.item
+
+
+def _begins(rows: Rows) -> Tensor:
+    """Where rows begin, in elements from the first, in ascending order."""
+    outer, inner, outer_stride, stride = rows
+    return (torch.arange(outer)[:, None] * outer_stride + torch.arange(inner) * stride).flatten().sort().values
+
+
+class Elements(NamedTuple):
+    """The memory of a tensor with any strides, as :class:`Memory` has that of rows: pieces of equal length."""
+
+    begin: int
+    end: int
+    #: Addresses of the pieces, sorted.
+    pieces: Tensor
+    item: int
+    #: Elements of a piece.
+    hidden_size: int
+    #: The pieces are not known to be equally far apart.
+    step: None = None
+    piece: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Elements:
+        """The memory of a tensor with at least one element."""
+        item = tensor.element_size()
+        length, pieces = 1, torch.tensor([tensor.data_ptr()])
+        dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+        for stride, size in sorted(dimensions):  # the longest run of adjacent elements becomes one piece
+            if stride == length and len(pieces) == 1:
+                length *= size
+            else:
+                pieces = (pieces.unsqueeze(-1) + torch.arange(size) * (stride * item)).flatten()
+        pieces = pieces.sort().values
+        return cls(int(pieces[0]), int(pieces[-1]) + length * item, pieces, item, length)
+
+    def begins(self) -> Tensor:
+        """The addresses of the pieces, sorted."""
+        return self.pieces
+
+    def overlaps_itself(self) -> bool:
+        """Whether two elements share memory."""
+        return bool((self.pieces.diff() < self.hidden_size * self.item).any())
+
+
+def share_memory(a: Memory | Elements, b: Memory | Elements) -> bool:
+    """Whether any element of one operand lies in the memory of another.
+
+    Exact also for rows that interleave, such as two slices of the columns of one matrix.
+    """
+    if a.end <= b.begin or b.end <= a.begin:
+        return False
+    if a.step == b.step and a.step and a.piece <= (b.begin - a.begin) % a.step <= a.step - b.piece:
+        return False  # columns of one matrix: no need to look at every row
+    rows, others = a.begins(), b.begins()
+    # Of the rows of `a` that begin before a row of b ends, the last one reaches furthest.
+    last = torch.searchsorted(rows, others + b.hidden_size * b.item) - 1
+    return bool(((last >= 0) & (rows[last.clamp(min=0)] + a.hidden_size * a.item > others)).any())
+
+
+def overlaps_itself(rows: Rows, hidden_size: int) -> bool:
+    """Whether two rows of one operand share an element."""
+    if rows.outer == 1:
+        return rows.inner > 1 and rows.stride < hidden_size
+    (near, of_near), (far, _) = sorted([(rows.stride, rows.inner), (rows.outer_stride, rows.outer)])
+    if near >= hidden_size and far >= (of_near - 1) * near + hidden_size:
+        return False  # one level lies within the gaps of the other: no need to look at every row
+    return bool((_begins(rows).diff() < hidden_size).any())

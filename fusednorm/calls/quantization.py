@@ -1,0 +1,208 @@
+"""How values become 8-bit numbers and scales; the formulas are in docs/spec.md, section 9."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from fusednorm.backends.quantizer import FLOAT8
+from fusednorm.calls.packing import KINDS, pack_quantization
+
+#: The dtypes, and the least and the greatest number of each.
+RANGES: dict[torch.dtype, tuple[float, float]] = {
+    torch.int8: (-128.0, 127.0),
+    torch.uint8: (0.0, 255.0),
+    torch.float8_e4m3fn: (-448.0, 448.0),
+    torch.float8_e5m2: (-57344.0, 57344.0),
+}
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "dtype": tuple(RANGES),
+    "zero_point": (None, 128, "after", "before"),
+    "scale_by": ("divide", "reciprocal"),
+    "apply": ("divide", "reciprocal", "ratio"),
+    "floor_dtype": (None, "input"),
+    "returns": ("scale", "multiplier"),
+    "layout": ("row", "column", "column_padded"),
+}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A way to quantize rows to 8 bits. Each field is a part of the formulas in docs/spec.md, section 9.
+
+    Raises:
+        TypeError, ValueError: a field has a value that it cannot have, or that does not go with another field.
+    """
+
+    #: One of torch.int8, uint8, float8_e4m3fn and float8_e5m2.
+    dtype: torch.dtype
+    #: What shares a scale. With "tensor" there is one scale, which the caller gives; with "row" each row has one; with
+    #: a number each group of as many elements of a row.
+    per: str | int = "row"
+    #: With 128, this is added to what is stored (uint8). With "after" or "before" a zero point is computed from the
+    #: least and the greatest value, and added after or before rounding; for per="tensor" the caller gives it.
+    zero_point: int | str | None = None
+    #: With "divide" the scale is amax / qmax, with "reciprocal" amax * (1 / qmax).
+    scale_by: str = "divide"
+    #: With "divide" numbers are y / scale, with "reciprocal" y * (1 / scale), with "ratio" y * (qmax / amax).
+    apply: str = "divide"
+    #: The least amax. Without it and scale_floor, subnormal and zero scales are possible.
+    amax_floor: float = 0.0
+    #: The greatest amax.
+    amax_limit: float = math.inf
+    #: The least scale.
+    scale_floor: float = 0.0
+    #: With "input", amax_floor is first rounded to the dtype of the rows, which is ``between`` after a norm or a gate.
+    floor_dtype: str | None = None
+    #: With "multiplier", qmax / amax is returned in place of the scale.
+    returns: str = "scale"
+    #: How scales lie in memory. With "row" they lie by rows, with "column" by columns, with "column_padded" by columns
+    #: of rows that are rounded up to 4.
+    layout: str = "row"
+    #: The least number, before a zero point of 128 is added; the dtype's if None.
+    qmin: float | None = None
+    #: The greatest number, before a zero point of 128 is added; the dtype's if None.
+    qmax: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        whole_group = type(self.per) is int and self.per > 0
+        if self.per not in ("tensor", "row") and not whole_group:
+            raise ValueError(f"per must be 'tensor', 'row' or the elements of a group, at least 1, got {self.per!r}")
+        for name in ("amax_floor", "amax_limit", "scale_floor", "qmin", "qmax"):
+            self._check_number(name, getattr(self, name))
+        # Made once: a compiler cannot make text of numbers that it takes for inputs, as those in attributes.
+        object.__setattr__(self, "_text", self._named())
+        self._check_together()
+        self._check_range()
+
+    def _named(self) -> str:
+        named = [("dtype", str(self.dtype)[6:])]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                named.append((field.name, str(value)))
+        return " ".join(f"{name}={value}" for name, value in named)
+
+    @staticmethod
+    def _check_number(name: str, value: object) -> None:
+        if value is None and name in ("qmin", "qmax"):
+            return
+        if type(value) not in (int, float) or value != value:  # a NaN
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if name not in ("qmin", "qmax") and value < 0:  # type: ignore[operator]
+            raise ValueError(f"{name} must not be negative, got {value!r}")
+
+    def _check_range(self) -> None:
+        lowest, highest = RANGES[self.dtype]
+        if self.zero_point == 128:
+            lowest, highest = lowest - 128, highest - 128
+        least, greatest = self.range
+        if not lowest <= least <= 0 < greatest <= highest:
+            raise ValueError(
+                f"qmin and qmax must lie around 0, within {lowest:g} and {highest:g}, got {least:g} and {greatest:g}"
+            )
+        if self.dtype.is_floating_point and least == 0:
+            raise ValueError(f"qmin of {str(self.dtype)[6:]} must be less than 0, got {least:g}")
+        mantissa, least_exponent = FLOAT8.get(self.dtype, (0, 0))
+        for number in (least, greatest):
+            exponent = max(math.frexp(number)[1] - 1, least_exponent) if mantissa else 0
+            if math.ldexp(number, mantissa - exponent) % 1:
+                raise ValueError(
+                    f"qmin and qmax must be numbers of {str(self.dtype)[6:]}, got {least:g} and {greatest:g}"
+                )
+
+    def _check_together(self) -> None:
+        """Which fields exclude each other."""
+        computed = self.zero_point in ("after", "before")
+        excluded = {
+            "zero_point goes with int8 and uint8": self.zero_point is not None and self.dtype.is_floating_point,
+            "zero_point=128 goes with uint8": self.zero_point == 128 and self.dtype != torch.uint8,
+            "apply='ratio' has no scale to be given: use per='row' or a group": self.apply == "ratio"
+            and (self.per == "tensor" or computed),
+            "apply='ratio' does not use the scale: leave out scale_floor": self.apply == "ratio" and self.scale_floor,
+            "returns='multiplier' goes with apply='ratio'": self.returns == "multiplier" and self.apply != "ratio",
+            "layout is for scales of groups and rows, not for per='tensor'": self.layout != "row"
+            and self.per == "tensor",
+            "amax_floor and amax_limit do not go with a computed zero_point, which has no amax": computed
+            and (self.amax_floor or self.amax_limit != math.inf),
+        }
+        for reason, wrong in excluded.items():
+            if wrong:
+                raise ValueError(f"fields of a quantization exclude each other: {reason}; got {self}")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the greatest number, before a zero point is added."""
+        lowest, highest = RANGES[self.dtype]
+        if self.zero_point == 128:
+            lowest, highest = lowest - 128, highest - 128
+        if self.dtype.is_floating_point and self.qmax is not None and self.qmin is None:
+            lowest = -self.qmax
+        return (
+            float(lowest if self.qmin is None else self.qmin),
+            float(highest if self.qmax is None else self.qmax),
+        )
+
+    @property
+    def computes_zero_point(self) -> bool:
+        """Whether a zero point is one of the results."""
+        return self.zero_point in ("after", "before")
+
+    @functools.cached_property
+    def packed(self) -> tuple[bytes, ...]:
+        """What the C library takes. The number that C has for the dtype of the rows is the place."""
+        return tuple(pack_quantization(self, dtype or torch.float32) for dtype in KINDS)
+
+    def group(self, hidden_size: int) -> int:
+        """The elements that share a scale, for rows of this length; all of them for per="tensor"."""
+        return self.per if isinstance(self.per, int) else hidden_size
+
+    def __str__(self) -> str:
+        """The canonical text: equal text, equal quantization. :meth:`parse` reads it."""
+        text: str = self._text  # type: ignore[attr-defined]
+        return text
+
+    @classmethod
+    def parse(cls, text: str) -> Quantization:
+        """The quantization with this canonical text.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            found = cls(**_fields_of(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"quantization must be the text of a fusednorm.Quantization, got {text!r}") from error
+        if str(found) != text:
+            raise ValueError(
+                f"quantization must be the text of a fusednorm.Quantization, such as {found}, got {text!r}"
+            )
+        return found
+
+
+Quantization.__module__ = "fusednorm.quantizations"  # where users find it, and what was saved names
+
+
+def _fields_of(text: str) -> dict[str, Any]:
+    """The fields that a canonical text names, by name."""
+    given: dict[str, Any] = {}
+    for part in text.split():
+        name, _, value = part.partition("=")
+        given[name] = getattr(torch, value, None) if name == "dtype" else _read(value)
+    return given
+
+
+def _read(value: str) -> Any:
+    """A number or a word, of a canonical text; without exceptions, which torch's compiler cannot trace."""
+    if value.removeprefix("-").isdecimal():
+        return int(value)
+    return float(value) if value[-1:].isdecimal() or value.removeprefix("-") in ("inf", "nan") else value
