@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fusednorm.registry import BackendInfo
+    from fusednorm.engine.registry import BackendInfo
 
 #: The backends of this version, the preferred ones first.
 NAMES = ("cpu", "cuda", "triton", "triton_cpu", "reference")
@@ -21,7 +21,7 @@ class _Backends(ModuleType):
     """Lets ``fusednorm.backends`` be both this package and the public function that lists the backends."""
 
     def __call__(self) -> "list[BackendInfo]":
-        from fusednorm.registry import backends
+        from fusednorm.engine.registry import backends
 
         return backends()
 

@@ -12,9 +12,9 @@ from zipimport import zipimporter
 import torch
 from torch import Tensor
 
-from fusednorm import fast_path as path
-from fusednorm import registry
 from fusednorm.calls import packing
+from fusednorm.engine import fast_path as path
+from fusednorm.engine import registry
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import (

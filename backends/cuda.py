@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusednorm import fast_path as path
 from fusednorm.backends import cuda_compiler, reference
 from fusednorm.backends.cuda_compiler import checked
 from fusednorm.backends.cuda_kernels import (
@@ -41,7 +40,8 @@ from fusednorm.backends.kernel_kinds import (
     scratch_of,
 )
 from fusednorm.calls import packing
-from fusednorm.registry import BackendError
+from fusednorm.engine import fast_path as path
+from fusednorm.engine.registry import BackendError
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate

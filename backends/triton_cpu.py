@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm import fast_path as path
-from fusednorm import registry
 from fusednorm.backends import cpu, reference, triton_host
 from fusednorm.backends.kernel_kinds import (
     BackwardKind,
@@ -34,7 +32,9 @@ from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, P
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
 from fusednorm.calls import packing
 from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
-from fusednorm.composition import Composition
+from fusednorm.engine import fast_path as path
+from fusednorm.engine import registry
+from fusednorm.engine.composition import Composition
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import Backward, Call, Operation

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm import Quantization, fast_path
+from fusednorm import Quantization
 from fusednorm.backends import cpu
+from fusednorm.engine import fast_path
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = 4096

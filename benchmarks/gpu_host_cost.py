@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 import fusednorm
-from fusednorm import run, run_gated
 from fusednorm.backends.kernel_kinds import ForwardKind
 from fusednorm.calls.call import Flags, Forward, operation_of
+from fusednorm.engine import run, run_gated
 
 ROUNDS = 15
 Calls = dict[str, Callable[[], object]]

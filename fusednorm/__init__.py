@@ -52,9 +52,10 @@ from fusednorm.tools.contract import contract
 from fusednorm.version import SPEC_VERSION, __version__
 
 if TYPE_CHECKING:
-    from fusednorm.registry import backends
+    from fusednorm.engine.registry import backends
 else:
-    from fusednorm import backends  # a module that can be called: see backends/__init__.py
+    # A module that can be called: see backends/__init__.py. The others are found without an import of their own.
+    from fusednorm import backends, call, layout  # noqa: F401
 
 _environment.warn_of_unread()
 

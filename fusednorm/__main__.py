@@ -21,8 +21,8 @@ from collections.abc import Iterable
 import torch
 
 import fusednorm
-from fusednorm import registry
 from fusednorm.calls import devices
+from fusednorm.engine import registry
 from fusednorm.tools import command_line, difference, doctor, proof
 from fusednorm.tools.measure import cells, compare, plots, train
 from fusednorm.tools.measure.cells import WrongBitsError

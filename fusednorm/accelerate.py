@@ -25,8 +25,8 @@ from fusednorm import ops
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import check_operands
+from fusednorm.engine.registry import fast_paths, use_backend
 from fusednorm.modules import as_row, as_rows
-from fusednorm.registry import fast_paths, use_backend
 
 _CPU = use_backend("cpu")
 

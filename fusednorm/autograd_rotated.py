@@ -8,15 +8,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm import plain, run, run_rotated
+from fusednorm import plain
 from fusednorm.autograd import new_rstd
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags, HeadsNorm, operation_of
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.tables import rows_for
+from fusednorm.engine import run, run_rotated
+from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.run_rotated import Head, Rotator, Turn
 from fusednorm.ops import rms_norm
-from fusednorm.registry import fast_paths, request
-from fusednorm.run_rotated import Head, Rotator, Turn
 
 
 class How(NamedTuple):

@@ -19,6 +19,8 @@ from fusednorm.calls.checks import (
     number,
 )
 from fusednorm.calls.quantization import Quantization
+from fusednorm.engine.registry import Explanation, choose
+from fusednorm.engine.run_quantized import quantizer_of
 from fusednorm.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.norm_before_add import (
     rms_norm_add,
@@ -29,9 +31,7 @@ from fusednorm.norm_before_add import (
 from fusednorm.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
-from fusednorm.registry import Explanation, choose
 from fusednorm.rotation import qk_norm_rope, qk_norm_rope_, rotate
-from fusednorm.run_quantized import quantizer_of
 
 _WITH_RESIDUAL = (fused_add_rms_norm, fused_add_rms_norm_, fused_add_rms_norm_quant)
 _NORM_GATED = (rms_norm_gated, rms_norm_gated_)

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, plain, run, run_gated
+from fusednorm import dispatcher, plain
 from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator, rounded
 from fusednorm.calls import listeners
@@ -27,9 +27,10 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.calls.tangents import outer_levels, primals
-from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
-from fusednorm.registry import fast_paths, request
-from fusednorm.run_gated import Gating
+from fusednorm.engine import run, run_gated
+from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
+from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.run_gated import Gating
 
 
 def gate(

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import plain, run
+from fusednorm import plain
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Before, Flags
 from fusednorm.calls.checks import (
@@ -22,8 +22,9 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.engine import run
+from fusednorm.engine.registry import fast_paths, request
 from fusednorm.ops import fused_add_rms_norm, rms_norm
-from fusednorm.registry import fast_paths, request
 
 
 def rms_norm_add_rms_norm(

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import plain, run_gated
+from fusednorm import plain
 from fusednorm.autograd_gated import How, NormalisedAndGated, composed
 from fusednorm.calls import listeners
 from fusednorm.calls.checks import (
@@ -22,8 +22,9 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
-from fusednorm.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
-from fusednorm.registry import fast_paths, request
+from fusednorm.engine import run_gated
+from fusednorm.engine.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
+from fusednorm.engine.registry import fast_paths, request
 
 
 def rms_norm_gated(

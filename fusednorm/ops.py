@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, plain, run
+from fusednorm import dispatcher, plain
 from fusednorm.autograd import Normalise, NormaliseAffine, Transformed
 from fusednorm.backends.reference import accumulator
 from fusednorm.calls import listeners
@@ -27,7 +27,8 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
-from fusednorm.registry import fast_paths, request
+from fusednorm.engine import run
+from fusednorm.engine.registry import fast_paths, request
 
 
 def fused_add_rms_norm(

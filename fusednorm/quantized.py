@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, plain, run, run_quantized
+from fusednorm import dispatcher, plain
 from fusednorm.backends import quantizer, reference
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags, operation_of
@@ -23,12 +23,13 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.calls.quantization import Quantization
-from fusednorm.fast_path import NO_NORM
+from fusednorm.engine import run, run_quantized
+from fusednorm.engine.fast_path import NO_NORM
+from fusednorm.engine.registry import FastPath, fast_paths, request
+from fusednorm.engine.run_quantized import Results
 from fusednorm.gated import gate as gated
 from fusednorm.gated import halves, silu_and_mul
 from fusednorm.ops import fused_add_rms_norm, rms_norm
-from fusednorm.registry import FastPath, fast_paths, request
-from fusednorm.run_quantized import Results
 
 
 def quantize(

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import plain, run_rotated
+from fusednorm import plain
 from fusednorm.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags, HeadsNorm
@@ -24,8 +24,9 @@ from fusednorm.calls.checks import (
     refuse_type,
 )
 from fusednorm.calls.tables import check_heads, check_tables, rows_for
-from fusednorm.registry import fast_paths, request
-from fusednorm.run_rotated import Head, Turn
+from fusednorm.engine import run_rotated
+from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.run_rotated import Head, Turn
 
 
 def rotate(

@@ -28,9 +28,10 @@ import sys
 import torch
 
 import fusednorm
-from fusednorm import Quantization, run_gated
+from fusednorm import Quantization
 from fusednorm.backends import activations, cpu, quantizer
 from fusednorm.conformance.oracle_quantized import numbers
+from fusednorm.engine import run_gated
 
 FORMATS = {
     "int8": Quantization(torch.int8, per="tensor"),

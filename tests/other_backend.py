@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import fusednorm
-from fusednorm import registry
 from fusednorm.backends import reference
+from fusednorm.engine import registry
 
 
 def registered(monkeypatch, features):

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 import fusednorm
+from fusednorm.engine.registry import ENTRY_POINTS
 from fusednorm.environment import VARIABLES
-from fusednorm.registry import ENTRY_POINTS
 from fusednorm.tools.command_line import command_line
 
 RECORD = Path(__file__).with_suffix(".txt")
@@ -77,7 +77,7 @@ def of_class(name, value):
         yield f"{name}.{attribute}: {getattr(annotation, '__forward_arg__', annotation)}"
     for attribute, member in sorted(vars(value).items()):
         member = getattr(member, "__func__", member)  # of static and class methods
-        if attribute == "__init__":
+        if attribute == "__init__" and not getattr(value, "_is_protocol", False):
             yield f"{name}{signature(member)}"
         elif attribute[0] != "_" and inspect.isfunction(member):
             yield f"{name}.{attribute}{signature(member)}"

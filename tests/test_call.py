@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import BackendError, fused_add_rms_norm, registry, rms_norm
+from fusednorm import BackendError, fused_add_rms_norm, rms_norm
 from fusednorm.backends import cpu, reference
 from fusednorm.calls import packing
 from fusednorm.calls.call import Backward, Forward, RMSNorm
@@ -27,6 +27,7 @@ from fusednorm.conformance.cases import (
     expected,
     operands,
 )
+from fusednorm.engine import registry
 
 compiled = pytest.mark.skipif(bool(cpu.unavailable()), reason="takes the C library")
 NARROW = (BF16, F16, F32)

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import Quantization, fast_path, quantizations, registry
-from fusednorm import run as front_end
+from fusednorm import Quantization, quantizations
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
 from fusednorm.backends.kernel_kinds import (
     BackwardKind,
@@ -34,6 +33,8 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
+from fusednorm.engine import fast_path, registry
+from fusednorm.engine import run as front_end
 from fusednorm.tools import doctor
 
 compiles = pytest.mark.skipif(

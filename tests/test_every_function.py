@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
-from fusednorm import registry
+from fusednorm.engine import registry
 
 #: The operands that a function writes; of the other functions the outputs.
 IN_PLACE = {

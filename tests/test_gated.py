@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import fast_path, gate, gate_, gelu_tanh_and_mul, run_gated, silu_and_mul
+from fusednorm import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.backends import activations, cpu
+from fusednorm.engine import fast_path, run_gated
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["reference", *(["cpu"] if not cpu.unavailable() else [])]

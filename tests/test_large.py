@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import registry
 from fusednorm.conformance.cases import BF16, DTYPES, Case, dtype_name, expected, operands
+from fusednorm.engine import registry
 
 pytestmark = pytest.mark.large
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import registry
 from fusednorm.backends import reference
+from fusednorm.engine import registry
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 import fusednorm
 from fusednorm import (
     Quantization,
-    fast_path,
     fused_add_rms_norm_quant,
     quantizations,
     quantize,
@@ -24,6 +23,7 @@ from fusednorm import (
 from fusednorm.backends import quantizer
 from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
 from fusednorm.conformance.test_quantized import ALL, PRESETS, given
+from fusednorm.engine import fast_path
 
 E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 TOKEN, STATIC, BLOCK = quantizations.VLLM_INT8_TOKEN_CPU, quantizations.VLLM_FP8_STATIC, ALL["columns"]

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import BackendError, first_calls, registry
+from fusednorm import BackendError
 from fusednorm.backends import cpu, reference
 from fusednorm.calls.call import RMSNorm
+from fusednorm.engine import first_calls, registry
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 

@@ -19,9 +19,10 @@ import torch
 
 import fusednorm
 from fusednorm import __main__ as command
-from fusednorm import environment, registry
+from fusednorm import environment
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.calls import listeners
+from fusednorm.engine import registry
 from fusednorm.tools import proof
 from fusednorm.tools.measure import compare
 
@@ -345,7 +346,8 @@ if "{name}" == "_library.autograd":
 else:
     del torch.{name}
 import fusednorm
-from fusednorm import fast_path, listeners
+from fusednorm.calls import listeners
+from fusednorm.engine import fast_path
 asked = "{name}" != "_library.autograd"
 assert listeners.MISSING == ["{name.rpartition(".")[2]}"] * asked, listeners.MISSING
 assert fast_path.OPEN == (not asked and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))

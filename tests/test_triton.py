@@ -26,7 +26,7 @@ from fusednorm.backends.kernel_kinds import (
 )
 from fusednorm.calls.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
-from fusednorm.run import backward as differentiate
+from fusednorm.engine.run import backward as differentiate
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
 if triton_host.INTERPRETED:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import Quantization, fast_path, quantizations, registry
+from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
 from fusednorm.calls import packing
@@ -35,7 +35,8 @@ from fusednorm.calls.call import (
     operation_of,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
-from fusednorm.run import backward as differentiate
+from fusednorm.engine import fast_path, registry
+from fusednorm.engine.run import backward as differentiate
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton_cpu installs it")
 if triton_host.INTERPRETED:

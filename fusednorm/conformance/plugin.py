@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import registry
 from fusednorm.backends import NAMES
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import DTYPES, bits, differing, dtype_name, reproducer
+from fusednorm.engine import registry
 
 #: The compute capability of the GPU that the CPU stands in for, in the repository's tests of a GPU backend.
 EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))

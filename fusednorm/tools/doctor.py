@@ -17,8 +17,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import environment, fast_path, vllm
+from fusednorm import environment, vllm
 from fusednorm.calls.devices import devices
+from fusednorm.engine import fast_path
 
 
 def _processor() -> str:

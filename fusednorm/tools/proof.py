@@ -15,8 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import quantizations, registry
+from fusednorm import quantizations
 from fusednorm.calls.devices import devices
+from fusednorm.engine import registry
 from fusednorm.tools import doctor
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.

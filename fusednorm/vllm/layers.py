@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import gated, norm_gated, ops, rotation
-from fusednorm.registry import use_backend
+from fusednorm.engine.registry import use_backend
 from fusednorm.vllm.providers import AS_VLLM, DEFAULT
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fusednorm.backends import reference
 from fusednorm.calls.call import Backward, Forward, Operation, Strides
-from fusednorm.first_calls import FirstCalls
+from fusednorm.engine.first_calls import FirstCalls
 
 if TYPE_CHECKING:
-    from fusednorm.registry import Backend
+    from fusednorm.engine.registry import Backend
 
 
 def _widens(operation: Operation) -> bool:

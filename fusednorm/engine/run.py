@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm import fast_path
 from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Operation, operation_of
 from fusednorm.calls.checks import (
     as_called,
@@ -25,10 +24,11 @@ from fusednorm.calls.checks import (
     rows_to_write,
 )
 from fusednorm.calls.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
-from fusednorm.composition import Composition
-from fusednorm.first_calls import FirstCalls
-from fusednorm.registry import Backend, fast_paths, request, select, selected
-from fusednorm.run_quantized import Results, quantizer_of
+from fusednorm.engine import fast_path
+from fusednorm.engine.composition import Composition
+from fusednorm.engine.first_calls import FirstCalls
+from fusednorm.engine.registry import Backend, fast_paths, request, select, selected
+from fusednorm.engine.run_quantized import Results, quantizer_of
 
 #: The strides of an operand that is absent.
 NONE = (0, 0)

@@ -16,7 +16,7 @@ import torch
 from fusednorm.calls import layout, listeners
 
 if TYPE_CHECKING:
-    from fusednorm.registry import Explanation, FastPath
+    from fusednorm.engine.registry import Explanation, FastPath
 
 try:
     _fast_path: Any = import_module("fusednorm._fast_path")

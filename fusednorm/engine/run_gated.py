@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm import run
 from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator
 from fusednorm.calls.call import (
@@ -25,8 +24,9 @@ from fusednorm.calls.call import (
 )
 from fusednorm.calls.checks import check_flags, check_kept
 from fusednorm.calls.layout import in_levels, overlaps_itself, packed, rows_of
-from fusednorm.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
-from fusednorm.registry import fast_paths, request
+from fusednorm.engine import run
+from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
+from fusednorm.engine.registry import fast_paths, request
 
 
 class Gating(NamedTuple):

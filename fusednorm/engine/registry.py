@@ -1,0 +1,458 @@
+"""Which backend takes a call.
+
+Three questions, kept apart: can this machine use a backend (``unavailable``), can the backend take these arguments
+(``unsuitable``), and what did the user request (``FUSEDNORM_BACKEND``, :class:`use_backend`). A request never falls
+back; without one, the first backend in :data:`fusednorm.backends.NAMES` that can takes the call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends import MODULES, NAMES
+from fusednorm.calls.call import Backward, Forward, Operation
+from fusednorm.engine.composition import Composition
+from fusednorm.engine.first_calls import FirstCalls, raised_by
+
+#: Third-party packages name their backends in this entry-point group.
+ENTRY_POINTS = "fusednorm.backends"
+
+#: The user's request for the whole process: read once.
+ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
+
+
+class BackendError(RuntimeError):
+    """No backend can take the call, or the requested backend does not exist."""
+
+
+class Backend(Protocol):
+    """What a backend provides; a module with these names is one.
+
+    Calls reach it checked: see :class:`fusednorm.call.Forward` and :class:`fusednorm.call.Backward`. An output never
+    overlaps another operand unless it is exactly that operand.
+    """
+
+    #: Device types the backend runs on (``torch.device.type``), or ``("any",)``.
+    #:
+    #: A backend whose arithmetic flushes subnormals where ``torch.set_flush_denormal`` has its caller do so also has
+    #: ``FLUSHES_WITH_CALLER = True``: the promises then hold for other callers.
+    #:
+    #: A backend may also have functions ``quantize``, ``gate``, ``gate_backward``, ``norm_gated`` and
+    #: ``norm_gated_backward``, which take the calls of these names in fusednorm/calls/call.py, and ``affine_backward``,
+    #: which takes a :class:`fusednorm.call.Backward` with a weight of [H, N] or a bias's gradient. For one that it
+    #: lacks, torch's operations stand in, or several calls.
+    #: ``FEATURES`` names what of :attr:`fusednorm.call.RMSNorm.features` the backend knows, if anything.
+    DEVICES: tuple[str, ...]
+
+    def unavailable(self) -> list[str]:
+        """Why this machine cannot use the backend, each reason with its cure; empty if it can."""
+
+    def unsuitable(self, operation: Operation) -> list[str]:
+        """Why the backend cannot take such a call; empty if it can."""
+
+    def plan(self, operation: Operation) -> str:
+        """How such a call would run, in words, for :func:`fusednorm.explain`."""
+
+    def forward(self, call: Forward) -> None:
+        """Writes ``out``, ``residual_out`` and ``rstd``; see :func:`fusednorm.backends.reference.outputs`."""
+
+    def backward(self, call: Backward) -> None:
+        """Writes the gradients; see :func:`fusednorm.backends.reference.gradients`."""
+
+
+#: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm
+#: and rstd, unchecked, whether it must look for a mode that has to see the call, the bias and x_scale. Those of a norm
+#: before the addition may follow: its weight, its eps, whether ``between`` is float32, and whether a norm follows the
+#: addition. It returns both outputs (the second None without a residual), or None if it did nothing.
+FastPath = Callable[..., "tuple[Tensor, Any] | None"]
+
+_REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
+
+_registered: dict[str, Backend] = {}
+_request: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
+#: The requests to which the blocks that a thread or task is in will return, the outermost first.
+_before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before", default=())
+_selected: dict[tuple[str, Operation], Backend | FirstCalls | Composition] = {}
+
+#: By the request in force: the fast path to backends that take every call on a type of device.
+fast_paths: dict[str, FastPath] = {}
+
+#: The request in force.
+request = _request.get
+
+#: Whether this process was forked after it had imported fusednorm. It then has none of its parent's threads.
+forked = False
+
+
+def _after_fork() -> None:
+    global forked
+    forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def register_backend(name: str, backend: Backend) -> None:
+    """Adds a backend for this process.
+
+    It can then be asked for by name, and takes calls without being asked where no backend of fusednorm but the
+    reference can. A package that should add its backend to every process names it in the entry-point group
+    ``fusednorm.backends`` instead.
+
+    Args:
+        name: what ``FUSEDNORM_BACKEND`` and :class:`use_backend` will call it; letters, digits and underscores.
+        backend: an object with the attributes of :class:`fusednorm.registry.Backend`, such as a module.
+
+    Raises:
+        ValueError: the name is malformed or taken.
+        TypeError: an attribute is missing.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name must consist of letters, digits and underscores, got {name!r}")
+    if name in known():
+        raise ValueError(f"name {name!r} is taken; the names in use are {', '.join(known())}")
+    _register(name, backend)
+
+
+def _register(name: str, backend: Backend) -> None:
+    missing = [attribute for attribute in _REQUIRED if not hasattr(backend, attribute)]
+    if missing:
+        raise TypeError(f"backend {name!r} lacks {', '.join(missing)}; fusednorm.registry.Backend says what each does")
+    devices = backend.DEVICES
+    if not isinstance(devices, tuple) or not all(isinstance(device, str) for device in devices):
+        raise TypeError(f"backend {name!r} has DEVICES {devices!r}; it must be a tuple of names such as ('cpu',)")
+    for attribute in _REQUIRED[1:]:
+        if not callable(function := getattr(backend, attribute)):
+            raise TypeError(f"backend {name!r}: {attribute} must be a function, got {type(function).__name__}")
+    _registered[name] = backend
+    _selected.clear()
+    fast_paths.clear()
+
+
+def _plug_ins() -> dict[str, EntryPoint]:
+    """The entry points of installed packages; a name of ours cannot be taken over."""
+    found = {e.name: e for e in entry_points(group=ENTRY_POINTS)}
+    return {name: e for name, e in found.items() if name not in (*NAMES, *_registered)}
+
+
+def known() -> list[str]:
+    """Every name that may be asked for."""
+    return [*NAMES[:-1], *_registered, *_plug_ins(), *NAMES[-1:]]
+
+
+def load(name: str) -> Backend:
+    """The backend of that name, imported now if it was not before."""
+    if name in NAMES:
+        return cast(Backend, importlib.import_module(f"fusednorm.backends.{MODULES.get(name, name)}"))
+    plug_in = None if name in _registered else _plug_ins().get(name)
+    if plug_in is not None:  # else another thread has registered it meanwhile
+        try:
+            _register(name, plug_in.load())
+        except (Exception, SystemExit) as error:  # another package, whose import may raise anything
+            raise BackendError(
+                f"its entry point fails ({type(error).__name__}: {error}); repair or uninstall the package that has it"
+            ) from error
+    return _registered[name]
+
+
+def _reasons(name: str, function: str, *arguments: Operation) -> list[str]:
+    """What ``unavailable`` or ``unsuitable`` returns, if that is a list of reasons."""
+    ask = getattr(load(name), function)
+    with raised_by(name, function):
+        found: object = ask(*arguments)
+    if not isinstance(found, list) or not all(isinstance(reason, str) for reason in found):
+        raise TypeError(f"backend {name!r} gives its reasons as {found!r}; they must be a list of str, or an empty one")
+    return found
+
+
+def known_as(name: str) -> str | None:
+    """The name of a backend, in whatever case it was written; None if there is none of that name."""
+    for find in (lambda: (*NAMES, *_registered), _plug_ins):  # the second reads every installed package's metadata
+        same = [known for known in find() if known.lower() == name.lower()]
+        if same:
+            return name if name in same else same[0]
+    return None
+
+
+def parse(given: str, source: str) -> list[str]:
+    """The names of backends in a request, the preferred one first.
+
+    Args:
+        given: one name, or several with commas between, in any case.
+        source: where the request comes from, for the error.
+
+    Raises:
+        BackendError: a name is unknown, or there is none.
+    """
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    found = {name: known_as(name) for name in names}
+    unknown = [name for name, its in found.items() if its is None]
+    if unknown or not names:
+        raise BackendError(
+            f"{source} names the backend {', '.join(map(repr, unknown)) or repr(given)}, which does not exist; "
+            f"the names are {', '.join(known())}, or several with commas between, the preferred first"
+        )
+    return [its for its in found.values() if its is not None]
+
+
+def _candidates(requested: str) -> Iterator[str]:
+    """The backends to try, the preferred ones first. Plug-ins are looked up only once none of ours was chosen."""
+    if requested:
+        yield from parse(requested, "FUSEDNORM_BACKEND")  # what use_backend was given has been parsed
+        return
+    yield from (name for name in NAMES if name != "reference")
+    yield from tuple(_registered)  # another thread may add to it between two names
+    yield from _plug_ins()
+    yield "reference"
+
+
+def _devices(name: str) -> tuple[str, ...]:
+    """The types of devices that a backend runs on; none if it cannot be loaded."""
+    return load(name).DEVICES if name in (*NAMES, *_registered) else ()
+
+
+def _refusal(name: str, operation: Operation) -> list[str]:
+    """Why a backend cannot take a call; empty if it can."""
+    try:
+        backend = load(name)
+    except BackendError as error:
+        return list(map(str, error.args))
+    device = operation.device.type
+    if device not in backend.DEVICES and "any" not in backend.DEVICES:
+        return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
+    return _reasons(name, "unavailable") or _unknown(backend, operation) or _reasons(name, "unsuitable", operation)
+
+
+def _takes(name: str, operation: Operation) -> bool:
+    """Whether a backend can take a call."""
+    return not _refusal(name, operation)
+
+
+def _unknown(backend: Backend, operation: Operation) -> list[str]:
+    """Why a backend cannot take an operation that may be younger than the backend; empty if it can."""
+    for feature in operation.features:
+        if feature not in getattr(backend, "FEATURES", ()):
+            return [f"its kernels have no {feature}"]
+    return []
+
+
+def _plan(name: str, operation: Operation) -> str:
+    with raised_by(name, "plan"):
+        return load(name).plan(operation)
+
+
+def choose(operation: Operation) -> Explanation:
+    """The backend for a call, and why.
+
+    Raises:
+        BackendError: the user requested backends of which none can take the call, or an unknown one.
+    """
+    requested = request()
+    passed_over: dict[str, list[str]] = {}
+    for name in _candidates(requested):
+        reasons = _refusal(name, operation)
+        if not reasons:
+            return Explanation(name, _plan(name, operation), operation, requested, passed_over)
+        parts = Composition.parts(operation, partial(_takes, name))
+        of_parts = [reason for part in parts for reason in _refusal(name, part)]
+        if parts and not of_parts:
+            plan = f"{Composition.in_words(operation, parts)}: {_plan(name, parts[0])}"
+            return Explanation(name, plan, operation, requested, passed_over, parts)
+        passed_over[name] = list(dict.fromkeys((*reasons, *of_parts)))
+    lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
+    source = "FUSEDNORM_BACKEND" if requested == ENVIRONMENT else "use_backend"
+    raise BackendError(
+        f"no backend that {source} allows ({requested}) can take this call ({operation}):\n"
+        + "\n".join(lines)
+        + f"\n{source} never falls back to others: add one to it (such as '{requested},reference'), or take it away to "
+        "let fusednorm choose; `python -m fusednorm` shows what this machine has"
+    )
+
+
+def selected(operation: Operation) -> Backend | FirstCalls | Composition | None:
+    """The backend that :func:`select` has chosen for such calls before: one look-up."""
+    return _selected.get((request(), operation))
+
+
+def select(operation: Operation) -> tuple[Backend | FirstCalls | Composition, Explanation]:
+    """Chooses the backend for a call, once for all calls of the operation.
+
+    Raises:
+        BackendError: the user requested backends of which none can take the call, or an unknown one.
+    """
+    explanation = choose(operation)
+    name = explanation.backend
+    backend = load(name) if name in NAMES else FirstCalls(name, load(name))
+    chosen = Composition(backend, explanation.parts) if explanation.parts else backend
+    _selected[explanation.request, operation] = chosen
+    return chosen, explanation
+
+
+def request_of_backward() -> str:
+    """The request in force where the backward pass was started.
+
+    For a GPU autograd runs the pass in a thread of its own, where no ``use_backend`` is in force; torch leaves the
+    context of the thread that started it there.
+    """
+    here = copy_context()
+    if _request in here:
+        return here[_request]
+    context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else here
+    return cast(str, context.get(_request, ENVIRONMENT))
+
+
+class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`
+    """Requests a backend, or several, for a block of code: ``with use_backend("cpu"):``.
+
+    Holds in this thread or asynchronous task only (also in threads that it starts, where Python passes on its context,
+    as free-threaded Python does from 3.14 on), and beats ``FUSEDNORM_BACKEND``. Like that variable it never falls back:
+    a call that none of the named backends can take raises :class:`BackendError`.
+
+    Args:
+        names: a backend's name, or several with commas between or as a list, the preferred first. Case is ignored.
+        more: further names.
+
+    Raises:
+        BackendError: a name is unknown.
+    """
+
+    def __init__(self, names: str | Sequence[str], *more: str) -> None:
+        given = [*(names if isinstance(names, list | tuple) else (names,)), *more]
+        for name in given:
+            if not isinstance(name, str):
+                raise TypeError(f"names must be str such as 'cpu' or 'triton,reference', got {name!r}")
+        self._names = ",".join(parse(",".join(given), "use_backend"))
+
+    def __repr__(self) -> str:
+        call = f"fusednorm.use_backend({self._names!r})"
+        return f"<{call}, which takes effect in a block: `with {call}:`>"
+
+    # An instance holds nothing of a block: it may be entered again within itself, and by several threads at once.
+    def __enter__(self) -> None:
+        _before.set((*_before.get(), request()))
+        _request.set(self._names)
+
+    def __exit__(self, *_: object) -> None:
+        *outer, before = _before.get()
+        _request.set(before)
+        _before.set(tuple(outer))
+
+
+_waiting: ContextVar[bool] = ContextVar("fusednorm.waiting_for_kernels", default=False)
+
+#: Whether a backend must not have another one take a call while it compiles in the background.
+waiting = _waiting.get
+
+
+@contextmanager
+def waiting_for_kernels() -> Iterator[None]:
+    """Within the block, in this thread or task, a call waits until the backend that it goes to has compiled its kernel.
+
+    Comparisons, measurements and ``prewarm`` use it.
+    """
+    token = _waiting.set(True)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call takes and why; printing it gives a paragraph."""
+
+    #: The backend's name.
+    backend: str
+    #: How it will run the call.
+    plan: str
+    #: What the call asks for.
+    operation: Operation
+    #: The backends that the user requested; empty if none.
+    request: str
+    #: The backends that would have been preferred, each with its reasons.
+    passed_over: dict[str, list[str]] = field(default_factory=dict)
+    #: The operations that the backend takes and serves this one by; none if it takes this one.
+    parts: tuple[Operation, ...] = ()
+
+    @property
+    def composed(self) -> bool:
+        """Whether the backend serves the operation by others that it takes."""
+        return bool(self.parts)
+
+    @property
+    def module(self) -> Backend:
+        """The backend itself."""
+        return load(self.backend)
+
+    def depends_on_operation(self) -> bool:
+        """Whether another call on this device might go to another backend, or to this one without a composition."""
+        device = self.operation.device.type
+        others = any(
+            {device, "any"} & set(_devices(name)) and not load(name).unavailable() for name in self.passed_over
+        )
+        return self.composed or others
+
+    def warn(self) -> None:
+        """Warns where the choice fell to the reference although a backend for this device exists."""
+        device = self.operation.device.type
+        if self.request or self.backend != "reference":
+            return
+        meant = [name for name in self.passed_over if device in _devices(name)]
+        if meant:
+            warnings.warn(
+                f"fusednorm runs on {device} through its reference, which is slow, because the backend {meant[0]!r} "
+                f"cannot be used: {'; '.join(self.passed_over[meant[0]])}",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {self.plan}", f"  for {self.operation}"]
+        lines += [f"  not {name}: {reason}" for name, reasons in self.passed_over.items() for reason in reasons]
+        lines += [f"  requested: {self.request}"] if self.request else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One line of :func:`fusednorm.backends`."""
+
+    #: What ``FUSEDNORM_BACKEND`` and :class:`fusednorm.use_backend` call it.
+    name: str
+    #: Whether this machine can use it.
+    available: bool
+    #: Why not; empty if it can.
+    reasons: list[str]
+    #: The device types it runs on, or ``("any",)``.
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        state = f"on {', '.join(self.devices)}" if self.available else "no: " + "; ".join(self.reasons)
+        return f"{self.name}: {state}"
+
+
+def backends() -> list[BackendInfo]:
+    """Every backend, with the reasons why this machine cannot use it."""
+    infos = []
+    for name in known():
+        try:
+            reasons = _reasons(name, "unavailable")
+        except Exception as error:  # another package's code: its fault is a line in the list
+            if name in NAMES:
+                raise
+            reasons = [str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"]
+        infos.append(BackendInfo(name, not reasons, reasons, _devices(name)))
+    return infos
