@@ -130,8 +130,8 @@ def call_of(
 
 def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
     """The table for `cuda`."""
-    from fusednorm.autograd import normalise
     from fusednorm.backends import cuda, cuda_compiler
+    from fusednorm.torch_ops.autograd import normalise
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from ptx.cuda import stand_in

@@ -33,7 +33,6 @@ if _command_line.is_running():
     _command_line.parsed()  # what it can answer without torch, which takes seconds to import, ends the process here
 
 from fusednorm import environment as _environment  # before torch: see there
-from fusednorm import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm import quantizations
 from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
@@ -49,6 +48,7 @@ from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_qua
 from fusednorm.registry import BackendError, register_backend, use_backend
 from fusednorm.rotation import qk_norm_rope, qk_norm_rope_, rotate
 from fusednorm.tools.contract import contract
+from fusednorm.torch_ops import library as _library  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm.version import SPEC_VERSION, __version__
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, plain
 from fusednorm.backends import activations
 from fusednorm.backends.reference import accumulator, rounded
 from fusednorm.calls import listeners
@@ -31,6 +30,7 @@ from fusednorm.engine import run, run_gated
 from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_gated import Gating
+from fusednorm.torch_ops import dispatcher, plain
 
 
 def gate(

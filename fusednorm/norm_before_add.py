@@ -9,7 +9,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import plain
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Before, Flags
 from fusednorm.calls.checks import (
@@ -25,6 +24,7 @@ from fusednorm.calls.checks import (
 from fusednorm.engine import run
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.torch_ops import plain
 
 
 def rms_norm_add_rms_norm(

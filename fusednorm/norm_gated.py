@@ -9,8 +9,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import plain
-from fusednorm.autograd_gated import How, NormalisedAndGated, composed
 from fusednorm.calls import listeners
 from fusednorm.calls.checks import (
     check_activation,
@@ -25,6 +23,8 @@ from fusednorm.calls.checks import (
 from fusednorm.engine import run_gated
 from fusednorm.engine.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.engine.registry import fast_paths, request
+from fusednorm.torch_ops import plain
+from fusednorm.torch_ops.autograd_gated import How, NormalisedAndGated, composed
 
 
 def rms_norm_gated(

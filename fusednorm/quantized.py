@@ -9,7 +9,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import dispatcher, plain
 from fusednorm.backends import quantizer, reference
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags, operation_of
@@ -30,6 +29,7 @@ from fusednorm.engine.run_quantized import Results
 from fusednorm.gated import gate as gated
 from fusednorm.gated import halves, silu_and_mul
 from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.torch_ops import dispatcher, plain
 
 
 def quantize(

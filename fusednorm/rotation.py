@@ -9,8 +9,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm import plain
-from fusednorm.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags, HeadsNorm
 from fusednorm.calls.checks import (
@@ -27,6 +25,8 @@ from fusednorm.calls.tables import check_heads, check_tables, rows_for
 from fusednorm.engine import run_rotated
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Turn
+from fusednorm.torch_ops import plain
+from fusednorm.torch_ops.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
 
 
 def rotate(

@@ -119,7 +119,7 @@ def lines():
     """The whole record."""
     for name in MODULES:
         yield from of_module(import_module(name))
-    for name in sorted(fusednorm.library.SCHEMAS):
+    for name in sorted(fusednorm.torch_ops.library.SCHEMAS):
         yield f"torch.ops.{getattr(torch.ops.fusednorm, name).default._schema}"
     yield from of_commands(command_line())
     yield from VARIABLES

@@ -20,7 +20,7 @@ from fusednorm.calls import layout
 from fusednorm.calls.call import Flags
 from fusednorm.calls.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
 from fusednorm.calls.quantization import Quantization, _fields_of
-from fusednorm.dispatcher import check_placed
+from fusednorm.torch_ops.dispatcher import check_placed
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")

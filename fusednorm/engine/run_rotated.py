@@ -185,7 +185,7 @@ def _call(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: Any) -> Tensor:
-    """Rotated heads, in new memory; see :func:`fusednorm.plain.rotate`."""
+    """Rotated heads, in new memory; see :func:`fusednorm.torch_ops.plain.rotate`."""
     take = fast_paths.get(request())
     if take is not None and dtype is x.dtype and products in (None, dtype):
         absent = (None,) * 3

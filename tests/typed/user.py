@@ -7,10 +7,10 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.calls.call import Backward, Forward, Operation
+from fusednorm.call import Backward, Forward, Operation
 from fusednorm.compat import vllm
 from fusednorm.distributed import SequenceParallel
-from fusednorm.engine.registry import Backend, BackendInfo, Explanation
+from fusednorm.registry import Backend, BackendInfo, Explanation
 from fusednorm.tools.contract import Contract
 from fusednorm.transformers import Report, patch
 

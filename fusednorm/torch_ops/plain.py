@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm import dispatcher
 from fusednorm.backends import reference, rotation
 from fusednorm.calls import checks, listeners
 from fusednorm.calls.tangents import outer_levels, primals
 from fusednorm.engine import run_rotated
+from fusednorm.torch_ops import dispatcher
 
 
 def seen(*operands: Tensor | None) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.autograd import gradients, keep, mark_constant, new_rstd, normalise
 from fusednorm.backends import activations, quantizer, reference
 from fusednorm.calls.call import Flags, RMSNorm, operation_of
 from fusednorm.calls.checks import (
@@ -31,10 +30,11 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.listeners import has_tangent
 from fusednorm.calls.quantization import Quantization
 from fusednorm.calls.tables import check_heads, check_tables
-from fusednorm.dispatcher import on_rows
 from fusednorm.engine import run, run_gated, run_rotated
 from fusednorm.engine.registry import request, request_of_backward, use_backend
 from fusednorm.engine.run_gated import Gating
+from fusednorm.torch_ops.autograd import gradients, keep, mark_constant, new_rstd, normalise
+from fusednorm.torch_ops.dispatcher import on_rows
 
 try:
     from torch._library.autograd import Info, make_autograd_impl

@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm import plain
 from fusednorm.backends import reference
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Around, Flags, RMSNorm, operation_of
 from fusednorm.calls.tangents import outer_levels, primals
-from fusednorm.dispatcher import new_outputs, on_rows
 from fusednorm.engine import run
 from fusednorm.engine.run import Chosen, backend_of
+from fusednorm.torch_ops import plain
+from fusednorm.torch_ops.dispatcher import new_outputs, on_rows
 
 
 class Rstd(torch.autograd.Function):

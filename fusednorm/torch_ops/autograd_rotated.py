@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm import plain
-from fusednorm.autograd import new_rstd
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags, HeadsNorm, operation_of
 from fusednorm.calls.checks import check_kept
@@ -18,6 +16,8 @@ from fusednorm.engine import run, run_rotated
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Rotator, Turn
 from fusednorm.ops import rms_norm
+from fusednorm.torch_ops import plain
+from fusednorm.torch_ops.autograd import new_rstd
 
 
 class How(NamedTuple):

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm import dispatcher, plain
-from fusednorm.autograd import new_rstd
 from fusednorm.backends.reference import accumulator
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags
@@ -16,6 +14,8 @@ from fusednorm.engine import run_gated
 from fusednorm.engine.run_gated import NormAndGate
 from fusednorm.gated import gate as gated
 from fusednorm.ops import rms_norm
+from fusednorm.torch_ops import dispatcher, plain
+from fusednorm.torch_ops.autograd import new_rstd
 
 
 class How(NamedTuple):

@@ -1,0 +1,1 @@
+"""The functions and modules that users call."""

@@ -1,0 +1,1 @@
+"""The operations as torch knows them: operators, autograd, and the rules of DTensor."""
