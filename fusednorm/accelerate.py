@@ -21,12 +21,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 from torch.overrides import has_torch_function_variadic
 
-from fusednorm import ops
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import check_operands
 from fusednorm.engine.registry import fast_paths, use_backend
-from fusednorm.modules import as_row, as_rows
+from fusednorm.operations import ops
+from fusednorm.operations.modules import as_row, as_rows
 
 _CPU = use_backend("cpu")
 

@@ -11,10 +11,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, rms_norm, rms_norm_
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.backends import cpu
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.engine.composition import Composition
+from fusednorm.operations import ops
 
 X, RESIDUAL, WEIGHT = (t.view(2, 3, 64) if t.dim() > 1 else t for t in operands(Case(6, 64).of(F32)))
 HEADS = torch.stack((WEIGHT, WEIGHT + 1, WEIGHT + 2))

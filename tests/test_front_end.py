@@ -615,7 +615,7 @@ def test_import_is_fast_and_light():
     code = "import torch, sys; before = set(sys.modules); import fusednorm; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     new = done.stdout.split()
-    assert "fusednorm.ops" in new
+    assert "fusednorm.operations.ops" in new
     assert not {"triton", "rich", "cffi", "numpy", "fusednorm._cpu", "fusednorm.backends.cpu"} & set(new)
 
 

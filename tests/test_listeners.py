@@ -18,8 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, ops, rms_norm, rms_norm_
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.calls import listeners
+from fusednorm.operations import ops
 
 pytestmark = [
     pytest.mark.usefixtures("asked_by"),

@@ -10,11 +10,12 @@ from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
 import fusednorm
-from fusednorm import norm_before_add, rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
+from fusednorm import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.backends import cpu, reference
 from fusednorm.calls.call import Before, Flags, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, listed, operands
 from fusednorm.engine import registry
+from fusednorm.operations import norm_before_add
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
 LEAF = X.clone().requires_grad_()

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import Quantization, gated, norm_gated, quantized, rotation
+from fusednorm import Quantization
 from fusednorm.backends import cuda, cuda_kernels, kernel_kinds, triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.triton_host import INTERPRETED
 from fusednorm.calls.call import Backward, GateBackward, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
+from fusednorm.operations import gated, norm_gated, quantized, rotation
 
 EXECUTED = "FUSEDNORM_EMULATED_SM" in os.environ
 if not EXECUTED and not INTERPRETED:

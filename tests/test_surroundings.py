@@ -27,7 +27,7 @@ from fusednorm.tools import proof
 from fusednorm.tools.measure import compare
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = Path(fusednorm.ops.__file__).parent
+INSTALLED = Path(fusednorm.operations.ops.__file__).parents[1]
 VARIABLES = ("OMP_NUM_THREADS", "TRITON_INTERPRET", *environment.VARIABLES)
 RESULT = """
 import torch, fusednorm

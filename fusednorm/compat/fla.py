@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
 from fusednorm.calls.checks import refuse_type
-from fusednorm.gated import gate
-from fusednorm.norm_gated import rms_norm_gated as norm_gated
-from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.operations.gated import gate
+from fusednorm.operations.norm_gated import rms_norm_gated as norm_gated
+from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
 
 _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 

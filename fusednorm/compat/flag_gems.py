@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusednorm import ops
-from fusednorm.modules import as_row, as_rows
+from fusednorm.operations import ops
+from fusednorm.operations.modules import as_row, as_rows
 
 
 def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float = 1e-5) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusednorm import ops, quantized
 from fusednorm.calls.checks import refuse_type, replaced
+from fusednorm.operations import ops, quantized
 from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 

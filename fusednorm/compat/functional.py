@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusednorm import ops
-from fusednorm.modules import as_row, as_rows, machine_epsilon
+from fusednorm.operations import ops
+from fusednorm.operations.modules import as_row, as_rows, machine_epsilon
 
 
 def rms_norm(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import ops
 from fusednorm.calls.checks import check_one_row
+from fusednorm.operations import ops
 
 _ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1: False}
 

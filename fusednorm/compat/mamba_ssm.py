@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fusednorm.backends.reference import accumulator
 from fusednorm.calls.checks import refuse_type
-from fusednorm.gated import gate
-from fusednorm.norm_gated import rms_norm_gated
-from fusednorm.ops import rms_norm
+from fusednorm.operations.gated import gate
+from fusednorm.operations.norm_gated import rms_norm_gated
+from fusednorm.operations.ops import rms_norm
 
 
 def rmsnorm_fn(

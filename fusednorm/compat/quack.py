@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm import ops
+from fusednorm.operations import ops
 
 __all__ = ["QuackRMSNorm", "rmsnorm"]
 

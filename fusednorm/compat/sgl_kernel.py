@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusednorm import gated
 from fusednorm.calls.checks import replaced
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
-from fusednorm.norm_gated import check_group_size
+from fusednorm.operations import gated
+from fusednorm.operations.norm_gated import check_group_size
+from fusednorm.operations.quantized import quantize, silu_and_mul_quant
 from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
-from fusednorm.quantized import quantize, silu_and_mul_quant
 
 __all__ = [
     "fused_add_rmsnorm",

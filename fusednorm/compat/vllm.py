@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusednorm import gated, ops, quantized
 from fusednorm.calls.checks import check_one_row, refuse_type, replaced
-from fusednorm.norm_gated import check_group_size
+from fusednorm.operations import gated, ops, quantized
+from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
     VLLM_FP8_STATIC,

@@ -12,8 +12,8 @@ from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags
 from fusednorm.engine import run_gated
 from fusednorm.engine.run_gated import NormAndGate
-from fusednorm.gated import gate as gated
-from fusednorm.ops import rms_norm
+from fusednorm.operations.gated import gate as gated
+from fusednorm.operations.ops import rms_norm
 from fusednorm.torch_ops import dispatcher, plain
 from fusednorm.torch_ops.autograd import new_rstd
 

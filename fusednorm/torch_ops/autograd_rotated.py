@@ -15,7 +15,7 @@ from fusednorm.calls.tables import rows_for
 from fusednorm.engine import run, run_rotated
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Rotator, Turn
-from fusednorm.ops import rms_norm
+from fusednorm.operations.ops import rms_norm
 from fusednorm.torch_ops import plain
 from fusednorm.torch_ops.autograd import new_rstd
 

@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm import gated
 from fusednorm.calls import listeners
-from fusednorm.norm_gated import rms_norm_gated
-from fusednorm.ops import rms_norm
-from fusednorm.rotation import qk_norm_rope
+from fusednorm.operations import gated
+from fusednorm.operations.norm_gated import rms_norm_gated
+from fusednorm.operations.ops import rms_norm
+from fusednorm.operations.rotation import qk_norm_rope
 from fusednorm.transformers.mlps import DTYPES, NotAnMLPError, activation_of, mlp
 from fusednorm.transformers.norms import Form, Forms, NotANormError, forms
 from fusednorm.transformers.reads import Reads

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import gated, norm_gated, ops, rotation
 from fusednorm.engine.registry import use_backend
+from fusednorm.operations import gated, norm_gated, ops, rotation
 from fusednorm.vllm.providers import AS_VLLM, DEFAULT
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import ops
 from fusednorm.engine.registry import use_backend
+from fusednorm.operations import ops
 
 #: The provider that rounds as vLLM's native implementation does, and the one that rounds as fusednorm does by default.
 AS_VLLM, DEFAULT = "fusednorm", "fusednorm_default"

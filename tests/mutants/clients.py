@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Distributed: l2_norm makes a weight of this rank alone",
-        "fusednorm/l2.py",
+        "fusednorm/operations/l2.py",
         "if listeners.overrides_operations(x) and",
         "if x.is_sparse and",
     ),

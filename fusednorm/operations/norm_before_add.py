@@ -23,7 +23,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.engine import run
 from fusednorm.engine.registry import fast_paths, request
-from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
 from fusednorm.torch_ops import plain
 
 

@@ -12,12 +12,12 @@ from fusednorm.calls.checks import check_is_quantization
 from fusednorm.calls.devices import present
 from fusednorm.calls.quantization import Quantization
 from fusednorm.engine.registry import waiting_for_kernels
-from fusednorm.gated import gate, gelu_tanh_and_mul, silu_and_mul
-from fusednorm.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
-from fusednorm.norm_gated import rms_norm_gated
-from fusednorm.ops import fused_add_rms_norm, rms_norm
-from fusednorm.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
-from fusednorm.rotation import qk_norm_rope
+from fusednorm.operations.gated import gate, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.operations.norm_gated import rms_norm_gated
+from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
+from fusednorm.operations.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
+from fusednorm.operations.rotation import qk_norm_rope
 
 
 def prewarm(

@@ -26,9 +26,9 @@ from fusednorm.engine import run, run_quantized
 from fusednorm.engine.fast_path import NO_NORM
 from fusednorm.engine.registry import FastPath, fast_paths, request
 from fusednorm.engine.run_quantized import Results
-from fusednorm.gated import gate as gated
-from fusednorm.gated import halves, silu_and_mul
-from fusednorm.ops import fused_add_rms_norm, rms_norm
+from fusednorm.operations.gated import gate as gated
+from fusednorm.operations.gated import halves, silu_and_mul
+from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
 from fusednorm.torch_ops import dispatcher, plain
 
 

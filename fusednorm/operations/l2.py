@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function
 from fusednorm.backends.reference import accumulator
 from fusednorm.calls import listeners
 from fusednorm.calls.checks import number, refuse_type
-from fusednorm.ops import rms_norm
+from fusednorm.operations.ops import rms_norm
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
