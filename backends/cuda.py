@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusednorm.backends import cuda_compiler, reference
+from fusednorm.backends import cuda_compiler
 from fusednorm.backends.cuda_compiler import checked
 from fusednorm.backends.cuda_kernels import (
     LONGEST,
@@ -42,6 +42,7 @@ from fusednorm.backends.kernel_kinds import (
 from fusednorm.calls import packing
 from fusednorm.engine import fast_path as path
 from fusednorm.engine.registry import BackendError
+from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate

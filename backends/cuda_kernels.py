@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fusednorm.backends import reference
 from fusednorm.backends.kernel_kinds import (
     BLOCKS_IN_LANE,
     BackwardKind,
@@ -22,6 +21,7 @@ from fusednorm.backends.kernel_kinds import (
     ceiling,
 )
 from fusednorm.calls.quantization import Quantization
+from fusednorm.reference import norm as reference
 
 #: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
 LONGEST = 4096 * reference.SEGMENT

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.backends import reference
 from fusednorm.calls.call import (
     AroundNorm,
     Backward,
@@ -30,6 +29,7 @@ from fusednorm.calls.call import (
     Strides,
 )
 from fusednorm.calls.quantization import Quantization
+from fusednorm.reference import norm as reference
 
 #: The largest number of bytes that any kernel wants addresses to be multiples of.
 _MOST_ALIGNED = 32

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import cpu, reference, triton_host
+from fusednorm.backends import cpu, triton_host
 from fusednorm.backends.kernel_kinds import (
     BackwardKind,
     ForwardKind,
@@ -35,6 +35,7 @@ from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGa
 from fusednorm.engine import fast_path as path
 from fusednorm.engine import registry
 from fusednorm.engine.composition import Composition
+from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import Backward, Call, Operation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import reference, triton_host
+from fusednorm.backends import triton_host
 from fusednorm.backends.kernel_kinds import (
     UNTRIED,
     BackwardKind,
@@ -23,6 +23,7 @@ from fusednorm.backends.kernel_kinds import (
 )
 from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
 from fusednorm.calls.call import AroundNorm
+from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,9 +29,10 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.backends import activations, cpu, quantizer
+from fusednorm.backends import cpu
 from fusednorm.conformance.oracle_quantized import numbers
 from fusednorm.engine import run_gated
+from fusednorm.reference import activations, quantizer
 
 FORMATS = {
     "int8": Quantization(torch.int8, per="tensor"),

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import fusednorm
-from fusednorm.backends import reference
 from fusednorm.engine import registry
+from fusednorm.reference import norm as reference
 
 
 def registered(monkeypatch, features):

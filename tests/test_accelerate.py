@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import accelerate
-from fusednorm.backends import reference
+from fusednorm.reference import norm as reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TORCHS = functional.rms_norm.__code__

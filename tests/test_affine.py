@@ -315,7 +315,7 @@ def test_no_weight_multiplies_by_nothing():
 
 def test_prewarm(monkeypatch):
     """Aligned rows and others, with gradients and without: the kinds of calls that were asked for."""
-    module, called = sys.modules["fusednorm.prewarm"], []
+    module, called = sys.modules["fusednorm.operations.prewarm"], []
 
     def spy(x, *operands, bias=None, x_scale=1.0, **flags):
         called.append([t.data_ptr() % 16 for t in (x, *operands, bias)])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fusednorm import rms_norm_gated
-from fusednorm.backends import activations
 from fusednorm.compat import fla, mamba_ssm, sgl_kernel, transformers, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, dtype_name
+from fusednorm.reference import activations
 
 E4M3, I8 = torch.float8_e4m3fn, torch.int8
 ROWS, N, GROUP, EPS = 64, 96, 24, 1e-5

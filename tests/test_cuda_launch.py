@@ -12,12 +12,13 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, rms_norm_add_rms_norm
-from fusednorm.backends import cuda, cuda_compiler, cuda_kernels, reference
+from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
 from fusednorm.calls import packing
 from fusednorm.calls.call import Around, Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 from fusednorm.engine import fast_path, run
+from fusednorm.reference import norm as reference
 
 pytestmark = pytest.mark.skipif(
     "FUSEDNORM_EMULATED_SM" not in os.environ or os.environ["FUSEDNORM_BACKEND"] != "cuda" or not fast_path.OPEN,

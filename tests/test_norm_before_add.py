@@ -11,11 +11,12 @@ from torch.overrides import TorchFunctionMode
 
 import fusednorm
 from fusednorm import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
-from fusednorm.backends import cpu, reference
+from fusednorm.backends import cpu
 from fusednorm.calls.call import Before, Flags, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, listed, operands
 from fusednorm.engine import registry
 from fusednorm.operations import norm_before_add
+from fusednorm.reference import norm as reference
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
 LEAF = X.clone().requires_grad_()
@@ -27,7 +28,7 @@ def same(a, b):
 
 def test_prewarm(monkeypatch):
     """Aligned rows and others, with gradients and without."""
-    module, called = sys.modules["fusednorm.prewarm"], []
+    module, called = sys.modules["fusednorm.operations.prewarm"], []
     names = ("rms_norm_add", "rms_norm_add_rms_norm")
     for name in names:
 

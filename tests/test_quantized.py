@@ -20,10 +20,10 @@ from fusednorm import (
     silu_and_mul,
     silu_and_mul_quant,
 )
-from fusednorm.backends import quantizer
 from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
 from fusednorm.conformance.test_quantized import ALL, PRESETS, given
 from fusednorm.engine import fast_path
+from fusednorm.reference import quantizer
 
 E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 TOKEN, STATIC, BLOCK = quantizations.VLLM_INT8_TOKEN_CPU, quantizations.VLLM_FP8_STATIC, ALL["columns"]
@@ -40,7 +40,7 @@ def same(found, wanted):
 @pytest.mark.parametrize("quantization", [TOKEN, AZP], ids=str)
 def test_prewarm(monkeypatch, quantization):
     """Aligned rows and others, without gradients; a scale is given where there must be one."""
-    module, called = sys.modules["fusednorm.prewarm"], []
+    module, called = sys.modules["fusednorm.operations.prewarm"], []
     names = ("rms_norm_quant", "fused_add_rms_norm_quant", "quantize")
     for name in names:
 

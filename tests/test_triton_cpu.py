@@ -20,7 +20,7 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
-from fusednorm.backends import cpu, reference, triton_cpu, triton_cpu_host, triton_host
+from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
 from fusednorm.calls import packing
 from fusednorm.calls.call import (
@@ -37,6 +37,7 @@ from fusednorm.calls.call import (
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 from fusednorm.engine import fast_path, registry
 from fusednorm.engine.run import backward as differentiate
+from fusednorm.reference import norm as reference
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton_cpu installs it")
 if triton_host.INTERPRETED:

@@ -351,7 +351,7 @@ class Gate(NamedTuple):
     z: Tensor
     #: [..., N], receives the products, rounded to its dtype. It may be y or z itself.
     out: Tensor
-    #: The function, of :data:`fusednorm.backends.activations.ACTIVATIONS`.
+    #: The function, of :data:`fusednorm.reference.activations.ACTIVATIONS`.
     activation: str
     #: The dtype that the function's value is rounded to before it is multiplied; None: it is not rounded.
     between: torch.dtype | None

@@ -13,13 +13,13 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from fusednorm.backends.activations import ACTIVATIONS
-from fusednorm.backends.quantizer import MOST
-from fusednorm.backends.reference import accumulator
 from fusednorm.calls import layout
 from fusednorm.calls.call import Flags
 from fusednorm.calls.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
 from fusednorm.calls.quantization import Quantization, _fields_of
+from fusednorm.reference.activations import ACTIVATIONS
+from fusednorm.reference.norm import accumulator
+from fusednorm.reference.quantizer import MOST
 from fusednorm.torch_ops.dispatcher import check_placed
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusednorm.backends.activations import ACTIVATIONS
 from fusednorm.calls.call import (
     Backward,
     Forward,
@@ -23,6 +22,7 @@ from fusednorm.calls.call import (
     Rotate,
     Strides,
 )
+from fusednorm.reference.activations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from fusednorm.calls.quantization import Quantization

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fusednorm.backends.quantizer import FLOAT8
 from fusednorm.calls.packing import KINDS, pack_quantization
+from fusednorm.reference.quantizer import FLOAT8
 
 #: The dtypes, and the least and the greatest number of each.
 RANGES: dict[torch.dtype, tuple[float, float]] = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import fusednorm
-from fusednorm.backends import reference
 from fusednorm.conformance import oracle
+from fusednorm.reference import norm as reference
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)

@@ -1,6 +1,6 @@
 """A second implementation of the specification, in NumPy, written from docs/spec.md alone, to check the reference.
 
-It shares no code or method with ``backends/reference.py``: it rounds by scaling to integers.
+It shares no code or method with ``fusednorm/reference/norm.py``: it rounds by scaling to integers.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A second implementation of gates, in NumPy, written from docs/spec.md alone, to check backends/activations.py.
+"""A second implementation of gates, in NumPy, written from docs/spec.md alone, to check the reference.
 
 It shares no code with that file: whole numbers are found by np.rint, and powers of two multiplied by np.ldexp.
 """

@@ -1,4 +1,4 @@
-"""A second implementation of quantization, in NumPy, written from docs/spec.md alone, to check backends/quantizer.py.
+"""A second implementation of quantization, in NumPy, written from docs/spec.md alone, to check the reference.
 
 It shares no code or method with that file: it looks 8-bit floating-point numbers up in a list of all of them.
 """

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.backends import rotation
 from fusednorm.conformance import oracle
 from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
+from fusednorm.reference import rotation
 
 #: Rows of heads, in two dimensions, and heads of q and of k.
 ROWS, Q, K = (2, 3), 3, 2

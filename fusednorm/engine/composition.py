@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusednorm.backends import reference
 from fusednorm.calls.call import Backward, Forward, Operation, Strides
 from fusednorm.engine.first_calls import FirstCalls
+from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
     from fusednorm.engine.registry import Backend

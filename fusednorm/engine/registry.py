@@ -66,10 +66,10 @@ class Backend(Protocol):
         """How such a call would run, in words, for :func:`fusednorm.explain`."""
 
     def forward(self, call: Forward) -> None:
-        """Writes ``out``, ``residual_out`` and ``rstd``; see :func:`fusednorm.backends.reference.outputs`."""
+        """Writes ``out``, ``residual_out`` and ``rstd``; see :func:`fusednorm.reference.norm.outputs`."""
 
     def backward(self, call: Backward) -> None:
-        """Writes the gradients; see :func:`fusednorm.backends.reference.gradients`."""
+        """Writes the gradients; see :func:`fusednorm.reference.norm.gradients`."""
 
 
 #: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.backends import activations
-from fusednorm.backends.reference import accumulator
 from fusednorm.calls.call import (
     Around,
     Flags,
@@ -27,12 +25,14 @@ from fusednorm.calls.layout import in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine import run
 from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
 from fusednorm.engine.registry import fast_paths, request
+from fusednorm.reference import activations
+from fusednorm.reference.norm import accumulator
 
 
 class Gating(NamedTuple):
     """What a gate does."""
 
-    #: The function, of :data:`fusednorm.backends.activations.ACTIVATIONS`.
+    #: The function, of :data:`fusednorm.reference.activations.ACTIVATIONS`.
     activation: str
     #: The dtype that the function's value is rounded to before it is multiplied, or None.
     between: torch.dtype | None

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.backends import rotation
 from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Strides, operation_of
 from fusednorm.calls.layout import packed, two_levels
 from fusednorm.engine import run
 from fusednorm.engine.registry import fast_paths, request
+from fusednorm.reference import rotation
 
 #: The strides of an operand that is absent.
 NONE = (0, 0)

@@ -9,8 +9,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.backends import activations
-from fusednorm.backends.reference import accumulator, rounded
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import (
@@ -30,6 +28,8 @@ from fusednorm.engine import run, run_gated
 from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_gated import Gating
+from fusednorm.reference import activations
+from fusednorm.reference.norm import accumulator, rounded
 from fusednorm.torch_ops import dispatcher, plain
 
 
@@ -269,7 +269,7 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        """See :func:`fusednorm.backends.activations.gate_gradients`."""
+        """See :func:`fusednorm.reference.activations.gate_gradients`."""
         first, second = ctx.saved_tensors
         y, z = _apart(first, second)
         needs, nothing = (ctx.needs_input_grad[:2] if first is not None else (True, True)), (None,) * len(ctx.gating)

@@ -9,7 +9,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.backends import quantizer, reference
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Flags, operation_of
 from fusednorm.calls.checks import (
@@ -29,6 +28,8 @@ from fusednorm.engine.run_quantized import Results
 from fusednorm.operations.gated import gate as gated
 from fusednorm.operations.gated import halves, silu_and_mul
 from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
+from fusednorm.reference import norm as reference
+from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dispatcher, plain
 
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.backends import reference
 from fusednorm.calls import listeners
 from fusednorm.calls.call import Around, Flags, RMSNorm, operation_of
 from fusednorm.calls.tangents import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.run import Chosen, backend_of
+from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import plain
 from fusednorm.torch_ops.dispatcher import new_outputs, on_rows
 
@@ -172,7 +172,7 @@ class NormaliseAffine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """See :func:`fusednorm.backends.reference.affine`."""
+        """See :func:`fusednorm.reference.norm.affine`."""
         x, residual, weight, bias, ctx.weight_offset, rounded_to, out_dtype = inputs[:7]
         flags = Flags(*inputs[7:])
         asked = flags._replace(weight_offset=ctx.weight_offset, round_norm=rounded_to is not None, out_dtype=out_dtype)
@@ -194,7 +194,7 @@ class NormaliseAffine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        """See :func:`fusednorm.backends.reference.affine_gradients`, and :func:`gradients`."""
+        """See :func:`fusednorm.reference.norm.affine_gradients`, and :func:`gradients`."""
         *kept, weight, bias = ctx.saved_tensors
         need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
         of_norm = SimpleNamespace(saved_tensors=kept, operation=ctx.operation, flags=ctx.flags)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.backends import activations, quantizer, reference
 from fusednorm.calls.call import Flags, RMSNorm, operation_of
 from fusednorm.calls.checks import (
     check_activation,
@@ -33,6 +32,8 @@ from fusednorm.calls.tables import check_heads, check_tables
 from fusednorm.engine import run, run_gated, run_rotated
 from fusednorm.engine.registry import request, request_of_backward, use_backend
 from fusednorm.engine.run_gated import Gating
+from fusednorm.reference import activations, quantizer
+from fusednorm.reference import norm as reference
 from fusednorm.torch_ops.autograd import gradients, keep, mark_constant, new_rstd, normalise
 from fusednorm.torch_ops.dispatcher import on_rows
 

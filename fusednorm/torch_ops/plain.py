@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.backends import reference, rotation
 from fusednorm.calls import checks, listeners
 from fusednorm.calls.tangents import outer_levels, primals
 from fusednorm.engine import run_rotated
+from fusednorm.reference import norm as reference
+from fusednorm.reference import rotation
 from fusednorm.torch_ops import dispatcher
 
 
@@ -42,14 +43,14 @@ def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None])
 
 
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-    """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.added`."""
+    """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.added`."""
     if seen(x, residual):
         return cast(Tensor, dispatcher.operations(x, residual).add(x, residual, dtype))
     return reference.added(x, residual, dtype)
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
-    """x * factor, [..., N], rounded to x's dtype; see :func:`fusednorm.backends.reference.scaled`."""
+    """x * factor, [..., N], rounded to x's dtype; see :func:`fusednorm.reference.norm.scaled`."""
     if seen(x):
         return cast(Tensor, dispatcher.operations(x).scale(x, factor))
     return reference.scaled(x, factor)
@@ -63,7 +64,7 @@ def affine(
     rounded_to: torch.dtype | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """n * gain + bias, [..., N], rounded once to a dtype; see :func:`fusednorm.backends.reference.affine`."""
+    """n * gain + bias, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.affine`."""
     operands = (n, weight, bias)
     arguments = (*operands, weight_offset, rounded_to, out_dtype)
     if seen(*operands):
@@ -74,7 +75,7 @@ def affine(
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: torch.dtype | None, dtype: torch.dtype
 ) -> Tensor:
-    """Rotated heads, [..., H, D], rounded once to a dtype; see :func:`fusednorm.backends.rotation.rotated`."""
+    """Rotated heads, [..., H, D], rounded once to a dtype; see :func:`fusednorm.reference.rotation.rotated`."""
     arguments = (x, cos, sin, interleaved, rounded_to, dtype)
     if seen(x, cos, sin):
         return cast(Tensor, dispatcher.operations(x, cos, sin).rotate(*arguments))
@@ -141,7 +142,7 @@ class Affine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """See :func:`fusednorm.backends.reference.affine_gradients`."""
+        """See :func:`fusednorm.reference.norm.affine_gradients`."""
         n, weight, bias = ctx.saved_tensors
         check_kept((dy,), ctx.saved_tensors)
         needs = ctx.needs_input_grad[:3]

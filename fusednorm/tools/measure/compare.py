@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from fusednorm.backends.reference import rounded
+from fusednorm.reference.norm import rounded
 from fusednorm.tools import doctor
 from fusednorm.tools.command_line import DTYPES
 from fusednorm.tools.measure.measured import OPERATIONS, as_tuple

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fusednorm.backends.reference import constant, divided
+from fusednorm.reference.norm import constant, divided
 
 if TYPE_CHECKING:
     from torch import Tensor

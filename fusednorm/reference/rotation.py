@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusednorm.backends.reference import rounded
+from fusednorm.reference.norm import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fusednorm.backends.reference import accumulator, rounded, widened
 from fusednorm.calls.tangents import outer_levels, primals
+from fusednorm.reference.norm import accumulator, rounded, widened
 
 if TYPE_CHECKING:
     from torch import Tensor

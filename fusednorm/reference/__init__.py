@@ -1,0 +1,1 @@
+"""The specification in torch operations: docs/spec.md, one file for each kind of formula."""
