@@ -16,8 +16,8 @@ from rich.console import Console
 import fusednorm
 from fusednorm import __main__ as command
 from fusednorm.__main__ import main
+from fusednorm.backends import reference
 from fusednorm.engine import fast_path, registry
-from fusednorm.reference import norm as reference
 from fusednorm.tools import command_line, doctor, proof
 from fusednorm.tools.measure import cells, compare, measured, peers, train
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.backends import reference
 from fusednorm.engine import registry
-from fusednorm.reference import norm as reference
 
 HERE = Path(__file__).parent
 
