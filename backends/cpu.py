@@ -12,9 +12,8 @@ from zipimport import zipimporter
 import torch
 from torch import Tensor
 
-from fusednorm.calls import packing
+from fusednorm.calls import packing, process
 from fusednorm.engine import fast_path as path
-from fusednorm.engine import registry
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import (
@@ -79,7 +78,7 @@ else:
     if not _missing:
         fast_path = path.open_cpu()
     _openmp: str = _text(_lib.fn_openmp_path()).decode()  # now: from here on the library notices when the process forks
-    if registry.forked:  # before it was loaded
+    if process.forked:  # before it was loaded
         _lib.fn_after_fork()
 
 
@@ -130,7 +129,7 @@ def plan(operation: Operation) -> str:
     """How a call will run, in words."""
     rows = -(-_lib.FN_PARALLEL_ELEMENTS // operation.hidden_size)
     threads = "one thread"
-    if registry.forked:
+    if process.forked:
         threads += ", because this process was forked after fusednorm was imported"
     elif openmp() and torch.get_num_threads() > 1:
         threads = f"up to {torch.get_num_threads()} threads from {max(rows, 2)} rows"

@@ -40,8 +40,8 @@ from fusednorm.backends.kernel_kinds import (
     scratch_of,
 )
 from fusednorm.calls import packing
+from fusednorm.calls.process import BackendError
 from fusednorm.engine import fast_path as path
-from fusednorm.engine.registry import BackendError
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fusednorm.backends.cuda_kernels import Variant
-from fusednorm.engine.registry import BackendError
+from fusednorm.calls.process import BackendError
 
 #: The CUDA C++ sources, in a checkout and in an install alike.
 SOURCES = Path(__file__).parents[1] / "csrc"

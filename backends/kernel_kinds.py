@@ -27,6 +27,7 @@ from fusednorm.calls.call import (
     Quantize,
     Rotate,
     Strides,
+    accumulator,
 )
 from fusednorm.calls.quantization import Quantization
 from fusednorm.reference import norm as reference
@@ -144,7 +145,7 @@ class ForwardKind(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         """The type that everything is computed in."""
-        return reference.accumulator(self.x)
+        return accumulator(self.x)
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
@@ -239,7 +240,7 @@ class GateKind(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         """The type that everything is computed in."""
-        return reference.accumulator(torch.promote_types(self.y, self.z))
+        return accumulator(torch.promote_types(self.y, self.z))
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are."""
@@ -292,7 +293,7 @@ class RotationKind(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         """The type that everything is computed in."""
-        return reference.accumulator(torch.promote_types(self.x, self.out))
+        return accumulator(torch.promote_types(self.x, self.out))
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but positions and rstd."""

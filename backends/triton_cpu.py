@@ -30,10 +30,9 @@ from fusednorm.backends.kernel_kinds import (
 )
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
-from fusednorm.calls import packing
+from fusednorm.calls import packing, process
 from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
 from fusednorm.engine import fast_path as path
-from fusednorm.engine import registry
 from fusednorm.engine.composition import Composition
 from fusednorm.reference import norm as reference
 
@@ -252,7 +251,7 @@ def commonest() -> Iterator[Variant]:
 
 
 def _in_background() -> bool:
-    return _MODE == "background" and not registry.waiting()
+    return _MODE == "background" and not process.waiting()
 
 
 class _Host(Host):

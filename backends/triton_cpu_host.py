@@ -29,7 +29,7 @@ import torch
 
 from fusednorm.backends import triton_host
 from fusednorm.backends.triton_host import Variant
-from fusednorm.engine.registry import BackendError
+from fusednorm.calls.process import BackendError
 
 _lib: Any = None
 with contextlib.suppress(ImportError):  # the cpu backend says why

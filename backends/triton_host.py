@@ -46,7 +46,7 @@ from fusednorm.calls.call import (
     Rotate,
     Strides,
 )
-from fusednorm.engine.registry import BackendError
+from fusednorm.calls.process import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.
 BUILD = "build a newer one from source, github.com/triton-lang/triton-cpu, of which no wheel is published"

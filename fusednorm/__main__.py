@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import torch
 
 import fusednorm
-from fusednorm.calls import devices
+from fusednorm.calls import devices, process
 from fusednorm.engine import registry
 from fusednorm.tools import command_line, difference, doctor, proof
 from fusednorm.tools.measure import cells, compare, plots, train
@@ -48,7 +48,7 @@ def main() -> int:
     try:
         status = _run(arguments, others)
         sys.stdout.flush()
-    except (UnusableError, difference.UnreadableError, registry.BackendError) as error:
+    except (UnusableError, difference.UnreadableError, process.BackendError) as error:
         message = f"{parser.prog} {arguments.command or 'doctor'}: {error}"
         print(message, file=sys.stderr)
         return UNUSABLE
@@ -67,7 +67,7 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
     if arguments.command == "prewarm":
         return prewarm(arguments)
     if arguments.command in ("compare", "bench"):
-        with registry.waiting_for_kernels():
+        with process.waiting_for_kernels():
             if arguments.command == "compare":
                 return comparison(arguments)
             return training(arguments) if arguments.train else bench(arguments)
@@ -96,7 +96,7 @@ def _backends(text: str) -> list[str]:
     """Reads names of backends, which this machine must be able to use."""
     try:
         names = registry.parse(text, "the option")
-    except registry.BackendError as error:
+    except process.BackendError as error:
         raise ValueError(str(error)) from None
     infos = {info.name: info for info in fusednorm.backends()}
     for name in names:
@@ -119,7 +119,7 @@ def prewarm(arguments: argparse.Namespace) -> int:
             fusednorm.prewarm(hidden_size, kind, arguments.device, **more)
             seconds = time.perf_counter() - begin
             row = torch.empty(1, hidden_size, dtype=kind, device=arguments.device)
-            with registry.waiting_for_kernels():
+            with process.waiting_for_kernels():
                 backend = fusednorm.explain(row, row, row[0]).backend
             say(f"{backend}: {dtype}, rows of {hidden_size}: {seconds:.2f} s")
     return 0

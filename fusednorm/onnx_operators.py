@@ -16,11 +16,10 @@ from onnxscript import evaluator
 from onnxscript import opset18 as op
 from onnxscript import opset23 as op23
 
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import MOST, Quantization
 from fusednorm.onnx import OPSET, UntranslatedError
 from fusednorm.reference.activations import INNER, OUTER, SCHEMES
 from fusednorm.reference.norm import SEGMENT
-from fusednorm.reference.quantizer import MOST
 
 _F32, _F64, _I32, _I64 = (getattr(ir.DataType, name) for name in ("FLOAT", "DOUBLE", "INT32", "INT64"))
 _SHORT = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -20,8 +20,8 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
+from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance.cases import differing
-from fusednorm.reference.activations import ACTIVATIONS
 from fusednorm.torch_ops.library import SCHEMAS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

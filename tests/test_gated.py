@@ -13,6 +13,7 @@ import torch
 import fusednorm
 from fusednorm import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.backends import cpu
+from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.engine import fast_path, run_gated
 from fusednorm.reference import activations
 
@@ -176,7 +177,7 @@ def test_gradients_on_the_fast_path(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("activation", activations.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_derivatives(backend, activation):
     """Of results and of gradients, forwards too, where the gate is low, near 0 and large."""
     z = torch.tensor([[-700.0, -90.0, -8.0, -1.3], [-0.2, 0.4, 3.0, 40.0]], dtype=torch.float64)
@@ -282,7 +283,7 @@ def test_autocast_changes_nothing(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("activation", activations.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_tangents_of_gradients(activation):
     """Forwards over backwards, as ``torch.func.hessian`` goes: the same second derivatives as backwards twice."""
     z = torch.linspace(-6, 6, 9, dtype=torch.float64)

@@ -22,7 +22,7 @@ import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
-from fusednorm.calls import packing
+from fusednorm.calls import packing, process
 from fusednorm.calls.call import (
     Around,
     AroundNorm,
@@ -35,7 +35,7 @@ from fusednorm.calls.call import (
     operation_of,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
-from fusednorm.engine import fast_path, registry
+from fusednorm.engine import fast_path
 from fusednorm.engine.run import backward as differentiate
 from fusednorm.reference import norm as reference
 
@@ -594,7 +594,7 @@ def test_the_cpu_backend_rotates(fake, monkeypatch):
 
 
 def test_comparisons_and_measurements_wait_for_the_kernel(fake):
-    with registry.waiting_for_kernels():
+    with process.waiting_for_kernels():
         run(F16)
         assert "until" not in plan(F16)
     assert len(fake.loaded) == len(fake.calls) == 1
@@ -624,7 +624,7 @@ def test_a_failure_is_logged_once_and_explained(fake, caplog, monkeypatch):
     assert "could not prewarm its Triton kernels: RuntimeError: this compiler is broken" in record.message
     assert run(BF16)
     assert "as Triton could not compile its own (RuntimeError: this compiler is broken)" in plan(BF16)
-    with registry.waiting_for_kernels(), pytest.raises(RuntimeError, match="compiler is broken"):
+    with process.waiting_for_kernels(), pytest.raises(RuntimeError, match="compiler is broken"):
         run(BF16)
     monkeypatch.setattr(triton_cpu, "_MODE", "wait")
     with pytest.raises(RuntimeError, match="compiler is broken"):

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 Strides: TypeAlias = tuple[int, int]
 
 
+#: The names of the functions that a gate goes through.
+ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
+
+
+def accumulator(x_dtype: torch.dtype) -> torch.dtype:
+    """The type ``A`` of the specification: float64 for a float64 ``x``, float32 otherwise."""
+    return torch.float64 if x_dtype == torch.float64 else torch.float32
+
+
 class Flags(NamedTuple):
     """The arguments of a public function that are no operands."""
 
@@ -81,7 +90,7 @@ class RMSNorm(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         """The type ``A`` of the specification: float64 for a float64 x, else float32."""
-        return torch.float64 if self.x == torch.float64 else torch.float32
+        return accumulator(self.x)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -351,7 +360,7 @@ class Gate(NamedTuple):
     z: Tensor
     #: [..., N], receives the products, rounded to its dtype. It may be y or z itself.
     out: Tensor
-    #: The function, of :data:`fusednorm.reference.activations.ACTIVATIONS`.
+    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`.
     activation: str
     #: The dtype that the function's value is rounded to before it is multiplied; None: it is not rounded.
     between: torch.dtype | None

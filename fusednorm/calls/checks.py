@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import layout
-from fusednorm.calls.call import Flags
+from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
 from fusednorm.calls.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
-from fusednorm.calls.quantization import Quantization, _fields_of
-from fusednorm.reference.activations import ACTIVATIONS
-from fusednorm.reference.norm import accumulator
-from fusednorm.reference.quantizer import MOST
-from fusednorm.torch_ops.dispatcher import check_placed
+from fusednorm.calls.quantization import MOST, Quantization, _fields_of
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
@@ -86,6 +82,16 @@ def check_operands(
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
+
+
+def check_placed(name: str, output: Tensor) -> None:
+    """That a DTensor that is written holds values, and not each rank a summand of them."""
+    placements = getattr(output, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"{name} is written, and its placements are {list(placements)}; expected are Replicate and Shard, because "
+            f"no rank has a summand of the result; redistribute {name} before, or take what the call returns"
+        )
 
 
 def check_flags(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.call import (
+    ACTIVATIONS,
     Backward,
     Forward,
     Gate,
@@ -22,7 +23,6 @@ from fusednorm.calls.call import (
     Rotate,
     Strides,
 )
-from fusednorm.reference.activations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from fusednorm.calls.quantization import Quantization

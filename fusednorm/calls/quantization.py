@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from fusednorm.calls.packing import KINDS, pack_quantization
-from fusednorm.reference.quantizer import FLOAT8
+
+#: Bits of the mantissa, and the least exponent of a normal number.
+FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
+
+#: The least and the greatest zero point, and whole number before a zero point is added: their sum fits 32 bits.
+MOST = 2.0**30
 
 #: The dtypes, and the least and the greatest number of each.
 RANGES: dict[torch.dtype, tuple[float, float]] = {

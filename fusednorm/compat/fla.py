@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
 from fusednorm.operations.gated import gate
 from fusednorm.operations.norm_gated import rms_norm_gated as norm_gated
 from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
-from fusednorm.reference.norm import accumulator
 
 _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
 from fusednorm.operations.gated import gate
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.ops import rms_norm
-from fusednorm.reference.norm import accumulator
 
 
 def rmsnorm_fn(

@@ -18,6 +18,7 @@ import torch
 
 import fusednorm
 from fusednorm.backends import NAMES
+from fusednorm.calls import process
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import DTYPES, bits, differing, dtype_name, reproducer
 from fusednorm.engine import registry
@@ -104,7 +105,7 @@ class Mode:
     def active(self):
         with ExitStack() as stack:
             stack.enter_context(fusednorm.use_backend(self.backend))
-            stack.enter_context(registry.waiting_for_kernels())
+            stack.enter_context(process.waiting_for_kernels())
             if self.device != "cpu":
                 stack.enter_context(torch.device(self.device))
             if self.variant is not None:

@@ -164,7 +164,7 @@ import sys, torch, fusednorm
 x = torch.full((40, 1024), 2.0**-130)
 if not torch.set_flush_denormal(True):
     sys.exit("this processor cannot flush subnormals: nothing was tested")
-with fusednorm.use_backend(sys.argv[1]), fusednorm.engine.registry.waiting_for_kernels():
+with fusednorm.use_backend(sys.argv[1]), fusednorm.calls.process.waiting_for_kernels():
     y, total = fusednorm.fused_add_rms_norm(x, x, eps=0.0, residual_out=torch.empty_like(x))
 flushes = (x[0] + 0.0).view(torch.int32).eq(0).all().item()  # the caller's setting is as it was
 print(flushes, total.view(torch.int32).unique().tolist())
@@ -192,7 +192,7 @@ import sys, torch, fusednorm
 torch.set_num_threads(2)  # several sums of blocks of rows, added by the caller
 x, weight = torch.ones(64, 1024), torch.ones(1024, requires_grad=True)
 dy = torch.full_like(x, 2.0**-135)
-with fusednorm.use_backend(sys.argv[1]), fusednorm.engine.registry.waiting_for_kernels():
+with fusednorm.use_backend(sys.argv[1]), fusednorm.calls.process.waiting_for_kernels():
     y = fusednorm.rms_norm(x, weight, 0.0)
     torch.set_flush_denormal(True)
     (dweight,) = torch.autograd.grad(y, weight, dy)

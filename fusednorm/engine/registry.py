@@ -11,7 +11,6 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from fusednorm.backends import MODULES, NAMES
 from fusednorm.calls.call import Backward, Forward, Operation
+from fusednorm.calls.process import BackendError
 from fusednorm.engine.composition import Composition
 from fusednorm.engine.first_calls import FirstCalls, raised_by
 
@@ -31,10 +31,6 @@ ENTRY_POINTS = "fusednorm.backends"
 
 #: The user's request for the whole process: read once.
 ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
-
-
-class BackendError(RuntimeError):
-    """No backend can take the call, or the requested backend does not exist."""
 
 
 class Backend(Protocol):
@@ -91,18 +87,6 @@ fast_paths: dict[str, FastPath] = {}
 
 #: The request in force.
 request = _request.get
-
-#: Whether this process was forked after it had imported fusednorm. It then has none of its parent's threads.
-forked = False
-
-
-def _after_fork() -> None:
-    global forked
-    forked = True
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def register_backend(name: str, backend: Backend) -> None:
@@ -349,25 +333,6 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"
         *outer, before = _before.get()
         _request.set(before)
         _before.set(tuple(outer))
-
-
-_waiting: ContextVar[bool] = ContextVar("fusednorm.waiting_for_kernels", default=False)
-
-#: Whether a backend must not have another one take a call while it compiles in the background.
-waiting = _waiting.get
-
-
-@contextmanager
-def waiting_for_kernels() -> Iterator[None]:
-    """Within the block, in this thread or task, a call waits until the backend that it goes to has compiled its kernel.
-
-    Comparisons, measurements and ``prewarm`` use it.
-    """
-    token = _waiting.set(True)
-    try:
-        yield
-    finally:
-        _waiting.reset(token)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fusednorm.calls.call import (
     NormGatedBackward,
     RMSNorm,
     Strides,
+    accumulator,
     operation_of,
 )
 from fusednorm.calls.checks import check_flags, check_kept
@@ -26,13 +27,12 @@ from fusednorm.engine import run
 from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.reference import activations
-from fusednorm.reference.norm import accumulator
 
 
 class Gating(NamedTuple):
     """What a gate does."""
 
-    #: The function, of :data:`fusednorm.reference.activations.ACTIVATIONS`.
+    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`.
     activation: str
     #: The dtype that the function's value is rounded to before it is multiplied, or None.
     between: torch.dtype | None

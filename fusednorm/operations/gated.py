@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm.calls import listeners
-from fusednorm.calls.call import Flags
+from fusednorm.calls.call import Flags, accumulator
 from fusednorm.calls.checks import (
     check_activation,
     check_apart,
@@ -29,7 +29,7 @@ from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_gated import Gating
 from fusednorm.reference import activations
-from fusednorm.reference.norm import accumulator, rounded
+from fusednorm.reference.norm import rounded
 from fusednorm.torch_ops import dispatcher, plain
 
 

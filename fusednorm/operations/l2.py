@@ -11,9 +11,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm.calls import listeners
+from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import number, refuse_type
 from fusednorm.operations.ops import rms_norm
-from fusednorm.reference.norm import accumulator
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

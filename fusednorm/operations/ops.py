@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm.calls import listeners
-from fusednorm.calls.call import Around, Flags, operation_of
+from fusednorm.calls.call import Around, Flags, accumulator, operation_of
 from fusednorm.calls.checks import (
     NAMES,
     check_affine,
@@ -26,7 +26,6 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.engine import run
 from fusednorm.engine.registry import fast_paths, request
-from fusednorm.reference.norm import accumulator
 from fusednorm.torch_ops import dispatcher, plain
 from fusednorm.torch_ops.autograd import Normalise, NormaliseAffine, Transformed
 

@@ -10,8 +10,8 @@ import torch
 
 from fusednorm.calls.checks import check_is_quantization
 from fusednorm.calls.devices import present
+from fusednorm.calls.process import waiting_for_kernels
 from fusednorm.calls.quantization import Quantization
-from fusednorm.engine.registry import waiting_for_kernels
 from fusednorm.operations.gated import gate, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated

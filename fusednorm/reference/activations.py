@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fusednorm.calls.call import accumulator
 from fusednorm.calls.tangents import outer_levels, primals
-from fusednorm.reference.norm import accumulator, rounded, widened
+from fusednorm.reference.norm import rounded, widened
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-#: The names of the functions that a gate goes through.
-ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
 
 #: From 2 * sqrt(2 / pi) * (z + 0.044715 * z^3), the argument of the sigmoid in gelu_tanh, and from its derivative.
 OUTER, INNER, SLOPE = 1.5957691216057308, 0.044715, 0.134145

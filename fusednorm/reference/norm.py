@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusednorm.calls.call import accumulator
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -21,11 +23,6 @@ SEGMENT = 1024
 
 #: At most so many blocks of rows are summed before the halving tree takes over in :func:`rowsum`.
 ROW_BLOCKS = 256
-
-
-def accumulator(x_dtype: torch.dtype) -> torch.dtype:
-    """The type ``A`` of the specification: float64 for a float64 ``x``, float32 otherwise."""
-    return torch.float64 if x_dtype == torch.float64 else torch.float32
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fusednorm.calls.quantization import FLOAT8, MOST
 from fusednorm.reference.norm import constant, divided
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fusednorm.calls.quantization import Quantization
-
-#: Bits of the mantissa, and the least exponent of a normal number.
-FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
-
-#: The least and the greatest zero point, and whole number before a zero point is added: their sum fits 32 bits.
-MOST = 2.0**30
 
 
 class Quantized(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import dtype
 
-from fusednorm.reference.norm import accumulator
+from fusednorm.calls.call import accumulator
 from fusednorm.version import SPEC_VERSION
 
 #: Names that torch's wrappers put between those of the modules.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import quantizations
+from fusednorm.calls import process
 from fusednorm.calls.devices import devices
 from fusednorm.engine import registry
 from fusednorm.tools import doctor
@@ -206,7 +207,7 @@ def _on(subject: Subject) -> Iterator[None]:
     """Has the subject compute all calls."""
     with ExitStack() as stack:
         stack.enter_context(fusednorm.use_backend(subject.backend))
-        stack.enter_context(registry.waiting_for_kernels())
+        stack.enter_context(process.waiting_for_kernels())
         if subject.variant is not None:
             backend: Any = registry.load(subject.backend)
             stack.enter_context(backend.use_variant(subject.variant))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import listeners
-from fusednorm.calls.call import Around, Flags, RMSNorm, operation_of
+from fusednorm.calls.call import Around, Flags, RMSNorm, accumulator, operation_of
 from fusednorm.calls.tangents import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.run import Chosen, backend_of
@@ -54,7 +54,7 @@ class Rstd(torch.autograd.Function):
 
 def new_rstd(x: Tensor) -> Tensor:
     """[...] of the accumulator type for x of [..., N], to be filled by the forward pass."""
-    return x.new_empty(x.shape[:-1], dtype=reference.accumulator(x.dtype))
+    return x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
 
 
 def normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags) -> tuple[Tensor, Any, Tensor]:

@@ -65,16 +65,6 @@ def as_placed(like: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def check_placed(name: str, output: Tensor) -> None:
-    """That a DTensor that is written holds values, and not each rank a summand of them."""
-    placements = getattr(output, "placements", ())
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(
-            f"{name} is written, and its placements are {list(placements)}; expected are Replicate and Shard, because "
-            f"no rank has a summand of the result; redistribute {name} before, or take what the call returns"
-        )
-
-
 def _numbers(flags: Flags) -> tuple[float, float, bool, bool]:
     """The flags that all operators take. Before 2.10 torch's compiler knows no slices of a NamedTuple."""
     return flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm

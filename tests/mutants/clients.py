@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "Distributed: an output may be pending",
-        "fusednorm/torch_ops/dispatcher.py",
+        "fusednorm/calls/checks.py",
         "if any(placement.is_partial() for placement in placements):",
         "if False:",
     ),

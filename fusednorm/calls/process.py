@@ -1,0 +1,45 @@
+"""What backends and the engine share of a process: their error, whether it was forked, and whether calls wait."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+
+class BackendError(RuntimeError):
+    """No backend can take the call, or the requested backend does not exist."""
+
+
+BackendError.__module__ = "fusednorm"  # where users find it
+
+#: Whether this process was forked after it had imported fusednorm. It then has none of its parent's threads.
+forked = False
+
+
+def _after_fork() -> None:
+    global forked
+    forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
+_waiting: ContextVar[bool] = ContextVar("fusednorm.waiting_for_kernels", default=False)
+
+#: Whether a backend must not have another one take a call while it compiles in the background.
+waiting = _waiting.get
+
+
+@contextmanager
+def waiting_for_kernels() -> Iterator[None]:
+    """Within the block, in this thread or task, a call waits until the backend that it goes to has compiled its kernel.
+
+    Comparisons, measurements and ``prewarm`` use it.
+    """
+    token = _waiting.set(True)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
