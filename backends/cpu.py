@@ -12,8 +12,8 @@ from zipimport import zipimporter
 import torch
 from torch import Tensor
 
+from fusednorm.calls import fast_path as path
 from fusednorm.calls import packing, process
-from fusednorm.engine import fast_path as path
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import (

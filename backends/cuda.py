@@ -39,9 +39,9 @@ from fusednorm.backends.kernel_kinds import (
     of_one_weight_dtype,
     scratch_of,
 )
+from fusednorm.calls import fast_path as path
 from fusednorm.calls import packing
 from fusednorm.calls.process import BackendError
-from fusednorm.engine import fast_path as path
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from fusednorm.backends.kernel_kinds import (
 )
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
+from fusednorm.calls import fast_path as path
 from fusednorm.calls import packing, process
 from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
-from fusednorm.engine import fast_path as path
 from fusednorm.engine.composition import Composition
 from fusednorm.reference import norm as reference
 

@@ -31,7 +31,7 @@ from torch import Tensor
 import fusednorm
 from fusednorm import Quantization
 from fusednorm.backends import cpu
-from fusednorm.engine import fast_path
+from fusednorm.calls import fast_path
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = 4096

@@ -48,7 +48,7 @@ int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o); /* also of a
  * its elements as they are.
  */
 int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o);
-int fn_open_operands(PyObject *found); /* keeps what fusednorm/engine/fast_path.py found in torch; 0 with a Python error */
+int fn_open_operands(PyObject *found); /* keeps what fusednorm/calls/fast_path.py found in torch; 0 with a Python error */
 int fn_is_inference(PyObject *object); /* whether a tensor was made in inference mode; -1 with a Python error */
 int fn_same_shape(const tensor *a, const tensor *b);
 int fn_same_device(const tensor *a, const tensor *b);

@@ -116,8 +116,10 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(params=["C++", "Python"])
 def asked_by(request, monkeypatch):
     """The fast path asks torch's C++ in versions of torch that the tests have seen, and Python in others."""
-    from fusednorm.calls import listeners  # not before pytest_configure
-    from fusednorm.engine import fast_path
+    from fusednorm.calls import (
+        fast_path,
+        listeners,  # not before pytest_configure
+    )
 
     if request.param == "C++":
         yield

@@ -30,10 +30,11 @@ from fusednorm.backends.kernel_kinds import (
     RotationKind,
     lacking,
 )
+from fusednorm.calls import fast_path
 from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
-from fusednorm.engine import fast_path, registry
+from fusednorm.engine import registry
 from fusednorm.engine import run as front_end
 from fusednorm.tools import doctor
 

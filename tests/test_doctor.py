@@ -17,7 +17,8 @@ import fusednorm
 from fusednorm import __main__ as command
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
-from fusednorm.engine import fast_path, registry
+from fusednorm.calls import fast_path
+from fusednorm.engine import registry
 from fusednorm.tools import command_line, doctor, proof
 from fusednorm.tools.measure import cells, compare, measured, peers, train
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.engine import fast_path, registry
+from fusednorm.calls import fast_path
+from fusednorm.engine import registry
 
 X = torch.arange(24.0).reshape(3, 8)
 BIG = torch.zeros(3, 16)

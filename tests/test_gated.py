@@ -13,8 +13,9 @@ import torch
 import fusednorm
 from fusednorm import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.backends import cpu
+from fusednorm.calls import fast_path
 from fusednorm.calls.call import ACTIVATIONS
-from fusednorm.engine import fast_path, run_gated
+from fusednorm.engine import run_gated
 from fusednorm.reference import activations
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusednorm
 from fusednorm import RMSNormGated, rms_norm_gated, rms_norm_gated_
 from fusednorm.backends import cpu
+from fusednorm.calls import fast_path
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
-from fusednorm.engine import fast_path
 from fusednorm.operations import norm_gated
 
 X, Z, WEIGHT = operands(Case(6, 96).of(BF16))

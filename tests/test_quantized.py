@@ -20,9 +20,9 @@ from fusednorm import (
     silu_and_mul,
     silu_and_mul_quant,
 )
+from fusednorm.calls import fast_path
 from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
 from fusednorm.conformance.test_quantized import ALL, PRESETS, given
-from fusednorm.engine import fast_path
 from fusednorm.reference import quantizer
 
 E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8

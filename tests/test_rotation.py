@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import qk_norm_rope, qk_norm_rope_, rms_norm, rotate
+from fusednorm.calls import fast_path
 from fusednorm.conformance.cases import BF16, F32, F64, Case, operands
-from fusednorm.engine import fast_path
 
 QKV = operands(Case(12 * 8, 16).of(BF16))[0].view(3, 4, 8, 16)
 Q, K = QKV[:, :, :4], QKV[:, :, 4:6]

@@ -22,7 +22,7 @@ import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
 from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
-from fusednorm.calls import packing, process
+from fusednorm.calls import fast_path, packing, process
 from fusednorm.calls.call import (
     Around,
     AroundNorm,
@@ -35,7 +35,6 @@ from fusednorm.calls.call import (
     operation_of,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
-from fusednorm.engine import fast_path
 from fusednorm.engine.run import backward as differentiate
 from fusednorm.reference import norm as reference
 

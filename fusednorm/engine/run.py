@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusednorm.calls import fast_path
 from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Operation, operation_of
 from fusednorm.calls.checks import (
     as_called,
@@ -24,7 +25,6 @@ from fusednorm.calls.checks import (
     rows_to_write,
 )
 from fusednorm.calls.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
-from fusednorm.engine import fast_path
 from fusednorm.engine.composition import Composition
 from fusednorm.engine.first_calls import FirstCalls
 from fusednorm.engine.registry import Backend, fast_paths, request, select, selected

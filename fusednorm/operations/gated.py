@@ -23,9 +23,9 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.calls.tangents import outer_levels, primals
 from fusednorm.engine import run, run_gated
-from fusednorm.engine.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_gated import Gating
 from fusednorm.reference import activations

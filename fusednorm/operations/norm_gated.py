@@ -20,8 +20,8 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.calls.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.engine import run_gated
-from fusednorm.engine.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.torch_ops import plain
 from fusednorm.torch_ops.autograd_gated import How, NormalisedAndGated, composed

@@ -20,9 +20,9 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.calls.fast_path import NO_NORM
 from fusednorm.calls.quantization import Quantization
 from fusednorm.engine import run, run_quantized
-from fusednorm.engine.fast_path import NO_NORM
 from fusednorm.engine.registry import FastPath, fast_paths, request
 from fusednorm.engine.run_quantized import Results
 from fusednorm.operations.gated import gate as gated

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import environment, vllm
+from fusednorm.calls import fast_path
 from fusednorm.calls.devices import devices
-from fusednorm.engine import fast_path
 
 
 def _processor() -> str:

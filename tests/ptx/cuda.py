@@ -105,7 +105,7 @@ def stand_in(driver, nvrtc, capability):
     import torch
 
     from fusednorm.backends import cuda, cuda_compiler
-    from fusednorm.engine import fast_path
+    from fusednorm.calls import fast_path
 
     if fast_path.OPEN:
         assert fast_path._open(driver.exchange_api(torch.Tensor.__dlpack_c_exchange_api__))
