@@ -4,11 +4,12 @@ A backend is any object with the attributes of :class:`fusednorm.registry.Backen
 """
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fusednorm.engine.registry import BackendInfo
+    from fusednorm.calls.process import BackendInfo
 
 #: The backends of this version, the preferred ones first.
 NAMES = ("cpu", "cuda", "triton", "triton_cpu", "reference")
@@ -20,10 +21,11 @@ MODULES = {"triton": "triton_gpu"}
 class _Backends(ModuleType):
     """Lets ``fusednorm.backends`` be both this package and the public function that lists the backends."""
 
-    def __call__(self) -> "list[BackendInfo]":
-        from fusednorm.engine.registry import backends
+    #: The engine, which knows how, sets it.
+    listed: "Callable[[], list[BackendInfo]]"
 
-        return backends()
+    def __call__(self) -> "list[BackendInfo]":
+        return self.listed()
 
 
 sys.modules[__name__].__class__ = _Backends

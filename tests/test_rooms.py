@@ -21,10 +21,6 @@ HANDED_ON |= {"registry": "engine", "distributed": "torch_ops", "modules": "oper
 
 #: Imports that still go up; none may be added.
 UP = {
-    ("backends.__init__", "engine.registry"),  # which lists the backends
-    ("backends.cpu", "engine.fast_path"),
-    ("backends.cuda", "engine.fast_path"),
-    ("backends.triton_cpu", "engine.fast_path"),
     ("backends.triton_cpu", "engine.composition"),
     ("torch_ops.autograd_gated", "operations.gated"),
     ("torch_ops.autograd_gated", "operations.ops"),

@@ -347,7 +347,7 @@ else:
     del torch.{name}
 import fusednorm
 from fusednorm.calls import listeners
-from fusednorm.engine import fast_path
+from fusednorm.calls import fast_path
 asked = "{name}" != "_library.autograd"
 assert listeners.MISSING == ["{name.rpartition(".")[2]}"] * asked, listeners.MISSING
 assert fast_path.OPEN == (not asked and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))

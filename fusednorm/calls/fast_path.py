@@ -16,7 +16,7 @@ import torch
 from fusednorm.calls import layout, listeners
 
 if TYPE_CHECKING:
-    from fusednorm.engine.registry import Explanation, FastPath
+    from torch import Tensor
 
 try:
     _fast_path: Any = import_module("fusednorm._fast_path")
@@ -126,8 +126,11 @@ norm_gated_backward: Callable[..., bool] = _fast_path.norm_gated_backward if OPE
 #: Types of devices, as DLPack numbers them.
 CPU, CUDA = 1, 2
 
-#: By the request: the types of devices whose tensors its fast path takes.
-_devices: dict[str, set[str]] = {}
+#: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm
+#: and rstd, unchecked, whether it must look for a mode that has to see the call, the bias and x_scale. Those of a norm
+#: before the addition may follow: its weight, its eps, whether ``between`` is float32, and whether a norm follows the
+#: addition. It returns both outputs (the second None without a residual), or None if it did nothing.
+FastPath = Callable[..., "tuple[Tensor, Any] | None"]
 
 
 def forward_on(devices: set[str]) -> FastPath:
@@ -135,22 +138,7 @@ def forward_on(devices: set[str]) -> FastPath:
 
     ``triton_cpu`` counts as a type: the CPU, where Triton's kernels are to run.
     """
-    return cast("FastPath", _fast_path.forward_on("cpu" in devices, "cuda" in devices, "triton_cpu" in devices))
-
-
-def open_to(explanation: Explanation, fast_paths: dict[str, FastPath]) -> None:
-    """Opens the fast path of a request to the backend that takes a call, if every call on the device goes there.
-
-    A backend of ours has the type of its device in ``fast_path`` once the fast path may lead to it.
-    """
-    device = getattr(explanation.module, "fast_path", None)
-    if device is None or explanation.depends_on_operation():
-        return
-    request = explanation.request
-    if request not in fast_paths:
-        _devices[request] = set()
-    _devices[request].add(device)
-    fast_paths[request] = forward_on(_devices[request])
+    return cast(FastPath, _fast_path.forward_on("cpu" in devices, "cuda" in devices, "triton_cpu" in devices))
 
 
 def open_cpu() -> str | None:

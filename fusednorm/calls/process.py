@@ -1,4 +1,4 @@
-"""What backends and the engine share of a process: their error, whether it was forked, and whether calls wait."""
+"""Shared by backends and the engine: an error, a line of their list, whether the process was forked or waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 
 class BackendError(RuntimeError):
@@ -13,6 +14,25 @@ class BackendError(RuntimeError):
 
 
 BackendError.__module__ = "fusednorm"  # where users find it
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One line of :func:`fusednorm.backends`."""
+
+    #: What ``FUSEDNORM_BACKEND`` and :class:`fusednorm.use_backend` call it.
+    name: str
+    #: Whether this machine can use it.
+    available: bool
+    #: Why not; empty if it can.
+    reasons: list[str]
+    #: The device types it runs on, or ``("any",)``.
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        state = f"on {', '.join(self.devices)}" if self.available else "no: " + "; ".join(self.reasons)
+        return f"{self.name}: {state}"
+
 
 #: Whether this process was forked after it had imported fusednorm. It then has none of its parent's threads.
 forked = False

@@ -10,19 +10,20 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 
+import fusednorm.backends
 from fusednorm.backends import MODULES, NAMES
 from fusednorm.calls.call import Backward, Forward, Operation
-from fusednorm.calls.process import BackendError
+from fusednorm.calls.fast_path import FastPath
+from fusednorm.calls.process import BackendError, BackendInfo
 from fusednorm.engine.composition import Composition
 from fusednorm.engine.first_calls import FirstCalls, raised_by
 
@@ -67,12 +68,6 @@ class Backend(Protocol):
     def backward(self, call: Backward) -> None:
         """Writes the gradients; see :func:`fusednorm.reference.norm.gradients`."""
 
-
-#: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm
-#: and rstd, unchecked, whether it must look for a mode that has to see the call, the bias and x_scale. Those of a norm
-#: before the addition may follow: its weight, its eps, whether ``between`` is float32, and whether a norm follows the
-#: addition. It returns both outputs (the second None without a residual), or None if it did nothing.
-FastPath = Callable[..., "tuple[Tensor, Any] | None"]
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
 
@@ -391,24 +386,6 @@ class Explanation:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class BackendInfo:
-    """One line of :func:`fusednorm.backends`."""
-
-    #: What ``FUSEDNORM_BACKEND`` and :class:`fusednorm.use_backend` call it.
-    name: str
-    #: Whether this machine can use it.
-    available: bool
-    #: Why not; empty if it can.
-    reasons: list[str]
-    #: The device types it runs on, or ``("any",)``.
-    devices: tuple[str, ...]
-
-    def __str__(self) -> str:
-        state = f"on {', '.join(self.devices)}" if self.available else "no: " + "; ".join(self.reasons)
-        return f"{self.name}: {state}"
-
-
 def backends() -> list[BackendInfo]:
     """Every backend, with the reasons why this machine cannot use it."""
     infos = []
@@ -421,3 +398,6 @@ def backends() -> list[BackendInfo]:
             reasons = [str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"]
         infos.append(BackendInfo(name, not reasons, reasons, _devices(name)))
     return infos
+
+
+vars(fusednorm.backends).update(listed=backends)  # a package that can be called

@@ -27,7 +27,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine.composition import Composition
 from fusednorm.engine.first_calls import FirstCalls
-from fusednorm.engine.registry import Backend, fast_paths, request, select, selected
+from fusednorm.engine.registry import Backend, Explanation, fast_paths, request, select, selected
 from fusednorm.engine.run_quantized import Results, quantizer_of
 
 #: The strides of an operand that is absent.
@@ -41,13 +41,32 @@ DEFAULTS = Flags()[FAST:]
 Chosen = Backend | FirstCalls | Composition
 
 
+#: By the request: the types of devices whose tensors its fast path takes.
+_devices: dict[str, set[str]] = {}
+
+
+def _open_fast_path(explanation: Explanation) -> None:
+    """Opens the fast path of a request to the backend that takes a call, if every call on the device goes there.
+
+    A backend of ours has the type of its device in ``fast_path`` once the fast path may lead to it.
+    """
+    device = getattr(explanation.module, "fast_path", None)
+    if device is None or explanation.depends_on_operation():
+        return
+    request = explanation.request
+    if request not in fast_paths:
+        _devices[request] = set()
+    _devices[request].add(device)
+    fast_paths[request] = fast_path.forward_on(_devices[request])
+
+
 def backend_of(operation: Operation) -> Chosen:
     """The backend for a call. The first call of an operation warns of a slow one, and may open the fast path."""
     backend = selected(operation)
     if backend is None:
         backend, explanation = select(operation)
         explanation.warn()
-        fast_path.open_to(explanation, fast_paths)
+        _open_fast_path(explanation)
     return backend
 
 

@@ -20,10 +20,10 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
-from fusednorm.calls.fast_path import NO_NORM
+from fusednorm.calls.fast_path import NO_NORM, FastPath
 from fusednorm.calls.quantization import Quantization
 from fusednorm.engine import run, run_quantized
-from fusednorm.engine.registry import FastPath, fast_paths, request
+from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_quantized import Results
 from fusednorm.operations.gated import gate as gated
 from fusednorm.operations.gated import halves, silu_and_mul
