@@ -19,13 +19,8 @@ HANDED_ON = {
 }
 HANDED_ON |= {"registry": "engine", "distributed": "torch_ops", "modules": "operations"}
 
-#: Imports that still go up; none may be added.
-UP = {
-    ("backends.triton_cpu", "engine.composition"),
-    ("torch_ops.autograd_gated", "operations.gated"),
-    ("torch_ops.autograd_gated", "operations.ops"),
-    ("torch_ops.autograd_rotated", "operations.ops"),
-}
+#: The import that still goes up: C's kernels stand in for one that is being compiled. None may be added.
+UP = {("backends.triton_cpu", "engine.composition")}
 
 
 def room_of(first):

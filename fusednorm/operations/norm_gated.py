@@ -23,8 +23,8 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.engine import run_gated
 from fusednorm.engine.registry import fast_paths, request
+from fusednorm.operations.autograd_gated import How, NormalisedAndGated, composed
 from fusednorm.torch_ops import plain
-from fusednorm.torch_ops.autograd_gated import How, NormalisedAndGated, composed
 
 
 def rms_norm_gated(

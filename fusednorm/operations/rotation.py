@@ -25,8 +25,8 @@ from fusednorm.calls.tables import check_heads, check_tables, rows_for
 from fusednorm.engine import run_rotated
 from fusednorm.engine.registry import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Turn
+from fusednorm.operations.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
 from fusednorm.torch_ops import plain
-from fusednorm.torch_ops.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
 
 
 def rotate(
