@@ -21,7 +21,7 @@ def test_the_wheel_contains_the_package_and_nothing_else():
     files = {str(f) for f in distribution("fusednorm").files}
     outside = {f for f in files if not f.startswith(("fusednorm/", "fusednorm-"))}
     assert [Path(f).stem for f in outside] == ["fusednorm"]  # the command
-    for name in ("__init__.py", "py.typed", "backends/cpu.py", "fusednorm/reference/norm.py", "csrc/README.md"):
+    for name in ("__init__.py", "py.typed", "backends/cpu.py", "backends/reference.py", "csrc/README.md"):
         assert f"fusednorm/{name}" in files
     for name in ("_cpu", "_fast_path"):
         (extension,) = (f for f in files if f.startswith(f"fusednorm/{name}."))
@@ -76,7 +76,7 @@ def test_without_triton_and_without_a_compiler(hide):
 def test_options_that_change_arithmetic_are_refused(options):
     if platform.machine() != "x86_64" and "387" in options:
         pytest.skip("only x86 has an x87")
-    compile_one = ["gcc", "-std=c11", "-fsyntax-only", "-I", str(ROOT / "cpu"), str(ROOT / "cpu" / "gate.c")]
+    compile_one = ["gcc", "-std=c11", "-fsyntax-only", "-I", str(ROOT / "cpu"), str(ROOT / "cpu" / "run" / "gate.c")]
     subprocess.run(compile_one, check=True)
     refused = subprocess.run([*compile_one, *options.split()], capture_output=True, text=True)
     assert refused.returncode
