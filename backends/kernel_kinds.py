@@ -308,7 +308,7 @@ def of_one_weight_dtype(call: Rotate) -> list[Rotate]:
 
 
 class Share(IntEnum):
-    """What a program of a kernel takes, ``per_program`` being its number; ``enum share`` in ``cpu/cuda_launch.c``."""
+    """A program of a kernel takes this, ``per_program`` times; ``enum share`` in ``cpu/python/cuda_launch.c``."""
 
     #: So many rows.
     ROWS = 0

@@ -37,7 +37,7 @@ with contextlib.suppress(ImportError):  # the cpu backend says why
 
 _log = logging.getLogger("fusednorm")
 
-#: What ``cpu/triton_programs.c`` gives a kernel, by the name of its function: pointers, integers, numbers of the
+#: What ``cpu/run/triton_programs.c`` gives a kernel, by the name of its function: pointers, integers, numbers of the
 #: accumulator's type, and numbers of float32. Kernels without a line are of a backward pass.
 GIVEN = {"forward": (8, 16, 3, 0), "quantize": (9, 22, 3, 5), "gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
 BACKWARD = (9, 11, 1, 0)

@@ -4,7 +4,7 @@ Rows may have any length: only the number of segments, as a power of two, is com
 processors have an instruction for a masked access to 16-bit values, and without one LLVM makes a branch for each
 element. What follows a row's last whole tile is read and written in pieces, each twice as long as the next.
 
-Every kernel of a pass takes the same arguments, those of its type in ``cpu/triton_programs.c``; an operand that is
+Every kernel of a pass takes the same arguments, those of its type in ``cpu/run/triton_programs.c``; an operand that is
 absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else. ``triton_cpu_quantize.py`` and
 ``triton_cpu_gates.py`` have the kernels of quantizers and of gates alone.
 """

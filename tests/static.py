@@ -25,7 +25,7 @@ def main():
     include = sysconfig.get_paths()["include"]
     flags = ["-std=c11", f"-I{CPU}", "-isystem", include, "-DPy_LIMITED_API=0x030b0000", "-ffp-contract=off"]
     failed = []
-    for file in sorted(CPU.glob("*.c")):
+    for file in sorted(CPU.rglob("*.c")):
         for command in (
             ["clang-tidy", "--quiet", str(file), "--", *flags],
             ["gcc", *GCC, "-O1", *flags, "-c", str(file), "-o", "/dev/null"],

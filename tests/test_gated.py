@@ -31,7 +31,7 @@ def test_constants_are_those_of_the_script(name):
     scheme = activations.SCHEMES[getattr(torch, name)]
     assert {key: getattr(scheme, key) for key in found} == found
     wanted = {*found.pop("coefficients")[1:], *found.values()}  # without 1/2
-    for path in ("cpu/gate_body.h", "csrc/activations.cuh", "docs/spec.md"):
+    for path in ("cpu/kernels/gate_body.h", "csrc/activations.cuh", "docs/spec.md"):
         written = re.findall(r"\b0x[0-9a-f.]+p[-+]\d+", (ROOT / path).read_text())
         assert wanted <= set(map(float.fromhex, written)), path
     written = map(float, re.findall(r"\b\d\.\d+(?:e[-+]\d+)?\b", (ROOT / "backends/triton_gates.py").read_text()))

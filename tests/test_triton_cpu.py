@@ -295,7 +295,7 @@ def gate_variant(y, z, activation="silu", between=None, gradients=False):
     return triton_cpu.gate_variant(GateKind(d, y, z, y, dz, activation, between, 1000, 1, True))
 
 
-#: What `cpu/triton_programs.c` gives a kernel, in this order.
+#: What `cpu/run/triton_programs.c` gives a kernel, in this order.
 ARGUMENTS = {
     "forward": "x residual weight out residual_out rstd bias z x_stride residual_stride out_stride residual_out_stride "
     "z_stride inner x_jump residual_jump out_jump residual_out_jump z_jump hidden_size with_rstd weight_stride "

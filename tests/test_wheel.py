@@ -25,7 +25,7 @@ abi3info = pytest.importorskip("abi3info", reason="tox -e wheel installs what th
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTENSIONS = ("_cpu", "_fast_path")
-C_FILES = sorted((ROOT / "cpu").glob("*.c"))
+C_FILES = sorted((ROOT / "cpu").rglob("*.c"))
 WHAT_LINUX_HAS = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "libc.so", "ld-linux-aarch64.so.1"}
 
 

@@ -2,14 +2,14 @@
 
     python tests/two_commits.py BEFORE AFTER [objects] [ptx] [triton] [calls] [bench] [--changed PATTERN]
 
-`objects`: the assembly of each cpu/kernel_*.c, by GCC for this machine and for AArch64 where its compiler is. `ptx`:
-the PTX that NVRTC makes of csrc/ for a range of calls. `triton`: Triton's own representation of its kernels, and their
+`objects`: the assembly of each kernel_*.c, by GCC for this machine and for AArch64 where its compiler is. `ptx`: the
+PTX that NVRTC makes of csrc/ for a range of calls. `triton`: Triton's own representation of its kernels, and their
 code for two kinds of GPU. Comments, names and the order of functions do not count. No GPU is needed. `calls`: the
 results and the errors of inputs, forward and backward, bit by bit and word by word; those that differ are counted by
-what they were and are, numbers left out. BEFORE's tests/fuzz.py makes the inputs, because another one may use arguments
-that BEFORE lacks; `--inputs COMMIT` names another commit. `bench`: the time
-of calls of the cpu backend, in two processes in turn; a ratio above 1.05 is a difference. All are compared unless some
-are named. `calls` and `bench` compile both commits, which takes cmake and ninja.
+what they were and are, numbers left out. BEFORE's tests/fuzz.py makes the inputs, because another one may use
+arguments that BEFORE lacks; `--inputs COMMIT` names another commit. `bench`: the time of calls of the cpu backend, in
+two processes in turn; a ratio above 1.05 is a difference. All are compared unless some are named. `calls` and `bench`
+compile both commits, which takes cmake and ninja.
 
 Differences are printed, one a line. Status 1 if there is one that no `--changed` names (a pattern with * and ?).
 """
@@ -181,8 +181,8 @@ def objects(before, after, asked):
         for commit in (before, after):
             exact = re.findall(r"-f[\w-]+(?:=\w+)?", (commit.source / "cpu/CMakeLists.txt").read_text())
             more = ["-fno-section-anchors"] if name else []  # else constants have no names
-            for file in sorted((commit.source / "cpu").glob("kernel_*.c")):
-                command = [compiler, *RELEASE, *exact, *more, file]
+            for file in sorted((commit.source / "cpu").rglob("kernel_*.c")):
+                command = [compiler, *RELEASE, *exact, *more, f"-I{commit.source}/cpu", file]
                 jobs.append(((commit, f"{name}{file.stem}"), command))
 
     def output(command, *more):

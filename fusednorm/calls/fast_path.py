@@ -1,4 +1,4 @@
-"""The fast path past the front end, in C, for plain calls that no mode or transform must see: ``cpu/fast_path.c``.
+"""The fast path past the front end, in C, for plain calls that no mode or transform must see: ``cpu/python``.
 
 It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.calls.listeners` asks.
 Without them it stays closed.

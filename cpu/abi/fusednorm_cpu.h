@@ -1,0 +1,258 @@
+/* The C library of the cpu backend: the functions that Python calls, and the declarations that its files share. */
+#ifndef FUSEDNORM_CPU_H
+#define FUSEDNORM_CPU_H
+
+#include "abi/call.h"
+#include "kernels/gate.h"
+#include "kernels/rotation.h"
+
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ == 1)
+#error "fusednorm promises bits: build it without -ffast-math and the options that belong to it"
+#endif
+#include <float.h>
+#if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16 /* 16: halves too are computed as what they are */
+#error "fusednorm promises bits: build it for arithmetic in float itself, as with -msse2 -mfpmath=sse in place of the x87"
+#endif
+
+enum { FN_ALIGNMENT = 64 }; /* bytes to which buffers are aligned: a cache line */
+
+/* Elements in one segment of the spec's summation tree. */
+#define FN_SEGMENT 1024
+
+/* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
+#define FN_PARALLEL_ELEMENTS (32 * 1024)
+
+/*
+ * Working sets of this size are assumed not to be cached: rows are fetched ahead, and new outputs bypass the caches,
+ * which would no longer hold them when they are read.
+ */
+#define FN_FROM_MEMORY_BYTES (8 * 1024 * 1024)
+
+/* Rows of a forward pass in one level, as the kernels see them. Strides are in bytes, from one row to the next. */
+struct fn_forward_job {
+    int x_kind, residual_kind, weight_kind, out_kind, flags;
+    const char *x, *residual;
+    const void *weight;
+    char *out, *residual_out;
+    void *rstd; /* NULL, or one value per row: float, double where x is */
+    int64_t hidden;
+    int64_t x_stride, residual_stride, out_stride, residual_out_stride;
+    double eps, weight_offset;
+    /*
+     * A bias, or rows of the weight and of the bias for each of `heads` heads: row i takes row (first_row + i) % heads of
+     * an operand whose stride is not 0. `affine` is where in scratch the kernels keep such rows as float; 0: neither.
+     */
+    int bias_kind;
+    const void *bias;
+    int64_t heads, weight_stride, bias_stride, first_row;
+    size_t affine;
+    int from_memory; /* whether x and residual come from memory */
+    int overlaps; /* whether passes over different rows may be made together */
+    int two_norms_overlap; /* the same, of two norms with an addition between them */
+    int affine_as_is; /* whether long rows take a weight and a bias as they are, if these are of out's kind */
+    size_t bypass_cache; /* 0, or where in scratch rows of residual_out lie while the outputs bypass the caches */
+};
+
+/*
+ * Normalises rows [begin, end). `scratch` holds fn_scratch_bytes(job) bytes on a 64-byte border and, from job->affine on,
+ * two rows of float for each head.
+ */
+typedef void fn_forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch);
+
+/*
+ * Normalises rows [begin, end) as `first` says, and passes them to `next`, which adds the residual and normalises again.
+ * Returns 0, having done nothing, where another way is needed. `gain` has room for fn_float_row(hidden) floats.
+ */
+typedef int fn_two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin,
+                              int64_t end, void *scratch, float *gain);
+
+size_t fn_scratch_bytes(const struct fn_forward_job *job);
+size_t fn_affine_bytes(const struct fn_forward_job *job); /* of job->affine */
+
+/* The elements that scratch holds as float between the passes: several short rows, or one row in whole segments. */
+enum { FN_KEPT = 4 * FN_SEGMENT };
+/* The room for a row as float in scratch, in elements. */
+static inline int64_t fn_float_row(int64_t hidden) { return (hidden + 127) / 128 * 128; }
+
+static inline int64_t fn_kept(int64_t hidden) {
+    return hidden <= FN_KEPT ? FN_KEPT : (hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
+}
+
+/* The room for a row of the tables that heads of so many elements are rotated by, and for one head. */
+static inline size_t fn_table_bytes(int64_t size) { return (size_t)(16 * fn_float_row(size)); }
+
+/* The sums of a row's segments, padded to a power of two. */
+static inline int64_t fn_padded_sums(int64_t hidden) {
+    int64_t sums = 1;
+    while (sums * FN_SEGMENT < hidden) sums *= 2;
+    return sums;
+}
+
+/* The room for them in a backward pass, in elements. */
+static inline int64_t fn_room_for_sums(int64_t hidden) { return (fn_padded_sums(hidden) + 15) / 16 * 16; }
+
+/*
+ * One backward pass. dx, dresidual and dweight are NULL where they are not wanted, d_total where
+ * residual_out had no gradient, weight where there was none. dweight has the weight's type.
+ */
+struct fn_backward_job {
+    int wide; /* whether rstd is double and sums are computed in double */
+    int from_memory; /* whether operands come from memory */
+    int bypass_cache; /* whether dx is large, and made of whole cache lines */
+    int dy_kind, d_total_kind, h_kind, weight_kind, dx_kind, dresidual_kind;
+    const char *dy, *d_total, *h;
+    const void *rstd, *weight;
+    char *dx, *dresidual;
+    void *dweight, *dbias;
+    int bias_kind; /* of dbias */
+    int norm_kind; /* that h * rstd is rounded to where rows are normalised again, or FN_NONE */
+    int64_t hidden;
+    /*
+     * Row i takes row i % heads of the weight, and adds to that row of dweight and dbias. The gains of all heads, as float or
+     * double, lie gain_stride apart, and so do a row's sums of dweight; from bias_sums on follow those of dbias, unless that
+     * is 0. There are `sums` elements in all. `head` is that of row 0.
+     */
+    int64_t heads, head, gain_stride, bias_sums, sums;
+    int64_t dy_stride, d_total_stride, h_stride, dx_stride, dresidual_stride;
+    /* Where rows lie in two levels, jumps that follow after every `inner` rows; else 0. */
+    int64_t dy_jump, d_total_jump, h_jump, inner;
+    double weight_offset;
+};
+
+/* Row m of an operand that is only read. */
+static inline const char *fn_row(const char *operand, int64_t m, int64_t stride, int64_t jump, int64_t inner) {
+    return operand + m * stride + (jump ? m / inner * jump : 0);
+}
+static inline const char *fn_row_of_dy(const struct fn_backward_job *job, int64_t m) {
+    return fn_row(job->dy, m, job->dy_stride, job->dy_jump, job->inner);
+}
+static inline const char *fn_row_of_h(const struct fn_backward_job *job, int64_t m) {
+    return fn_row(job->h, m, job->h_stride, job->h_jump, job->inner);
+}
+static inline const char *fn_row_of_d_total(const struct fn_backward_job *job, int64_t m) {
+    return job->d_total ? fn_row(job->d_total, m, job->d_total_stride, job->d_total_jump, job->inner) : NULL;
+}
+
+/* The spec's rowsum has at most 2^FN_LEVELS blocks of rows, which are then halved. */
+enum { FN_LEVELS = 8 };
+
+/* Sums of the weight's gradient over blocks of rows, newest last, that are still to be added to each other. */
+struct fn_sum_stack {
+    int count;
+    void *row[FN_LEVELS + 1];
+};
+
+/* The state of one thread in a backward pass. */
+struct fn_backward_part {
+    void *scratch; /* fn_backward_scratch_bytes(job) bytes on a 64-byte border, prepared by `begin` */
+    int continues; /* whether the sum on top of the stack is that of the block's rows before the next ones */
+    int64_t after; /* the row that comes after the next ones; 0: none */
+    int pending; /* whether a second pass is still to be made, with the first pass of the next row or by `flush` */
+    int64_t row; /* the number of that row */
+    float c; /* mean(wdy * xhat) of that row */
+};
+
+typedef void fn_backward_begin(const struct fn_backward_job *job, void *scratch);
+/*
+ * Rows [begin, end) of heads, at least one: dx, dresidual, and, unless `sums` is NULL, the sum over these rows of the weight's
+ * gradient. The newest `merged` sums of the stack are added to it, the newest first; the result takes their place.
+ */
+typedef void fn_backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
+                              int merged, struct fn_backward_part *part);
+/* Makes the pending second pass of the last row, and makes all that was written visible to other threads. */
+typedef void fn_backward_flush(const struct fn_backward_job *job, struct fn_backward_part *part);
+/* Rounds the sum over all rows into dweight and dbias. Only the kernels know the order of a sum's elements. */
+typedef void fn_backward_end(const struct fn_backward_job *job, const void *sum);
+
+size_t fn_backward_scratch_bytes(const struct fn_backward_job *job);
+
+/*
+ * Row m of heads, normalised again into consecutive rows of dy's kind at `rows`. `scratch` has been prepared by `begin`.
+ */
+typedef void fn_normalise_again(const struct fn_backward_job *job, int64_t m, void *scratch, char *rows);
+
+/* Quantizes row m, which lies at `row`. `scratch` has room for fn_float_row(hidden) floats. */
+typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
+                             float *scratch);
+
+/* The functions that each file kernel_<isa>.c defines. */
+struct fn_kernels {
+    fn_forward_rows *forward_rows;
+    fn_two_norms_rows *two_norms_rows;
+    fn_backward_begin *backward_begin;
+    fn_backward_rows *backward_rows;
+    fn_backward_flush *backward_flush;
+    fn_backward_end *backward_end;
+    fn_quantize_row *quantize_row;
+    fn_gate_run *gate_run;
+    fn_normalise_again *normalise_again;
+    fn_rotate_row *rotate_row;
+};
+extern const struct fn_kernels fn_kernels_scalar;
+extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
+extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
+const struct fn_kernels *fn_kernels(int kind); /* those in use for an x or a dy of this kind */
+
+/* cpu_features.c */
+int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
+int fn_has_avx512(void); /* F, BW, DQ and VL, and an operating system that saves the registers */
+int fn_has_avx512_fp16(void); /* AVX-512 with VBMI2 and FP16 */
+int fn_is_zen4(void); /* with AVX-512, and without FP16 */
+int fn_is_zen5(void);
+int fn_has_neon_bf16(void);
+int fn_has_sve(void); /* with vectors whose length is a power of two */
+int fn_has_sve_bf16(void);
+
+/* The first row of a thread's share of the rows. It is written so that rows * threads cannot overflow. */
+static inline int64_t fn_first_row(int64_t rows, int thread, int threads) {
+    int64_t share = rows / threads, more = rows % threads;
+    return share * thread + (thread < more ? thread : more);
+}
+
+/* threads.c */
+typedef void fn_task(void *argument, int thread, int threads);
+void fn_parallel(fn_task *task, void *argument, int threads);
+const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
+void fn_after_fork(void); /* this process is a forked child: from now on everything runs on the calling thread */
+
+/* dispatch.c: the instruction sets compiled in. The last usable one is the best. */
+int fn_isa_count(void);
+const char *fn_isa_name(int isa);
+int fn_isa_usable(int isa);
+
+/* The instruction set in use, in the whole process: the first one until it is set. */
+int fn_isa(void);
+void fn_use_isa(int isa);
+
+/*
+ * Runs a call as docs/spec.md says. Operands may be unaligned. An output of a forward pass may be the very memory of an
+ * input of the same element size and strides; every other overlap is undefined. A backward pass has one row at least.
+ * Returns 0, or 1 if there was no memory for the rows' buffers: then nothing is written.
+ */
+typedef int fn_run_fn(const struct fn_call *call);
+fn_run_fn fn_run;
+
+/* Normalises and rotates heads, as a `struct fn_rotation` says, under the same conditions; returns as fn_run does. */
+typedef int fn_run_rotation_fn(const void *packed);
+fn_run_rotation_fn fn_run_rotation;
+
+/* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
+void fn_run_gate(const void *packed);
+
+/*
+ * gate.c: rows [begin, end) of a gate. `passed` has NULL, or for an operand without memory of its own the place from which
+ * on its rows lie one after the other. `kept` is NULL, or as fn_gate_run says, with room for fn_gate_kept(gate, rows)
+ * numbers. Meanwhile `ahead` is fetched. `run` is asked for once per call: fn_use_isa may change it meanwhile.
+ */
+void fn_gate_rows(fn_gate_run *run, const struct fn_gate *gate, int64_t begin, int64_t end, char *const *passed, void *kept,
+                  const struct fn_ahead *ahead);
+fn_gate_run *fn_gate_run_in_use(void);
+extern const struct fn_ahead fn_nothing_ahead;
+int64_t fn_gate_kept(const struct fn_gate *gate, int64_t rows);
+
+/* dispatch.c and backward.c */
+int fn_forward(const struct fn_call *calls, int count);
+int fn_backward(const struct fn_call *call);
+
+#endif

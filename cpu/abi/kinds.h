@@ -1,0 +1,15 @@
+/* The kernels' names for the types of their operands. */
+#ifndef FUSEDNORM_KINDS_H
+#define FUSEDNORM_KINDS_H
+
+#include "abi/fusednorm_cpu.h"
+
+/*
+ * BF16P: bfloat16 by parity, where the first half of a unit holds the even elements and the second half
+ * the odd ones. It is used only if every operand of the call is bfloat16. Then all operands have the
+ * same order, and every NaN that is narrowed was widened from bfloat16 or made by the processor, so
+ * that its low 16 bits are zero. Tables have KINDS entries; float64 is in none of them.
+ */
+enum { NONE = FN_NONE, F32 = FN_F32, F16 = FN_F16, BF16 = FN_BF16, BF16P, KINDS };
+
+#endif

@@ -1,0 +1,50 @@
+/* A gate, as fusednorm/calls/packing.py packs it: out = y * f(z), or the gradients of y and z. All fields have 8 bytes. */
+#ifndef FUSEDNORM_GATE_H
+#define FUSEDNORM_GATE_H
+
+#include "abi/call.h"
+
+enum fn_activation { FN_SILU, FN_SIGMOID, FN_GELU_TANH };
+
+/* The operands: y, z and out; or d, y, z and the gradients of y and z, of which one may be absent. */
+enum { FN_GATE_D, FN_GATED, FN_GATE, FN_GATE_OUT, FN_GATED_D = FN_GATE_OUT, FN_GATE_DZ, FN_GATE_OPERANDS };
+
+struct fn_gate {
+    int64_t pass, activation;
+    int64_t between; /* the kind that f(z) and its gradient are rounded to, or FN_NONE */
+    int64_t wide; /* whether all is computed in float64 */
+    int64_t threads, rows, inner, hidden; /* as in struct fn_call */
+    struct fn_operand operand[FN_GATE_OPERANDS];
+};
+
+/* Elements that are computed together, and that a thread takes at least: their buffers stay in the first cache. */
+enum { FN_GATE_TILE = 512 };
+
+_Static_assert(sizeof(struct fn_gate) == (8 + 4 * FN_GATE_OPERANDS) * 8, "fusednorm/calls/packing.py packs fields without gaps");
+
+_Static_assert(sizeof(struct fn_gate) <= sizeof(struct fn_call), "FN_PACKED has room for both");
+
+/* The gate that follows the last call of a chain in memory; NULL if there is none. */
+static inline const struct fn_gate *fn_gate_after(const struct fn_call *last) {
+    return last->flags & (FN_GATE_AFTER | FN_GATE_BEFORE | FN_GATE_ONLY) ? (const struct fn_gate *)(last + 1) : NULL;
+}
+
+/* Memory that is read or written after a gate, and fetched meanwhile: at each place `item` bytes for an element of the gate. */
+enum { FN_AHEAD = 5 };
+
+struct fn_ahead {
+    int count;
+    struct {
+        const char *at;
+        int64_t item;
+    } place[FN_AHEAD];
+};
+
+/*
+ * Computes n elements, which begin at `at` of each operand (NULL where it is absent) and follow each other. `kept` is NULL,
+ * or, in float (double where the gate is wide), room for the function's values and slopes: a forward pass leaves them there,
+ * for each tile its values and then its slopes, and a backward pass finds them there.
+ */
+typedef void fn_gate_run(const struct fn_gate *gate, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead);
+
+#endif

@@ -1,0 +1,250 @@
+/*
+ * Gates (docs/spec.md, section 10), included by kernel_body.h: rows times a function of other rows, and the gradients. The
+ * functions are plain C in activations.h; around them units are widened, multiplied and rounded.
+ */
+
+FN_INLINE uint64_t bits_of_f64(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+FN_INLINE double f64_of_bits(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#define bits_of_float bits_of_f32
+#define number_of_float f32_of_bits
+#define REAL float
+#define WHOLE uint32_t
+#define OF(name) name##_float
+#define MANTISSA 23
+#define BIAS 127
+#define LEAST -110.0f
+#define LOW -80.0f
+#define ROUNDER 12582912.0f /* 1.5 * 2^23 */
+#define LOG2_E 0x1.715476p+0f
+#define LN2_HIGH 0x1.62e4p-1f
+#define LN2_LOW 0x1.7f7d1cp-20f
+#define COEFFICIENTS \
+    {0.5f, 0x1.55553cp-3f, 0x1.5554f2p-5f, 0x1.1136aep-7f, 0x1.6d40a6p-10f, 0x1.6c3104p-13f}
+#include "kernels/activations.h"
+#include "kernels/usual_gates.h"
+#undef REAL
+#undef WHOLE
+#undef OF
+#undef MANTISSA
+#undef BIAS
+#undef LEAST
+#undef LOW
+#undef ROUNDER
+#undef LOG2_E
+#undef LN2_HIGH
+#undef LN2_LOW
+#undef COEFFICIENTS
+
+#define bits_of_double bits_of_f64
+#define number_of_double f64_of_bits
+#define REAL double
+#define WHOLE uint64_t
+#define OF(name) name##_double
+#define MANTISSA 52
+#define BIAS 1023
+#define LEAST -760.0
+#define LOW -680.0
+#define ROUNDER 6755399441055744.0 /* 1.5 * 2^52 */
+#define LOG2_E 0x1.71547652b82fep+0
+#define LN2_HIGH 0x1.62e42fefa38p-1
+#define LN2_LOW 0x1.ef35793c7673p-45
+#define COEFFICIENTS                                                                                              \
+    {0.5, 0x1.5555555555556p-3, 0x1.5555555555557p-5, 0x1.1111111110e61p-7, 0x1.6c16c16c156cdp-10,                \
+     0x1.a01a01a183f68p-13, 0x1.a01a01ab4b9c3p-16, 0x1.71de34f283766p-19, 0x1.27e4d0cd3dd2bp-22,                  \
+     0x1.ae7757c5bb063p-26, 0x1.1f849744516fbp-29, 0x1.4816247897b6bp-33}
+#include "kernels/activations.h"
+#undef REAL
+#undef WHOLE
+#undef OF
+
+/* bfloat16 where all operands are of it: their elements may then lie by parity, as they are in one order (see kinds.h). */
+#if defined(BF16_BY_PARITY)
+enum { GATE_BF16 = BF16P };
+#else
+enum { GATE_BF16 = BF16 };
+#endif
+
+/*
+ * Units of a kind that may be known only when the program runs: operands of one kind have loops of their own, and for the
+ * others a branch for each unit costs less than a loop for each pair of kinds.
+ */
+FN_INLINE U gate_load(int64_t kind, const void *row, int64_t i, int n) {
+    if (kind == F32) return u_load(F32, row, i, n);
+    if (kind == F16) return u_load(F16, row, i, n);
+    if (kind == BF16) return u_load(BF16, row, i, n);
+    return u_load(GATE_BF16, row, i, n);
+}
+/* No outputs bypass the cache: gates compute longer than memory takes, and from memory such stores took twice the time. */
+FN_INLINE void gate_store(int64_t kind, void *row, int64_t i, int n, U value) {
+    if (kind == F32) u_store(F32, row, i, n, value);
+    else if (kind == F16) u_store(F16, row, i, n, value);
+    else if (kind == BF16) u_store(BF16, row, i, n, value);
+    else u_store(GATE_BF16, row, i, n, value);
+}
+FN_INLINE U gate_round(int64_t kind, U value) {
+    if (kind == F16) return u_round(F16, value);
+    if (kind == BF16) return u_round(BF16, value);
+    if (kind == GATE_BF16) return u_round(GATE_BF16, value);
+    return value;
+}
+
+/* n elements of the gate as float, in whole units. */
+FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
+    int i = 0;
+    for (; i + UNIT <= n; i += UNIT) u_store(F32, z, i, UNIT, u_load(kind, row, u_index(i), UNIT));
+    if (i < n) u_store(F32, z, i, UNIT, u_load(kind, row, i, n - i));
+}
+
+/* `kind` is that of all operands, which the compiler then knows, or NONE where they have several kinds. */
+#define KIND(of) (kind != NONE ? kind : g->operand[of].kind)
+
+FN_INLINE void gate_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
+                         const float *a, int64_t i, int n) {
+    const U y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n), f = gate_round(between, u_load(F32, a, i, UNIT));
+    gate_store(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f));
+}
+
+FN_INLINE void gate_backward_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
+                                  const float *a, const float *slope, int64_t i, int n) {
+    const U d = gate_load(KIND(FN_GATE_D), at[FN_GATE_D], i, n), y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n);
+    const U f = gate_round(between, u_load(F32, a, i, UNIT)), da = gate_round(between, u_mul(d, y));
+    const U dz = u_mul(da, u_load(F32, slope, i, UNIT));
+    if (at[FN_GATED_D]) gate_store(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f));
+    if (at[FN_GATE_DZ]) gate_store(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz);
+}
+#undef KIND
+
+FN_INLINE void gate_units(int kind, int64_t between, const struct fn_gate *g, char *const *at, const float *a,
+                          const float *slope, int n) {
+    int i = 0;
+    if (slope) {
+        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, g, at, a, slope, u_index(i), UNIT);
+        if (i < n) gate_backward_unit(kind, between, g, at, a, slope, i, n - i);
+    } else {
+        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, g, at, a, u_index(i), UNIT);
+        if (i < n) gate_unit(kind, between, g, at, a, i, n - i);
+    }
+}
+
+/* The kind of all operands and of what passes between, if that is rounded; NONE if there are several. */
+static int kind_of_all(const struct fn_gate *g) {
+    const int64_t kind = g->operand[FN_GATED].kind;
+    for (int i = 0; i < FN_GATE_OPERANDS; i++)
+        if (g->operand[i].kind != NONE && g->operand[i].kind != kind) return NONE;
+    return g->between == NONE || g->between == kind ? (int)kind : NONE;
+}
+
+/* The function's values for a tile of the gate, and its slopes unless `slope` is NULL. */
+static void activate_tile(const struct fn_gate *g, int kind, const void *gate, int n, float *a, float *slope) {
+    _Alignas(64) float widened[FN_GATE_TILE];
+    const int activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
+    const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0;
+    const float *const z = as_it_is ? gate : widened;
+    if (kind == BF16) widen_gate(GATE_BF16, gate, n, widened);
+    else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, widened);
+    else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, widened);
+    else if (!as_it_is) widen_gate(F32, gate, n, widened);
+    if (!activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
+}
+
+/*
+ * Fetches what belongs to elements [begin, end), of places `first` to `last`. A processor waits for some 20 lines at a time,
+ * and for more it stops: so the places are fetched apart, each with work behind it.
+ */
+FN_INLINE void fetch(const struct fn_ahead *ahead, int first, int last, int64_t begin, int64_t end) {
+    for (int k = first; k <= last && k < ahead->count; k++)
+        for (int64_t i = begin * ahead->place[k].item; i < end * ahead->place[k].item; i += FN_ALIGNMENT)
+            FN_PREFETCH_2(ahead->place[k].at + i);
+}
+
+/* A tile, whose elements begin at `at` of each operand. `kept`: see fn_gate_run. */
+static void gate_float(const struct fn_gate *g, char *const *at, int n, float *kept, const struct fn_ahead *ahead, int64_t done) {
+    _Alignas(64) float values[FN_GATE_TILE], slopes[FN_GATE_TILE];
+    const int kind = kind_of_all(g), backward = g->pass == FN_BACKWARD;
+    float *const a = kept ? kept : values, *const slopes_there = kept ? kept + FN_GATE_TILE : slopes;
+    float *const slope = backward ? slopes_there : NULL;
+    fetch(ahead, 0, 1, done, done + n);
+    if (!(kept && backward)) activate_tile(g, kind, at[FN_GATE], n, a, kept ? slopes_there : slope);
+    fetch(ahead, 2, 4, done, done + n);
+#define OF_ONE_KIND(kind)                                                        \
+    do {                                                                         \
+        if (g->between != NONE) gate_units(kind, kind, g, at, a, slope, n);      \
+        else gate_units(kind, NONE, g, at, a, slope, n);                         \
+    } while (0)
+    if (kind == BF16) OF_ONE_KIND(GATE_BF16);
+    else if (kind == F16) OF_ONE_KIND(F16);
+    else if (kind == F32) OF_ONE_KIND(F32);
+    else gate_units(NONE, g->between, g, at, a, slope, n);
+#undef OF_ONE_KIND
+}
+
+/* The same in float64; the function's value is never rounded there. */
+static void gate_double(const struct fn_gate *g, char *const *at, int n, double *kept) {
+    double z[FN_GATE_TILE], y[FN_GATE_TILE], values[FN_GATE_TILE], slopes[FN_GATE_TILE];
+    const struct fn_operand *o = g->operand;
+    const int backward = g->pass == FN_BACKWARD;
+    double *const a = kept ? kept : values, *const slope = kept ? kept + FN_GATE_TILE : slopes;
+    widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
+    if (!(kept && backward)) {
+        widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
+        activate_double((int)g->activation, z, n, a, kept || backward ? slope : NULL);
+    }
+    if (!backward) {
+        for (int i = 0; i < n; i++) y[i] *= a[i];
+        narrow_from_f64((int)o[FN_GATE_OUT].kind, y, at[FN_GATE_OUT], n);
+        return;
+    }
+    double *const d = z;
+    widen_to_f64((int)o[FN_GATE_D].kind, at[FN_GATE_D], d, n);
+    for (int i = 0; i < n; i++) {
+        y[i] = slope[i] * (d[i] * y[i]);
+        d[i] *= a[i];
+    }
+    if (at[FN_GATED_D]) narrow_from_f64((int)o[FN_GATED_D].kind, d, at[FN_GATED_D], n);
+    if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, y, at[FN_GATE_DZ], n);
+}
+
+static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead) {
+    for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
+        const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
+        char *tile[FN_GATE_OPERANDS];
+        for (int i = 0; i < FN_GATE_OPERANDS; i++) tile[i] = at[i] ? at[i] + done * fn_element_size(g->operand[i].kind) : NULL;
+        if (g->wide) gate_double(g, tile, count, kept ? (double *)kept + 2 * done : NULL);
+        else gate_float(g, tile, count, kept ? (float *)kept + 2 * done : NULL, ahead, done);
+    }
+}
+
+/* A row of a head, normalised again. The kinds may be known only when the program runs. */
+FN_INLINE void normalise_row_again(int parts, int64_t h, int64_t norm, int64_t out, const struct gradient_row *row, int64_t n,
+                                   void *y) {
+    for (int64_t i = 0; i < n; i += UNIT) {
+        const int left = n - i < UNIT ? (int)(n - i) : UNIT;
+        const U normed = gate_round(norm, u_mul(gate_load(h, row->h, i, left), u_set1(row->rstd)));
+        gate_store(out, y, i, left, weighted(parts, normed, row, i));
+    }
+}
+
+static void normalise_again(const struct fn_backward_job *job, int64_t m, void *scratch, char *rows) {
+    const int64_t bytes = job->hidden * fn_element_size(job->dy_kind);
+    if (job->wide) {
+        normalise_again_f64(job, m, scratch, rows);
+        return;
+    }
+    const int by_parity = kind_of_rows(job) == BF16P, norm = job->norm_kind, parts = parts_of(job, 0);
+    const float *const gains = backward_scratch(job, scratch).gains;
+    for (int64_t head = 0; head < job->heads; head++, rows += bytes) {
+        const struct gradient_row row = operands_of(job, m * job->heads + head, gains);
+        if (!by_parity) normalise_row_again(parts, job->h_kind, norm, job->dy_kind, &row, job->hidden, rows);
+        else if (norm == NONE) normalise_row_again(parts, GATE_BF16, NONE, GATE_BF16, &row, job->hidden, rows);
+        else normalise_row_again(parts, GATE_BF16, GATE_BF16, GATE_BF16, &row, job->hidden, rows);
+    }
+}

@@ -1,0 +1,169 @@
+/*
+ * The kernels, written once. A file kernel_<isa>.c defines ISA and the operations below for its
+ * instruction set (most of them through pairs.h) and then includes this file. A unit is the number of
+ * floats that the instruction set works on best.
+ *
+ *   UNIT                       floats in a unit: a power of two that divides 128, known when the
+ *                              program runs
+ *   U                          a unit; never in an array or a struct, because SVE's types have no size
+ *   u_set1 u_add u_mul         each one correctly rounded IEEE operation
+ *   u_round                    rounds to a 16-bit kind, to nearest even, and widens again
+ *   u_load                     widens n <= UNIT elements of a row, and fills the rest with +0
+ *   u_store                    rounds, stores n <= UNIT elements, and returns the stored values; it and
+ *                              u_round round results of u_add and u_mul only
+ *   u_halve                    v[:n/2] + v[n/2:] until one value is left
+ *   u_swap                     exchanges neighbours
+ *
+ * A file may also define:
+ *
+ *   READS or READS_AHEAD       where memory is read faster by other instructions than the caches:
+ *   u_read                       u_load, for operands that no cache holds yet
+ *   ROW_BY_ROW                 where it is slower to make a row's second pass together with the next row's first
+ *   ADDS_F16                   where float16 can be added without widening, with the same bits:
+ *   u_add_f16                    rounds x + y to float16, stores the sum, and returns it
+ *   BF16_BY_PARITY             where u_load and u_store know the kind BF16P
+ *   STREAMS                    where an ordinary store first reads the line that it overwrites:
+ *   u_stream                     u_store, but it bypasses the caches if n is UNIT; aligned to 64 bytes
+ *   u_stream_end                 makes the stores of u_stream visible to other threads
+ *   HALVES_ROWS                where it is cheaper to halve a whole batch of units at once:
+ *   halve_rows                   u_halve of each of BATCH units, stored as consecutive floats
+ *   OPAQUE_INDEX               where the compiler does not know UNIT:
+ *   u_index                      returns its argument, but hides from the compiler how it was computed
+ *
+ * Sums of a segment follow the spec's tree: v = v[:n/2] + v[n/2:]. Elements that are 128 or more apart
+ * are added as whole units, down to UNIT apart in `sum_units`, and the rest in `u_halve`.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "machine/half.h"
+#include "abi/kinds.h"
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(_MSC_VER)
+#pragma fp_contract(off)
+#endif
+
+#if !defined(READS) && !defined(READS_AHEAD)
+#define u_read u_load
+#endif
+
+#if !defined(READS_AHEAD)
+#define READS_AHEAD 0
+#endif
+
+#if !defined(ROW_BY_ROW)
+#define ROW_BY_ROW 0
+#endif
+
+#if !defined(ADDS_F16)
+#define ADDS_F16 0
+#define u_add_f16(x, y, sum, i, n) u_set1(0)
+#endif
+
+#if !defined(STREAMS)
+#define STREAMS 0
+#define u_stream u_store
+#define u_stream_end() ((void)0)
+#endif
+
+#if !defined(OPAQUE_INDEX)
+#define u_index(i) (i)
+#endif
+
+enum { BATCH = 8 }; /* the most rows that go through the passes together */
+
+/* Otherwise GCC unrolls a loop so far that its vectors no longer fit the registers. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define FN_ROLLED _Pragma("GCC unroll 1")
+#else
+#define FN_ROLLED
+#endif
+
+/*
+ * Makes the same call whether `test` holds or not: with a copy of the call for each case, GCC takes the test out of the
+ * call's loops. GCC 12 does not do so by itself where the loops are large.
+ */
+#define FN_UNSWITCH(test, call) \
+    do {                        \
+        if (test) call;         \
+        else call;              \
+    } while (0)
+
+#define FN_JOIN_(a, b) a##_##b
+#define FN_JOIN(a, b) FN_JOIN_(a, b)
+
+/* The first three levels of a tree, over eight units that are `apart` from each other. */
+#define SUM_OF_EIGHT(unit, apart)                                                                      \
+    u_add(u_add(u_add(unit(0 * (apart)), unit(4 * (apart))), u_add(unit(2 * (apart)), unit(6 * (apart)))), \
+          u_add(u_add(unit(1 * (apart)), unit(5 * (apart))), u_add(unit(3 * (apart)), unit(7 * (apart)))))
+
+/* Halves `width` floats, whole units, until one unit is left. Overwrites them. */
+FN_INLINE U sum_units(float *v, int64_t width) {
+    for (; width >= 8 * UNIT; width /= 8) {
+        FN_ROLLED
+        for (int64_t i = 0; i < width / 8; i += UNIT) {
+#define AT(k) u_load(F32, v, i + (k), UNIT)
+            u_store(F32, v, i, UNIT, SUM_OF_EIGHT(AT, width / 8));
+#undef AT
+        }
+    }
+    for (; width > UNIT; width /= 2)
+        for (int64_t i = 0; i < width / 2; i += UNIT)
+            u_store(F32, v, i, UNIT, u_add(u_load(F32, v, i, UNIT), u_load(F32, v, i + width / 2, UNIT)));
+    return u_load(F32, v, 0, UNIT);
+}
+
+#if !defined(HALVES_ROWS)
+FN_INLINE void halve_rows(int by_parity, const float *units, float *sums) {
+    for (int k = 0; k < BATCH; k++) sums[k] = u_halve(by_parity, u_load(F32, units, k * UNIT, UNIT));
+}
+#endif
+
+/* Halves `count` values, padded with +0 to a power of two, until one is left. */
+static float halve_sums(float *sums, int64_t count) {
+    int64_t width = 1;
+    while (width < count) width *= 2;
+    for (int64_t i = count; i < width; i++) sums[i] = 0;
+    while (width > 1) {
+        width /= 2;
+        for (int64_t i = 0; i < width; i++) sums[i] += sums[i + width];
+    }
+    return sums[0];
+}
+
+#include "kernels/kernel_f64.h"
+
+/* The gain (weight + offset), or a bias, as float, in whole units; filled if there is none. */
+static void widen_weight(int kind, const void *weight, float offset, float fill, int64_t hidden, float *g) {
+    for (int64_t i = 0; i < hidden; i += UNIT) {
+        int n = hidden - i < UNIT ? (int)(hidden - i) : UNIT;
+        U u;
+        if (kind == NONE) u = u_set1(fill);
+        else if (kind == F32) u = u_load(F32, weight, i, n);
+        else if (kind == F16) u = u_load(F16, weight, i, n);
+        else if (kind == BF16) u = u_load(BF16, weight, i, n);
+        else u = u_load(BF16P, weight, i, n);
+        if (offset != 0 && kind != NONE) u = u_add(u, u_set1(offset));
+        u_store(F32, g, i, UNIT, u);
+    }
+}
+
+#include "kernels/forward_body.h"
+
+#include "kernels/two_norms_body.h"
+
+#include "kernels/backward_body.h"
+
+#include "kernels/quantize_body.h"
+
+#include "kernels/gate_body.h"
+
+#include "kernels/rotation_body.h"
+
+const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
+    forward_rows, two_norms_rows, backward_begin, backward_rows, backward_flush, backward_end,
+    quantize_row, gate_run, normalise_again, rotate_row};

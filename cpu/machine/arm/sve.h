@@ -1,0 +1,67 @@
+/*
+ * The operations of kernel_body.h on SVE vectors of any length that is a power of two, except narrowing
+ * to bfloat16, which the files that include this define. Tails are masked.
+ */
+#include <arm_sve.h>
+#include <stdint.h>
+
+#include "abi/kinds.h"
+#include "machine/target.h"
+
+#define UNIT ((int)svcntw())
+
+typedef svfloat32_t U;
+
+FN_INLINE svbool_t all(void) { return svptrue_b32(); }
+FN_INLINE svbool_t first(int n) { return n == UNIT ? all() : svwhilelt_b32_s32(0, n); }
+
+/* Otherwise GCC keeps a pointer for every access of a loop, more than there are registers, instead of one index. */
+#define OPAQUE_INDEX
+FN_INLINE int64_t u_index(int64_t i) {
+    __asm__("" : "+r"(i));
+    return i;
+}
+
+FN_INLINE U u_set1(float value) { return svdup_n_f32(value); }
+FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
+FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
+FN_INLINE U u_swap(int by_parity, U u) {
+    return (void)by_parity, svreinterpret_f32_u64(svrevw_u64_x(svptrue_b64(), svreinterpret_u64_f32(u)));
+}
+
+/* 16-bit values are in the lower halves of 32-bit lanes, where loads put them. */
+FN_INLINE U widen(int kind, svuint32_t h) {
+    if (kind == F16) return svcvt_f32_f16_x(all(), svreinterpret_f16_u32(h));
+    return svreinterpret_f32_u32(svlsl_n_u32_x(all(), h, 16));
+}
+
+FN_INLINE svuint32_t narrow_bf16(U x);
+
+FN_INLINE svuint32_t narrow(int kind, U x) {
+    if (kind == F16) return svreinterpret_u32_f16(svcvt_f16_f32_x(all(), x));
+    return narrow_bf16(x);
+}
+
+FN_INLINE U u_round(int kind, U u) { return widen(kind, narrow(kind, u)); }
+
+FN_INLINE U u_load(int kind, const void *row, int64_t i, int n) {
+    if (kind == F32) return svld1_f32(first(n), (const float *)row + i);
+    return widen(kind, svld1uh_u32(first(n), (const uint16_t *)row + i));
+}
+
+FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
+    if (kind == F32) {
+        svst1_f32(first(n), (float *)row + i, value);
+        return value;
+    }
+    svuint32_t h = narrow(kind, value);
+    svst1h_u32(first(n), (uint16_t *)row + i, h);
+    return widen(kind, h);
+}
+
+/* compact moves the upper half down. The instruction that adds all lanes (faddv) adds neighbours first. */
+FN_INLINE float u_halve(int by_parity, U u) {
+    (void)by_parity;
+    for (int n = UNIT / 2; n > 0; n /= 2) u = u_add(u, svcompact_f32(svnot_b_z(all(), svwhilelt_b32_s32(0, n)), u));
+    return svlasta_f32(svpfalse_b(), u);
+}

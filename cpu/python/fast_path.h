@@ -1,0 +1,146 @@
+/*
+ * What the files of the fast path share: fast_path_operands.c reads a tensor, fast_path.c the operands of a forward pass,
+ * fast_path_quantized.c those of a quantizer after it, fast_path_gated.c those of a gate, fast_path_backward.c those of a
+ * backward pass, and fast_path_rotated.c heads. The C library takes the call, or cuda_launch.c, or triton_launch.c.
+ */
+#ifndef FUSEDNORM_FAST_PATH_H
+#define FUSEDNORM_FAST_PATH_H
+
+#include <Python.h>
+
+#include "abi/fusednorm_cpu.h"
+
+/* DLPack 1.3, as far as it is used here (dmlc.github.io/dlpack/latest/c_api.html). */
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides; /* strides in elements */
+    uint64_t byte_offset;
+} tensor;
+
+typedef struct {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *previous, *allocate, *managed_from, *managed_to;
+    int (*tensor_from)(void *object, tensor *out); /* borrows; sets a Python error and returns -1 */
+    int (*current_stream)(int32_t device_type, int32_t device, void **stream);
+} exchange_api;
+
+/* DLPack numbers no device 0: here it stands for the CPU where Triton's kernels are to run. */
+enum { TRITON_CPU = 0, DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
+
+/* fast_path_operands.c */
+extern const exchange_api *fn_exchange_api; /* NULL until it is open */
+extern PyTypeObject *fn_tensor_type, *fn_parameter_type; /* torch.Tensor and its Parameter */
+/* Reads a plain tensor whose rows are one stride apart. Returns 0 for any other object, perhaps with a Python error. */
+int fn_read(PyObject *object, tensor *t, struct fn_operand *o);
+int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o); /* also of a type that no kernel takes: FN_NONE */
+/*
+ * The same with any strides, which are left out. An empty tensor is no plain tensor, nor is one whose memory does not hold
+ * its elements as they are.
+ */
+int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o);
+int fn_open_operands(PyObject *found); /* keeps what fusednorm/calls/fast_path.py found in torch; 0 with a Python error */
+int fn_is_inference(PyObject *object); /* whether a tensor was made in inference mode; -1 with a Python error */
+int fn_same_shape(const tensor *a, const tensor *b);
+int fn_same_device(const tensor *a, const tensor *b);
+int64_t fn_elements(const tensor *t); /* -1 if there are gaps between them */
+/* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
+typedef struct {
+    uintptr_t begin;
+    int64_t rows, step, bytes;
+} fn_extent;
+fn_extent fn_extent_of(const struct fn_call *c, int operand);
+fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden);
+int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
+
+/* fast_path.c */
+extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
+extern fn_run_rotation_fn *fn_rotate_on_cpu;
+PyObject *fn_empty_like(PyObject *x); /* NULL with a Python error, as from the next one */
+/* A new tensor like x, of this shape and of these keywords unless they are NULL; or the one given. NULL with a Python error. */
+PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords);
+PyObject *fn_shape(const tensor *x, int64_t last); /* x's shape with another last size; NULL with a Python error */
+/* Whether a mode, a tracer or a transform must see the operation; -1 with a Python error. */
+int fn_is_heard(void);
+/* Whether autograd would have to know of a call with these operands, some of them None; -1 with a Python error. */
+int fn_records_gradient(PyObject *const *operands, Py_ssize_t count);
+/* 0 if these outputs that the caller gave may be written; nonzero if Python refuses that, or -1 with a Python error. */
+int fn_refuses_writes(PyObject *const *outputs, const int *written, int count);
+/* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
+int fn_count_writes(PyObject *const *outputs, const int *written, int count);
+/* Reads calls, FN_PACKED at most, as fusednorm/calls/packing.py packs them; returns 0 with a Python error. */
+int fn_unpack(PyObject *bytes, struct fn_call *calls);
+int fn_threads(int64_t rows, int64_t elements); /* -1 with a Python error */
+int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
+/* Runs a call whose x is this tensor, by Triton's kernels or by the kernels of x's device; returns the same. */
+int fn_run_on_device(struct fn_call *c, const tensor *x, int triton);
+
+/* Around the tables of kernels that are held, where the interpreter has no lock of its own; in fast_path.c. */
+void fn_lock(void);
+void fn_unlock(void);
+
+/* cuda_launch.c; launches the kernels that are held for such a call, or for a chain, and the quantizer after it. */
+enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
+int fn_launch_cuda(const struct fn_call *calls, void *stream);
+
+/* triton_launch.c */
+int fn_has_triton_kernel(const struct fn_call *c);
+int fn_run_triton_kernel(struct fn_call *c); /* nonzero if it refuses, or -1 with a Python error */
+
+/* fast_path_quantized.c; `passed_kind` is that of the rows which the norm passes. */
+struct fn_quantized {
+    struct fn_call call;
+    struct fn_quantizer quantizer; /* follows the call in memory, as fn_run expects it */
+    int64_t passed_kind;
+};
+enum { FN_QUANTIZER_ARGUMENTS = 6 };
+/* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_quantized *given);
+/*
+ * Allocates what is not given, and quantizes, by Triton's kernel or by the kernels of x's device: the results, or None if
+ * Python must make the call.
+ */
+PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
+                      PyObject *residual_out, int residual_written, int triton);
+
+/* fast_path_gated.c */
+struct fn_gated {
+    struct fn_call call;
+    struct fn_gate gate; /* follows the call in memory, as fn_run expects it */
+    int how, between; /* the order, and whether what passes is float */
+    int64_t groups; /* the parts of a row that are normalised */
+};
+enum { FN_GATE_ARGUMENTS = 5, FN_GATE_OUT_ARGUMENT = 4 };
+/* Reads the arguments of a gate. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given);
+/* Allocates the output if it is not given, and makes the call in the same way: the output, or None if Python must make the call. */
+PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given, int triton);
+
+/*
+ * fast_path_rotated.c: heads that are normalised and rotated. The results, or None if Python must make the call. `devices`
+ * has a bit for each type of device whose tensors are taken.
+ */
+enum { FN_ROTATION_ARGUMENTS = 16 };
+PyObject *fn_rotate(PyObject *const *arguments, long devices);
+
+/* Python's functions; fast_path.c has their documentation. */
+PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments);
+PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
+PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments);
+PyObject *fn_launch_held(PyObject *module, PyObject *arguments);
+PyObject *fn_open_triton(PyObject *module, PyObject *arguments);
+PyObject *fn_hold_triton(PyObject *module, PyObject *arguments);
+
+#endif

@@ -1,0 +1,251 @@
+/* A gate on the fast path, alone or with a norm: rows times a function of other rows; and its gradients. */
+#include "python/fast_path.h"
+
+#include <string.h>
+
+#include "machine/pages.h"
+
+/*
+ * Python's arguments, after those of every forward pass. HOW: a number of the list below, and BETWEEN_IS_F32 in addition.
+ * GROUP: the elements of a row that are normalised together, or None.
+ */
+enum { Z, ACTIVATION, HOW, GROUP, OUT };
+
+/* ALONE: x times the gate Z. AND_MUL: x is the gate, and Z the rows; or x holds both, and Z is None. */
+enum { ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 };
+
+static int activation_of(PyObject *name) {
+    static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh"};
+    for (int i = 0; i <= FN_GELU_TANH; i++)
+        if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[i]) == 0) return i;
+    return -1;
+}
+
+int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given) {
+    struct fn_call *c = &given->call;
+    struct fn_gate *g = &given->gate;
+    struct fn_operand other;
+    const int64_t kind = c->operand[FN_X].kind;
+    const long how = PyLong_AsLong(arguments[HOW]);
+    memset(g, 0, sizeof *g);
+    given->how = (int)how % BETWEEN_IS_F32;
+    given->between = how >= BETWEEN_IS_F32;
+    g->activation = activation_of(arguments[ACTIVATION]);
+    g->wide = kind == FN_F64;
+    /* What Python reports; and a weight with a row for each head, which no function with a gate takes. */
+    if (g->activation < 0 || (given->between && g->wide) || c->operand[FN_WEIGHT].stride) return 0;
+    if (given->how == AND_MUL && !given->between && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
+    if (given->how == AND_MUL && arguments[Z] == Py_None) {
+        if (c->hidden % 2) return 0;
+        c->hidden /= 2;
+        other = c->operand[FN_X];
+        other.address += (uintptr_t)(c->hidden * fn_element_size(kind));
+    } else {
+        tensor t;
+        if (!fn_read(arguments[Z], &t, &other) || !fn_same_device(&t, x) || !fn_same_shape(&t, x)) return 0;
+        if (other.kind == FN_F64 && !g->wide) return 0;
+    }
+    g->operand[given->how == AND_MUL ? FN_GATE : FN_GATED] = c->operand[FN_X];
+    g->operand[given->how == AND_MUL ? FN_GATED : FN_GATE] = other;
+    given->groups = 1;
+    if (arguments[GROUP] != Py_None) {
+        const int is_int = PyLong_Check(arguments[GROUP]) && !PyBool_Check(arguments[GROUP]);
+        const int64_t size = is_int ? PyLong_AsLongLong(arguments[GROUP]) : 0;
+        if (size < 1 || c->hidden % size) return 0;
+        given->groups = c->hidden / size;
+    }
+    return 1;
+}
+
+/* Whether an output that is given lies apart from the weight and from each row operand, unless it is that operand. */
+static int may_be_written(const struct fn_gated *given, const struct fn_operand *out) {
+    const struct fn_call *c = &given->call;
+    const fn_extent o = fn_extent_of_rows(out, c->rows, c->hidden);
+    if (o.rows > 1 && o.step < o.bytes) return 0;
+    for (int i = FN_GATED; i <= FN_GATE; i++) {
+        const struct fn_operand *operand = &given->gate.operand[i];
+        const int same = operand->address == out->address && operand->stride == out->stride && operand->kind == out->kind;
+        if (!same && !fn_apart(o, fn_extent_of_rows(operand, c->rows, c->hidden))) return 0;
+    }
+    return !c->operand[FN_WEIGHT].kind || fn_apart(o, fn_extent_of(c, FN_WEIGHT));
+}
+
+/* The strides of an operand's groups, of which the rows are to be normalised. */
+static void put_in_groups(struct fn_operand *o, int64_t inner, int64_t groups, int64_t size) {
+    if (!o->kind) return;
+    o->outer_stride = inner == groups ? o->stride : 0;
+    o->stride = size;
+}
+
+/* Fills in what the order of a norm and a gate decides, and groups. */
+static void put_together(struct fn_gated *given, const struct fn_operand *out) {
+    struct fn_call *c = &given->call;
+    struct fn_gate *g = &given->gate;
+    const int64_t kind = c->operand[FN_X].kind, groups = given->groups, size = c->hidden / groups;
+    g->operand[FN_GATE_OUT] = c->operand[FN_OUT] = *out;
+    if (given->how == NORM_FIRST) {
+        c->flags |= FN_GATE_AFTER;
+        c->operand[FN_OUT] = (struct fn_operand){.kind = given->between ? FN_F32 : kind, .stride = c->hidden};
+        g->operand[FN_GATED] = c->operand[FN_OUT];
+    } else if (given->how == GATE_FIRST) {
+        c->flags |= FN_GATE_BEFORE;
+        c->operand[FN_X].kind = g->wide ? FN_F64 : FN_F32;
+        c->operand[FN_X].stride = c->hidden;
+        g->operand[FN_GATE_OUT] = c->operand[FN_X];
+    } else {
+        c->flags = FN_GATE_ONLY;
+    }
+    if (groups > 1) {
+        int packed = 1;
+        for (int i = FN_GATED; i <= FN_GATE_OUT; i++) packed &= g->operand[i].stride == c->hidden;
+        packed &= c->operand[FN_X].stride == c->hidden && out->stride == c->hidden;
+        c->rows *= groups;
+        c->inner = packed ? c->rows : groups;
+        for (int i = FN_GATED; i <= FN_GATE_OUT; i++) put_in_groups(&g->operand[i], c->inner, groups, size);
+        put_in_groups(&c->operand[FN_X], c->inner, groups, size);
+        put_in_groups(&c->operand[FN_OUT], c->inner, groups, size);
+        if (c->operand[FN_WEIGHT].kind) {
+            c->operand[FN_WEIGHT].stride = size;
+            c->heads = groups;
+        }
+        c->hidden = size;
+    }
+    g->rows = c->rows, g->inner = c->inner, g->hidden = c->hidden;
+}
+
+PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given, int triton) {
+    struct fn_call *c = &given->call;
+    const int is_given = arguments[OUT] != Py_None, halves = c->hidden != x_tensor->shape[x_tensor->ndim - 1];
+    tensor t;
+    struct fn_operand o;
+    PyObject *shape = is_given || !halves ? NULL : fn_shape(x_tensor, c->hidden), *result = NULL;
+    int failed = 1;
+    PyObject *out = fn_output(arguments[OUT], x, shape, NULL);
+    if (!out || !fn_read(out, &t, &o) || t.ndim != x_tensor->ndim || t.shape[t.ndim - 1] != c->hidden) goto end;
+    for (int i = 0; i < t.ndim - 1; i++)
+        if (t.shape[i] != x_tensor->shape[i]) goto end;
+    if (!fn_same_device(&t, x_tensor) || (o.kind == FN_F64 && !given->gate.wide)) goto end;
+    if (is_given && !may_be_written(given, &o)) goto end;
+    if (fn_refuses_writes(&out, &is_given, 1)) goto end;
+    if (!is_given && t.device.type == DL_CPU) fn_expect_writes(o.address, c->rows * c->hidden * fn_element_size(o.kind));
+    put_together(given, &o);
+    failed = fn_run_on_device(c, x_tensor, triton);
+    if (!failed) failed = fn_count_writes(&out, &is_given, 1);
+    if (!failed) result = Py_NewRef(out);
+end:
+    Py_XDECREF(out);
+    Py_XDECREF(shape);
+    return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}
+
+/*
+ * Python's arguments of a backward pass: the type of device as DLPack numbers them, the operands in the order d, y, z, dy,
+ * dz, the function, and the kind between.
+ */
+enum { DEVICE, FIRST, BACKWARD_ACTIVATION = FIRST + FN_GATE_OPERANDS, BACKWARD_BETWEEN, BACKWARD_ARGUMENTS };
+
+PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    struct fn_gated given;
+    struct fn_call *c = &given.call;
+    struct fn_gate *g = &given.gate;
+    tensor t[FN_GATE_OPERANDS];
+    if (count != BACKWARD_ARGUMENTS) {
+        PyErr_Format(PyExc_TypeError, "gate_backward takes %d arguments, got %zd", BACKWARD_ARGUMENTS, count);
+        return NULL;
+    }
+    memset(&given, 0, sizeof given);
+    g->pass = FN_BACKWARD;
+    g->activation = activation_of(arguments[BACKWARD_ACTIVATION]);
+    g->between = PyLong_AsLongLong(arguments[BACKWARD_BETWEEN]);
+    const long device = PyLong_AsLong(arguments[DEVICE]);
+    int taken = fn_exchange_api && (device != DL_CPU || fn_run_on_cpu) && g->activation >= 0 && !PyErr_Occurred();
+    for (int i = 0; taken && i < FN_GATE_OPERANDS; i++) {
+        struct fn_operand *o = &g->operand[i];
+        if (i >= FN_GATED_D && arguments[FIRST + i] == Py_None) continue;
+        taken = fn_read(arguments[FIRST + i], &t[i], o) && t[i].ndim && t[i].device.type == device &&
+                fn_same_device(&t[i], &t[0]) && fn_same_shape(&t[i], &t[0]);
+        g->wide |= o->kind == FN_F64 && (i == FN_GATED || i == FN_GATE);
+    }
+    if (!taken) return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    c->flags = FN_GATE_ONLY;
+    c->device = t[0].device.id;
+    c->hidden = g->hidden = t[0].shape[t[0].ndim - 1];
+    c->rows = 1;
+    for (int i = 0; i < t[0].ndim - 1; i++) c->rows *= t[0].shape[i];
+    g->rows = g->inner = c->rows;
+    const int failed = fn_run_on_device(c, &t[0], 0);
+    return failed < 0 ? NULL : PyBool_FromLong(!failed);
+}
+
+/* Python's arguments of a norm with a gate in a backward pass: tensors, of which some may be None, and these. */
+enum { OF_D, OF_X, OF_Z, OF_RSTD, OF_WEIGHT, OF_DX, OF_DZ, OF_DWEIGHT, TENSORS };
+enum { NORM_GATED_ACTIVATION = TENSORS, NORM_GATED_HOW, ROUNDS_NORM, OFFSET, NORM_GATED_ARGUMENTS };
+
+/* Reads the tensors. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+static int read_tensors(PyObject *const *arguments, struct fn_operand *o, struct fn_call *c) {
+    tensor t[TENSORS];
+    for (int i = 0; i < TENSORS; i++) {
+        o[i] = (struct fn_operand){.kind = FN_NONE};
+        if (i >= OF_WEIGHT && arguments[i] == Py_None) continue;
+        if (!fn_read(arguments[i], &t[i], &o[i]) || t[i].device.type != DL_CPU || !t[i].ndim) return 0;
+    }
+    const tensor *x = &t[OF_X];
+    c->hidden = x->shape[x->ndim - 1];
+    c->rows = c->heads = 1;
+    for (int i = 0; i < x->ndim - 1; i++) c->rows *= x->shape[i];
+    if (o[OF_WEIGHT].kind && t[OF_WEIGHT].ndim == 2) c->heads = t[OF_WEIGHT].shape[0];
+    for (int i = 0; i < TENSORS; i++) {
+        if (!o[i].kind) continue;
+        const int of_weight = i == OF_WEIGHT || i == OF_DWEIGHT;
+        if (i == OF_RSTD ? fn_elements(&t[i]) != c->rows : of_weight ? fn_elements(&t[i]) != c->heads * c->hidden
+                                                                     : !fn_same_shape(&t[i], x))
+            return 0;
+    }
+    return c->rows % c->heads == 0;
+}
+
+PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    struct fn_gated given;
+    struct fn_call *c = &given.call;
+    struct fn_gate *g = &given.gate;
+    struct fn_operand o[TENSORS];
+    if (count != NORM_GATED_ARGUMENTS) {
+        PyErr_Format(PyExc_TypeError, "norm_gated_backward takes %d arguments, got %zd", NORM_GATED_ARGUMENTS, count);
+        return NULL;
+    }
+    memset(&given, 0, sizeof given);
+    const long how = PyLong_AsLong(arguments[NORM_GATED_HOW]);
+    c->weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
+    g->activation = activation_of(arguments[NORM_GATED_ACTIVATION]);
+    if (PyErr_Occurred()) return NULL;
+    if (!fn_exchange_api || !fn_run_on_cpu || g->activation < 0 || !read_tensors(arguments, o, c))
+        return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    c->pass = g->pass = FN_BACKWARD;
+    c->inner = c->rows;
+    g->rows = g->inner = c->rows;
+    g->hidden = c->hidden;
+    g->wide = o[OF_RSTD].kind == FN_F64;
+    if (arguments[ROUNDS_NORM] == Py_True) c->flags = FN_ROUND_NORM;
+    const int norm_first = how % BETWEEN_IS_F32 == NORM_FIRST;
+    const int64_t passed_kind = !norm_first ? (g->wide ? FN_F64 : FN_F32) : how >= BETWEEN_IS_F32 ? FN_F32 : o[OF_X].kind;
+    const struct fn_operand passed = {.kind = passed_kind, .stride = c->hidden}, absent = {.kind = FN_NONE};
+    c->operand[FN_BACKWARD_RSTD] = o[OF_RSTD];
+    c->operand[FN_BACKWARD_WEIGHT] = o[OF_WEIGHT];
+    c->operand[FN_DWEIGHT] = o[OF_DWEIGHT];
+    g->operand[FN_GATE] = o[OF_Z];
+    g->operand[FN_GATE_DZ] = o[OF_DZ];
+    if (norm_first) {
+        c->flags |= FN_GATE_AFTER;
+        c->operand[FN_DY] = passed, c->operand[FN_H] = o[OF_X], c->operand[FN_DX] = o[OF_DX];
+        g->operand[FN_GATE_D] = o[OF_D], g->operand[FN_GATED] = g->operand[FN_GATED_D] = passed;
+    } else {
+        c->flags |= FN_GATE_BEFORE;
+        c->operand[FN_DY] = o[OF_D], c->operand[FN_H] = passed;
+        c->operand[FN_DX] = o[OF_DX].kind || o[OF_DZ].kind ? passed : absent;
+        g->operand[FN_GATE_D] = passed, g->operand[FN_GATED] = o[OF_X], g->operand[FN_GATED_D] = o[OF_DX];
+    }
+    const int failed = fn_run_in_c(c, fn_run_on_cpu);
+    return failed < 0 ? NULL : PyBool_FromLong(!failed);
+}

@@ -1,0 +1,298 @@
+/* Heads on the fast path: q, or q and k, normalised and rotated on a CPU, or by a CUDA kernel that is held. */
+#include "python/fast_path.h"
+
+#include <string.h>
+
+#include "machine/pages.h"
+
+/* Python's arguments. K and its weight are None where q alone is rotated. */
+enum {
+    Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITIONS, Q_OUT, K_OUT, TENSORS,
+    EPS = TENSORS, WEIGHT_OFFSET, NORM, INTERLEAVED, ROUND_PRODUCTS, BETWEEN_IS_F32, ROUND_NORM, ARGUMENTS
+};
+_Static_assert(ARGUMENTS == FN_ROTATION_ARGUMENTS, "fast_path.c knows these calls by the number of arguments");
+
+enum { DL_INT = 0 };
+
+/* The operands whose rows are rows of heads; tables and positions may have one row for several. */
+static const int in_rows[] = {Q, K, Q_OUT, K_OUT, COS, SIN, POSITIONS};
+
+/* What was read of Python's arguments. */
+struct given {
+    tensor t[TENSORS];
+    struct fn_operand o[TENSORS]; /* without a kind where the operand is absent; the strides of rows in two levels */
+    int has[TENSORS];
+};
+
+static int64_t last_of(const tensor *t, int back) { return t->shape[t->ndim - back]; }
+
+/* Whether the numbers of an operand's last dimension are adjacent. */
+static int is_dense(const tensor *t) { return t->ndim > 0 && t->strides[t->ndim - 1] == 1; }
+
+/* The stride of a dimension before the heads, counted from the last such dimension; 0 where one row is for several. */
+static int64_t stride_of(const struct given *g, int operand, int back) {
+    const tensor *t = &g->t[operand];
+    const int after = operand == POSITIONS ? 0 : operand == COS || operand == SIN ? 1 : 2, at = t->ndim - 1 - after - back;
+    return at < 0 || t->shape[at] == 1 ? 0 : t->strides[at];
+}
+
+/* Whether rows of a table, or positions, expand to those of q. */
+static int expands(const tensor *t, int after, const tensor *q) {
+    if (t->ndim - after > q->ndim - 2) return 0;
+    for (int i = t->ndim - after - 1, k = q->ndim - 3; i >= 0; i--, k--)
+        if (t->shape[i] != 1 && t->shape[i] != q->shape[k]) return 0;
+    return 1;
+}
+
+/* Rows of heads in at most two levels that hold for all operands; whether there are such levels. */
+static int find_levels(struct given *g, struct fn_rotation *r) {
+    const tensor *q = &g->t[Q];
+    int64_t size[2] = {1, 1};
+    int levels = 0;
+    for (int back = 0; back < q->ndim - 2; back++) {
+        const int64_t length = q->shape[q->ndim - 3 - back];
+        if (length == 1) continue;
+        int follows = levels > 0;
+        for (size_t k = 0; k < sizeof in_rows / sizeof *in_rows && follows; k++) {
+            const int i = in_rows[k];
+            const int64_t before = levels == 1 ? g->o[i].stride : g->o[i].outer_stride;
+            if (g->has[i] && !((i == COS || i == SIN) && g->has[POSITIONS]) && stride_of(g, i, back) != before * size[levels - 1])
+                follows = 0;
+        }
+        if (!follows) {
+            if (levels == 2) return 0;
+            for (size_t k = 0; k < sizeof in_rows / sizeof *in_rows; k++) {
+                const int i = in_rows[k];
+                const int64_t stride = g->has[i] ? stride_of(g, i, back) : 0;
+                if (levels == 0) g->o[i].stride = stride;
+                else g->o[i].outer_stride = stride;
+            }
+            size[levels++] = length;
+        } else {
+            size[levels - 1] *= length;
+        }
+    }
+    if (g->has[POSITIONS])
+        for (int i = COS; i <= SIN; i++) g->o[i].stride = g->t[i].strides[0], g->o[i].outer_stride = 0;
+    r->inner = size[0];
+    r->rows = size[0] * size[1];
+    return 1;
+}
+
+static int fits(const tensor *weight, const tensor *x) {
+    if (weight->ndim == 1) return last_of(weight, 1) == last_of(x, 1);
+    return weight->ndim == 2 && last_of(weight, 1) == last_of(x, 1) && last_of(weight, 2) == last_of(x, 2);
+}
+
+/* Whether q and k, their weights and the tables fit each other; Python reports it where they do not. */
+static int all_fit(const struct given *g) {
+    const tensor *t = g->t, *q = &t[Q];
+    if (q->ndim < 2 || q->shape[q->ndim - 1] < 2) return 0;
+    for (int i = Q; i < TENSORS; i++)
+        if (g->has[i] && !fn_same_device(&t[i], q)) return 0;
+    if (g->has[K]) {
+        if (t[K].ndim != q->ndim || last_of(&t[K], 1) != last_of(q, 1) || g->o[K].kind != g->o[Q].kind) return 0;
+        for (int i = 0; i < q->ndim - 2; i++)
+            if (t[K].shape[i] != q->shape[i]) return 0;
+    }
+    for (int set = 0; set < FN_SETS; set++) {
+        const int x = Q + set, weight = Q_WEIGHT + set, out = Q_OUT + set;
+        if (!g->has[x] && (g->has[weight] || g->has[out])) return 0;
+        if (g->has[x] && !is_dense(&t[x])) return 0;
+        if (g->has[out] && (!is_dense(&t[out]) || g->o[out].kind != g->o[x].kind || !fn_same_shape(&t[out], &t[x]))) return 0;
+        if (!g->has[weight]) continue;
+        if (!g->o[weight].kind || fn_elements(&t[weight]) < 0 || !fits(&t[weight], &t[x])) return 0;
+        if (g->o[weight].kind == FN_F64 && g->o[x].kind != FN_F64) return 0;
+    }
+    if (g->has[COS] != g->has[SIN] || (g->has[POSITIONS] && !g->has[COS])) return 0;
+    if (!g->has[COS]) return 1;
+    const int64_t pairs = t[COS].ndim ? last_of(&t[COS], 1) : 0;
+    if (pairs < 1 || 2 * pairs > last_of(q, 1) || !fn_same_shape(&t[SIN], &t[COS])) return 0;
+    for (int i = COS; i <= SIN; i++)
+        if (!g->o[i].kind || !is_dense(&t[i]) || (g->has[POSITIONS] ? t[i].ndim != 2 : !expands(&t[i], 1, q))) return 0;
+    if (!g->has[POSITIONS]) return 1;
+    const tensor *p = &t[POSITIONS];
+    return p->dtype.code == DL_INT && p->dtype.lanes == 1 && (p->dtype.bits == 32 || p->dtype.bits == 64) && expands(p, 0, q);
+}
+
+/* Whether all positions are rows of the table, on a CPU; Python reports it where they are not. */
+static int are_rows(const struct fn_rotation *r, int64_t length) {
+    for (int64_t row = 0; row < r->rows; row++) {
+        const int64_t at = row / r->inner * r->positions_outer_stride + row % r->inner * r->positions_stride;
+        const int64_t position = r->position_size == 4 ? ((const int32_t *)r->positions)[at] : ((const int64_t *)r->positions)[at];
+        if (position < 0 || position >= length) return 0;
+    }
+    return 1;
+}
+
+/* The memory of an operand: rows of heads, or all of it as one row. */
+static fn_extent memory_of(const struct given *g, const struct fn_rotation *r, int operand) {
+    const tensor *t = &g->t[operand];
+    const struct fn_operand *o = &g->o[operand];
+    const int64_t item = t->dtype.bits / 8;
+    int64_t elements = 1, row = 1;
+    for (int i = 0; i < t->ndim; i++) elements += (t->shape[i] - 1) * t->strides[i];
+    if (operand != Q && operand != K && operand != Q_OUT && operand != K_OUT) return (fn_extent){o->address, 1, 0, elements * item};
+    for (int i = t->ndim - 2; i < t->ndim; i++) row += (t->shape[i] - 1) * t->strides[i];
+    if (r->inner != r->rows) return (fn_extent){o->address, 1, 0, elements * item};
+    return (fn_extent){o->address, r->rows, o->stride * item, row * item};
+}
+
+/* Whether two rows, or two heads of a row, of an output share memory, as far as that is cheap to tell. */
+static int overlaps_itself(const struct given *g, const struct fn_rotation *r, int out) {
+    const tensor *t = &g->t[out];
+    const int64_t size = last_of(t, 1), count = last_of(t, 2), head = t->strides[t->ndim - 2];
+    const int64_t row = (count - 1) * head + size;
+    if (count > 1 && head < size) return 1;
+    if (r->inner > 1 && g->o[out].stride < row) return 1;
+    return r->inner != r->rows && g->o[out].outer_stride < (r->inner - 1) * g->o[out].stride + row;
+}
+
+/* Whether what the caller wants written shares memory with another operand, other than exactly what it takes the place of. */
+static int outputs_overlap(const struct given *g, const struct fn_rotation *r) {
+    for (int out = Q_OUT; out <= K_OUT; out++) {
+        if (!g->has[out]) continue;
+        if (overlaps_itself(g, r, out)) return 1;
+        const fn_extent a = memory_of(g, r, out);
+        const int x = out - Q_OUT;
+        for (int i = Q; i < out; i++) {
+            if (!g->has[i]) continue;
+            const struct fn_operand *o = &g->o[i], *w = &g->o[out];
+            const int same = i == x && o->address == w->address && o->stride == w->stride && o->outer_stride == w->outer_stride &&
+                             g->t[i].strides[g->t[i].ndim - 2] == g->t[out].strides[g->t[out].ndim - 2];
+            if (!same && !fn_apart(a, memory_of(g, r, i))) return 1;
+        }
+    }
+    return 0;
+}
+
+/* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+static int read_arguments(PyObject *const *arguments, struct given *g, struct fn_rotation *r) {
+    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type) return 0;
+    for (int i = NORM; i < ARGUMENTS; i++)
+        if (!PyBool_Check(arguments[i])) return 0;
+    for (int i = Q; i < TENSORS; i++) {
+        g->has[i] = arguments[i] != Py_None;
+        g->o[i] = (struct fn_operand){.kind = FN_NONE};
+        if (!g->has[i]) continue;
+        if (i >= Q_OUT && arguments[i] == arguments[i - Q_OUT]) g->t[i] = g->t[i - Q_OUT], g->o[i] = g->o[i - Q_OUT];
+        else if (!fn_read_memory(arguments[i], &g->t[i], &g->o[i])) return 0;
+    }
+    if (!g->has[Q] || !g->o[Q].kind || !all_fit(g)) return 0;
+    const int normalises = arguments[NORM] == Py_True, rotates = g->has[COS];
+    const int64_t kind = g->o[Q].kind;
+    if (!(normalises || rotates) || (!normalises && (g->has[Q_WEIGHT] || g->has[K_WEIGHT]))) return 0;
+    if (arguments[BETWEEN_IS_F32] == Py_True && kind == FN_F64) return 0;
+    memset(r, 0, sizeof *r);
+    /* Without a norm its arguments say nothing. */
+    r->flags = (normalises ? FN_NORMALISED : 0) | (arguments[INTERLEAVED] == Py_True ? FN_INTERLEAVED : 0) |
+               (normalises && arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
+    r->x_kind = r->out_kind = kind;
+    r->between = normalises && rotates && arguments[BETWEEN_IS_F32] == Py_True ? FN_F32 : kind;
+    r->products = arguments[ROUND_PRODUCTS] == Py_True ? r->between : FN_NONE;
+    r->size = last_of(&g->t[Q], 1);
+    r->pairs = rotates ? last_of(&g->t[COS], 1) : 0;
+    r->sets = g->has[K] ? 2 : 1;
+    r->eps = normalises ? PyFloat_AsDouble(arguments[EPS]) : 0;
+    r->weight_offset = normalises ? PyFloat_AsDouble(arguments[WEIGHT_OFFSET]) : 0;
+    return 1;
+}
+
+/* Allocates the outputs that are not given. Returns 0, or nonzero if one does not lie as Python allocates it, or -1. */
+static int allocate(PyObject *const *arguments, PyObject *outputs[FN_SETS], struct given *g) {
+    for (int set = 0; set < FN_SETS; set++) {
+        const int out = Q_OUT + set;
+        if (g->has[out] || !g->has[Q + set]) {
+            outputs[set] = Py_NewRef(arguments[out]);
+            continue;
+        }
+        outputs[set] = fn_empty_like(arguments[Q + set]);
+        if (!outputs[set]) return -1;
+        if (!fn_read_memory(outputs[set], &g->t[out], &g->o[out])) return PyErr_Occurred() ? -1 : 1;
+        const int64_t elements = fn_elements(&g->t[out]);
+        if (elements < 0) return 1;
+        if (g->t[out].device.type == DL_CPU) fn_expect_writes(g->o[out].address, elements * fn_element_size(g->o[out].kind));
+        g->has[out] = 1;
+    }
+    return 0;
+}
+
+static void fill_in(const struct given *g, struct fn_rotation *r) {
+    const struct fn_operand *o = g->o;
+    r->cos = o[COS], r->sin = o[SIN];
+    if (g->has[POSITIONS]) {
+        r->position_size = g->t[POSITIONS].dtype.bits / 8;
+        r->positions = o[POSITIONS].address;
+        r->positions_outer_stride = o[POSITIONS].outer_stride, r->positions_stride = o[POSITIONS].stride;
+    }
+    for (int set = 0; set < r->sets; set++) {
+        const int x = Q + set, out = Q_OUT + set, weight = Q_WEIGHT + set;
+        r->heads[set] = (struct fn_heads){
+            .count = last_of(&g->t[x], 2),
+            .x = o[x].address, .x_outer_stride = o[x].outer_stride, .x_stride = o[x].stride,
+            .x_head_stride = g->t[x].strides[g->t[x].ndim - 2],
+            .out = o[out].address, .out_outer_stride = o[out].outer_stride, .out_stride = o[out].stride,
+            .out_head_stride = g->t[out].strides[g->t[out].ndim - 2],
+            .weight_kind = o[weight].kind, .weight = o[weight].address,
+            .weight_stride = g->has[weight] && g->t[weight].ndim == 2 && g->t[weight].shape[0] > 1 ? r->size : 0,
+        };
+    }
+}
+
+/* Runs the call: 0, nonzero if there was no memory, or -1 with a Python error. */
+static int run_in_c(struct fn_rotation *r) {
+    int64_t heads = 0;
+    for (int set = 0; set < r->sets; set++) heads += r->heads[set].count;
+    const int64_t elements = r->rows * heads * r->size;
+    const int threads = fn_threads(r->rows, elements);
+    if (threads < 0) return -1;
+    r->threads = threads;
+    PyThreadState *state = elements >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
+    const int failed = fn_rotate_on_cpu(r);
+    if (state) PyEval_RestoreThread(state);
+    return failed;
+}
+
+/* Launches the kernel that is held for such a call: 0, or nonzero if there is none. */
+static int launch(const struct fn_rotation *r, int32_t device) {
+    struct {
+        struct fn_call call;
+        struct fn_rotation rotation; /* follows the call in memory, as fn_launch_cuda expects it */
+    } given;
+    void *stream;
+    /* A kernel knows one dtype of weights. */
+    if (r->sets == FN_SETS && r->heads[0].weight_kind != r->heads[1].weight_kind) return 1;
+    if (!fn_exchange_api->current_stream || fn_exchange_api->current_stream(DL_CUDA, device, &stream)) return 1;
+    memset(&given.call, 0, sizeof given.call);
+    given.call.flags = FN_ROTATION_ONLY;
+    given.call.device = device;
+    given.rotation = *r;
+    return fn_launch_cuda(&given.call, stream) != FN_LAUNCHED;
+}
+
+PyObject *fn_rotate(PyObject *const *arguments, long devices) {
+    struct given g;
+    struct fn_rotation r;
+    if (!read_arguments(arguments, &g, &r)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    const int32_t device = g.t[Q].device.type;
+    if ((device != DL_CPU && device != DL_CUDA) || !(devices >> device & 1) || (device == DL_CPU && !fn_rotate_on_cpu))
+        return Py_NewRef(Py_None);
+    int others = fn_is_heard();
+    if (!others) others = fn_records_gradient(arguments, TENSORS);
+    if (others) return others < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *result = NULL, *outputs[FN_SETS] = {NULL, NULL};
+    const int written[FN_SETS] = {g.has[Q_OUT], g.has[K_OUT]};
+    int failed = allocate(arguments, outputs, &g);
+    if (!failed) failed = fn_refuses_writes(outputs, written, FN_SETS);
+    if (!failed) failed = !find_levels(&g, &r) || ((written[0] || written[1]) && outputs_overlap(&g, &r));
+    if (!failed) {
+        fill_in(&g, &r);
+        if (g.has[POSITIONS] && device == DL_CPU) failed = !are_rows(&r, g.t[COS].shape[0]);
+    }
+    if (!failed) failed = device == DL_CPU ? run_in_c(&r) : launch(&r, g.t[Q].device.id);
+    if (!failed) failed = fn_count_writes(outputs, written, FN_SETS);
+    if (!failed) result = PyTuple_Pack(FN_SETS, outputs[0], outputs[1]);
+    else if (failed > 0) result = PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    for (int set = 0; set < FN_SETS; set++) Py_XDECREF(outputs[set]);
+    return result;
+}

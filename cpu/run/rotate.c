@@ -1,0 +1,174 @@
+/*
+ * Normalises and rotates heads, a block of rows at a time: what the norm writes is still in the caches when it is rotated.
+ * q and k of a row are rotated with one row of the tables, which is widened once.
+ */
+#include "abi/fusednorm_cpu.h"
+
+#include <stdlib.h>
+
+#include "machine/ieee.h"
+
+/* So many bytes of normalised rows lie between the norm and the rotation, or those of one row of heads. */
+enum { BLOCK_BYTES = 32 * 1024 };
+
+struct run {
+    const struct fn_rotation *r;
+    const struct fn_kernels *kernels;
+    struct fn_forward_job norm[FN_SETS]; /* of the first row's heads */
+    int64_t block; /* rows */
+    int passes; /* whether normalised rows are passed on in the thread's buffer: they are of another kind than out */
+    size_t passed_bytes[FN_SETS], table_bytes;
+    size_t thread_bytes; /* a thread's buffer: a row of the tables, the passed rows, then the kernels' scratch */
+    char *buffers; /* one per thread, or NULL: on the stack */
+};
+
+/* A row in two levels. A division takes as long as rotating half a head. */
+struct place {
+    int64_t outer, inner;
+};
+static struct place place_of(const struct fn_rotation *r, int64_t row) {
+    const int64_t outer = r->inner == r->rows ? 0 : row / r->inner;
+    return (struct place){outer, row - outer * r->inner};
+}
+static int64_t offset(struct place at, int64_t outer_stride, int64_t stride) { return at.outer * outer_stride + at.inner * stride; }
+static char *x_of(const struct fn_rotation *r, const struct fn_heads *h, struct place at) {
+    return (char *)h->x + offset(at, h->x_outer_stride, h->x_stride) * fn_element_size(r->x_kind);
+}
+static char *out_of(const struct fn_rotation *r, const struct fn_heads *h, struct place at) {
+    return (char *)h->out + offset(at, h->out_outer_stride, h->out_stride) * fn_element_size(r->out_kind);
+}
+
+/* Whether all heads of all rows are one stride apart. */
+static int in_one_level(const struct fn_rotation *r, const struct fn_heads *h) {
+    return r->inner == r->rows && h->x_stride == h->count * h->x_head_stride && h->out_stride == h->count * h->out_head_stride;
+}
+
+/* Normalises the heads of rows [begin, end), into `passed` unless that is NULL. */
+static void normalise(const struct run *run, int set, int64_t begin, int64_t end, char *passed, void *scratch) {
+    const struct fn_rotation *r = run->r;
+    const struct fn_heads *h = &r->heads[set];
+    const int64_t together = in_one_level(r, h) ? end - begin : 1;
+    struct fn_forward_job job = run->norm[set];
+    for (int64_t row = begin; row < end; row += together) {
+        const struct place at = place_of(r, row);
+        job.x = x_of(r, h, at);
+        job.out = passed ? passed + (row - begin) * h->count * job.out_stride : out_of(r, h, at);
+        if (h->rstd) job.rstd = (char *)h->rstd + row * h->count * (r->x_kind == FN_F64 ? 8 : 4);
+        run->kernels->forward_rows(&job, 0, together * h->count, scratch);
+    }
+}
+
+static int64_t position(const struct fn_rotation *r, struct place at) {
+    const int64_t i = offset(at, r->positions_outer_stride, r->positions_stride);
+    return r->position_size == 4 ? ((const int32_t *)r->positions)[i] : ((const int64_t *)r->positions)[i];
+}
+
+/* The row of a table for a row of heads. */
+static const void *row_of(const struct fn_rotation *r, const struct fn_operand *table, struct place at) {
+    const int64_t i = r->position_size ? position(r, at) * table->stride : offset(at, table->outer_stride, table->stride);
+    return (const char *)table->address + i * fn_element_size(table->kind);
+}
+
+static void run_rows(const struct run *run, int64_t begin, int64_t end, char *buffer) {
+    const struct fn_rotation *r = run->r;
+    const int64_t passed_row = r->size * fn_element_size(r->between);
+    char *const passed[] = {buffer + run->table_bytes, buffer + run->table_bytes + run->passed_bytes[0]};
+    void *const scratch = passed[1] + run->passed_bytes[1];
+    for (int64_t first = begin; first < end; first += run->block) {
+        const int64_t last = end - first < run->block ? end : first + run->block;
+        for (int set = 0; set < r->sets && r->flags & FN_NORMALISED; set++)
+            normalise(run, set, first, last, run->passes ? passed[set] : NULL, scratch);
+        for (int64_t row = first; row < last && r->pairs; row++) {
+            const struct place at = place_of(r, row);
+            struct fn_row_of_heads sets[FN_SETS];
+            for (int set = 0; set < r->sets; set++) {
+                const struct fn_heads *h = &r->heads[set];
+                struct fn_row_of_heads *to = &sets[set];
+                to->count = h->count;
+                to->out = out_of(r, h, at);
+                to->out_stride = h->out_head_stride * fn_element_size(r->out_kind);
+                if (run->passes) to->x = passed[set] + (row - first) * h->count * passed_row, to->x_stride = passed_row;
+                else if (r->flags & FN_NORMALISED) to->x = to->out, to->x_stride = to->out_stride;
+                else to->x = x_of(r, h, at), to->x_stride = h->x_head_stride * fn_element_size(r->x_kind);
+            }
+            run->kernels->rotate_row(r, row_of(r, &r->cos, at), row_of(r, &r->sin, at), sets, buffer);
+        }
+    }
+}
+
+/* Buffers up to this size lie on the stack of the thread that uses them. */
+enum { STACK_BYTES = 48 * 1024 };
+
+static void run_on_stack(const struct run *run, int64_t begin, int64_t end) {
+    _Alignas(64) char buffer[STACK_BYTES];
+    run_rows(run, begin, end, buffer);
+}
+
+static void run_thread(void *argument, int thread, int threads) {
+    const struct run *run = argument;
+    const int64_t begin = fn_first_row(run->r->rows, thread, threads), end = fn_first_row(run->r->rows, thread + 1, threads);
+    const fn_fp_state state = fn_enter_ieee();
+    if (run->buffers) run_rows(run, begin, end, run->buffers + (size_t)thread * run->thread_bytes);
+    else run_on_stack(run, begin, end);
+    fn_leave_ieee(state);
+}
+
+static size_t aligned(size_t bytes) { return (bytes + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT; }
+
+/* The norm of a set's heads; returns the bytes of its scratch. */
+static size_t prepare(struct run *run, int set, int from_memory) {
+    const struct fn_rotation *r = run->r;
+    const struct fn_heads *h = &r->heads[set];
+    const int64_t item = fn_element_size(r->x_kind), out_item = fn_element_size(r->out_kind);
+    struct fn_forward_job *job = &run->norm[set];
+    *job = (struct fn_forward_job){
+        .x_kind = (int)r->x_kind, .weight_kind = (int)h->weight_kind, .out_kind = (int)r->between,
+        .flags = (int)r->flags & FN_ROUND_NORM, .weight = (const void *)h->weight, .hidden = r->size,
+        .x_stride = h->x_head_stride * item,
+        .out_stride = run->passes ? r->size * fn_element_size(r->between) : h->out_head_stride * out_item,
+        .eps = fn_without_payload(r->eps), .weight_offset = fn_without_payload(r->weight_offset),
+        .heads = h->weight_stride ? h->count : 1, .weight_stride = h->weight_stride * fn_element_size(h->weight_kind),
+        .from_memory = from_memory,
+    };
+    const size_t bytes = fn_scratch_bytes(job);
+    if (job->heads == 1) return bytes;
+    job->affine = bytes;
+    return bytes + fn_affine_bytes(job);
+}
+
+int fn_run_rotation(const void *packed) {
+    const struct fn_rotation *r = packed;
+    struct run run; /* without an initializer: that would take as long as a head */
+    int64_t count = 0;
+    size_t scratch = 0;
+    for (int set = 0; set < r->sets; set++) count += r->heads[set].count;
+    const int64_t elements = r->rows * count * r->size, between = fn_element_size(r->between);
+    run.r = r;
+    run.kernels = fn_kernels((int)r->x_kind);
+    run.passes = r->flags & FN_NORMALISED && r->between != r->out_kind;
+    run.block = r->rows;
+    if (r->flags & FN_NORMALISED) {
+        run.block = BLOCK_BYTES / (count * r->size * between);
+        run.block = run.block < 1 ? 1 : run.block < r->rows ? run.block : r->rows;
+    }
+    run.table_bytes = aligned(fn_table_bytes(r->size));
+    for (int set = 0; set < FN_SETS; set++) {
+        const int there = set < r->sets && r->flags & FN_NORMALISED;
+        run.passed_bytes[set] = there && run.passes ? aligned((size_t)(run.block * r->heads[set].count * r->size * between)) : 0;
+        const size_t bytes = there ? prepare(&run, set, elements * fn_element_size(r->x_kind) >= FN_FROM_MEMORY_BYTES) : 0;
+        if (bytes > scratch) scratch = bytes;
+    }
+    run.thread_bytes = run.table_bytes + run.passed_bytes[0] + run.passed_bytes[1] + aligned(scratch);
+    int threads = r->threads < r->rows ? (int)r->threads : (int)r->rows;
+    if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;
+    void *allocated = NULL;
+    run.buffers = NULL;
+    if (run.thread_bytes > STACK_BYTES) {
+        allocated = malloc(run.thread_bytes * (size_t)threads + FN_ALIGNMENT);
+        if (!allocated) return 1;
+        run.buffers = (char *)aligned((uintptr_t)allocated);
+    }
+    fn_parallel(run_thread, &run, threads);
+    free(allocated);
+    return 0;
+}

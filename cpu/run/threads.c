@@ -1,0 +1,78 @@
+/*
+ * Threads come from the OpenMP runtime that torch has already loaded, found by name in the running
+ * process. Linking one would risk a second: two pools of spinning threads on the same cores turn
+ * microseconds into milliseconds, and torch.set_num_threads would govern only one of them. Where
+ * none is found (Windows, macOS, a torch without OpenMP) everything runs on the calling thread.
+ */
+#if !defined(_WIN32)
+#define _GNU_SOURCE /* RTLD_DEFAULT, dladdr */
+#include <dlfcn.h>
+#include <pthread.h>
+#endif
+
+#include "abi/fusednorm_cpu.h"
+
+#if defined(_WIN32)
+
+void fn_parallel(fn_task *task, void *argument, int threads) {
+    (void)threads;
+    task(argument, 0, 1);
+}
+
+const char *fn_openmp_path(void) { return ""; }
+
+void fn_after_fork(void) {}
+
+#else
+
+/* The entry points that GCC's own `#pragma omp parallel` calls; LLVM's runtime has them too. */
+static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*omp_thread)(void);
+static int (*omp_threads)(void);
+
+/* A child process has its parent's memory but not its threads: a parallel region would wait for them for ever. */
+static int forked;
+
+void fn_after_fork(void) { forked = 1; }
+
+static void find_runtime(void) {
+    pthread_atfork(NULL, NULL, fn_after_fork);
+    /* Assigned as void *, because C has no cast from an object pointer to a function pointer. */
+    *(void **)&omp_thread = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
+    *(void **)&omp_threads = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
+    if (omp_thread && omp_threads) *(void **)&gomp_parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+}
+
+static void find_runtime_once(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, find_runtime);
+}
+
+struct region {
+    fn_task *task;
+    void *argument;
+};
+
+/* The team may be smaller than requested (inside another parallel region, or at a thread limit). */
+static void run_member(void *argument) {
+    const struct region *region = argument;
+    region->task(region->argument, omp_thread(), omp_threads());
+}
+
+void fn_parallel(fn_task *task, void *argument, int threads) {
+    find_runtime_once();
+    if (threads < 2 || forked || !gomp_parallel) {
+        task(argument, 0, 1);
+        return;
+    }
+    struct region region = {task, argument};
+    gomp_parallel(run_member, &region, (unsigned)threads, 0);
+}
+
+const char *fn_openmp_path(void) {
+    Dl_info info;
+    find_runtime_once();
+    return gomp_parallel && dladdr(*(void **)&gomp_parallel, &info) ? info.dli_fname : "";
+}
+
+#endif
