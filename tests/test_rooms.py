@@ -1,6 +1,7 @@
 """The folders of the library are rooms whose doors open one way: a module knows only rooms before its own."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -55,3 +56,18 @@ def test_no_import_goes_up():
                 if other is not None and other > room:
                     up.add((".".join(place.parts), ".".join(name.split(".")[:2])))
     assert up == UP
+
+
+#: Those of cpu/.
+C_ROOMS = ("abi", "machine", "kernels", "variants", "run", "python")
+
+
+def test_no_include_goes_up():
+    folder, up = ROOT / "cpu", []
+    for path in sorted(folder.rglob("*.[ch]")):
+        place, text = path.relative_to(folder), path.read_text(encoding="utf-8")
+        for name in re.findall(r'# *include "(.*)"', text):
+            if C_ROOMS.index(name.split("/")[0]) > C_ROOMS.index(place.parts[0]):
+                up.append((str(place), name))
+        assert ("<Python.h>" in text) <= (place.parts[0] == "python"), place
+    assert up == []

@@ -3,8 +3,8 @@
 #define FUSEDNORM_CPU_H
 
 #include "abi/call.h"
-#include "kernels/gate.h"
-#include "kernels/rotation.h"
+#include "abi/gate.h"
+#include "abi/rotation.h"
 
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
     defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ == 1)

@@ -1,6 +1,6 @@
 /* The fast path to Triton's kernels for CPUs that backends/triton_cpu.py has compiled and loaded. */
 #include "python/fast_path.h"
-#include "kernels/gate.h"
+#include "abi/gate.h"
 #include "run/triton_programs.h"
 
 enum { KINDS = FN_F64 + 1, FLAGS = (FN_ROUND_SUM | FN_ROUND_NORM) + 1 };

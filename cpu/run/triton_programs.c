@@ -2,7 +2,7 @@
 #include "run/triton_programs.h"
 
 #include "abi/fusednorm_cpu.h"
-#include "kernels/gate.h"
+#include "abi/gate.h"
 #include "machine/ieee.h"
 
 /*

@@ -214,7 +214,7 @@ _GATE = struct.Struct("=28q")
 
 
 def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
-    """A gate, or its gradients, as ``struct fn_gate`` of ``cpu/kernels/gate.h``."""
+    """A gate, or its gradients, as ``struct fn_gate`` of ``cpu/abi/gate.h``."""
     if isinstance(call, Gate):
         operands = (_ABSENT, *map(_operand, (call.y, call.z, call.out), call.strides), _ABSENT)
     else:
@@ -292,7 +292,7 @@ def _heads(heads: Heads) -> tuple[int, ...]:
 
 
 def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
-    """Heads that are normalised and rotated, as ``struct fn_rotation`` of ``cpu/kernels/rotation.h``."""
+    """Heads that are normalised and rotated, as ``struct fn_rotation`` of ``cpu/abi/rotation.h``."""
     norm, positions, (first, *_) = call.norm, call.positions, call.heads
     flags = 0 if norm is None else NORMALISED + ROUND_NORM * norm.round_norm
     pairs = 0 if call.cos is None else call.cos.shape[-1]
