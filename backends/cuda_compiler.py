@@ -30,7 +30,7 @@ def bindings() -> tuple[Any, Any]:
 
 
 def checked(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of the bindings returned after its status; raises if that is an error."""
+    """The result of a call of the bindings, after its status; raises if that is an error."""
     status, *values = result
     if status:
         raise BackendError(f"{what} failed: {status.name}")
@@ -141,7 +141,7 @@ def cache() -> dict[str, Any]:
 
 
 def _key(variant: Variant, capability: int, driver_version: int) -> str:
-    """What a compilation depends on, as a name for its file."""
+    """A name for the file of a compilation, of all that it depends on."""
     parts = [*options(variant, capability), str(compiler_version()), str(driver_version), variant.kernel]
     digest = hashlib.sha256("\0".join(parts).encode())
     for name, source in _sources().items():

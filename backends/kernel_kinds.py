@@ -1,4 +1,4 @@
-"""What decides which compiled kernel a call takes, and how many programs of it are launched.
+"""Kinds of calls: they decide which compiled kernel a call takes, and how many programs of it are launched.
 
 For backends that compile kernels: everything counts but the number of rows, strides, and numbers such as ``eps``.
 """
@@ -43,7 +43,7 @@ UNTRIED = "our tests have not run on a GPU yet"
 
 
 class QuantizerKind(NamedTuple):
-    """What decides the kernel of a quantizer, beside the rows that it takes."""
+    """The parts of a quantizer that decide its kernel, beside the rows that it takes."""
 
     #: Its numbers, floors and limits are arguments of kernels.
     quantization: Quantization
@@ -54,7 +54,7 @@ class QuantizerKind(NamedTuple):
 
 
 class GateOfNorm(NamedTuple):
-    """What decides the kernel of a norm with a gate, beside the norm."""
+    """The parts of a gate that decide the kernel of a norm with it."""
 
     activation: str
     z: torch.dtype
@@ -63,7 +63,7 @@ class GateOfNorm(NamedTuple):
 
 
 class ForwardKind(NamedTuple):
-    """What decides the kernel of a forward pass."""
+    """The parts of a forward pass that decide its kernel."""
 
     x: torch.dtype
     residual: torch.dtype | None
@@ -154,7 +154,7 @@ class ForwardKind(NamedTuple):
 
 
 class BackwardKind(NamedTuple):
-    """What decides the kernels of a backward pass."""
+    """The parts of a backward pass that decide its kernels."""
 
     dy: torch.dtype
     d_residual_out: torch.dtype | None
@@ -199,7 +199,7 @@ class BackwardKind(NamedTuple):
 
 
 class GateKind(NamedTuple):
-    """What decides the kernel of a gate, or of its backward pass."""
+    """The parts of a gate, or of its backward pass, that decide its kernel."""
 
     #: The gradient of the products; None in a forward pass.
     d: torch.dtype | None
@@ -248,7 +248,7 @@ class GateKind(NamedTuple):
 
 
 class RotationKind(NamedTuple):
-    """What decides the kernel that normalises and rotates heads."""
+    """The parts of a rotation that decide its kernel."""
 
     x: torch.dtype
     out: torch.dtype

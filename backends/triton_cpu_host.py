@@ -1,4 +1,4 @@
-"""What ``triton_cpu`` does outside its kernels: compiles one, in the background if it may, and has C call it.
+"""``triton_cpu`` outside its kernels: it compiles one, in the background if it may, and has C call it.
 
 Triton's own launcher is not used. It starts OpenMP's threads without setting their arithmetic, so that a caller that
 flushes subnormals would change bits, holds Python's lock while a kernel runs, and has to be compiled for every kernel.
@@ -144,7 +144,7 @@ class _Child:
 
 
 def compile_for_parent() -> None:
-    """What the process does: it takes variants line by line, and answers what :meth:`_Child.compile` returns."""
+    """The work of the process: it takes variants line by line, and answers what :meth:`_Child.compile` returns."""
     from triton.runtime.driver import driver
 
     answers = os.fdopen(os.dup(1), "w")
@@ -229,7 +229,7 @@ class Compiler:
             child.end()
 
     def _by_child(self, variant: Variant) -> str | None:
-        """What :meth:`_Child.compile` returns."""
+        """The answer of :meth:`_Child.compile`."""
         try:
             self._child = self._child or _Child()
         except OSError:  # there is no Python to start, as in a program that has it inside

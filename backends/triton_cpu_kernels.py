@@ -394,7 +394,7 @@ def share_of_block(
     A: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """What the rows from ``begin`` to ``end`` add to the weight's gradient."""
+    """The share that the rows from ``begin`` to ``end`` add to the weight's gradient."""
     total = tl.zeros((SIZE,), A)
     for row in range(begin, end):
         h_row, dy_row = rows_at(h, row, h_stride, h_jump, levels), rows_at(dy, row, dy_stride, dy_jump, levels)

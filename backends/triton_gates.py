@@ -75,7 +75,7 @@ def scaled_by(value, p, exponent, A: tl.constexpr):
 
 @triton.jit
 def argument(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
-    """What the function passes to the sigmoid."""
+    """The number that the function passes to the sigmoid."""
     if ACTIVATION == "gelu_tanh":
         return (z + z * z * z * constant(z, 0.044715, A)) * constant(z, 1.5957691216057308, A)
     else:

@@ -173,7 +173,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
 
 
 def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
-    """What is around a norm, and the names of numbers that only more around it would need."""
+    """The bias, rows of heads and scale of a call, and the names of numbers that the kernel then does not take."""
     around = kind.around or AroundNorm(None, False, False)
     absent = ("x_scale",) * (not around.scaled)
     return around, absent + ("heads", "weight_stride", "bias_stride") * (not around.of_heads)

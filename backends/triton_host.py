@@ -1,4 +1,4 @@
-"""What the Triton backends do outside their kernels: compile one, and launch it.
+"""The Triton backends outside their kernels: they compile one, and launch it.
 
 Triton's own binder inspects every argument of every call to find the compiled kernel that it needs. Here a kernel is
 compiled explicitly for the types, the alignment and the constants of a kind of call, and then launched directly.
@@ -300,7 +300,7 @@ class Interpreted:
 
 
 def pointer(tensor: Tensor | None) -> Any:
-    """What a kernel is given for an operand; None if it is absent."""
+    """The value that a kernel is given for an operand; None if it is absent."""
     if tensor is None or not INTERPRETED:
         return None if tensor is None else tensor.data_ptr()
     return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
@@ -407,7 +407,7 @@ class Host:
         return kind, self._held_for(kind, call.operation.device, call)
 
     def _held_for(self, kind: ForwardKind, device: torch.device, call: Forward | Quantize | NormGated) -> Any:
-        """What launches the kernel of a kind of call on a device."""
+        """The launcher of the kernel of a kind of call on a device."""
         key = (device.index, kind)
         held = self.held.get(key) or self._hold(key, {"forward": self.forward_variant(kind)}, call)
         return held[0]
@@ -419,7 +419,7 @@ class Host:
         return kind, self.held.get(key) or self._hold(key, self.backward_variants(kind), call)
 
     def _around(self, call: Forward, around: AroundNorm) -> dict[str, Any]:
-        """What a kernel is given for a bias, rows of heads and a scaled x."""
+        """The values that a kernel is given for a bias, rows of heads and a scaled x."""
         values = {"bias": self.pointer(call.bias), "x_scale": call.x_scale if around.scaled else None}
         if not around.of_heads:
             return {**values, "weight_stride": None, "bias_stride": None, "heads": None}
@@ -427,7 +427,7 @@ class Host:
         return {**values, **dict(zip(("weight_stride", "bias_stride"), strides, strict=True)), "heads": call.heads}
 
     def _operands(self, call: Forward) -> dict[str, Any]:
-        """What a kernel is given for a forward pass."""
+        """The values that a kernel is given for a forward pass."""
         return {
             **_places(call, _OF_FORWARD),
             "x": self.pointer(call.x),
@@ -484,7 +484,7 @@ class Host:
             launch(number, {**values, **given, "rows": call.rows, "hidden_size": call.hidden_size})
 
     def _held_for_gate(self, call: Gate | GateBackward) -> Any:
-        """What launches the kernel of a kind of gate."""
+        """The launcher of the kernel of a kind of gate."""
         kind = GateKind.of(call)
         key = (call.y.device.index, kind)
         assert self.gate_variant is not None
@@ -528,7 +528,7 @@ class Host:
                 launch(sum(-(-call.rows * heads.x.shape[-2] // per_program) for heads in part.heads), values)
 
     def _heads(self, name: str, heads: Heads, inner: int | None) -> dict[str, Any]:
-        """What a kernel is given for the heads of q or of k."""
+        """The values that a kernel is given for the heads of q or of k."""
         of_weight = 0 if heads.weight is None or heads.weight.dim() == 1 else heads.weight.shape[-1]
         values: dict[str, Any] = {f"{name}_count": heads.x.shape[-2], f"{name}_weight_head": of_weight}
         for place, (outer_stride, stride, of_heads) in ((name, heads.x_strides), (f"{name}_out", heads.out_strides)):

@@ -526,7 +526,7 @@ def backward_wide(
 
 @triton.jit
 def share_of_row(dy_row, h_row, rstd_of_row, column, inside, A: tl.constexpr):
-    """What a row adds to the weight's gradient."""
+    """The share that a row adds to the weight's gradient."""
     xhat = loaded(h_row + column, inside, A) * tl.load(rstd_of_row)
     return loaded(dy_row + column, inside, A) * xhat
 

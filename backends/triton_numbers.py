@@ -1,4 +1,4 @@
-"""What the Triton kernels for GPUs and those for CPUs share: conversions, roundings, a root, and where rows begin."""
+"""Shared by the Triton kernels for GPUs and those for CPUs: conversions, roundings, a root, and where rows begin."""
 
 from __future__ import annotations
 

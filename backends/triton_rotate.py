@@ -20,7 +20,7 @@ from fusednorm.backends.triton_tiles import stored, sums_of_segments
 
 @triton.jit
 def of_set(is_k, of_q, of_k):
-    """What belongs to k, or to q; None if it is absent."""
+    """The operand of k, or that of q; None if it is absent."""
     if of_q is None:
         return None
     else:

@@ -1,4 +1,4 @@
-"""What quantizers in Triton share, on GPUs and CPUs: scales, zero points and numbers (docs/spec.md, section 9).
+"""Shared by quantizers in Triton, on GPUs and CPUs: scales, zero points and numbers (docs/spec.md, section 9).
 
 All arithmetic is in float32. ``SCALE_BY`` and ``APPLY`` are those of a ``Quantization``.
 """
@@ -125,7 +125,7 @@ def zero_point_of(low, s, qmin):
 
 @triton.jit
 def factor_of(s, multiplier, APPLY: tl.constexpr):
-    """What values are divided by, or multiplied with."""
+    """The number that values are divided by, or multiplied with."""
     if APPLY == "divide":
         return s
     elif APPLY == "ratio":

@@ -84,7 +84,7 @@ def per_element(value, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def stored(pointers, inside):
-    """What lies there, and 0 outside; ``inside`` may be None: everywhere."""
+    """The values there, and 0 outside; ``inside`` may be None: everywhere."""
     if inside is None:
         return tl.load(pointers)
     else:
@@ -93,7 +93,7 @@ def stored(pointers, inside):
 
 @triton.jit
 def loaded(pointers, inside, A: tl.constexpr):
-    """What lies there as ``A``."""
+    """The values there, as ``A``."""
     return widened(stored(pointers, inside), A)
 
 

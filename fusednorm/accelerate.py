@@ -119,7 +119,7 @@ def _code(input, normalized_shape, weight=None, eps=None):  # type: ignore[no-un
 
 
 class Acceleration:
-    """What :func:`fusednorm.accelerate_torch` returns: ``with`` it a block of code, or call :meth:`close`."""
+    """The result of :func:`fusednorm.accelerate_torch`: ``with`` it a block of code, or call :meth:`close`."""
 
     def __repr__(self) -> str:
         return f"<torch's rms_norm by fusednorm: {'in effect' if self in _open else 'closed'}>"

@@ -326,7 +326,7 @@ def _scale_of(span: Value, quantization: Quantization, steps: float) -> Value:
 
 
 def _stored(v: Value, quantization: Quantization, shift: Value | None) -> Value:
-    """What is stored for quotients, [..., groups, group]; ``shift``: a zero point for each group, or None."""
+    """The numbers stored for quotients, [..., groups, group]; ``shift``: a zero point for each group, or None."""
     (qmin, qmax), to = quantization.range, _of_torch(quantization.dtype)
     number = partial(_constant, dtype=_F32)
     if quantization.dtype.is_floating_point:
@@ -353,7 +353,7 @@ def _clamped(v: Value, low: float, high: float) -> Value:
 
 
 def _or_nan(v: Value, reduced: Value) -> Value:
-    """What the last dimension of v was reduced to, or NaN where it has one: ONNX does not say who wins there."""
+    """The number to which the last dimension of v was reduced, or NaN where it has one: there ONNX says nothing."""
     counted = op.ReduceMax(op.Cast(op.IsNaN(v), to=_I32), _integers(-1), keepdims=1)
     return op.Where(op.Cast(counted, to=ir.DataType.BOOL), _constant(np.nan, _F32), reduced)
 

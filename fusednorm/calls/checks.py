@@ -1,4 +1,4 @@
-"""What an operand must be, and the errors that say so: the argument, what it was, what was expected, the cure."""
+"""Checks of operands, and the errors that say: the argument, what it was, what was expected, the cure."""
 
 from __future__ import annotations
 
@@ -519,7 +519,7 @@ def refuse_type(name: str, operand: object, cure: str | None = None) -> NoReturn
 
 
 def as_called(name: str, output: Tensor, x: Tensor | None, residual: Tensor | None) -> str:
-    """What the caller calls an output: x or residual if it is that tensor, as it is in place."""
+    """The caller's name of an output: x or residual if it is that tensor, as it is in place."""
     inputs = [("x", x), ("residual", residual)]
     if name == "residual_out":
         inputs.reverse()  # one tensor may be both

@@ -164,7 +164,7 @@ class Quantization:
 
     @functools.cached_property
     def packed(self) -> tuple[bytes, ...]:
-        """What the C library takes. The number that C has for the dtype of the rows is the place."""
+        """The form that the C library takes. The number that C has for the dtype of the rows is the place."""
         return tuple(pack_quantization(self, dtype or torch.float32) for dtype in KINDS)
 
     def group(self, hidden_size: int) -> int:

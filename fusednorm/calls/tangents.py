@@ -17,7 +17,7 @@ def outer_levels() -> Any:
 
 
 def primals(ctx: Any) -> list[Any]:
-    """What a function kept for its ``jvp``: without tangents of this level, with those of the levels around it."""
+    """The tensors kept for a ``jvp``: without tangents of this level, with those of the levels around it."""
     return [t if t is None else _primal(t) for t in ctx.saved_tensors]
 
 

@@ -21,7 +21,7 @@ _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
 
 def _activation(name: str) -> str:
-    """What fusednorm calls an activation of FLA.
+    """The name that fusednorm has for an activation of FLA.
 
     Raises:
         ValueError: FLA has none of that name.

@@ -167,5 +167,5 @@ def _as_tensor(scale: float | Tensor, x: Tensor) -> Tensor:
 
 
 def _unrounded(x: Tensor) -> torch.dtype | None:
-    """What passes to the quantizer: float32, and float64 for rows of it."""
+    """The dtype that passes to the quantizer: float32, and float64 for rows of it."""
     return None if x.dtype == torch.float64 else torch.float32

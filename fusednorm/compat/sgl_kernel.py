@@ -65,7 +65,7 @@ def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _unrounded(gate: Tensor) -> torch.dtype | None:
-    """What the function of the gate is rounded to: float32, and float64 for a gate of it."""
+    """The dtype that the function of the gate is rounded to: float32, and float64 for a gate of it."""
     return None if isinstance(gate, Tensor) and gate.dtype == torch.float64 else torch.float32
 
 

@@ -197,7 +197,7 @@ def pytest_report_header(config):
 
 
 class Certificate:
-    """What the tests of a run have shown, for which dtypes."""
+    """The promises that the tests of a run have shown, for which dtypes."""
 
     def __init__(self, config):
         self.config = config

@@ -106,7 +106,7 @@ def _filled(output: Tensor) -> tuple[Tensor, int]:
 
 
 def described(found: object) -> str:
-    """What a backend returned, in words."""
+    """A value that a backend returned, in words."""
     if found is None:
         return "None"
     if isinstance(found, Tensor):

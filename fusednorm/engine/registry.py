@@ -35,7 +35,7 @@ ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
 
 
 class Backend(Protocol):
-    """What a backend provides; a module with these names is one.
+    """The functions of a backend; a module with these names is one.
 
     Calls reach it checked: see :class:`fusednorm.call.Forward` and :class:`fusednorm.call.Backward`. An output never
     overlaps another operand unless it is exactly that operand.
@@ -148,7 +148,7 @@ def load(name: str) -> Backend:
 
 
 def _reasons(name: str, function: str, *arguments: Operation) -> list[str]:
-    """What ``unavailable`` or ``unsuitable`` returns, if that is a list of reasons."""
+    """The answer of ``unavailable`` or ``unsuitable``, if that is a list of reasons."""
     ask = getattr(load(name), function)
     with raised_by(name, function):
         found: object = ask(*arguments)

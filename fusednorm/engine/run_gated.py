@@ -30,7 +30,7 @@ from fusednorm.reference import activations
 
 
 class Gating(NamedTuple):
-    """What a gate does."""
+    """A gate's function and roundings."""
 
     #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`.
     activation: str
@@ -84,7 +84,7 @@ def _on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
 
 
 class NormAndGate(NamedTuple):
-    """What a norm and a gate do, one after the other."""
+    """The arguments of a norm and a gate, one after the other."""
 
     #: eps, the weight's offset and ``round_norm``.
     flags: Flags

@@ -435,7 +435,7 @@ def _results(
 
 
 def _returned(results: Results) -> tuple[Tensor, ...]:
-    """What the public functions return."""
+    """The results of the public functions."""
     if results.quantization.per != "tensor" and results.zero_point is not None:
         return results.out, results.scale, results.zero_point
     return results.out, results.scale

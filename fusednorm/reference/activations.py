@@ -144,7 +144,7 @@ class Product(torch.autograd.Function):
 
 
 def _argument(z: Tensor) -> Tensor:
-    """What gelu_tanh passes to the sigmoid."""
+    """The number that gelu_tanh passes to the sigmoid."""
     return (z + z * z * z * INNER) * OUTER
 
 

@@ -89,7 +89,7 @@ def _scale(span: Tensor, quantization: Quantization, steps: float) -> Tensor:
 
 
 def _stored(v: Tensor, quantization: Quantization, zero: Tensor | None) -> Tensor:
-    """What is stored for quotients, [..., groups, group]; ``zero``: a zero point for each group, or None."""
+    """The numbers stored for quotients, [..., groups, group]; ``zero``: a zero point for each group, or None."""
     qmin, qmax = quantization.range
     if quantization.dtype.is_floating_point:
         return to_float8(_clamped(v, qmin, qmax), quantization.dtype)

@@ -92,7 +92,7 @@ def _differentiated_again() -> bool:
 
 
 def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
-    """What was normalised, of what :func:`keep` kept: a row, or two terms that are added, unrounded."""
+    """The row that was normalised, of what :func:`keep` kept: a row, or two terms that are added, unrounded."""
     if len(terms) == 1:
         return terms[0]
     plain.check_kept((), terms)

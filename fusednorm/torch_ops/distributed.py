@@ -121,7 +121,7 @@ def on_rows(
     whole: Sequence[DTensor | None],
     joined: int,
 ) -> tuple[DTensor | None, ...]:
-    """What a formula returns, each rank computing it for its own rows; see ``dispatcher.on_rows``."""
+    """The results of a formula, each rank computing it for its own rows; see ``dispatcher.on_rows``."""
     meet = _rows(*(t._spec for t in rows if t is not None), whole=joined)
     mesh, shares = meet.mesh, _shares(meet).placements
 

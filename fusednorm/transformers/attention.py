@@ -269,7 +269,7 @@ _Moved = tuple[bool, str | None, list[tuple[Any, ast.expr]]]
 
 
 def _moved(statements: list[ast.stmt], x: str, norms: frozenset[str]) -> _Moved:
-    """What moves from the statements into one that follows them and takes x."""
+    """The part that moves from the statements into one that follows them and takes x."""
     transposed, norm = False, None
     left: list[tuple[Any, ast.expr]] = []
     for statement in reversed(statements):

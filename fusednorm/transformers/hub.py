@@ -68,7 +68,7 @@ def _trace(module: torch.nn.Module, trace: Callable[[torch.nn.Module, Reads], An
 
 
 def _found(module: torch.nn.Module, trace: Callable[[torch.nn.Module, Reads], Any]) -> Any:
-    """What the trace of a module found; None if nothing, or if what it read of the module has changed since."""
+    """The finding of a module's trace; None if there is none, or if what it read of the module has changed since."""
     _trace(module, trace)
     reads, found = module.__dict__["_fusednorm_traced"]
     return found if reads.hold(module) else None
@@ -180,7 +180,7 @@ def _follows_its_class(module: torch.nn.Module) -> bool:
 def _rotation(
     function: torch.nn.Module, unsqueeze_dim: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Rotation, tuple[Tensor, Tensor]] | None:
-    """What the function does with such operands, from a trace at its first call, and the angles of the tables.
+    """The rotation of such operands, from a trace at the function's first call, and the angles of the tables.
 
     None where the function has to do it itself.
     """

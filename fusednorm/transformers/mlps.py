@@ -87,7 +87,7 @@ class _Tracer(fx.Tracer):
 
 
 def mlp(module: torch.nn.Module, reads: Reads | None = None) -> MLP:
-    """What a module computes. ``reads`` gets the module's attributes with which it does so.
+    """The formula of a module. ``reads`` gets the module's attributes with which it does so.
 
     Raises:
         NotAnMLPError: no gated MLP.

@@ -68,7 +68,7 @@ class Counts:
 
 @dataclass(frozen=True, repr=False)
 class Report(Counts):
-    """What :func:`patch` replaced, and why it did not replace the rest. ``print`` shows it as a paragraph.
+    """The modules that :func:`patch` replaced, and why it did not replace the rest. ``print`` shows it as a paragraph.
 
     Attributes:
         norms: number of norms that were replaced.

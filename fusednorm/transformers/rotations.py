@@ -218,7 +218,7 @@ for _kind in _TABLES.values():
 
 
 def tables_of(module: torch.nn.Module, reads: Reads) -> type[Tables] | None:
-    """What a module's forward pass returns; None if it does not take hidden states and positions and return tables.
+    """The outputs of a module's forward pass; None if it does not take hidden states and positions and return tables.
 
     Its names for kinds of layers, if it takes one after the positions, are those that it has in ``layer_types``.
     ``reads`` gets the attributes with which it does so.

@@ -1,4 +1,4 @@
-"""What a function of tensors computes, element by element: its operations are applied to symbols.
+"""The formula of a function of tensors, element by element: its operations are applied to symbols.
 
 A symbol is a number that stands for an expression: equal symbols are equal bits, whatever the tensors hold, and ``-s``
 is the negative of ``s``. Operations that move elements move their symbols; operations on single elements make a symbol
