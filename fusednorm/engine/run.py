@@ -102,7 +102,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
-    ``rstd`` ([...] of the accumulator type) receives the rstd mean square. ``before``: a norm of x before
+    ``rstd`` ([...] of the accumulator type) receives 1 / sqrt(mean of squares + eps). ``before``: a norm of x before
     the addition; the weight and eps are then of the norm after it. ``around``: a bias, rows of heads and a factor of x.
     ``then``: where a quantizer writes. If it is not done in the end, the backend has none, and the caller must quantize
     the rows; if it is, rows have no memory but ``out``.
