@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu",)
 
-#: What it knows beyond the first operations.
+#: The features that it knows, beyond the first operations.
 FEATURES = ("norm_before_add", "affine", "x_scale")
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.

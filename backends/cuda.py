@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda",)
 
-#: What it knows beyond the first operations.
+#: The features that it knows, beyond the first operations.
 FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
@@ -65,7 +65,7 @@ _OLDEST_DRIVER = 12000
 #: Bytes of dynamic shared memory that a launch may have without cuFuncSetAttribute: 48 KiB with the static ones.
 _SHARED_UNASKED = 16384
 
-#: What is called of NVIDIA's Python bindings of the driver, and of those of NVRTC.
+#: The names that are called of NVIDIA's Python bindings of the driver, and of those of NVRTC.
 DRIVER: dict[str, tuple[str, ...]] = dict.fromkeys(
     (
         *("cuDriverGetVersion", "cuGetProcAddress", "CUresult"),

@@ -120,7 +120,7 @@ class Variant:
     #: Threads of a block, and blocks of a program.
     threads: int
     cluster: int
-    #: What a program takes.
+    #: The share of a program.
     share: Share
     per_program: int
     #: Bytes of shared memory of a block, beyond what the sources declare.

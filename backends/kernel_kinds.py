@@ -38,7 +38,7 @@ _MOST_ALIGNED = 32
 #: Blocks of rows that a thread adds up, of a kernel that takes the more columns the fewer blocks there are.
 BLOCKS_IN_LANE = 8
 
-#: What plans of kernels for GPUs say until our tests have run on one.
+#: Plans of kernels for GPUs say it until our tests have run on one.
 UNTRIED = "our tests have not run on a GPU yet"
 
 
@@ -85,7 +85,7 @@ class ForwardKind(NamedTuple):
     first: FirstNorm | None = None
     #: A bias, rows of heads and a scaled x.
     around: AroundNorm | None = None
-    #: What takes the rows.
+    #: The quantizer that takes the rows.
     quantizer: QuantizerKind | None = None
     #: The gate after the norm, or before it.
     gate: GateOfNorm | None = None

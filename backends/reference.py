@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: The reference is not tied to a device.
 DEVICES = ("any",)
 
-#: What it knows beyond the first operations.
+#: The features that it knows, beyond the first operations.
 FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
 
 #: As all of torch's arithmetic on a CPU.

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
 
-#: What it knows beyond the first operations.
+#: The features that it knows, beyond the first operations.
 FEATURES = ("residual_dtype", "affine", "x_scale")
 
-#: Who rotates heads, for an explanation.
+#: The backend that rotates heads, for an explanation.
 ROTATED = "by the cpu backend"
 
 #: Elements in a tile. Eight of them are a segment.

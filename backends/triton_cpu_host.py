@@ -37,7 +37,7 @@ with contextlib.suppress(ImportError):  # the cpu backend says why
 
 _log = logging.getLogger("fusednorm")
 
-#: What ``cpu/run/triton_programs.c`` gives a kernel, by the name of its function: pointers, integers, numbers of the
+#: ``cpu/run/triton_programs.c`` gives a kernel so many, by the name of its function: pointers, integers, numbers of the
 #: accumulator's type, and numbers of float32. Kernels without a line are of a backward pass.
 GIVEN = {"forward": (8, 16, 3, 0), "quantize": (9, 22, 3, 5), "gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
 BACKWARD = (9, 11, 1, 0)
@@ -106,7 +106,7 @@ class Failure(NamedTuple):
     reason: str
 
 
-#: What a process that compiles is started with: it imports what this one would.
+#: A process that compiles is started with this code: it imports from where this one would.
 _CHILD = (
     "import sys; sys.path[:] = {path!r}; "
     "from fusednorm.backends import triton_cpu_host; triton_cpu_host.compile_for_parent()"
@@ -177,7 +177,7 @@ class Compiler:
         self._thread: threading.Thread | None = None
         self._child: _Child | None = None
         self._logged = self._ended = False
-        #: What became of variants, by their identity: kernels, or failures.
+        #: The results of compilations, by the identity of variants: kernels, or failures.
         self.done: dict[tuple[Any, ...], Any] = {}
         atexit.register(self._end)
         if hasattr(os, "register_at_fork"):

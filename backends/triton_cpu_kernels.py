@@ -27,7 +27,7 @@ from fusednorm.backends.triton_numbers import (
     widened,
 )
 
-#: What a pass has and does, added up: KEEP, for example, stores the sums in the first pass, and not in the second.
+#: The operands and steps of a pass, added up: KEEP, for example, stores sums in the first pass, and not in the second.
 ADD, KEEP, ROUND_SUM, ROUND_NORM, WEIGHT = (tl.constexpr(1 << bit) for bit in range(5))
 D_TOTAL, DX, DRESIDUAL, TWO_LEVELS = (tl.constexpr(1 << bit) for bit in range(5, 9))
 BIAS, OF_HEADS, SCALED = (tl.constexpr(1 << bit) for bit in range(9, 12))
@@ -36,7 +36,7 @@ GATE_BEFORE, GATE_AFTER, SIGMOID, GELU_TANH, DY, DZ = (tl.constexpr(1 << bit) fo
 #: Rows are rounded to x's type between a norm and what follows it. A quantizer: whether rows are normalised before, and
 #: stored too; whether the scale is given, one for all rows.
 PASSED, NORMALISES, STORES, GIVEN = (tl.constexpr(1 << bit) for bit in range(18, 22))
-#: What a ``Quantization`` says: float8 formats, zero points, how scales are found and applied, what is returned.
+#: The fields of a ``Quantization``: float8 formats, zero points, how scales are found and applied, what is returned.
 E4M3, E5M2, PLUS_128, AFTER, BEFORE = (tl.constexpr(1 << bit) for bit in range(22, 27))
 BY_RECIPROCAL, RECIPROCAL, RATIO, MULTIPLIER = (tl.constexpr(1 << bit) for bit in range(27, 31))
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: ROCm's devices are called cuda too. Triton's interpreter takes tensors on the CPU.
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
-#: What it knows beyond the first operations.
+#: The features that it knows, beyond the first operations.
 FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.

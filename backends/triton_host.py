@@ -57,7 +57,7 @@ OLDEST, NEWEST = (3, 4), (3, 9)
 _CURE = "update fusednorm, or `pip install 'triton=={}.{}.*'`".format(*NEWEST)
 CURE_ON_CPUS = "update fusednorm, or build the version of triton-cpu that docs/triton.md names"
 
-#: What is called here of Triton's insides: names that its documentation does not have, with arguments given by name.
+#: The names of Triton's insides that are called here, and that its documentation lacks, with arguments given by name.
 _USED = {
     "compile": ("src", "target", "options"),
     "compiler.ASTSource": ("fn", "signature", "constexprs", "attrs"),
@@ -148,12 +148,12 @@ class Variant:
     constants: dict[str, Any]
     #: Whether every row of every operand begins at a multiple of 16 bytes.
     aligned: bool = False
-    #: What is known to divide the hidden size, where a kernel takes it when it runs.
+    #: A number that divides the hidden size, where a kernel takes it when it runs.
     divisor: int = 1
     #: Whether bfloat16 goes by its bits, and is rounded in integers.
     bits: bool = False
     warps: int = 1
-    #: What a program takes.
+    #: The share of a program.
     share: Share = Share.ROWS
     per_program: int = 1
     #: Whether operands that are absent are null pointers, which kernels with and without them take alike.
@@ -313,13 +313,13 @@ def pointer_or_null(tensor: Tensor | None) -> Any:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-#: What a kernel is given where there is no bias and one row for all heads, and x is not scaled.
+#: The values for a kernel without a bias, with one row for all heads, and with x not scaled.
 _NOTHING_AROUND = dict.fromkeys(("bias", "weight_stride", "bias_stride", "heads", "x_scale"))
 
 #: The same where there is no gate.
 _NO_GATE = dict.fromkeys(("z", "z_stride", "z_jump"))
 
-#: What only a norm before a quantizer has: operands, and numbers.
+#: The operands and numbers that only a norm before a quantizer has.
 _OPERANDS = ("residual", "weight", "out", "residual_out")
 _NUMBERS = ("eps", "weight_offset", *(f"{name}_{what}" for name in _OPERANDS for what in ("stride", "jump")))
 

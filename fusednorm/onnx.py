@@ -30,7 +30,7 @@ OPSET = 23
 #: The operations that have a translation: functions of ``onnx_operators.py``.
 _TRANSLATED = ("rms_norm", "fused_add_rms_norm", "add", "scale", "affine", "rotate", "gate", "quantize")
 
-#: What takes the place of operations that write to their operands.
+#: They take the place of operations that write to their operands.
 _INSTEAD = {"rms_norm_": "rms_norm", "fused_add_rms_norm_": "fused_add_rms_norm", "into": "the function without `out`"}
 
 

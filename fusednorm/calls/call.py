@@ -436,5 +436,5 @@ class NormGatedBackward(NamedTuple):
     weight_offset: float
 
 
-#: What a launcher of GPU kernels takes.
+#: A launcher of GPU kernels takes one of them.
 Call: TypeAlias = Forward | Backward | Quantize | Gate | GateBackward | NormGated | Rotate

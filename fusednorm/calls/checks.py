@@ -475,7 +475,7 @@ def _expands(tensor: Tensor, to: Tensor) -> bool:
     return tensor.dim() <= to.dim() and all(size == 1 or size == wanted for size, wanted in sizes)
 
 
-#: What leaving out an argument means, and what stands for it in torch.
+#: The meaning of an argument that is left out, and of torch's own default.
 _LEFT_OUT = {
     "eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps",
     "weight_offset": "0.0",

@@ -81,7 +81,7 @@ def _open_quantizer() -> None:
 #: The arguments of a forward pass after x, for a call without a norm.
 NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)
 
-#: What a gate's arguments say of its order, in C; and in addition to it, that what passes between is float32.
+#: The order of a gate's steps, in C; the last is added where rows pass as float32 between them.
 ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 = range(5)
 
 #: Whether its extension can be imported.
@@ -202,5 +202,5 @@ def launch_cuda(call: bytes, stream: int) -> int:
     return cast(int, _fast_path.launch_cuda(call, stream))
 
 
-#: What :func:`launch_cuda` returns where no kernels are held for such a call.
+#: :func:`launch_cuda` returns it where no kernels are held for such a call.
 NOT_HELD = -1

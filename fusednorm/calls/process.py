@@ -20,7 +20,7 @@ BackendError.__module__ = "fusednorm"  # where users find it
 class BackendInfo:
     """One line of :func:`fusednorm.backends`."""
 
-    #: What ``FUSEDNORM_BACKEND`` and :class:`fusednorm.use_backend` call it.
+    #: Its name in ``FUSEDNORM_BACKEND`` and for :class:`fusednorm.use_backend`.
     name: str
     #: Whether this machine can use it.
     available: bool

@@ -36,7 +36,7 @@ from fusednorm.quantizations import (
     Quantization,
 )
 
-#: What the functions here call the fields of a quantization.
+#: The names that the functions here have for the fields of a quantization.
 _NAMES = {"dtype": "quant_dtype", "amax_limit": "scale_ub"}
 
 _DIVISOR = "pass a divisor, or pad the rows"

@@ -26,7 +26,7 @@ from fusednorm.engine import registry
 #: The compute capability of the GPU that the CPU stands in for, in the repository's tests of a GPU backend.
 EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))
 
-#: What the kit shows, in the words of the certificate. Tests carry one of them: @pytest.mark.promise("same bits").
+#: The promises of the kit, in the certificate's words. Tests carry one of them: @pytest.mark.promise("same bits").
 PROMISES = ("same bits", "golden vectors", "fused equals unfused", "a row is a row", "same gradients")
 
 

@@ -338,7 +338,7 @@ class Explanation:
     backend: str
     #: How it will run the call.
     plan: str
-    #: What the call asks for.
+    #: The operation that the call asks for.
     operation: Operation
     #: The backends that the user requested; empty if none.
     request: str

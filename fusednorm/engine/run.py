@@ -37,7 +37,7 @@ NONE = (0, 0)
 FAST = 4
 DEFAULTS = Flags()[FAST:]
 
-#: What serves the calls of an operation.
+#: One of them serves the calls of an operation.
 Chosen = Backend | FirstCalls | Composition
 
 

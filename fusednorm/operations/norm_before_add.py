@@ -358,5 +358,5 @@ def _second(eps: float, next_eps: float | None) -> float:
     return eps if next_eps is None else number("next_eps", next_eps)
 
 
-#: What ``between`` may be.
+#: The values that ``between`` may have.
 _PASSED = (None, torch.float32)

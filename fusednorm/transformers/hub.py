@@ -318,7 +318,7 @@ def write_kernel(folder: str | Path) -> Path:
     return folder
 
 
-#: What ``kernels`` must know of a kernel. There is one version of the folder's content.
+#: The facts of a kernel that ``kernels`` must know. There is one version of the folder's content.
 _METADATA = {
     "name": "fusednorm",
     "id": "fusednorm_universal_1",

@@ -21,7 +21,7 @@ from fusednorm.transformers.replacing import Patched, attach, detach
 
 _logger = logging.getLogger("fusednorm.transformers")
 
-#: What a module read while it was traced, and its forms, without and with a gate, or the reason why it has none.
+#: The attributes that a module read in its trace, and its forms, without and with a gate, or why it has none.
 _Known = tuple[Reads, tuple[Forms, Forms] | str]
 
 

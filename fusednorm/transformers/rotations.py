@@ -143,7 +143,7 @@ class Tables(tuple[Tensor, Tensor]):
         dtype: of both.
     """
 
-    #: What the columns are: the angles once, twice as two halves, or twice side by side.
+    #: The columns: the angles once, twice as two halves, or twice side by side.
     columns = "once"
 
     angles: tuple[Tensor, Tensor]
