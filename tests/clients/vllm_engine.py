@@ -13,7 +13,7 @@ from contextlib import nullcontext
 
 import torch
 
-#: The functions that the plug-in calls, and their modules in fusednorm.
+#: The functions that the plug-in calls, and their modules in fusednorm.operations.
 CALLED = {
     "rms_norm": "ops",
     "fused_add_rms_norm": "ops",
@@ -27,7 +27,7 @@ CALLED = {
 
 def count(counts, name):
     """Counts plain calls of one of fusednorm's functions."""
-    module = importlib.import_module(f"fusednorm.{CALLED[name]}")
+    module = importlib.import_module(f"fusednorm.operations.{CALLED[name]}")
     function = getattr(module, name)
 
     def counted(*arguments, **keywords):
