@@ -12,8 +12,8 @@ from zipimport import zipimporter
 import torch
 from torch import Tensor
 
+from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
-from fusednorm.calls import packing, process
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import (
@@ -146,7 +146,7 @@ def forward(call: Forward) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    if _lib.fn_run(packing.pack_forward(call, torch.get_num_threads())):
+    if _lib.fn_run(c_abi.pack_forward(call, torch.get_num_threads())):
         _refuse_memory(call.operation.hidden_size)
 
 
@@ -156,25 +156,25 @@ def quantize(call: Quantize) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    if _lib.fn_run(packing.pack_quantize(call, torch.get_num_threads())):
+    if _lib.fn_run(c_abi.pack_quantize(call, torch.get_num_threads())):
         _refuse_memory(call.hidden_size)
 
 
 def gate(call: Gate) -> None:
     """Multiplies rows by a function of others; see :class:`fusednorm.registry.Backend`."""
-    _lib.fn_run_gate(packing.pack_gate(call, torch.get_num_threads()))
+    _lib.fn_run_gate(c_abi.pack_gate(call, torch.get_num_threads()))
 
 
 def gate_backward(call: GateBackward) -> None:
     """Writes the gradients of a gate; see :class:`fusednorm.registry.Backend`."""
-    _lib.fn_run_gate(packing.pack_gate(call, torch.get_num_threads()))
+    _lib.fn_run_gate(c_abi.pack_gate(call, torch.get_num_threads()))
 
 
 def gate_backward_on_fast_path(
     d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
 ) -> bool:
     """As :func:`gate_backward`, without a call as a value; returns whether it wrote the gradients."""
-    return path.gate_backward(path.CPU, d, y, z, dy, dz, activation, packing.KINDS[between])
+    return path.gate_backward(path.CPU, d, y, z, dy, dz, activation, c_abi.KINDS[between])
 
 
 def norm_gated(call: NormGated) -> None:
@@ -183,7 +183,7 @@ def norm_gated(call: NormGated) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    if _lib.fn_run(packing.pack_norm_gated(call, torch.get_num_threads())):
+    if _lib.fn_run(c_abi.pack_norm_gated(call, torch.get_num_threads())):
         _refuse_memory(call.norm.operation.hidden_size)
 
 
@@ -193,7 +193,7 @@ def norm_gated_backward(call: NormGatedBackward) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    if _lib.fn_run(packing.pack_norm_gated_backward(call, torch.get_num_threads())):
+    if _lib.fn_run(c_abi.pack_norm_gated_backward(call, torch.get_num_threads())):
         _refuse_memory(call.operation.hidden_size)
 
 
@@ -208,7 +208,7 @@ def rotate(call: Rotate) -> None:
     Raises:
         MemoryError: no memory for the heads' buffers.
     """
-    if _lib.fn_run_rotation(packing.pack_rotate(call, torch.get_num_threads())):
+    if _lib.fn_run_rotation(c_abi.pack_rotate(call, torch.get_num_threads())):
         _refuse_memory(call.size)
 
 
@@ -224,7 +224,7 @@ def backward(call: Backward) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    if _lib.fn_run(packing.pack_backward(call, torch.get_num_threads())):
+    if _lib.fn_run(c_abi.pack_backward(call, torch.get_num_threads())):
         _refuse_memory(call.operation.hidden_size)
 
 

@@ -27,7 +27,7 @@ from fusednorm.backends.cuda_kernels import (
     gate_variant,
     rotation_variant,
 )
-from fusednorm.backends.kernel_kinds import (
+from fusednorm.backends.kernel_keys import (
     UNTRIED,
     BackwardKind,
     ForwardKind,
@@ -39,8 +39,8 @@ from fusednorm.backends.kernel_kinds import (
     of_one_weight_dtype,
     scratch_of,
 )
+from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.calls import packing
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
@@ -248,7 +248,7 @@ def forward(call: Forward) -> None:
     """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
     device = call.operation.device.index or 0
     _launch(
-        packing.pack_forward(call),
+        c_abi.pack_forward(call),
         device,
         call,
         lambda: {"forward": forward_variant(ForwardKind.of(call), capability(device))},
@@ -264,7 +264,7 @@ def quantize(call: Quantize) -> None:
     """Quantizes rows, which it may normalise before, with one kernel; see :class:`fusednorm.call.Quantize`."""
     device = call.out.device.index or 0
     _launch(
-        packing.pack_quantize(call),
+        c_abi.pack_quantize(call),
         device,
         call,
         lambda: {"quantize": forward_variant(ForwardKind.of_quantizer(call), capability(device))},
@@ -275,7 +275,7 @@ def gate(call: Gate | GateBackward) -> None:
     """Multiplies rows by a function of others, or writes the gradients, with one kernel."""
     device = call.y.device.index or 0
     _launch(
-        packing.pack_gate_alone(call),
+        c_abi.pack_gate_alone(call),
         device,
         call,
         lambda: {"gate": gate_variant(GateKind.of(call), capability(device))},
@@ -289,14 +289,14 @@ def gate_backward_on_fast_path(
     d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
 ) -> bool:
     """As :func:`gate_backward`, with kernels that are held, without a call as a value; says whether it wrote all."""
-    return path.gate_backward(path.CUDA, d, y, z, dy, dz, activation, packing.KINDS[between])
+    return path.gate_backward(path.CUDA, d, y, z, dy, dz, activation, c_abi.KINDS[between])
 
 
 def norm_gated(call: NormGated) -> None:
     """Normalises rows and gates them, in the order that the call says, with one kernel."""
     device = call.norm.operation.device.index or 0
     _launch(
-        packing.pack_norm_gated(call),
+        c_abi.pack_norm_gated(call),
         device,
         call,
         lambda: {"forward": forward_variant(ForwardKind.of_gated(call), capability(device))},
@@ -317,7 +317,7 @@ def rotate(call: Rotate) -> None:
 def _rotate(call: Rotate, device: int) -> None:
     """The same for heads whose weights have one dtype."""
     _launch(
-        packing.pack_rotation(call),
+        c_abi.pack_rotation(call),
         device,
         call,
         lambda: {"rotate": rotation_variant(RotationKind.of(call), capability(device))},
@@ -349,7 +349,7 @@ def backward(call: Backward) -> None:
     partial = scratch_of(call)
     device = call.operation.device.index or 0
     _launch(
-        packing.pack_backward(call, 1, blocks_of(call.rows)[0], partial),
+        c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial),
         device,
         call,
         lambda: backward_variants(BackwardKind.of(call, partial), capability(device)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusednorm.backends.kernel_kinds import (
+from fusednorm.backends.kernel_keys import (
     BLOCKS_IN_LANE,
     BackwardKind,
     ForwardKind,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import cpu, triton_host
-from fusednorm.backends.kernel_kinds import (
+from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
@@ -30,10 +30,10 @@ from fusednorm.backends.kernel_kinds import (
 )
 from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
+from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
-from fusednorm.calls import packing, process
 from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
-from fusednorm.engine.composition import Composition
+from fusednorm.engine.substitutes import Composition
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
@@ -278,14 +278,14 @@ def _on_fast_path(call: Call) -> bytes | None:
     It knows one dtype for the residual and the sum, one level of rows of a norm alone, and nothing around a norm.
     """
     if isinstance(call, Gate):
-        return packing.pack_gate_alone(call) if _is_short(call.hidden_size) else None
+        return c_abi.pack_gate_alone(call) if _is_short(call.hidden_size) else None
     if isinstance(call, Quantize):
-        return packing.pack_quantize(call) if _is_short(call.hidden_size) else None
+        return c_abi.pack_quantize(call) if _is_short(call.hidden_size) else None
     if isinstance(call, NormGated):
-        return packing.pack_norm_gated(call) if _is_short(call.norm.operation.hidden_size) else None
+        return c_abi.pack_norm_gated(call) if _is_short(call.norm.operation.hidden_size) else None
     if not isinstance(call, Forward) or not _is_short(call.operation.hidden_size):
         return None
-    return packing.pack_forward(call) if not call.operation.features and call.inner == call.rows else None
+    return c_abi.pack_forward(call) if not call.operation.features and call.inner == call.rows else None
 
 
 def _is_short(hidden_size: int) -> bool:
@@ -299,28 +299,28 @@ class _CompiledHost(_Host):
     def forward(self, call: Forward) -> None:
         """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
         _, program = self.for_forward(call)
-        program(packing.pack_forward(call, torch.get_num_threads()), call.rows)
+        program(c_abi.pack_forward(call, torch.get_num_threads()), call.rows)
 
     def quantize(self, call: Quantize) -> None:
         """Runs the kernel that quantizes rows, which it may normalise before; see :class:`Quantize`."""
         program = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
-        program(packing.pack_quantize(call, torch.get_num_threads()), call.rows)
+        program(c_abi.pack_quantize(call, torch.get_num_threads()), call.rows)
 
     def gate(self, call: Gate | GateBackward) -> None:
         """Runs the kernel of a gate, or of its backward pass."""
         program = self._held_for_gate(call)
-        program(packing.pack_gate_alone(call, torch.get_num_threads()), call.rows)
+        program(c_abi.pack_gate_alone(call, torch.get_num_threads()), call.rows)
 
     def norm_gated(self, call: NormGated) -> None:
         """Runs the kernel that normalises rows and gates them, in the order that the call says."""
         program = self._held_for(ForwardKind.of_gated(call), call.norm.operation.device, call)
-        program(packing.pack_norm_gated(call, torch.get_num_threads()), call.norm.rows)
+        program(c_abi.pack_norm_gated(call, torch.get_num_threads()), call.norm.rows)
 
     def backward(self, call: Backward) -> None:
         """Runs kernels; see :class:`fusednorm.registry.Backend`."""
         partial = scratch_of(call)
         block, blocks = blocks_of(call.rows)
-        packed = packing.pack_backward(call, torch.get_num_threads(), block, partial)
+        packed = c_abi.pack_backward(call, torch.get_num_threads(), block, partial)
         kind, programs = self.for_backward(call, partial)
         for program in programs:
             program(packed, program.variant.programs(call.rows, kind.hidden_size, block, blocks))

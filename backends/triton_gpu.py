@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends import triton_host
-from fusednorm.backends.kernel_kinds import (
+from fusednorm.backends.kernel_keys import (
     UNTRIED,
     BackwardKind,
     ForwardKind,

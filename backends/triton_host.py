@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.backends.kernel_kinds import (
+from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
@@ -31,7 +31,7 @@ from fusednorm.backends.kernel_kinds import (
     programs,
     scratch_of,
 )
-from fusednorm.calls import packing
+from fusednorm.calls import c_abi
 from fusednorm.calls.call import (
     AroundNorm,
     Backward,
@@ -76,7 +76,7 @@ _INTERPRETER = threading.Lock()
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
-#: The numbers of a quantizer, as :func:`fusednorm.calls.packing.limits` returns them.
+#: The numbers of a quantizer, as :func:`fusednorm.calls.c_abi.limits` returns them.
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
 
 #: Operands with one number for a group or a row, which begin anywhere.
@@ -469,7 +469,7 @@ class Host:
         values |= {"numbers": self.pointer(call.out.view(torch.uint8)), "scale": self.pointer(call.scale)}
         values |= {"scale_group_stride": call.scale_strides[2], "zero_point": self.pointer(call.zero_point)}
         values |= {"zero_point_group_stride": call.zero_point_strides[2]}
-        values |= zip(_LIMITS, packing.limits(call.quantization, call.dtype), strict=True)
+        values |= zip(_LIMITS, c_abi.limits(call.quantization, call.dtype), strict=True)
         with _current(call.out.device):
             launch = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
             launch(-(-call.rows // launch.variant.per_program), values)

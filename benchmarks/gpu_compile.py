@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind
 
 COLUMNS = ("registers", "stack", "shared", "access", "shuffles", "barriers")
 

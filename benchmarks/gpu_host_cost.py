@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import fusednorm
-from fusednorm.backends.kernel_kinds import ForwardKind
+from fusednorm.backends.kernel_keys import ForwardKind
 from fusednorm.calls.call import Flags, Forward, operation_of
 from fusednorm.engine import run, run_gated
 
@@ -131,7 +131,7 @@ def call_of(
 def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
     """The table for `cuda`."""
     from fusednorm.backends import cuda, cuda_compiler
-    from fusednorm.torch_ops.autograd import normalise
+    from fusednorm.torch_ops.gradients import normalise
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from ptx.cuda import stand_in

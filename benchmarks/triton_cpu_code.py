@@ -18,7 +18,7 @@ import torch
 from triton.runtime.driver import driver
 
 from fusednorm.backends import triton_cpu, triton_host
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind
 
 #: A processor as LLVM calls it, and what it stands for.
 PROCESSORS = {

@@ -21,7 +21,7 @@ ffibuilder.cdef("""
     void fn_use_isa(int isa);
     const char *fn_openmp_path(void);
     void fn_after_fork(void);
-    /* A `struct fn_call`, as fusednorm/calls/packing.py packs it: cffi passes bytes as a pointer to void. */
+    /* A `struct fn_call`, as fusednorm/calls/c_abi.py packs it: cffi passes bytes as a pointer to void. */
     int fn_run(const void *call);
     void fn_run_gate(const void *packed); /* a `struct fn_gate` */
     int fn_run_rotation(const void *packed); /* a `struct fn_rotation` */

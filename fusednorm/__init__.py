@@ -37,27 +37,27 @@ from fusednorm import quantizations
 from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations.explain import explain
-from fusednorm.operations.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.modules import AddRMSNorm, RMSNorm, RMSNormGated
-from fusednorm.operations.norm_before_add import (
+from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
+from fusednorm.operations.prewarm import prewarm
+from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
+from fusednorm.operations.rotate import qk_norm_rope, qk_norm_rope_, rotate
+from fusednorm.operations.two_norms import (
     rms_norm_add,
     rms_norm_add_,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_,
 )
-from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
-from fusednorm.operations.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.operations.prewarm import prewarm
-from fusednorm.operations.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
-from fusednorm.operations.rotation import qk_norm_rope, qk_norm_rope_, rotate
 from fusednorm.registry import BackendError, register_backend, use_backend
 from fusednorm.tools.contract import contract
-from fusednorm.torch_ops import library as _library  # noqa: F401 - registers torch.ops.fusednorm
+from fusednorm.torch_ops import operators as _operators  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm.version import SPEC_VERSION, __version__
 
 if TYPE_CHECKING:
-    from fusednorm.engine.registry import backends
+    from fusednorm.engine.choose import backends
 else:
     # A module that can be called: see backends/__init__.py. The others are found without an import of their own.
     from fusednorm import backends, call, layout  # noqa: F401

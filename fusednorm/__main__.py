@@ -22,7 +22,7 @@ import torch
 
 import fusednorm
 from fusednorm.calls import devices, process
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 from fusednorm.tools import command_line, difference, doctor, proof
 from fusednorm.tools.measure import cells, compare, plots, train
 from fusednorm.tools.measure.cells import WrongBitsError
@@ -95,7 +95,7 @@ def _resolve(arguments: argparse.Namespace) -> None:
 def _backends(text: str) -> list[str]:
     """Reads names of backends, which this machine must be able to use."""
     try:
-        names = registry.parse(text, "the option")
+        names = choose.parse(text, "the option")
     except process.BackendError as error:
         raise ValueError(str(error)) from None
     infos = {info.name: info for info in fusednorm.backends()}
@@ -164,7 +164,7 @@ def _set_threads(arguments: argparse.Namespace) -> None:
 def _runs_on(names: Iterable[str], device: torch.device) -> None:
     """Raises if a backend does not run on the device."""
     for name in names:
-        runs_on = registry.load(name).DEVICES
+        runs_on = choose.load(name).DEVICES
         if not {device.type, "any"} & set(runs_on):
             raise UnusableError(f"backend {name} runs on {' and '.join(runs_on)}, not on --device {device}")
 

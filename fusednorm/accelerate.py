@@ -21,11 +21,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 from torch.overrides import has_torch_function_variadic
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import check_operands
-from fusednorm.engine.registry import fast_paths, use_backend
-from fusednorm.operations import ops
+from fusednorm.engine.choose import fast_paths, use_backend
+from fusednorm.operations import norm
 from fusednorm.operations.modules import as_row, as_rows
 
 _CPU = use_backend("cpu")
@@ -43,7 +43,7 @@ _OPERANDS = _PLAIN | {type(None)}
 _SHAPES = frozenset((tuple, list, torch.Size))
 
 # Before a shape is looked at: the trace would record that.
-_, _is_tracing = listeners.QUESTIONS
+_, _is_tracing = must_be_seen.QUESTIONS
 
 #: The name in ``torch.nn.functional`` under which the new code finds :func:`_rms_norm`.
 _NAME = "_fusednorm_rms_norm"
@@ -90,14 +90,14 @@ def _beyond_fast_path(
         return _torchs(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
     with _CPU:
         flags = Flags(_EPS[input.dtype] if eps is None else eps)
-        y, _ = ops.beyond_fast_path("rms_norm", False, rows, None, row, None, None, flags)
+        y, _ = norm.beyond_fast_path("rms_norm", False, rows, None, row, None, None, flags)
     return y if len(shape) == 1 else y.view(input.shape)
 
 
 def _is_torchs(input: object, normalized_shape: object, weight: object, eps: object) -> bool:
     """Whether a mode, a transform or a tensor must see torch's operator, or an argument is unusual."""
     if (
-        any(ask() for ask in listeners.QUESTIONS)
+        any(ask() for ask in must_be_seen.QUESTIONS)
         or not isinstance(input, Tensor)
         or type(input) not in _PLAIN
         or type(weight) not in _OPERANDS
@@ -111,7 +111,7 @@ def _is_torchs(input: object, normalized_shape: object, weight: object, eps: obj
         return True
     if input.layout is torch.strided and input.dim() in (4, 5) and not input.is_contiguous():
         return True
-    return listeners.transform(input, weight)  # type: ignore[arg-type]
+    return must_be_seen.transform(input, weight)  # type: ignore[arg-type]
 
 
 def _code(input, normalized_shape, weight=None, eps=None):  # type: ignore[no-untyped-def]
@@ -171,7 +171,7 @@ def accelerate_torch() -> Acceleration:
         RuntimeError: another library has replaced ``torch.nn.functional.rms_norm``.
     """
     with _CPU:
-        ops.rms_norm(torch.zeros(1, 1))  # opens the fast path, or raises
+        norm.rms_norm(torch.zeros(1, 1))  # opens the fast path, or raises
     acceleration = Acceleration()
     with _lock:
         if not _open:

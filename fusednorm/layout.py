@@ -1,5 +1,5 @@
 """Rows in one level of strides, for backends that know no other."""
 
-from fusednorm.calls.layout import in_one_level
+from fusednorm.calls.memory import in_one_level
 
 __all__ = ["in_one_level"]

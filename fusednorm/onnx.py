@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fusednorm.torch_ops.library import SCHEMAS
+from fusednorm.torch_ops.operators import SCHEMAS
 
 __all__ = ["export", "translations"]
 

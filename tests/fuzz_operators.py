@@ -22,7 +22,7 @@ from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
 from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance.cases import differing
-from fusednorm.torch_ops.library import SCHEMAS
+from fusednorm.torch_ops.operators import SCHEMAS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRANGE = (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)

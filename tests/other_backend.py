@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 import fusednorm
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 from fusednorm.reference import norm as reference
 
 
 def registered(monkeypatch, features):
     """Registers the backend "other" with these features; returns a list, of the operations that it will have taken."""
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_selected", {})
+    monkeypatch.setattr(choose, "_registered", {})
+    monkeypatch.setattr(choose, "_selected", {})
     taken = []
 
     def forward(call):

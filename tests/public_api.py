@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.engine.registry import ENTRY_POINTS
+from fusednorm.engine.choose import ENTRY_POINTS
 from fusednorm.environment import VARIABLES
 from fusednorm.tools.command_line import command_line
 
@@ -119,7 +119,7 @@ def lines():
     """The whole record."""
     for name in MODULES:
         yield from of_module(import_module(name))
-    for name in sorted(fusednorm.torch_ops.library.SCHEMAS):
+    for name in sorted(fusednorm.torch_ops.operators.SCHEMAS):
         yield f"torch.ops.{getattr(torch.ops.fusednorm, name).default._schema}"
     yield from of_commands(command_line())
     yield from VARIABLES

@@ -449,7 +449,7 @@ def test_other_threads(calls):
         thread.join()
         same(found[0], functional.rms_norm(X, (8,), W))
         backend = functional.rms_norm(X, (8,), torch.nn.Parameter(W)).grad_fn.backend
-    assert backend is fusednorm.engine.registry.load("cpu")
+    assert backend is fusednorm.engine.choose.load("cpu")
     assert not calls
 
 
@@ -463,8 +463,8 @@ def test_another_library_was_first(monkeypatch):
 
 
 def test_without_the_cpu_backend(monkeypatch):
-    monkeypatch.setattr(fusednorm.engine.registry, "_selected", {})
-    monkeypatch.delitem(fusednorm.engine.registry.fast_paths, "cpu", raising=False)
+    monkeypatch.setattr(fusednorm.engine.choose, "_selected", {})
+    monkeypatch.delitem(fusednorm.engine.choose.fast_paths, "cpu", raising=False)
     monkeypatch.setattr("fusednorm.backends.cpu.unavailable", lambda: ["no library was built"])
     with pytest.raises(fusednorm.BackendError, match="no library was built"):
         fusednorm.accelerate_torch()

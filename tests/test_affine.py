@@ -14,8 +14,8 @@ import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.backends import cpu
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
-from fusednorm.engine.composition import Composition
-from fusednorm.operations import ops
+from fusednorm.engine.substitutes import Composition
+from fusednorm.operations import norm
 
 X, RESIDUAL, WEIGHT = (t.view(2, 3, 64) if t.dim() > 1 else t for t in operands(Case(6, 64).of(F32)))
 HEADS = torch.stack((WEIGHT, WEIGHT + 1, WEIGHT + 2))
@@ -106,7 +106,7 @@ def test_c_takes_the_usual_calls(monkeypatch, threads, shape):
         for r, x_scale in ((None, 1.0), (residual, 1.0), (residual, 0.22)):
             wanted = separately(x, r, weight, bias, x_scale, flags)
             with monkeypatch.context() as patch:
-                patch.setattr(ops, "beyond_fast_path", None)
+                patch.setattr(norm, "beyond_fast_path", None)
                 torch.set_num_threads(threads)
                 if r is None:
                     assert torch.equal(rms_norm(x, weight, bias=bias, **flags), wanted[0])
@@ -133,7 +133,7 @@ def test_calls_beyond_the_fast_path(monkeypatch):
             wanted = separately(x, residual, weight, bias, x_scale, flags)
             alone = separately(x, None, weight, bias, 1.0, flags) if x_scale == 1.0 else None
             with monkeypatch.context() as patch:
-                patch.setattr(ops, "beyond_fast_path", None)
+                patch.setattr(norm, "beyond_fast_path", None)
                 assert same(fused_add_rms_norm(x, residual, weight, bias=bias, x_scale=x_scale, **flags), wanted)
                 if alone is not None:
                     assert torch.equal(rms_norm(x, weight, bias=bias, **flags), *alone)
@@ -145,7 +145,7 @@ def test_large_outputs(monkeypatch):
     for dtype, rows, hidden in ((BF16, 1030, 4096), (F32, 1030, 4096), (BF16, 9, 2100), (F16, 9, 9000)):
         x, residual, weight = operands(Case(rows, hidden).of(dtype))
         wanted = separately(x, residual, weight, weight, 0.5, {})
-        monkeypatch.setattr(ops, "beyond_fast_path", None)
+        monkeypatch.setattr(norm, "beyond_fast_path", None)
         assert same(fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5), wanted)
         monkeypatch.undo()
 

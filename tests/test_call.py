@@ -12,7 +12,7 @@ import torch
 import fusednorm
 from fusednorm import BackendError, fused_add_rms_norm, rms_norm
 from fusednorm.backends import cpu
-from fusednorm.calls import packing
+from fusednorm.calls import c_abi
 from fusednorm.calls.call import Backward, Forward, RMSNorm
 from fusednorm.conformance.cases import (
     BF16,
@@ -27,7 +27,7 @@ from fusednorm.conformance.cases import (
     expected,
     operands,
 )
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 from fusednorm.reference import norm as reference
 
 compiled = pytest.mark.skipif(bool(cpu.unavailable()), reason="takes the C library")
@@ -161,7 +161,7 @@ def test_dtypes_that_do_not_fit(function, message, opened, monkeypatch):
         fused_add_rms_norm(X, X)
         rms_norm(X)
     else:
-        monkeypatch.setattr(registry, "fast_paths", {})
+        monkeypatch.setattr(choose, "fast_paths", {})
     with pytest.raises(TypeError, match=message):
         function()
 
@@ -182,11 +182,11 @@ def test_dtypes_that_do_not_fit(function, message, opened, monkeypatch):
 def test_explain_says_how_many_kernels(residual, stored, round_sum, words):
     x = X.bfloat16()
     for requested in ("", "cpu"):
-        token = registry._request.set(requested)
+        token = choose._request.set(requested)
         try:
             explanation = fusednorm.explain(x, X.to(residual), round_sum=round_sum, residual_dtype=stored)
         finally:
-            registry._request.reset(token)
+            choose._request.reset(token)
         assert explanation.backend == "cpu"
         assert explanation.composed
         assert explanation.plan.startswith(words)
@@ -278,8 +278,8 @@ print(all(map(torch.equal, found, wanted)))
 
 def test_all_is_chosen_before_anything_is_written(monkeypatch):
     """A backend that takes the first kernel's operation and not the second's is passed over."""
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_selected", {})
+    monkeypatch.setattr(choose, "_registered", {})
+    monkeypatch.setattr(choose, "_selected", {})
     written = []
 
     def unsuitable(operation):
@@ -321,10 +321,10 @@ def test_c_has_the_fields_that_python_packs():
     offsets = [FFI.offsetof("struct fn_call", name) for name in fields]
     for operand, name in itertools.product(range(9), ("kind", "address", "outer_stride", "stride")):
         offsets.append(FFI.offsetof("struct fn_call", "operand", operand, name))
-    assert offsets == list(range(0, packing._CALL.size, 8))
-    assert FFI.sizeof("struct fn_call") == packing._CALL.size
-    assert list(packing.KINDS.values()) == [LIB.FN_NONE, LIB.FN_F32, LIB.FN_F16, LIB.FN_BF16, LIB.FN_F64]
-    assert (packing.ROUND_SUM, packing.ROUND_NORM) == (LIB.FN_ROUND_SUM, LIB.FN_ROUND_NORM)
+    assert offsets == list(range(0, c_abi._CALL.size, 8))
+    assert FFI.sizeof("struct fn_call") == c_abi._CALL.size
+    assert list(c_abi.KINDS.values()) == [LIB.FN_NONE, LIB.FN_F32, LIB.FN_F16, LIB.FN_BF16, LIB.FN_F64]
+    assert (c_abi.ROUND_SUM, c_abi.ROUND_NORM) == (LIB.FN_ROUND_SUM, LIB.FN_ROUND_NORM)
 
 
 def packed_operands(found):
@@ -334,7 +334,7 @@ def packed_operands(found):
 
 
 def described(tensor, strides=(0, 0)):
-    return packing.KINDS[tensor.dtype], tensor.data_ptr(), *strides
+    return c_abi.KINDS[tensor.dtype], tensor.data_ptr(), *strides
 
 
 @compiled
@@ -344,7 +344,7 @@ def test_a_call_as_c_reads_it():
     weight, rstd, levels = torch.rand(8), torch.rand(5, 2), (64, 8)
     operation = RMSNorm(torch.device("cpu"), F16, F16, F32, F16, 8, False, True, F16)
     call = Forward(q, k, weight, out, v, rstd, operation, 10, 2, (levels,) * 4, 1e-5, 0.5)
-    found = FFI.from_buffer("struct fn_call *", packing.pack_forward(call, 3))
+    found = FFI.from_buffer("struct fn_call *", c_abi.pack_forward(call, 3))
     assert (getattr(found, "pass"), found.flags) == (LIB.FN_FORWARD, LIB.FN_ROUND_NORM)
     assert (found.device, found.threads, found.block) == (0, 3, 0)
     assert (found.rows, found.inner, found.hidden, found.eps, found.weight_offset) == (10, 2, 8, 1e-5, 0.5)
@@ -355,7 +355,7 @@ def test_a_call_as_c_reads_it():
     call = Backward(
         *(q, k, v, rstd, weight, dx, dresidual, dweight, operation, 10, 2), (levels, (64, 16), (128, 8)), 0.25
     )
-    found = FFI.from_buffer("struct fn_call *", packing.pack_backward(call, 3, 7, partial))
+    found = FFI.from_buffer("struct fn_call *", c_abi.pack_backward(call, 3, 7, partial))
     assert (getattr(found, "pass"), found.flags, found.threads, found.block) == (LIB.FN_BACKWARD, 0, 3, 7)
     assert (found.rows, found.inner, found.hidden, found.eps, found.weight_offset) == (10, 2, 8, 0.0, 0.25)
     rows = [described(q, levels), described(k, (64, 16)), described(v, (128, 8))]

@@ -21,7 +21,7 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.kernel_kinds import (
+from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
@@ -34,7 +34,7 @@ from fusednorm.calls import fast_path
 from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 from fusednorm.engine import run as front_end
 from fusednorm.tools import doctor
 
@@ -978,12 +978,12 @@ def test_one_old_gpu_does_not_disable_the_others(machine):
     refused = {device: cuda.unsuitable(operation(device)) for device in ("cuda:0", "cuda:1", "cuda:2", "cuda")}
     assert refused == {"cuda:0": [], "cuda:1": [reason], "cuda:2": [], "cuda": []}
     with fusednorm.use_backend("cuda,reference"):
-        chosen = registry.choose(operation("cuda:0"))
+        chosen = choose.choose(operation("cuda:0"))
         assert chosen.backend == "cuda"
         assert chosen.plan.endswith("our tests have not run on a GPU yet")
-        assert registry.choose(operation("cuda:1")).passed_over["cuda"] == [reason]
+        assert choose.choose(operation("cuda:1")).passed_over["cuda"] == [reason]
     with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=reason):
-        registry.choose(operation("cuda:1"))
+        choose.choose(operation("cuda:1"))
 
 
 def test_only_old_gpus(machine):
@@ -1002,7 +1002,7 @@ def test_bindings_without_a_name_are_a_reason(machine, monkeypatch, name):
     (reason,) = cuda.unavailable()
     assert re.match(rf"cuda-bindings 99\.0 lack {name}, which fusednorm calls; .*pip install", reason)
     with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=re.escape(reason)):
-        registry.choose(operation("cuda:0"))
+        choose.choose(operation("cuda:0"))
 
 
 def test_every_name_of_the_bindings_that_is_used_is_asked_for():
@@ -1046,13 +1046,13 @@ def test_a_driver_or_compiler_that_cannot_be_used(machine, monkeypatch, part, fu
     (found,) = cuda.unavailable()
     assert re.search(reason, found)
     bf16 = operation("cuda")
-    token = registry._request.set("")
+    token = choose._request.set("")
     try:
-        assert registry.choose(bf16).passed_over["cuda"] == [found]
+        assert choose.choose(bf16).passed_over["cuda"] == [found]
     finally:
-        registry._request.reset(token)
+        choose._request.reset(token)
     with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=re.escape(found)):
-        registry.choose(bf16)
+        choose.choose(bf16)
 
 
 STUBS = {

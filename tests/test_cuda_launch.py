@@ -13,8 +13,8 @@ import torch
 import fusednorm
 from fusednorm import Quantization, rms_norm_add_rms_norm
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
-from fusednorm.calls import fast_path, packing
+from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
+from fusednorm.calls import c_abi, fast_path
 from fusednorm.calls.call import Around, Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 from fusednorm.engine import run
@@ -825,7 +825,7 @@ def test_as_many_programs_as_through_python(rows, monkeypatch):
             block, blocks = blocks_of(rows)
             h, weight = torch.zeros(rows, size, dtype=BF16), torch.zeros(size, dtype=BF16)
             call = backward_call(h, h, torch.zeros(rows), weight, torch.empty_like(h), torch.empty_like(weight))
-            packed = packing.pack_backward(call, 1, block, scratch_of(call))
+            packed = c_abi.pack_backward(call, 1, block, scratch_of(call))
             shares = (Share.ROWS, Share.BLOCKS, Share.COLUMNS_OF_BLOCKS, Share.COLUMNS_OF_SUMS)
             for share, per_program in itertools.product(shares, (64, 1024)):
                 fast_path.hold_cuda(packed, 0, ((0, 32, per_program, 0, 1, False, share),))
@@ -892,7 +892,7 @@ def both_passes(hidden):
 
     def hold_forward(device):
         variant = cuda_kernels.forward_variant(ForwardKind.of(call), cuda.capability(device))
-        cuda._hold(packing.pack_forward(on_gpu(call, device)), device, {"forward": variant})
+        cuda._hold(c_abi.pack_forward(on_gpu(call, device)), device, {"forward": variant})
 
     yield (
         python_forward,
@@ -915,7 +915,7 @@ def both_passes(hidden):
 
     def hold_backward(device):
         variants = cuda_kernels.backward_variants(BackwardKind.of(back, partial), cuda.capability(device))
-        cuda._hold(packing.pack_backward(on_gpu(back, device), 1, 1, partial), device, variants)
+        cuda._hold(c_abi.pack_backward(on_gpu(back, device), 1, 1, partial), device, variants)
 
     wanted = reference.gradients(x, None, residual, rstd, weight, 0.0, BF16, None, (True, False, True))
     yield python_backward, fast_backward, (wanted[0], wanted[2]), hold_backward
@@ -987,7 +987,7 @@ def test_any_number_of_kinds_of_calls_is_held(gpus):
     for hidden, round_norm in itertools.product(range(10**6, 10**6 + 3000), (False, True)):
         operation = RMSNorm(x.device, F32, None, None, F32, hidden, True, round_norm, None)
         call = Forward(x, None, None, x, None, None, operation, 1, 1, ((0, hidden),) * 4, 1e-6, 0.0)
-        fast_path.hold_cuda(packing.pack_forward(call), 0, (kernel,))
+        fast_path.hold_cuda(c_abi.pack_forward(call), 0, (kernel,))
     last[0]()
     for _, fast, wanted, _ in (first, last):
         got = fast()
@@ -1037,25 +1037,25 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     flat += [0, value["heads"] if around else 1, value.get("eps", 0.0), value["weight_offset"]]
     for name in operands:
         stride = value[f"{name}_stride"] if name in strided else 0
-        flat += [packing.KINDS[real], value[name] * 8, 7 + 200 * stride if stride else 0, stride]
+        flat += [c_abi.KINDS[real], value[name] * 8, 7 + 200 * stride if stride else 0, stride]
         value[name] *= 8
         if stride and levels == 2:
             value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
 
     def padded(numbers):
-        return packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
+        return c_abi._CALL.pack(*numbers, *[0] * (c_abi._CALL.size // 8 - len(numbers)))
 
     try:
         if around:  # strides of the weight and of the bias, and the bias after all other operands
             flat[12 + 4 * operands.index("weight") + 3] = value["weight_stride"]
             value["bias"] *= 8
-            flat += [packing.KINDS[real], value["bias"], 0, value["bias_stride"]]
+            flat += [c_abi.KINDS[real], value["bias"], 0, value["bias_stride"]]
         call = padded(flat)
         if around:  # its first call scales x
             numbers, x, others = flat[:12], flat[12:16], flat[16:]
-            first = [0, packing.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, packing.KINDS[real], 0, 0, 0]
-            numbers[1] = packing.QUANTIZED * quantizer
-            call = padded(first) + padded([*numbers, packing.KINDS[real], 0, 0, 0, *others])
+            first = [0, c_abi.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, c_abi.KINDS[real], 0, 0, 0]
+            numbers[1] = c_abi.QUANTIZED * quantizer
+            call = padded(first) + padded([*numbers, c_abi.KINDS[real], 0, 0, 0, *others])
         if quantizer:  # follows the calls, with strides in bytes
             results = [value["inner"]]
             for name, item in (("numbers", 1), ("scale", 4), ("zero_point", 4)):
@@ -1065,14 +1065,14 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
                 value[name] *= 8
                 value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
             reals = [value[name] for name in FIELDS["quantizer"].split()[8:]]
-            call += packing._QUANTIZATION.pack(0, 0, 0, *reals) + packing._RESULTS.pack(*results)
+            call += c_abi._QUANTIZATION.pack(0, 0, 0, *reals) + c_abi._RESULTS.pack(*results)
             strided += ["numbers", "scale", "zero_point"]
         if chain:  # its first call has the x and the first norm's weight, and its second one rows without memory
             value["first_weight"] *= 8
             numbers, x, others = flat[:12], flat[12:16], flat[16:]
-            weight = [packing.KINDS[real], value["first_weight"], 0, 0]
-            first = [*numbers[:8], 1, 1, 3.5, 2.5, *x, 0, 0, 0, 0, *weight, packing.KINDS[real], 0, 0, 0]
-            call = padded(first) + padded([*numbers, packing.KINDS[real], 0, 0, 0, *others])
+            weight = [c_abi.KINDS[real], value["first_weight"], 0, 0]
+            first = [*numbers[:8], 1, 1, 3.5, 2.5, *x, 0, 0, 0, 0, *weight, c_abi.KINDS[real], 0, 0, 0]
+            call = padded(first) + padded([*numbers, c_abi.KINDS[real], 0, 0, 0, *others])
         fast_path.hold_cuda(call, 0, ((0, 32, 64, 0, 1, False, Share.ROWS),))
         assert fast_path.launch_cuda(call, 0) == 0
     finally:

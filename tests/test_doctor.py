@@ -18,7 +18,7 @@ from fusednorm import __main__ as command
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.calls import fast_path
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 from fusednorm.tools import command_line, doctor, proof
 from fusednorm.tools.measure import cells, compare, measured, peers, train
 
@@ -65,7 +65,7 @@ def test_report_as_json(arguments):
     [
         ("_api", None, "torch .* is older than 2.10"),
         ("COMPILED", False, "its C extension was not built"),
-        ("listeners", SimpleNamespace(MISSING=["_is_profiler_enabled"]), "torch .* lacks _is_profiler_enabled"),
+        ("must_be_seen", SimpleNamespace(MISSING=["_is_profiler_enabled"]), "torch .* lacks _is_profiler_enabled"),
         ("OPEN", False, "torch .* lacks a function in C[+][+]"),
     ],
 )
@@ -125,7 +125,7 @@ def test_check(one_shape):
     assert status == 0
     subjects = proof.subjects()
     assert [s.backend for s in subjects] == ["reference"] + ["cpu"] * (len(subjects) - 1)
-    assert [s.variant for s in subjects][1:] == list(registry.load("cpu").variants())
+    assert [s.variant for s in subjects][1:] == list(choose.load("cpu").variants())
     assert text.count("1 exact") == len(proof.PROMISES) * len(subjects)
     assert f"all {len(subjects)} cases are exact" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -206,8 +206,8 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
             if promise == "gradients":
                 call.dx.view(torch.int16)[-1, -1] ^= 1
 
-    monkeypatch.setattr(registry, "_registered", {"off_by_one_bit": OffByOneBit()})
-    monkeypatch.setattr(registry, "_selected", {})
+    monkeypatch.setattr(choose, "_registered", {"off_by_one_bit": OffByOneBit()})
+    monkeypatch.setattr(choose, "_selected", {})
     status, text = printed(proof.check)
     assert status == 1
     (line,) = (line for line in text.splitlines() if "off_by_one_bit" in line)
@@ -238,7 +238,7 @@ def test_check_proves_every_operation(monkeypatch):
 def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where):
     def wrong(x, other, weight):
         y = fusednorm.gate(x, other)
-        if registry.request() == "cpu":
+        if choose.request() == "cpu":
             with torch.no_grad():
                 y.view(torch.int16)[-1, -1] ^= where == "outputs"
             if y.requires_grad and where == "gradients":
@@ -249,7 +249,7 @@ def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where
     monkeypatch.setattr(proof, "OPERATIONS_SHAPE", (3, 128))
     status, text = printed(lambda console: proof.check(console, ["reference", "cpu"]))
     assert status == 1
-    variants = registry.load("cpu").variants()
+    variants = choose.load("cpu").variants()
     for variant in variants:
         assert f"cpu {variant}, bfloat16: gate: " in text
     assert text.count("1 of 2 differ") == len(variants)
@@ -263,8 +263,8 @@ def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
 
     picky = Picky("picky")
     vars(picky).update({**vars(reference), "unsuitable": Picky.unsuitable})
-    monkeypatch.setattr(registry, "_registered", {"picky": picky})
-    monkeypatch.setattr(registry, "_selected", {})
+    monkeypatch.setattr(choose, "_registered", {"picky": picky})
+    monkeypatch.setattr(choose, "_selected", {})
     status, text = printed(proof.check)
     assert status == 0
     (line,) = (line for line in text.splitlines() if "picky" in line)

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 
 #: The operands that a function writes; of the other functions the outputs.
 IN_PLACE = {
@@ -144,7 +144,7 @@ def test_inference_tensors_are_not_written_outside_of_inference_mode(name, backe
         with torch.inference_mode():
             operands[key] = operand.clone()
         before = {other: t.clone() for other, t in operands.items() if isinstance(t, torch.Tensor)}
-        registry.fast_paths.clear()  # a call in Python opens them again
+        choose.fast_paths.clear()  # a call in Python opens them again
         with fusednorm.use_backend(backend):
             if key not in written_by(name):
                 call(name, operands)

@@ -38,7 +38,7 @@ def test_who_rotates(monkeypatch):
             plan = explain(heads, function=function).plan
         assert plan == "plain torch operations; heads are rotated by torch's operations"
     asked = []
-    monkeypatch.setattr(fusednorm.engine.registry.load("cpu"), "rotates", lambda *of: asked.append(of), raising=False)
+    monkeypatch.setattr(fusednorm.engine.choose.load("cpu"), "rotates", lambda *of: asked.append(of), raising=False)
     assert explain(heads, function=fusednorm.rotate).plan.endswith("; heads are rotated by torch's operations")
     assert asked == [(heads.shape[-1], [heads.dtype])]
 

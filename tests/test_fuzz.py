@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusednorm.torch_ops.library import SCHEMAS
+from fusednorm.torch_ops.operators import SCHEMAS
 
 HERE = Path(__file__).parent
 

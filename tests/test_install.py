@@ -12,7 +12,7 @@ import pytest
 import fusednorm
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = Path(fusednorm.operations.ops.__file__).parents[1]
+INSTALLED = Path(fusednorm.operations.norm.__file__).parents[1]
 EDITABLE = INSTALLED == ROOT / "fusednorm"
 
 
@@ -38,10 +38,10 @@ def python(*arguments, **options):
 
 def test_the_install_is_used_from_within_the_checkout():
     """`python -m fusednorm` puts the working directory first, where a source tree of the same name lies."""
-    show = "import fusednorm; print(fusednorm.operations.ops.__file__, fusednorm.backends.__file__, sep='\\n')"
+    show = "import fusednorm; print(fusednorm.operations.norm.__file__, fusednorm.backends.__file__, sep='\\n')"
     done = python("-c", show, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(INSTALLED / "operations" / "ops.py"), fusednorm.backends.__file__]
+    assert done.stdout.splitlines() == [str(INSTALLED / "operations" / "norm.py"), fusednorm.backends.__file__]
     done = python("-m", "fusednorm", "--json", cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

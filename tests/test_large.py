@@ -8,7 +8,7 @@ import torch
 
 import fusednorm
 from fusednorm.conformance.cases import BF16, DTYPES, Case, dtype_name, expected, operands
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 
 pytestmark = pytest.mark.large
 
@@ -28,7 +28,7 @@ def test_more_elements_than_2_to_the_31(mode, agree):
         pytest.skip("the reference keeps several float32 copies of its operands: 40 GiB here")
     if mode.interpreted or mode.emulated:
         pytest.skip("half a million programs would take an interpreter or an emulated GPU a day")
-    if mode.variant is not None and mode.variant != registry.load(mode.backend).variants()[-1]:
+    if mode.variant is not None and mode.variant != choose.load(mode.backend).variants()[-1]:
         pytest.skip("the kernels of one backend share their indexing")
     if available_memory() < 10 * GIB:
         pytest.skip("takes 10 GiB of memory")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.backends import cpu
-from fusednorm.calls.layout import Memory, Rows, common_levels, overlaps_itself, packed, rows_of, share_memory
+from fusednorm.calls.memory import Memory, Rows, common_levels, overlaps_itself, packed, rows_of, share_memory
 from fusednorm.reference import norm as reference
 
 BACKENDS = [*(["cpu"] if not cpu.unavailable() else []), "reference"]

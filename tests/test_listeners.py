@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.calls import listeners
-from fusednorm.operations import ops
+from fusednorm.calls import must_be_seen
+from fusednorm.operations import norm as norms
 
 pytestmark = [
     pytest.mark.usefixtures("asked_by"),
@@ -71,8 +71,8 @@ class Block(torch.nn.Module):
 
 def test_torchs_cpp_is_asked():
     """Of the torch that the tests take, wherever its libraries name functions as this compiler does."""
-    if torch.__version__.startswith(listeners._TESTED) and sys.platform == "linux":
-        assert all(listeners.in_cpp(*listeners.IN_CPP))
+    if torch.__version__.startswith(must_be_seen._TESTED) and sys.platform == "linux":
+        assert all(must_be_seen.in_cpp(*must_be_seen.IN_CPP))
 
 
 #: A call, and the operation that it is for torch.
@@ -288,7 +288,7 @@ def test_a_default_device_takes_the_fast_path(name, monkeypatch):
     """torch's own mode for a default device does not listen."""
     with fusednorm.use_backend("cpu"):
         expected = CALLS[name](X, RESIDUAL, WEIGHT)  # opens the fast path
-    monkeypatch.setattr(ops, "beyond_fast_path", None)
+    monkeypatch.setattr(norms, "beyond_fast_path", None)
     with torch.device("cpu"), fusednorm.use_backend("cpu"):
         assert same(CALLS[name](X, RESIDUAL, WEIGHT), expected)
 

@@ -11,7 +11,7 @@ import torch
 import fusednorm
 from fusednorm.backends import reference
 from fusednorm.calls import process
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 
 HERE = Path(__file__).parent
 
@@ -66,7 +66,7 @@ def test_64_threads():
 
 def test_a_fork_before_the_first_call():
     """Torch has threads by then, the child none; the library is loaded only in the child."""
-    if not hasattr(registry.os, "register_at_fork"):
+    if not hasattr(choose.os, "register_at_fork"):
         assert process.forked is False
         return
     out = python("""

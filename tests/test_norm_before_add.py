@@ -14,8 +14,8 @@ from fusednorm import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_no
 from fusednorm.backends import cpu
 from fusednorm.calls.call import Before, Flags, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, listed, operands
-from fusednorm.engine import registry
-from fusednorm.operations import norm_before_add
+from fusednorm.engine import choose
+from fusednorm.operations import two_norms
 from fusednorm.reference import norm as reference
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
@@ -119,7 +119,7 @@ def test_blocks_of_rows(monkeypatch, threads, rows, hidden):
         residual = residual.to(F32 if between else dtype)
         wanted = separately(x, residual, weight, between)
         with monkeypatch.context() as patch:
-            patch.setattr(norm_before_add, "rms_norm", None)  # the plain operations are not called
+            patch.setattr(two_norms, "rms_norm", None)  # the plain operations are not called
             torch.set_num_threads(threads)
             options = {"next_eps": 1e-5, "between": between}
             assert same(rms_norm_add_rms_norm(x, residual, weight, weight, **options), wanted[:2])
@@ -136,7 +136,7 @@ def test_blocks_of_large_outputs(monkeypatch):
     for dtype in (BF16, F32):
         x, residual, weight = operands(Case(1030, 4096).of(dtype))
         wanted = separately(x, residual, weight, None)
-        monkeypatch.setattr(norm_before_add, "rms_norm", None)
+        monkeypatch.setattr(two_norms, "rms_norm", None)
         assert same(rms_norm_add_rms_norm(x, residual, weight, weight, next_eps=1e-5), wanted[:2])
         assert torch.equal(rms_norm_add(x, residual, weight), wanted[2])
         both = torch.cat((x, residual), -1)
@@ -200,14 +200,14 @@ def test_an_operation_has_the_name_of_its_function():
 
 def test_one_kernel_or_several():
     with fusednorm.use_backend("reference"):
-        assert not registry.choose(operation()).composed
+        assert not choose.choose(operation()).composed
     with fusednorm.use_backend("cpu"):
-        assert not registry.choose(operation()).composed
+        assert not choose.choose(operation()).composed
         for followed, words in (
             (True, "the first norm apart, and then in four kernels, of which one rounds the sum to float16"),
             (False, "in two kernels, the first norm and then torch's addition"),
         ):
-            assert registry.choose(operation(followed, F16)).plan.startswith(words)
+            assert choose.choose(operation(followed, F16)).plan.startswith(words)
 
 
 @pytest.mark.parametrize("features", [(), ("residual_dtype",), ("norm_before_add", "residual_dtype")], ids=str)
@@ -235,8 +235,8 @@ def test_a_backend_of_others(monkeypatch, features):
 
 def test_all_parts_are_chosen_before_anything_is_written(monkeypatch):
     """A backend that takes the first norm and not the addition is passed over."""
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_selected", {})
+    monkeypatch.setattr(choose, "_registered", {})
+    monkeypatch.setattr(choose, "_selected", {})
     taken = []
     other = SimpleNamespace(DEVICES=("cpu",), unavailable=list, plan=lambda _: "other")
     other.unsuitable = lambda operation: [] if operation.residual is None else ["no additions"]

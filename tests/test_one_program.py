@@ -18,11 +18,14 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.backends import cuda, cuda_kernels, kernel_kinds, triton_cpu, triton_gpu, triton_host
+from fusednorm.backends import cuda, cuda_kernels, kernel_keys, triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.triton_host import INTERPRETED
 from fusednorm.calls.call import Backward, GateBackward, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
-from fusednorm.operations import gated, norm_gated, quantized, rotation
+from fusednorm.operations import gate as gates
+from fusednorm.operations import norm_gated
+from fusednorm.operations import quantize as quantizers
+from fusednorm.operations import rotate as rotations
 
 EXECUTED = "FUSEDNORM_EMULATED_SM" in os.environ
 if not EXECUTED and not INTERPRETED:
@@ -48,7 +51,7 @@ PERIOD = 48
 def unread(monkeypatch):
     """Nothing looks at operands: a test that fails would print them, and some checks make a number for each row."""
     monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor, **_: f"at {tensor.data_ptr():x}")
-    for module in (gated, norm_gated, quantized, rotation):
+    for module in (gates, norm_gated, quantizers, rotations):
         monkeypatch.setattr(module, "check_apart", lambda *_: None)
 
 
@@ -165,7 +168,7 @@ def backward(far, rows, size, of_rows=True, of_weight=False):
     dx = far.side_by_side(F32, rows, size) if of_rows else None
     dresidual = far.side_by_side(BF16, rows, size) if of_rows else None
     dweight = far.side_by_side(F32, size) if of_weight else None
-    partial = far.side_by_side(F32, kernel_kinds.blocks_of(rows)[1], size) if of_weight else None
+    partial = far.side_by_side(F32, kernel_keys.blocks_of(rows)[1], size) if of_weight else None
     operation = RMSNorm(dy.device, F32, BF16, F32, F32, size, True, False, BF16)
     lie = h.stride()[:2]
     strides = (lie, lie if of_rows else (0, 0), lie)
@@ -331,7 +334,7 @@ def test_packed_gates(backend):
 @pytest.mark.parametrize("rows", [30, 300, 3000])
 def test_columns_of_the_weights_gradient(backend, rows):
     """The longest rows, whose columns are shared among programs, with few blocks, some and many."""
-    size, blocks = longest(backend), kernel_kinds.blocks_of(rows)[1]
+    size, blocks = longest(backend), kernel_keys.blocks_of(rows)[1]
     one = OneProgram(backend, weight_backward(Far(), rows, size))
     (shares, *_), (sums, *_) = one.run(LAST)
     if backend != "triton_cpu":

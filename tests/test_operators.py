@@ -7,7 +7,7 @@ import torch
 
 import fusednorm  # noqa: F401 - registers the operators
 from fusednorm.quantizations import VLLM_INT8_STATIC_AZP
-from fusednorm.torch_ops.library import SCHEMAS
+from fusednorm.torch_ops.operators import SCHEMAS
 
 X, WEIGHT, TABLE = torch.ones(2, 8), torch.ones(8), torch.ones(2, 4)
 F32 = torch.float32

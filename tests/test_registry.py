@@ -19,7 +19,7 @@ import fusednorm
 from fusednorm import BackendError
 from fusednorm.backends import cpu
 from fusednorm.calls.call import RMSNorm
-from fusednorm.engine import first_calls, registry
+from fusednorm.engine import checked_backend, choose
 from fusednorm.reference import norm as reference
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -28,11 +28,11 @@ X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch):
     """Each test registers and chooses for itself, in an environment that requests nothing."""
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_selected", {})
-    token = registry._request.set("")
+    monkeypatch.setattr(choose, "_registered", {})
+    monkeypatch.setattr(choose, "_selected", {})
+    token = choose._request.set("")
     yield
-    registry._request.reset(token)
+    choose._request.reset(token)
 
 
 def backend(**changes):
@@ -57,7 +57,7 @@ def backend(**changes):
 
 def plug_in(monkeypatch, name, load):
     entry = SimpleNamespace(name=name, load=load)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "fusednorm.backends" else [])
+    monkeypatch.setattr(choose, "entry_points", lambda group: [entry] if group == "fusednorm.backends" else [])
 
 
 def test_the_list():
@@ -238,7 +238,7 @@ def test_only_new_outputs_are_marked():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_nan_is_a_result(dtype):
     """Whatever its payload, also that of the mark: of x, of the residual, or made on the way."""
-    integers, unwritten = first_calls._UNWRITTEN[dtype]
+    integers, unwritten = checked_backend._UNWRITTEN[dtype]
     every = torch.arange(2**16).mul(1 << (8 * dtype.itemsize - 16)).to(integers)
     x = torch.cat([every, torch.full_like(every, unwritten)]).view(dtype)
     fusednorm.register_backend("mine", backend())
@@ -291,7 +291,7 @@ def test_an_operation_is_checked_once(pass_):
     x = X.clone().requires_grad_()
     with fusednorm.use_backend("mine"):
         fusednorm.rms_norm(x).sum().backward()
-        chosen = registry.selected(RMSNorm(X.device, X.dtype, None, None, X.dtype, 8, True, False, None))
+        chosen = choose.selected(RMSNorm(X.device, X.dtype, None, None, X.dtype, 8, True, False, None))
         assert (chosen.forward_into([]) if pass_ == "forward" else chosen.backward) is getattr(b, pass_)
 
 
@@ -338,8 +338,8 @@ def test_automatic_choice_prefers_ours_then_plug_ins_then_the_reference(monkeypa
     assert elsewhere.backend == "theirs"
     assert list(elsewhere.passed_over) == ["cpu", "cuda", "triton", "triton_cpu"]
     assert "on meta" in elsewhere.passed_over["cpu"][0]
-    monkeypatch.setattr(registry, "entry_points", lambda group: [])
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(choose, "entry_points", lambda group: [])
+    monkeypatch.setattr(choose, "_registered", {})
     assert fusednorm.explain(X.to("meta")).backend == "reference"
 
 
@@ -353,19 +353,19 @@ def test_plug_ins_are_listed_and_loaded_by_name(monkeypatch):
 def test_a_plug_in_that_another_thread_loads_meanwhile(monkeypatch):
     first = backend()
     plug_in(monkeypatch, "theirs", backend)
-    found = registry.entry_points
+    found = choose.entry_points
 
     def while_another_loads(group):
-        registry._registered["theirs"] = first
+        choose._registered["theirs"] = first
         return found(group)
 
-    monkeypatch.setattr(registry, "entry_points", while_another_loads)
-    assert registry.load("theirs") is first
+    monkeypatch.setattr(choose, "entry_points", while_another_loads)
+    assert choose.load("theirs") is first
 
 
 def test_a_backend_registered_while_another_thread_chooses():
     def unavailable():
-        if "late" not in registry._registered:
+        if "late" not in choose._registered:
             fusednorm.register_backend("late", backend())
         return ["not today"]
 
@@ -456,18 +456,18 @@ def test_registering():
 
 def test_a_request_holds_in_its_own_thread_only():
     seen = []
-    other = "cpu" if registry.ENVIRONMENT == "reference" else "reference"
+    other = "cpu" if choose.ENVIRONMENT == "reference" else "reference"
     with fusednorm.use_backend(other):
         assert fusednorm.explain(X).backend == other
         thread = threading.Thread(target=lambda: seen.append(fusednorm.explain(X).backend))
         thread.start()
         thread.join()
     inherited = getattr(sys.flags, "thread_inherit_context", 0)  # on free-threaded Python, from 3.14 on
-    assert seen == [other if inherited else registry.ENVIRONMENT.split(",")[0] or "cpu"]
+    assert seen == [other if inherited else choose.ENVIRONMENT.split(",")[0] or "cpu"]
 
 
 def test_one_request_in_two_threads_at_once():
-    request, before, failed = fusednorm.use_backend("reference"), registry.request(), []
+    request, before, failed = fusednorm.use_backend("reference"), choose.request(), []
     entered, left = threading.Event(), threading.Event()
 
     def within():
@@ -475,8 +475,8 @@ def test_one_request_in_two_threads_at_once():
             with request:
                 entered.set()
                 left.wait(60)
-                assert registry.request() == "reference"
-            assert registry.request() == registry.ENVIRONMENT
+                assert choose.request() == "reference"
+            assert choose.request() == choose.ENVIRONMENT
         except (AssertionError, ValueError) as error:
             failed.append(error)
 
@@ -486,7 +486,7 @@ def test_one_request_in_two_threads_at_once():
         entered.wait(60)
     left.set()
     thread.join()
-    assert registry.request() == before
+    assert choose.request() == before
     assert not failed
 
 
@@ -653,7 +653,7 @@ class Nested(torch.autograd.Function):
 def test_a_backward_pass_in_another_thread_follows_the_request(monkeypatch):
     """As a GPU's does: `use_backend` around an operator's call, which compiled code makes, and its backward pass."""
     threads, plain = [], reference.backward
-    backend = registry.load("reference")
+    backend = choose.load("reference")
     monkeypatch.setattr(backend, "backward", lambda call: threads.append(threading.current_thread()) or plain(call))
     with fusednorm.use_backend("reference"):
         x = torch.ones(2, 4, requires_grad=True)

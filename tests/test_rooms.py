@@ -21,7 +21,7 @@ HANDED_ON = {
 HANDED_ON |= {"registry": "engine", "distributed": "torch_ops", "modules": "operations"}
 
 #: The import that still goes up: C's kernels stand in for one that is being compiled. None may be added.
-UP = {("backends.triton_cpu", "engine.composition")}
+UP = {("backends.triton_cpu", "engine.substitutes")}
 
 
 def room_of(first):

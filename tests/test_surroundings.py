@@ -21,13 +21,13 @@ import fusednorm
 from fusednorm import __main__ as command
 from fusednorm import environment
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
-from fusednorm.calls import listeners
-from fusednorm.engine import registry
+from fusednorm.calls import must_be_seen
+from fusednorm.engine import choose
 from fusednorm.tools import proof
 from fusednorm.tools.measure import compare
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = Path(fusednorm.operations.ops.__file__).parents[1]
+INSTALLED = Path(fusednorm.operations.norm.__file__).parents[1]
 VARIABLES = ("OMP_NUM_THREADS", "TRITON_INTERPRET", *environment.VARIABLES)
 RESULT = """
 import torch, fusednorm
@@ -144,9 +144,9 @@ def test_triton_interpret_is_read_as_triton_reads_it(monkeypatch, value):
 
 @pytest.fixture
 def no_request():
-    token = registry._request.set("")
+    token = choose._request.set("")
     yield
-    registry._request.reset(token)
+    choose._request.reset(token)
 
 
 @pytest.fixture
@@ -323,7 +323,7 @@ def test_the_table_names_tests_that_exist():
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"_C.{question.__name__}" for question in listeners.QUESTIONS),
+        *(f"_C.{question.__name__}" for question in must_be_seen.QUESTIONS),
         "_C._len_torch_function_stack",
         "_C._dispatch_tls_is_dispatch_key_included",
         "autograd.profiler._is_profiler_enabled",
@@ -346,10 +346,10 @@ if "{name}" == "_library.autograd":
 else:
     del torch.{name}
 import fusednorm
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls import fast_path
 asked = "{name}" != "_library.autograd"
-assert listeners.MISSING == ["{name.rpartition(".")[2]}"] * asked, listeners.MISSING
+assert must_be_seen.MISSING == ["{name.rpartition(".")[2]}"] * asked, must_be_seen.MISSING
 assert fast_path.OPEN == (not asked and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
 x, weight = torch.randn(3, 16), torch.rand(16)
 with fusednorm.use_backend("reference"):

@@ -16,7 +16,7 @@ import torch
 import fusednorm
 from fusednorm import Quantization
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
-from fusednorm.backends.kernel_kinds import (
+from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,

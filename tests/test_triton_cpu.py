@@ -21,8 +21,8 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
-from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
-from fusednorm.calls import fast_path, packing, process
+from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
+from fusednorm.calls import c_abi, fast_path, process
 from fusednorm.calls.call import (
     Around,
     AroundNorm,
@@ -75,11 +75,11 @@ def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weig
     """A call as C takes it, with numbers for addresses: of a forward pass if it has six operands."""
     of_rows = (0, 1, 3, 4) if len(addresses) == 6 else (0, 1, 2)
     stride = dict(zip(of_rows, strides, strict=True))
-    kind = packing.KINDS[real]
+    kind = c_abi.KINDS[real]
     numbers = [len(addresses) != 6, 0, 0, threads, rows, rows, hidden, block, 0, 1, eps, weight_offset]
     for i, address in enumerate(addresses):
         numbers += [kind if address else 0, address, 0, stride.get(i, 0)]
-    return packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
+    return c_abi._CALL.pack(*numbers, *[0] * (c_abi._CALL.size // 8 - len(numbers)))
 
 
 @pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
@@ -108,8 +108,8 @@ def test_c_gives_a_kernel_the_jumps_of_the_outer_level():
     numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0, 1, 0.0, 0.0]
     for address in (1000, 0, 2000, 3000, 0, 4000):
         level = (500, 8) if address in (1000, 3000) else (0, 0)
-        numbers += [packing.KINDS[F32] if address else 0, address, *level]
-    call = packing._CALL.pack(*numbers, *[0] * (packing._CALL.size // 8 - len(numbers)))
+        numbers += [c_abi.KINDS[F32] if address else 0, address, *level]
+    call = c_abi._CALL.pack(*numbers, *[0] * (c_abi._CALL.size // 8 - len(numbers)))
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
     assert [given[8:21] for given, _ in calls] == [(8, 0, 8, 0, 0, 3, 476, 0, 476, 0, 0, 8, 1)] * 6
     assert [given[27] for given, _ in calls] == list(range(6))
@@ -125,7 +125,7 @@ def test_c_gives_a_kernel_what_is_around_a_norm(x_scale):
     operation = operation_of(x, residual, weight, Flags(), around=Around(bias, x_scale))
     lies = (6, 6, ((0, 8),) * 4, 0.5, 1.5)
     call = Forward(x, residual, weight, x, residual, None, operation, *lies, bias=bias, x_scale=x_scale)
-    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, packing.pack_forward(call), 1) == 0
+    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, c_abi.pack_forward(call), 1) == 0
     ((given, _),) = calls
     assert given[:7] == (*(t.data_ptr() for t in (x, residual, weight, x, residual)), None, bias.data_ptr())
     assert given[7:19] == (None, 8, 8, 8, 8, 0, 6, 0, 0, 0, 0, 0)
@@ -149,7 +149,7 @@ def test_c_gives_a_kernel_what_a_quantizer_takes(dtype, number, normalises):
     norm = forward_call(x, residual, weight, x, residual, 3, ((500, 8), (501, 9), (502, 10), (503, 11)))
     rows = (None, (0, 0), norm) if normalises else (x, (500, 8), None)
     lies = ((600, 12), scale, (601, 13, 14), zero_point, (602, 15, 16), 8, 6, 3)
-    packed = packing.pack_quantize(Quantize(*rows, quantization, numbers, *lies))
+    packed = c_abi.pack_quantize(Quantize(*rows, quantization, numbers, *lies))
     assert LIB.fn_run_triton(ctypes.cast(quantize, POINTER).value, packed, 6) == 0
     assert len(calls) == 6
     given, _ = calls[2]
@@ -169,10 +169,10 @@ def test_c_gives_a_kernel_a_gate():
     y, z, out, d, dz = (torch.zeros(6, 8) for _ in range(5))
     gate, backward = kernel("gate", None, calls), kernel("gate_backward", None, calls)
     strides = ((500, 8), (501, 9), (502, 10))
-    packed = packing.pack_gate_alone(Gate(y, z, out, "silu", None, 8, 6, 3, strides))
+    packed = c_abi.pack_gate_alone(Gate(y, z, out, "silu", None, 8, 6, 3, strides))
     assert LIB.fn_run_triton(ctypes.cast(gate, POINTER).value, packed, 6) == 0
     strides = ((503, 11), *strides, (504, 12))
-    packed = packing.pack_gate_alone(GateBackward(d, y, z, out, dz, "silu", None, 8, 6, 3, strides))
+    packed = c_abi.pack_gate_alone(GateBackward(d, y, z, out, dz, "silu", None, 8, 6, 3, strides))
     assert LIB.fn_run_triton(ctypes.cast(backward, POINTER).value, packed, 6) == 0
     addresses = [t.data_ptr() for t in (d, y, z, out, dz)]
     numbers = [11, 8, 9, 10, 12, 3, 470, 476, 474, 472, 468, 8]
@@ -187,7 +187,7 @@ def test_c_gives_a_kernel_a_norm_with_a_gate(norm_first):
     forward = kernel("forward", ctypes.c_float, calls)
     x, z, out = (torch.zeros(6, 8) for _ in range(3))
     norm = forward_call(x, None, None, out, None, 3, ((500, 8), (0, 0), (502, 10), (0, 0)))
-    packed = packing.pack_norm_gated(NormGated(norm, z, (503, 11), "silu", norm_first))
+    packed = c_abi.pack_norm_gated(NormGated(norm, z, (503, 11), "silu", norm_first))
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, packed, 6) == 0
     given, _ = calls[4]
     assert given[:8] == (x.data_ptr(), None, None, out.data_ptr(), None, None, None, z.data_ptr())

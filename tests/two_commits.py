@@ -279,7 +279,7 @@ def calls_of(backend):
     """A commit's own functions that choose the kernel of a forward pass and those of a backward pass."""
     try:
         from fusednorm.backends import cuda_kernels
-        from fusednorm.backends.kernel_kinds import BackwardKind, ForwardKind
+        from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind
     except ImportError:  # an older commit: no types for kinds of calls
         return backend.forward_variant, backend.backward_variants
     chooser = cuda_kernels if backend.__name__.endswith("cuda") else backend

@@ -53,7 +53,7 @@ struct fn_operand {
     int64_t outer_stride, stride;
 };
 
-/* All fields have 8 bytes, so that Python packs a call without knowing a compiler: fusednorm/calls/packing.py. */
+/* All fields have 8 bytes, so that Python packs a call without knowing a compiler: fusednorm/calls/c_abi.py. */
 struct fn_call {
     int64_t pass, flags;
     int64_t device; /* the number of a GPU */
@@ -86,7 +86,7 @@ enum fn_quantizer_flag {
 };
 
 /*
- * How rows are quantized, and where to: fusednorm/calls/packing.py packs it. All fields have 8 bytes. Strides are in bytes, in
+ * How rows are quantized, and where to: fusednorm/calls/c_abi.py packs it. All fields have 8 bytes. Strides are in bytes, in
  * the two levels of the call's rows; a group stride leads from the scale of a group to that of the row's next group. The
  * fields before `inner` are the same for all calls with one `Quantization` and rows of one dtype.
  */
@@ -117,8 +117,8 @@ static inline int64_t fn_jump(const struct fn_call *c, int operand) {
 static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
 
 _Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (12 + 4 * FN_OPERANDS) * 8,
-               "fusednorm/calls/packing.py packs fields of 8 bytes without gaps");
-_Static_assert(sizeof(struct fn_quantizer) == 20 * 8, "fusednorm/calls/packing.py packs fields of 8 bytes without gaps");
+               "fusednorm/calls/c_abi.py packs fields of 8 bytes without gaps");
+_Static_assert(sizeof(struct fn_quantizer) == 20 * 8, "fusednorm/calls/c_abi.py packs fields of 8 bytes without gaps");
 _Static_assert(sizeof(struct fn_quantizer) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 
 #endif

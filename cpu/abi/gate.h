@@ -1,4 +1,4 @@
-/* A gate, as fusednorm/calls/packing.py packs it: out = y * f(z), or the gradients of y and z. All fields have 8 bytes. */
+/* A gate, as fusednorm/calls/c_abi.py packs it: out = y * f(z), or the gradients of y and z. All fields have 8 bytes. */
 #ifndef FUSEDNORM_GATE_H
 #define FUSEDNORM_GATE_H
 
@@ -20,7 +20,7 @@ struct fn_gate {
 /* Elements that are computed together, and that a thread takes at least: their buffers stay in the first cache. */
 enum { FN_GATE_TILE = 512 };
 
-_Static_assert(sizeof(struct fn_gate) == (8 + 4 * FN_GATE_OPERANDS) * 8, "fusednorm/calls/packing.py packs fields without gaps");
+_Static_assert(sizeof(struct fn_gate) == (8 + 4 * FN_GATE_OPERANDS) * 8, "fusednorm/calls/c_abi.py packs fields without gaps");
 
 _Static_assert(sizeof(struct fn_gate) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 

@@ -1,4 +1,4 @@
-/* Heads that are normalised and rotated, as fusednorm/calls/packing.py packs them. All fields have 8 bytes. */
+/* Heads that are normalised and rotated, as fusednorm/calls/c_abi.py packs them. All fields have 8 bytes. */
 #ifndef FUSEDNORM_ROTATION_H
 #define FUSEDNORM_ROTATION_H
 
@@ -41,8 +41,8 @@ struct fn_rotation {
     struct fn_heads heads[FN_SETS];
 };
 
-_Static_assert(sizeof(struct fn_heads) == 13 * 8, "fusednorm/calls/packing.py packs fields without gaps");
-_Static_assert(sizeof(struct fn_rotation) == (13 + 2 * 4 + 4 + FN_SETS * 13) * 8, "fusednorm/calls/packing.py packs fields without gaps");
+_Static_assert(sizeof(struct fn_heads) == 13 * 8, "fusednorm/calls/c_abi.py packs fields without gaps");
+_Static_assert(sizeof(struct fn_rotation) == (13 + 2 * 4 + 4 + FN_SETS * 13) * 8, "fusednorm/calls/c_abi.py packs fields without gaps");
 
 /* Whether everything is computed in float64. */
 static inline int fn_is_wide(const struct fn_rotation *r) {

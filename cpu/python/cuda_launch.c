@@ -37,7 +37,7 @@ static struct {
 
 /*
  * What decides which kernels a call takes: the same as `ForwardKind`, `BackwardKind` and `GateKind` in
- * backends/kernel_kinds.py. The kinds of the operands follow each other in `kinds`, four bits each. Of a quantizer there
+ * backends/kernel_keys.py. The kinds of the operands follow each other in `kinds`, four bits each. Of a quantizer there
  * are the length of its groups, and a bit for its being there, one for whether rows are stored too, its kind and its flags.
  * Of a gate there are its function, and the kind that this is rounded to. Without gaps, to be compared.
  */
@@ -55,7 +55,7 @@ enum {
     ROTATION = 1024
 };
 
-/* How a kernel shares out its work among programs: `Share` in backends/kernel_kinds.py says what each takes. */
+/* How a kernel shares out its work among programs: `Share` in backends/kernel_keys.py says what each takes. */
 enum share { ROWS, COLUMNS_OF_SUMS, COLUMNS_OF_BLOCKS, BLOCKS, COLUMNS, ELEMENTS };
 
 /* A kernel, of which a program takes `per_program` rows, columns or elements. */

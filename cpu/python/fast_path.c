@@ -148,7 +148,7 @@ static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
     return fn_records_gradient(operands, number);
 }
 
-/* What fusednorm/calls/listeners.py asks: functions, and dictionary, name and value of variables. */
+/* What fusednorm/calls/must_be_seen.py asks: functions, and dictionary, name and value of variables. */
 enum { MOST = 4 };
 static struct {
     int questions, variables;
@@ -161,7 +161,7 @@ static struct {
     void *const *(*trace)(void); /* where the pointer to the state of a trace is */
 } listeners;
 
-/* As fusednorm/calls/listeners.py tells in detail. torch's own function mode for a default device, which a program leaves on, does not listen. */
+/* As fusednorm/calls/must_be_seen.py tells in detail. torch's own function mode for a default device, which a program leaves on, does not listen. */
 int fn_is_heard(void) {
     if (listeners.trace) {
         if (listeners.dispatch_modes() || *listeners.trace()) return 1;
@@ -195,7 +195,7 @@ int fn_is_heard(void) {
     return !ours;
 }
 
-/* Keeps the tuples of fusednorm/calls/listeners.py; whether they are of its form. */
+/* Keeps the tuples of fusednorm/calls/must_be_seen.py; whether they are of its form. */
 static int open_listeners(PyObject *questions, PyObject *variables, PyObject *function_modes, PyObject *in_cpp) {
     unsigned long long address[3];
     if (!PyArg_ParseTuple(in_cpp, "KKK", &address[0], &address[1], &address[2])) return 0;

@@ -77,7 +77,7 @@ int fn_records_gradient(PyObject *const *operands, Py_ssize_t count);
 int fn_refuses_writes(PyObject *const *outputs, const int *written, int count);
 /* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
 int fn_count_writes(PyObject *const *outputs, const int *written, int count);
-/* Reads calls, FN_PACKED at most, as fusednorm/calls/packing.py packs them; returns 0 with a Python error. */
+/* Reads calls, FN_PACKED at most, as fusednorm/calls/c_abi.py packs them; returns 0 with a Python error. */
 int fn_unpack(PyObject *bytes, struct fn_call *calls);
 int fn_threads(int64_t rows, int64_t elements); /* -1 with a Python error */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */

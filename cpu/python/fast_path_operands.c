@@ -56,7 +56,7 @@ static int kind_of(const tensor *t) {
     return t->dtype.bits == 16 ? FN_F16 : t->dtype.bits == 32 ? FN_F32 : t->dtype.bits == 64 ? FN_F64 : FN_NONE;
 }
 
-/* The stride that leads from each row to the next, as in fusednorm/calls/layout.py; -1 if there is none. */
+/* The stride that leads from each row to the next, as in fusednorm/calls/memory.py; -1 if there is none. */
 static int64_t row_stride(const tensor *t) {
     int last = t->ndim - 1;
     if (last < 0) return 1;

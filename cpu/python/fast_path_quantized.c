@@ -7,7 +7,7 @@
 #include "machine/pages.h"
 
 /*
- * Python's arguments, after those of every forward pass. PACKED: how to quantize, as fusednorm/calls/packing.py packs it for rows
+ * Python's arguments, after those of every forward pass. PACKED: how to quantize, as fusednorm/calls/c_abi.py packs it for rows
  * of each kind. BETWEEN_IS_F32: whether the rows of the norm are float. NORMALISES: whether there is a norm. SCALE is given,
  * or the scales are written to SCALE_OUT.
  */

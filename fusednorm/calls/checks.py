@@ -13,9 +13,9 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls import layout
+from fusednorm.calls import memory
 from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
-from fusednorm.calls.layout import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
+from fusednorm.calls.memory import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
@@ -358,7 +358,7 @@ def _usual(operands: tuple[Tensor | None, ...]) -> bool:
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
             return False
-        if not tensor.numel() or not layout.in_memory(tensor):
+        if not tensor.numel() or not memory.in_memory(tensor):
             return False
         if i and (tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape)):
             return False
@@ -386,7 +386,7 @@ def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | 
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """That all its elements are in memory."""
-    if layout.in_memory(tensor):
+    if memory.in_memory(tensor):
         return
     if type(tensor) not in _PLAIN:
         cure = "pass the tensor that it wraps (of a DTensor, its to_local())"

@@ -1,7 +1,7 @@
 """The fast path past the front end, in C, for plain calls that no mode or transform must see: ``cpu/python``.
 
-It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.calls.listeners` asks.
-Without them it stays closed.
+It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.calls.must_be_seen`
+asks. Without them it stays closed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fusednorm.calls import layout, listeners
+from fusednorm.calls import memory, must_be_seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +40,13 @@ def _place_of_tensor() -> int:
     places = range(object.__basicsize__, torch.Tensor.__basicsize__ - 7, 8)
     pointers = (ctypes.c_void_p.from_address(id(tensor) + place).value for place in places)
     found = [place for place, pointer in zip(places, pointers, strict=True) if pointer == tensor._cdata]
-    return found[0] if found and all(listeners.in_cpp(*_IN_CPP)) else 0
+    return found[0] if found and all(must_be_seen.in_cpp(*_IN_CPP)) else 0
 
 
 def _in_memory_as_is(tensor: torch.Tensor) -> bool:
     """Whether memory holds all elements as they are, where C++ cannot be asked. No listener must see this."""
-    heard = any(ask() for ask in listeners.QUESTIONS) or listeners.override()
-    return not heard and layout.in_memory(tensor) and not tensor.is_neg()
+    heard = any(ask() for ask in must_be_seen.QUESTIONS) or must_be_seen.override()
+    return not heard and memory.in_memory(tensor) and not tensor.is_neg()
 
 
 def _open(exchange_api: object) -> bool:
@@ -61,11 +61,11 @@ def _open(exchange_api: object) -> bool:
             torch.Tensor.new_empty,
             torch._C._increment_version,
             torch.is_inference_mode_enabled,
-            listeners.QUESTIONS,
-            tuple((vars(module), name, value) for module, name, value in listeners.VARIABLES),
-            listeners.FUNCTION_MODES,
-            listeners.in_cpp(*listeners.IN_CPP),
-            (_place_of_tensor(), listeners.in_cpp(*_IN_CPP), _in_memory_as_is, torch.Tensor.is_inference),
+            must_be_seen.QUESTIONS,
+            tuple((vars(module), name, value) for module, name, value in must_be_seen.VARIABLES),
+            must_be_seen.FUNCTION_MODES,
+            must_be_seen.in_cpp(*must_be_seen.IN_CPP),
+            (_place_of_tensor(), must_be_seen.in_cpp(*_IN_CPP), _in_memory_as_is, torch.Tensor.is_inference),
         )
     )
 
@@ -88,7 +88,7 @@ ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 = range(5)
 COMPILED = _fast_path is not None
 
 #: Whether there is a fast path.
-OPEN = COMPILED and _api is not None and not listeners.MISSING and _open(_api)
+OPEN = COMPILED and _api is not None and not must_be_seen.MISSING and _open(_api)
 if OPEN:
     _open_quantizer()
 
@@ -101,7 +101,7 @@ def why_closed() -> str:
         return "its C extension was not built"
     if _api is None:
         return f"torch {torch.__version__} is older than 2.10"
-    lacked = ", ".join(listeners.MISSING) or "a function in C++"
+    lacked = ", ".join(must_be_seen.MISSING) or "a function in C++"
     return f"torch {torch.__version__} lacks {lacked}, which fusednorm asks"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusednorm.calls.packing import KINDS, pack_quantization
+from fusednorm.calls.c_abi import KINDS, pack_quantization
 
 #: Bits of the mantissa, and the least exponent of a normal number.
 FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}

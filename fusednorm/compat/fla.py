@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
-from fusednorm.operations.gated import gate
+from fusednorm.operations.gate import gate
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated as norm_gated
-from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
 
 _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusednorm.operations import ops
+from fusednorm.operations import norm
 from fusednorm.operations.modules import as_row, as_rows
 
 
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: fl
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     shape = tuple(normalized_shape)
-    y = ops.rms_norm(as_rows(x, shape), as_row(weight, shape), eps, round_norm=True)
+    y = norm.rms_norm(as_rows(x, shape), as_row(weight, shape), eps, round_norm=True)
     return y if len(shape) == 1 else y.view(x.shape)
 
 
@@ -68,5 +68,5 @@ def fused_add_rms_norm(
                 f"contiguous; got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass "
                 f"{name}.contiguous() and keep what is returned"
             )
-    ops.fused_add_rms_norm_(rows, total, as_row(weight, shape), eps, round_sum=False)
+    norm.fused_add_rms_norm_(rows, total, as_row(weight, shape), eps, round_sum=False)
     return x, residual

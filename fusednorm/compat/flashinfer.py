@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import refuse_type, replaced
-from fusednorm.operations import ops, quantized
+from fusednorm.operations import norm, quantize
 from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 
@@ -36,7 +36,7 @@ def rmsnorm(
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm`.
     """
-    return ops.rms_norm(input, weight, eps, out=out)
+    return norm.rms_norm(input, weight, eps, out=out)
 
 
 def fused_add_rmsnorm(
@@ -55,7 +55,7 @@ def fused_add_rmsnorm(
         RuntimeError: an operand requires grad while gradients are recorded, which FlashInfer ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
-    ops.fused_add_rms_norm_(input, residual, weight, eps, round_sum=False)
+    norm.fused_add_rms_norm_(input, residual, weight, eps, round_sum=False)
 
 
 def gemma_rmsnorm(
@@ -74,7 +74,7 @@ def gemma_rmsnorm(
         out: as there.
         enable_pdl: as there.
     """
-    return ops.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
+    return norm.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
 
 def gemma_fused_add_rmsnorm(
@@ -89,7 +89,7 @@ def gemma_fused_add_rmsnorm(
         eps: as there.
         enable_pdl: as there.
     """
-    ops.fused_add_rms_norm_(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
+    norm.fused_add_rms_norm_(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
 
 
 def rmsnorm_quant(
@@ -113,7 +113,7 @@ def rmsnorm_quant(
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm_quant`.
     """
-    quantized.rms_norm_quant(
+    quantize.rms_norm_quant(
         *(input, weight, eps),
         quantization=_to(out),
         scale=_as_tensor(scale, input),
@@ -145,7 +145,7 @@ def fused_add_rmsnorm_quant(
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
-    quantized.fused_add_rms_norm_quant(
+    quantize.fused_add_rms_norm_quant(
         *(input, residual, weight, eps),
         quantization=_to(out),
         scale=_as_tensor(scale, input),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusednorm.operations import ops
+from fusednorm.operations import norm
 from fusednorm.operations.modules import as_row, as_rows, machine_epsilon
 
 
@@ -40,7 +40,7 @@ def rms_norm(
         )
     try:
         rows, row = as_rows(input, shape, "input"), as_row(weight, shape)
-        y = ops.rms_norm(rows, row, machine_epsilon(input) if eps is None else eps)
+        y = norm.rms_norm(rows, row, machine_epsilon(input) if eps is None else eps)
     except ValueError as error:
         raise RuntimeError(str(error)) from None  # as torch
     return y if len(shape) == 1 else y.view(input.shape)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row
-from fusednorm.operations import ops
+from fusednorm.operations import norm
 
 _ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1: False}
 
@@ -59,7 +59,7 @@ def liger_rms_norm(
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     check_one_row("W", W)
-    return ops.rms_norm(X, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
+    return norm.rms_norm(X, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
 
 
 def liger_fused_add_rms_norm(
@@ -86,7 +86,7 @@ def liger_fused_add_rms_norm(
         The normalised rows, in X's dtype, and the sum, in R's dtype (Liger: X's), both with gradients.
     """
     check_one_row("W", W)
-    return ops.fused_add_rms_norm(X, R, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
+    return norm.fused_add_rms_norm(X, R, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
 
 
 class LigerRMSNormFunction:

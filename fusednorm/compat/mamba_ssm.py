@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
-from fusednorm.operations.gated import gate
+from fusednorm.operations.gate import gate
+from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.ops import rms_norm
 
 
 def rmsnorm_fn(

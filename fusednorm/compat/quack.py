@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.operations import ops
+from fusednorm.operations import norm
 
 __all__ = ["QuackRMSNorm", "rmsnorm"]
 
@@ -47,9 +47,9 @@ def rmsnorm(
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
     """
     if residual is None:
-        y = ops.rms_norm(x, weight, eps, bias=bias, weight_offset=weight_offset, out_dtype=out_dtype)
+        y = norm.rms_norm(x, weight, eps, bias=bias, weight_offset=weight_offset, out_dtype=out_dtype)
         return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
-    y, total = ops.fused_add_rms_norm(
+    y, total = norm.fused_add_rms_norm(
         x,
         residual,
         weight,
@@ -86,7 +86,7 @@ class QuackRMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] in x's dtype."""
-        return ops.rms_norm(x, self.weight, cast(float, self.eps))
+        return norm.rms_norm(x, self.weight, cast(float, self.eps))
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         return [("rms_norm", {"eps": self.eps})]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fusednorm.calls.checks import replaced
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
-from fusednorm.operations import gated
+from fusednorm.operations import gate
 from fusednorm.operations.norm_gated import check_group_size
-from fusednorm.operations.quantized import quantize, silu_and_mul_quant
+from fusednorm.operations.quantize import quantize, silu_and_mul_quant
 from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
 
 __all__ = [
@@ -45,7 +45,7 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul`.
     """
-    return gated.silu_and_mul(input, between=_unrounded(input), out=out)
+    return gate.silu_and_mul(input, between=_unrounded(input), out=out)
 
 
 def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
@@ -61,7 +61,7 @@ def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.gelu_tanh_and_mul`.
     """
-    return gated.gelu_tanh_and_mul(input, between=_unrounded(input), out=out)
+    return gate.gelu_tanh_and_mul(input, between=_unrounded(input), out=out)
 
 
 def _unrounded(gate: Tensor) -> torch.dtype | None:

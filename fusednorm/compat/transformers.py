@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.ops import rms_norm
 
 
 class Qwen3NextRMSNormGated(torch.nn.Module):

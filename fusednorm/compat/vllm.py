@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row, refuse_type, replaced
-from fusednorm.operations import gated, ops, quantized
+from fusednorm.operations import gate, norm, quantize
 from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
@@ -65,7 +65,7 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
             )
         if isinstance(out, Tensor) and out.shape == input.shape:
             out, input = out.movedim(0, -2), input.movedim(0, -2)
-    ops.rms_norm(input, weight, epsilon, round_norm=True, out=out)
+    norm.rms_norm(input, weight, epsilon, round_norm=True, out=out)
 
 
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -82,7 +82,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     check_one_row("weight", weight)
-    ops.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)
+    norm.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)
 
 
 def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
@@ -98,7 +98,7 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm_quant`.
     """
-    quantized.rms_norm_quant(
+    quantize.rms_norm_quant(
         input, weight, epsilon, quantization=VLLM_FP8_STATIC, scale=scale, round_norm=True, out=result
     )
 
@@ -119,7 +119,7 @@ def fused_add_rms_norm_static_fp8_quant(
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
-    quantized.fused_add_rms_norm_quant(
+    quantize.fused_add_rms_norm_quant(
         *(input, residual, weight, epsilon),
         quantization=VLLM_FP8_STATIC,
         scale=scale,
@@ -208,7 +208,7 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
         RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.silu_and_mul`.
     """
-    gated.silu_and_mul(input, out=out)
+    gate.silu_and_mul(input, out=out)
 
 
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
@@ -222,7 +222,7 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
         RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
         TypeError, ValueError, BackendError: see :func:`fusednorm.gelu_tanh_and_mul`.
     """
-    gated.gelu_tanh_and_mul(input, out=out)
+    gate.gelu_tanh_and_mul(input, out=out)
 
 
 def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
@@ -236,7 +236,7 @@ def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul_quant`.
     """
-    quantized.silu_and_mul_quant(input, quantization=VLLM_FP8_STATIC, scale=scale, out=result)
+    quantize.silu_and_mul_quant(input, quantization=VLLM_FP8_STATIC, scale=scale, out=result)
 
 
 def silu_and_mul_per_block_quant(
@@ -270,7 +270,7 @@ def silu_and_mul_per_block_quant(
     if quant_dtype == torch.int8:
         quantization = replaced(quantization, _NAMES, scale_floor=2.0**-23)
     between = None if input.dtype == torch.float64 else torch.float32
-    values, scale = quantized.silu_and_mul_quant(input, quantization=quantization, between=between)
+    values, scale = quantize.silu_and_mul_quant(input, quantization=quantization, between=between)
     return values, scale
 
 
@@ -310,12 +310,12 @@ def scaled_fp8_quant(
     elif num_token_padding is not None:
         raise ValueError("num_token_padding does not go with output; leave one of them out")
     if scale is not None:
-        quantized.quantize(input, VLLM_FP8_STATIC, scale=scale, out=output[:rows])
+        quantize.quantize(input, VLLM_FP8_STATIC, scale=scale, out=output[:rows])
     elif use_per_token_if_dynamic:
         scale = input.new_empty((output.shape[0], 1), dtype=torch.float32)
-        quantized.quantize(input, _limited(VLLM_FP8_TOKEN, scale_ub), out=output[:rows], scale_out=scale[:rows])
+        quantize.quantize(input, _limited(VLLM_FP8_TOKEN, scale_ub), out=output[:rows], scale_out=scale[:rows])
     else:
-        values, scale = quantized.quantize(input.reshape(-1), VLLM_FP8_TENSOR)
+        values, scale = quantize.quantize(input.reshape(-1), VLLM_FP8_TENSOR)
         output[:rows].copy_(values.view(input.shape))
     return output, scale
 
@@ -343,13 +343,13 @@ def scaled_int8_quant(
             (VLLM_INT8_STATIC_CPU, VLLM_INT8_STATIC_AZP_CPU) if on_cpu else (VLLM_INT8_STATIC, VLLM_INT8_STATIC_AZP)
         )
         zero_point = None if symmetric else azp
-        values, _ = quantized.quantize(input, plain if symmetric else shifted, scale=scale, zero_point=zero_point)
+        values, _ = quantize.quantize(input, plain if symmetric else shifted, scale=scale, zero_point=zero_point)
         return values, scale, azp
     if symmetric:
-        values, scales = quantized.quantize(input, VLLM_INT8_TOKEN_CPU if on_cpu else VLLM_INT8_TOKEN_UNFUSED)
+        values, scales = quantize.quantize(input, VLLM_INT8_TOKEN_CPU if on_cpu else VLLM_INT8_TOKEN_UNFUSED)
         return values, scales.reshape(-1, 1), None
     preset = VLLM_INT8_TOKEN_AZP_CPU if on_cpu else VLLM_INT8_TOKEN_AZP_UNFUSED
-    values, scales, zero_points = quantized.quantize(input, preset)
+    values, scales, zero_points = quantize.quantize(input, preset)
     return values, scales.reshape(-1, 1), zero_points.reshape(-1, 1)
 
 
@@ -375,10 +375,10 @@ def _dynamic(
     """The numbers, and the scales of all rows in two dimensions. The sum is not rounded before it is normalised."""
     rows = input.reshape(-1, input.shape[-1])
     if residual is None:
-        values, scale = quantized.rms_norm_quant(rows, weight, epsilon, quantization=quantization, round_norm=True)
+        values, scale = quantize.rms_norm_quant(rows, weight, epsilon, quantization=quantization, round_norm=True)
         return values.view(input.shape), scale
     total = residual.view(rows.shape)
-    values, scale, _ = quantized.fused_add_rms_norm_quant(
+    values, scale, _ = quantize.fused_add_rms_norm_quant(
         *(rows, total, weight, epsilon),
         quantization=quantization,
         round_sum=False,

@@ -21,7 +21,7 @@ from fusednorm.backends import NAMES
 from fusednorm.calls import process
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import DTYPES, bits, differing, dtype_name, reproducer
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 
 #: The compute capability of the GPU that the CPU stands in for, in the repository's tests of a GPU backend.
 EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))
@@ -53,7 +53,7 @@ def wanted(config):
     """The backends that were asked for; none where all are to be tested."""
     asked = config.getoption("--backend", None) or os.environ.get("FUSEDNORM_BACKEND", "")
     names = [name.strip() for name in asked.split(",") if name.strip()]
-    return [registry.known_as(name) or name for name in names]
+    return [choose.known_as(name) or name for name in names]
 
 
 def interpreted():
@@ -81,7 +81,7 @@ class Mode:
     @property
     def device(self):
         """Where the backend's operands are: the CPU if it takes those, else the first of its devices that is here."""
-        devices = registry.load(self.backend).DEVICES
+        devices = choose.load(self.backend).DEVICES
         if {"cpu", "any"} & set(devices):
             return "cpu"
         return next(device for device in devices if torch.get_device_module(device).is_available())
@@ -89,7 +89,7 @@ class Mode:
     @property
     def flushes_with_caller(self):
         """Whether its arithmetic is torch's or NumPy's, which follow ``torch.set_flush_denormal``."""
-        return self.interpreted or getattr(registry.load(self.backend), "FLUSHES_WITH_CALLER", False)
+        return self.interpreted or getattr(choose.load(self.backend), "FLUSHES_WITH_CALLER", False)
 
     @property
     def emulated(self):
@@ -109,7 +109,7 @@ class Mode:
             if self.device != "cpu":
                 stack.enter_context(torch.device(self.device))
             if self.variant is not None:
-                stack.enter_context(registry.load(self.backend).use_variant(self.variant))
+                stack.enter_context(choose.load(self.backend).use_variant(self.variant))
             yield
 
 
@@ -125,7 +125,7 @@ def modes(config):
             raise pytest.UsageError(f"backend {name} cannot be used here: {'; '.join(available[name].reasons)}")
     found = []
     for name in asked or [name for name, info in available.items() if info.available]:
-        variants = getattr(registry.load(name), "variants", lambda: (None,))()
+        variants = getattr(choose.load(name), "variants", lambda: (None,))()
         found += [Mode(name, variant) for variant in variants]
     return found
 

@@ -24,11 +24,11 @@ from fusednorm.calls.checks import (
     refuse_layout,
     rows_to_write,
 )
-from fusednorm.calls.layout import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
-from fusednorm.engine.composition import Composition
-from fusednorm.engine.first_calls import FirstCalls
-from fusednorm.engine.registry import Backend, Explanation, fast_paths, request, select, selected
+from fusednorm.calls.memory import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
+from fusednorm.engine.checked_backend import FirstCalls
+from fusednorm.engine.choose import Backend, Explanation, fast_paths, request, select, selected
 from fusednorm.engine.run_quantized import Results, quantizer_of
+from fusednorm.engine.substitutes import Composition
 
 #: The strides of an operand that is absent.
 NONE = (0, 0)

@@ -23,9 +23,9 @@ from fusednorm.calls.call import (
 )
 from fusednorm.calls.checks import check_flags, check_kept
 from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
-from fusednorm.calls.layout import in_levels, overlaps_itself, packed, rows_of
+from fusednorm.calls.memory import in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine import run
-from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.choose import fast_paths, request
 from fusednorm.reference import activations
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls.call import Forward, Quantize, Strides
-from fusednorm.calls.layout import Rows, common_levels, packed, rows_of
+from fusednorm.calls.memory import Rows, common_levels, packed, rows_of
 from fusednorm.calls.quantization import Quantization
 
 #: The strides of zero points where there are none.

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Strides, operation_of
-from fusednorm.calls.layout import packed, two_levels
+from fusednorm.calls.memory import packed, two_levels
 from fusednorm.engine import run
-from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.choose import fast_paths, request
 from fusednorm.reference import rotation
 
 #: The strides of an operand that is absent.
@@ -185,7 +185,7 @@ def _call(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: Any) -> Tensor:
-    """Rotated heads, in new memory; see :func:`fusednorm.torch_ops.plain.rotate`."""
+    """Rotated heads, in new memory; see :func:`fusednorm.torch_ops.steps.rotate`."""
     take = fast_paths.get(request())
     if take is not None and dtype is x.dtype and products in (None, dtype):
         absent = (None,) * 3

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, accumulator
 from fusednorm.engine import run_gated
 from fusednorm.engine.run_gated import NormAndGate
-from fusednorm.operations.gated import gate as gated
-from fusednorm.operations.ops import rms_norm
-from fusednorm.torch_ops import dispatcher, plain
-from fusednorm.torch_ops.autograd import new_rstd
+from fusednorm.operations.gate import gate as gated
+from fusednorm.operations.norm import rms_norm
+from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.torch_ops.gradients import new_rstd
 
 
 class How(NamedTuple):
@@ -47,7 +47,7 @@ class How(NamedTuple):
 def in_groups(rows: Tensor, group_size: int) -> Tensor:
     """[..., N] as [..., N / group_size, group_size]."""
     groups = rows.shape[-1] // group_size
-    return torch.unflatten(dispatcher.parts_of_groups(rows, groups), -1, (groups, group_size))
+    return torch.unflatten(dtensor_bridge.parts_of_groups(rows, groups), -1, (groups, group_size))
 
 
 def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: How) -> Tensor:
@@ -61,7 +61,7 @@ def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: How) -> Tensor
         return _normed(h, weight, how, x.dtype)
     # Rounded to x's dtype, and not to that of h.
     n = _normed(h, None, how._replace(weight_offset=0.0, round_norm=False), wide)
-    return plain.affine(n, weight, None, how.weight_offset, x.dtype, x.dtype)
+    return steps.affine(n, weight, None, how.weight_offset, x.dtype, x.dtype)
 
 
 def _normed(x: Tensor, weight: Tensor | None, how: How, dtype: torch.dtype | None) -> Tensor:
@@ -72,7 +72,7 @@ def _normed(x: Tensor, weight: Tensor | None, how: How, dtype: torch.dtype | Non
     groups, weights = how.in_groups(x, weight)
     assert groups is not None
     y = rms_norm(groups, weights, how.eps, out_dtype=dtype, **flags).flatten(-2)
-    return dispatcher.as_placed(y, y)  # so its gradient comes in whole groups too
+    return dtensor_bridge.as_placed(y, y)  # so its gradient comes in whole groups too
 
 
 class NormalisedAndGated(torch.autograd.Function):
@@ -97,8 +97,8 @@ class NormalisedAndGated(torch.autograd.Function):
         """The gradients of the composition, by the function of the backend that the forward pass had."""
         x, gate, weight, rstd = ctx.saved_tensors
         needs, how = ctx.needs_input_grad[:3], ctx.how
-        if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(d, x, gate, weight):
-            plain.check_kept((d,), (x, gate, weight))
+        if torch.is_grad_enabled() or must_be_seen.level_entered() or must_be_seen.below(d, x, gate, weight):
+            steps.check_kept((d,), (x, gate, weight))
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
                 apart: list[Any] = [t if t is None else t.view_as(t) for t in (x, gate, weight)]

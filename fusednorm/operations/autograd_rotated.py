@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, HeadsNorm, operation_of
 from fusednorm.calls.checks import check_kept
-from fusednorm.calls.tables import rows_for
+from fusednorm.calls.rotation_checks import rows_for
 from fusednorm.engine import run, run_rotated
-from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Rotator, Turn
-from fusednorm.operations.ops import rms_norm
-from fusednorm.torch_ops import plain
-from fusednorm.torch_ops.autograd import new_rstd
+from fusednorm.operations.norm import rms_norm
+from fusednorm.torch_ops import steps
+from fusednorm.torch_ops.gradients import new_rstd
 
 
 class How(NamedTuple):
@@ -56,7 +56,7 @@ def composed(
             out_dtype = None if tables is None else how.between
             y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=out_dtype)
         if tables is not None:
-            y = plain.rotate(y, *tables, how.interleaved, y.dtype if how.round_products else None, x.dtype)
+            y = steps.rotate(y, *tables, how.interleaved, y.dtype if how.round_products else None, x.dtype)
         found.append(y)
     return found[0], found[1]
 
@@ -103,8 +103,8 @@ class NormalisedAndRotated(torch.autograd.Function):
         if not here:
             return tuple(found)
         given = [d for d in (incoming[set_] for set_ in here) if d is not None]
-        if torch.is_grad_enabled() or listeners.level_entered() or listeners.below(*given, *operands):
-            plain.check_kept(given, operands)
+        if torch.is_grad_enabled() or must_be_seen.level_entered() or must_be_seen.below(*given, *operands):
+            steps.check_kept(given, operands)
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
                 apart: list[Any] = [t if t is None else t.view_as(t) for t in operands[:4]]

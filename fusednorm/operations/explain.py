@@ -19,19 +19,19 @@ from fusednorm.calls.checks import (
     number,
 )
 from fusednorm.calls.quantization import Quantization
-from fusednorm.engine.registry import Explanation, choose
+from fusednorm.engine.choose import Explanation, choose
 from fusednorm.engine.run_quantized import quantizer_of
-from fusednorm.operations.gated import gate, gate_, gelu_tanh_and_mul, silu_and_mul
-from fusednorm.operations.norm_before_add import (
+from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
+from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant
+from fusednorm.operations.rotate import qk_norm_rope, qk_norm_rope_, rotate
+from fusednorm.operations.two_norms import (
     rms_norm_add,
     rms_norm_add_,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_,
 )
-from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
-from fusednorm.operations.ops import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.operations.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
-from fusednorm.operations.rotation import qk_norm_rope, qk_norm_rope_, rotate
 
 _WITH_RESIDUAL = (fused_add_rms_norm, fused_add_rms_norm_, fused_add_rms_norm_quant)
 _NORM_GATED = (rms_norm_gated, rms_norm_gated_)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import number, refuse_type
-from fusednorm.operations.ops import rms_norm
+from fusednorm.operations.norm import rms_norm
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -39,18 +39,18 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
         TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     compiling = is_dynamo_compiling()
-    if not compiling and listeners.override(x, out):
+    if not compiling and must_be_seen.override(x, out):
         return handle_torch_function(l2_norm, (x, out), x, eps, out=out, out_dtype=out_dtype)
     if not isinstance(x, Tensor):
         refuse_type("x", x)
     hidden_size = x.shape[-1] if x.dim() else 1
     if type(eps) is not float:
         eps = number("eps", eps)
-    if listeners.overrides_operations(x) and x.layout == torch.strided:  # a DTensor takes a weight that is one
+    if must_be_seen.overrides_operations(x) and x.layout == torch.strided:  # a DTensor takes a weight that is one
         weight = x.new_full((hidden_size,), _each(hidden_size), dtype=accumulator(x.dtype))
     else:
         # What a mode or a transform makes ends with it.
-        new = compiling or x.is_meta or listeners.below(x) or listeners.transform(x)
+        new = compiling or x.is_meta or must_be_seen.below(x) or must_be_seen.transform(x)
         weight = (_weight if new else _kept_weight)(hidden_size, accumulator(x.dtype), x.device)
     return rms_norm(x, weight, eps / max(hidden_size, 1), out=out, out_dtype=out_dtype)
 

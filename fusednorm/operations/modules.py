@@ -14,8 +14,8 @@ from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fusednorm.calls.checks import check_activation, refuse_type
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import check_group_size, rms_norm_gated
-from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
 
 
 def machine_epsilon(x: Tensor) -> float:

@@ -12,12 +12,12 @@ from fusednorm.calls.checks import check_is_quantization
 from fusednorm.calls.devices import present
 from fusednorm.calls.process import waiting_for_kernels
 from fusednorm.calls.quantization import Quantization
-from fusednorm.operations.gated import gate, gelu_tanh_and_mul, silu_and_mul
-from fusednorm.operations.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.operations.gate import gate, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
-from fusednorm.operations.quantized import fused_add_rms_norm_quant, quantize, rms_norm_quant
-from fusednorm.operations.rotation import qk_norm_rope
+from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant
+from fusednorm.operations.rotate import qk_norm_rope
+from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 
 
 def prewarm(

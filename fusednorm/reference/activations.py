@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fusednorm.calls.call import accumulator
-from fusednorm.calls.tangents import outer_levels, primals
+from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.reference.norm import rounded, widened
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import fusednorm
 from fusednorm import quantizations
 from fusednorm.calls import process
 from fusednorm.calls.devices import devices
-from fusednorm.engine import registry
+from fusednorm.engine import choose
 from fusednorm.tools import doctor
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
@@ -146,7 +146,7 @@ def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
     for device in devices():
         for info in reversed(infos):
             if device.type in info.devices or "any" in info.devices:
-                for variant in getattr(registry.load(info.name), "variants", lambda: (None,))():
+                for variant in getattr(choose.load(info.name), "variants", lambda: (None,))():
                     found.append(Subject(info.name, variant, device))
     return found
 
@@ -209,7 +209,7 @@ def _on(subject: Subject) -> Iterator[None]:
         stack.enter_context(fusednorm.use_backend(subject.backend))
         stack.enter_context(process.waiting_for_kernels())
         if subject.variant is not None:
-            backend: Any = registry.load(subject.backend)
+            backend: Any = choose.load(subject.backend)
             stack.enter_context(backend.use_variant(subject.variant))
         yield
 

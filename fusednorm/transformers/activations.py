@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.operations.gated import gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import gelu_tanh_and_mul, silu_and_mul
 from fusednorm.transformers.layers import NotRewrittenError, compiled, source
 from fusednorm.transformers.mlps import activation_of
 from fusednorm.transformers.reads import Reads

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.operations.rotation import qk_norm_rope
+from fusednorm.operations.rotate import qk_norm_rope
 from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _target, compiled, evaluated, source
 from fusednorm.transformers.norms import Form
 from fusednorm.transformers.reads import Reads

@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls import listeners
-from fusednorm.operations import gated
+from fusednorm.calls import must_be_seen
+from fusednorm.operations import gate
+from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.ops import rms_norm
-from fusednorm.operations.rotation import qk_norm_rope
+from fusednorm.operations.rotate import qk_norm_rope
 from fusednorm.transformers.mlps import DTYPES, NotAnMLPError, activation_of, mlp
 from fusednorm.transformers.norms import Form, Forms, NotANormError, forms
 from fusednorm.transformers.reads import Reads
@@ -101,7 +101,7 @@ class SiLU(torch.nn.Module):
         if activation is None or input.dtype not in DTYPES or input.dim() == 0:
             return type(self).forward(self, input)
         ones = input.new_ones(input.shape[-1])  # one row for all, by which nothing changes
-        return gated.gate(ones.expand_as(input), input, activation=activation)
+        return gate.gate(ones.expand_as(input), input, activation=activation)
 
 
 class GeluTanh(torch.nn.Module):
@@ -129,7 +129,7 @@ class SwiGLUMLP(torch.nn.Module):
         if z.dtype not in DTYPES or (y is not None and (y.dtype, y.shape) != (z.dtype, z.shape)):
             z, y = z.chunk(2, -1) if y is None else (z, y)
             return cast(Tensor, down(act(z) * y))
-        product = gated.silu_and_mul if found.activation == "silu" else gated.gelu_tanh_and_mul
+        product = gate.silu_and_mul if found.activation == "silu" else gate.gelu_tanh_and_mul
         return cast(Tensor, down(product(z, y)))
 
 
@@ -152,7 +152,7 @@ class RotaryPosEmb(torch.nn.Module):
         the layers of a model share the look.
         """
         operands = (q, k, cos, sin)
-        if torch.compiler.is_compiling() or not listeners.plain(*operands) or listeners.transform(*operands):
+        if torch.compiler.is_compiling() or not must_be_seen.plain(*operands) or must_be_seen.transform(*operands):
             return type(self).forward(self, *operands, unsqueeze_dim)
         found = _rotation(self, unsqueeze_dim, *operands)
         if found is None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fusednorm.operations.norm_before_add import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
+from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.transformers.layers import evaluated, rewritten
 from fusednorm.transformers.norms import Form, Forms
 from fusednorm.transformers.reads import Reads

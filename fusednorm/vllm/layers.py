@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.engine.registry import use_backend
-from fusednorm.operations import gated, norm_gated, ops, rotation
+from fusednorm.engine.choose import use_backend
+from fusednorm.operations import gate, norm, norm_gated, rotate
 from fusednorm.vllm.providers import AS_VLLM, DEFAULT
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
@@ -28,7 +28,7 @@ Replacement = Callable[[Callable[..., Any], bool], Callable[..., Any]]
 
 def _silu_and_mul(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Any:
-        return gated.silu_and_mul(x) if x.dtype in _FLOATS else theirs(self, x)
+        return gate.silu_and_mul(x) if x.dtype in _FLOATS else theirs(self, x)
 
     return forward
 
@@ -36,7 +36,7 @@ def _silu_and_mul(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., An
 def _gelu_and_mul(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Any:
         ours = self.approximate == "tanh" and x.dtype in _FLOATS
-        return gated.gelu_tanh_and_mul(x) if ours else theirs(self, x)
+        return gate.gelu_tanh_and_mul(x) if ours else theirs(self, x)
 
     return forward
 
@@ -99,8 +99,8 @@ def _gemma_rms_norm(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., 
             return theirs(self, x, residual)
         eps, round_sum = self.variance_epsilon, first == [DEFAULT]
         if residual is None:
-            return ops.rms_norm(x, weight, eps, weight_offset=1.0)
-        return ops.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=round_sum)
+            return norm.rms_norm(x, weight, eps, weight_offset=1.0)
+        return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=round_sum)
 
     return forward
 
@@ -116,9 +116,9 @@ def _rotary_embedding(theirs: Callable[..., Any], as_vllm: bool) -> Callable[...
         shape, pairs = (positions.shape[0], -1, self.head_size), not self.is_neox_style
         q = query.view(shape)
         if key is None:
-            rotation.rotate(q, cos, sin, positions=positions, interleaved=pairs, out=q)
+            rotate.rotate(q, cos, sin, positions=positions, interleaved=pairs, out=q)
         else:
-            rotation.qk_norm_rope_(
+            rotate.qk_norm_rope_(
                 q, key.view(shape), cos=cos, sin=sin, norm=False, positions=positions, interleaved=pairs
             )
         return query, key

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.engine.registry import use_backend
-from fusednorm.operations import ops
+from fusednorm.engine.choose import use_backend
+from fusednorm.operations import norm
 
 #: The provider that rounds as vLLM's native implementation does, and the one that rounds as fusednorm does by default.
 AS_VLLM, DEFAULT = "fusednorm", "fusednorm_default"
@@ -40,12 +40,12 @@ def implementations(as_vllm: bool) -> tuple[Callable[..., Tensor], Callable[...,
         return as_vllm and weight is not None and weight.dtype == x.dtype
 
     def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-        return ops.rms_norm(x, weight, epsilon, round_norm=round_norm(x, weight))
+        return norm.rms_norm(x, weight, epsilon, round_norm=round_norm(x, weight))
 
     def fused_add_rms_norm(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        return ops.fused_add_rms_norm_(
+        return norm.fused_add_rms_norm_(
             x, x_residual, weight, epsilon, round_sum=not as_vllm, round_norm=round_norm(x, weight)
         )
 

@@ -1062,7 +1062,7 @@ dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 from torch.distributed.tensor import DTensor, Shard
 x = DTensor.from_local(torch.rand(2, 3, 8), mesh, [Shard(1)], run_check=False)
-assert "fusednorm.torch_ops.distributed" not in sys.modules
+assert "fusednorm.torch_ops.sharding" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-P", "-c", prelude + code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -1084,7 +1084,7 @@ torch.set_num_threads(1)
 for name, call in calls.items():
     if not os.fork():  # each is the first
         y = call()
-        print(name, y.placements, list(y.shape), "fusednorm.torch_ops.distributed" in sys.modules, flush=True)
+        print(name, y.placements, list(y.shape), "fusednorm.torch_ops.sharding" in sys.modules, flush=True)
         os._exit(0)
     os.wait()
 """
@@ -1132,7 +1132,7 @@ plain = x.to_local()
 compiled(plain, torch.empty_like(plain))
 with torch._subclasses.FakeTensorMode():
     fusednorm.rms_norm_(torch.empty(2, 8))
-print("fusednorm.torch_ops.distributed" in sys.modules)
+print("fusednorm.torch_ops.sharding" in sys.modules)
 """
     assert in_a_new_process(code) == "False\n"
 

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Before, Flags
 from fusednorm.calls.checks import (
     check_between,
@@ -22,9 +22,9 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.engine import run
-from fusednorm.engine.registry import fast_paths, request
-from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
-from fusednorm.torch_ops import plain
+from fusednorm.engine.choose import fast_paths, request
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
+from fusednorm.torch_ops import steps
 
 
 def rms_norm_add_rms_norm(
@@ -87,7 +87,7 @@ def rms_norm_add_rms_norm(
             if result is not None:
                 return result
         operands = (x, residual, weight, next_weight, out, residual_out)
-        if listeners.override(*operands):
+        if must_be_seen.override(*operands):
             return handle_torch_function(
                 rms_norm_add_rms_norm,
                 operands,
@@ -158,7 +158,7 @@ def rms_norm_add_rms_norm_(
             if result is not None:
                 return result
         operands = (x, residual, weight, next_weight)
-        if listeners.override(*operands):
+        if must_be_seen.override(*operands):
             return handle_torch_function(
                 rms_norm_add_rms_norm_,
                 operands,
@@ -222,7 +222,7 @@ def rms_norm_add(
             if result is not None:
                 return cast(Tensor, result[1])
         operands = (x, residual, weight, residual_out)
-        if listeners.override(*operands):
+        if must_be_seen.override(*operands):
             return handle_torch_function(
                 rms_norm_add,
                 operands,
@@ -281,7 +281,7 @@ def rms_norm_add_(
             if result is not None:
                 return cast(Tensor, result[1])
         operands = (x, residual, weight)
-        if listeners.override(*operands):
+        if must_be_seen.override(*operands):
             return handle_torch_function(
                 rms_norm_add_,
                 operands,
@@ -315,25 +315,25 @@ def _beyond_fast_path(
     given = {key: t for key, t in (("out", out), ("residual_out", residual_out)) if t is not None}
     records = is_grad_enabled() and requires_grad(*operands)
     compiling = is_dynamo_compiling()
-    transformed = not compiling and listeners.transform(*operands)
-    if not (records or compiling or transformed or listeners.below(*operands)):
+    transformed = not compiling and must_be_seen.transform(*operands)
+    if not (records or compiling or transformed or must_be_seen.below(*operands)):
         return run.forward(x, residual, next_weight, flags, out, residual_out, None, before)
     # The plain operations check their operands, but know some of them by other names.
     if not (compiling or transformed):
-        in_memory = not listeners.below(*operands)
+        in_memory = not must_be_seen.below(*operands)
         check_operands(x, residual, next_weight, out, residual_out, in_memory=in_memory, weight_name="next_weight")
     check_between(before.between, x)
     if given and records:
         refuse_grad(name)
     flags = check_flags(flags, x, residual, out, residual_out)
-    if given and not (compiling or transformed or listeners.below(x, residual, next_weight, *given.values())):
+    if given and not (compiling or transformed or must_be_seen.below(x, residual, next_weight, *given.values())):
         check_written(given, x, residual, next_weight)
     weight, eps, between, followed = before
     _, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
     y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
     if not followed:
-        total = plain.add(y, residual, residual_dtype or residual.dtype)
-        return None, plain.written(residual_out, total)
+        total = steps.add(y, residual, residual_dtype or residual.dtype)
+        return None, steps.written(residual_out, total)
     if out_dtype is None:
         out_dtype = x.dtype if out is None else out.dtype  # and not that of what passes between the operations
     later = not (compiling or transformed)  # DTensors that are given may lie elsewhere than the rows
@@ -350,7 +350,7 @@ def _beyond_fast_path(
         out_dtype=out_dtype,
         residual_dtype=residual_dtype,
     )
-    return plain.written(out, y), plain.written(residual_out, total)
+    return steps.written(out, y), steps.written(residual_out, total)
 
 
 def _second(eps: float, next_eps: float | None) -> float:

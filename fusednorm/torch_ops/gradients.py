@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Around, Flags, RMSNorm, accumulator, operation_of
-from fusednorm.calls.tangents import outer_levels, primals
+from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.run import Chosen, backend_of
 from fusednorm.reference import norm as reference
-from fusednorm.torch_ops import plain
-from fusednorm.torch_ops.dispatcher import new_outputs, on_rows
+from fusednorm.torch_ops import steps
+from fusednorm.torch_ops.dtensor_bridge import new_outputs, on_rows
 
 
 class Rstd(torch.autograd.Function):
@@ -88,14 +88,14 @@ def mark_constant(ctx: Any, total: Tensor | None, rstd: Tensor) -> None:
 
 def _differentiated_again() -> bool:
     """Whether gradients may be differentiated: ``create_graph=True``, or a tangent may come along."""
-    return torch.is_grad_enabled() or listeners.level_entered()
+    return torch.is_grad_enabled() or must_be_seen.level_entered()
 
 
 def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
     """The row that was normalised, of what :func:`keep` kept: a row, or two terms that are added, unrounded."""
     if len(terms) == 1:
         return terms[0]
-    plain.check_kept((), terms)
+    steps.check_kept((), terms)
     (h,) = on_rows(lambda x, residual: (x.to(accumulator) + residual.to(accumulator),), terms)
     return cast(Tensor, h)
 
@@ -116,7 +116,7 @@ def gradients(
         dy = torch.zeros_like(h, dtype=operation.out)
     # rstd, which is kept without derivatives, is made again with them.
     if _differentiated_again():
-        plain.check_kept((dy, d_total), (h, rstd, weight))
+        steps.check_kept((dy, d_total), (h, rstd, weight))
 
         def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
             again = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ def gradients(
 
         return on_rows(formula, (dy, d_total, h), (weight,))
     operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
-    if backend is not None and not listeners.below(dy, d_total, h, rstd, weight):
+    if backend is not None and not must_be_seen.below(dy, d_total, h, rstd, weight):
         return run.backward(backend, operation, *operands, needs)
     found = torch.ops.fusednorm.backward(
         *(*operands, operation.x, operation.residual, flags.round_sum, flags.round_norm, list(needs)),
@@ -203,11 +203,11 @@ class NormaliseAffine(torch.autograd.Function):
             rstd, _, *terms = kept
             h = _normalised(terms, rstd.dtype)
             others = (dy, d_total, h, rstd, weight, bias)
-            if ctx.in_one_call and not (_differentiated_again() or listeners.below(*others)):
+            if ctx.in_one_call and not (_differentiated_again() or must_be_seen.below(*others)):
                 needs = ctx.needs_input_grad[:4]
                 found = run.affine_backward(ctx.backend, ctx.operation, *others, ctx.weight_offset, needs)
                 return *found, *[None] * (3 + len(Flags._fields))
-            plain.check_kept((dy, d_total), others[2:])
+            steps.check_kept((dy, d_total), others[2:])
             h = h.to(rstd.dtype)
             if _differentiated_again():
                 rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]
@@ -226,7 +226,7 @@ class Transformed(Normalise):
     def forward(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """See :class:`Normalise`."""
         x, residual, weight, *flags = inputs
-        run_it = new_outputs if listeners.below(x, residual, weight) else normalise
+        run_it = new_outputs if must_be_seen.below(x, residual, weight) else normalise
         return run_it(x, residual, weight, Flags(*flags))
 
     @staticmethod

@@ -26,16 +26,16 @@ from fusednorm.calls.checks import (
     check_operands,
     check_quantization,
 )
-from fusednorm.calls.listeners import has_tangent
+from fusednorm.calls.must_be_seen import has_tangent
 from fusednorm.calls.quantization import Quantization
-from fusednorm.calls.tables import check_heads, check_tables
+from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run, run_gated, run_rotated
-from fusednorm.engine.registry import request, request_of_backward, use_backend
+from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.engine.run_gated import Gating
 from fusednorm.reference import activations, quantizer
 from fusednorm.reference import norm as reference
-from fusednorm.torch_ops.autograd import gradients, keep, mark_constant, new_rstd, normalise
-from fusednorm.torch_ops.dispatcher import on_rows
+from fusednorm.torch_ops.dtensor_bridge import on_rows
+from fusednorm.torch_ops.gradients import gradients, keep, mark_constant, new_rstd, normalise
 
 try:
     from torch._library.autograd import Info, make_autograd_impl

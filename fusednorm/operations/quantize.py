@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, operation_of
 from fusednorm.calls.checks import (
     check_apart,
@@ -23,14 +23,14 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import NO_NORM, FastPath
 from fusednorm.calls.quantization import Quantization
 from fusednorm.engine import run, run_quantized
-from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_quantized import Results
-from fusednorm.operations.gated import gate as gated
-from fusednorm.operations.gated import halves, silu_and_mul
-from fusednorm.operations.ops import fused_add_rms_norm, rms_norm
+from fusednorm.operations.gate import gate as gated
+from fusednorm.operations.gate import halves, silu_and_mul
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
-from fusednorm.torch_ops import dispatcher, plain
+from fusednorm.torch_ops import dtensor_bridge, steps
 
 
 def quantize(
@@ -70,7 +70,7 @@ def quantize(
         if result is not None:
             return result
     operands = (y, scale, zero_point, out, scale_out, zero_point_out)
-    if listeners.override(*operands):
+    if must_be_seen.override(*operands):
         return handle_torch_function(
             quantize,
             operands,
@@ -82,7 +82,7 @@ def quantize(
             scale_out=scale_out,
             zero_point_out=zero_point_out,
         )
-    check_operands(y, None, None, None, None, in_memory=plain.in_memory(y), x_name="y")
+    check_operands(y, None, None, None, None, in_memory=steps.in_memory(y), x_name="y")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("quantize", y, quantization, scale, zero_point, outputs, {"y": y})
     return _quantized(y, quantization, scale, zero_point, outputs)
@@ -138,7 +138,7 @@ def rms_norm_quant(
             return result
     operands = (x, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out)
     flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
-    if listeners.override(*operands):
+    if must_be_seen.override(*operands):
         return handle_torch_function(
             rms_norm_quant,
             operands,
@@ -155,7 +155,7 @@ def rms_norm_quant(
             normed_out=normed_out,
             **flags,
         )
-    check_operands(x, None, weight, None, None, in_memory=plain.in_memory(x, weight))
+    check_operands(x, None, weight, None, None, in_memory=steps.in_memory(x, weight))
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out)
     _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
@@ -237,7 +237,7 @@ def fused_add_rms_norm_quant(
         "residual_out": residual_out,
         "residual_dtype": residual_dtype,
     }
-    if listeners.override(*operands):
+    if must_be_seen.override(*operands):
         return handle_torch_function(
             fused_add_rms_norm_quant,
             operands,
@@ -255,7 +255,7 @@ def fused_add_rms_norm_quant(
             normed_out=normed_out,
             **flags,
         )
-    in_memory = plain.in_memory(x, residual, weight, residual_out)
+    in_memory = steps.in_memory(x, residual, weight, residual_out)
     check_operands(x, residual, weight, None, residual_out, in_memory=in_memory)
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
@@ -305,7 +305,7 @@ def silu_and_mul_quant(
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
     operands = (gate, up, scale, zero_point, out, scale_out, zero_point_out)
-    if listeners.override(*operands):
+    if must_be_seen.override(*operands):
         return handle_torch_function(
             silu_and_mul_quant,
             operands,
@@ -320,7 +320,7 @@ def silu_and_mul_quant(
             zero_point_out=zero_point_out,
         )
     z, y = halves(gate) if up is None else (gate, up)
-    check_operands(z, y, None, None, None, in_memory=plain.in_memory(z, y), x_name="gate", residual_name="up")
+    check_operands(z, y, None, None, None, in_memory=steps.in_memory(z, y), x_name="gate", residual_name="up")
     check_between(between, z, "gate")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("silu_and_mul_quant", z, quantization, scale, zero_point, outputs, {"gate": gate, "up": up})
@@ -354,7 +354,7 @@ def _apart(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | No
     """
     if between is not None and outputs.normed_out is not None:
         return True
-    return plain.seen(*operands, *outputs) or listeners.transform(*operands, *outputs)
+    return steps.seen(*operands, *outputs) or must_be_seen.transform(*operands, *outputs)
 
 
 #: The inputs that outputs may be. Scales of groups of one element are not among them: they are written before the
@@ -389,7 +389,7 @@ def _check(
             f"torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train without the "
             "quantization"
         )
-    in_memory = plain.in_memory(x, scale, zero_point, *outputs)
+    in_memory = steps.in_memory(x, scale, zero_point, *outputs)
     check_quantization(quantization, x, scale, zero_point, in_memory, x_name=x_name)
     groups = [*x.shape[:-1], x.shape[-1] // quantization.group(x.shape[-1])]
     shape = [1] if quantization.per == "tensor" else groups
@@ -410,12 +410,12 @@ def _quantized(
 ) -> tuple[Tensor, ...]:
     """The results for checked operands, in the caller's memory where that is given."""
     if outputs.normed_out is not None and outputs.normed_out is not y:
-        plain.written(outputs.normed_out, reference.rounded(y, outputs.normed_out.dtype))
-    if plain.seen(y, scale, zero_point, *outputs):
-        found = dispatcher.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
+        steps.written(outputs.normed_out, reference.rounded(y, outputs.normed_out.dtype))
+    if steps.seen(y, scale, zero_point, *outputs):
+        found = dtensor_bridge.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
         return _copied(found, quantization, scale, outputs)
     results = _results(y, quantization, scale, zero_point, outputs)
-    if not listeners.transform(y, scale, zero_point):
+    if not must_be_seen.transform(y, scale, zero_point):
         backend = run.backend_of(operation_of(y, None, None, Flags()))
         if run_quantized.quantize(y, results, backend):
             return _returned(results)
@@ -449,7 +449,7 @@ def _copied(
 ) -> tuple[Tensor, ...]:
     """New results, copied to the caller's memory where that is given, and scales laid out."""
     values, new_scale, new_zero_point = found
-    values = plain.written(outputs.out, values)
+    values = steps.written(outputs.out, values)
     if quantization.per == "tensor":
         return values, cast(Tensor, scale)
     laid = [_laid_out(new_scale, quantization, outputs.scale_out)]
@@ -463,10 +463,10 @@ def _laid_out(of_groups: Tensor, quantization: Quantization, given: Tensor | Non
 
     A transform of ``torch.func`` lays its batches out itself.
     """
-    if given is not None or quantization.layout == "row" or plain.transformed(of_groups):
-        return plain.written(given, of_groups)
+    if given is not None or quantization.layout == "row" or steps.transformed(of_groups):
+        return steps.written(given, of_groups)
 
     def formula(found: Tensor) -> tuple[Tensor]:
         return (run_quantized.laid_out(tuple(found.shape), found.dtype, found.device, quantization).copy_(found),)
 
-    return cast(Tensor, dispatcher.on_rows(formula, (of_groups,))[0])
+    return cast(Tensor, dtensor_bridge.on_rows(formula, (of_groups,))[0])

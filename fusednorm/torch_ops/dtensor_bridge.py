@@ -15,7 +15,7 @@ from fusednorm.calls.call import Flags
 def operations(*operands: Tensor | None) -> Any:
     """``torch.ops.fusednorm``. If an operand is a DTensor, torch knows by then how to shard the operations."""
     if any(map(_is_dtensor, operands)):
-        import fusednorm.torch_ops.distributed  # noqa: F401 - registers the rules
+        import fusednorm.torch_ops.sharding  # noqa: F401 - registers the rules
     return torch.ops.fusednorm
 
 
@@ -44,18 +44,18 @@ def on_rows(
     operands = [t for t in (*rows, *whole) if t is not None]
     if not all(map(_is_dtensor, operands)):  # torch refuses a mix in its own words
         return formula(*rows, *whole)
-    import fusednorm.torch_ops.distributed
+    import fusednorm.torch_ops.sharding
 
-    return fusednorm.torch_ops.distributed.on_rows(formula, cast(Any, rows), cast(Any, whole), joined)
+    return fusednorm.torch_ops.sharding.on_rows(formula, cast(Any, rows), cast(Any, whole), joined)
 
 
 def parts_of_groups(rows: Tensor, groups: int) -> Tensor:
     """[..., N] of so many groups of elements; of a DTensor each rank has whole groups."""
     if not _is_dtensor(rows):
         return rows
-    import fusednorm.torch_ops.distributed
+    import fusednorm.torch_ops.sharding
 
-    return fusednorm.torch_ops.distributed.parts_of_groups(cast(Any, rows), groups)
+    return fusednorm.torch_ops.sharding.parts_of_groups(cast(Any, rows), groups)
 
 
 def as_placed(like: Tensor, tensor: Tensor) -> Tensor:

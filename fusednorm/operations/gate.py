@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, accumulator
 from fusednorm.calls.checks import (
     check_activation,
@@ -24,13 +24,13 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
-from fusednorm.calls.tangents import outer_levels, primals
+from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run, run_gated
-from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_gated import Gating
 from fusednorm.reference import activations
 from fusednorm.reference.norm import rounded
-from fusednorm.torch_ops import dispatcher, plain
+from fusednorm.torch_ops import dtensor_bridge, steps
 
 
 def gate(
@@ -67,7 +67,7 @@ def gate(
             result: Any = take(y, *NO_NORM, z, activation, ALONE, None, out)
             if result is not None:
                 return cast(Tensor, result)
-        if listeners.override(y, z, out):
+        if must_be_seen.override(y, z, out):
             return handle_torch_function(gate, (y, z, out), y, z, activation=activation, out=out, out_dtype=out_dtype)
     return _run("gate", {"y": y, "z": z}, y, z, activation, None, out, out_dtype)
 
@@ -93,7 +93,7 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
             result: Any = take(y, *NO_NORM, z, activation, ALONE, None, y)
             if result is not None:
                 return cast(Tensor, result)
-        if listeners.override(y, z):
+        if must_be_seen.override(y, z):
             return handle_torch_function(gate_, (y, z), y, z, activation=activation)
     return _run("gate_", {"y": y, "z": z}, y, z, activation, None, y, None)
 
@@ -122,7 +122,7 @@ def silu_and_mul(
     """
     if (result := _on_fast_path(gate, up, "silu", between, out)) is not None:
         return result
-    if not is_dynamo_compiling() and listeners.override(gate, up, out):
+    if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
         operands = (gate, up, out)
         return handle_torch_function(silu_and_mul, operands, gate, up, between=between, out=out)
     return _and_mul("silu_and_mul", gate, up, "silu", between, out)
@@ -147,7 +147,7 @@ def gelu_tanh_and_mul(
     """
     if (result := _on_fast_path(gate, up, "gelu_tanh", between, out)) is not None:
         return result
-    if not is_dynamo_compiling() and listeners.override(gate, up, out):
+    if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
         operands = (gate, up, out)
         return handle_torch_function(gelu_tanh_and_mul, operands, gate, up, between=between, out=out)
     return _and_mul("gelu_tanh_and_mul", gate, up, "gelu_tanh", between, out)
@@ -193,7 +193,7 @@ def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
         refuse_type("gate", gate)
     if gate.is_nested:
         refuse_nested("gate")
-    if plain.in_memory(gate):
+    if steps.in_memory(gate):
         check_memory("gate", gate)  # torch would refuse the halves in words of its own
     if gate.dim() == 0 or gate.shape[-1] == 0 or gate.shape[-1] % 2:
         raise ValueError(
@@ -223,8 +223,8 @@ def _run(
     (first_name, first), (second_name, second) = operands.items()
     if second is None:
         refuse_type(second_name, second)
-    seen = plain.seen(y, z, out)
-    transformed = not seen and listeners.transform(y, z, out)
+    seen = steps.seen(y, z, out)
+    transformed = not seen and must_be_seen.transform(y, z, out)
     if not (is_dynamo_compiling() or transformed):  # the batches of a transform have no memory
         names = {"x_name": first_name, "residual_name": second_name}
         check_operands(first, second, None, out, None, in_memory=not seen, **names)
@@ -235,13 +235,13 @@ def _run(
         refuse_grad(name)
     gating = Gating(activation, between, out.dtype if out is not None else out_dtype or first.dtype)
     if seen:
-        found = dispatcher.operations(y, z, out).gate(y, z, *gating)
-        return plain.written(out, found)
+        found = dtensor_bridge.operations(y, z, out).gate(y, z, *gating)
+        return steps.written(out, found)
     if out is not None and not transformed:
         check_apart({first_name if name == "gate_" else "out": out}, operands)
     if records or transformed:
         found = Gated.apply(*((y, z) if both is None else (None, both)), *gating)  # type: ignore[no-untyped-call]
-        return plain.written(out, found)
+        return steps.written(out, found)
     return run_gated.forward(y, z, gating, out)
 
 
@@ -254,8 +254,8 @@ class Gated(torch.autograd.Function):
         y, z = _apart(y, z)
         first, second = (z, y) if z.dtype == torch.float64 else (y, z)
         check_operands(first, second, None, None, None, x_name="y", residual_name="z", in_memory=False)
-        if listeners.below(y, z):
-            return cast(Tensor, dispatcher.operations(y, z).gate(y, z, *gating))
+        if must_be_seen.below(y, z):
+            return cast(Tensor, dtensor_bridge.operations(y, z).gate(y, z, *gating))
         return run_gated.forward(y, z, Gating(*gating))
 
     @staticmethod
@@ -275,11 +275,11 @@ class Gated(torch.autograd.Function):
         needs, nothing = (ctx.needs_input_grad[:2] if first is not None else (True, True)), (None,) * len(ctx.gating)
         activation, between, _ = ctx.gating
         found: Any
-        if is_grad_enabled() or listeners.level_entered():  # the gradients may be differentiated again
-            plain.check_kept((d,), (y, z))
+        if is_grad_enabled() or must_be_seen.level_entered():  # the gradients may be differentiated again
+            steps.check_kept((d,), (y, z))
             found = activations.gate_gradients(d, y, z, activation, between, needs)
-        elif listeners.below(d, y, z):
-            operations = dispatcher.operations(d, y, z)
+        elif must_be_seen.below(d, y, z):
+            operations = dtensor_bridge.operations(d, y, z)
             found = operations.gate_backward(d, y, z, activation, between, list(needs))
             found = tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
         elif first is not None:

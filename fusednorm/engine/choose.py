@@ -24,8 +24,8 @@ from fusednorm.backends import MODULES, NAMES
 from fusednorm.calls.call import Backward, Forward, Operation
 from fusednorm.calls.fast_path import FastPath
 from fusednorm.calls.process import BackendError, BackendInfo
-from fusednorm.engine.composition import Composition
-from fusednorm.engine.first_calls import FirstCalls, raised_by
+from fusednorm.engine.checked_backend import FirstCalls, raised_by
+from fusednorm.engine.substitutes import Composition
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"

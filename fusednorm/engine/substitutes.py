@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.call import Backward, Forward, Operation, Strides
-from fusednorm.engine.first_calls import FirstCalls
+from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.engine.registry import Backend
+    from fusednorm.engine.choose import Backend
 
 
 def _widens(operation: Operation) -> bool:

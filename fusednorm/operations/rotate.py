@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, HeadsNorm
 from fusednorm.calls.checks import (
     check_affine,
@@ -21,12 +21,12 @@ from fusednorm.calls.checks import (
     refuse_grad,
     refuse_type,
 )
-from fusednorm.calls.tables import check_heads, check_tables, rows_for
+from fusednorm.calls.rotation_checks import check_heads, check_tables, rows_for
 from fusednorm.engine import run_rotated
-from fusednorm.engine.registry import fast_paths, request
+from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Turn
 from fusednorm.operations.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
-from fusednorm.torch_ops import plain
+from fusednorm.torch_ops import steps
 
 
 def rotate(
@@ -73,7 +73,7 @@ def rotate(
             if result is not None:
                 return result[0]
     operands = (x, cos, sin, positions, out)
-    if listeners.override(*operands):
+    if must_be_seen.override(*operands):
         return handle_torch_function(
             rotate,
             operands,
@@ -85,7 +85,7 @@ def rotate(
             round_products=round_products,
             out=out,
         )
-    in_memory = plain.in_memory(*operands)
+    in_memory = steps.in_memory(*operands)
     check_heads("x", x, in_memory)
     check_flag("interleaved", interleaved)
     check_flag("round_products", round_products)
@@ -99,7 +99,7 @@ def rotate(
         if found is not None:
             return found[0]
     tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
-    return plain.written(out, plain.rotate(x, *tables, interleaved, rounded_to, x.dtype))
+    return steps.written(out, steps.rotate(x, *tables, interleaved, rounded_to, x.dtype))
 
 
 def qk_norm_rope(
@@ -164,7 +164,7 @@ def qk_norm_rope(
             if result is not None:
                 return result
     operands = (q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out)
-    if listeners.override(*operands):
+    if must_be_seen.override(*operands):
         return handle_torch_function(
             qk_norm_rope,
             operands,
@@ -183,7 +183,7 @@ def qk_norm_rope(
     flags = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
     for name, flag in flags.items():
         check_flag(name, flag)
-    in_memory = plain.in_memory(*operands)
+    in_memory = steps.in_memory(*operands)
     _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
     for name, heads in (("q", q), ("k", k)):
         check_between(between, heads, name)
@@ -212,7 +212,7 @@ def qk_norm_rope(
             found = NormalisedAndRotated.apply(*inputs, how, rotate)  # type: ignore[no-untyped-call]
             return cast("tuple[Tensor, Tensor]", found)
     results = composed(*inputs, how)
-    return plain.written(q_out, results[0]), plain.written(k_out, results[1])
+    return steps.written(q_out, results[0]), steps.written(k_out, results[1])
 
 
 def qk_norm_rope_(
@@ -269,7 +269,7 @@ def qk_norm_rope_(
             if result is not None:
                 return result
     operands = (q, k, q_weight, k_weight, cos, sin, positions)
-    if not is_dynamo_compiling() and listeners.override(*operands):
+    if not is_dynamo_compiling() and must_be_seen.override(*operands):
         return handle_torch_function(
             qk_norm_rope_,
             operands,

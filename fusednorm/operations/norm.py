@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
-from fusednorm.calls import listeners
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Around, Flags, accumulator, operation_of
 from fusednorm.calls.checks import (
     NAMES,
@@ -25,9 +25,9 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.engine import run
-from fusednorm.engine.registry import fast_paths, request
-from fusednorm.torch_ops import dispatcher, plain
-from fusednorm.torch_ops.autograd import Normalise, NormaliseAffine, Transformed
+from fusednorm.engine.choose import fast_paths, request
+from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.torch_ops.gradients import Normalise, NormaliseAffine, Transformed
 
 
 def fused_add_rms_norm(
@@ -102,7 +102,7 @@ def fused_add_rms_norm(
             if result is not None:
                 return result
         operands = (x, residual, weight, bias, out, residual_out)
-        if listeners.override(*operands):
+        if must_be_seen.override(*operands):
             return handle_torch_function(
                 fused_add_rms_norm,
                 operands,
@@ -170,7 +170,7 @@ def fused_add_rms_norm_(
             if result is not None:
                 return result
         operands = (x, residual, weight, bias)
-        if listeners.override(*operands):
+        if must_be_seen.override(*operands):
             return handle_torch_function(
                 fused_add_rms_norm_,
                 operands,
@@ -227,7 +227,7 @@ def rms_norm(
             result = take(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
             if result is not None:
                 return result[0]
-        if listeners.override(x, weight, bias, out):
+        if must_be_seen.override(x, weight, bias, out):
             return handle_torch_function(
                 rms_norm,
                 (x, weight, bias, out),
@@ -279,7 +279,7 @@ def rms_norm_(
             result = take(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
             if result is not None:
                 return result[0]
-        if listeners.override(x, weight, bias):
+        if must_be_seen.override(x, weight, bias):
             return handle_torch_function(
                 rms_norm_,
                 (x, weight, bias),
@@ -313,7 +313,7 @@ def beyond_fast_path(
     new = out is None and residual_out is None
     if not new and is_grad_enabled() and requires_grad(x, residual, weight, out, residual_out):
         refuse_grad(name)
-    if not compiling and listeners.transform(x, residual, weight, out, residual_out):
+    if not compiling and must_be_seen.transform(x, residual, weight, out, residual_out):
         return _transformed(x, residual, weight, out, residual_out, flags)
     if compiling or _heard_below(x, residual, weight, out, residual_out):
         return _dispatched(name, x, residual, weight, out, residual_out, flags)
@@ -350,11 +350,11 @@ def _composed(
     records = is_grad_enabled() and requires_grad(x, residual, *others)
     if given and records:
         refuse_grad(name)
-    transformed = not compiling and listeners.transform(x, residual, *others)
-    if not (records or compiling or transformed or listeners.below(x, residual, *others)):
+    transformed = not compiling and must_be_seen.transform(x, residual, *others)
+    if not (records or compiling or transformed or must_be_seen.below(x, residual, *others)):
         return run.forward(x, residual, weight, flags, out, residual_out, around=Around(bias, x_scale))
     if not (compiling or transformed):
-        in_memory = not listeners.below(x, residual, *others)
+        in_memory = not must_be_seen.below(x, residual, *others)
         check_operands(x, residual, None, out, residual_out, in_memory=in_memory)
         check_affine(x, weight, bias, in_memory=in_memory)
     flags = check_flags(flags, x, residual, out, residual_out)
@@ -362,28 +362,28 @@ def _composed(
     if given and not (compiling or transformed or _heard_below(x, residual, None, out, residual_out)):
         check_written(given, x, residual)
     if factor != 1.0:
-        x = plain.scale(x, factor)
+        x = steps.scale(x, factor)
     if bias is None and not _of_heads(weight):
         return beyond_fast_path(name.rstrip("_"), compiling, x, residual, weight, out, residual_out, flags)
     out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
     rounded_to, offset = x.dtype if flags.round_norm else None, flags.weight_offset
     flags = Flags(flags.eps, 0.0, flags.round_sum, False, accumulator(x.dtype), flags.residual_dtype)
-    if records and not (compiling or transformed or listeners.below(x, residual, *others)):
+    if records and not (compiling or transformed or must_be_seen.below(x, residual, *others)):
         found = NormaliseAffine.apply(x, residual, weight, bias, offset, rounded_to, out_dtype, *flags)  # type: ignore[no-untyped-call]
         return cast(tuple[Tensor, Any], found)
     rows, total = beyond_fast_path(name.rstrip("_"), compiling, x, residual, None, None, None, flags)
-    y = plain.affine(rows, weight, bias, offset, rounded_to, out_dtype)
-    return plain.written(out, y), plain.written(residual_out, total)
+    y = steps.affine(rows, weight, bias, offset, rounded_to, out_dtype)
+    return steps.written(out, y), steps.written(residual_out, total)
 
 
 def _heard_below(*operands: Tensor | None) -> bool:
     """Whether the call must go through torch's dispatcher. The operands are those of :data:`NAMES`."""
-    if listeners.plain(*operands):
-        return listeners.listening()
+    if must_be_seen.plain(*operands):
+        return must_be_seen.listening()
     for name, tensor in zip(NAMES, operands, strict=True):
-        if listeners.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
+        if must_be_seen.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
             refuse_nested(name)  # it would override our operation, and not know it
-    return listeners.below(*operands)
+    return must_be_seen.below(*operands)
 
 
 def _transformed(
@@ -405,7 +405,7 @@ def _transformed(
                 f"{name} must have the dtype {str(new.dtype)[6:]} under torch.func and forward-mode differentiation, "
                 f"got {str(given.dtype)[6:]}; call the function without {name} and convert what it returns"
             )
-    return plain.written(out, y), plain.written(residual_out, total)
+    return steps.written(out, y), steps.written(residual_out, total)
 
 
 def _dispatched(
@@ -419,12 +419,12 @@ def _dispatched(
 ) -> tuple[Tensor, Any]:
     """Both outputs of the public function of that name, through torch's dispatcher."""
     if out is None and residual_out is None:
-        return dispatcher.new_outputs(x, residual, weight, flags)[:2]
+        return dtensor_bridge.new_outputs(x, residual, weight, flags)[:2]
     operation = operation_of(x, residual, weight, check_flags(flags, x, residual, out, residual_out), out)
     if out is None and residual_out is not None:
         out = torch.empty_like(residual_out, dtype=operation.out, memory_format=torch.contiguous_format)
     assert out is not None
     if residual is not None and residual_out is None:
         residual_out = torch.empty_like(out, dtype=operation.residual_out, memory_format=torch.contiguous_format)
-    dispatcher.write(name, x, residual, weight, out, residual_out, flags)
+    dtensor_bridge.write(name, x, residual, weight, out, residual_out, flags)
     return out, residual_out

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import checks, listeners
-from fusednorm.calls.tangents import outer_levels, primals
+from fusednorm.calls import checks, must_be_seen
+from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run_rotated
 from fusednorm.reference import norm as reference
 from fusednorm.reference import rotation
-from fusednorm.torch_ops import dispatcher
+from fusednorm.torch_ops import dtensor_bridge
 
 
 def seen(*operands: Tensor | None) -> bool:
     """Whether the dispatcher must see a call. Transforms of ``torch.func`` see the functions of autograd instead."""
-    return is_dynamo_compiling() or (listeners.below(*operands) and not listeners.transform(*operands))
+    return is_dynamo_compiling() or (must_be_seen.below(*operands) and not must_be_seen.transform(*operands))
 
 
 def transformed(*operands: Tensor | None) -> bool:
     """Whether a transform of ``torch.func`` is active, which shows each operand without its batch and its memory."""
-    return not is_dynamo_compiling() and listeners.transform(*operands)
+    return not is_dynamo_compiling() and must_be_seen.transform(*operands)
 
 
 def in_memory(*operands: Tensor | None) -> bool:
@@ -45,14 +45,14 @@ def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None])
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.added`."""
     if seen(x, residual):
-        return cast(Tensor, dispatcher.operations(x, residual).add(x, residual, dtype))
+        return cast(Tensor, dtensor_bridge.operations(x, residual).add(x, residual, dtype))
     return reference.added(x, residual, dtype)
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
     """x * factor, [..., N], rounded to x's dtype; see :func:`fusednorm.reference.norm.scaled`."""
     if seen(x):
-        return cast(Tensor, dispatcher.operations(x).scale(x, factor))
+        return cast(Tensor, dtensor_bridge.operations(x).scale(x, factor))
     return reference.scaled(x, factor)
 
 
@@ -68,7 +68,7 @@ def affine(
     operands = (n, weight, bias)
     arguments = (*operands, weight_offset, rounded_to, out_dtype)
     if seen(*operands):
-        return cast(Tensor, dispatcher.operations(*operands).affine(*arguments))
+        return cast(Tensor, dtensor_bridge.operations(*operands).affine(*arguments))
     return cast(Tensor, Affine.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -78,7 +78,7 @@ def rotate(
     """Rotated heads, [..., H, D], rounded once to a dtype; see :func:`fusednorm.reference.rotation.rotated`."""
     arguments = (x, cos, sin, interleaved, rounded_to, dtype)
     if seen(x, cos, sin):
-        return cast(Tensor, dispatcher.operations(x, cos, sin).rotate(*arguments))
+        return cast(Tensor, dtensor_bridge.operations(x, cos, sin).rotate(*arguments))
     return cast(Tensor, Rotate.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -86,7 +86,7 @@ def written(given: Tensor | None, new: Tensor) -> Tensor:
     """A new result; or the tensor that the caller gave for it, which takes a copy. A DTensor stays where it lies."""
     if given is None or given is new:
         return new
-    return given.copy_(dispatcher.as_placed(given, new))
+    return given.copy_(dtensor_bridge.as_placed(given, new))
 
 
 class Rotate(torch.autograd.Function):
