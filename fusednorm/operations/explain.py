@@ -21,6 +21,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.quantization import Quantization
 from fusednorm.engine.choose import Explanation, choose
 from fusednorm.engine.run_quantized import quantizer_of
+from fusednorm.operations.declared import PUBLIC
 from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
@@ -84,6 +85,10 @@ def explain(
     Raises:
         TypeError, ValueError, BackendError: the call would raise them, or it has no such arguments.
     """
+    if (operation := PUBLIC.get(function)) is not None:
+        check_operands(x, None, None, None, None)
+        found = choose(operation_of(x, None, None, Flags()))
+        return replace(found, plan=f"{found.plan}; {operation.declaration.name} runs by torch's operations")
     if function is None:
         function = rms_norm if residual is None else fused_add_rms_norm
     before = None

@@ -6,7 +6,6 @@ subclasses) use them; a plain call does not, because torch's dispatcher would co
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,12 +20,10 @@ from fusednorm.calls.checks import (
     check_dtype,
     check_flags,
     check_gradients,
-    check_memory,
     check_needs,
     check_operands,
     check_quantization,
 )
-from fusednorm.calls.must_be_seen import has_tangent
 from fusednorm.calls.quantization import Quantization
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run, run_gated, run_rotated
@@ -36,11 +33,7 @@ from fusednorm.reference import activations, quantizer
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops.dtensor_bridge import on_rows
 from fusednorm.torch_ops.gradients import gradients, keep, mark_constant, new_rstd, normalise
-
-try:
-    from torch._library.autograd import Info, make_autograd_impl
-except ImportError:  # not public: without it the operators have gradients, but refuse neither tangents nor writes
-    make_autograd_impl = None  # type: ignore[assignment]
+from fusednorm.torch_ops.registered import register
 
 _FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
 _DTYPES = "ScalarType? out_dtype=None, ScalarType? residual_dtype=None"
@@ -407,26 +400,6 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """The function of an operator, which sees that all operands of these names are in memory."""
-
-    @functools.wraps(function)
-    def checked(*arguments: Any) -> Any:
-        for name, argument in zip(names, arguments, strict=False):
-            if isinstance(argument, Tensor):
-                check_memory(name, argument)
-        return function(*arguments)
-
-    return checked
-
-
-for _name, (_function, _fake) in _FUNCTIONS.items():
-    torch.library.define(f"fusednorm::{_name}", SCHEMAS[_name], tags=torch.Tag.pt2_compliant_tag)
-    _names = [argument.name for argument in getattr(torch.ops.fusednorm, _name).default._schema.arguments]
-    torch.library.impl(f"fusednorm::{_name}", "CompositeExplicitAutograd", _of_memory(_function, _names))
-    torch.library.register_fake(f"fusednorm::{_name}", _fake)
-
-
 def _gradients_of_fused(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], None), *[None] * len(Flags._fields)
 
@@ -528,34 +501,5 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _register_autograd(name: str) -> None:
-    """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
-    operation = getattr(torch.ops.fusednorm, name).default
-    gradients, setup_context = _GRADIENTS.get(name, (None, None))
-    if make_autograd_impl is None:
-        if gradients is not None:
-            torch.library.register_autograd(f"fusednorm::{name}", gradients, setup_context=setup_context)
-        return
-    recorded = make_autograd_impl(operation, Info(gradients, setup_context))
-
-    def kernel(keyset: Any, *arguments: Any) -> Any:
-        operands = [a for a in arguments if isinstance(a, Tensor)]
-        if has_tangent(*operands):
-            lost = "an operand has a tangent of forward-mode differentiation"
-        elif operation._schema.is_mutable and torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-            lost = "an operand requires grad"
-        else:
-            return recorded(keyset, *arguments)
-        raise NotImplementedError(
-            f"torch.ops.fusednorm.{name} cannot be differentiated so, and {lost}; call the function that fusednorm has "
-            "for it, with new outputs"
-        )
-
-    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
-
-
-# torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
-_LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval"), {"Library": torch.library.Library})
-
-for _name in SCHEMAS:
-    _register_autograd(_name)
+for _name, (_function, _fake) in _FUNCTIONS.items():
+    register(_name, SCHEMAS[_name], _function, _fake, _GRADIENTS.get(_name))

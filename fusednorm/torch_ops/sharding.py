@@ -13,7 +13,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from fusednorm.calls.declared import Declaration, Role
 from fusednorm.calls.quantization import Quantization
+from fusednorm.torch_ops.declared import DECLARED
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
@@ -273,6 +275,47 @@ def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSc
     _register_rule(getattr(torch.ops.fusednorm, name).default, rule, schema_info)
 
 
+def register_declared(declaration: Declaration) -> None:
+    """Registers the rules of a declared operation and of its gradients."""
+    _register(declaration.name, partial(_declared, declaration), RuntimeSchemaInfo(len(declaration.operands)))
+    if declaration.gradient is not None:
+        backward, first = f"{declaration.name}_backward", len(declaration.backward_tensors)
+        _register(backward, partial(_declared_backward, declaration), RuntimeSchemaInfo(first))
+
+
+def _of_role(role: Role, rows: DTensorSpec, of_weight: Callable[[DTensorSpec], DTensorSpec]) -> DTensorSpec:
+    return of_weight(rows) if role is Role.WEIGHT else rows
+
+
+def _rows_of(declaration: Declaration, operands: dict[str, DTensorSpec]) -> DTensorSpec:
+    """The common placement of rows; those of weights with a row for each head have whole heads."""
+    roles = declaration.roles()
+    of_heads = any(operands[name].ndim == 2 for name in operands if roles[name] is Role.WEIGHT)
+    with_rows = (spec for name, spec in operands.items() if roles[name] is Role.ROWS)
+    return _rows(*with_rows, whole=2 if of_heads else declaration.joined)
+
+
+def _declared(declaration: Declaration, schema: OpSchema) -> Any:
+    """Results lie where the rows are."""
+    schema.get_mesh_from_args()
+    operands, roles = _placed(schema), declaration.roles()
+    rows = _rows_of(declaration, operands)
+    outputs = (rows,) * len(declaration.results) if len(declaration.results) > 1 else rows
+    inputs = [_of_role(roles[name], rows, _replicated) for name in operands]
+    return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
+
+
+def _declared_backward(declaration: Declaration, schema: OpSchema) -> Any:
+    """Gradients lie where the rows are; of a weight each rank with other rows has a share."""
+    schema.get_mesh_from_args()
+    operands, roles = _placed(schema), declaration.roles()
+    rows, needs = _rows_of(declaration, operands), cast(Sequence[bool], schema.args_schema[-1])
+    placed = tuple(_of_role(operand.role, rows, _shares) for operand in declaration.with_gradient)
+    outputs = _gradients(rows, placed, needs)
+    inputs = [_of_role(roles[name], rows, _replicated) for name in operands]
+    return OpStrategy([OpSpec(outputs if len(outputs) > 1 else outputs[0], inputs, [[0.0]] * len(inputs))])
+
+
 # DTensor keeps its decisions. It tells calls apart by their DTensors and all arguments from `static_argnum` on. These
 # determine the dtypes of the outputs, or which of them there are.
 _register("fused_add_rms_norm", _forward, RuntimeSchemaInfo(static_argnum=7))
@@ -289,3 +332,5 @@ _register("rotate", _rotate, RuntimeSchemaInfo(static_argnum=5))
 _register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
 _register("gate", _gate, RuntimeSchemaInfo(static_argnum=2))
 _register("gate_backward", _gate_backward, RuntimeSchemaInfo(static_argnum=3))
+for _operator in DECLARED.values():
+    register_declared(_operator.declaration)

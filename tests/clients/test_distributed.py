@@ -47,6 +47,7 @@ from fusednorm import (
     silu_and_mul_quant,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
+from fusednorm.conformance.declared import is_sharded
 
 from ranks import on_ranks
 
@@ -210,6 +211,14 @@ def test_quantization(sharding):
         assert moved == {}
         assert outputs[0].placements == outputs[-1].placements == (sharding,)
         all_same(outputs, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("operation", ["SCALED", "PICK"])
+def test_declared_operations(operation):
+    import test_declared  # on each rank, which declares the operations there
+
+    is_sharded(getattr(test_declared, operation), everywhere())
 
 
 @on_ranks(2)

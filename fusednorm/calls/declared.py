@@ -1,0 +1,225 @@
+"""An operation as data: operands with their roles, flags, results and the formula.
+
+All that operations share is made from it: the operator of torch, gradients, checks, sharding, twins in place, tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.call import accumulator
+from fusednorm.calls.checks import (
+    check_affine,
+    check_dense,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_memory,
+    check_operands,
+    number,
+    refuse_type,
+)
+
+
+class Role(Enum):
+    """The shape of an operand or a result, where the first operand is [..., N]; and how ranks share it."""
+
+    #: [..., N].
+    ROWS = "rows"
+    #: [N], or [H, N] for rows of [..., H, N]: the same for all rows. Its gradient is a sum over rows.
+    WEIGHT = "weight"
+    #: [...]: a number for each row.
+    NUMBERS = "numbers"
+    #: [...], int32 or int64: for each row the place of one of its elements. It has no gradient.
+    IDS = "ids"
+
+
+class Operand(NamedTuple):
+    """A tensor that an operation reads."""
+
+    name: str
+    role: Role = Role.ROWS
+    optional: bool = False
+
+
+class Result(NamedTuple):
+    """A tensor that an operation makes."""
+
+    #: The argument that takes memory for it.
+    name: str = "out"
+    role: Role = Role.ROWS
+    #: The flag that says its dtype; without one, or where that is None, it is the first operand's.
+    dtype: str | None = None
+    #: The operand that the twin in place overwrites with it.
+    overwrites: str | None = None
+    #: Whether it is kept for the gradients, and not returned. It has the accumulator type.
+    kept: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Declaration:
+    """An operation; CONTRIBUTING has an example."""
+
+    name: str
+    operands: tuple[Operand, ...]
+    #: The specification, in torch's operations: (*operands, *flags) -> a tuple with a tensor for each result.
+    formula: Callable[..., tuple[Tensor, ...]]
+    results: tuple[Result, ...] = (Result(),)
+    #: Default values by name. The default ``torch.dtype`` stands for a dtype that must be given; None is one too.
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    #: (incoming gradients, *operands, *kept, *flags, needs) -> a gradient or None for each operand but ids, in torch's
+    #: operations, linear in the incoming gradients. None: the operation has no gradients.
+    gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
+    #: So many dimensions at the end stay on one rank: a row, or all heads, or nothing.
+    joined: int = 1
+    #: (*operands, *flags): raises where values do not fit that fit by type.
+    check: Callable[..., None] | None = None
+    #: Flags of calls that tests and ``fusednorm check`` make, on operands of each role.
+    samples: Sequence[Mapping[str, Any]] = ({},)
+    #: Flags that are refused, each with the error and words of its text.
+    refused: Sequence[tuple[Mapping[str, Any], type[Exception], str]] = ()
+    #: It grows whenever the operation gets other bits.
+    version: int = 1
+
+    @property
+    def returned(self) -> tuple[Result, ...]:
+        """The results that callers see; the others follow them."""
+        return tuple(result for result in self.results if not result.kept)
+
+    @property
+    def kept(self) -> tuple[Result, ...]:
+        """The results that only gradients take."""
+        return tuple(result for result in self.results if result.kept)
+
+    @property
+    def with_gradient(self) -> tuple[Operand, ...]:
+        """The operands that have gradients."""
+        return tuple(operand for operand in self.operands if operand.role is not Role.IDS)
+
+    @property
+    def schema(self) -> str:
+        """The schema of the operator."""
+        return f"({', '.join((*self._in_schema, *self._flags_in_schema))}) -> {_tensors(len(self.results))}"
+
+    @property
+    def backward_schema(self) -> str:
+        """The schema of the gradients' operator."""
+        incoming = [f"Tensor {name}" for name in self.incoming]
+        kept = [f"Tensor {result.name}" for result in self.kept]
+        arguments = (*incoming, *self._in_schema, *kept, *self._flags_in_schema, "bool[] needs")
+        return f"({', '.join(arguments)}) -> {_tensors(len(self.with_gradient))}"
+
+    @property
+    def backward_tensors(self) -> tuple[str, ...]:
+        """The names of the tensors that the gradients' operator takes, in order."""
+        return *self.incoming, *(operand.name for operand in self.operands), *(result.name for result in self.kept)
+
+    @property
+    def incoming(self) -> tuple[str, ...]:
+        """The names of incoming gradients."""
+        return tuple(f"d_{result.name}" for result in self.returned)
+
+    @property
+    def _in_schema(self) -> list[str]:
+        return [f"Tensor{'?' if operand.optional else ''} {operand.name}" for operand in self.operands]
+
+    @property
+    def _flags_in_schema(self) -> list[str]:
+        types = {float: "float", int: "int", bool: "bool", str: "str", type(None): "ScalarType?", type: "ScalarType"}
+        return [f"{types[type(default)]} {name}" for name, default in self.flags.items()]
+
+    def roles(self) -> dict[str, Role]:
+        """The role of each tensor of both operators, by name."""
+        roles = {operand.name: operand.role for operand in self.operands}
+        roles |= {result.name: result.role for result in self.kept}
+        return roles | {f"d_{result.name}": result.role for result in self.returned}
+
+    def joined_of(self, operands: Sequence[Tensor | None]) -> int:
+        """Dimensions that stay on one rank for these operands: heads too, where each has a weight of its own."""
+        places = enumerate(self.operands)
+        weights = [operands[place] for place, operand in places if operand.role is Role.WEIGHT]
+        return max(self.joined, 2 * any(w is not None and w.dim() == 2 for w in weights))
+
+    def shape(self, role: Role, rows: Tensor) -> torch.Size:
+        """The shape of what has this role, beside the first operand; of a weight that of one for all rows."""
+        shapes = {Role.ROWS: rows.shape, Role.WEIGHT: rows.shape[-1:]}
+        return shapes.get(role, rows.shape[:-1])
+
+    def dtype(self, result: Result, rows: Tensor, flags: Sequence[Any]) -> torch.dtype:
+        """The dtype of a result."""
+        if result.kept:
+            return accumulator(rows.dtype)
+        asked = None if result.dtype is None else dict(zip(self.flags, flags, strict=True))[result.dtype]
+        return rows.dtype if asked is None else asked
+
+    def checked(self, operands: Sequence[Tensor | None], flags: Sequence[Any], *, in_memory: bool) -> tuple[Any, ...]:
+        """Checks operands and flags; returns the flags, numbers as floats.
+
+        Raises:
+            TypeError, ValueError: the operand or the flag, its value, what was expected, and the cure.
+        """
+        name, (rows, *_) = self.operands[0].name, operands
+        assert rows is not None or not self.operands[0].optional
+        for operand, tensor in zip(self.operands, operands, strict=True):
+            if tensor is None and operand.optional:
+                continue
+            if not isinstance(tensor, Tensor):
+                refuse_type(operand.name, tensor)
+            _check(operand, tensor, rows, name, in_memory)
+        found = tuple(
+            _checked_flag(flag, default, value, rows, name)
+            for (flag, default), value in zip(self.flags.items(), flags, strict=True)
+        )
+        if self.check is not None:
+            self.check(*operands, *found)
+        return found
+
+
+def _tensors(count: int) -> str:
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+
+def _check(operand: Operand, tensor: Tensor, rows: Any, rows_name: str, in_memory: bool) -> None:
+    """That an operand has its role beside the first one."""
+    name, role = operand.name, operand.role
+    if tensor is rows and name == rows_name:
+        check_operands(tensor, None, None, None, None, in_memory=in_memory, x_name=name)
+    elif role is Role.ROWS:
+        check_operands(rows, tensor, None, None, None, in_memory=in_memory, x_name=rows_name, residual_name=name)
+    elif role is Role.WEIGHT:
+        check_affine(rows, tensor, None, in_memory=in_memory, x_name=rows_name, weight_name=name)
+    else:
+        check_dense(name, tensor, f"{name}.to_dense() makes one")
+        check_device(name, tensor, rows, rows_name)
+        if role is Role.IDS and tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {str(tensor.dtype)[6:]}; convert it")
+        if role is Role.NUMBERS:
+            check_dtype(f"the dtype of {name}", tensor.dtype, rows, rows_name, f"convert it, as by {name}.float()")
+        if tensor.shape != rows.shape[:-1]:
+            raise ValueError(
+                f"{name} must have shape {list(rows.shape[:-1])}, a number for each row of {rows_name}, got "
+                f"{list(tensor.shape)}; pass one for each row"
+            )
+        if in_memory:
+            check_memory(name, tensor)
+
+
+def _checked_flag(name: str, default: Any, value: Any, rows: Any, rows_name: str) -> Any:
+    """A flag of its default's type."""
+    if type(default) is float:
+        return number(name, value)
+    if type(default) is bool:
+        check_flag(name, value)
+    elif default is None or default is torch.dtype:
+        if value is not None or default is not None:
+            check_dtype(name, value, rows, rows_name, "" if default is not None else "leave it out for the default")
+    elif not isinstance(value, type(default)) and not isinstance(value, torch.SymInt):
+        kind = type(default).__name__
+        raise TypeError(f"{name} must be {kind}, got {value!r}; leave it out for {default!r}")
+    return value

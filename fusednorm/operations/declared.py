@@ -1,0 +1,109 @@
+"""Public functions of declared operations: checks, overrides, listeners, gradients, outputs, and twins in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function
+
+from fusednorm.calls import must_be_seen
+from fusednorm.calls.checks import check_apart, check_output, refuse_grad
+from fusednorm.calls.declared import Declaration
+from fusednorm.torch_ops import steps
+from fusednorm.torch_ops.declared import Operator
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Operation:
+    """A declared operation that public functions call.
+
+    Args:
+        declaration: the operation.
+        run: see :class:`fusednorm.torch_ops.declared.Operator`, as for ``run_gradient``.
+        run_gradient: None: the gradient's formula.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        run: Callable[..., tuple[Tensor, ...]] | None = None,
+        run_gradient: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    ) -> None:
+        self.declaration = declaration
+        self.operator = Operator(declaration, run, run_gradient)
+        #: Its public functions, by name. The name of one that works in place ends in an underscore.
+        self.functions: dict[str, Callable[..., Any]] = {}
+
+    def public(self, function: _Function) -> _Function:
+        """Adds a function that users call, with operands, flags and outputs of the declared names."""
+        self.functions[function.__name__] = function
+        PUBLIC[function] = self
+        return function
+
+    def __call__(self, name: str, **arguments: Any) -> Any:
+        """The results of the public function of that name, one or a tuple; see the function for errors.
+
+        ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
+        """
+        declaration, compiling = self.declaration, is_dynamo_compiling()
+        operands = {operand.name: arguments[operand.name] for operand in declaration.operands}
+        given = {result.name: arguments.get(result.name) for result in declaration.returned}
+        if not compiling and must_be_seen.override(*operands.values(), *given.values()):
+            every = (*operands.values(), *given.values())
+            return handle_torch_function(self.functions[name], every, **arguments)
+        in_place = name.endswith("_")
+        if in_place:
+            given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}
+        outputs = tuple(t for t in given.values() if t is not None)
+        tensors = tuple(operands.values())
+        seen = compiling or steps.seen(*tensors, *outputs)
+        transformed = not seen and must_be_seen.transform(*tensors, *outputs)
+        flags = tuple(arguments.get(flag, default) for flag, default in declaration.flags.items())
+        if not (compiling or transformed):
+            flags = declaration.checked(tensors, flags, in_memory=not seen)
+        records = is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if outputs:
+            if records or (is_grad_enabled() and any(t.requires_grad for t in outputs)):
+                refuse_grad(name)
+            self._check_outputs(given, operands, flags, in_place, apart=not (seen or transformed))
+        if seen:
+            found = self.operator(*tensors, *flags)
+        elif records or transformed:
+            found = cast(Any, self.operator.recorded).apply(*tensors, *flags)
+        else:
+            found = self.operator.run(*tensors, *flags)
+        found = found if isinstance(found, tuple) else (found,)
+        results = tuple(steps.written(t, new) for t, new in zip(given.values(), found, strict=False))
+        return results[0] if len(results) == 1 else results
+
+    def _check_outputs(
+        self,
+        given: Mapping[str, Tensor | None],
+        operands: Mapping[str, Tensor | None],
+        flags: tuple[Any, ...],
+        in_place: bool,
+        apart: bool,
+    ) -> None:
+        """That outputs have the shapes and dtypes of results, and, in memory, share none with others."""
+        declaration, called = self.declaration, {}
+        rows_name, rows = next(iter(operands.items()))
+        for result in declaration.returned:
+            tensor = given[result.name]
+            name = (result.overwrites or "") if in_place else result.name
+            shape, dtype = (
+                declaration.shape(result.role, cast(Tensor, rows)),
+                declaration.dtype(result, cast(Tensor, rows), flags),
+            )
+            check_output(name, tensor, list(shape), dtype, cast(Tensor, rows), rows_name)
+            called[name] = tensor
+        if apart:
+            own = {result.name: (result.overwrites,) for result in declaration.returned if result.overwrites}
+            check_apart(called, operands, None if in_place else own)
+
+
+#: The declared operation of each public function that calls one.
+PUBLIC: dict[Any, Operation] = {}

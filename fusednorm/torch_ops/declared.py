@@ -1,0 +1,266 @@
+"""Declared operations as torch knows them: an operator, an operator for its gradients, and a function of autograd."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls import must_be_seen
+from fusednorm.calls.declared import Declaration, Role
+from fusednorm.calls.forward_mode import outer_levels, primals
+from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.torch_ops.registered import register
+
+#: All declared operations, by name.
+DECLARED: dict[str, Operator] = {}
+
+
+class Operator:
+    """A declared operation in ``torch.ops.fusednorm``, and its gradients there.
+
+    Args:
+        declaration: the operation.
+        run: computes the results for checked operands in memory, as the formula does; by default the formula.
+        run_gradient: the same for its gradient.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        run: Callable[..., tuple[Tensor, ...]] | None = None,
+        run_gradient: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    ) -> None:
+        self.declaration, self.run = declaration, run or declaration.formula
+        self.run_gradient = run_gradient or declaration.gradient
+        #: The number of operands; the arguments after them are flags.
+        self.count = len(declaration.operands)
+        self.recorded = _recorded(self)
+        name, gradients = declaration.name, None
+        if declaration.gradient is not None:
+            gradients = (self._gradients, self._keep)
+            register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
+        register(name, declaration.schema, self._forward, self._fake, gradients)
+        DECLARED[name] = self
+        if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
+            sharding.register_declared(declaration)
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """The results as new tensors, through torch's dispatcher."""
+        found = getattr(dtensor_bridge.operations(*arguments[: self.count]), self.declaration.name)(*arguments)
+        return found if isinstance(found, tuple) else (found,)
+
+    def _forward(self, *arguments: Any) -> Any:
+        operands = arguments[: self.count]
+        flags = self.declaration.checked(operands, arguments[self.count :], in_memory=False)
+        return _one_or_more(_new(self.run(*operands, *flags), operands))
+
+    def _fake(self, *arguments: Any) -> Any:
+        declaration, operands = self.declaration, arguments[: self.count]
+        flags = declaration.checked(operands, arguments[self.count :], in_memory=False)
+        rows = operands[0]
+        return _one_or_more(
+            tuple(
+                torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+                if result.role is Role.ROWS
+                else rows.new_empty(declaration.shape(result.role, rows), dtype=dtype)
+                for result in declaration.results
+                for dtype in (declaration.dtype(result, rows, flags),)
+            )
+        )
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], list[bool]]:
+        """Incoming gradients, operands, kept results with flags, and needs, of the gradients' operator."""
+        *others, needs = arguments
+        first = len(self.declaration.incoming)
+        last = first + self.count
+        of = self.declaration.with_gradient
+        if len(needs) != len(of):
+            names = ", ".join(operand.name for operand in of)
+            raise ValueError(f"needs must have {len(of)} elements, one for each of {names}, got {needs}")
+        incoming, operands, rest = others[:first], others[first:last], others[last:]
+        flags = rest[len(self.declaration.kept) :]
+        self.declaration.checked(operands, flags, in_memory=False)
+        for name, result, d in zip(self.declaration.incoming, self.declaration.returned, incoming, strict=True):
+            shape = self.declaration.shape(result.role, operands[0])
+            if d.shape != shape:
+                raise ValueError(
+                    f"{name} must have the result's shape {list(shape)}, got {list(d.shape)}; pass its gradient"
+                )
+        return incoming, operands, rest, needs
+
+    def _backward(self, *arguments: Any) -> Any:
+        incoming, operands, rest, needs = self._split(arguments)
+        found = cast(Any, self.run_gradient)(*incoming, *operands, *rest, needs)
+        nothing = operands[0].new_empty
+        return _one_or_more(_new(tuple(nothing(0) if t is None else t for t in found), (*incoming, *operands)))
+
+    def _fake_backward(self, *arguments: Any) -> Any:
+        _, operands, _, needs = self._split(arguments)
+        those = [
+            t for operand, t in zip(self.declaration.operands, operands, strict=True) if operand.role is not Role.IDS
+        ]
+        return _one_or_more(
+            tuple(
+                torch.empty_like(t, memory_format=torch.contiguous_format)
+                if need and t is not None
+                else operands[0].new_empty(0)
+                for t, need in zip(those, needs, strict=True)
+            )
+        )
+
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keeps operands, and the results that are kept."""
+        results = output if isinstance(output, tuple) else (output,)
+        kept = results[len(self.declaration.returned) :]
+        ctx.save_for_backward(*inputs[: self.count], *kept)
+        ctx.flags = inputs[self.count :]
+        ctx.mark_non_differentiable(*kept)
+
+    def _gradients(self, ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
+        """The gradients of an operator's arguments, through torch's dispatcher."""
+        return self.gradients(ctx, incoming, through_dispatcher=True)
+
+    def gradients(self, ctx: Any, incoming: Sequence[Tensor], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
+        """A gradient or None for each argument."""
+        declaration = self.declaration
+        incoming = incoming[: len(declaration.returned)]
+        operands, kept = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
+        places = [i for i, operand in enumerate(declaration.operands) if operand.role is not Role.IDS]
+        needs = [ctx.needs_input_grad[place] for place in places]
+        seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
+        if torch.is_grad_enabled() or must_be_seen.level_entered():
+            steps.check_kept(incoming, operands)
+            found = self._again(incoming, operands, ctx.flags, needs)
+        elif seen:
+            ops = dtensor_bridge.operations(*incoming, *operands)
+            found = getattr(ops, f"{declaration.name}_backward")(*incoming, *operands, *kept, *ctx.flags, needs)
+            found = found if isinstance(found, tuple) else (found,)
+        else:
+            steps.check_kept(incoming, (*operands, *kept))
+            found = cast(Any, self.run_gradient)(*incoming, *operands, *kept, *ctx.flags, needs)
+        gradients: list[Tensor | None] = [None] * (self.count + len(ctx.flags))
+        for place, need, gradient in zip(places, needs, found, strict=True):
+            gradients[place] = gradient if need else None
+        return tuple(gradients)
+
+    def _again(
+        self, incoming: Sequence[Tensor], operands: Sequence[Tensor | None], flags: Sequence[Any], needs: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients by the formula, which can be differentiated; kept results are made again with derivatives."""
+        declaration = self.declaration
+        whole = [operand.role is Role.WEIGHT for operand in declaration.operands]
+        gradient_whole = [operand.role is Role.WEIGHT for operand in declaration.with_gradient]
+
+        def formula(*given: Any) -> tuple[Tensor | None, ...]:
+            d, of_rows, of_all = (
+                given[: len(incoming)],
+                iter(given[len(incoming) :]),
+                iter(given[len(given) - sum(whole) :]),
+            )
+            again = [next(of_all) if w else next(of_rows) for w in whole]
+            kept = declaration.formula(*again, *flags)[len(declaration.returned) :] if declaration.kept else ()
+            found = cast(Any, declaration.gradient)(*d, *again, *kept, *flags, needs)
+            of_weights = [g for g, w in zip(found, gradient_whole, strict=True) if w]
+            return *(g for g, w in zip(found, gradient_whole, strict=True) if not w), *of_weights
+
+        rows = [t for t, w in zip(operands, whole, strict=True) if not w]
+        weights = [t for t, w in zip(operands, whole, strict=True) if w]
+        found = list(dtensor_bridge.on_rows(formula, (*incoming, *rows), weights, declaration.joined_of(operands)))
+        of_rows = len(found) - len(weights)
+        of_weights, of_rest = found[of_rows:], found[:of_rows]
+        return tuple(of_weights.pop(0) if w else of_rest.pop(0) for w in gradient_whole)
+
+
+def _recorded(operator: Operator) -> type[torch.autograd.Function]:
+    """(*operands, *flags) -> results, with gradients, tangents and batches."""
+    declaration = operator.declaration
+
+    class Recorded(torch.autograd.Function):
+        """A declared operation, where gradients are recorded or a transform of ``torch.func`` is active."""
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            operands = arguments[: operator.count]
+            if must_be_seen.below(*operands):
+                return _one_or_more(operator(*arguments))
+            return _one_or_more(_new(operator.run(*arguments), operands))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            operator._keep(ctx, inputs, output)
+            ctx.save_for_forward(*inputs[: operator.count])
+
+        @staticmethod
+        def backward(ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
+            return operator.gradients(ctx, incoming, through_dispatcher=False)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            with outer_levels():
+                return _one_or_more(_tangents(declaration, primals(ctx), ctx.flags, tangents))
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+            found = Recorded.apply(*_batch(declaration, info.batch_size, in_dims, arguments))  # type: ignore[no-untyped-call]
+            return found, (0,) * len(found) if isinstance(found, tuple) else 0
+
+    Recorded.__name__ = Recorded.__qualname__ = declaration.name
+    return Recorded
+
+
+def _batch(declaration: Declaration, size: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """A batch of calls as one call with a dimension more, as long as all have one weight."""
+    given = list(arguments)
+    for place, operand in enumerate(declaration.operands):
+        tensor, dim = given[place], in_dims[place]
+        if operand.role is not Role.WEIGHT:
+            if tensor is not None:
+                given[place] = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        elif dim is not None:
+            raise NotImplementedError(
+                f"fusednorm cannot take a batch of {operand.name} under vmap: one call has one {operand.name}; map "
+                f"over the other operands only, with in_dims of None for {operand.name}, or write a loop"
+            )
+    return given
+
+
+def _tangents(
+    declaration: Declaration, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Tangents of the results: the transpose of the gradient, which is linear in the incoming gradients."""
+    rows = operands[0]
+    places = [i for i, operand in enumerate(declaration.operands) if operand.role is not Role.IDS]
+    needs = [tangents[place] is not None for place in places]
+    kept = declaration.formula(*operands, *flags)[len(declaration.returned) :] if declaration.kept else ()
+
+    def gradient(*incoming: Tensor) -> tuple[Tensor, ...]:
+        found = cast(Any, declaration.gradient)(*incoming, *operands, *kept, *flags, needs)
+        return tuple(g for g, need in zip(found, needs, strict=True) if need)
+
+    zeros = [
+        rows.new_zeros(declaration.shape(result.role, rows), dtype=declaration.dtype(result, rows, flags))
+        for result in declaration.returned
+    ]
+    _, transpose = cast(Any, torch.func.vjp)(gradient, *zeros)
+    found = transpose(tuple(t for t in (tangents[place] for place in places) if t is not None))
+    return *found, *[None] * len(declaration.kept)
+
+
+def _new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Contiguous results, none of which is an operand or another result."""
+    before = [id(t) for t in operands]
+    new = []
+    for tensor in found:
+        result = tensor.contiguous()
+        new.append(result.clone() if id(result) in before else result)
+        before.append(id(new[-1]))
+    return tuple(new)
+
+
+def _one_or_more(found: tuple[Any, ...]) -> Any:
+    """A tensor alone, as torch has it, or several."""
+    return found[0] if len(found) == 1 else found

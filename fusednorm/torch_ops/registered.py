@@ -1,0 +1,83 @@
+"""Makes an operator of ``torch.ops.fusednorm`` known to torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.checks import check_memory
+from fusednorm.calls.must_be_seen import has_tangent
+
+try:
+    from torch._library.autograd import Info, make_autograd_impl
+except ImportError:  # not public: without it the operators have gradients, but refuse neither tangents nor writes
+    make_autograd_impl = None  # type: ignore[assignment]
+
+# torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
+_LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval"), {"Library": torch.library.Library})
+
+
+def register(
+    name: str,
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> None:
+    """Makes an operator.
+
+    Args:
+        name: the operator's.
+        schema: as ``torch.library.define`` takes it.
+        function: computes the results; its operands lie in memory.
+        fake: makes results without values.
+        gradients: the backward pass, and what is kept for it; None: there are no gradients.
+    """
+    torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    names = [argument.name for argument in getattr(torch.ops.fusednorm, name).default._schema.arguments]
+    torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names))
+    torch.library.register_fake(f"fusednorm::{name}", fake)
+    _register_autograd(name, gradients)
+
+
+def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """The function of an operator, which sees that all operands of these names are in memory."""
+
+    @functools.wraps(function)
+    def checked(*arguments: Any) -> Any:
+        for name, argument in zip(names, arguments, strict=False):
+            if isinstance(argument, Tensor):
+                check_memory(name, argument)
+        return function(*arguments)
+
+    return checked
+
+
+def _register_autograd(name: str, given: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+    """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
+    operation = getattr(torch.ops.fusednorm, name).default
+    gradients, setup_context = given or (None, None)
+    if make_autograd_impl is None:
+        if gradients is not None:
+            torch.library.register_autograd(f"fusednorm::{name}", gradients, setup_context=setup_context)
+        return
+    recorded = make_autograd_impl(operation, Info(gradients, setup_context))
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        operands = [a for a in arguments if isinstance(a, Tensor)]
+        if has_tangent(*operands):
+            lost = "an operand has a tangent of forward-mode differentiation"
+        elif operation._schema.is_mutable and torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+            lost = "an operand requires grad"
+        else:
+            return recorded(keyset, *arguments)
+        raise NotImplementedError(
+            f"torch.ops.fusednorm.{name} cannot be differentiated so, and {lost}; call the function that fusednorm has "
+            "for it, with new outputs"
+        )
+
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
