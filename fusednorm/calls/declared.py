@@ -5,6 +5,8 @@ All that operations share is made from it: the operator of torch, gradients, che
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -73,12 +75,15 @@ class Declaration:
     results: tuple[Result, ...] = (Result(),)
     #: Default values by name. The default ``torch.dtype`` stands for a dtype that must be given; None is one too.
     flags: Mapping[str, Any] = field(default_factory=dict)
-    #: (incoming gradients, *operands, *kept, *flags, needs) -> a gradient or None for each operand but ids, in torch's
-    #: operations, linear in the incoming gradients. None: the operation has no gradients.
+    #: (incoming gradients, *operands, *kept, flags, needs) -> a gradient or None for each operand but ids, in torch's
+    #: operations, linear in the incoming gradients. Its parameters have the names of the gradients' operator; it has
+    #: the flags that it needs. None: the operation has no gradients.
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
     #: So many dimensions at the end stay on one rank: a row, or all heads, or nothing.
     joined: int = 1
-    #: (*operands, *flags): raises where values do not fit that fit by type.
+    #: Whether an operand of rows that is float64 decides that all is computed in float64; else the first operand does.
+    any_decides: bool = False
+    #: (*operands, flags by name): raises where flags do not fit; the operator of gradients has not all of them.
     check: Callable[..., None] | None = None
     #: Flags of calls that tests and ``fusednorm check`` make, on operands of each role.
     samples: Sequence[Mapping[str, Any]] = ({},)
@@ -105,40 +110,61 @@ class Declaration:
     @property
     def schema(self) -> str:
         """The schema of the operator."""
-        return f"({', '.join((*self._in_schema, *self._flags_in_schema))}) -> {_tensors(len(self.results))}"
+        arguments = (*self._operands_in_schema, *map(self._in_schema, self.flags))
+        return f"({', '.join(arguments)}) -> {_tensors(len(self.results))}"
 
     @property
     def backward_schema(self) -> str:
         """The schema of the gradients' operator."""
         incoming = [f"Tensor {name}" for name in self.incoming]
         kept = [f"Tensor {result.name}" for result in self.kept]
-        arguments = (*incoming, *self._in_schema, *kept, *self._flags_in_schema, "bool[] needs")
+        flags = map(self._in_schema, self.gradient_flags)
+        arguments = (*incoming, *self._operands_in_schema, *kept, *flags, "bool[] needs")
         return f"({', '.join(arguments)}) -> {_tensors(len(self.with_gradient))}"
 
+    @functools.cached_property
+    def _of_gradient(self) -> list[str]:
+        """The parameters of the gradient but needs."""
+        assert self.gradient is not None
+        return list(inspect.signature(self.gradient).parameters)[:-1]
+
     @property
-    def backward_tensors(self) -> tuple[str, ...]:
+    def backward_tensors(self) -> list[str]:
         """The names of the tensors that the gradients' operator takes, in order."""
-        return *self.incoming, *(operand.name for operand in self.operands), *(result.name for result in self.kept)
+        return self._of_gradient[: len(self.results) + len(self.operands)]
 
     @property
-    def incoming(self) -> tuple[str, ...]:
+    def incoming(self) -> list[str]:
         """The names of incoming gradients."""
-        return tuple(f"d_{result.name}" for result in self.returned)
+        return self._of_gradient[: len(self.returned)]
 
     @property
-    def _in_schema(self) -> list[str]:
+    def gradient_flags(self) -> list[str]:
+        """The names of the flags that the gradient takes."""
+        return self._of_gradient[len(self.results) + len(self.operands) :]
+
+    @property
+    def _operands_in_schema(self) -> list[str]:
         return [f"Tensor{'?' if operand.optional else ''} {operand.name}" for operand in self.operands]
 
-    @property
-    def _flags_in_schema(self) -> list[str]:
+    def _in_schema(self, flag: str) -> str:
         types = {float: "float", int: "int", bool: "bool", str: "str", type(None): "ScalarType?", type: "ScalarType"}
-        return [f"{types[type(default)]} {name}" for name, default in self.flags.items()]
+        return f"{types[type(self.flags[flag])]} {flag}"
 
     def roles(self) -> dict[str, Role]:
         """The role of each tensor of both operators, by name."""
         roles = {operand.name: operand.role for operand in self.operands}
         roles |= {result.name: result.role for result in self.kept}
-        return roles | {f"d_{result.name}": result.role for result in self.returned}
+        if self.gradient is not None:
+            roles |= {name: result.role for name, result in zip(self.incoming, self.returned, strict=True)}
+        return roles
+
+    def decider(self, operands: Sequence[Tensor | None]) -> tuple[str, Any]:
+        """The operand, and its name, whose dtype decides the accumulator type."""
+        named = zip(self.operands, operands, strict=True)
+        rows = [(operand.name, tensor) for operand, tensor in named if operand.role is Role.ROWS]
+        wide = (one for one in rows if isinstance(one[1], Tensor) and one[1].dtype == torch.float64)
+        return next(wide, rows[-1]) if self.any_decides else rows[0]
 
     def joined_of(self, operands: Sequence[Tensor | None]) -> int:
         """Dimensions that stay on one rank for these operands: heads too, where each has a weight of its own."""
@@ -164,30 +190,35 @@ class Declaration:
         Raises:
             TypeError, ValueError: the operand or the flag, its value, what was expected, and the cure.
         """
-        name, (rows, *_) = self.operands[0].name, operands
-        assert rows is not None or not self.operands[0].optional
-        for operand, tensor in zip(self.operands, operands, strict=True):
-            if tensor is None and operand.optional:
-                continue
-            if not isinstance(tensor, Tensor):
-                refuse_type(operand.name, tensor)
-            _check(operand, tensor, rows, name, in_memory)
-        found = tuple(
-            _checked_flag(flag, default, value, rows, name)
-            for (flag, default), value in zip(self.flags.items(), flags, strict=True)
-        )
+        names = [operand.name for operand in self.operands]
+        self.check_tensors(dict(zip(names, operands, strict=True)), in_memory)
+        return self.checked_flags(operands, dict(zip(self.flags, flags, strict=True)))
+
+    def check_tensors(self, tensors: Mapping[str, Tensor | None], in_memory: bool) -> None:
+        """Checks operands, and what goes with them to the gradients' operator, by name."""
+        rows_name, rows = self.decider([tensors[operand.name] for operand in self.operands])
+        roles, optional = self.roles(), {operand.name for operand in self.operands if operand.optional}
+        for name in sorted(tensors, key=rows_name.__ne__):  # the one that decides comes first
+            tensor = tensors[name]
+            if isinstance(tensor, Tensor):
+                check_role(name, roles[name], tensor, rows, rows_name, in_memory)
+            elif tensor is not None or name not in optional:
+                refuse_type(name, tensor)
+
+    def checked_flags(self, operands: Sequence[Tensor | None], flags: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Checks flags, or those that a gradient takes; returns them, numbers as floats."""
+        name, rows = self.decider(operands)
         if self.check is not None:
-            self.check(*operands, *found)
-        return found
+            self.check(*operands, **flags)
+        return tuple(_checked_flag(flag, self.flags[flag], value, rows, name) for flag, value in flags.items())
 
 
 def _tensors(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
-def _check(operand: Operand, tensor: Tensor, rows: Any, rows_name: str, in_memory: bool) -> None:
-    """That an operand has its role beside the first one."""
-    name, role = operand.name, operand.role
+def check_role(name: str, role: Role, tensor: Tensor, rows: Any, rows_name: str, in_memory: bool) -> None:
+    """That an operand has its role beside the operand that decides."""
     if tensor is rows and name == rows_name:
         check_operands(tensor, None, None, None, None, in_memory=in_memory, x_name=name)
     elif role is Role.ROWS:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 
@@ -93,6 +94,21 @@ def override(*operands: Tensor | None) -> bool:
 def transform(*operands: Tensor | None) -> bool:
     """Whether a transform of ``torch.func`` is active, or an operand has a tangent of forward-mode differentiation."""
     return bool(_transforms_active()) or (level_entered() and has_tangent(*operands))
+
+
+def seen(*operands: Tensor | None) -> bool:
+    """Whether the dispatcher must see a call. Transforms of ``torch.func`` see the functions of autograd instead."""
+    return is_dynamo_compiling() or (below(*operands) and not transform(*operands))
+
+
+def transformed(*operands: Tensor | None) -> bool:
+    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch and its memory."""
+    return not is_dynamo_compiling() and transform(*operands)
+
+
+def in_memory(*operands: Tensor | None) -> bool:
+    """Whether the operands lie in memory, so that their addresses and contents can be checked."""
+    return not (seen(*operands) or transformed(*operands))
 
 
 def level_entered() -> bool:

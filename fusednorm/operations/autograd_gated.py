@@ -98,7 +98,7 @@ class NormalisedAndGated(torch.autograd.Function):
         x, gate, weight, rstd = ctx.saved_tensors
         needs, how = ctx.needs_input_grad[:3], ctx.how
         if torch.is_grad_enabled() or must_be_seen.level_entered() or must_be_seen.below(d, x, gate, weight):
-            steps.check_kept((d,), (x, gate, weight))
+            dtensor_bridge.check_kept((d,), (x, gate, weight))
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
                 apart: list[Any] = [t if t is None else t.view_as(t) for t in (x, gate, weight)]

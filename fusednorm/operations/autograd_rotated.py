@@ -16,7 +16,7 @@ from fusednorm.engine import run, run_rotated
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Rotator, Turn
 from fusednorm.operations.norm import rms_norm
-from fusednorm.torch_ops import steps
+from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.gradients import new_rstd
 
 
@@ -104,7 +104,7 @@ class NormalisedAndRotated(torch.autograd.Function):
             return tuple(found)
         given = [d for d in (incoming[set_] for set_ in here) if d is not None]
         if torch.is_grad_enabled() or must_be_seen.level_entered() or must_be_seen.below(*given, *operands):
-            steps.check_kept(given, operands)
+            dtensor_bridge.check_kept(given, operands)
             with torch.enable_grad():
                 # Views, because a tensor may be two operands, each of which has a gradient of its own.
                 apart: list[Any] = [t if t is None else t.view_as(t) for t in operands[:4]]

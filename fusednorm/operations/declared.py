@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_apart, check_output, refuse_grad
 from fusednorm.calls.declared import Declaration
-from fusednorm.torch_ops import steps
+from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.declared import Operator
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -60,7 +60,7 @@ class Operation:
             given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}
         outputs = tuple(t for t in given.values() if t is not None)
         tensors = tuple(operands.values())
-        seen = compiling or steps.seen(*tensors, *outputs)
+        seen = compiling or must_be_seen.seen(*tensors, *outputs)
         transformed = not seen and must_be_seen.transform(*tensors, *outputs)
         flags = tuple(arguments.get(flag, default) for flag, default in declaration.flags.items())
         if not (compiling or transformed):
@@ -77,7 +77,7 @@ class Operation:
         else:
             found = self.operator.run(*tensors, *flags)
         found = found if isinstance(found, tuple) else (found,)
-        results = tuple(steps.written(t, new) for t, new in zip(given.values(), found, strict=False))
+        results = tuple(dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False))
         return results[0] if len(results) == 1 else results
 
     def _check_outputs(

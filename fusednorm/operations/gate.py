@@ -30,7 +30,7 @@ from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_gated import Gating
 from fusednorm.reference import activations
 from fusednorm.reference.norm import rounded
-from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.torch_ops import dtensor_bridge
 
 
 def gate(
@@ -193,7 +193,7 @@ def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
         refuse_type("gate", gate)
     if gate.is_nested:
         refuse_nested("gate")
-    if steps.in_memory(gate):
+    if must_be_seen.in_memory(gate):
         check_memory("gate", gate)  # torch would refuse the halves in words of its own
     if gate.dim() == 0 or gate.shape[-1] == 0 or gate.shape[-1] % 2:
         raise ValueError(
@@ -223,7 +223,7 @@ def _run(
     (first_name, first), (second_name, second) = operands.items()
     if second is None:
         refuse_type(second_name, second)
-    seen = steps.seen(y, z, out)
+    seen = must_be_seen.seen(y, z, out)
     transformed = not seen and must_be_seen.transform(y, z, out)
     if not (is_dynamo_compiling() or transformed):  # the batches of a transform have no memory
         names = {"x_name": first_name, "residual_name": second_name}
@@ -236,12 +236,12 @@ def _run(
     gating = Gating(activation, between, out.dtype if out is not None else out_dtype or first.dtype)
     if seen:
         found = dtensor_bridge.operations(y, z, out).gate(y, z, *gating)
-        return steps.written(out, found)
+        return dtensor_bridge.written(out, found)
     if out is not None and not transformed:
         check_apart({first_name if name == "gate_" else "out": out}, operands)
     if records or transformed:
         found = Gated.apply(*((y, z) if both is None else (None, both)), *gating)  # type: ignore[no-untyped-call]
-        return steps.written(out, found)
+        return dtensor_bridge.written(out, found)
     return run_gated.forward(y, z, gating, out)
 
 
@@ -276,7 +276,7 @@ class Gated(torch.autograd.Function):
         activation, between, _ = ctx.gating
         found: Any
         if is_grad_enabled() or must_be_seen.level_entered():  # the gradients may be differentiated again
-            steps.check_kept((d,), (y, z))
+            dtensor_bridge.check_kept((d,), (y, z))
             found = activations.gate_gradients(d, y, z, activation, between, needs)
         elif must_be_seen.below(d, y, z):
             operations = dtensor_bridge.operations(d, y, z)

@@ -373,7 +373,7 @@ def _composed(
         return cast(tuple[Tensor, Any], found)
     rows, total = beyond_fast_path(name.rstrip("_"), compiling, x, residual, None, None, None, flags)
     y = steps.affine(rows, weight, bias, offset, rounded_to, out_dtype)
-    return steps.written(out, y), steps.written(residual_out, total)
+    return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 
 def _heard_below(*operands: Tensor | None) -> bool:
@@ -405,7 +405,7 @@ def _transformed(
                 f"{name} must have the dtype {str(new.dtype)[6:]} under torch.func and forward-mode differentiation, "
                 f"got {str(given.dtype)[6:]}; call the function without {name} and convert what it returns"
             )
-    return steps.written(out, y), steps.written(residual_out, total)
+    return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 
 def _dispatched(

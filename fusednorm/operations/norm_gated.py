@@ -24,7 +24,7 @@ from fusednorm.calls.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.engine import run_gated
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.operations.autograd_gated import How, NormalisedAndGated, composed
-from fusednorm.torch_ops import steps
+from fusednorm.torch_ops import dtensor_bridge
 
 
 def rms_norm_gated(
@@ -148,10 +148,10 @@ def rms_norm_gated_(
     _check(*operands, group_size, norm_before_gate, activation, between, x)
     if is_grad_enabled() and requires_grad(*operands):
         refuse_grad("rms_norm_gated_")
-    if not (steps.transformed(*operands) or steps.seen(*operands)):
+    if not (must_be_seen.transformed(*operands) or must_be_seen.seen(*operands)):
         check_apart({"x": x}, {"gate": gate, "weight": weight})
     how = How(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
-    return steps.written(x, composed(*operands, how)) if _in_one_call(*operands, how, x, False) is None else x
+    return dtensor_bridge.written(x, composed(*operands, how)) if _in_one_call(*operands, how, x, False) is None else x
 
 
 def _on_fast_path(
@@ -187,7 +187,7 @@ def _in_one_call(
     x: Tensor, gate: Tensor, weight: Tensor | None, how: How, out: Tensor | None, records: bool
 ) -> Tensor | None:
     """The rows, by a backend that has a norm and a gate in one call; None if torch must see both, or there is none."""
-    if steps.seen(x, gate, weight) or steps.transformed(x, gate, weight):
+    if must_be_seen.seen(x, gate, weight) or must_be_seen.transformed(x, gate, weight):
         return None
     groups, gates, weights, into = how.in_groups(x, gate, weight, out)
     assert groups is not None
@@ -214,7 +214,7 @@ def _check(
     """That operands and flags fit each other."""
     if gate is None:
         refuse_type("gate", gate)
-    check_operands(x, gate, weight, out, None, in_memory=steps.in_memory(x, gate, weight), residual_name="gate")
+    check_operands(x, gate, weight, out, None, in_memory=must_be_seen.in_memory(x, gate, weight), residual_name="gate")
     check_between(between, x)
     check_activation(activation)
     check_flag("norm_before_gate", norm_before_gate)

@@ -30,7 +30,7 @@ from fusednorm.operations.gate import halves, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
-from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.torch_ops import dtensor_bridge
 
 
 def quantize(
@@ -82,7 +82,7 @@ def quantize(
             scale_out=scale_out,
             zero_point_out=zero_point_out,
         )
-    check_operands(y, None, None, None, None, in_memory=steps.in_memory(y), x_name="y")
+    check_operands(y, None, None, None, None, in_memory=must_be_seen.in_memory(y), x_name="y")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("quantize", y, quantization, scale, zero_point, outputs, {"y": y})
     return _quantized(y, quantization, scale, zero_point, outputs)
@@ -155,7 +155,7 @@ def rms_norm_quant(
             normed_out=normed_out,
             **flags,
         )
-    check_operands(x, None, weight, None, None, in_memory=steps.in_memory(x, weight))
+    check_operands(x, None, weight, None, None, in_memory=must_be_seen.in_memory(x, weight))
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out)
     _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
@@ -255,7 +255,7 @@ def fused_add_rms_norm_quant(
             normed_out=normed_out,
             **flags,
         )
-    in_memory = steps.in_memory(x, residual, weight, residual_out)
+    in_memory = must_be_seen.in_memory(x, residual, weight, residual_out)
     check_operands(x, residual, weight, None, residual_out, in_memory=in_memory)
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
@@ -320,7 +320,7 @@ def silu_and_mul_quant(
             zero_point_out=zero_point_out,
         )
     z, y = halves(gate) if up is None else (gate, up)
-    check_operands(z, y, None, None, None, in_memory=steps.in_memory(z, y), x_name="gate", residual_name="up")
+    check_operands(z, y, None, None, None, in_memory=must_be_seen.in_memory(z, y), x_name="gate", residual_name="up")
     check_between(between, z, "gate")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("silu_and_mul_quant", z, quantization, scale, zero_point, outputs, {"gate": gate, "up": up})
@@ -354,7 +354,7 @@ def _apart(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | No
     """
     if between is not None and outputs.normed_out is not None:
         return True
-    return steps.seen(*operands, *outputs) or must_be_seen.transform(*operands, *outputs)
+    return must_be_seen.seen(*operands, *outputs) or must_be_seen.transform(*operands, *outputs)
 
 
 #: The inputs that outputs may be. Scales of groups of one element are not among them: they are written before the
@@ -389,7 +389,7 @@ def _check(
             f"torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train without the "
             "quantization"
         )
-    in_memory = steps.in_memory(x, scale, zero_point, *outputs)
+    in_memory = must_be_seen.in_memory(x, scale, zero_point, *outputs)
     check_quantization(quantization, x, scale, zero_point, in_memory, x_name=x_name)
     groups = [*x.shape[:-1], x.shape[-1] // quantization.group(x.shape[-1])]
     shape = [1] if quantization.per == "tensor" else groups
@@ -410,8 +410,8 @@ def _quantized(
 ) -> tuple[Tensor, ...]:
     """The results for checked operands, in the caller's memory where that is given."""
     if outputs.normed_out is not None and outputs.normed_out is not y:
-        steps.written(outputs.normed_out, reference.rounded(y, outputs.normed_out.dtype))
-    if steps.seen(y, scale, zero_point, *outputs):
+        dtensor_bridge.written(outputs.normed_out, reference.rounded(y, outputs.normed_out.dtype))
+    if must_be_seen.seen(y, scale, zero_point, *outputs):
         found = dtensor_bridge.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
         return _copied(found, quantization, scale, outputs)
     results = _results(y, quantization, scale, zero_point, outputs)
@@ -449,7 +449,7 @@ def _copied(
 ) -> tuple[Tensor, ...]:
     """New results, copied to the caller's memory where that is given, and scales laid out."""
     values, new_scale, new_zero_point = found
-    values = steps.written(outputs.out, values)
+    values = dtensor_bridge.written(outputs.out, values)
     if quantization.per == "tensor":
         return values, cast(Tensor, scale)
     laid = [_laid_out(new_scale, quantization, outputs.scale_out)]
@@ -463,8 +463,8 @@ def _laid_out(of_groups: Tensor, quantization: Quantization, given: Tensor | Non
 
     A transform of ``torch.func`` lays its batches out itself.
     """
-    if given is not None or quantization.layout == "row" or steps.transformed(of_groups):
-        return steps.written(given, of_groups)
+    if given is not None or quantization.layout == "row" or must_be_seen.transformed(of_groups):
+        return dtensor_bridge.written(given, of_groups)
 
     def formula(found: Tensor) -> tuple[Tensor]:
         return (run_quantized.laid_out(tuple(found.shape), found.dtype, found.device, quantization).copy_(found),)

@@ -26,7 +26,7 @@ from fusednorm.engine import run_rotated
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Turn
 from fusednorm.operations.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
-from fusednorm.torch_ops import steps
+from fusednorm.torch_ops import dtensor_bridge, steps
 
 
 def rotate(
@@ -85,7 +85,7 @@ def rotate(
             round_products=round_products,
             out=out,
         )
-    in_memory = steps.in_memory(*operands)
+    in_memory = must_be_seen.in_memory(*operands)
     check_heads("x", x, in_memory)
     check_flag("interleaved", interleaved)
     check_flag("round_products", round_products)
@@ -99,7 +99,7 @@ def rotate(
         if found is not None:
             return found[0]
     tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
-    return steps.written(out, steps.rotate(x, *tables, interleaved, rounded_to, x.dtype))
+    return dtensor_bridge.written(out, steps.rotate(x, *tables, interleaved, rounded_to, x.dtype))
 
 
 def qk_norm_rope(
@@ -183,7 +183,7 @@ def qk_norm_rope(
     flags = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
     for name, flag in flags.items():
         check_flag(name, flag)
-    in_memory = steps.in_memory(*operands)
+    in_memory = must_be_seen.in_memory(*operands)
     _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
     for name, heads in (("q", q), ("k", k)):
         check_between(between, heads, name)
@@ -212,7 +212,7 @@ def qk_norm_rope(
             found = NormalisedAndRotated.apply(*inputs, how, rotate)  # type: ignore[no-untyped-call]
             return cast("tuple[Tensor, Tensor]", found)
     results = composed(*inputs, how)
-    return steps.written(q_out, results[0]), steps.written(k_out, results[1])
+    return dtensor_bridge.written(q_out, results[0]), dtensor_bridge.written(k_out, results[1])
 
 
 def qk_norm_rope_(

@@ -24,7 +24,7 @@ from fusednorm.calls.checks import (
 from fusednorm.engine import run
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
-from fusednorm.torch_ops import steps
+from fusednorm.torch_ops import dtensor_bridge, steps
 
 
 def rms_norm_add_rms_norm(
@@ -333,7 +333,7 @@ def _beyond_fast_path(
     y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
     if not followed:
         total = steps.add(y, residual, residual_dtype or residual.dtype)
-        return None, steps.written(residual_out, total)
+        return None, dtensor_bridge.written(residual_out, total)
     if out_dtype is None:
         out_dtype = x.dtype if out is None else out.dtype  # and not that of what passes between the operations
     later = not (compiling or transformed)  # DTensors that are given may lie elsewhere than the rows
@@ -350,7 +350,7 @@ def _beyond_fast_path(
         out_dtype=out_dtype,
         residual_dtype=residual_dtype,
     )
-    return steps.written(out, y), steps.written(residual_out, total)
+    return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 
 def _second(eps: float, next_eps: float | None) -> float:

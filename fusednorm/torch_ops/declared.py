@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.checks import check_needs
 from fusednorm.calls.declared import Declaration, Role
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register
 
 #: All declared operations, by name.
@@ -36,6 +37,7 @@ class Operator:
     ) -> None:
         self.declaration, self.run = declaration, run or declaration.formula
         self.run_gradient = run_gradient or declaration.gradient
+        self.gradient_flags = [] if declaration.gradient is None else declaration.gradient_flags
         #: The number of operands; the arguments after them are flags.
         self.count = len(declaration.operands)
         self.recorded = _recorded(self)
@@ -72,43 +74,34 @@ class Operator:
             )
         )
 
-    def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], list[bool]]:
-        """Incoming gradients, operands, kept results with flags, and needs, of the gradients' operator."""
-        *others, needs = arguments
-        first = len(self.declaration.incoming)
-        last = first + self.count
-        of = self.declaration.with_gradient
-        if len(needs) != len(of):
-            names = ", ".join(operand.name for operand in of)
-            raise ValueError(f"needs must have {len(of)} elements, one for each of {names}, got {needs}")
-        incoming, operands, rest = others[:first], others[first:last], others[last:]
-        flags = rest[len(self.declaration.kept) :]
-        self.declaration.checked(operands, flags, in_memory=False)
-        for name, result, d in zip(self.declaration.incoming, self.declaration.returned, incoming, strict=True):
-            shape = self.declaration.shape(result.role, operands[0])
-            if d.shape != shape:
-                raise ValueError(
-                    f"{name} must have the result's shape {list(shape)}, got {list(d.shape)}; pass its gradient"
-                )
-        return incoming, operands, rest, needs
+    def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The operands and needs of the gradients' operator, which are checked."""
+        declaration, needs = self.declaration, arguments[-1]
+        tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
+        operands = {operand.name: tensors[operand.name] for operand in declaration.operands}
+        check_needs(needs, tuple(operand.name for operand in declaration.with_gradient))
+        declaration.check_tensors({**operands, **tensors}, in_memory=False)
+        flags = arguments[len(declaration.backward_tensors) : -1]
+        declaration.checked_flags([*operands.values()], dict(zip(declaration.gradient_flags, flags, strict=True)))
+        return [*operands.values()], needs
 
     def _backward(self, *arguments: Any) -> Any:
-        incoming, operands, rest, needs = self._split(arguments)
-        found = cast(Any, self.run_gradient)(*incoming, *operands, *rest, needs)
+        operands, _ = self._split(arguments)
+        found = cast(Any, self.run_gradient)(*arguments)
         nothing = operands[0].new_empty
-        return _one_or_more(_new(tuple(nothing(0) if t is None else t for t in found), (*incoming, *operands)))
+        given = arguments[: len(self.declaration.backward_tensors)]
+        return _one_or_more(_new(tuple(nothing(0) if t is None else t for t in found), given))
 
     def _fake_backward(self, *arguments: Any) -> Any:
-        _, operands, _, needs = self._split(arguments)
-        those = [
-            t for operand, t in zip(self.declaration.operands, operands, strict=True) if operand.role is not Role.IDS
-        ]
+        operands, needs = self._split(arguments)
+        named = zip(self.declaration.operands, operands, strict=True)
+        those = [tensor for operand, tensor in named if operand.role is not Role.IDS]
         return _one_or_more(
             tuple(
-                torch.empty_like(t, memory_format=torch.contiguous_format)
-                if need and t is not None
+                torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                if need and tensor is not None
                 else operands[0].new_empty(0)
-                for t, need in zip(those, needs, strict=True)
+                for tensor, need in zip(those, needs, strict=True)
             )
         )
 
@@ -118,6 +111,8 @@ class Operator:
         kept = results[len(self.declaration.returned) :]
         ctx.save_for_backward(*inputs[: self.count], *kept)
         ctx.flags = inputs[self.count :]
+        asked = dict(zip(self.declaration.flags, ctx.flags, strict=True))
+        ctx.gradient_flags = [asked[flag] for flag in self.gradient_flags]
         ctx.mark_non_differentiable(*kept)
 
     def _gradients(self, ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
@@ -133,22 +128,29 @@ class Operator:
         needs = [ctx.needs_input_grad[place] for place in places]
         seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
         if torch.is_grad_enabled() or must_be_seen.level_entered():
-            steps.check_kept(incoming, operands)
-            found = self._again(incoming, operands, ctx.flags, needs)
+            dtensor_bridge.check_kept(incoming, operands)
+            found = self._again(incoming, operands, ctx.flags, ctx.gradient_flags, needs)
         elif seen:
             ops = dtensor_bridge.operations(*incoming, *operands)
-            found = getattr(ops, f"{declaration.name}_backward")(*incoming, *operands, *kept, *ctx.flags, needs)
+            found = getattr(ops, f"{declaration.name}_backward")(
+                *incoming, *operands, *kept, *ctx.gradient_flags, needs
+            )
             found = found if isinstance(found, tuple) else (found,)
         else:
-            steps.check_kept(incoming, (*operands, *kept))
-            found = cast(Any, self.run_gradient)(*incoming, *operands, *kept, *ctx.flags, needs)
+            dtensor_bridge.check_kept(incoming, (*operands, *kept))
+            found = cast(Any, self.run_gradient)(*incoming, *operands, *kept, *ctx.gradient_flags, needs)
         gradients: list[Tensor | None] = [None] * (self.count + len(ctx.flags))
         for place, need, gradient in zip(places, needs, found, strict=True):
             gradients[place] = gradient if need else None
         return tuple(gradients)
 
     def _again(
-        self, incoming: Sequence[Tensor], operands: Sequence[Tensor | None], flags: Sequence[Any], needs: list[bool]
+        self,
+        incoming: Sequence[Tensor],
+        operands: Sequence[Tensor | None],
+        flags: Sequence[Any],
+        gradient_flags: Sequence[Any],
+        needs: list[bool],
     ) -> tuple[Tensor | None, ...]:
         """The gradients by the formula, which can be differentiated; kept results are made again with derivatives."""
         declaration = self.declaration
@@ -163,7 +165,7 @@ class Operator:
             )
             again = [next(of_all) if w else next(of_rows) for w in whole]
             kept = declaration.formula(*again, *flags)[len(declaration.returned) :] if declaration.kept else ()
-            found = cast(Any, declaration.gradient)(*d, *again, *kept, *flags, needs)
+            found = cast(Any, declaration.gradient)(*d, *again, *kept, *gradient_flags, needs)
             of_weights = [g for g, w in zip(found, gradient_whole, strict=True) if w]
             return *(g for g, w in zip(found, gradient_whole, strict=True) if not w), *of_weights
 
@@ -179,16 +181,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
     """(*operands, *flags) -> results, with gradients, tangents and batches."""
     declaration = operator.declaration
 
-    class Recorded(torch.autograd.Function):
-        """A declared operation, where gradients are recorded or a transform of ``torch.func`` is active."""
-
-        @staticmethod
-        def forward(*arguments: Any) -> Any:
-            operands = arguments[: operator.count]
-            if must_be_seen.below(*operands):
-                return _one_or_more(operator(*arguments))
-            return _one_or_more(_new(operator.run(*arguments), operands))
-
+    class Differentiable(torch.autograd.Function):
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             operator._keep(ctx, inputs, output)
@@ -201,35 +194,55 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             with outer_levels():
-                return _one_or_more(_tangents(declaration, primals(ctx), ctx.flags, tangents))
+                return _one_or_more(_tangents(declaration, primals(ctx), ctx.flags, ctx.gradient_flags, tangents))
+
+    class OfFormula(Differentiable):
+        """By the formula, which torch maps over batches of weights."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return _one_or_more(_new(declaration.formula(*arguments), arguments[: operator.count]))
+
+    class Recorded(Differentiable):
+        """Where gradients are recorded or a transform of ``torch.func`` is active."""
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            operands = arguments[: operator.count]
+            if must_be_seen.below(*operands):
+                return _one_or_more(operator(*arguments))
+            return _one_or_more(_new(operator.run(*arguments), operands))
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-            found = Recorded.apply(*_batch(declaration, info.batch_size, in_dims, arguments))  # type: ignore[no-untyped-call]
+            roles = [operand.role for operand in declaration.operands]
+            if any(role is Role.WEIGHT and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
+                found = torch.vmap(OfFormula.apply, in_dims)(*arguments)
+            else:  # a batch of calls is one call with a dimension more
+                rows = [
+                    t
+                    if t is None or role is Role.WEIGHT
+                    else t.movedim(dim, 0)
+                    if dim is not None
+                    else t.expand(info.batch_size, *t.shape)
+                    for t, role, dim in zip(arguments, roles, in_dims, strict=False)
+                ]
+                found = Recorded.apply(*rows, *arguments[operator.count :])  # type: ignore[no-untyped-call]
             return found, (0,) * len(found) if isinstance(found, tuple) else 0
 
-    Recorded.__name__ = Recorded.__qualname__ = declaration.name
+    for function in (Recorded, OfFormula):
+        function.__name__ = function.__qualname__ = declaration.name
     return Recorded
 
 
-def _batch(declaration: Declaration, size: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """A batch of calls as one call with a dimension more, as long as all have one weight."""
-    given = list(arguments)
-    for place, operand in enumerate(declaration.operands):
-        tensor, dim = given[place], in_dims[place]
-        if operand.role is not Role.WEIGHT:
-            if tensor is not None:
-                given[place] = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        elif dim is not None:
-            raise NotImplementedError(
-                f"fusednorm cannot take a batch of {operand.name} under vmap: one call has one {operand.name}; map "
-                f"over the other operands only, with in_dims of None for {operand.name}, or write a loop"
-            )
-    return given
-
-
 def _tangents(
-    declaration: Declaration, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]
+    declaration: Declaration,
+    operands: Sequence[Any],
+    flags: Sequence[Any],
+    gradient_flags: Sequence[Any],
+    tangents: Sequence[Any],
 ) -> tuple[Tensor | None, ...]:
     """Tangents of the results: the transpose of the gradient, which is linear in the incoming gradients."""
     rows = operands[0]
@@ -238,7 +251,7 @@ def _tangents(
     kept = declaration.formula(*operands, *flags)[len(declaration.returned) :] if declaration.kept else ()
 
     def gradient(*incoming: Tensor) -> tuple[Tensor, ...]:
-        found = cast(Any, declaration.gradient)(*incoming, *operands, *kept, *flags, needs)
+        found = cast(Any, declaration.gradient)(*incoming, *operands, *kept, *gradient_flags, needs)
         return tuple(g for g, need in zip(found, needs, strict=True) if need)
 
     zeros = [

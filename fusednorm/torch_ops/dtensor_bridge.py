@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fusednorm.calls import checks, must_be_seen
 from fusednorm.calls.call import Flags
 
 
@@ -63,6 +64,19 @@ def as_placed(like: Tensor, tensor: Tensor) -> Tensor:
     if _is_dtensor(like) and _is_dtensor(tensor):
         return cast(Any, tensor).redistribute(placements=cast(Any, like).placements)  # type: ignore[no-any-return]
     return tensor
+
+
+def written(given: Tensor | None, new: Tensor) -> Tensor:
+    """A new result; or the tensor that the caller gave for it, which takes a copy. A DTensor stays where it lies."""
+    if given is None or given is new:
+        return new
+    return given.copy_(as_placed(given, new))
+
+
+def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> None:
+    """:func:`fusednorm.calls.checks.check_kept`, of operands that lie in memory."""
+    if must_be_seen.in_memory(*incoming, *kept):
+        checks.check_kept(incoming, kept)
 
 
 def _numbers(flags: Flags) -> tuple[float, float, bool, bool]:

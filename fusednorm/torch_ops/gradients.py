@@ -15,7 +15,7 @@ from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.run import Chosen, backend_of
 from fusednorm.reference import norm as reference
-from fusednorm.torch_ops import steps
+from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.dtensor_bridge import new_outputs, on_rows
 
 
@@ -95,7 +95,7 @@ def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
     """The row that was normalised, of what :func:`keep` kept: a row, or two terms that are added, unrounded."""
     if len(terms) == 1:
         return terms[0]
-    steps.check_kept((), terms)
+    dtensor_bridge.check_kept((), terms)
     (h,) = on_rows(lambda x, residual: (x.to(accumulator) + residual.to(accumulator),), terms)
     return cast(Tensor, h)
 
@@ -116,7 +116,7 @@ def gradients(
         dy = torch.zeros_like(h, dtype=operation.out)
     # rstd, which is kept without derivatives, is made again with them.
     if _differentiated_again():
-        steps.check_kept((dy, d_total), (h, rstd, weight))
+        dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight))
 
         def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
             again = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ class NormaliseAffine(torch.autograd.Function):
                 needs = ctx.needs_input_grad[:4]
                 found = run.affine_backward(ctx.backend, ctx.operation, *others, ctx.weight_offset, needs)
                 return *found, *[None] * (3 + len(Flags._fields))
-            steps.check_kept((dy, d_total), others[2:])
+            dtensor_bridge.check_kept((dy, d_total), others[2:])
             h = h.to(rstd.dtype)
             if _differentiated_again():
                 rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]

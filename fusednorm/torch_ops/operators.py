@@ -15,22 +15,19 @@ from torch import Tensor
 
 from fusednorm.calls.call import Flags, RMSNorm, operation_of
 from fusednorm.calls.checks import (
-    check_activation,
-    check_affine,
     check_dtype,
     check_flags,
     check_gradients,
-    check_needs,
     check_operands,
     check_quantization,
 )
 from fusednorm.calls.quantization import Quantization
 from fusednorm.calls.rotation_checks import check_heads, check_tables
-from fusednorm.engine import run, run_gated, run_rotated
+from fusednorm.engine import run, run_rotated
 from fusednorm.engine.choose import request, request_of_backward, use_backend
-from fusednorm.engine.run_gated import Gating
-from fusednorm.reference import activations, quantizer
 from fusednorm.reference import norm as reference
+from fusednorm.reference import quantizer
+from fusednorm.torch_ops import registered
 from fusednorm.torch_ops.dtensor_bridge import on_rows
 from fusednorm.torch_ops.gradients import gradients, keep, mark_constant, new_rstd, normalise
 from fusednorm.torch_ops.registered import register
@@ -38,7 +35,7 @@ from fusednorm.torch_ops.registered import register
 _FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
 _DTYPES = "ScalarType? out_dtype=None, ScalarType? residual_dtype=None"
 
-SCHEMAS = {
+_SCHEMAS = {
     "fused_add_rms_norm": f"(Tensor x, Tensor residual, Tensor? weight, {_FLAGS}, {_DTYPES}) "
     "-> (Tensor, Tensor, Tensor)",
     "rms_norm": f"(Tensor x, Tensor? weight, {_FLAGS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
@@ -47,15 +44,8 @@ SCHEMAS = {
     "into": f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
     "add": "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor",
     "scale": "(Tensor x, float factor) -> Tensor",
-    "affine": "(Tensor n, Tensor? weight, Tensor? bias, float weight_offset, ScalarType? rounded_to, "
-    "ScalarType out_dtype) -> Tensor",
-    "affine_backward": "(Tensor dy, Tensor n, Tensor? weight, Tensor? bias, float weight_offset, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor)",
     "rotate": "(Tensor x, Tensor cos, Tensor sin, bool interleaved, ScalarType? rounded_to, ScalarType dtype) "
     "-> Tensor",
-    "gate": "(Tensor y, Tensor z, str activation, ScalarType? between, ScalarType out_dtype) -> Tensor",
-    "gate_backward": "(Tensor d, Tensor y, Tensor z, str activation, ScalarType? between, bool[] needs) "
-    "-> (Tensor, Tensor)",
     "quantize": "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
     "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
@@ -143,46 +133,6 @@ def _scale(x: Tensor, factor: float) -> Tensor:
     return reference.scaled(x, factor).contiguous()
 
 
-def _affine(
-    n: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_offset: float,
-    rounded_to: torch.dtype | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    _check_affine(n, weight, bias, rounded_to, out_dtype)
-    return reference.affine(n, weight, bias, weight_offset, rounded_to, out_dtype).contiguous()
-
-
-def _check_affine(
-    n: Tensor, weight: Tensor | None, bias: Tensor | None, rounded_to: torch.dtype | None, out_dtype: torch.dtype
-) -> None:
-    check_operands(n, None, None, None, None, in_memory=False, x_name="n")
-    check_affine(n, weight, bias, in_memory=False, x_name="n")
-    if rounded_to is not None:
-        check_dtype("rounded_to", rounded_to, n, "n")
-    check_dtype("out_dtype", out_dtype, n, "n")
-
-
-def _affine_backward(
-    dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_affine_backward(dy, n, weight, bias, needs)
-    need_n, need_weight, need_bias = needs
-    found = reference.affine_gradients(dy, n, weight, bias, weight_offset, (need_n, need_weight, need_bias))
-    dn, dweight, dbias = (n.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
-    return dn.clone() if dn is dy else dn, dweight, dbias
-
-
-def _check_affine_backward(
-    dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool]
-) -> None:
-    check_operands(n, dy, None, None, None, in_memory=False, x_name="n", residual_name="dy")
-    check_affine(n, weight, bias, in_memory=False, x_name="n")
-    check_needs(needs, ("n", "weight", "bias"))
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
     _check_rotate(x, cos, sin, rounded_to, dtype)
     return run_rotated.rotate(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
@@ -194,44 +144,6 @@ def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded_to: torch.dtype |
     if rounded_to is not None:
         check_dtype("rounded_to", rounded_to, None)
     check_dtype("dtype", dtype, None)
-
-
-def _gate(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype) -> Tensor:
-    _check_gate(y, z, activation, between, out_dtype)
-    return run_gated.forward(y, z, Gating(activation, between, out_dtype)).contiguous()
-
-
-def _check_gate(
-    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, result: torch.dtype | Tensor
-) -> None:
-    """``result``: its dtype, or its gradient d."""
-    operands = {"y": y, "z": z} if y.dtype == torch.float64 else {"z": z, "y": y}  # either may decide the accumulator
-    (name, first), (other_name, other) = operands.items()
-    check_operands(first, other, None, None, None, in_memory=False, x_name=name, residual_name=other_name)
-    if isinstance(result, Tensor):
-        check_operands(first, result, None, None, None, in_memory=False, x_name=name, residual_name="d")
-    else:
-        check_dtype("out_dtype", result, first, name)
-    check_activation(activation)
-    if between is not None and (between not in (torch.float16, torch.bfloat16) or first.dtype == torch.float64):
-        raise TypeError(
-            "between must be None, torch.float16 or torch.bfloat16, and None where an operand is float64, got "
-            f"{between!r}; pass None"
-        )
-
-
-def _gate_backward(
-    d: Tensor, y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, needs: list[bool]
-) -> tuple[Tensor, Tensor]:
-    _check_gate(y, z, activation, between, d)
-    check_needs(needs, ("y", "z"))
-    dy, dz = (
-        torch.empty(t.shape if need else 0, dtype=t.dtype, device=t.device)
-        for t, need in zip((y, z), needs, strict=True)
-    )
-    into = (dy if needs[0] else None, dz if needs[1] else None)
-    run_gated.backward(run_gated.backend_of(y), d, y, z, Gating(activation, between, d.dtype), into)
-    return dy, dz
 
 
 def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,44 +216,9 @@ def _fake_scale(x: Tensor, factor: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake_affine(
-    n: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, rounded_to: Any, out_dtype: torch.dtype
-) -> Tensor:
-    _check_affine(n, weight, bias, rounded_to, out_dtype)
-    return torch.empty_like(n, dtype=out_dtype, memory_format=torch.contiguous_format)
-
-
-def _fake_affine_backward(
-    dy: Tensor, n: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_affine_backward(dy, n, weight, bias, needs)
-    dn, dweight, dbias = (
-        n.new_empty(0) if like is None or not need else torch.empty_like(like, memory_format=torch.contiguous_format)
-        for like, need in zip((n, weight, bias), needs, strict=True)
-    )
-    return dn, dweight, dbias
-
-
 def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
     _check_rotate(x, cos, sin, rounded_to, dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _fake_gate(y: Tensor, z: Tensor, activation: str, between: Any, out_dtype: torch.dtype) -> Tensor:
-    _check_gate(y, z, activation, between, out_dtype)
-    return torch.empty_like(y, dtype=out_dtype, memory_format=torch.contiguous_format)
-
-
-def _fake_gate_backward(
-    d: Tensor, y: Tensor, z: Tensor, activation: str, between: Any, needs: list[bool]
-) -> tuple[Tensor, Tensor]:
-    _check_gate(y, z, activation, between, d)
-    check_needs(needs, ("y", "z"))
-    dy, dz = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) if need else t.new_empty(0)
-        for t, need in zip((y, z), needs, strict=True)
-    )
-    return dy, dz
 
 
 def _fake_quantize(
@@ -390,11 +267,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "into": (_into, _fake_into),
     "add": (_add, _fake_add),
     "scale": (_scale, _fake_scale),
-    "affine": (_affine, _fake_affine),
-    "affine_backward": (_affine_backward, _fake_affine_backward),
     "rotate": (_rotate, _fake_rotate),
-    "gate": (_gate, _fake_gate),
-    "gate_backward": (_gate_backward, _fake_gate_backward),
     "quantize": (_quantize, _fake_quantize),
     "backward": (_backward, _fake_backward),
 }
@@ -441,25 +314,6 @@ def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
     ctx.factor = inputs[1]
 
 
-def _gradients_of_affine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needs, (n, weight, bias) = ctx.needs_input_grad[:3], ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph=True
-        joined = 2 if any(operand is not None and operand.dim() == 2 for operand in (weight, bias)) else 1
-
-        def formula(dy: Tensor, n: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, ...]:
-            return reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs)
-
-        found: Any = on_rows(formula, (dy, n), (weight, bias), joined)
-    else:
-        found = torch.ops.fusednorm.affine_backward(dy, n, weight, bias, ctx.weight_offset, list(needs))
-    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), None, None, None
-
-
-def _keep_affine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.weight_offset = inputs[3]
-
-
 def _gradients_of_rotation(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
     return torch.ops.fusednorm.rotate(dy, cos, -sin, *ctx.how, ctx.x_dtype), *[None] * 5
@@ -471,35 +325,18 @@ def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(cos, sin)
 
 
-def _gradients_of_gate(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-    needs, (y, z), (activation, between) = ctx.needs_input_grad[:2], ctx.saved_tensors, ctx.gating
-    if torch.is_grad_enabled():  # create_graph=True
-
-        def formula(d: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor | None, ...]:
-            return activations.gate_gradients(d, y, z, activation, between, needs)
-
-        found: Any = on_rows(formula, (d, y, z), joined=0)
-    else:
-        found = torch.ops.fusednorm.gate_backward(d, y, z, activation, between, list(needs))
-    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), None, None, None
-
-
-def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.gating = inputs[2:4]
-
-
 #: Backward pass, and what is kept for it, of the operations that have one.
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_add_rms_norm": (_gradients_of_fused, _keep_fused),
     "rms_norm": (_gradients_of_norm, _keep_norm),
     "add": (_gradients_of_sum, _keep_sum),
     "scale": (_gradients_of_scale, _keep_scale),
-    "affine": (_gradients_of_affine, _keep_affine),
     "rotate": (_gradients_of_rotation, _keep_rotation),
-    "gate": (_gradients_of_gate, _keep_gate),
 }
 
 
 for _name, (_function, _fake) in _FUNCTIONS.items():
-    register(_name, SCHEMAS[_name], _function, _fake, _GRADIENTS.get(_name))
+    register(_name, _SCHEMAS[_name], _function, _fake, _GRADIENTS.get(_name))
+
+#: The schemas of fusednorm's own operators, by name.
+SCHEMAS = dict(registered.SCHEMAS)

@@ -20,6 +20,9 @@ except ImportError:  # not public: without it the operators have gradients, but 
 # torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
 _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval"), {"Library": torch.library.Library})
 
+#: The schema of each operator, by name.
+SCHEMAS: dict[str, str] = {}
+
 
 def register(
     name: str,
@@ -37,6 +40,7 @@ def register(
         fake: makes results without values.
         gradients: the backward pass, and what is kept for it; None: there are no gradients.
     """
+    SCHEMAS[name] = schema
     torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     names = [argument.name for argument in getattr(torch.ops.fusednorm, name).default._schema.arguments]
     torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names))

@@ -102,7 +102,7 @@ def _rows(*operands: DTensorSpec, whole: int = 1) -> DTensorSpec:
 
 
 #: The operands without a row for each row of the call.
-_WHOLE = ("weight", "bias", "scale", "zero_point")
+_WHOLE = ("weight", "scale", "zero_point")
 
 
 def _strategy(
@@ -188,29 +188,6 @@ def _refuse_placement(name: str, spec: DTensorSpec, schema: OpSchema) -> NoRetur
     )
 
 
-def _rows_of_heads(operands: dict[str, DTensorSpec], *names: str) -> DTensorSpec:
-    """The common placement of rows, where a weight or a bias may have a row for each head."""
-    of_heads = any(operands[name].ndim == 2 for name in ("weight", "bias") if name in operands)
-    return _rows(*(operands[name] for name in names), whole=2 if of_heads else 1)
-
-
-def _affine(schema: OpSchema) -> Any:
-    """The rows stay where they are; heads that have a row each are joined."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    rows = _rows_of_heads(operands, "n")
-    return _strategy(rows, operands, rows)
-
-
-def _affine_backward(schema: OpSchema) -> Any:
-    """As :func:`_backward`, for the rows, the weight and the bias."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    rows = _rows_of_heads(operands, "n", "dy")
-    needs = cast(Sequence[bool], schema.args_schema[5])
-    return _strategy(_gradients(rows, (rows, _shares(rows), _shares(rows)), needs), operands, rows)
-
-
 def _rotate(schema: OpSchema) -> Any:
     """The heads stay where they are, and the tables' rows lie with theirs; a head itself is joined."""
     schema.get_mesh_from_args()
@@ -231,23 +208,6 @@ def _quantize(schema: OpSchema) -> Any:
     computed = quantization.per != "tensor"
     outputs = _gradients(rows, (rows, rows, rows), (True, computed, computed and quantization.computes_zero_point))
     return _strategy(outputs, operands, rows)
-
-
-def _gate(schema: OpSchema) -> Any:
-    """Elements stay where they are, those of a row too."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    elements = _rows(operands["y"], operands["z"], whole=0)
-    return _strategy(elements, operands, elements)
-
-
-def _gate_backward(schema: OpSchema) -> Any:
-    """As :func:`_gate`."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    elements = _rows(operands["y"], operands["z"], operands["d"], whole=0)
-    needs = cast(Sequence[bool], schema.args_schema[5])
-    return _strategy(_gradients(elements, (elements, elements), needs), operands, elements)
 
 
 def _shares(rows: DTensorSpec) -> DTensorSpec:
@@ -325,12 +285,8 @@ _register("rms_norm_", _in_place)
 _register("into", _in_place)
 _register("add", _forward, RuntimeSchemaInfo(static_argnum=2))
 _register("scale", _forward)
-_register("affine", _affine, RuntimeSchemaInfo(static_argnum=5))
-_register("affine_backward", _affine_backward, RuntimeSchemaInfo(static_argnum=5))
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
 _register("rotate", _rotate, RuntimeSchemaInfo(static_argnum=5))
 _register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
-_register("gate", _gate, RuntimeSchemaInfo(static_argnum=2))
-_register("gate_backward", _gate_backward, RuntimeSchemaInfo(static_argnum=3))
 for _operator in DECLARED.values():
     register_declared(_operator.declaration)

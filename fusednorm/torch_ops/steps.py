@@ -11,47 +11,88 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import checks, must_be_seen
-from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.engine import run_rotated
+from fusednorm.calls import must_be_seen
+from fusednorm.calls.checks import check_activation
+from fusednorm.calls.declared import Declaration, Operand, Result, Role
+from fusednorm.engine import run, run_gated, run_rotated
+from fusednorm.engine.run_gated import Gating
+from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
-from fusednorm.reference import rotation
 from fusednorm.torch_ops import dtensor_bridge
+from fusednorm.torch_ops.declared import Operator
 
 
-def seen(*operands: Tensor | None) -> bool:
-    """Whether the dispatcher must see a call. Transforms of ``torch.func`` see the functions of autograd instead."""
-    return is_dynamo_compiling() or (must_be_seen.below(*operands) and not must_be_seen.transform(*operands))
+def _affine(*arguments: Any) -> tuple[Tensor]:
+    return (reference.affine(*arguments),)
 
 
-def transformed(*operands: Tensor | None) -> bool:
-    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch and its memory."""
-    return not is_dynamo_compiling() and must_be_seen.transform(*operands)
+AFFINE = Operator(
+    Declaration(
+        "affine",
+        operands=(Operand("n"), Operand("weight", Role.WEIGHT, True), Operand("bias", Role.WEIGHT, True)),
+        results=(Result(dtype="out_dtype"),),
+        flags={"weight_offset": 0.0, "rounded_to": None, "out_dtype": torch.dtype},
+        formula=_affine,
+        gradient=reference.affine_gradients,
+    )
+)
 
 
-def in_memory(*operands: Tensor | None) -> bool:
-    """Whether the operands lie in memory, so that their addresses and contents can be checked."""
-    return not (seen(*operands) or transformed(*operands))
+def _gate(*arguments: Any) -> tuple[Tensor]:
+    return (activations.gated(*arguments),)
 
 
-def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> None:
-    """:func:`fusednorm.calls.checks.check_kept`, of operands that lie in memory."""
-    if in_memory(*incoming, *kept):
-        checks.check_kept(incoming, kept)
+def _run_gate(y: Tensor, z: Tensor, *gating: Any) -> tuple[Tensor]:
+    return (run_gated.forward(y, z, Gating(*gating)),)
+
+
+def _run_gate_backward(
+    d: Tensor, y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    need_y, need_z = needs
+    into = (run.new_like(y, y.dtype) if need_y else None, run.new_like(z, z.dtype) if need_z else None)
+    run_gated.backward(run_gated.backend_of(y), d, y, z, Gating(activation, between, d.dtype), into)
+    return into
+
+
+def _check_gate(y: Tensor, z: Tensor, *, activation: str, between: torch.dtype | None, **_: Any) -> None:
+    check_activation(activation)
+    wide = torch.float64 in (y.dtype, z.dtype)
+    if between is not None and (between not in (torch.float16, torch.bfloat16) or wide):
+        raise TypeError(
+            "between must be None, torch.float16 or torch.bfloat16, and None where an operand is float64, got "
+            f"{between!r}; pass None"
+        )
+
+
+GATE = Operator(
+    Declaration(
+        "gate",
+        operands=(Operand("y"), Operand("z")),
+        results=(Result(dtype="out_dtype"),),
+        flags={"activation": "silu", "between": None, "out_dtype": torch.dtype},
+        formula=_gate,
+        gradient=activations.gate_gradients,
+        joined=0,
+        any_decides=True,
+        check=_check_gate,
+    ),
+    _run_gate,
+    _run_gate_backward,
+)
 
 
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.added`."""
-    if seen(x, residual):
+    if must_be_seen.seen(x, residual):
         return cast(Tensor, dtensor_bridge.operations(x, residual).add(x, residual, dtype))
     return reference.added(x, residual, dtype)
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
     """x * factor, [..., N], rounded to x's dtype; see :func:`fusednorm.reference.norm.scaled`."""
-    if seen(x):
+    if must_be_seen.seen(x):
         return cast(Tensor, dtensor_bridge.operations(x).scale(x, factor))
     return reference.scaled(x, factor)
 
@@ -67,9 +108,9 @@ def affine(
     """n * gain + bias, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.affine`."""
     operands = (n, weight, bias)
     arguments = (*operands, weight_offset, rounded_to, out_dtype)
-    if seen(*operands):
-        return cast(Tensor, dtensor_bridge.operations(*operands).affine(*arguments))
-    return cast(Tensor, Affine.apply(*arguments))  # type: ignore[no-untyped-call]
+    if must_be_seen.seen(*operands):
+        return AFFINE(*arguments)[0]
+    return cast(Tensor, cast(Any, AFFINE.recorded).apply(*arguments))
 
 
 def rotate(
@@ -77,16 +118,9 @@ def rotate(
 ) -> Tensor:
     """Rotated heads, [..., H, D], rounded once to a dtype; see :func:`fusednorm.reference.rotation.rotated`."""
     arguments = (x, cos, sin, interleaved, rounded_to, dtype)
-    if seen(x, cos, sin):
+    if must_be_seen.seen(x, cos, sin):
         return cast(Tensor, dtensor_bridge.operations(x, cos, sin).rotate(*arguments))
     return cast(Tensor, Rotate.apply(*arguments))  # type: ignore[no-untyped-call]
-
-
-def written(given: Tensor | None, new: Tensor) -> Tensor:
-    """A new result; or the tensor that the caller gave for it, which takes a copy. A DTensor stays where it lies."""
-    if given is None or given is new:
-        return new
-    return given.copy_(dtensor_bridge.as_placed(given, new))
 
 
 class Rotate(torch.autograd.Function):
@@ -98,7 +132,7 @@ class Rotate(torch.autograd.Function):
     def forward(*arguments: Any) -> Tensor:
         """See :func:`rotate`."""
         x, cos, sin, *_ = arguments
-        rotated = rotation.rotated if transformed(x, cos, sin) else run_rotated.rotate
+        rotated = rotation.rotated if must_be_seen.transformed(x, cos, sin) else run_rotated.rotate
         return rotated(*arguments)
 
     @staticmethod
@@ -113,7 +147,7 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """The transpose: back by the same angles."""
         cos, sin = ctx.saved_tensors
-        check_kept((dy,), (cos, sin))
+        dtensor_bridge.check_kept((dy,), (cos, sin))
         interleaved, rounded_to, _ = ctx.how
         return rotate(dy, cos, -sin, interleaved, rounded_to, ctx.x_dtype), *[None] * 5
 
@@ -121,40 +155,3 @@ class Rotate(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         """The rotation of the tangent."""
         return rotate(tangent, *ctx.saved_tensors, *ctx.how)
-
-
-class Affine(torch.autograd.Function):
-    """:func:`affine` with the specification's gradients."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        """See :func:`affine`."""
-        return reference.affine(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps the operands."""
-        ctx.save_for_backward(*inputs[:3])
-        ctx.save_for_forward(*inputs[:3])
-        ctx.weight_offset = inputs[3]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """See :func:`fusednorm.reference.norm.affine_gradients`."""
-        n, weight, bias = ctx.saved_tensors
-        check_kept((dy,), ctx.saved_tensors)
-        needs = ctx.needs_input_grad[:3]
-        return *reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, n_tangent: Any, weight_tangent: Any, bias_tangent: Any, *_: None) -> Tensor:
-        """The tangent; roundings are passed straight through."""
-        with outer_levels():
-            n, weight, _bias = primals(ctx)
-            gain = reference.gain(weight, ctx.weight_offset, n.dtype)
-            tangent = torch.zeros_like(n) if n_tangent is None else n_tangent if gain is None else n_tangent * gain
-            if weight_tangent is not None:
-                tangent = tangent + n * weight_tangent.to(n.dtype)
-            return tangent if bias_tangent is None else tangent + bias_tangent.to(n.dtype)
