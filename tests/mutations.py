@@ -5,6 +5,11 @@
 Each mutant is a copy of the repository with one text replaced, installed over this environment's fusednorm; the tests
 must then fail. Exit status 1 if a mutant survives, or if a test that notices a mutant fails without one too. `--only
 TEXT` runs the mutants whose description contains the text; it may be given several times.
+
+    tox -e mutations -- --python fusednorm/calls/checks.py:40-90 -- tests/test_bad_operands.py
+
+makes mechanical mutants of one Python file, or of some of its lines, and shows them to the tests that are given.
+Survivors are to be looked at: some change nothing. Only faults that no such mutant has are in tests/mutants.
 """
 
 import argparse
@@ -17,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
-from mutants import clients, cpu, cuda, fast_path, front_end, triton
+from mutants import MUTANTS, mechanical
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
@@ -26,14 +31,9 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 #: A mutant whose description begins so is run against the files of that name alone, of the tests and of the kit.
 ONE_FILE = (
-    *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Front_end", "Listeners"),
-    *("Derivatives", "Fuzz", "Torch", "Norm_before_add", "Affine", "Gated", "Norm_gated", "Compat_gated", "Quantized"),
-    *("Rotation", "Accelerate", "L2_norm", "Onnx", "Transformers", "Transformers_gates", "Transformers_kernels"),
-    "Transformers_rotations",
+    *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Listeners", "Onnx"),
+    *("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation"),
 )
-
-
-MUTANTS = tuple(mutant for part in (cpu, fast_path, cuda, triton, front_end, clients) for mutant in part.MUTANTS)
 
 
 def misplaced(mutants=MUTANTS):
@@ -116,7 +116,12 @@ def first_failure(folder, mutant):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", action="append", default=[])
-    only = parser.parse_args().only or [""]
+    parser.add_argument("--python", metavar="FILE[:FIRST-LAST]")
+    parser.add_argument("tests", nargs="*")
+    options = parser.parse_args()
+    if options.python:
+        return int(mechanical.run(options.python, options.tests) > 0)
+    only = options.only or [""]
     chosen = [m for m in MUTANTS if any(text in m.fault for text in only)]
     survivors, killers = 0, set()
     if wrong := misplaced(chosen):  # before the first is built, which takes a while

@@ -1,56 +1,19 @@
-"""Each operand of each public function, of each wrong kind: the error names it, and a cure in the caller's words."""
+"""Each operand and flag of each public function, of each wrong kind: the error names it, and a cure in its words."""
 
 import inspect
 import re
 
 import pytest
 import torch
+from every_operation import FUNCTIONS, clones, tensors, written_by
 
 import fusednorm
-from fusednorm.quantizations import VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
-X, WEIGHT = torch.ones(4, 6), torch.ones(6)
-Q, TABLE = torch.ones(4, 2, 6), torch.ones(4, 3)
-NUMBERS, SCALES = torch.ones(4, 6, dtype=torch.int8), torch.ones(4, 1)
-ADDED = {"x": X, "residual": X + 1, "weight": WEIGHT}
-AFFINE = {"bias": WEIGHT + 1}
-OUT = {"out": torch.empty(4, 6)}
-RESIDUAL_OUT = {"residual_out": torch.empty(4, 6)}
-QUANTIZED = {"quantization": VLLM_INT8_TOKEN_AZP_CPU, "out": NUMBERS, "scale_out": SCALES}
-QUANTIZED |= {"zero_point_out": SCALES.int()}
-GIVEN = {"quantization": VLLM_INT8_STATIC_AZP, "scale": torch.ones(1), "zero_point": torch.ones(1).int()}
-NORMED = {"normed_out": torch.empty(4, 6)}
-TURN = {"cos": TABLE, "sin": TABLE + 1, "positions": torch.arange(4)}
-HEADS = {"q": Q, "k": Q + 1, "q_weight": WEIGHT, "k_weight": WEIGHT + 1, **TURN}
-
-OPERANDS = {
-    "fused_add_rms_norm": ADDED | AFFINE | OUT | RESIDUAL_OUT,
-    "fused_add_rms_norm_": ADDED | AFFINE,
-    "fused_add_rms_norm_quant": ADDED | QUANTIZED | NORMED | RESIDUAL_OUT,
-    "gate": {"y": X, "z": X + 1} | OUT,
-    "gate_": {"y": X, "z": X + 1},
-    "gelu_tanh_and_mul": {"gate": X, "up": X + 1} | OUT,
-    "l2_norm": {"x": X} | OUT,
-    "qk_norm_rope": HEADS | {"q_out": torch.empty(4, 2, 6), "k_out": torch.empty(4, 2, 6)},
-    "qk_norm_rope_": HEADS,
-    "quantize": {"y": X} | QUANTIZED,
-    "rms_norm": {"x": X, "weight": WEIGHT} | AFFINE | OUT,
-    "rms_norm_": {"x": X, "weight": WEIGHT} | AFFINE,
-    "rms_norm_add": ADDED | RESIDUAL_OUT,
-    "rms_norm_add_": ADDED,
-    "rms_norm_add_rms_norm": ADDED | {"next_weight": WEIGHT + 1} | OUT | RESIDUAL_OUT,
-    "rms_norm_add_rms_norm_": ADDED | {"next_weight": WEIGHT + 1},
-    "rms_norm_gated": {"x": X, "gate": X + 1, "weight": WEIGHT},
-    "rms_norm_gated_": {"x": X, "gate": X + 1, "weight": WEIGHT},
-    "rms_norm_quant": {"x": X, "weight": WEIGHT} | QUANTIZED | NORMED,
-    "rotate": {"x": Q} | TURN | {"out": torch.empty(4, 2, 6)},
-    "silu_and_mul": {"gate": X, "up": X + 1} | OUT,
-    "silu_and_mul_quant": {"gate": X, "up": X + 1} | GIVEN,
-}
 WRONG = {
     "no tensor": lambda t: 3,
     "an array": lambda t: t.numpy(),
     "a dtype": lambda t: t.to(torch.complex64),
+    "wider": lambda t: t.double(),
     "sparse": lambda t: t.to_sparse(),
     "nested": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
     "a device": lambda t: t.to("meta"),
@@ -59,8 +22,19 @@ WRONG = {
 }
 #: Right, though another shape: the only operand with rows, one element without a dimension, one position for all.
 FITS = {("rms_norm_", "x", "rows")} | {(key, "no dimension") for key in ("scale", "zero_point", "positions")}
+#: The operand that decides the dtype of the computation, if no output is given, and tables, of any dtype.
+FITS |= {(name, key, "wider") for name in FUNCTIONS for key in ("cos", "sin", next(iter(FUNCTIONS[name])))}
+FITS |= {("qk_norm_rope_", "k", "wider")}
 #: What is right alone, and then does not fit the others, which are named.
 OF_ROWS = {"x", "y", "q", "k", "gate", "residual", "up", "cos", "sin"}
+#: Wrong values of arguments that are no operands.
+FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch.ones(1), 10**400))
+FLAGS |= dict.fromkeys(("round_sum", "round_norm", "norm", "interleaved", "round_products"), (2, None, "no"))
+FLAGS |= {"norm_before_gate": (2, None), "group_size": (0, 4, 2.0), "activation": ("swish", None)}
+FLAGS |= {"next_eps": ("1", 1j), "quantization": ("int8", None)}
+FLAGS |= {"out_dtype": (torch.int8, "float32"), "residual_dtype": (torch.int8, torch.float64)}
+FLAGS |= {"between": (torch.float16, torch.float64, "float32")}
+functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 def refused(function, operands):
@@ -72,20 +46,56 @@ def refused(function, operands):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", OPERANDS)
+@functions
 def test_a_bad_operand_is_named(name, wrong):
-    function, operands = getattr(fusednorm, name), OPERANDS[name]
-    function(**{key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in operands.items()})
-    tensors = [key for key, t in operands.items() if isinstance(t, torch.Tensor)]
-    for key in tensors:
+    """And nothing is written, also where a call before opened the fast path."""
+    function, operands = getattr(fusednorm, name), clones(FUNCTIONS[name])
+    function(**clones(operands))
+    before = clones(operands)
+    for key in tensors(operands):
         if FITS & {(name, key, wrong), (key, wrong)}:
             continue
         message = refused(function, operands | {key: WRONG[wrong](operands[key])})
         if not (key in OF_ROWS and wrong in ("a device", "rows")):
-            assert re.match(rf"{key} (must|is|has two)\b", message), (key, message)
+            named = "k_out" if (name, key, wrong) == ("qk_norm_rope", "k", "wider") else key  # of k's dtype
+            assert re.match(rf"{named} (must|is|has two)\b", message), (key, message)
+    assert all(operands[key].equal(before[key]) for key in tensors(operands))
+
+
+@functions
+def test_a_bad_flag_is_named(name):
+    """And nothing is written."""
+    function, operands = getattr(fusednorm, name), clones(FUNCTIONS[name])
+    before = clones(operands)
+    for flag in set(inspect.signature(function).parameters) & set(FLAGS):
+        for value in FLAGS[flag]:
+            assert re.match(rf"{flag} (must|is)\b", refused(function, operands | {flag: value})), (flag, value)
+    assert all(operands[key].equal(before[key]) for key in tensors(operands))
+
+
+@functions
+def test_memory_that_is_shared_with_what_is_written_is_refused(name):
+    """Whichever operand begins a few bytes after what is written; and nothing is written."""
+    function = getattr(fusednorm, name)
+    for key in written_by(name):
+        for other in tensors(FUNCTIONS[name]):
+            if other == key:
+                continue
+            for _ in range(2):
+                operands, memory = clones(FUNCTIONS[name]), torch.zeros(1000, dtype=torch.uint8)
+                for role, begin in ((key, 0), (other, 8)):
+                    t = operands[role]
+                    operands[role] = memory[begin : begin + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+                before = memory.clone()
+                with pytest.raises(ValueError, match=rf"\b({key}|{other}) shares memory with ({key}|{other})\b"):
+                    function(**operands)
+                assert memory.equal(before), (key, other)
+                function(**clones(FUNCTIONS[name]))  # opens the fast path
 
 
 def test_every_function_with_operands_is_here():
     operations = set(fusednorm.__all__) - {"accelerate_torch", "backends", "contract", "explain", "prewarm"}
     operations -= {"quantizations", "register_backend", "use_backend"}
-    assert set(OPERANDS) == {name for name in operations if name[0].islower()}
+    assert set(FUNCTIONS) == {name for name in operations if name[0].islower()}
+    arguments = {key for name in FUNCTIONS for key in inspect.signature(getattr(fusednorm, name)).parameters}
+    assert arguments == {*FLAGS, *(key for name in FUNCTIONS for key in tensors(FUNCTIONS[name]))}

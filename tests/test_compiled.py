@@ -7,16 +7,14 @@ import copy
 
 import pytest
 import torch
-from test_bad_operands import OPERANDS
+from every_operation import FUNCTIONS, MORE, partly, without_outputs
 from torch._dynamo.testing import CompileCounter
 
 import fusednorm
-from fusednorm import quantizations
 from fusednorm.compat import (
     fla,
     flag_gems,
     flashinfer,
-    functional,
     liger,
     mamba_ssm,
     quack,
@@ -31,52 +29,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-BF16, F32 = torch.bfloat16, torch.float32
-X, ROW, HEADS, TABLE, ONE = torch.ones(4, 6), torch.ones(6), torch.ones(4, 2, 6), torch.ones(4, 3), torch.ones(1)
-NUMBERS, SCALES, BOTH = torch.ones(4, 6).to(torch.float8_e4m3fn), torch.ones(4, 1), {"gate": torch.ones(4, 12)}
-ADDED = {"x": X, "residual": X, "weight": ROW}
-GATED = {"x": X, "gate": X, "weight": ROW}
-HALF = {"x": X.to(BF16), "residual": X, "weight": ROW}
-
-
-def partly(function, **arguments):
-    """A function with arguments that are no operands."""
-    return lambda **operands: function(**operands, **arguments)
-
+X, HEADS, BOTH = torch.ones(4, 6), torch.ones(4, 2, 6), torch.ones(4, 12)
+NUMBERS, SCALES = torch.ones(4, 6).to(torch.float8_e4m3fn), torch.ones(4, 1)
+NORM = {"x": X, "residual": X, "weight": torch.ones(6)}
 
 #: A function or a module, and its operands by name: 4 rows of 6, heads of [4, 2, 6], tables of [4, 3]; a test makes
-#: others of the same kind. Operands with such a name are written.
+#: others of the same kind.
 CALLS = {}
-WRITTEN = ("out", "output_q", "output_s", "result", "scales")
-for name, operands in OPERANDS.items():
-    new = {key: t for key, t in operands.items() if not key.endswith(WRITTEN)}
-    CALLS[name] = getattr(fusednorm, name), new
-    if len(new) < len(operands):
+for name, operands in FUNCTIONS.items():
+    CALLS[name] = getattr(fusednorm, name), without_outputs(operands)
+    if len(without_outputs(operands)) < len(operands):
         CALLS[f"{name} with outputs"] = getattr(fusednorm, name), operands
-CALLS |= {
-    "heads": (fusednorm.rms_norm, {"x": HEADS, "weight": torch.ones(2, 6)}),
-    "x_scale": (partly(fusednorm.fused_add_rms_norm, x_scale=0.3), ADDED),
-    "offset": (partly(fusednorm.rms_norm_, weight_offset=1.0, round_norm=True), {"x": X, "weight": ROW}),
-    "dtypes": (partly(fusednorm.fused_add_rms_norm, round_sum=False, out_dtype=F32, residual_dtype=BF16), HALF),
-    "between": (partly(fusednorm.rms_norm_add_rms_norm, between=F32, next_eps=1e-5), HALF),
-    "between, quantized": (
-        partly(fusednorm.fused_add_rms_norm_quant, between=F32, quantization=quantizations.VLLM_FP8_TOKEN),
-        HALF,
-    ),
-    "rows of tables": (fusednorm.rotate, {"x": HEADS, "cos": TABLE, "sin": TABLE}),
-    "one row of tables": (fusednorm.rotate, {"x": HEADS, "cos": TABLE[0], "sin": TABLE[0]}),
-    "q and k": (
-        partly(fusednorm.qk_norm_rope, interleaved=True, round_products=True),
-        {"q": HEADS, "k": HEADS, "q_weight": ROW, "cos": TABLE, "sin": TABLE},
-    ),
-    "q and k without tables": (fusednorm.qk_norm_rope, {"q": HEADS, "k": HEADS}),
-    "silu of halves": (fusednorm.silu_and_mul, BOTH),
-    "gelu of halves": (partly(fusednorm.gelu_tanh_and_mul, between=F32), BOTH),
-    "halves, quantized": (partly(fusednorm.silu_and_mul_quant, quantization=quantizations.SGLANG_FP8_TOKEN), BOTH),
-    "groups": (partly(fusednorm.rms_norm_gated, group_size=2), GATED),
-    "the gate first": (partly(fusednorm.rms_norm_gated, norm_before_gate=False, activation="gelu_tanh"), GATED),
-    "functional": (lambda x, weight: functional.rms_norm(x, weight.shape, weight), {"x": X, "weight": ROW}),
-}
+CALLS |= MORE
 #: Their rows have one length. The peers' classes, and of their functions those that do more than to pass arguments on.
 MODULES = {
     "RMSNorm": (fusednorm.RMSNorm(6), {"x": X}),
@@ -91,14 +55,14 @@ MODULES = {
     "quack": (quack.QuackRMSNorm(6), {"x": X}),
     "Qwen3-Next": (transformers.Qwen3NextRMSNormGated(6), {"hidden_states": X, "gate": X}),
     "Zamba 2": (transformers.Zamba2RMSNormGated(6, 3), {"hidden_states": X, "gate": X}),
-    "flag_gems": (partly(flag_gems.fused_add_rms_norm, normalized_shape=(6,)), ADDED),
-    "flashinfer": (flashinfer.gemma_fused_add_rmsnorm, {"input": X, "residual": X, "weight": ROW}),
+    "flag_gems": (partly(flag_gems.fused_add_rms_norm, normalized_shape=(6,)), NORM),
+    "flashinfer": (flashinfer.gemma_fused_add_rmsnorm, {"input": X, "residual": X, "weight": NORM["weight"]}),
     "sgl_kernel": (sgl_kernel.sgl_per_token_quant_fp8, {"input": X, "output_q": NUMBERS, "output_s": SCALES}),
-    "vllm": (partly(vllm.fused_add_rms_norm, epsilon=1e-6), {"input": X, "residual": X, "weight": ROW}),
+    "vllm": (partly(vllm.fused_add_rms_norm, epsilon=1e-6), {"input": X, "residual": X, "weight": NORM["weight"]}),
     "vllm, rows": (partly(vllm.scaled_fp8_quant, use_per_token_if_dynamic=True), {"input": X}),
     "vllm, blocks": (
         lambda input: vllm.silu_and_mul_per_block_quant(input, group_size=2, quant_dtype=torch.int8),
-        {"input": BOTH["gate"]},
+        {"input": BOTH},
     ),
 }
 EVERY = CALLS | MODULES

@@ -1,80 +1,53 @@
-"""What holds for each public function: listeners see it, meta tensors share no memory, inference tensors are kept."""
+"""What holds for each public function: who sees it, what it writes, its derivatives, and calls that were made one."""
+
+import itertools
 
 import pytest
 import torch
-from test_bad_operands import OPERANDS
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from every_operation import (
+    BF16,
+    DIFFERENTIATED,
+    FUNCTIONS,
+    IN_PLACE,
+    MORE,
+    Named,
+    Seen,
+    called,
+    clones,
+    have_gradients,
+    tensors,
+    without_outputs,
+    written_by,
+)
 
 import fusednorm
 from fusednorm.engine import choose
 
-#: The operands that a function writes; of the other functions the outputs.
-IN_PLACE = {
-    "fused_add_rms_norm_": ("x", "residual"),
-    "gate_": ("y",),
-    "qk_norm_rope_": ("q", "k"),
-    "rms_norm_": ("x",),
-    "rms_norm_add_": ("residual",),
-    "rms_norm_add_rms_norm_": ("x", "residual"),
-    "rms_norm_gated_": ("x",),
-}
-functions = pytest.mark.parametrize("name", OPERANDS)
-
-
-def operands_of(name, convert=torch.clone):
-    return {key: convert(t) if isinstance(t, torch.Tensor) else t for key, t in OPERANDS[name].items()}
-
-
-def written_by(name):
-    return IN_PLACE.get(name) or tuple(key for key in OPERANDS[name] if key.endswith("out"))
+functions = pytest.mark.parametrize("name", FUNCTIONS)
+#: All calls with gradients whose flags name no dtype: a function, and its operands.
+CALLS = {name: (getattr(fusednorm, name), without_outputs(FUNCTIONS[name])) for name in DIFFERENTIATED}
+CALLS |= {name: call for name, call in MORE.items() if not {"offset", "dtypes"} & {name} and "," not in name}
+CALLS.pop("between")
+calls = pytest.mark.parametrize("name", CALLS)
 
 
 def call(name, operands):
-    """What the function returns, in a tuple."""
-    found = getattr(fusednorm, name)(**operands)
-    return found if isinstance(found, tuple) else (found,)
+    return called(getattr(fusednorm, name), operands)
 
 
 def same(a, b):
-    return all(torch.equal(p.float(), q.float()) for p, q in zip(a, b, strict=True))
+    return all(p.dtype == q.dtype and torch.equal(p.float(), q.float()) for p, q in zip(a, b, strict=True))
 
 
 def test_every_function_in_place_is_here():
-    assert set(IN_PLACE) == {name for name in OPERANDS if name.endswith("_")}
-
-
-class Named(TorchFunctionMode):
-    """Keeps the functions that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.functions = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.functions.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-class Written(TorchDispatchMode):
-    """Keeps the tensors that operations write, which it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.tensors = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        for argument, given in zip(operation._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.tensors.append(given)
-        return operation(*args, **(kwargs or {}))
+    assert set(IN_PLACE) == {name for name in FUNCTIONS if name.endswith("_")}
 
 
 @functions
 def test_a_function_mode_sees_the_function_that_was_called(name):
     """That one alone, also where it calls another one."""
-    expected = call(name, operands_of(name))
-    operands = operands_of(name)
+    expected = call(name, clones(FUNCTIONS[name]))
+    operands = clones(FUNCTIONS[name])
     with Named() as mode:
         found = call(name, operands)
     assert mode.functions == [getattr(fusednorm, name)]
@@ -83,7 +56,7 @@ def test_a_function_mode_sees_the_function_that_was_called(name):
 
 @functions
 def test_each_of_two_function_modes_sees_the_function_that_was_called(name):
-    operands = operands_of(name)
+    operands = clones(FUNCTIONS[name])
     with Named() as outer, Named() as inner:
         call(name, operands)
     assert inner.functions[0] is outer.functions[0] is getattr(fusednorm, name)
@@ -92,7 +65,7 @@ def test_each_of_two_function_modes_sees_the_function_that_was_called(name):
 @functions
 def test_a_subclass_sees_the_function_that_was_called(name):
     """Whichever operand it is."""
-    public, seen = [getattr(fusednorm, name) for name in OPERANDS], []
+    public, seen = [getattr(fusednorm, name) for name in FUNCTIONS], []
 
     class Function(torch.Tensor):
         @classmethod
@@ -101,9 +74,9 @@ def test_a_subclass_sees_the_function_that_was_called(name):
                 seen.append(function)
             return super().__torch_function__(function, types, args, kwargs or {})
 
-    for key, operand in operands_of(name).items():
+    for key, operand in clones(FUNCTIONS[name]).items():
         if isinstance(operand, torch.Tensor):
-            operands = operands_of(name) | {key: operand.as_subclass(Function)}
+            operands = clones(FUNCTIONS[name]) | {key: operand.as_subclass(Function)}
             seen.clear()
             call(name, operands)
             assert seen == [getattr(fusednorm, name)], key
@@ -111,21 +84,21 @@ def test_a_subclass_sees_the_function_that_was_called(name):
 
 @functions
 def test_a_dispatch_mode_sees_what_is_written(name):
-    expected = call(name, operands_of(name))
-    operands = operands_of(name)
-    with Written() as mode:
+    expected = call(name, clones(FUNCTIONS[name]))
+    operands = clones(FUNCTIONS[name])
+    with Seen() as mode:
         found = call(name, operands)
-    assert {id(operands[key]) for key in written_by(name)} <= set(map(id, mode.tensors))
+    assert {id(operands[key]) for key in written_by(name)} <= set(map(id, mode.written))
     read = {id(t) for key, t in operands.items() if key not in written_by(name)}
-    assert not read & set(map(id, mode.tensors))
+    assert not read & set(map(id, mode.written))
     assert same(found, expected)
 
 
 @functions
 def test_meta_tensors(name):
     """They share no memory, so that shapes and dtypes are those of a call with values."""
-    expected = call(name, operands_of(name))
-    operands = operands_of(name, lambda t: t.to("meta"))
+    expected = call(name, clones(FUNCTIONS[name]))
+    operands = clones(FUNCTIONS[name], lambda t: t.to("meta"))
     with fusednorm.use_backend("reference"):  # whichever backend these tests are for
         found = call(name, operands)
     assert [(t.shape, t.dtype, t.device.type) for t in found] == [(t.shape, t.dtype, "meta") for t in expected]
@@ -137,10 +110,10 @@ def test_meta_tensors(name):
 @functions
 def test_inference_tensors_are_not_written_outside_of_inference_mode(name, backend):
     """As torch does not write them: nothing is written then, and they may be read."""
-    for key, operand in operands_of(name).items():
+    for key, operand in clones(FUNCTIONS[name]).items():
         if not isinstance(operand, torch.Tensor):
             continue
-        operands = operands_of(name)
+        operands = clones(FUNCTIONS[name])
         with torch.inference_mode():
             operands[key] = operand.clone()
         before = {other: t.clone() for other, t in operands.items() if isinstance(t, torch.Tensor)}
@@ -157,3 +130,129 @@ def test_inference_tensors_are_not_written_outside_of_inference_mode(name, backe
             )
             with torch.inference_mode():
                 call(name, operands)
+
+
+@functions
+def test_what_is_written(name):
+    """The bits of new tensors, in tensors that are returned; nothing else is written, and autograd notices it."""
+    others = FUNCTIONS[name.removesuffix("_")]
+    expected = call(name.removesuffix("_"), clones(without_outputs(others)))
+    for _ in range(2):  # the first call opens the fast path
+        operands = clones(FUNCTIONS[name])
+        before, versions = clones(operands), {key: operands[key]._version for key in tensors(operands)}
+        found = call(name, operands)
+        assert same(found, expected)
+        for key in tensors(operands):
+            if key in written_by(name):
+                assert operands[key]._version > versions[key], key
+                assert key == "normed_out" or any(operands[key] is t for t in found), key
+            else:
+                assert operands[key].equal(before[key]), key
+        assert not {t.data_ptr() for t in expected} & {
+            t.data_ptr() for t in operands.values() if hasattr(t, "data_ptr")
+        }
+
+
+@functions
+def test_each_operand_may_need_a_gradient(name):
+    """What has a gradient is recorded; what is written, and 8-bit numbers, have none, which is said."""
+    call(name, clones(FUNCTIONS[name]))  # opens the fast path
+    for key in have_gradients(FUNCTIONS[name]):
+        operands = clones(FUNCTIONS[name])
+        operands[key].requires_grad_()
+        before = clones(operands, lambda t: t.detach().clone())
+        if not written_by(name) and name in DIFFERENTIATED:
+            assert any(t.requires_grad for t in call(name, operands)), key
+            continue
+        named = "rms_norm" if name == "l2_norm" else name
+        message = rf"^{named}\(\): (functions with out=|one of the arguments requires grad.*torch.no_grad)"
+        with pytest.raises(RuntimeError, match=message):
+            call(name, operands)
+        assert all(operands[other].equal(before[other]) for other in tensors(operands)), key
+        if (name, key) != ("gate_", "y"):  # which is refused even then
+            with torch.no_grad():
+                call(name, operands)
+        if name in DIFFERENTIATED:
+            assert any(t.requires_grad for t in call(name, without_outputs(operands))), key
+
+
+def leaves_of(name, dtype):
+    """The function of a call's operands with gradients, and these."""
+    function, operands = CALLS[name]
+    keys = have_gradients(operands)
+
+    def of_leaves(*leaves):
+        found = called(function, clones(operands) | dict(zip(keys, leaves, strict=True)))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return of_leaves, [operands[key].to(dtype, copy=True).requires_grad_() for key in keys]
+
+
+def gradients(outputs, leaves, **flags):
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    return torch.autograd.grad(outputs, leaves, [t.detach().cos() for t in outputs], retain_graph=True, **flags)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@calls
+def test_gradients_are_derivatives(name):
+    """And theirs are second derivatives, and tangents those of forward mode."""
+    if "between" in name:
+        pytest.skip("float64 is rounded nowhere")
+    function, leaves = leaves_of(name, torch.float64)
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@calls
+def test_the_first_gradient_does_not_depend_on_create_graph(name):
+    function, leaves = leaves_of(name, BF16)
+    outputs = function(*leaves)
+    assert same(gradients(outputs, leaves), gradients(outputs, leaves, create_graph=True))
+
+
+@calls
+def test_a_tensor_as_two_operands(name):
+    """It has the sum of both gradients, also where these may be differentiated again."""
+    function, leaves = leaves_of(name, torch.float32)
+    for i, j in itertools.combinations(range(len(leaves)), 2):
+        if leaves[i].shape == leaves[j].shape:
+            apart = [leaves[i].detach().clone().requires_grad_() if k == j else t for k, t in enumerate(leaves)]
+            one = [leaves[i] if k == j else t for k, t in enumerate(leaves)]
+            wanted = gradients(function(*apart), apart)
+            for again in (False, True):
+                found = gradients(function(*one), one, create_graph=again)
+                assert found[i].equal(wanted[i] + wanted[j]), (i, j, again)
+
+
+@functions
+def test_no_rows(name):
+    """Results and gradients of no rows have their shapes."""
+    function, operands = getattr(fusednorm, name), clones(FUNCTIONS[name])
+    rows = [key for key in tensors(operands) if operands[key].shape[0] == 4 and key not in ("cos", "sin")]
+    none = operands | {key: operands[key][:0] for key in rows}
+    sizes = [t.shape for t in called(function, clones(operands))]
+    found = [t.shape for t in called(function, none)]
+    assert found == [(0, *size[1:]) if size[0] == 4 else size for size in sizes]
+    if name in DIFFERENTIATED:
+        none = without_outputs(none)
+        leaves = [none[key].requires_grad_() for key in DIFFERENTIATED[name]]
+        found = gradients(called(function, none), leaves)
+        assert [(t.shape, bool(t.any())) for t in found] == [(leaf.shape, False) for leaf in leaves]
+
+
+@functions
+def test_a_batch_of_calls(name):
+    """Has the bits of one call for each entry, whatever the dimension of the batch."""
+    operands = without_outputs(FUNCTIONS[name])
+    keys = [key for key in tensors(operands) if operands[key].dim() > 1 and key not in ("cos", "sin")]
+    batch = [torch.stack((operands[key], -operands[key], operands[key] + 1), 1) for key in keys]
+
+    def of_rows(*rows):
+        return tuple(call(name, clones(operands) | {key: t.clone() for key, t in zip(keys, rows, strict=True)}))
+
+    wanted = [
+        torch.stack(outputs) for outputs in zip(*(of_rows(*(t[:, i] for t in batch)) for i in range(3)), strict=True)
+    ]
+    assert same(torch.vmap(of_rows, in_dims=1)(*batch), wanted)
+    assert same(torch.vmap(of_rows)(*(t.transpose(0, 1).contiguous() for t in batch)), wanted)

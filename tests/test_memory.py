@@ -9,13 +9,9 @@ import warnings
 
 import pytest
 import torch
-from test_bad_operands import OPERANDS
+from every_operation import DIFFERENTIATED, FUNCTIONS, OPERATORS, called, clones, tensors, without_outputs, written_by
 
 import fusednorm
-from fusednorm.torch_ops.operators import SCHEMAS
-
-WRITTEN = {"fused_add_rms_norm_": ("x", "residual"), "gate_": ("y",), "qk_norm_rope_": ("q", "k"), "rms_norm_": ("x",)}
-WRITTEN |= {"rms_norm_add_": ("residual",), "rms_norm_add_rms_norm_": ("x", "residual"), "rms_norm_gated_": ("x",)}
 
 
 def freed(t):
@@ -79,48 +75,21 @@ def fake(t):
 MISSING = (freed, shrunk, zero)
 READ = (negative, imaginary, inference, expanded, misaligned, read_only, copied_later)
 ELSEWHERE = (lambda t: t.to("meta"), fake, lambda t: t.to(torch.complex64).conj())
-OPERATORS = torch.ops.fusednorm
-
-ROWS, ROW = torch.randn(4, 6), torch.randn(6)
-FLAGS = (1e-6, 0.0, True, False)
-DTYPES = (torch.float32, torch.float32)
-#: Operators of torch.ops.fusednorm: their arguments by position.
-CALLS = {
-    "fused_add_rms_norm": (ROWS, ROWS + 1, ROW, *FLAGS),
-    "rms_norm": (ROWS, ROW, *FLAGS),
-    "fused_add_rms_norm_": (ROWS, ROWS + 1, ROW, *FLAGS),
-    "rms_norm_": (ROWS, ROW, *FLAGS),
-    "into": (ROWS, ROWS + 1, ROW, torch.empty(4, 6), torch.empty(4, 6), *FLAGS),
-    "add": (ROWS, ROWS + 1, torch.bfloat16),
-    "scale": (ROWS, 0.5),
-    "affine": (ROWS, ROW, ROW + 1, 0.0, None, torch.float32),
-    "affine_backward": (ROWS, ROWS + 1, ROW, ROW + 1, 0.0, [True] * 3),
-    "rotate": (torch.randn(4, 2, 6), torch.randn(4, 3), torch.randn(4, 3), False, None, torch.float32),
-    "gate": (ROWS, ROWS + 1, "silu", None, torch.float32),
-    "gate_backward": (ROWS, ROWS + 1, ROWS + 2, "silu", None, [True] * 2),
-    "quantize": (ROWS, str(fusednorm.quantizations.VLLM_INT8_STATIC_AZP), torch.ones(1), torch.ones(1).int()),
-    "backward": (ROWS, ROWS + 1, ROWS + 2, ROWS[:, 0].abs(), ROW, 0.0, *DTYPES, True, False, [True] * 3),
-}
 
 
 def public(name):
     """A function that takes operands by name, its operands, and the names of those that it writes."""
-    operands = OPERANDS[name]
-    outputs = [key for key in operands if key.endswith("out") or key in WRITTEN.get(name, ())]
-    return getattr(fusednorm, name), operands, outputs
+    return getattr(fusednorm, name), FUNCTIONS[name], written_by(name)
 
 
 def operator(name):
     """The same of an operator."""
-    packet = getattr(OPERATORS, name)
-    arguments = packet.default._schema.arguments
-    outputs = [a.name for a in arguments if a.alias_info is not None]
-    given = dict(zip((a.name for a in arguments), CALLS[name], strict=False))
-    return packet, given, outputs
+    packet = getattr(torch.ops.fusednorm, name)
+    return packet, OPERATORS[name], [a.name for a in packet.default._schema.arguments if a.alias_info is not None]
 
 
-EVERY = [pytest.param(public, name, id=name) for name in OPERANDS]
-EVERY += [pytest.param(operator, name, id=f"ops.{name}") for name in CALLS]
+EVERY = [pytest.param(public, name, id=name) for name in FUNCTIONS]
+EVERY += [pytest.param(operator, name, id=f"ops.{name}") for name in OPERATORS]
 
 
 def results(function, operands, outputs):
@@ -136,16 +105,7 @@ def as_bytes(t):
 
 
 def fresh(operands, key=None, kind=None):
-    copies = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands.items()}
-    return copies if key is None else copies | {key: kind(operands[key])}
-
-
-def tensors(operands):
-    return [key for key, t in operands.items() if isinstance(t, torch.Tensor)]
-
-
-def test_every_operator_is_here():
-    assert set(SCHEMAS) == set(CALLS)
+    return clones(operands) if key is None else clones(operands) | {key: kind(operands[key])}
 
 
 @pytest.mark.usefixtures("asked_by")
@@ -215,21 +175,12 @@ def test_an_operand_elsewhere_is_refused_or_handed_to_torch(table, name, kind):
                     function(**given)
 
 
-#: Functions with gradients; the second is the incoming gradient's.
-DIFFERENTIATED = {
-    name: [key for key in keys if key not in ("cos", "sin", "positions") and not key.endswith("out")]
-    for name, keys in OPERANDS.items()
-    if not (name.endswith(("_", "quant")) or name == "quantize")
-}
-
-
 def recorded(name):
     """The outputs with gradients of a function, and its operands, of which those in DIFFERENTIATED require grad."""
-    operands = {key: t for key, t in fresh(OPERANDS[name]).items() if not key.endswith("out")}
+    operands = clones(without_outputs(FUNCTIONS[name]))
     for key in DIFFERENTIATED[name]:
         operands[key].requires_grad_()
-    found = getattr(fusednorm, name)(**operands)
-    return [found] if isinstance(found, torch.Tensor) else list(found), operands
+    return called(getattr(fusednorm, name), operands), operands
 
 
 @pytest.mark.parametrize("again", [False, True])

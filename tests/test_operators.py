@@ -4,40 +4,9 @@ import re
 
 import pytest
 import torch
+from every_operation import OPERATORS, clones
 
-import fusednorm  # noqa: F401 - registers the operators
-from fusednorm.quantizations import VLLM_INT8_STATIC_AZP
 from fusednorm.torch_ops.operators import SCHEMAS
-
-X, WEIGHT, TABLE = torch.ones(2, 8), torch.ones(8), torch.ones(2, 4)
-F32 = torch.float32
-FLAGS = {"eps": 1e-6, "weight_offset": 0.0, "round_sum": True, "round_norm": False}
-ADDED = {"x": X, "residual": X + 1, "weight": WEIGHT}
-AFFINE = {"n": X, "weight": WEIGHT, "bias": WEIGHT + 1, "weight_offset": 0.0}
-GATE = {"y": X, "z": X + 1, "activation": "silu", "between": None}
-FORWARD = {"h": X, "rstd": torch.ones(2), "weight": WEIGHT, "weight_offset": 0.0, "x_dtype": F32}
-FORWARD |= {"residual_dtype": F32, "round_sum": True, "round_norm": False}
-DTYPES = {"out_dtype": F32, "residual_dtype": F32}
-
-ARGUMENTS = {
-    "fused_add_rms_norm": ADDED | FLAGS | DTYPES,
-    "rms_norm": {"x": X, "weight": WEIGHT} | FLAGS | {"out_dtype": F32},
-    "fused_add_rms_norm_": ADDED | FLAGS,
-    "rms_norm_": {"x": X, "weight": WEIGHT} | FLAGS,
-    "into": ADDED | {"out": X + 2, "residual_out": X + 3} | FLAGS,
-    "add": {"x": X, "residual": X + 1, "dtype": F32},
-    "scale": {"x": X, "factor": 2.0},
-    "affine": AFFINE | {"rounded_to": F32, "out_dtype": F32},
-    "affine_backward": AFFINE | {"dy": X + 2, "needs": [True, True, True]},
-    "rotate": {"x": torch.ones(2, 3, 8), "cos": TABLE, "sin": TABLE + 1, "interleaved": False}
-    | {"rounded_to": F32, "dtype": F32},
-    "gate": GATE | {"out_dtype": F32},
-    "gate_backward": GATE | {"d": X + 2, "needs": [True, True]},
-    "quantize": {"y": X, "quantization": str(VLLM_INT8_STATIC_AZP), "scale": torch.ones(1)}
-    | {"zero_point": torch.ones(1).int()},
-    "backward": FORWARD | {"dy": X, "d_residual_out": X + 1, "needs": [True, True, True]}
-    | {"out_dtype": F32, "residual_out_dtype": F32},
-}  # fmt: skip
 
 #: Wrong tensors. Nested ones are missing: these refuse all operators, in torch's words.
 TENSORS = {
@@ -47,7 +16,7 @@ TENSORS = {
     "rows": lambda t: torch.cat((t, t, t)),
     "columns": lambda t: torch.cat((t, t, t), -1),
     "no dimension": lambda t: t.flatten()[0],
-    "one dimension more": lambda t: t.expand(2, *t.shape).contiguous(),
+    "one dimension more": lambda t: t.expand(4, *t.shape).contiguous(),
     "sparse": lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device, layout=torch.sparse_coo),
     "a device": lambda t: torch.ones_like(t, device="cpu" if t.is_meta else "meta"),
 }
@@ -87,12 +56,12 @@ def wrong(name, key, value):
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_a_wrong_argument_is_named(name, device):
     """By the function, and by the one that tells shapes and dtypes alone."""
     operator = getattr(torch.ops.fusednorm, name)
-    arguments = {key: t.to(device) if isinstance(t, torch.Tensor) else t for key, t in ARGUMENTS[name].items()}
-    operator(**{key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in arguments.items()})
+    arguments = clones(OPERATORS[name], lambda t: t.to(device))
+    operator(**clones(arguments))
     for key, value in arguments.items():
         for kind, other in wrong(name, key, value).items():
             with pytest.raises((TypeError, ValueError)) as caught:
@@ -101,18 +70,18 @@ def test_a_wrong_argument_is_named(name, device):
             assert re.search(rf"\b{named}\b", str(caught.value)), (key, kind, str(caught.value))
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_right_arguments_fit(name):
     """What the test above leaves out as right."""
     operator = getattr(torch.ops.fusednorm, name)
     for _, key, kind in {fits for fits in FITS if fits[0] == name}:
-        arguments = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in ARGUMENTS[name].items()}
+        arguments = clones(OPERATORS[name])
         if kind != "a device":
             operator(**arguments | {key: TENSORS[kind](arguments[key])})
 
 
 def test_every_operator_is_here():
-    assert set(ARGUMENTS) == set(SCHEMAS)
-    for name, arguments in ARGUMENTS.items():
+    assert set(OPERATORS) == set(SCHEMAS)
+    for name, arguments in OPERATORS.items():
         schema = getattr(torch.ops.fusednorm, name).default._schema
         assert set(arguments) == {argument.name for argument in schema.arguments}

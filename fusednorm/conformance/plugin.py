@@ -29,6 +29,13 @@ EMULATED = int(os.environ.get("FUSEDNORM_EMULATED_SM", "0"))
 #: The promises of the kit, in the certificate's words. Tests carry one of them: @pytest.mark.promise("same bits").
 PROMISES = ("same bits", "golden vectors", "fused equals unfused", "a row is a row", "same gradients")
 
+#: The meaning of the mark of that name, which fusednorm's own tests heed where kernels take too long. The kit does not.
+LEFT_OUT = (
+    "not run in fusednorm's own checks where the CPU executes the PTX of `cuda` or of Triton (triton_ptx), or where "
+    "Triton's interpreter runs its backends (triton, triton_cpu); all if none is named. Of parameters, those that are "
+    "named run all the same (but), or are alone left out (of)"
+)
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("fusednorm")
@@ -40,6 +47,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "promise(name): which promise of the specification a test is about")
+    config.addinivalue_line("markers", f"left_out(*where, but, of): {LEFT_OUT}")
     config.addinivalue_line("markers", "large: takes gigabytes of memory or of address space, or millions of elements")
     cases.EVERYTHING = config.getoption("--everything", False)
     config.pluginmanager.register(Certificate(config), "fusednorm certificate")

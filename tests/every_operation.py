@@ -1,0 +1,187 @@
+"""The public functions and the operators, each with operands that fit: tests of what holds for all take them here."""
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusednorm
+from fusednorm.compat import functional
+from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
+
+BF16, F32 = torch.bfloat16, torch.float32
+X, Z, D = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+Q, K = torch.randn(2, 4, 2, 6, generator=torch.Generator().manual_seed(1))
+WEIGHT, BIAS = torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
+COS, SIN = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(3))
+NUMBERS, SCALES = torch.ones(4, 6, dtype=torch.int8), torch.ones(4, 1)
+ADDED = {"x": X, "residual": Z, "weight": WEIGHT}
+AFFINE = {"bias": BIAS}
+GATED = {"x": X, "gate": Z, "weight": WEIGHT}
+OUT = {"out": torch.zeros(4, 6)}
+RESIDUAL_OUT = {"residual_out": torch.zeros(4, 6)}
+QUANTIZED = {"quantization": VLLM_INT8_TOKEN_AZP_CPU, "out": NUMBERS, "scale_out": SCALES}
+QUANTIZED |= {"zero_point_out": SCALES.int()}
+GIVEN = {"quantization": VLLM_INT8_STATIC_AZP, "scale": torch.ones(1), "zero_point": torch.ones(1).int()}
+NORMED = {"normed_out": torch.zeros(4, 6)}
+TURN = {"cos": COS, "sin": SIN, "positions": torch.arange(4)}
+HEADS = {"q": Q, "k": K, "q_weight": WEIGHT, "k_weight": BIAS, **TURN}
+
+#: The public functions.
+FUNCTIONS = {
+    "fused_add_rms_norm": ADDED | AFFINE | OUT | RESIDUAL_OUT,
+    "fused_add_rms_norm_": ADDED | AFFINE,
+    "fused_add_rms_norm_quant": ADDED | QUANTIZED | NORMED | RESIDUAL_OUT,
+    "gate": {"y": X, "z": Z} | OUT,
+    "gate_": {"y": X, "z": Z},
+    "gelu_tanh_and_mul": {"gate": X, "up": Z} | OUT,
+    "l2_norm": {"x": X} | OUT,
+    "qk_norm_rope": HEADS | {"q_out": torch.zeros(4, 2, 6), "k_out": torch.zeros(4, 2, 6)},
+    "qk_norm_rope_": HEADS,
+    "quantize": {"y": X} | QUANTIZED,
+    "rms_norm": {"x": X, "weight": WEIGHT} | AFFINE | OUT,
+    "rms_norm_": {"x": X, "weight": WEIGHT} | AFFINE,
+    "rms_norm_add": ADDED | RESIDUAL_OUT,
+    "rms_norm_add_": ADDED,
+    "rms_norm_add_rms_norm": ADDED | {"next_weight": BIAS} | OUT | RESIDUAL_OUT,
+    "rms_norm_add_rms_norm_": ADDED | {"next_weight": BIAS},
+    "rms_norm_gated": GATED,
+    "rms_norm_gated_": GATED,
+    "rms_norm_quant": {"x": X, "weight": WEIGHT} | QUANTIZED | NORMED,
+    "rotate": {"x": Q} | TURN | {"out": torch.zeros(4, 2, 6)},
+    "silu_and_mul": {"gate": X, "up": Z} | OUT,
+    "silu_and_mul_quant": {"gate": X, "up": Z} | GIVEN,
+}
+#: The operands that a function in place writes.
+IN_PLACE = {
+    "fused_add_rms_norm_": ("x", "residual"),
+    "gate_": ("y",),
+    "qk_norm_rope_": ("q", "k"),
+    "rms_norm_": ("x",),
+    "rms_norm_add_": ("residual",),
+    "rms_norm_add_rms_norm_": ("x", "residual"),
+    "rms_norm_gated_": ("x",),
+}
+
+
+def partly(function, **arguments):
+    """A function with arguments that are no operands."""
+    return lambda **operands: function(**operands, **arguments)
+
+
+HALF, BOTH, ROTATED = {"x": X.to(BF16), "residual": Z, "weight": WEIGHT}, {"gate": torch.cat((X, Z), -1)}, {"x": Q}
+#: Calls with other operands and flags: a function of operands by name, and these. Names say where numbers are rounded.
+MORE = {
+    "heads": (fusednorm.rms_norm, {"x": Q, "weight": K[0], "bias": K[1]}),
+    "x_scale": (partly(fusednorm.fused_add_rms_norm, x_scale=0.3), ADDED),
+    "offset": (partly(fusednorm.rms_norm_, weight_offset=1.0, round_norm=True), {"x": X, "weight": WEIGHT}),
+    "dtypes": (partly(fusednorm.fused_add_rms_norm, round_sum=False, out_dtype=F32, residual_dtype=BF16), HALF),
+    "between": (partly(fusednorm.rms_norm_add_rms_norm, between=F32, next_eps=1e-5), HALF),
+    "between, quantized": (
+        partly(fusednorm.fused_add_rms_norm_quant, between=F32, quantization=VLLM_FP8_TOKEN),
+        HALF,
+    ),
+    "rows of tables": (fusednorm.rotate, ROTATED | {"cos": COS, "sin": SIN}),
+    "one row of tables": (fusednorm.rotate, ROTATED | {"cos": COS[0], "sin": SIN[0]}),
+    "q and k": (
+        partly(fusednorm.qk_norm_rope, interleaved=True, round_products=True),
+        {"q": Q, "k": K, "q_weight": WEIGHT, "cos": COS, "sin": SIN},
+    ),
+    "q and k without tables": (fusednorm.qk_norm_rope, {"q": Q, "k": K}),
+    "silu of halves": (fusednorm.silu_and_mul, BOTH),
+    "gelu of halves, between": (partly(fusednorm.gelu_tanh_and_mul, between=F32), BOTH),
+    "halves, quantized": (partly(fusednorm.silu_and_mul_quant, quantization=SGLANG_FP8_TOKEN), BOTH),
+    "groups": (partly(fusednorm.rms_norm_gated, group_size=2), GATED),
+    "the gate first": (partly(fusednorm.rms_norm_gated, norm_before_gate=False, activation="gelu_tanh"), GATED),
+    "functional": (lambda x, weight: functional.rms_norm(x, weight.shape, weight), {"x": X, "weight": WEIGHT}),
+}
+
+FLAGS = {"eps": 1e-6, "weight_offset": 0.0, "round_sum": True, "round_norm": False}
+AFFINE_OF_ROWS = {"n": X, "weight": WEIGHT, "bias": BIAS, "weight_offset": 0.0}
+GATE = {"y": X, "z": Z, "activation": "silu", "between": None}
+FORWARD = {"h": X, "rstd": X[:, 0].abs(), "weight": WEIGHT, "weight_offset": 0.0, "x_dtype": F32}
+FORWARD |= {"residual_dtype": F32, "round_sum": True, "round_norm": False}
+DTYPES = {"out_dtype": F32, "residual_dtype": F32}
+
+#: The operators of torch.ops.fusednorm.
+OPERATORS = {
+    "fused_add_rms_norm": ADDED | FLAGS | DTYPES,
+    "rms_norm": {"x": X, "weight": WEIGHT} | FLAGS | {"out_dtype": F32},
+    "fused_add_rms_norm_": ADDED | FLAGS,
+    "rms_norm_": {"x": X, "weight": WEIGHT} | FLAGS,
+    "into": ADDED | OUT | RESIDUAL_OUT | FLAGS,
+    "add": {"x": X, "residual": Z, "dtype": F32},
+    "scale": {"x": X, "factor": 2.0},
+    "affine": AFFINE_OF_ROWS | {"rounded_to": F32, "out_dtype": F32},
+    "affine_backward": AFFINE_OF_ROWS | {"dy": D, "needs": [True, True, True]},
+    "rotate": {"x": Q, "cos": COS, "sin": SIN, "interleaved": False, "rounded_to": F32, "dtype": F32},
+    "gate": GATE | {"out_dtype": F32},
+    "gate_backward": GATE | {"d": D, "needs": [True, True]},
+    "quantize": {"y": X, "quantization": str(VLLM_INT8_STATIC_AZP), "scale": SCALES[0], "zero_point": SCALES[0].int()},
+    "backward": FORWARD | {"dy": D, "d_residual_out": Z, "needs": [True, True, True]}
+    | {"out_dtype": F32, "residual_out_dtype": F32},
+}  # fmt: skip
+
+
+def tensors(operands):
+    """The names of those operands that are tensors."""
+    return [key for key, t in operands.items() if isinstance(t, torch.Tensor)]
+
+
+def clones(operands, convert=torch.clone):
+    return {key: convert(t) if isinstance(t, torch.Tensor) else t for key, t in operands.items()}
+
+
+def without_outputs(operands):
+    return {key: t for key, t in operands.items() if not key.endswith("out")}
+
+
+def written_by(name):
+    """The operands that a public function writes."""
+    return IN_PLACE.get(name) or tuple(key for key in FUNCTIONS[name] if key.endswith("out"))
+
+
+def have_gradients(operands):
+    """The names of those operands that may have a gradient."""
+    others = ("cos", "sin", "positions", "scale", "zero_point", "quantization")
+    return [key for key in without_outputs(operands) if key not in others]
+
+
+#: The functions that have gradients, and the names of those operands that have some.
+DIFFERENTIATED = {
+    name: have_gradients(operands)
+    for name, operands in FUNCTIONS.items()
+    if not (name.endswith(("_", "quant")) or name == "quantize")
+}
+
+
+def called(function, operands):
+    """What a function returns, in a list."""
+    found = function(**operands)
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+class Named(TorchFunctionMode):
+    """Keeps the functions that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the operations that it sees, and the tensors that they write."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.written = [], []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.operations.append(operation)
+        for argument, given in zip(operation._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.written.append(given)
+        return operation(*args, **(kwargs or {}))
