@@ -23,7 +23,8 @@ import torch
 import fusednorm
 from fusednorm.calls import devices, process
 from fusednorm.engine import registry
-from fusednorm.tools import command_line, difference, doctor, proof
+from fusednorm.tools import check, cli, doctor
+from fusednorm.tools.agree import difference
 from fusednorm.tools.measure import cells, compare, plots, train
 from fusednorm.tools.measure.cells import WrongBitsError
 
@@ -40,7 +41,7 @@ class UnusableError(Exception):
 
 def main() -> int:
     """Reads the command line; returns the exit status."""
-    parser, arguments, others = command_line.parsed()
+    parser, arguments, others = cli.parsed()
     try:
         _resolve(arguments)
     except ValueError as error:
@@ -74,7 +75,7 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
     if arguments.command == "difference":
         return difference.run(arguments, doctor.console())
     if arguments.command == "check":
-        return proof.check(doctor.console(), arguments.backend, arguments.all)
+        return check.check(doctor.console(), arguments.backend, arguments.all)
     if arguments.json:
         findings = doctor.report()
         print(json.dumps(findings, indent=2))
@@ -131,7 +132,7 @@ def comparison(arguments: argparse.Namespace) -> int:
     with console.status("") as status:
         found = compare.report(
             arguments.peers,
-            arguments.dtypes or command_line.DTYPES,
+            arguments.dtypes or cli.DTYPES,
             arguments.hidden_size,
             arguments.device,
             arguments.op,
@@ -175,12 +176,12 @@ def bench(arguments: argparse.Namespace) -> int:
     _set_threads(arguments)
     _runs_on(arguments.backends or (), arguments.device)
     by_default = {
-        "dtypes": command_line.DTYPES,
+        "dtypes": cli.DTYPES,
         "ops": ("add_norm", "backward"),
         "shapes": cells.CPU_SHAPES if on_cpu else cells.GPU_SHAPES,
     }
     by_default |= QUICK if arguments.quick else {}
-    shapes = arguments.shapes or map(command_line.shape, by_default["shapes"])
+    shapes = arguments.shapes or map(cli.shape, by_default["shapes"])
     console = doctor.console()
     measurement = cells.Bench(arguments.device, arguments.backends, arguments.peers)
     try:

@@ -94,7 +94,7 @@ LEFT_OUT = {
     "triton_cpu": MOST + ROTATIONS + r"test_affine.py::test_(bias|mixed_dtypes|many|long)|"
     r"gated.py::test_(flags|mixed_dtypes|dtypes|data|and_mul|many|rows_and_layouts)|"
     r"test_quantized.py::test_(separate|sizes_of_rows|after_a_(gate|norm\[\w+-VLLM_FP8))|"
-    r"test_one_rule|test_rows(?!_in_two_levels)|two_levels.*-128|-\d{4,}\]|test_gradients\[|test_a_hundred|"
+    r"test_rows_and_fusion|test_rows(?!_in_two_levels)|two_levels.*-128|-\d{4,}\]|test_gradients\[|test_a_hundred|"
     r"test_layouts|test_row_counts|test_every_(?!16_bit_gate|boundary)|"
     r"-(large|tiny|outliers|zeros|cancelling|overflowing|inf row)\]|"
     r"test_large_gradients|formula|test_any_call|test_dtypes\[\w+-float64|test_accuracy|"

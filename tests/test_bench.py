@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from fusednorm.__main__ import main
-from fusednorm.tools import command_line
+from fusednorm.tools import cli
 from fusednorm.tools.measure import cells, peers, plots, train
-from fusednorm.tools.measure.measured import GRADIENTS, OPERATIONS, OPS
+from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, OPS
 
 HIDDEN, ROWS = 128, 80
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def test_ratio_is_beside_the_same_way_of_calling():
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", command_line.DTYPES)
+@pytest.mark.parametrize("dtype", cli.DTYPES)
 def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
     found = cells.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
     quantizes = op in OPERATIONS and OPERATIONS[op].quantization

@@ -8,8 +8,8 @@ import torch
 
 import fusednorm
 from fusednorm.__main__ import main
-from fusednorm.tools import difference
-from fusednorm.tools.difference import Share, in_all_layers, shares, shares_of_models
+from fusednorm.tools.agree import difference
+from fusednorm.tools.agree.difference import Share, in_all_layers, shares, shares_of_models
 
 safetensors = pytest.importorskip("safetensors.torch", reason="files need safetensors")
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm.tools import doctor
-from fusednorm.tools.measure.measured import GRADIENTS, OPERATIONS, Measured, as_tuple
 from fusednorm.tools.measure.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, Measured, as_tuple
 
 CPU_SHAPES = (
     *("1x896", "1x2048", "1x4096", "1x8192", "1x16384", "8x4096", "32x4096", "128x4096", "512x4096", "2048x4096"),

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fusednorm.reference.norm import rounded
 from fusednorm.tools import doctor
-from fusednorm.tools.command_line import DTYPES
-from fusednorm.tools.measure.measured import OPERATIONS, as_tuple
+from fusednorm.tools.cli import DTYPES
 from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
 EPS = 1e-6
 
@@ -137,7 +137,7 @@ def measure(
         residual: [ROWS, N].
         weight: [N].
         wanted: [ROWS, N], see :func:`exact`.
-        op: of :data:`fusednorm.tools.measure.measured.OPERATIONS`; the implementation has it.
+        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; the implementation has it.
     """
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
     if op != "add_norm" and implementation.name != COMPILED:
@@ -193,7 +193,7 @@ def report(
         dtypes: of :data:`DTYPES`.
         hidden_size: N.
         device: as torch names it.
-        op: of :data:`fusednorm.tools.measure.measured.OPERATIONS`; implementations without it are missing.
+        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; implementations without it are missing.
         starting: called with the name of each next measurement.
     """
     where = torch.device(device)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm.tools.measure.measured import OPERATIONS, as_tuple
+from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
 #: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual. For another
-#: operation of fusednorm/tools/measure/measured.py: its inputs -> its outputs.
+#: operation of fusednorm/tools/measure/workloads.py: its inputs -> its outputs.
 Call = Callable[..., Any]
 
 
@@ -44,7 +44,7 @@ class Implementation(NamedTuple):
     others: Mapping[str, Callable[[Tensor, float], Call]] = {}
 
     def of(self, op: str) -> Callable[[Tensor, float], Call] | None:
-        """As ``build``, for an operation of :data:`.measured.OPERATIONS`; None if it has no such function."""
+        """As ``build``, for an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
         return self.build if op == "add_norm" else self.others.get(op)
 
     def pure(self, weight: Tensor, eps: float, op: str = "add_norm") -> Callable[[Tensor, Tensor], Tensor]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fusednorm.version import SPEC_VERSION, __version__
 
-#: The names of all that ``compare`` and ``bench`` measure, in ``measured.py`` and ``peers.py``; a test compares them.
+#: The names of all that ``compare`` and ``bench`` measure, in ``workloads.py`` and ``peers.py``; a test compares them.
 DTYPES = ("bfloat16", "float16", "float32")
 OPERATIONS = (
     *("add_norm", "norm", "norm_add", "norm_add_norm", "add_norm_int8", "add_norm_fp8", "add_norm_fp8_block"),
