@@ -14,13 +14,12 @@ import torch
 from rich.console import Console
 
 import fusednorm
-from fusednorm import __main__ as command
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.calls import fast_path
 from fusednorm.engine import registry
-from fusednorm.tools import check, cli, doctor
-from fusednorm.tools.measure import cells, compare, peers, train, workloads
+from fusednorm.tools import check, cli, commands, doctor
+from fusednorm.tools.measure import bench, compare, peers, train, workloads
 
 
 def run(*arguments, **environment):
@@ -321,7 +320,7 @@ NOWHERE = "cannot be written: No such file or directory"
 )
 def test_commands_refuse_in_a_sentence(monkeypatch, capsys, arguments, message):
     """Before anything is measured."""
-    monkeypatch.setattr(cells, "Bench", None)
+    monkeypatch.setattr(bench, "Bench", None)
     monkeypatch.setattr(compare, "report", None)
     assert called(monkeypatch, *arguments) == 2
     assert message in capsys.readouterr().err
@@ -361,7 +360,7 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.doctor, "report", interrupted)
+    monkeypatch.setattr(commands.doctor, "report", interrupted)
     assert called(monkeypatch, "doctor", "--json") == 130
     assert capsys.readouterr().err == "interrupted: there is nothing to show yet\n"
 
@@ -381,7 +380,7 @@ def test_an_interrupted_kit_ends_by_itself(monkeypatch):
                 return now
             raise now
 
-    monkeypatch.setattr(command.subprocess, "Popen", Running)
+    monkeypatch.setattr(commands.subprocess, "Popen", Running)
     assert called(monkeypatch, "conformance", "--backend", "cpu", "-k", "golden") == 130
     assert waits == []
 

@@ -302,7 +302,7 @@ def test_folders_with_spaces_and_letters_of_all_kinds(usual, tmp_path):
 
 def test_without_what_is_optional(usual):
     """NumPy, Matplotlib, Triton and NVIDIA's bindings."""
-    code = RESULT + "from fusednorm.tools import doctor\nprint(doctor.show(doctor.console()))\n"
+    code = RESULT + "from fusednorm.tools import console, doctor\nprint(doctor.show(console.console()))\n"
     lines = python(code, modules=("numpy", "matplotlib", "triton", "cuda")).splitlines()
     assert lines[0] == usual.strip()
     assert lines[-1] == "0"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +20,9 @@ from torch import Tensor
 
 from fusednorm.reference.norm import rounded
 from fusednorm.tools import doctor
-from fusednorm.tools.cli import DTYPES
+from fusednorm.tools.agree.bits import count_differing
+from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
+from fusednorm.tools.console import device_name, measured_on
 from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
 from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
@@ -116,7 +122,7 @@ def _checked(y: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    return doctor.count_differing(a, b) > 0
+    return count_differing(a, b) > 0
 
 
 @torch.no_grad()
@@ -223,7 +229,7 @@ def report(
     machine = doctor.report()
     return {
         **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
-        "device": doctor.device_name(where),
+        "device": device_name(where),
         "op": op,
         "rows": ROWS,
         "hidden_size": hidden_size,
@@ -254,8 +260,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
     counts = found["threads"] or []
     console.print(
         f"[bold]{found['op']}, {found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, "
-        f"on {doctor.measured_on(found)}",
-        highlight=False,
+        f"on {measured_on(found)}",
     )
     words = Table.grid(padding=(0, 2))
     words.add_row("rounds", "the intermediate results that are rounded")
@@ -271,7 +276,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
     )
     if counts:
         words.add_row("threads", f"of {', '.join(map(str, counts))}: the number that return other bits than one thread")
-    console.print(words, highlight=False)
+    console.print(words)
     for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype):
         table = Table(title=dtype, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
         for title in ("implementation", "rounds"):
@@ -297,7 +302,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
                 _sameness(len(finding.differing_batches), len(found["batches"])),
                 "-" if changes is None else _sameness(len(changes), len(counts) - 1),
             )
-        console.print(table, highlight=False)
+        console.print(table)
     facts = Table.grid(padding=(0, 2))
     for finding in found["findings"]:
         if finding.error:
@@ -306,7 +311,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
         facts.add_row(name, f"[yellow]not measured[/]: {escape(reason)}")
     for name, version in {finding.name: finding.version for finding in found["findings"]}.items():
         facts.add_row(name, escape(version))
-    console.print(facts, highlight=False)
+    console.print(facts)
 
 
 def plot(found: dict[str, Any], path: str) -> None:
@@ -363,9 +368,31 @@ def plot(found: dict[str, Any], path: str) -> None:
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, [f"{label} ulp" for label in labels], loc="outside lower center", ncols=len(CLASSES))
     figure.suptitle(
-        f"{found['rows']} rows of {found['hidden_size']} elements on {doctor.measured_on(found)}; "
+        f"{found['rows']} rows of {found['hidden_size']} elements on {measured_on(found)}; "
         "in parentheses the intermediate results that are rounded",
         size="medium",
     )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Compares, prints, writes. Returns 1 if fusednorm itself failed, or if its bits changed."""
+    asked = (arguments.peers, arguments.dtypes or DTYPES, arguments.hidden_size, arguments.device, arguments.op)
+    with console.status("") as status:
+        found = report(*asked, starting=status.update)
+    if not found["findings"] and not found["interrupted"]:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found["missing"].items())
+        raise UnusableError(f"nothing was measured: none of the peers that --peers names is here: {reasons}")
+    show(found, console, arguments.wide)
+    if arguments.json_file:
+        written = json.dumps(found, indent=1, default=dataclasses.asdict)
+        Path(arguments.json_file).write_text(written, encoding="utf-8")
+    if arguments.plot and found["findings"]:
+        plot(found, arguments.plot)
+    if any(finding.name == "fusednorm" and not finding.constant for finding in found["findings"]):
+        return 1
+    if found["interrupted"]:
+        console.print("interrupted: `compare --peers NAME` measures fewer implementations")
+        return INTERRUPTED
+    return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusednorm.tools import doctor
+from fusednorm.tools.console import measured_on, of_threads
 
 #: Contenders whose names begin so have warm colours, peers have cool ones.
 OURS = "fusednorm"
@@ -48,7 +48,7 @@ def plot(found: dict[str, Any], path: str) -> None:
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
     machine = found["machine"]
-    name = f"{doctor.measured_on(machine)}{doctor.of_threads(threads or None)}"
+    name = f"{measured_on(machine)}{of_threads(threads or None)}"
     figure.suptitle(f"{name}, torch {machine['torch']}; higher is better on the left, shorter on the right")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
