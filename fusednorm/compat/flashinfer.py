@@ -32,9 +32,6 @@ def rmsnorm(
 
     Returns:
         ``out``, or the new tensor.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     return ops.rms_norm(input, weight, eps, out=out)
 
@@ -53,7 +50,6 @@ def fused_add_rmsnorm(
 
     Raises:
         RuntimeError: an operand requires grad while gradients are recorded, which FlashInfer ignores.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     ops.fused_add_rms_norm_(input, residual, weight, eps, round_sum=False)
 
@@ -109,9 +105,6 @@ def rmsnorm_quant(
         scale: a number, or float32 with one element; rows are multiplied by 1 / scale.
         eps: added to the mean of squares.
         enable_pdl: does nothing.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm_quant`.
     """
     quantized.rms_norm_quant(
         *(input, weight, eps),
@@ -141,9 +134,6 @@ def fused_add_rmsnorm_quant(
         scale: as there.
         eps: as there.
         enable_pdl: as there.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
     quantized.fused_add_rms_norm_quant(
         *(input, residual, weight, eps),

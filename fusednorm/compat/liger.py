@@ -56,7 +56,6 @@ def liger_rms_norm(
 
     Raises:
         ValueError: another casting mode.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     check_one_row("W", W)
     return ops.rms_norm(X, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
