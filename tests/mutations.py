@@ -89,8 +89,9 @@ def first_failure(folder, mutant):
     if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
         files = (("quantizer", "quantized"), ("gate", "gated"), ("rotation", "rotation"))
         about = [name for word, name in files if word in mutant.fault]
-        names = ("golden", "affine", "gradients", "forward", "rows_and_fusion", "norm_before_add", "quantized", "rotation")
-        first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, "gated", "norm_gated"))]
+        names = ("golden", "affine", "gradients", "forward", "rows_and_fusion", "norm_before_add", "quantized")
+        others = ("rotation", "gated", "norm_gated")
+        first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, *others))]
         others = []
         if mutant.backend == "cuda":
             first.insert(len(about), folder / "tests/test_cuda_launch.py")

@@ -22,12 +22,13 @@ from fusednorm.conformance.cases import (
     F32,
     F64,
     INTEGERS,
+    NAMES,
     Case,
     differing,
     dtype_name,
-    listed,
     operands,
     pairwise,
+    recorded,
 )
 
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -85,25 +86,10 @@ _FOLDER = Path(__file__).parent
 SPECIFICATION = _FOLDER / f"golden-spec-{fusednorm.SPEC_VERSION}.json"
 COMPOSITIONS, QUANTIZED, GATED = (_FOLDER / f"golden-{name}.json" for name in ("compositions", "quantized", "gated"))
 
-#: The operands and the outputs of each function. Where it has gradients, each output has one, in the same order.
-_NAMES = {
-    "rms_norm": (("x", "weight", "bias"), ("out",)),
-    "fused_add_rms_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
-    "rms_norm_add": (("x", "residual", "weight"), ("residual_out",)),
-    "rms_norm_add_rms_norm": (("x", "residual", "weight", "next_weight"), ("out", "residual_out")),
-    "qk_norm_rope": (("q", "k", "q_weight", "k_weight", "cos", "sin"), ("q_out", "k_out")),
-    "gate": (("y", "z"), ("out",)),
-    "silu_and_mul": (("gate", "up"), ("out",)),
-    "gelu_tanh_and_mul": (("gate", "up"), ("out",)),
-    "rms_norm_gated": (("x", "gate", "weight"), ("out",)),
-    "silu_and_mul_quant": (("gate", "up"), ("out", "scale")),
-    "fused_add_rms_norm_quant": (("x", "residual", "weight", "scale", "zero_point"), ("out", "scale", "residual_out")),
-}
-
 
 def _dtypes(flags):
     """Flags of a vector as a call takes them."""
-    return {**flags, "between": getattr(torch, flags["between"])} if flags.get("between") else flags
+    return {**flags, "between": getattr(torch, flags["between"])} if flags.get("between") else dict(flags)
 
 
 def results(vector):
@@ -114,20 +100,15 @@ def results(vector):
         flags = {name: vector[name] for name in names}
         vector = {**vector, "function": function, "flags": flags, "d_out": vector["dy"]}
     function = vector.get("function", "fused_add_rms_norm_quant")
-    call, flags, (names, outputs) = getattr(fusednorm, function), _dtypes(vector["flags"]), _NAMES[function]
-    leaves = {name: decoded(vector.get(name)) for name in names}
+    flags, (names, outputs) = _dtypes(vector["flags"]), NAMES[function]
+    given = {name: decoded(vector.get(name)) for name in names}
     if "quantization" in vector:
-        found = call(**leaves, quantization=fusednorm.Quantization.parse(vector["quantization"]), **flags)
+        flags["quantization"] = fusednorm.Quantization.parse(vector["quantization"])
+        found = getattr(fusednorm, function)(**given, **flags)
         if len(found) > len(outputs):
             outputs = ("out", "scale", "zero_point", "residual_out")
         return dict(zip(outputs, (found[0].view(torch.uint8), *found[1:]), strict=True))
-    tables = ("cos", "sin")  # which have no gradients
-    present = {name: t.requires_grad_() for name, t in leaves.items() if t is not None and name not in tables}
-    found = listed(call(**leaves, **flags))
-    incoming = [decoded(vector[f"d_{name}"]) for name in outputs]
-    gradients = torch.autograd.grad(found, tuple(present.values()), incoming)
-    of_operands = {f"d_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
-    return {name: tensor.detach() for name, tensor in zip(outputs, found, strict=True)} | of_operands
+    return recorded(function, given, [decoded(vector[f"d_{name}"]) for name in outputs], **flags)
 
 
 def read(file):
@@ -224,7 +205,7 @@ def _rows(case, heads, seed):
 def vectors_of_compositions():
     """The vectors of compositions."""
     for function, case, weight_heads, bias_heads, flags in _composition_cases():
-        names, outputs = _NAMES[function]
+        names, outputs = NAMES[function]
         x, residual, weight = operands(case)
         inputs = {"x": x, "residual": residual, "weight": weight, "next_weight": _rows(case, 0, 2), "bias": None}
         if "bias" in names:
@@ -325,7 +306,7 @@ def vectors_of_gated():
     for function, first, second, factor, flags in _gate_cases():
         one, gate = ("y", "z") if function == "gate" else ("up", "gate")
         x, residual, _ = operands(Case(2, 45, first, second))
-        inputs = dict(zip(_NAMES[function][0], (x, residual), strict=True))
+        inputs = dict(zip(NAMES[function][0], (x, residual), strict=True))
         inputs[gate] = inputs[gate] * factor
         d = operands(Case(2, 45, first, seed=1))[0]
         between = None if function == "gate" or flags["between"] else first
