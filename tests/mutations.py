@@ -90,8 +90,8 @@ def first_failure(folder, mutant):
         files = (("quantizer", "quantized"), ("gate", "gated"), ("rotation", "rotation"))
         about = [name for word, name in files if word in mutant.fault]
         names = ("golden", "affine", "gradients", "forward", "rows_and_fusion", "norm_before_add", "quantized")
-        others = ("rotation", "gated", "norm_gated")
-        first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, *others))]
+        more = ("rotation", "gated", "norm_gated")
+        first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, *more))]
         others = []
         if mutant.backend == "cuda":
             first.insert(len(about), folder / "tests/test_cuda_launch.py")

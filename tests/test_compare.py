@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fusednorm.conformance.cases import BF16, F16, F32, F64
 from fusednorm.tools import cli
-from fusednorm.tools.measure import compare, peers, workloads
+from fusednorm.tools.measure import compare, peers, plots, workloads
 
 HIDDEN = 64
 ROWS, BATCHES = compare.ROWS, compare.BATCHES
@@ -348,5 +348,5 @@ def test_tables_fit(monkeypatch, wide, width):
 def test_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=cli.DTYPES)
-    compare.plot(found, str(tmp_path / "found.png"))
+    plots.plot_errors(found, compare.CLASSES, str(tmp_path / "found.png"))
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"

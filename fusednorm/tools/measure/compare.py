@@ -23,6 +23,7 @@ from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
 from fusednorm.tools.console import device_name, measured_on
+from fusednorm.tools.measure import plots
 from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
 from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
@@ -314,68 +315,6 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
     console.print(facts)
 
 
-def plot(found: dict[str, Any], path: str) -> None:
-    """Draws the histograms, and whether bits change. Needs matplotlib and at least one finding.
-
-    Args:
-        found: what :func:`report` returned.
-        path: the file's, with the suffix .png, .svg or another of matplotlib's formats.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: small files that can be searched
-    from matplotlib import pyplot
-
-    by_dtype = {
-        dtype: list(group) for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype)
-    }
-    names = [f"{finding.name} ({finding.rounds})" for finding in next(iter(by_dtype.values()))]
-    colours = pyplot.get_cmap("viridis_r")([place / (len(CLASSES) - 1) for place in range(len(CLASSES))])
-    figure, panels = pyplot.subplots(
-        1,
-        2 * len(by_dtype),
-        figsize=(3.2 + 4.2 * len(by_dtype), 1.8 + 0.36 * len(names)),
-        width_ratios=[3.2, 1] * len(by_dtype),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for (dtype, findings), errors, changes in zip(by_dtype.items(), panels[0, ::2], panels[0, 1::2], strict=True):
-        left = [0.0] * len(findings)
-        for label, colour in zip(CLASSES, colours, strict=True):
-            shares = [
-                0.0 if finding.error else 100 * finding.histogram[label] / sum(finding.histogram.values())
-                for finding in findings
-            ]
-            errors.barh(range(len(names)), shares, left=left, color=colour, label=label)
-            left = [a + b for a, b in zip(left, shares, strict=True)]
-        errors.set(title=f"{dtype}: error in ulp", xlabel="elements, %", xlim=(0, 100))
-        for at, finding in enumerate(findings):
-            if finding.error:
-                errors.text(50, at, "failed", ha="center", va="center", color="firebrick")
-                continue
-            threads_differ = finding.differing_threads
-            answers = (finding.differing_runs, finding.differing_batches, threads_differ)
-            for column, differing in enumerate(answers):
-                text, colour = ("–", "black") if differing is None else ("no", "red") if differing else ("yes", "green")
-                changes.text(column, at, text, ha="center", va="center", color=colour, weight="bold", size="small")
-        changes.set(title="same bits?", xlim=(-0.6, 2.6), xticks=range(3))
-        changes.set_xticklabels(("runs", "batches", "threads"), rotation=45, ha="right", rotation_mode="anchor")
-        changes.tick_params(length=0)
-    panels[0, 0].set_yticks(range(len(names)), names)
-    panels[0, 0].invert_yaxis()
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, [f"{label} ulp" for label in labels], loc="outside lower center", ncols=len(CLASSES))
-    figure.suptitle(
-        f"{found['rows']} rows of {found['hidden_size']} elements on {measured_on(found)}; "
-        "in parentheses the intermediate results that are rounded",
-        size="medium",
-    )
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Compares, prints, writes. Returns 1 if fusednorm itself failed, or if its bits changed."""
     asked = (arguments.peers, arguments.dtypes or DTYPES, arguments.hidden_size, arguments.device, arguments.op)
@@ -389,7 +328,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         written = json.dumps(found, indent=1, default=dataclasses.asdict)
         Path(arguments.json_file).write_text(written, encoding="utf-8")
     if arguments.plot and found["findings"]:
-        plot(found, arguments.plot)
+        plots.plot_errors(found, CLASSES, arguments.plot)
     if any(finding.name == "fusednorm" and not finding.constant for finding in found["findings"]):
         return 1
     if found["interrupted"]:

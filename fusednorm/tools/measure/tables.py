@@ -25,14 +25,18 @@ def figure(times: dict[str, Any]) -> str:
     return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
 
 
+def microseconds(times: dict[str, Any]) -> float:
+    """Of a call; on a GPU within a graph."""
+    found: float = times["eager"] if times["graph"] is None else times["graph"]
+    return found
+
+
 def share(cell: dict[str, Any], name: str) -> float | None:
     """The speed over that of a copy of as many bytes; None for one row, because the call takes most of its time."""
     times = cell["contenders"][name]
     if cell["rows"] == 1 or "error" in times:
         return None
-    clock = "eager" if times["graph"] is None else "graph"
-    ratio: float = cell["contenders"]["copy"][clock] / times[clock]
-    return ratio
+    return microseconds(cell["contenders"]["copy"]) / microseconds(times)
 
 
 def base(cell: dict[str, Any], name: str) -> str:
@@ -45,11 +49,7 @@ def base(cell: dict[str, Any], name: str) -> str:
 def ratio(cell: dict[str, Any], name: str) -> float | None:
     """A peer's time over fusednorm's, on a GPU within a graph; None if it failed."""
     times, ours = cell["contenders"][name], cell["contenders"][base(cell, name)]
-    if "error" in times:
-        return None
-    clock = "eager" if times["graph"] is None else "graph"
-    quotient: float = times[clock] / ours[clock]
-    return quotient
+    return None if "error" in times else microseconds(times) / microseconds(ours)
 
 
 def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
