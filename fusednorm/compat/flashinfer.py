@@ -15,11 +15,7 @@ from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 
 def rmsnorm(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
     """RMS-normalises the last dimension: :func:`fusednorm.rms_norm`.
 
@@ -55,11 +51,7 @@ def fused_add_rmsnorm(
 
 
 def gemma_rmsnorm(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
     """:func:`rmsnorm` with ``1 + weight``, added in float32.
 
@@ -89,12 +81,7 @@ def gemma_fused_add_rmsnorm(
 
 
 def rmsnorm_quant(
-    out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    scale: float | Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
+    out: Tensor, input: Tensor, weight: Tensor, scale: float | Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """RMS-normalises, and quantizes the unrounded rows: :func:`fusednorm.rms_norm_quant` with ``between=float32``.
 
@@ -107,11 +94,7 @@ def rmsnorm_quant(
         enable_pdl: does nothing.
     """
     quantized.rms_norm_quant(
-        *(input, weight, eps),
-        quantization=_to(out),
-        scale=_as_tensor(scale, input),
-        between=_unrounded(input),
-        out=out,
+        *(input, weight, eps), quantization=_to(out), scale=_as_tensor(scale, input), between=_unrounded(input), out=out
     )
 
 

@@ -216,13 +216,7 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the normalised sum, and the sum; all are [..., hidden_size]."""
         return liger_fused_add_rms_norm(
-            hidden_states,
-            residual,
-            self.weight,
-            self.variance_epsilon,
-            self.offset,
-            self.casting_mode,
-            self.in_place,
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         )
 
     def extra_repr(self) -> str:

@@ -355,10 +355,6 @@ def _dynamic(
         return values.view(input.shape), scale
     total = residual.view(rows.shape)
     values, scale, _ = quantized.fused_add_rms_norm_quant(
-        *(rows, total, weight, epsilon),
-        quantization=quantization,
-        round_sum=False,
-        round_norm=True,
-        residual_out=total,
+        *(rows, total, weight, epsilon), quantization=quantization, round_sum=False, round_norm=True, residual_out=total
     )
     return values.view(input.shape), scale

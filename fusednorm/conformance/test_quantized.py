@@ -9,19 +9,7 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.conformance import golden, oracle_gated, oracle_quantized
-from fusednorm.conformance.cases import (
-    BF16,
-    DATA,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    Case,
-    Guarded,
-    covering,
-    dtype_name,
-    operands,
-)
+from fusednorm.conformance.cases import BF16, DATA, DTYPES, F16, F32, F64, Case, Guarded, covering, dtype_name, operands
 
 E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 

@@ -316,7 +316,7 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
     done.sort(key=lambda result: which.index(result.subject))
     console.print(
         f"fused_add_rms_norm, {len(HIDDEN_SIZES) * len(ROWS)} shapes: {_listed(ROWS)} rows of\n"
-        f"{_listed(HIDDEN_SIZES)} elements. mixed: x is bfloat16, the residual\nand the weight are float32.",
+        f"{_listed(HIDDEN_SIZES)} elements. mixed: x is bfloat16, the residual\nand the weight are float32."
     )
     for title, meaning in PROMISES.items():
         console.print(f"  {title:9}  {meaning}")

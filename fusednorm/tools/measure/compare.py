@@ -128,13 +128,7 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 @torch.no_grad()
 def measure(
-    implementation: Implementation,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    wanted: Tensor,
-    *,
-    op: str = "add_norm",
+    implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor, *, op: str = "add_norm"
 ) -> Finding:
     """Measures one implementation of an operation in one dtype. An error that it raises is part of the finding.
 
@@ -261,7 +255,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
     counts = found["threads"] or []
     console.print(
         f"[bold]{found['op']}, {found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, "
-        f"on {measured_on(found)}",
+        f"on {measured_on(found)}"
     )
     words = Table.grid(padding=(0, 2))
     words.add_row("rounds", "the intermediate results that are rounded")
@@ -272,8 +266,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
         words.add_row("nearest", "elements without an error: y is the nearest number")
     words.add_row("runs", f"of {found['runs']} equal calls: the number that return other bits than the first")
     words.add_row(
-        "batches",
-        f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: those that change a row's bits",
+        "batches", f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: those that change a row's bits"
     )
     if counts:
         words.add_row("threads", f"of {', '.join(map(str, counts))}: the number that return other bits than one thread")

@@ -258,7 +258,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(f"{name}, torch {found['torch']}")
     console.print(
         f"a mixture of experts with {found['parameters'] / 1e6:.2f} million parameters, "
-        f"{found['tokens_per_step']} tokens a step",
+        f"{found['tokens_per_step']} tokens a step"
     )
     console.print("two runs with fusednorm had the same losses")
     table = Table(box=box.MARKDOWN)
