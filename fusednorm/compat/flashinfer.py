@@ -53,30 +53,14 @@ def fused_add_rmsnorm(
 def gemma_rmsnorm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
-    """:func:`rmsnorm` with ``1 + weight``, added in float32.
-
-    Args:
-        input: as in :func:`rmsnorm`, like the other arguments.
-        weight: as there.
-        eps: as there.
-        out: as there.
-        enable_pdl: as there.
-    """
+    """:func:`rmsnorm`, of the same arguments, with ``1 + weight``, added in float32."""
     return ops.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
 
 def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """:func:`fused_add_rmsnorm` with ``1 + weight``, added in float32.
-
-    Args:
-        input: as in :func:`fused_add_rmsnorm`, like the other arguments.
-        residual: as there.
-        weight: as there.
-        eps: as there.
-        enable_pdl: as there.
-    """
+    """:func:`fused_add_rmsnorm`, of the same arguments, with ``1 + weight``, added in float32."""
     ops.fused_add_rms_norm_(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
 
 
@@ -107,16 +91,9 @@ def fused_add_rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """As :func:`rmsnorm_quant`, of ``input + residual``, which ``residual`` receives; the sum is normalised unrounded.
+    """:func:`rmsnorm_quant` of ``input + residual``, by :func:`fusednorm.fused_add_rms_norm_quant`.
 
-    Args:
-        out: as in :func:`rmsnorm_quant`, like the other arguments.
-        input: as there.
-        residual: [..., N], receives the sum.
-        weight: as there.
-        scale: as there.
-        eps: as there.
-        enable_pdl: as there.
+    The arguments are the same; ``residual``, [..., N], receives the sum, which is normalised unrounded.
     """
     quantized.fused_add_rms_norm_quant(
         *(input, residual, weight, eps),

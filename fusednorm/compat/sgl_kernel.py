@@ -46,15 +46,7 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
-    """``gelu(gate) * up``, rounded once: :func:`fusednorm.gelu_tanh_and_mul` with ``between=torch.float32``.
-
-    Args:
-        input: [..., 2 * N], the gate and what it multiplies.
-        out: [..., N] to write to, or None for a new tensor.
-
-    Returns:
-        ``out``, or the new tensor.
-    """
+    """:func:`silu_and_mul`, of the same arguments, with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
     return gated.gelu_tanh_and_mul(input, between=_unrounded(input), out=out)
 
 

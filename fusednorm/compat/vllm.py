@@ -197,15 +197,7 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
 
 
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
-    """``gelu(gate) * up`` into ``out``, each of both rounded: :func:`fusednorm.gelu_tanh_and_mul`.
-
-    Args:
-        out: [..., N], written.
-        input: [..., 2 * N], the gate and what it multiplies.
-
-    Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
-    """
+    """:func:`silu_and_mul`, of the same arguments, with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
     gated.gelu_tanh_and_mul(input, out=out)
 
 
