@@ -27,10 +27,10 @@ if find_spec(f"{__name__}.backends") is None:
         )
     __path__ = list(_installed.submodule_search_locations)
 
-from fusednorm.tools import command_line as _command_line
+from fusednorm.tools import cli as _cli
 
-if _command_line.is_running():
-    _command_line.parsed()  # what it can answer without torch, which takes seconds to import, ends the process here
+if _cli.is_running():
+    _cli.parsed()  # what it can answer without torch, which takes seconds to import, ends the process here
 
 from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import quantizations
@@ -52,7 +52,7 @@ from fusednorm.operations.two_norms import (
     rms_norm_add_rms_norm_,
 )
 from fusednorm.registry import BackendError, register_backend, use_backend
-from fusednorm.tools.contract import contract
+from fusednorm.tools.agree.contract import contract
 from fusednorm.torch_ops import operators as _operators  # noqa: F401 - registers torch.ops.fusednorm
 from fusednorm.version import SPEC_VERSION, __version__
 

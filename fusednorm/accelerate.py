@@ -31,12 +31,7 @@ from fusednorm.operations.modules import as_row, as_rows
 _CPU = use_backend("cpu")
 
 #: The eps of torch for None, by the dtypes that are taken.
-_EPS = {
-    torch.float16: 2.0**-23,
-    torch.bfloat16: 2.0**-23,
-    torch.float32: 2.0**-23,
-    torch.float64: 2.0**-52,
-}
+_EPS = {torch.float16: 2.0**-23, torch.bfloat16: 2.0**-23, torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 
 _PLAIN = frozenset((Tensor, Parameter))
 _OPERANDS = _PLAIN | {type(None)}

@@ -78,13 +78,7 @@ def scale(exact: bool, x: Value, factor: float) -> Value:
 
 
 def affine(
-    exact: bool,
-    n: Value,
-    weight: Value | None,
-    bias: Value | None,
-    offset: float,
-    rounded_to: Any,
-    out_dtype: Any,
+    exact: bool, n: Value, weight: Value | None, bias: Value | None, offset: float, rounded_to: Any, out_dtype: Any
 ) -> Value:
     """Normalised rows n times the weight, plus the bias."""
     wide = n.dtype
@@ -195,14 +189,7 @@ def quantize(
 
 
 def _normalised(
-    exact: bool,
-    h: Value,
-    x: Value,
-    weight: Value | None,
-    eps: float,
-    offset: float,
-    round_norm: bool,
-    out_dtype: Any,
+    exact: bool, h: Value, x: Value, weight: Value | None, eps: float, offset: float, round_norm: bool, out_dtype: Any
 ) -> tuple[Value, Value]:
     """The norm of h, [..., N], rounded to ``out_dtype``, and rstd, [...]; x gives dtypes and the length of rows."""
     wide = _accumulator(x)

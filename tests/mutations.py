@@ -83,14 +83,15 @@ def run_tests(folder, backend, tests):
 def first_failure(folder, mutant):
     """A test that fails, or how the tests end; None if all pass. The kit goes first: it guards the kernels."""
     kit = "fusednorm.conformance.test_"
-    first = [kit + name for name in ("forward", "one_rule", "golden", "gradients")]
+    first = [kit + name for name in ("forward", "rows_and_fusion", "golden", "gradients")]
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name not in never]
     if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
         files = (("quantizer", "quantized"), ("gate", "gated"), ("rotation", "rotation"))
         about = [name for word, name in files if word in mutant.fault]
-        names = ("golden", "affine", "gradients", "forward", "one_rule", "norm_before_add", "quantized", "rotation")
-        first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, "gated", "norm_gated"))]
+        names = ("golden", "affine", "gradients", "forward", "rows_and_fusion", "norm_before_add", "quantized")
+        more = ("rotation", "gated", "norm_gated")
+        first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, *more))]
         others = []
         if mutant.backend == "cuda":
             first.insert(len(about), folder / "tests/test_cuda_launch.py")

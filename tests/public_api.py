@@ -17,7 +17,7 @@ import torch
 import fusednorm
 from fusednorm.engine.choose import ENTRY_POINTS
 from fusednorm.environment import VARIABLES
-from fusednorm.tools.command_line import command_line
+from fusednorm.tools.cli import command_line
 
 RECORD = Path(__file__).with_suffix(".txt")
 

@@ -11,9 +11,12 @@ import torch
 from rich.console import Console
 
 from fusednorm.__main__ import main
-from fusednorm.tools import command_line
-from fusednorm.tools.measure import cells, peers, plots, train
-from fusednorm.tools.measure.measured import GRADIENTS, OPERATIONS, OPS
+from fusednorm.tools import cli
+from fusednorm.tools.cli import UnusableError
+from fusednorm.tools.console import console
+from fusednorm.tools.measure import bench as benchmark
+from fusednorm.tools.measure import cells, clock, peers, plots, tables, train
+from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, OPS
 
 HIDDEN, ROWS = 128, 80
 CPU = torch.device("cpu")
@@ -22,9 +25,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Times are of no interest here."""
-    monkeypatch.setattr(cells, "TURN_SECONDS", 0.0)
-    monkeypatch.setattr(cells, "ROUNDS", 2)
-    monkeypatch.setattr(cells.Bench, "copy_bandwidth", lambda self: 1e9)
+    monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(clock, "ROUNDS", 2)
+    monkeypatch.setattr(benchmark.Bench, "copy_bandwidth", lambda self: 1e9)
 
 
 def cell(op, rows=ROWS, dtype="float32"):
@@ -37,7 +40,7 @@ def peer(monkeypatch, call, **flags):
         "made up", "1.0", "sum", lambda weight, eps: lambda x, r: call(x, r, weight, eps), **flags
     )
     monkeypatch.setitem(peers.PEERS, "made up", lambda device: [made_up])
-    return cells.Bench(CPU, None, ["made up"])
+    return benchmark.Bench(CPU, None, ["made up"])
 
 
 def formula(x, residual, weight, eps):
@@ -48,7 +51,7 @@ def formula(x, residual, weight, eps):
 # Times
 
 
-class Stopwatch(cells.Clock):
+class Stopwatch(clock.Clock):
     """Every run takes a millisecond."""
 
     def __init__(self, has_graphs):
@@ -67,8 +70,8 @@ class Stopwatch(cells.Clock):
 
 @pytest.mark.parametrize(("turn_seconds", "calls"), [(0.0, 3), (0.0205, 20), (9.0, 1000)])
 def test_a_figure_is_that_of_one_call(monkeypatch, turn_seconds, calls):
-    monkeypatch.setattr(cells, "TURN_SECONDS", turn_seconds)
-    bench = cells.Bench(CPU, None, [])
+    monkeypatch.setattr(clock, "TURN_SECONDS", turn_seconds)
+    bench = benchmark.Bench(CPU, None, [])
     bench.clock = Stopwatch(has_graphs=False)
     found = bench.measure(cell("add_norm"))
     assert found.keys() == {"fusednorm in place", "fusednorm out=", "fusednorm", "copy"}
@@ -77,7 +80,7 @@ def test_a_figure_is_that_of_one_call(monkeypatch, turn_seconds, calls):
 
 @pytest.mark.parametrize(("sets", "captured"), [(1, 8), (3, 9), (20, 20)])
 def test_a_graph_has_a_call_with_each_set(monkeypatch, sets, captured):
-    bench = cells.Bench(CPU, None, [])
+    bench = benchmark.Bench(CPU, None, [])
     bench.clock = Stopwatch(has_graphs=True)
     monkeypatch.setattr(bench.clock, "sets", lambda nbytes: sets)
     found = bench.measure(cell("norm"))
@@ -86,10 +89,10 @@ def test_a_graph_has_a_call_with_each_set(monkeypatch, sets, captured):
 
 
 def test_large_operands_take_turns():
-    clock = cells.Clock(CPU)
-    assert clock.sets(cells.HOT_BYTES) == 1
-    assert clock.sets(cells.HOT_BYTES + 1) == cells.COLD_BYTES // (cells.HOT_BYTES + 1)
-    assert clock.sets(cells.COLD_BYTES) == 2
+    sets = clock.Clock(CPU).sets
+    assert sets(clock.HOT_BYTES) == 1
+    assert sets(clock.HOT_BYTES + 1) == clock.COLD_BYTES // (clock.HOT_BYTES + 1)
+    assert sets(clock.COLD_BYTES) == 2
 
 
 def test_bytes():
@@ -118,18 +121,18 @@ def test_bytes():
 def test_a_copy_writes_half_of_the_operands(count):
     operands = torch.arange(count * 4.0 * HIDDEN).view(count, 4, HIDDEN)
     before = operands.clone()
-    cells.copy(*cells.halves(operands))
+    clock.copy(*clock.halves(operands))
     assert (operands != before).sum() == operands.numel() // 2
 
 
 def test_share_is_beside_the_copy():
     times = {"copy": {"eager": 6.0, "graph": None}, "ours": {"eager": 8.0, "graph": None}, "theirs": {"error": "no"}}
     row = {"rows": 2, "contenders": times}
-    assert cells.share(row, "ours") == 0.75
-    assert cells.share(row, "theirs") is None
-    assert cells.share({**row, "rows": 1}, "ours") is None
+    assert tables.share(row, "ours") == 0.75
+    assert tables.share(row, "theirs") is None
+    assert tables.share({**row, "rows": 1}, "ours") is None
     times = {"copy": {"eager": 6.0, "graph": 2.0}, "ours": {"eager": 8.0, "graph": 4.0}}
-    assert cells.share({"rows": 2, "contenders": times}, "ours") == 0.5
+    assert tables.share({"rows": 2, "contenders": times}, "ours") == 0.5
 
 
 def test_ratio_is_beside_the_same_way_of_calling():
@@ -143,19 +146,19 @@ def test_ratio_is_beside_the_same_way_of_calling():
         "broken": {"error": "no"},
     }
     row = {"contenders": times}
-    assert [cells.ratio(row, name) for name in ("theirs in place", "theirs", "broken")] == [1.5, 2.5, None]
+    assert [tables.ratio(row, name) for name in ("theirs in place", "theirs", "broken")] == [1.5, 2.5, None]
     for figures in times.values():
         figures["graph"] = None
-    assert [cells.ratio(row, name) for name in ("theirs in place", "theirs")] == [9.0, 1.8]
+    assert [tables.ratio(row, name) for name in ("theirs in place", "theirs")] == [9.0, 1.8]
 
 
 # Bits
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", command_line.DTYPES)
+@pytest.mark.parametrize("dtype", cli.DTYPES)
 def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
-    found = cells.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
+    found = benchmark.Bench(CPU, ["cpu", "reference"], []).measure(cell(op, dtype=dtype))
     quantizes = op in OPERATIONS and OPERATIONS[op].quantization
     gates = op in ("gate", "silu_and_mul")
     alone = op == "norm_gated" or op in GRADIENTS
@@ -170,7 +173,7 @@ def test_fusednorm_has_the_bits_that_it_is_compared_with(op, dtype):
 @pytest.mark.parametrize("at", [0, -1])
 def test_one_wrong_bit_ends_it(monkeypatch, op, at):
     """In the first row or in the last, of the last of the contenders."""
-    mine = cells.ours
+    mine = benchmark.ours
 
     def with_one_wrong(*arguments):
         *ways, last = mine(*arguments)
@@ -190,9 +193,9 @@ def test_one_wrong_bit_ends_it(monkeypatch, op, at):
         yield from ways
         yield last._replace(call=call)
 
-    monkeypatch.setattr(cells, "ours", with_one_wrong)
-    with pytest.raises(cells.WrongBitsError, match=f"{op} float32 {ROWS}x{HIDDEN}.*fusednorm does not have"):
-        cells.Bench(CPU, None, []).measure(cell(op))
+    monkeypatch.setattr(benchmark, "ours", with_one_wrong)
+    with pytest.raises(benchmark.WrongBitsError, match=f"{op} float32 {ROWS}x{HIDDEN}.*fusednorm does not have"):
+        benchmark.Bench(CPU, None, []).measure(cell(op))
 
 
 def test_what_differs_of_a_peer_is_counted(monkeypatch):
@@ -204,15 +207,15 @@ def test_what_differs_of_a_peer_is_counted(monkeypatch):
 
     wrong = peer(monkeypatch, some_wrong).measure(cell("add_norm"))["made up"]["differing"]
     right = peer(monkeypatch, formula).measure(cell("add_norm"))["made up"]["differing"]
-    compared = 2 * 2 * cells.EDGE_ROWS * HIDDEN
+    compared = 2 * 2 * benchmark.EDGE_ROWS * HIDDEN
     with torch.no_grad():
-        x, residual = cells.Bench(CPU, None, [])._operands(cell("add_norm"))[0][:2]
+        x, residual = benchmark.Bench(CPU, None, [])._operands(cell("add_norm"))[0][:2]
         weight = torch.linspace(0.5, 1.5, HIDDEN)
-        got = torch.stack(formula(x, residual, weight, cells.EPS))
+        got = torch.stack(formula(x, residual, weight, benchmark.EPS))
         import fusednorm
 
-        wanted = torch.stack(fusednorm.fused_add_rms_norm(x, residual, weight, cells.EPS))
-        unequal = (got != wanted)[:, [*range(cells.EDGE_ROWS), *range(-cells.EDGE_ROWS, 0)]]
+        wanted = torch.stack(fusednorm.fused_add_rms_norm(x, residual, weight, benchmark.EPS))
+        unequal = (got != wanted)[:, [*range(benchmark.EDGE_ROWS), *range(-benchmark.EDGE_ROWS, 0)]]
     assert right == unequal.sum().item() / compared
     unequal[0, :2, :8] = True
     assert wrong == unequal.sum().item() / compared
@@ -242,7 +245,7 @@ def test_a_peer_that_fails_is_shown_and_the_others_are_measured(monkeypatch, cap
         assert results.found["cells"][-1]["contenders"]["made up"] == {
             "error": "NotImplementedError: [red] no kernel for this"
         }
-    cells.show(results.found, cells.doctor.console())
+    tables.show(results.found, console())
     # A line before it may make the column of names wider.
     shown = " ".join(capsys.readouterr().out.split())
     assert "made up failed at 80x128: NotImplementedError: [red] no kernel for this" in shown
@@ -298,7 +301,7 @@ def test_command(tmp_path):
 def test_other_files_are_left_alone(tmp_path, content, message):
     file = tmp_path / "other.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=f"--json {file} {message}"):
+    with pytest.raises(UnusableError, match=f"--json {file} {message}"):
         cells.Results({}, str(file))
     assert file.read_text() == content
 
@@ -327,9 +330,9 @@ def test_command_refuses(monkeypatch, capsys, arguments, message):
 
 def test_status_is_1_where_bits_are_wrong(monkeypatch, capsys):
     def wrong(*_):
-        raise cells.WrongBitsError("add_norm: other bits")
+        raise benchmark.WrongBitsError("add_norm: other bits")
 
-    monkeypatch.setattr(cells.Bench, "measure", wrong)
+    monkeypatch.setattr(benchmark.Bench, "measure", wrong)
     assert called(monkeypatch, "--peers", "--shapes", "1x64") == 1
     assert capsys.readouterr().err == "add_norm: other bits\n"
 
@@ -371,7 +374,7 @@ def contenders(monkeypatch, *arguments):
             for name, us in times.items()
         }
 
-    monkeypatch.setattr(cells.Bench, "measure", measure)
+    monkeypatch.setattr(benchmark.Bench, "measure", measure)
     return called(monkeypatch, "--peers", *arguments)
 
 
@@ -394,15 +397,15 @@ def test_ratios(monkeypatch, capsys):
 
 def test_a_disturbed_machine_is_named(capsys):
     quiet, disturbed = ([1.0] * 8 + [50.0]), ([1.0] * 5 + [2.0] * 4)
-    assert cells.spread(quiet) == 1.0
-    assert cells.spread(disturbed) == 2.0
+    assert clock.spread(quiet) == 1.0
+    assert clock.spread(disturbed) == 2.0
     machine = {"device": "cpu", "processor": "a processor", "torch": "2", "peers": {}}
     for values, said in ((quiet, False), (disturbed, True)):
-        times = {"differing": 0.0, "eager": 1.0, "graph": None, "spread": cells.spread(values)}
+        times = {"differing": 0.0, "eager": 1.0, "graph": None, "spread": clock.spread(values)}
         one = {"op": "add_norm", "dtype": "bfloat16", "threads": 1, "rows": 8, "hidden_size": 64}
         one["contenders"] = {"fusednorm": times, "copy": times}
         found = {"machine": machine, "copy_bandwidth": None, "cells": [one]}
-        cells.show(found, Console(width=140))
+        tables.show(found, Console(width=140))
         assert ("disturbed  rounds differ up to 2.0 times at 8x64" in capsys.readouterr().out) == said
 
 
@@ -427,7 +430,7 @@ def test_an_interrupted_run_shows_what_there_is(monkeypatch, capsys, tmp_path, f
             raise KeyboardInterrupt
         return left.pop()
 
-    monkeypatch.setattr(cells.Bench, "measure", measure)
+    monkeypatch.setattr(benchmark.Bench, "measure", measure)
     options = ["--json", str(tmp_path / "found.json")] if file else []
     assert called(monkeypatch, "--peers", "--quick", *options) == 130
     text = capsys.readouterr().out
@@ -446,7 +449,7 @@ def test_what_takes_long_is_said(monkeypatch):
     assert "torch.compile compiles" in said
     assert "fusednorm out= is compared" in said
     assert said[-1] == "all are timed"
-    assert bench.minutes(12) > cells.Bench(CPU, None, []).minutes(12) > 0
+    assert bench.minutes(12) > benchmark.Bench(CPU, None, []).minutes(12) > 0
 
 
 # Training
@@ -483,6 +486,6 @@ def test_a_norm_that_changes_from_run_to_run_is_noticed(monkeypatch):
             return y + 1e-3 * torch.rand_like(y), total
 
     monkeypatch.setattr(train, "norms", lambda device: ({"torch": train.Unfused, "fusednorm": Random}, {}))
-    with pytest.raises(cells.WrongBitsError, match="two runs differ"):
+    with pytest.raises(benchmark.WrongBitsError, match="two runs differ"):
         train.train(train.SIZES["40k"], CPU, 0.001, trained=lambda over: None)
     assert not torch.are_deterministic_algorithms_enabled()

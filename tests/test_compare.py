@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 
 from fusednorm.conformance.cases import BF16, F16, F32, F64
-from fusednorm.tools import command_line
-from fusednorm.tools.measure import compare, peers
-from fusednorm.tools.measure import measured as measured_operations
+from fusednorm.tools import cli
+from fusednorm.tools.measure import compare, peers, plots, workloads
 
 HIDDEN = 64
 ROWS, BATCHES = compare.ROWS, compare.BATCHES
@@ -132,13 +131,13 @@ def test_other_operations():
     assert found["missing"].keys() == {"onnxruntime"}
 
 
-@pytest.mark.parametrize("op", measured_operations.OPERATIONS)
+@pytest.mark.parametrize("op", workloads.OPERATIONS)
 def test_exact_is_what_fusednorm_gives_in_float64(op):
     torch.manual_seed(1)
     x, residual, weight = torch.randn(5, 128), torch.randn(5, 128), torch.rand(128)
-    operation = measured_operations.OPERATIONS[op]
+    operation = workloads.OPERATIONS[op]
     inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
-    y = measured_operations.as_tuple(operation.calls(weight.double(), 1e-6).new(*inputs))[0]
+    y = workloads.as_tuple(operation.calls(weight.double(), 1e-6).new(*inputs))[0]
     wanted = compare.exact(x, residual, weight, 1e-6, op)
     assert (wanted.double() - y.double()).abs().max() < 1e-6
 
@@ -261,9 +260,7 @@ def test_command(tmp_path):
     assert found["missing"].keys() == {"liger"}
     rows = [(f["dtype"], f["name"], f["rounds"]) for f in found["findings"]]
     four = [("fusednorm", rounds) for rounds in ("sum", "sum, norm", "nothing", "norm")]
-    assert rows == [
-        (dtype, *which) for dtype, which in itertools.product(command_line.DTYPES, [*four, ("torch eager", "sum")])
-    ]
+    assert rows == [(dtype, *which) for dtype, which in itertools.product(cli.DTYPES, [*four, ("torch eager", "sum")])]
     for f in found["findings"]:
         assert f.keys() == {field.name for field in dataclasses.fields(compare.Finding)}
         assert f["error"] == ""
@@ -291,7 +288,7 @@ def test_status_is_that_of_fusednorm_alone(monkeypatch, capsys):
     command = ["fusednorm", "compare", "--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers"]
     monkeypatch.setitem(compare.PEERS, "ours", lambda device: [implementation(batch_dependent, "fusednorm")])
     monkeypatch.setitem(compare.PEERS, "theirs", lambda device: [implementation(batch_dependent)])
-    monkeypatch.setattr(command_line, "PEERS", ("ours", "theirs"))
+    monkeypatch.setattr(cli, "PEERS", ("ours", "theirs"))
     monkeypatch.setattr(sys, "argv", [*command, "ours"])
     assert main() == 1
     monkeypatch.setattr(sys, "argv", [*command, "theirs"])
@@ -316,7 +313,7 @@ def test_an_interrupted_comparison_shows_what_there_is(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(compare.PEERS, "second", interrupted)
-    monkeypatch.setattr(command_line, "PEERS", tuple(compare.PEERS))
+    monkeypatch.setattr(cli, "PEERS", tuple(compare.PEERS))
     options = ["--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers", "eager", "second"]
     monkeypatch.setattr(sys, "argv", ["fusednorm", "compare", *options])
     assert main() == 130
@@ -350,6 +347,6 @@ def test_tables_fit(monkeypatch, wide, width):
 
 def test_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=command_line.DTYPES)
-    compare.plot(found, str(tmp_path / "found.png"))
+    found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=cli.DTYPES)
+    plots.plot_errors(found, compare.CLASSES, str(tmp_path / "found.png"))
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"

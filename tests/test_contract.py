@@ -269,7 +269,7 @@ def test_the_digest_is_that_of_the_specification_and_the_steps(monkeypatch):
     monkeypatch.setattr("pathlib.Path.open", None)
     monkeypatch.setattr("builtins.open", None)
     before = digest(one)
-    monkeypatch.setattr("fusednorm.tools.contract.SPEC_VERSION", 2)
+    monkeypatch.setattr("fusednorm.tools.agree.contract.SPEC_VERSION", 2)
     assert digest(one) != before
 
 

@@ -8,8 +8,9 @@ import torch
 
 import fusednorm
 from fusednorm.__main__ import main
-from fusednorm.tools import difference
-from fusednorm.tools.difference import Share, in_all_layers, shares, shares_of_models
+from fusednorm.tools.agree import difference
+from fusednorm.tools.agree.difference import Share, in_all_layers, shares, shares_of_models
+from fusednorm.tools.cli import UnusableError
 
 safetensors = pytest.importorskip("safetensors.torch", reason="files need safetensors")
 
@@ -182,5 +183,5 @@ def test_refusals(monkeypatch, capsys, tmp_path, arguments, words):
 @pytest.mark.parametrize(("package", "extra"), [("safetensors", "difference"), ("transformers", "transformers")])
 def test_the_missing_package_is_named(monkeypatch, tmp_path, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(difference.UnreadableError, match=rf"need {package} .*pip install 'fusednorm\[{extra}\]'"):
+    with pytest.raises(UnusableError, match=rf"need {package} .*pip install 'fusednorm\[{extra}\]'"):
         difference.read(tmp_path / "x") if package == "safetensors" else difference.load(tmp_path, "x")

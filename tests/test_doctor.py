@@ -14,13 +14,12 @@ import torch
 from rich.console import Console
 
 import fusednorm
-from fusednorm import __main__ as command
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.calls import fast_path
 from fusednorm.engine import choose
-from fusednorm.tools import command_line, doctor, proof
-from fusednorm.tools.measure import cells, compare, measured, peers, train
+from fusednorm.tools import check, cli, commands, doctor
+from fusednorm.tools.measure import bench, compare, peers, train, workloads
 
 
 def run(*arguments, **environment):
@@ -38,12 +37,12 @@ def printed(command, **console):
 @pytest.fixture
 def one_shape(monkeypatch):
     """The check at a single shape and dtype, and without waiting for good times."""
-    monkeypatch.setattr(proof, "HIDDEN_SIZES", (896,))
-    monkeypatch.setattr(proof, "ROWS", (16,))
-    monkeypatch.setattr(proof, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
-    monkeypatch.setattr(proof, "TIMED", (16, 896))
-    monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
-    monkeypatch.setattr(proof, "OPERATIONS", {})
+    monkeypatch.setattr(check, "HIDDEN_SIZES", (896,))
+    monkeypatch.setattr(check, "ROWS", (16,))
+    monkeypatch.setattr(check, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
+    monkeypatch.setattr(check, "TIMED", (16, 896))
+    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(check, "OPERATIONS", {})
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
@@ -121,15 +120,15 @@ def test_a_variable_that_nothing_reads_is_a_finding():
 
 def test_check(one_shape):
     """A line for each backend and dtype, the preferred one last; or for each case."""
-    status, text = printed(proof.check)
+    status, text = printed(check.check)
     assert status == 0
-    subjects = proof.subjects()
+    subjects = check.subjects()
     assert [s.backend for s in subjects] == ["reference"] + ["cpu"] * (len(subjects) - 1)
     assert [s.variant for s in subjects][1:] == list(choose.load("cpu").variants())
-    assert text.count("1 exact") == len(proof.PROMISES) * len(subjects)
+    assert text.count("1 exact") == len(check.PROMISES) * len(subjects)
     assert f"all {len(subjects)} cases are exact" in text
     assert max(map(len, text.splitlines())) <= 80
-    status, text = printed(lambda console: proof.check(console, ["reference"], every_case=True))
+    status, text = printed(lambda console: check.check(console, ["reference"], every_case=True))
     assert status == 0
     assert text.count("exact") == 2
     assert "GB/s" in text
@@ -138,26 +137,26 @@ def test_check(one_shape):
 
 def test_check_has_a_line_for_each_backend_and_dtype(monkeypatch):
     """Mixed dtypes too; gradients of the smaller shapes only."""
-    monkeypatch.setattr(proof, "HIDDEN_SIZES", (64, 96))
-    monkeypatch.setattr(proof, "ROWS", (1, 7))
-    monkeypatch.setattr(proof, "MOST_WITH_GRADIENTS", 7 * 64)
-    monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
-    monkeypatch.setattr(proof, "OPERATIONS", {})
-    status, text = printed(proof.check)
+    monkeypatch.setattr(check, "HIDDEN_SIZES", (64, 96))
+    monkeypatch.setattr(check, "ROWS", (1, 7))
+    monkeypatch.setattr(check, "MOST_WITH_GRADIENTS", 7 * 64)
+    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(check, "OPERATIONS", {})
+    status, text = printed(check.check)
     assert status == 0
     lines = [line for line in text.splitlines() if "4 exact" in line]
-    assert len(lines) == len(proof.DTYPES) * len(proof.subjects())
-    assert sum("mixed" in line for line in lines) == len(proof.subjects())
+    assert len(lines) == len(check.DTYPES) * len(check.subjects())
+    assert sum("mixed" in line for line in lines) == len(check.subjects())
     assert all((line.count("4 exact"), line.count("3 exact")) == (3, 1) for line in lines)
 
 
 def test_check_shows_progress_on_a_terminal_only(one_shape):
-    assert "%" in printed(proof.check, force_terminal=True)[1]
-    assert "%" not in printed(proof.check)[1]
+    assert "%" in printed(check.check, force_terminal=True)[1]
+    assert "%" not in printed(check.check)[1]
 
 
 def test_an_interrupted_check_prints_what_there_is(one_shape, monkeypatch):
-    measure, seen = proof._result, []
+    measure, seen = check._result, []
 
     def interrupted(subject, *rest):
         if seen:
@@ -165,11 +164,11 @@ def test_an_interrupted_check_prints_what_there_is(one_shape, monkeypatch):
         seen.append(subject)
         return measure(subject, *rest)
 
-    monkeypatch.setattr(proof, "_result", interrupted)
-    status, text = printed(proof.check)
+    monkeypatch.setattr(check, "_result", interrupted)
+    status, text = printed(check.check)
     assert status == 130
-    assert text.count("1 exact") == len(proof.PROMISES)
-    assert f"interrupted after 1 of {len(proof.subjects())} cases; `check --backend NAME` takes less time" in text
+    assert text.count("1 exact") == len(check.PROMISES)
+    assert f"interrupted after 1 of {len(check.subjects())} cases; `check --backend NAME` takes less time" in text
     assert "all" not in text.splitlines()[-1]
 
 
@@ -208,14 +207,14 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
 
     monkeypatch.setattr(choose, "_registered", {"off_by_one_bit": OffByOneBit()})
     monkeypatch.setattr(choose, "_selected", {})
-    status, text = printed(proof.check)
+    status, text = printed(check.check)
     assert status == 1
     (line,) = (line for line in text.splitlines() if "off_by_one_bit" in line)
-    verdicts = dict(zip(proof.PROMISES, re.findall(r"1 exact|1 of 1 differ", line), strict=True))
+    verdicts = dict(zip(check.PROMISES, re.findall(r"1 exact|1 of 1 differ", line), strict=True))
     assert verdicts[promise] == "1 of 1 differ"
     assert (verdicts["gradients"] == "1 exact") == (verdicts["forward"] != "1 exact")
-    assert f"1 of {len(proof.subjects())} cases have other bits" in text
-    status, text = printed(lambda console: proof.check(console, ["off_by_one_bit"], every_case=True))
+    assert f"1 of {len(check.subjects())} cases have other bits" in text
+    status, text = printed(lambda console: check.check(console, ["off_by_one_bit"], every_case=True))
     assert status == 1
     assert re.search(rf"\b{promise}: \d+ differ", text)
 
@@ -224,14 +223,14 @@ def test_check_proves_every_operation(monkeypatch):
     """Each public function, but for those in place; a backend for each line."""
     others = {"accelerate_torch", "backends", "contract", "explain", "prewarm", "quantizations", "register_backend"}
     functions = {name for name in fusednorm.__all__ if name[0].islower()} - others - {"use_backend"}
-    assert set(proof.OPERATIONS) == {name.rstrip("_") for name in functions}
-    monkeypatch.setattr(proof, "results", lambda *_: iter(()))
-    monkeypatch.setattr(proof, "OPERATIONS_SHAPE", (3, 256))
-    status, text = printed(proof.check)
+    assert set(check.OPERATIONS) == {name.rstrip("_") for name in functions}
+    monkeypatch.setattr(check, "results", lambda *_: iter(()))
+    monkeypatch.setattr(check, "OPERATIONS_SHAPE", (3, 256))
+    status, text = printed(check.check)
     assert status == 0
-    count, subjects = len(proof.OPERATIONS), proof.subjects()
-    assert text.count(f"{count} exact") == len(proof.DTYPES) * len(subjects)
-    assert f"all {count * len(proof.DTYPES) * len(subjects)} cases are exact" in text
+    count, subjects = len(check.OPERATIONS), check.subjects()
+    assert text.count(f"{count} exact") == len(check.DTYPES) * len(subjects)
+    assert f"all {count * len(check.DTYPES) * len(subjects)} cases are exact" in text
 
 
 @pytest.mark.parametrize("where", ["outputs", "gradients"])
@@ -245,9 +244,9 @@ def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where
                 x.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), 7.0))
         return y
 
-    monkeypatch.setattr(proof, "OPERATIONS", {"gate": wrong, "rms_norm_add": fusednorm.rms_norm_add})
-    monkeypatch.setattr(proof, "OPERATIONS_SHAPE", (3, 128))
-    status, text = printed(lambda console: proof.check(console, ["reference", "cpu"]))
+    monkeypatch.setattr(check, "OPERATIONS", {"gate": wrong, "rms_norm_add": fusednorm.rms_norm_add})
+    monkeypatch.setattr(check, "OPERATIONS_SHAPE", (3, 128))
+    status, text = printed(lambda console: check.check(console, ["reference", "cpu"]))
     assert status == 1
     variants = choose.load("cpu").variants()
     for variant in variants:
@@ -265,10 +264,10 @@ def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
     vars(picky).update({**vars(reference), "unsuitable": Picky.unsuitable})
     monkeypatch.setattr(choose, "_registered", {"picky": picky})
     monkeypatch.setattr(choose, "_selected", {})
-    status, text = printed(proof.check)
+    status, text = printed(check.check)
     assert status == 0
     (line,) = (line for line in text.splitlines() if "picky" in line)
-    assert re.sub("[│┃]", " ", line).split() == ["picky", "bfloat16", *["-"] * len(proof.PROMISES)]
+    assert re.sub("[│┃]", " ", line).split() == ["picky", "bfloat16", *["-"] * len(check.PROMISES)]
 
 
 # The commands' own manners
@@ -321,7 +320,7 @@ NOWHERE = "cannot be written: No such file or directory"
 )
 def test_commands_refuse_in_a_sentence(monkeypatch, capsys, arguments, message):
     """Before anything is measured."""
-    monkeypatch.setattr(cells, "Bench", None)
+    monkeypatch.setattr(bench, "Bench", None)
     monkeypatch.setattr(compare, "report", None)
     assert called(monkeypatch, *arguments) == 2
     assert message in capsys.readouterr().err
@@ -344,10 +343,10 @@ def test_commands_refuse_a_gpu_that_is_not_here(monkeypatch, capsys, arguments, 
 
 def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
     file = tmp_path / "found.json"
-    assert command_line.writable(str(file)) == str(file)
+    assert cli.writable(str(file)) == str(file)
     assert not file.exists()
     file.write_text("mine")
-    command_line.writable(str(file))
+    cli.writable(str(file))
     assert file.read_text() == "mine"
 
 
@@ -361,7 +360,7 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.doctor, "report", interrupted)
+    monkeypatch.setattr(commands.doctor, "report", interrupted)
     assert called(monkeypatch, "doctor", "--json") == 130
     assert capsys.readouterr().err == "interrupted: there is nothing to show yet\n"
 
@@ -381,7 +380,7 @@ def test_an_interrupted_kit_ends_by_itself(monkeypatch):
                 return now
             raise now
 
-    monkeypatch.setattr(command.subprocess, "Popen", Running)
+    monkeypatch.setattr(commands.subprocess, "Popen", Running)
     assert called(monkeypatch, "conformance", "--backend", "cpu", "-k", "golden") == 130
     assert waits == []
 
@@ -416,7 +415,7 @@ def test_a_program_that_imports_fusednorm_keeps_its_arguments():
 
 
 def test_names_on_the_command_line_are_those_that_are_measured():
-    assert tuple(measured.OPERATIONS) == command_line.OPERATIONS
-    assert tuple(measured.OPS) == command_line.OPS
-    assert tuple(peers.PEERS) == command_line.PEERS
-    assert tuple(train.SIZES) == command_line.SIZES
+    assert tuple(workloads.OPERATIONS) == cli.OPERATIONS
+    assert tuple(workloads.OPS) == cli.OPS
+    assert tuple(peers.PEERS) == cli.PEERS
+    assert tuple(train.SIZES) == cli.SIZES

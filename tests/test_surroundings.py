@@ -23,7 +23,7 @@ from fusednorm import environment
 from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.calls import must_be_seen
 from fusednorm.engine import choose
-from fusednorm.tools import proof
+from fusednorm.tools import check
 from fusednorm.tools.measure import compare
 
 ROOT = Path(__file__).parents[1]
@@ -244,9 +244,9 @@ def test_the_doctor_on_an_output_without_unicode(monkeypatch, tmp_path):
 
 
 def test_the_check_on_an_output_without_unicode(monkeypatch):
-    monkeypatch.setattr(proof, "HIDDEN_SIZES", (64,))
-    monkeypatch.setattr(proof, "ROWS", (2,))
-    monkeypatch.setattr(proof, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(check, "HIDDEN_SIZES", (64,))
+    monkeypatch.setattr(check, "ROWS", (2,))
+    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
     text = on_ascii(monkeypatch, "check")
     assert "cases are exact" in text
     assert "\\u" not in text
@@ -302,7 +302,7 @@ def test_folders_with_spaces_and_letters_of_all_kinds(usual, tmp_path):
 
 def test_without_what_is_optional(usual):
     """NumPy, Matplotlib, Triton and NVIDIA's bindings."""
-    code = RESULT + "from fusednorm.tools import doctor\nprint(doctor.show(doctor.console()))\n"
+    code = RESULT + "from fusednorm.tools import console, doctor\nprint(doctor.show(console.console()))\n"
     lines = python(code, modules=("numpy", "matplotlib", "triton", "cuda")).splitlines()
     assert lines[0] == usual.strip()
     assert lines[-1] == "0"

@@ -60,7 +60,6 @@ def rms_norm_gated(
 
     Raises:
         ValueError: another activation.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm_gated`.
     """
     function = _activation(activation)
     if not isinstance(x, Tensor):

@@ -30,7 +30,6 @@ def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: fl
 
     Raises:
         ValueError: x does not end in ``normalized_shape``, or the weight has another shape.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     shape = tuple(normalized_shape)
     y = norm.rms_norm(as_rows(x, shape), as_row(weight, shape), eps, round_norm=True)
@@ -57,7 +56,6 @@ def fused_add_rms_norm(
         RuntimeError: an operand requires grad while gradients are recorded, which FlagGems ignores.
         ValueError: x or the residual does not end in ``normalized_shape``, the weight has another shape, or several
             dimensions are normalised together and x or the residual is not contiguous.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     shape = tuple(normalized_shape)
     rows, total = as_rows(x, shape), as_rows(residual, shape, "residual")

@@ -15,11 +15,7 @@ from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 
 def rmsnorm(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
     """RMS-normalises the last dimension: :func:`fusednorm.rms_norm`.
 
@@ -32,9 +28,6 @@ def rmsnorm(
 
     Returns:
         ``out``, or the new tensor.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     return norm.rms_norm(input, weight, eps, out=out)
 
@@ -53,52 +46,26 @@ def fused_add_rmsnorm(
 
     Raises:
         RuntimeError: an operand requires grad while gradients are recorded, which FlashInfer ignores.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     norm.fused_add_rms_norm_(input, residual, weight, eps, round_sum=False)
 
 
 def gemma_rmsnorm(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
-    """:func:`rmsnorm` with ``1 + weight``, added in float32.
-
-    Args:
-        input: as in :func:`rmsnorm`, like the other arguments.
-        weight: as there.
-        eps: as there.
-        out: as there.
-        enable_pdl: as there.
-    """
+    """:func:`rmsnorm`, of the same arguments, with ``1 + weight``, added in float32."""
     return norm.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
 
 def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """:func:`fused_add_rmsnorm` with ``1 + weight``, added in float32.
-
-    Args:
-        input: as in :func:`fused_add_rmsnorm`, like the other arguments.
-        residual: as there.
-        weight: as there.
-        eps: as there.
-        enable_pdl: as there.
-    """
+    """:func:`fused_add_rmsnorm`, of the same arguments, with ``1 + weight``, added in float32."""
     norm.fused_add_rms_norm_(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
 
 
 def rmsnorm_quant(
-    out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    scale: float | Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
+    out: Tensor, input: Tensor, weight: Tensor, scale: float | Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """RMS-normalises, and quantizes the unrounded rows: :func:`fusednorm.rms_norm_quant` with ``between=float32``.
 
@@ -109,16 +76,9 @@ def rmsnorm_quant(
         scale: a number, or float32 with one element; rows are multiplied by 1 / scale.
         eps: added to the mean of squares.
         enable_pdl: does nothing.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm_quant`.
     """
     quantize.rms_norm_quant(
-        *(input, weight, eps),
-        quantization=_to(out),
-        scale=_as_tensor(scale, input),
-        between=_unrounded(input),
-        out=out,
+        *(input, weight, eps), quantization=_to(out), scale=_as_tensor(scale, input), between=_unrounded(input), out=out
     )
 
 
@@ -131,19 +91,9 @@ def fused_add_rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """As :func:`rmsnorm_quant`, of ``input + residual``, which ``residual`` receives; the sum is normalised unrounded.
+    """:func:`rmsnorm_quant` of ``input + residual``, by :func:`fusednorm.fused_add_rms_norm_quant`.
 
-    Args:
-        out: as in :func:`rmsnorm_quant`, like the other arguments.
-        input: as there.
-        residual: [..., N], receives the sum.
-        weight: as there.
-        scale: as there.
-        eps: as there.
-        enable_pdl: as there.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
+    The arguments are the same; ``residual``, [..., N], receives the sum, which is normalised unrounded.
     """
     quantize.fused_add_rms_norm_quant(
         *(input, residual, weight, eps),

@@ -56,7 +56,6 @@ def liger_rms_norm(
 
     Raises:
         ValueError: another casting mode.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     check_one_row("W", W)
     return norm.rms_norm(X, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
@@ -71,16 +70,9 @@ def liger_fused_add_rms_norm(
     casting_mode: str | int = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Adds the residual, then RMS-normalises: :func:`fusednorm.fused_add_rms_norm`.
+    """Adds the residual R, [..., N], then RMS-normalises: :func:`fusednorm.fused_add_rms_norm`.
 
-    Args:
-        X: [..., N].
-        R: [..., N], the residual.
-        W: as in :func:`liger_rms_norm`, like the other arguments.
-        eps: as there.
-        offset: as there.
-        casting_mode: as there.
-        in_place: as there.
+    The other arguments are those of :func:`liger_rms_norm`.
 
     Returns:
         The normalised rows, in X's dtype, and the sum, in R's dtype (Liger: X's), both with gradients.
@@ -186,19 +178,7 @@ class LigerRMSNorm(torch.nn.Module):
 
 
 class LigerFusedAddRMSNorm(torch.nn.Module):
-    """:func:`liger_fused_add_rms_norm` with a trainable weight.
-
-    Args:
-        hidden_size: the length of a row, N.
-        eps: added to the mean of squares.
-        offset: added to the weight.
-        casting_mode: "llama" or "gemma".
-        init_fn: "ones" or "zeros", the weight's initial values.
-        in_place: does nothing.
-
-    Raises:
-        ValueError: another casting mode or ``init_fn``.
-    """
+    """:func:`liger_fused_add_rms_norm` with a trainable weight; the arguments are those of :class:`LigerRMSNorm`."""
 
     def __init__(
         self,
@@ -217,13 +197,7 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the normalised sum, and the sum; all are [..., hidden_size]."""
         return liger_fused_add_rms_norm(
-            hidden_states,
-            residual,
-            self.weight,
-            self.variance_epsilon,
-            self.offset,
-            self.casting_mode,
-            self.in_place,
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         )
 
     def extra_repr(self) -> str:
@@ -236,8 +210,5 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
 
 
 def _flags(module: LigerRMSNorm | LigerFusedAddRMSNorm) -> dict[str, Any]:
-    return {
-        "eps": module.variance_epsilon,
-        "weight_offset": float(module.offset),
-        "round_norm": _round_norm(module.casting_mode),
-    }
+    flags = {"eps": module.variance_epsilon, "weight_offset": float(module.offset)}
+    return {**flags, "round_norm": _round_norm(module.casting_mode)}

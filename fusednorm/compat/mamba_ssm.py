@@ -39,9 +39,6 @@ def rmsnorm_fn(
 
     Returns:
         A new tensor of x's shape and dtype, with a gradient.
-
-    Raises:
-        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm_gated`.
     """
     if not isinstance(x, Tensor):
         refuse_type("x", x)

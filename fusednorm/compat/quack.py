@@ -42,9 +42,6 @@ def rmsnorm(
 
     Returns:
         The normalised rows; with ``prenorm`` also the sum, or x in ``residual_dtype`` where there is no residual.
-
-    Raises:
-        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
     """
     if residual is None:
         y = norm.rms_norm(x, weight, eps, bias=bias, weight_offset=weight_offset, out_dtype=out_dtype)

@@ -41,26 +41,12 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
 
     Returns:
         ``out``, or the new tensor.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul`.
     """
     return gate.silu_and_mul(input, between=_unrounded(input), out=out)
 
 
 def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
-    """``gelu(gate) * up``, rounded once: :func:`fusednorm.gelu_tanh_and_mul` with ``between=torch.float32``.
-
-    Args:
-        input: [..., 2 * N], the gate and what it multiplies.
-        out: [..., N] to write to, or None for a new tensor.
-
-    Returns:
-        ``out``, or the new tensor.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.gelu_tanh_and_mul`.
-    """
+    """:func:`silu_and_mul`, of the same arguments, with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
     return gate.gelu_tanh_and_mul(input, between=_unrounded(input), out=out)
 
 
@@ -76,9 +62,6 @@ def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -
         input: [rows, N].
         output_q: float8_e4m3fn [rows, N], receives the numbers.
         output_s: float32 [rows, 1] or [rows], receives the scales.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
     """
     quantize(
         input, SGLANG_FP8_TOKEN, out=output_q, scale_out=output_s.unsqueeze(-1) if output_s.dim() == 1 else output_s
@@ -94,9 +77,6 @@ def sgl_per_tensor_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor, 
         output_s: float32, one element: the scale, or where it goes. A computed scale is no less than what was there, so
             callers write 0 to it first.
         is_static: whether the scale is given.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
     """
     if not is_static:
         greatest = input.detach().abs().amax().float() / 448.0
@@ -140,7 +120,6 @@ def sgl_per_token_group_quant_8bit(
 
     Raises:
         ValueError: an argument has a value that is not supported.
-        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
     """
     given = {
         "scale_ue8m0": scale_ue8m0,

@@ -53,7 +53,6 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
 
     Raises:
         RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.rms_norm`.
     """
     if getattr(weight, "ndim", 1) == 2 and isinstance(input, Tensor) and input.dim() > 1:
         assert weight is not None
@@ -79,7 +78,6 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
 
     Raises:
         RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm_`.
     """
     check_one_row("weight", weight)
     norm.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)
@@ -94,9 +92,6 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
         weight: [N].
         scale: float32, one element.
         epsilon: added to the mean of squares.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.rms_norm_quant`.
     """
     quantize.rms_norm_quant(
         input, weight, epsilon, quantization=VLLM_FP8_STATIC, scale=scale, round_norm=True, out=result
@@ -115,9 +110,6 @@ def fused_add_rms_norm_static_fp8_quant(
         weight: [N].
         scale: float32, one element.
         epsilon: added to the mean of squares.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
     quantize.fused_add_rms_norm_quant(
         *(input, residual, weight, epsilon),
@@ -150,9 +142,6 @@ def rms_norm_dynamic_per_token_quant(
 
     Returns:
         The numbers, [..., N], and the scales, float32 [rows, 1].
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
     quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_TOKEN, scale_ub)
     return _dynamic(input, weight, epsilon, replaced(quantization, _NAMES, dtype=quant_dtype), residual)
@@ -184,9 +173,6 @@ def rms_norm_per_block_quant(
 
     Returns:
         The numbers, [..., N], and the scales, float32 [rows, groups].
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.fused_add_rms_norm_quant`.
     """
     quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_BLOCK_FUSED, scale_ub)
     if tma_alignment not in (0, 4):
@@ -206,22 +192,12 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
 
     Raises:
         RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.silu_and_mul`.
     """
     gate.silu_and_mul(input, out=out)
 
 
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
-    """``gelu(gate) * up`` into ``out``, each of both rounded: :func:`fusednorm.gelu_tanh_and_mul`.
-
-    Args:
-        out: [..., N], written.
-        input: [..., 2 * N], the gate and what it multiplies.
-
-    Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
-        TypeError, ValueError, BackendError: see :func:`fusednorm.gelu_tanh_and_mul`.
-    """
+    """:func:`silu_and_mul`, of the same arguments, with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
     gate.gelu_tanh_and_mul(input, out=out)
 
 
@@ -232,9 +208,6 @@ def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
         result: [..., N], float8_e4m3fn, written.
         input: [..., 2 * N], the gate and what it multiplies.
         scale: float32, one element.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul_quant`.
     """
     quantize.silu_and_mul_quant(input, quantization=VLLM_FP8_STATIC, scale=scale, out=result)
 
@@ -260,7 +233,6 @@ def silu_and_mul_per_block_quant(
 
     Raises:
         ValueError: ``scale_ub`` is given.
-        TypeError, ValueError, RuntimeError, BackendError: see :func:`fusednorm.silu_and_mul_quant`.
     """
     if scale_ub is not None:
         raise ValueError("scale_ub limits the scale in vLLM's kernel, which no quantization does; leave it out")
@@ -300,7 +272,6 @@ def scaled_fp8_quant(
 
     Raises:
         ValueError: ``group_shape`` asks for several given scales.
-        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
     """
     if group_shape not in (None, (-1, -1)):
         raise ValueError(f"group_shape must be None or (-1, -1), got {group_shape}; a given scale is one for all rows")
@@ -333,9 +304,6 @@ def scaled_int8_quant(
 
     Returns:
         The numbers, [..., N]; the scale, or float32 [rows, 1]; and the zero points, int32 like the scales, or None.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: see :func:`fusednorm.quantize`.
     """
     on_cpu = input.device.type == "cpu"
     if scale is not None:
@@ -379,10 +347,6 @@ def _dynamic(
         return values.view(input.shape), scale
     total = residual.view(rows.shape)
     values, scale, _ = quantize.fused_add_rms_norm_quant(
-        *(rows, total, weight, epsilon),
-        quantization=quantization,
-        round_sum=False,
-        round_norm=True,
-        residual_out=total,
+        *(rows, total, weight, epsilon), quantization=quantization, round_sum=False, round_norm=True, residual_out=total
     )
     return values.view(input.shape), scale

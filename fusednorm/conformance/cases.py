@@ -97,6 +97,54 @@ def listed(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+#: The operands and the outputs of each function. Where it has gradients, each output has one, in the same order.
+NAMES = {
+    "rms_norm": (("x", "weight", "bias"), ("out",)),
+    "fused_add_rms_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
+    "rms_norm_add": (("x", "residual", "weight"), ("residual_out",)),
+    "rms_norm_add_rms_norm": (("x", "residual", "weight", "next_weight"), ("out", "residual_out")),
+    "qk_norm_rope": (("q", "k", "q_weight", "k_weight", "cos", "sin"), ("q_out", "k_out")),
+    "gate": (("y", "z"), ("out",)),
+    "silu_and_mul": (("gate", "up"), ("out",)),
+    "gelu_tanh_and_mul": (("gate", "up"), ("out",)),
+    "rms_norm_gated": (("x", "gate", "weight"), ("out",)),
+    "silu_and_mul_quant": (("gate", "up"), ("out", "scale")),
+    "fused_add_rms_norm_quant": (("x", "residual", "weight", "scale", "zero_point"), ("out", "scale", "residual_out")),
+}
+
+
+def recorded(function, given, incoming, **flags):
+    """Outputs and gradients of a public function, by name.
+
+    ``given``: its operands by name, None where one is absent; ``incoming``: the gradients of its outputs.
+    """
+    tables = ("cos", "sin")  # which have no gradients
+    leaves = {name: t if t is None or name in tables else t.detach().requires_grad_() for name, t in given.items()}
+    outputs = listed(getattr(fusednorm, function)(**leaves, **flags))
+    present = {name: t for name, t in leaves.items() if t is not None and name not in tables}
+    gradients = torch.autograd.grad(outputs, tuple(present.values()), incoming)
+    found = {name: output.detach() for name, output in zip(NAMES[function][1], outputs, strict=True)}
+    return found | {f"d_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
+
+
+def check_function(agree, function, given, incoming, wanted, about, dtypes=None, **flags):
+    """Compares outputs and gradients with the oracle's, and calls with given outputs and in place with the outputs.
+
+    ``wanted``: the oracle's arrays or tensors, None where an operand is absent; ``dtypes``: those that are asked of the
+    outputs, which are those of the operands where a call is in place. The others are as for :func:`recorded`.
+    """
+    dtypes = dtypes or {}
+    found = recorded(function, given, incoming, **flags, **dtypes)
+    agree(found.values(), [array for array in wanted if array is not None], about)
+    outputs = [found[name] for name in NAMES[function][1]]
+    memory = {name: torch.empty_like(found[name]) for name in NAMES[function][1]}
+    stored = {name: dtype for name, dtype in dtypes.items() if name != "out_dtype"}
+    getattr(fusednorm, function)(**given, **flags, **stored, **memory)
+    agree(memory.values(), outputs, f"{about}, given outputs")
+    if not any(dtypes.values()):
+        agree(listed(getattr(fusednorm, function + "_")(**given, **flags)), outputs, f"{about}, in place")
+
+
 def call(case, x, residual, weight, **outputs):
     """Calls the public function; returns y and the sum (None without a residual)."""
     if "out" not in outputs:
@@ -105,6 +153,11 @@ def call(case, x, residual, weight, **outputs):
         return fusednorm.rms_norm(x, weight, case.eps, **case.flags, **outputs), None
     flags = {"round_sum": case.round_sum, "residual_dtype": case.residual_out, **case.flags}
     return fusednorm.fused_add_rms_norm(x, residual, weight, case.eps, **flags, **outputs)
+
+
+def differentiable(case):
+    """The operands of the case, whose gradients are recorded."""
+    return [None if leaf is None else leaf.requires_grad_() for leaf in operands(case)]
 
 
 def gradients(case, dy, d_total, leaves):

@@ -1,4 +1,4 @@
-"""What holds for each declared operation, by its roles and samples alone: tests run :data:`PROMISES` for each.
+"""The promises of each declared operation, by its roles and samples alone: tests run all of :data:`PROMISES`.
 
 The reference here is the operation's own formula. So these tests hold a backend to the formula, and all ways to call to
 each other; whether the formula is the specification, the oracle and golden vectors say.
@@ -301,7 +301,7 @@ def is_explained(operation):
         assert operation.declaration.name in text
 
 
-#: What tests run for each declared operation.
+#: The tests of each declared operation.
 PROMISES = (
     has_formulas_bits,
     does_not_depend_on_the_batch,

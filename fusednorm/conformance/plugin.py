@@ -167,11 +167,17 @@ def mode(request):
 def agree(mode, request):
     """Asserts that two tensors have the same bits (NaN is NaN, +0 is -0), and counts it for the certificate.
 
+    Several tensors are compared one by one. An array is the oracle's, of numbers that the tensor's dtype has.
     Where a Case is given, a failure prints a script that shows it: ``output`` as in :func:`cases.reproducer`.
     """
     counts = Counter()
 
     def agree(actual, expected, what, case=None, output=None):
+        if not isinstance(actual, torch.Tensor):
+            for at, pair in enumerate(zip(actual, expected, strict=True)):
+                agree(*pair, f"{what}, {at}")
+            return
+        expected = expected if isinstance(expected, torch.Tensor) else torch.from_numpy(expected).to(actual.dtype)
         actual, expected = actual.detach().cpu(), expected.detach().cpu()
         assert actual.dtype == expected.dtype, what
         assert actual.shape == expected.shape, what
@@ -192,6 +198,14 @@ def agree(mode, request):
 
     yield agree
     request.node.user_properties.append(("comparisons", [str(mode), dict(counts)]))
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads, for the test only."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items):

@@ -7,7 +7,18 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, listed, operands
+from fusednorm.conformance.cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    Case,
+    check_function,
+    covering,
+    dtype_name,
+    operands,
+)
 
 #: Heads of the weight and of the bias: None for a row of all heads, 0 for no operand.
 HEADS = (None, 3)
@@ -23,36 +34,20 @@ def check(case, agree, weight_heads, bias_heads, x_scale=1.0):
     weight, bias = (t if t is None or len(t) > 1 else t[0] for t in (weight, bias))
     dtypes = {"x": case.out or case.x, "residual": case.residual_out or case.residual}
     d_out, d_total, _ = operands(replace(case, seed=1, data="normal", **dtypes))
-    fused = residual is not None
-    incoming = [t.unflatten(0, (-1, 3)) for t in ((d_out, d_total) if fused else (d_out,))]
+    incoming = [t.unflatten(0, (-1, 3)) for t in ((d_out, d_total) if residual is not None else (d_out,))]
     flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
     asked = {"out_dtype": case.out}
-    if fused:
+    given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    if residual is None:
+        function = "rms_norm"
+        del given["residual"]
+    else:
+        function = "fused_add_rms_norm"
         flags |= {"round_sum": case.round_sum, "x_scale": x_scale}
         asked |= {"residual_dtype": case.residual_out}
     about = f"{case}, heads of the weight {weight_heads}, of the bias {bias_heads}, x_scale {x_scale}"
-    leaves = [x, residual, weight, bias]
-    wanted = oracle.affine(leaves, incoming, case.eps, **flags, **asked)
-
-    name = "fused_add_rms_norm" if fused else "rms_norm"
-    call, in_place = getattr(fusednorm, name), getattr(fusednorm, name + "_")
-    given = [x, residual, weight] if fused else [x, weight]
-    present = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
-    outputs = listed(call(*given, case.eps, bias=bias, **flags, **asked))
-    found = [*outputs, *torch.autograd.grad(outputs, present, incoming)]
-    for got, array in zip(found, [array for array in wanted if array is not None], strict=True):
-        agree(got, torch.from_numpy(array).to(got.dtype), about)
-
-    given, bias = [None if leaf is None else leaf.detach() for leaf in given], None if bias is None else bias.detach()
-    memory = [torch.empty_like(output) for output in outputs]
-    names = ("out", "residual_out")[: len(memory)]
-    asked.pop("out_dtype")
-    call(*given, case.eps, bias=bias, **flags, **asked, **dict(zip(names, memory, strict=True)))
-    for output, new in zip(memory, outputs, strict=True):
-        agree(output, new, f"{about}, given outputs")
-    if case.out is None and case.residual_out is None:
-        for output, new in zip(listed(in_place(*given, case.eps, bias=bias, **flags)), outputs, strict=True):
-            agree(output, new, f"{about}, in place")
+    wanted = oracle.affine((x, residual, weight, bias), incoming, case.eps, **flags, **asked)
+    check_function(agree, function, given, incoming, wanted, about, asked, eps=case.eps, **flags)
 
 
 @pytest.mark.promise("same bits")
@@ -112,21 +107,17 @@ def test_each_head_is_a_norm_of_its_own(mode, agree, dtype):
 @pytest.mark.promise("a row is a row")
 @pytest.mark.parametrize("hidden", [128, 1500])
 @pytest.mark.left_out
-def test_heads_do_not_depend_on_the_number_of_threads(mode, agree, hidden):
+def test_heads_do_not_depend_on_the_number_of_threads(mode, agree, threads, hidden):
     """A thread's first row belongs to any head: short rows, and rows that overlap."""
     x, residual, weight = operands(Case(3 * 101, hidden).of(BF16))
     heads = torch.stack((weight, weight * 2, weight * 3))
     x, residual = x.view(101, 3, hidden), residual.view(101, 3, hidden)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        wanted, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            found, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
-            agree(found, wanted, f"{threads} threads")
-    finally:
-        torch.set_num_threads(before)
+    threads(1)
+    wanted, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
+    for count in (2, 3):
+        threads(count)
+        found, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
+        agree(found, wanted, f"{count} threads")
 
 
 @pytest.mark.promise("fused equals unfused")

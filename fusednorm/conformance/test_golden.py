@@ -1,24 +1,19 @@
 """The golden vectors: bits that may change only together with SPEC_VERSION."""
 
-import json
-
 import pytest
 import torch
 
-import fusednorm
 from fusednorm.conformance import golden
 
 pytestmark = pytest.mark.promise("golden vectors")
 
-VECTORS = json.loads(golden.path(fusednorm.SPEC_VERSION).read_text())
+VECTORS = golden.read(golden.SPECIFICATION)
 
 
 @pytest.mark.parametrize("index", range(len(golden.CASES)))
 def test_golden_vectors(mode, agree, index):
     """Outputs and gradients of every backend, from stored inputs."""
-    vector = VECTORS[index]
-    for name, tensor in golden.results(vector).items():
-        agree(tensor.detach(), golden.decoded(vector["expected"][name]), f"vector {index}, {name}")
+    golden.compare(VECTORS[index], agree)
 
 
 def test_every_case_has_a_vector():

@@ -1,14 +1,24 @@
 """A norm before the addition has the bits of plain operations one after the other, on every backend."""
 
-import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 import fusednorm
 from fusednorm.conformance import golden, oracle
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, listed, operands
+from fusednorm.conformance.cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    NAMES,
+    Case,
+    check_function,
+    covering,
+    dtype_name,
+    operands,
+)
 
 SMALL = (33, 128, 1029)
 
@@ -20,33 +30,16 @@ def check(case, agree, between=None, next_eps=None):
         replace(case, seed=1, data="normal", x=case.out or case.x, residual=case.residual_out or case.residual)
     )
     flags = {"between": between, "weight_offset": case.weight_offset, "round_norm": case.round_norm}
-    more = {"round_sum": case.round_sum, "next_eps": case.eps if next_eps is None else next_eps}
+    of_both = {"round_sum": case.round_sum, "next_eps": case.eps if next_eps is None else next_eps}
     dtypes = {"out_dtype": case.out, "residual_dtype": case.residual_out}
-    for function, with_next, incoming, asked in (
-        ("rms_norm_add", False, (d_total,), {"residual_dtype": case.residual_out}),
-        ("rms_norm_add_rms_norm", True, (d_out, d_total), more | dtypes),
+    for function, incoming, more, asked in (
+        ("rms_norm_add", (d_total,), {}, {"residual_dtype": case.residual_out}),
+        ("rms_norm_add_rms_norm", (d_out, d_total), of_both, dtypes),
     ):
-        call, about = getattr(fusednorm, function), f"{function}, {case}, {between}, {next_eps}"
-        leaves = [*operands(case), *([next_weight] if with_next else [])]
-        wanted = getattr(oracle, function)(leaves, incoming, case.eps, **flags, **asked)
-        present = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
-        outputs = listed(call(*leaves, case.eps, **flags, **asked))
-        found = [*outputs, *torch.autograd.grad(outputs, present, incoming)]
-        for got, array in zip(found, [array for array in wanted if array is not None], strict=True):
-            agree(got, torch.from_numpy(array).to(got.dtype), about)
-
-        leaves = [None if leaf is None else leaf.detach() for leaf in leaves]
-        given = [torch.empty_like(output) for output in outputs]
-        asked = {name: value for name, value in asked.items() if name != "out_dtype"}
-        names = ("out", "residual_out")[-len(given) :]
-        call(*leaves, case.eps, **flags, **asked, **dict(zip(names, given, strict=True)))
-        for name, output, new in zip(names, given, outputs, strict=True):
-            agree(output, new, f"{name} of {about}")
-        if case.out is None and case.residual_out is None:
-            asked = {name: value for name, value in asked.items() if name != "residual_dtype"}
-            in_place = listed(getattr(fusednorm, function + "_")(*leaves, case.eps, **flags, **asked))
-            for output, new in zip(in_place, outputs, strict=True):
-                agree(output, new, f"{about}, in place")
+        given = dict(zip(NAMES[function][0], (*operands(case), next_weight), strict=False))
+        wanted = getattr(oracle, function)(tuple(given.values()), incoming, case.eps, **flags, **more, **asked)
+        about = f"{function}, {case}, {between}, {next_eps}"
+        check_function(agree, function, given, incoming, wanted, about, asked, eps=case.eps, **flags, **more)
 
 
 @pytest.mark.promise("same bits")
@@ -105,8 +98,7 @@ def test_rows_beyond_the_cache(mode, agree, dtype):
         given = fusednorm.rms_norm_add_rms_norm(swapped["residual_out"], swapped["out"], *arguments, **flags, **swapped)
         in_place = fusednorm.rms_norm_add_rms_norm_(x, residual, *arguments, **flags)
         for found in (outputs, given, in_place):
-            agree(found[0], y, f"rows of {hidden}, {between}")
-            agree(found[1], total, f"sums of {hidden}, {between}")
+            agree(found, (y, total), f"rows and sums of {hidden}, {between}")
 
 
 @pytest.mark.promise("fused equals unfused")
@@ -123,13 +115,11 @@ def test_separate_calls(mode, agree, dtype):
         agree(y, fusednorm.rms_norm(sums, weight, 1e-6), f"rows of {hidden}")
 
 
-VECTORS = json.loads(golden.COMPOSITIONS.read_text())
+VECTORS = golden.read(golden.COMPOSITIONS)
 
 
 @pytest.mark.promise("golden vectors")
 @pytest.mark.parametrize("index", range(len(VECTORS)))
 @pytest.mark.left_out(but=["0", "3", "6", "9", "20", "23", "30"])
 def test_golden_vectors(mode, agree, index):
-    """Outputs and gradients of every backend, from stored inputs."""
-    for name, tensor in golden.results_of_composition(VECTORS[index]).items():
-        agree(tensor.detach(), golden.decoded(VECTORS[index]["expected"][name]), f"vector {index}, {name}")
+    golden.compare(VECTORS[index], agree)

@@ -1,6 +1,5 @@
 """Quantized rows: bytes, scales and zero points, alone and after a norm."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -10,19 +9,7 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.conformance import golden, oracle_gated, oracle_quantized
-from fusednorm.conformance.cases import (
-    BF16,
-    DATA,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    Case,
-    Guarded,
-    covering,
-    dtype_name,
-    operands,
-)
+from fusednorm.conformance.cases import BF16, DATA, DTYPES, F16, F32, F64, Case, Guarded, covering, dtype_name, operands
 
 E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 
@@ -54,8 +41,9 @@ def given(quantization):
     return {**scale, "zero_point": torch.tensor([-7], dtype=torch.int32)} if quantization.zero_point else scale
 
 
-def bytes_of(values):
-    return values.view(torch.uint8)
+def bytes_of(tensors):
+    """The same, with numbers of 8 bits as bytes."""
+    return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
 
 
 def compare(agree, found, wanted, quantization, about):
@@ -64,8 +52,7 @@ def compare(agree, found, wanted, quantization, about):
     assert values.dtype == quantization.dtype
     assert scale.dtype == F32
     stored, scales, points = (None if array is None else torch.from_numpy(array) for array in wanted)
-    agree(bytes_of(values), stored, f"{about}: bytes")
-    agree(scale, scales, f"{about}: scale")
+    agree(bytes_of((values, scale)), (stored, scales), about)
     assert len(zero_point) == quantization.computes_zero_point * (quantization.per != "tensor")
     for tensor in zero_point:
         assert tensor.dtype == torch.int32
@@ -189,8 +176,7 @@ def test_separate_calls(mode, agree, dtype, between):
             x, residual, weight, quantization=quantization, between=between, **more
         )
         agree(found_total, total, f"{quantization}: sum")
-        for got, tensor in zip(found, wanted, strict=True):
-            agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in (got, tensor)), str(quantization))
+        agree(bytes_of(found), bytes_of(wanted), str(quantization))
 
 
 @pytest.mark.promise("fused equals unfused")
@@ -208,8 +194,7 @@ def test_separate_gates(mode, agree, dtype):
             found = fusednorm.silu_and_mul_quant(gate, up, quantization=quantization, between=between, **memory)
             assert found[0] is memory["out"]
             assert found[1] is memory["scale_out"]
-            for got, tensor in zip(found, wanted, strict=True):
-                agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in (got, tensor)), str(quantization))
+            agree(bytes_of(found), bytes_of(wanted), str(quantization))
 
 
 @pytest.mark.promise("a row is a row")
@@ -225,10 +210,7 @@ def test_rows_and_layouts(mode, agree, quantization):
         *alone, _ = fusednorm.fused_add_rms_norm_quant(
             x[row : row + 1], residual[row : row + 1], weight, quantization=quantization
         )
-        for got, tensor in zip(alone, found, strict=True):
-            agree(
-                *(bytes_of(t) if t.dtype == quantization.dtype else t for t in (got, tensor[row : row + 1])), f"{row}"
-            )
+        agree(bytes_of(alone), bytes_of(t[row : row + 1] for t in found), f"{row}")
     apart = [Guarded(9, 256, t.dtype, stride=300).filled(t) for t in (x, residual)]
     out, scale_out = Guarded(9, 256, quantization.dtype, stride=259), Guarded(9, found[1].shape[1], F32, stride=7)
     memory = {"out": out.tensor, "scale_out": scale_out.tensor, "residual_out": apart[1].tensor}
@@ -237,16 +219,13 @@ def test_rows_and_layouts(mode, agree, quantization):
     )
     assert given_memory[0] is out.tensor
     assert given_memory[1] is scale_out.tensor
-    agree(bytes_of(out.tensor), bytes_of(found[0]), "given memory")
-    agree(scale_out.tensor, found[1], "given scales")
+    agree(bytes_of((out.tensor, scale_out.tensor)), bytes_of(found[:2]), "given memory")
     agree(given_total, total, "the sum, in place")
     for guarded in (*apart, out, scale_out):
         guarded.check()
     heads = fusednorm.rms_norm_quant(x.view(3, 3, 256)[:, 1:], weight, quantization=quantization)
     wanted = fusednorm.rms_norm_quant(x, weight, quantization=quantization)
-    for got, tensor in zip(heads, wanted, strict=True):
-        both = got, tensor.view(3, 3, -1)[:, 1:]
-        agree(*(bytes_of(t) if t.dtype == quantization.dtype else t for t in both), "heads")
+    agree(bytes_of(heads), bytes_of(t.view(3, 3, -1)[:, 1:] for t in wanted), "heads")
 
 
 @pytest.mark.promise("same bits")
@@ -343,16 +322,14 @@ def test_nothing_behind_a_group_counts(mode, agree):
     compare(agree, found, oracle_quantized.quantized(infinite, quantization), quantization, "infinite")
 
 
-VECTORS = json.loads(golden.QUANTIZED.read_text())
+VECTORS = golden.read(golden.QUANTIZED)
 
 
 @pytest.mark.promise("golden vectors")
 @pytest.mark.parametrize("index", range(len(VECTORS)))
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["0", "7"])
 def test_golden_vectors(mode, agree, index):
-    vector = VECTORS[index]
-    for name, tensor in golden.results_of_quantized(vector).items():
-        agree(tensor, golden.decoded(vector["expected"][name]), f"vector {index}, {name}")
+    golden.compare(VECTORS[index], agree)
 
 
 def test_every_quantization_has_a_vector():

@@ -5,7 +5,19 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
+from fusednorm.conformance.cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    NAMES,
+    Case,
+    check_function,
+    covering,
+    dtype_name,
+    operands,
+)
 from fusednorm.reference import rotation
 
 #: Rows of heads, in two dimensions, and heads of q and of k.
@@ -27,19 +39,9 @@ def check(agree, dtype, table, size, pairs, data="normal", **flags):
     about = f"{dtype_name(dtype)} heads of {size}, {pairs} pairs, {dtype_name(table)} tables, {data}, {flags}"
     wanted = oracle.qk_norm_rope([*heads, *weights, *tables], incoming, 1e-6, **flags)
 
-    leaves = [t if t is None else t.detach().clone().requires_grad_() for t in (*heads, *weights)]
-    outputs = fusednorm.qk_norm_rope(*leaves, *tables, **flags)
-    found = [*outputs, *torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf is not None], incoming)]
-    for got, array in zip(found, [array for array in wanted if array is not None], strict=True):
-        agree(got, torch.from_numpy(array).to(got.dtype), about)
-
-    outputs, v = [output.detach() for output in outputs], qkv[..., Q + K :, :].clone()
-    given = [torch.empty_like(output) for output in outputs]
-    fusednorm.qk_norm_rope(*heads, *weights, *tables, **flags, q_out=given[0], k_out=given[1])
-    fusednorm.qk_norm_rope_(*heads, *weights, *tables, **flags)
-    for output, out, in_place in zip(outputs, given, heads, strict=True):
-        agree(out, output, f"{about}, given outputs")
-        agree(in_place, output, f"{about}, in place")
+    given = dict(zip(NAMES["qk_norm_rope"][0], (*heads, *weights, *tables), strict=True))
+    v = qkv[..., Q + K :, :].clone()
+    check_function(agree, "qk_norm_rope", given, incoming, wanted, about, **flags)
     agree(qkv[..., Q + K :, :], v, f"{about}, v")
 
 
@@ -118,8 +120,7 @@ def test_order_of_additions(mode, agree, size, pairs):
         with fusednorm.use_backend("reference"):
             wanted = fusednorm.qk_norm_rope(q, q[:, :1], None, None, cos, sin, interleaved=interleaved)
         found = fusednorm.qk_norm_rope(q, q[:, :1], None, None, cos, sin, interleaved=interleaved)
-        for got, output in zip(found, wanted, strict=True):
-            agree(got, output, f"{size}, {pairs}, {interleaved}")
+        agree(found, wanted, f"{size}, {pairs}, {interleaved}")
 
 
 @pytest.mark.promise("same bits")
@@ -146,8 +147,7 @@ def test_separate_calls(mode, agree, dtype):
     twice = [torch.cat((t, t), -1).unsqueeze(-2) for t in (cos, sin)]
     turned = rows * twice[0] + torch.cat((-rows[..., 32:], rows[..., :32]), -1) * twice[1]
     found = fusednorm.qk_norm_rope(q, q[:, :1], weight, weight, cos, sin, round_norm=True, round_products=True)
-    agree(found[0], turned, "heads of q")
-    agree(found[1], turned[:, :1], "heads of k")
+    agree(found, (turned, turned[:, :1]), "heads of q and k")
     agree(fusednorm.rotate(rows, cos, sin, round_products=True), turned, "the rotation alone")
 
 
@@ -195,13 +195,10 @@ def test_memory(mode, agree, dtype):
     wanted_gradients = gradients(q, k)
     for place, others in enumerate(zip(lying(q), lying(k), lying(tables[0]), lying(tables[1]), strict=False)):
         heads = list(others[:2])
-        for output, got in zip(wanted, fusednorm.qk_norm_rope(*heads, weights, weights, *others[2:]), strict=True):
-            agree(got, output, f"memory {place}")
-        for gradient, got in zip(wanted_gradients, gradients(*heads), strict=True):
-            agree(got, gradient, f"memory {place}, gradients")
+        agree(fusednorm.qk_norm_rope(*heads, weights, weights, *others[2:]), wanted, f"memory {place}")
+        agree(gradients(*heads), wanted_gradients, f"memory {place}, gradients")
         fusednorm.qk_norm_rope_(*heads, weights, weights, *tables)
-        for output, got in zip(wanted, heads, strict=True):
-            agree(got, output, f"memory {place}, in place")
+        agree(heads, wanted, f"memory {place}, in place")
     for shape in ((3,), (2, 1, 3), (1,), ()):
         few = [t[tuple(slice(n) for n in (1,) * (3 - len(shape)) + shape)].reshape(*shape, pairs) for t in tables]
         several = [t.expand(*rows, pairs).contiguous() for t in few]
@@ -221,26 +218,21 @@ def test_outputs_in_the_place_of_other_operands(mode, agree):
     q, k, (cos, sin, _) = q.view(6, 4, 64), k.view(6, 4, 64), operands(Case(6, 32, seed=3).of(F32))
     wanted = fusednorm.qk_norm_rope(q, k, weight, weight, cos, sin)
     found = fusednorm.qk_norm_rope(q, k, weight, weight, cos, sin, q_out=k, k_out=q)
-    agree(found[0], wanted[0], "heads of q")
-    agree(found[1], wanted[1], "heads of k")
+    agree(found, wanted, "heads of q and k")
 
 
 @pytest.mark.promise("a row is a row")
 @pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
 @pytest.mark.left_out("triton_cpu")
-def test_rows_and_heads_alone(mode, agree, dtype):
+def test_rows_and_heads_alone(mode, agree, threads, dtype):
     """Many rows on several threads, and weights of heads, have the bits of each row and of each head alone."""
     rows, size = 90, 128
     q, k = (operands(Case(rows * n, size, seed=n).of(dtype))[0].view(rows, n, size) for n in (2, 1))
     weights = operands(Case(2, size, seed=5).of(dtype))[0], operands(Case(1, size, seed=6).of(dtype))[2]
     tables = [t.view(rows, 64) for t in operands(Case(rows, 64, seed=3).of(BF16))[:2]]
     between = None if dtype == F64 else F32
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        whole = fusednorm.qk_norm_rope(q, k, *weights, *tables, between=between)
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    whole = fusednorm.qk_norm_rope(q, k, *weights, *tables, between=between)
     for row in (0, 31, 60, 89):
         taken = [t[row : row + 1] for t in tables]
         for head in (0, 1):

@@ -1,20 +1,16 @@
-"""The findings about this machine, ``python -m fusednorm doctor``, and how the commands print."""
+"""The findings about this machine, ``python -m fusednorm doctor``."""
 
 from __future__ import annotations
 
-import io
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
 
 import fusednorm
 from fusednorm import environment, vllm
@@ -38,23 +34,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def device_name(device: torch.device) -> str:
-    """A GPU's name, or "cpu"."""
-    name: str = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-    return name
-
-
-def measured_on(found: dict[str, Any]) -> str:
-    """The name of the measured GPU or processor; ``found`` has "processor" and "device"."""
-    name: str = found["processor"] if found["device"] == "cpu" else found["device"]
-    return name
-
-
-def of_threads(count: int | None) -> str:
-    """A suffix such as ", 2 threads"; empty without a number of threads."""
-    return "" if count is None else f", {count} thread{'s' * (count > 1)}"
 
 
 def _choice(device: torch.device) -> dict[str, Any]:
@@ -115,7 +94,7 @@ def status(found: dict[str, Any]) -> int:
 def show(console: Console) -> int:
     """Prints the findings for a person. Returns the exit status."""
     found = report()
-    console.print(f"[bold]fusednorm {found['fusednorm']}[/], specification {found['spec']}", highlight=False)
+    console.print(f"[bold]fusednorm {found['fusednorm']}[/], specification {found['spec']}")
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
@@ -133,7 +112,7 @@ def show(console: Console) -> int:
     for name, value in found["environment"].items():
         remark = found["remarks"].get(name)
         facts.add_row(escape(name), escape(value) + (f" [yellow]({escape(remark)})[/]" if remark else ""))
-    console.print(facts, highlight=False)
+    console.print(facts)
 
     table = Table("backend", "devices", "state", title="Backends", title_justify="left")
     unneeded = "triton_cpu"  # which takes a build from source, and does nothing that cpu does not
@@ -146,52 +125,13 @@ def show(console: Console) -> int:
             if info["name"] == unneeded and not any(r.startswith(environment.PREFIX) for r in info["reasons"]):
                 state = "not available, and not needed: cpu takes the same calls"
         table.add_row(info["name"], ", ".join(info["devices"]), state)
-    console.print(table, highlight=False)
+    console.print(table)
     for choice in found["devices"]:
         where = f"{'CPU' if choice['device'] == 'cpu' else choice['device']} tensors"
         if "error" in choice:
-            console.print(f"[red]{where}: {escape(choice['error'])}[/]", highlight=False)
+            console.print(f"[red]{where}: {escape(choice['error'])}[/]")
         else:
             plan = f"[bold]{choice['backend']}[/]: {escape(choice['plan'])}"
-            console.print(f"{where} go to backend {plan}.", highlight=False)
-    console.print("Next: `python -m fusednorm check` compares every backend with the reference.", highlight=False)
+            console.print(f"{where} go to backend {plan}.")
+    console.print("Next: `python -m fusednorm check` compares every backend with the reference.")
     return status(found)
-
-
-def count_differing(actual: Tensor, expected: Tensor) -> int:
-    """The number of elements that differ in bits; NaN equals NaN, and +0 equals -0, but not in 8 bits."""
-    if actual.dtype.itemsize == 1:
-        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
-    if torch.equal(actual, expected):  # nearly always true, and faster than the count
-        return 0
-    return int((~((actual == expected) | (actual.isnan() & expected.isnan()))).sum())
-
-
-def progress(console: Console) -> Progress:
-    """A bar with the remaining time, which disappears at the end. Without a terminal it is not shown."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-def console() -> Console:
-    """The console of all commands. If the output is no terminal, its lines are wide enough for the tables.
-
-    Characters that the output's encoding lacks are escaped.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    return Console() if sys.stdout.isatty() else Console(width=150)
-
-
-def print_markdown(table: Table, console: Console) -> None:
-    """Prints a table in Markdown, without its upper and lower edge, which would be blank lines."""
-    with console.capture() as printed:
-        console.print(table, highlight=False)
-    console.out("\n".join(line for line in printed.get().splitlines() if line.strip()), highlight=False)

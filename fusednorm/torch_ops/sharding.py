@@ -123,7 +123,7 @@ def on_rows(
     whole: Sequence[DTensor | None],
     joined: int,
 ) -> tuple[DTensor | None, ...]:
-    """The results of a formula, each rank computing it for its own rows; see ``dispatcher.on_rows``."""
+    """The results of a formula, each rank computing it for its own rows; see ``dtensor_bridge.on_rows``."""
     meet = _rows(*(t._spec for t in rows if t is not None), whole=joined)
     mesh, shares = meet.mesh, _shares(meet).placements
 

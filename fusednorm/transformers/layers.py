@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from fusednorm.transformers.reads import in_a_line
+
 
 class NotRewrittenError(Exception):
     """A forward pass is not rewritten, for the reason in the message."""
@@ -212,8 +214,7 @@ def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[...,
         for decorator in reversed(decorators):
             made = eval(compile(ast.Expression(decorator), "<fusednorm>", "eval"), function.__globals__)(made)
     except Exception as error:  # code of others, which may look for the class or the file of a function
-        first_line = str(error).partition("\n")[0]
-        raise NotRewrittenError(f"its decorators do not take it: {type(error).__name__}: {first_line}") from error
+        raise NotRewrittenError(f"its decorators do not take it: {in_a_line(error)}") from error
     return cast("Callable[..., Any]", made)
 
 

@@ -20,7 +20,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusednorm.transformers.reads import Reads
+from fusednorm.transformers.reads import Reads, in_a_line
 
 aten = torch.ops.aten
 
@@ -95,8 +95,7 @@ def mlp(module: torch.nn.Module, reads: Reads | None = None) -> MLP:
     try:
         graph = _Tracer().trace((reads or Reads()).copy_of(module))
     except Exception as error:  # the model's code may do anything that a trace does not know
-        first_line = str(error).partition("\n")[0]
-        raise NotAnMLPError(f"it cannot be traced: {type(error).__name__}: {first_line}") from error
+        raise NotAnMLPError(f"it cannot be traced: {in_a_line(error)}") from error
     return _read(module, graph)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, dtype, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusednorm.transformers.reads import Reads
+from fusednorm.transformers.reads import Reads, in_a_line
 
 aten = torch.ops.aten
 
@@ -151,8 +151,7 @@ def _form(
         try:
             graph = make_fx(call)(x, weight, *([torch.empty_like(x)] if gated else [])).graph
         except Exception as error:  # the model's code may raise anything for a tensor that it does not expect
-            first_line = str(error).partition("\n")[0]
-            raise NotANormError(f"it cannot be traced: {type(error).__name__}: {first_line}") from error
+            raise NotANormError(f"it cannot be traced: {in_a_line(error)}") from error
     return _read(graph, x_dtype, gated)
 
 

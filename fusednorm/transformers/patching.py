@@ -71,13 +71,8 @@ class Report(Counts):
     """The modules that :func:`patch` replaced, and why it did not replace the rest. ``print`` shows it as a paragraph.
 
     Attributes:
-        norms: number of norms that were replaced.
-        adds: number of additions that were fused with the norm after them, of which
-        across: go from one layer into the next.
-        rotations: number of attention modules whose rotation of q and k was replaced.
-        gates: number of MLPs whose activation and product were replaced.
         entries: by class.
-        before: parts that had been patched before.
+        before: parts that had been patched before; the numbers of :class:`Counts` are those of parts replaced now.
     """
 
     entries: tuple[Entry, ...]
@@ -160,7 +155,7 @@ def _patch(model: torch.nn.Module, activations: bool) -> Report:
     before = _count(model)
     outcomes: Counter[tuple[str, bool, str]] = Counter()
     traced: dict[Any, list[_Known]] = {}
-    norms = 0
+    done: Counter[str] = Counter()
     for module in model.modules():
         if isinstance(module, Patched) or not _may_be_norm(module):
             continue
@@ -174,25 +169,22 @@ def _patch(model: torch.nn.Module, activations: bool) -> Report:
             outcomes[class_name, False, found] += 1
             continue
         reason = attach(module, PatchedNorm, frozenset(), NormState(*found, reads))
-        norms += reason is None
+        done["norms"] += reason is None
         outcomes[class_name, reason is None, reason or _describe(*found)] += 1
-    adds, across = 0, 0
     for owner in list(model.modules()):
         for name, layers in owner.named_children():
             if isinstance(layers, torch.nn.ModuleList):
                 for class_name, fused, handed, what, replaced in _patch_layers(owner, name, layers):
-                    adds, across = adds + fused, across + handed
+                    done.update(adds=fused, across=handed)
                     outcomes[class_name, replaced, what] += 1
-    rotations = 0
-    for class_name, replaced, what in patch_rotations(model, PatchedNorm):
-        rotations += replaced
-        outcomes[class_name, replaced, what] += 1
-    gates = 0
-    for class_name, replaced, what in patch_activations(model) if activations else ():
-        gates += replaced
-        outcomes[class_name, replaced, what] += 1
-    entries = tuple(Entry(name, count, done, what) for (name, done, what), count in outcomes.items())
-    report = Report(norms, adds, across, rotations, gates, entries, before)
+    gates = patch_activations(model) if activations else ()
+    for name, patched in (("rotations", patch_rotations(model, PatchedNorm)), ("gates", gates)):
+        for class_name, replaced, what in patched:
+            done[name] += replaced
+            outcomes[class_name, replaced, what] += 1
+    entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())
+    counts = (done["norms"], done["adds"], done["across"], done["rotations"], done["gates"])
+    report = Report(*counts, entries, before)
     _logger.log(logging.INFO if report.any or before.any else logging.WARNING, "%s", report)
     return report
 

@@ -24,6 +24,11 @@ _COMPARED = (*_CONTAINERS, *_VALUES)  # all others are the same only if they are
 _KEPT = (*_COMPARED, type(None), EllipsisType, Enum, ModuleType)
 
 
+def in_a_line(error: Exception) -> str:
+    """An error of a model's own code: its type, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 class NotFollowedError(Exception):
     """A module reads numbers that are not followed."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
-from fusednorm.transformers.reads import Reads
+from fusednorm.transformers.reads import Reads, in_a_line
 from fusednorm.transformers.replacing import replaced
 from fusednorm.transformers.symbols import NotSymbolicError, Symbols
 
@@ -93,8 +93,7 @@ def _rotation(
         except NotSymbolicError as error:
             raise NotARotationError(f"its rotation cannot be followed: {error}") from error
         except Exception as error:  # the model's code may raise anything for tensors that it does not expect
-            first_line = str(error).partition("\n")[0]
-            raise NotARotationError(f"its rotation cannot be traced: {type(error).__name__}: {first_line}") from error
+            raise NotARotationError(f"its rotation cannot be traced: {in_a_line(error)}") from error
         if not (isinstance(results, tuple) and len(results) == 2 and all(isinstance(y, Tensor) for y in results)):
             raise NotARotationError("its rotation does not return q and k")
         for x, y in zip((q, k), results, strict=True):

@@ -11,7 +11,7 @@ from fusednorm.call import Backward, Forward, Operation
 from fusednorm.compat import vllm
 from fusednorm.distributed import SequenceParallel
 from fusednorm.registry import Backend, BackendInfo, Explanation
-from fusednorm.tools.contract import Contract
+from fusednorm.tools.agree.contract import Contract
 from fusednorm.transformers import Report, patch
 
 

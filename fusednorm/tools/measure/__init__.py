@@ -1,5 +1,6 @@
-"""Times fusednorm, its peers and a copy on this machine: ``python -m fusednorm bench``.
+"""Measures fusednorm, its peers and a copy on this machine: ``python -m fusednorm bench`` and ``compare``.
 
-``measured`` lists the operations, ``peers`` the implementations; ``cells`` times them and ``plots`` draws; ``compare``
-measures their errors, and ``train`` trains a small language model with each norm.
+``workloads`` lists the operations, ``peers`` the implementations. ``bench`` times them by a ``clock``, keeps the
+figures in ``cells``, and prints them by ``tables``. ``compare`` measures errors. ``train`` trains a small language
+model with each norm. ``plots`` draws.
 """

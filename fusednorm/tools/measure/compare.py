@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +20,12 @@ from torch import Tensor
 
 from fusednorm.reference.norm import rounded
 from fusednorm.tools import doctor
-from fusednorm.tools.command_line import DTYPES
-from fusednorm.tools.measure.measured import OPERATIONS, as_tuple
+from fusednorm.tools.agree.bits import count_differing
+from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
+from fusednorm.tools.console import device_name, measured_on
+from fusednorm.tools.measure import plots
 from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
 EPS = 1e-6
 
@@ -116,18 +123,12 @@ def _checked(y: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    return doctor.count_differing(a, b) > 0
+    return count_differing(a, b) > 0
 
 
 @torch.no_grad()
 def measure(
-    implementation: Implementation,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    wanted: Tensor,
-    *,
-    op: str = "add_norm",
+    implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor, *, op: str = "add_norm"
 ) -> Finding:
     """Measures one implementation of an operation in one dtype. An error that it raises is part of the finding.
 
@@ -137,7 +138,7 @@ def measure(
         residual: [ROWS, N].
         weight: [N].
         wanted: [ROWS, N], see :func:`exact`.
-        op: of :data:`fusednorm.tools.measure.measured.OPERATIONS`; the implementation has it.
+        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; the implementation has it.
     """
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
     if op != "add_norm" and implementation.name != COMPILED:
@@ -193,7 +194,7 @@ def report(
         dtypes: of :data:`DTYPES`.
         hidden_size: N.
         device: as torch names it.
-        op: of :data:`fusednorm.tools.measure.measured.OPERATIONS`; implementations without it are missing.
+        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; implementations without it are missing.
         starting: called with the name of each next measurement.
     """
     where = torch.device(device)
@@ -223,7 +224,7 @@ def report(
     machine = doctor.report()
     return {
         **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
-        "device": doctor.device_name(where),
+        "device": device_name(where),
         "op": op,
         "rows": ROWS,
         "hidden_size": hidden_size,
@@ -254,8 +255,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
     counts = found["threads"] or []
     console.print(
         f"[bold]{found['op']}, {found['rows']} rows of {found['hidden_size']} elements[/], eps {found['eps']:g}, "
-        f"on {doctor.measured_on(found)}",
-        highlight=False,
+        f"on {measured_on(found)}"
     )
     words = Table.grid(padding=(0, 2))
     words.add_row("rounds", "the intermediate results that are rounded")
@@ -266,12 +266,11 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
         words.add_row("nearest", "elements without an error: y is the nearest number")
     words.add_row("runs", f"of {found['runs']} equal calls: the number that return other bits than the first")
     words.add_row(
-        "batches",
-        f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: those that change a row's bits",
+        "batches", f"of {len(found['batches'])} sizes, 1 to {found['rows']} rows: those that change a row's bits"
     )
     if counts:
         words.add_row("threads", f"of {', '.join(map(str, counts))}: the number that return other bits than one thread")
-    console.print(words, highlight=False)
+    console.print(words)
     for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype):
         table = Table(title=dtype, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
         for title in ("implementation", "rounds"):
@@ -297,7 +296,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
                 _sameness(len(finding.differing_batches), len(found["batches"])),
                 "-" if changes is None else _sameness(len(changes), len(counts) - 1),
             )
-        console.print(table, highlight=False)
+        console.print(table)
     facts = Table.grid(padding=(0, 2))
     for finding in found["findings"]:
         if finding.error:
@@ -306,66 +305,26 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
         facts.add_row(name, f"[yellow]not measured[/]: {escape(reason)}")
     for name, version in {finding.name: finding.version for finding in found["findings"]}.items():
         facts.add_row(name, escape(version))
-    console.print(facts, highlight=False)
+    console.print(facts)
 
 
-def plot(found: dict[str, Any], path: str) -> None:
-    """Draws the histograms, and whether bits change. Needs matplotlib and at least one finding.
-
-    Args:
-        found: what :func:`report` returned.
-        path: the file's, with the suffix .png, .svg or another of matplotlib's formats.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: small files that can be searched
-    from matplotlib import pyplot
-
-    by_dtype = {
-        dtype: list(group) for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype)
-    }
-    names = [f"{finding.name} ({finding.rounds})" for finding in next(iter(by_dtype.values()))]
-    colours = pyplot.get_cmap("viridis_r")([place / (len(CLASSES) - 1) for place in range(len(CLASSES))])
-    figure, panels = pyplot.subplots(
-        1,
-        2 * len(by_dtype),
-        figsize=(3.2 + 4.2 * len(by_dtype), 1.8 + 0.36 * len(names)),
-        width_ratios=[3.2, 1] * len(by_dtype),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for (dtype, findings), errors, changes in zip(by_dtype.items(), panels[0, ::2], panels[0, 1::2], strict=True):
-        left = [0.0] * len(findings)
-        for label, colour in zip(CLASSES, colours, strict=True):
-            shares = [
-                0.0 if finding.error else 100 * finding.histogram[label] / sum(finding.histogram.values())
-                for finding in findings
-            ]
-            errors.barh(range(len(names)), shares, left=left, color=colour, label=label)
-            left = [a + b for a, b in zip(left, shares, strict=True)]
-        errors.set(title=f"{dtype}: error in ulp", xlabel="elements, %", xlim=(0, 100))
-        for at, finding in enumerate(findings):
-            if finding.error:
-                errors.text(50, at, "failed", ha="center", va="center", color="firebrick")
-                continue
-            threads_differ = finding.differing_threads
-            answers = (finding.differing_runs, finding.differing_batches, threads_differ)
-            for column, differing in enumerate(answers):
-                text, colour = ("–", "black") if differing is None else ("no", "red") if differing else ("yes", "green")
-                changes.text(column, at, text, ha="center", va="center", color=colour, weight="bold", size="small")
-        changes.set(title="same bits?", xlim=(-0.6, 2.6), xticks=range(3))
-        changes.set_xticklabels(("runs", "batches", "threads"), rotation=45, ha="right", rotation_mode="anchor")
-        changes.tick_params(length=0)
-    panels[0, 0].set_yticks(range(len(names)), names)
-    panels[0, 0].invert_yaxis()
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, [f"{label} ulp" for label in labels], loc="outside lower center", ncols=len(CLASSES))
-    figure.suptitle(
-        f"{found['rows']} rows of {found['hidden_size']} elements on {doctor.measured_on(found)}; "
-        "in parentheses the intermediate results that are rounded",
-        size="medium",
-    )
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Compares, prints, writes. Returns 1 if fusednorm itself failed, or if its bits changed."""
+    asked = (arguments.peers, arguments.dtypes or DTYPES, arguments.hidden_size, arguments.device, arguments.op)
+    with console.status("") as status:
+        found = report(*asked, starting=status.update)
+    if not found["findings"] and not found["interrupted"]:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found["missing"].items())
+        raise UnusableError(f"nothing was measured: none of the peers that --peers names is here: {reasons}")
+    show(found, console, arguments.wide)
+    if arguments.json_file:
+        written = json.dumps(found, indent=1, default=dataclasses.asdict)
+        Path(arguments.json_file).write_text(written, encoding="utf-8")
+    if arguments.plot and found["findings"]:
+        plots.plot_errors(found, CLASSES, arguments.plot)
+    if any(finding.name == "fusednorm" and not finding.constant for finding in found["findings"]):
+        return 1
+    if found["interrupted"]:
+        console.print("interrupted: `compare --peers NAME` measures fewer implementations")
+        return INTERRUPTED
+    return 0

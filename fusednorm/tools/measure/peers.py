@@ -5,6 +5,7 @@ Each function of :data:`PEERS` imports one and returns functions that call it, o
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm.tools.measure.measured import OPERATIONS, as_tuple
+from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
 #: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual. For another
-#: operation of fusednorm/tools/measure/measured.py: its inputs -> its outputs.
+#: operation of fusednorm/tools/measure/workloads.py: its inputs -> its outputs.
 Call = Callable[..., Any]
 
 
@@ -44,7 +45,7 @@ class Implementation(NamedTuple):
     others: Mapping[str, Callable[[Tensor, float], Call]] = {}
 
     def of(self, op: str) -> Callable[[Tensor, float], Call] | None:
-        """As ``build``, for an operation of :data:`.measured.OPERATIONS`; None if it has no such function."""
+        """As ``build``, for an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
         return self.build if op == "add_norm" else self.others.get(op)
 
     def pure(self, weight: Tensor, eps: float, op: str = "add_norm") -> Callable[[Tensor, Tensor], Tensor]:
@@ -58,8 +59,7 @@ class Implementation(NamedTuple):
             return lambda *given: as_tuple(call(*(operand.clone() for operand in given[:inputs])))[0]
 
         def on_copies(x: Tensor, residual: Tensor) -> Tensor:
-            y = x.clone()
-            call(y, residual.clone())
+            call(y := x.clone(), residual.clone())
             return y
 
         return on_copies
@@ -91,20 +91,21 @@ def _imported(module: str, package: str) -> Any:
     return importlib.import_module(module)
 
 
+def _of(function: Call) -> Callable[[Tensor, float], Call]:
+    """Builds calls of a function of x, the residual, the weight and eps."""
+    return lambda weight, eps: lambda x, residual: function(x, residual, weight, eps)
+
+
 def ours(device: torch.device) -> list[Implementation]:
     """fusednorm with each setting of its flags, to compare with peers that round at the same places."""
     operand = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
     version = f"{fusednorm.__version__}, backend {fusednorm.explain(operand, operand, operand[0]).backend}"
 
     def implementation(round_sum: bool, round_norm: bool) -> Implementation:
-        def build(weight: Tensor, eps: float) -> Call:
-            return lambda x, residual: fusednorm.fused_add_rms_norm(
-                x, residual, weight, eps, round_sum=round_sum, round_norm=round_norm
-            )
-
+        function = functools.partial(fusednorm.fused_add_rms_norm, round_sum=round_sum, round_norm=round_norm)
         rounds = ", ".join(["sum"] * round_sum + ["norm"] * round_norm) or "nothing"
         others = {op: of(op) for op in OPERATIONS if op != "add_norm" and (round_sum, round_norm) == (True, False)}
-        return Implementation("fusednorm", version, rounds, build, others=others)
+        return Implementation("fusednorm", version, rounds, _of(function), others=others)
 
     def of(op: str) -> Callable[[Tensor, float], Call]:
         return lambda weight, eps: OPERATIONS[op].calls(weight, eps).new
@@ -165,12 +166,9 @@ def liger(device: torch.device) -> list[Implementation]:
     version = importlib.metadata.version("liger-kernel")
 
     def implementation(casting_mode: str, rounds: str) -> Implementation:
-        def build(weight: Tensor, eps: float) -> Call:
-            return lambda x, residual: functional.liger_fused_add_rms_norm(
-                x, residual, weight, eps, casting_mode=casting_mode, in_place=False
-            )
-
-        return Implementation(f"Liger {casting_mode}", version, rounds, build, gradients=True)
+        function = functional.liger_fused_add_rms_norm
+        function = functools.partial(function, casting_mode=casting_mode, in_place=False)
+        return Implementation(f"Liger {casting_mode}", version, rounds, _of(function), gradients=True)
 
     return [implementation("llama", "sum, norm"), implementation("gemma", "sum")]
 
@@ -180,10 +178,7 @@ def flashinfer(device: torch.device) -> list[Implementation]:
     if device.type != "cuda":
         raise MissingError("it needs a CUDA GPU")
     module = _imported("flashinfer", "flashinfer-python")
-
-    def build(weight: Tensor, eps: float) -> Call:
-        return lambda x, residual: module.norm.fused_add_rmsnorm(x, residual, weight, eps)
-
+    build = _of(module.norm.fused_add_rmsnorm)
     return [Implementation("FlashInfer", module.__version__, "nothing", build, in_place=True)]
 
 
@@ -217,21 +212,14 @@ def sglang(device: torch.device) -> list[Implementation]:
         module = _imported("sgl_kernel", "sgl-kernel")
         operator, version = module.fused_add_rmsnorm, module.__version__
 
-    def build(weight: Tensor, eps: float) -> Call:
-        return lambda x, residual: operator(x, residual, weight, eps)
-
-    return [Implementation("SGLang operator", version, "nothing", build, in_place=True)]
+    return [Implementation("SGLang operator", version, "nothing", _of(operator), in_place=True)]
 
 
 def vllm_ir(device: torch.device) -> list[Implementation]:
     """The native implementation of vLLM's operation ``fused_add_rms_norm``, which is plain torch."""
     version = _imported("vllm", "vllm").__version__
     native = importlib.import_module("vllm.ir.ops").fused_add_rms_norm.impls["native"].impl_fn
-
-    def build(weight: Tensor, eps: float) -> Call:
-        return lambda x, residual: native(x, residual, weight, eps)
-
-    return [Implementation("vLLM IR native", version, "norm", build)]
+    return [Implementation("vLLM IR native", version, "norm", _of(native))]
 
 
 def vllm_ops(device: torch.device) -> list[Implementation]:
@@ -243,9 +231,6 @@ def vllm_ops(device: torch.device) -> list[Implementation]:
     else:
         version = _imported("vllm", "vllm").__version__
         operator = importlib.import_module("vllm._custom_ops").fused_add_rms_norm
-
-    def build(weight: Tensor, eps: float) -> Call:
-        return lambda x, residual: operator(x, residual, weight, eps)
 
     def to_int8(weight: Tensor, eps: float) -> Call:
         quantize = torch.ops._C.dynamic_scaled_int8_quant.default
@@ -261,7 +246,7 @@ def vllm_ops(device: torch.device) -> list[Implementation]:
     # On a CPU it takes the mean of squares from the unrounded sum, and y from the rounded sum.
     rounds = "sum, for y" if device.type == "cpu" else "sum, norm"
     others = {"add_norm_int8": to_int8} if device.type == "cpu" else {}
-    return [Implementation("vLLM operator", version, rounds, build, in_place=True, others=others)]
+    return [Implementation("vLLM operator", version, rounds, _of(operator), in_place=True, others=others)]
 
 
 def onnxruntime(device: torch.device) -> list[Implementation]:

@@ -1,10 +1,13 @@
-"""Draws the figures of ``python -m fusednorm bench``. Needs matplotlib."""
+"""Draws the figures of ``bench`` and ``compare``. Needs matplotlib."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
-from fusednorm.tools import doctor
+from fusednorm.tools.console import measured_on, of_threads
+from fusednorm.tools.measure.tables import microseconds
 
 #: Contenders whose names begin so have warm colours, peers have cool ones.
 OURS = "fusednorm"
@@ -17,12 +20,7 @@ def plot(found: dict[str, Any], path: str) -> None:
         found: :attr:`.cells.Results.found`, with at least one cell; only the largest number of threads is drawn.
         path: the file's, with the suffix .png, .svg or another of matplotlib's formats.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: small files that can be searched
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     threads = max((cell["threads"] or 0 for cell in found["cells"]), default=0)
     cells = [cell for cell in found["cells"] if (cell["threads"] or 0) == threads]
     ops = list(dict.fromkeys(cell["op"] for cell in cells))
@@ -48,10 +46,79 @@ def plot(found: dict[str, Any], path: str) -> None:
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
     machine = found["machine"]
-    name = f"{doctor.measured_on(machine)}{doctor.of_threads(threads or None)}"
+    name = f"{measured_on(machine)}{of_threads(threads or None)}"
     figure.suptitle(f"{name}, torch {machine['torch']}; higher is better on the left, shorter on the right")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def plot_errors(found: dict[str, Any], classes: Sequence[str], path: str) -> None:
+    """Draws the histograms of ``compare``, and whether bits change.
+
+    Args:
+        found: what :func:`.compare.report` returned, with at least one finding.
+        classes: of errors.
+        path: as for :func:`plot`.
+    """
+    pyplot = _pyplot()
+    by_dtype = {
+        dtype: list(group) for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype)
+    }
+    names = [f"{finding.name} ({finding.rounds})" for finding in next(iter(by_dtype.values()))]
+    colours = pyplot.get_cmap("viridis_r")([place / (len(classes) - 1) for place in range(len(classes))])
+    figure, panels = pyplot.subplots(
+        1,
+        2 * len(by_dtype),
+        figsize=(3.2 + 4.2 * len(by_dtype), 1.8 + 0.36 * len(names)),
+        width_ratios=[3.2, 1] * len(by_dtype),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for (dtype, findings), errors, changes in zip(by_dtype.items(), panels[0, ::2], panels[0, 1::2], strict=True):
+        left = [0.0] * len(findings)
+        for label, colour in zip(classes, colours, strict=True):
+            shares = [
+                0.0 if finding.error else 100 * finding.histogram[label] / sum(finding.histogram.values())
+                for finding in findings
+            ]
+            errors.barh(range(len(names)), shares, left=left, color=colour, label=label)
+            left = [a + b for a, b in zip(left, shares, strict=True)]
+        errors.set(title=f"{dtype}: error in ulp", xlabel="elements, %", xlim=(0, 100))
+        for at, finding in enumerate(findings):
+            if finding.error:
+                errors.text(50, at, "failed", ha="center", va="center", color="firebrick")
+                continue
+            threads_differ = finding.differing_threads
+            answers = (finding.differing_runs, finding.differing_batches, threads_differ)
+            for column, differing in enumerate(answers):
+                text, colour = ("–", "black") if differing is None else ("no", "red") if differing else ("yes", "green")
+                changes.text(column, at, text, ha="center", va="center", color=colour, weight="bold", size="small")
+        changes.set(title="same bits?", xlim=(-0.6, 2.6), xticks=range(3))
+        changes.set_xticklabels(("runs", "batches", "threads"), rotation=45, ha="right", rotation_mode="anchor")
+        changes.tick_params(length=0)
+    panels[0, 0].set_yticks(range(len(names)), names)
+    panels[0, 0].invert_yaxis()
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, [f"{label} ulp" for label in labels], loc="outside lower center", ncols=len(classes))
+    figure.suptitle(
+        f"{found['rows']} rows of {found['hidden_size']} elements on {measured_on(found)}; "
+        "in parentheses the intermediate results that are rounded",
+        size="medium",
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    """Matplotlib without a screen. In SVG text stays text: small files that can be searched."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -73,8 +140,7 @@ def _fastest(cells: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     for cell in cells:
         times = cell["contenders"].get(name, {"error": ""})
         if "error" not in times:
-            microseconds = times["eager"] if times["graph"] is None else times["graph"]
-            best[cell["bytes"]] = max(best.get(cell["bytes"], 0.0), cell["bytes"] / microseconds / 1e3)
+            best[cell["bytes"]] = max(best.get(cell["bytes"], 0.0), cell["bytes"] / microseconds(times) / 1e3)
     return sorted(best.items())
 
 

@@ -6,11 +6,14 @@ The models have the same initial weights and see the same tokens; only their nor
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +26,11 @@ from torch.nn import functional
 
 import fusednorm
 from fusednorm.tools import doctor
+from fusednorm.tools.cli import UnusableError
+from fusednorm.tools.console import device_name, measured_on, of_threads, print_markdown, progress
 from fusednorm.tools.measure import peers
-from fusednorm.tools.measure.cells import Clock, WrongBitsError
+from fusednorm.tools.measure.bench import WrongBitsError
+from fusednorm.tools.measure.clock import Clock
 
 #: The untimed first steps, in which two runs with fusednorm must have the same losses, bit for bit.
 WARM_UP = 5
@@ -229,7 +235,7 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
     machine = doctor.report()
     return {
         **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
-        "device": doctor.device_name(device),
+        "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "parameters": parameters,
         "tokens_per_step": tokens,
@@ -248,14 +254,13 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Prints the results of :func:`train`."""
-    name = f"{doctor.measured_on(found)}{doctor.of_threads(found['threads'])}"
-    console.print(f"{name}, torch {found['torch']}", highlight=False)
+    name = f"{measured_on(found)}{of_threads(found['threads'])}"
+    console.print(f"{name}, torch {found['torch']}")
     console.print(
         f"a mixture of experts with {found['parameters'] / 1e6:.2f} million parameters, "
-        f"{found['tokens_per_step']} tokens a step",
-        highlight=False,
+        f"{found['tokens_per_step']} tokens a step"
     )
-    console.print("two runs with fusednorm had the same losses", highlight=False)
+    console.print("two runs with fusednorm had the same losses")
     table = Table(box=box.MARKDOWN)
     table.add_column("norm")
     for title in ("tokens/s", "beside torch", "steps", "first loss", "last loss"):
@@ -269,6 +274,27 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{figures['first_loss']:.4f}",
             f"{figures['last_loss']:.4f}",
         )
-    doctor.print_markdown(table, console)
+    print_markdown(table, console)
     for name, reason in found["missing"].items():
-        console.print(f"{name}: [yellow]not measured[/]: {escape(reason)}", highlight=False)
+        console.print(f"{name}: [yellow]not measured[/]: {escape(reason)}")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Trains, prints, writes; returns the exit status.
+
+    Raises:
+        WrongBitsError: two runs with fusednorm had other losses.
+        UnusableError: a picture is asked for.
+    """
+    if arguments.plot:
+        raise UnusableError("--train draws nothing: leave out --plot")
+    minutes = arguments.minutes or 1.0
+    size = SIZES[arguments.size or ("4M" if arguments.device.type == "cpu" else "60M")]
+    console.print(f"steps are timed for {minutes:g} minutes, after a few untimed ones")
+    with progress(console) as bar:
+        task = bar.add_task("training", total=1.0)
+        found = train(size, arguments.device, minutes, trained=lambda over: bar.update(task, completed=over))
+    show(found, console)
+    if arguments.json_file:
+        Path(arguments.json_file).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return 0

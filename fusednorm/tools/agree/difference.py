@@ -20,14 +20,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fusednorm import transformers
-from fusednorm.tools import doctor
+from fusednorm.tools.agree.bits import count_differing
+from fusednorm.tools.cli import UnusableError
 
 #: A step's values by its name; several where it returns several, or is called several times.
 Activations = Mapping[str, Tensor]
-
-
-class UnreadableError(Exception):
-    """The two runs cannot be read or compared; the user reads the message."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def shares(a: Activations, b: Activations) -> list[Share]:
         elif one.shape != other.shape or one.dtype != other.dtype:
             found.append(Share(name, reason=f"A has {_described(one)}, B has {_described(other)}"))
         else:
-            found.append(Share(name, one.numel(), one.numel() - doctor.count_differing(one, other.to(one.device))))
+            found.append(Share(name, one.numel(), one.numel() - count_differing(one, other.to(one.device))))
     return found
 
 
@@ -86,17 +83,17 @@ def read(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, by name.
 
     Raises:
-        UnreadableError: safetensors is not installed, or the file has another format.
+        UnusableError: safetensors is not installed, or the file has another format.
     """
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ModuleNotFoundError as error:
-        raise UnreadableError(f"files need safetensors ({error}): pip install 'fusednorm[difference]'") from error
+        raise UnusableError(f"files need safetensors ({error}): pip install 'fusednorm[difference]'") from error
     try:
         found: dict[str, Tensor] = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UnreadableError(f"{file} is no safetensors file that can be read: {error}") from error
+        raise UnusableError(f"{file} is no safetensors file that can be read: {error}") from error
     return found
 
 
@@ -104,17 +101,17 @@ def load(folder: Path, prompt: str) -> tuple[torch.nn.Module, dict[str, Tensor]]
     """A causal model, in the dtype of its files, and its inputs for a prompt.
 
     Raises:
-        UnreadableError: transformers is not installed, or the folder holds no causal model with a tokenizer.
+        UnusableError: transformers is not installed, or the folder holds no causal model with a tokenizer.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ModuleNotFoundError as error:
-        raise UnreadableError(f"models need transformers ({error}): pip install 'fusednorm[transformers]'") from error
+        raise UnusableError(f"models need transformers ({error}): pip install 'fusednorm[transformers]'") from error
     try:
         tokens = AutoTokenizer.from_pretrained(folder, local_files_only=True)(prompt, return_tensors="pt")
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto").eval()
     except (OSError, ValueError, KeyError) as error:
-        raise UnreadableError(f"{folder} holds no causal model that can be loaded: {error}") from error
+        raise UnusableError(f"{folder} holds no causal model that can be loaded: {error}") from error
     return model, {"input_ids": tokens["input_ids"]}
 
 
@@ -201,28 +198,28 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Compares, prints, writes. Returns 1 if a bit differs, or if a step could not be compared.
 
     Raises:
-        UnreadableError: the arguments are not two files or two models, or they have no step.
+        UnusableError: the arguments are not two files or two models, or they have no step.
     """
     a, b = arguments.a, arguments.b
     for path in (a, b):
         if not path.exists():
-            raise UnreadableError(f"{path} does not exist")
+            raise UnusableError(f"{path} does not exist")
     if a.is_dir() != b.is_dir():
-        raise UnreadableError("A and B must be two files or two folders, not one of each")
+        raise UnusableError("A and B must be two files or two folders, not one of each")
     if a.is_dir():
         if not arguments.prompt:
-            raise UnreadableError("folders of models need --prompt TEXT, on which the models run")
+            raise UnusableError("folders of models need --prompt TEXT, on which the models run")
         (model_a, inputs), (model_b, _) = load(a, arguments.prompt), load(b, arguments.prompt)
         for name, model in (("A", model_a), ("B", model_b)):
             if arguments.patch in (name, "both"):
-                console.print(f"{name}: {transformers.patch(model)}", highlight=False, markup=False)
+                console.print(f"{name}: {transformers.patch(model)}", markup=False)
         found = shares_of_models(model_a, model_b, inputs)
     else:
         if arguments.prompt or arguments.patch:
-            raise UnreadableError("--prompt and --patch are for folders of models; leave them out with files")
+            raise UnusableError("--prompt and --patch are for folders of models; leave them out with files")
         found = shares(read(a), read(b))
     if not found:
-        raise UnreadableError("there is nothing to compare: A and B have no tensors")
+        raise UnusableError("there is nothing to compare: A and B have no tensors")
     show(found if arguments.all else in_all_layers(found), console)
     if arguments.json_file:
         Path(arguments.json_file).write_text(json.dumps([asdict(share) for share in found], indent=1), encoding="utf-8")
@@ -242,7 +239,7 @@ def show(found: Iterable[Share], console: Console) -> None:
             continue
         of_step = [] if share.alone is None else [_percent(share.alone, share.elements)]
         table.add_row(escape(share.name), str(share.elements), _percent(share.equal, share.elements), *of_step)
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 def _percent(equal: int, elements: int) -> str:

@@ -19,7 +19,8 @@ from fusednorm import quantizations
 from fusednorm.calls import process
 from fusednorm.calls.devices import devices
 from fusednorm.engine import choose
-from fusednorm.tools import doctor
+from fusednorm.tools.agree.bits import count_differing
+from fusednorm.tools.console import progress
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
@@ -186,7 +187,7 @@ def _outputs_and_gradients(name: str, operands: Iterable[Tensor]) -> list[Tensor
 
 
 def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
-    return sum(doctor.count_differing(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True))
+    return sum(count_differing(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True))
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -301,7 +302,7 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
     done: list[Result] = []
     compared: list[Compared] = []
     interrupted = False
-    with doctor.progress(console) as bar:
+    with progress(console) as bar:
         task = bar.add_task("checking", total=total)
         try:
             for result in results(which, every_case):
@@ -315,32 +316,29 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
     done.sort(key=lambda result: which.index(result.subject))
     console.print(
         f"fused_add_rms_norm, {len(HIDDEN_SIZES) * len(ROWS)} shapes: {_listed(ROWS)} rows of\n"
-        f"{_listed(HIDDEN_SIZES)} elements. mixed: x is bfloat16, the residual\nand the weight are float32.",
-        highlight=False,
+        f"{_listed(HIDDEN_SIZES)} elements. mixed: x is bfloat16, the residual\nand the weight are float32."
     )
     for title, meaning in PROMISES.items():
-        console.print(f"  {title:9}  {meaning}", highlight=False)
-    console.print(_cases(done) if every_case else _summary(done), highlight=False)
+        console.print(f"  {title:9}  {meaning}")
+    console.print(_cases(done) if every_case else _summary(done))
     if compared:
         rows, hidden_size = OPERATIONS_SHAPE
         about = f"All operations, with their gradients, at {rows} rows of {hidden_size} elements:"
-        console.print(about, ", ".join(OPERATIONS), sep="\n", highlight=False, width=80)
-        console.print(_operations(compared), highlight=False)
+        console.print(about, ", ".join(OPERATIONS), sep="\n", width=80)
+        console.print(_operations(compared))
     taken = [any(result.differing.values()) for result in done if result.differing]
     taken += [bool(one.differing) for one in compared if one.differing is not None]
     failures = sum(taken)
     for subject, dtype, operation, differing in compared:
         if differing:
-            console.print(f"[red]{escape(f'{subject}, {dtype}: {operation}')}: {differing} differ[/]", highlight=False)
+            console.print(f"[red]{escape(f'{subject}, {dtype}: {operation}')}: {differing} differ[/]")
     if failures:
-        console.print(f"[red]{failures} of {len(taken)} cases have other bits[/]", highlight=False)
+        console.print(f"[red]{failures} of {len(taken)} cases have other bits[/]")
     elif not interrupted:
-        console.print(f"[green]all {len(taken)} cases are exact[/]", highlight=False)
+        console.print(f"[green]all {len(taken)} cases are exact[/]")
     if interrupted:
         after = len(done) + len(compared)
-        console.print(
-            f"interrupted after {after} of {total} cases; `check --backend NAME` takes less time", highlight=False
-        )
+        console.print(f"interrupted after {after} of {total} cases; `check --backend NAME` takes less time")
     return 1 if failures else 130 if interrupted else 0
 
 

@@ -1,7 +1,7 @@
 """The command line of ``fusednorm``, without what takes long to import: torch takes seconds.
 
 So a question about the commands and a typing error are answered at once: ``fusednorm/__init__.py`` calls
-:func:`parsed` before it imports torch. ``__main__.py`` runs the commands, and reads the names of devices and backends.
+:func:`parsed` before it imports torch. ``commands.py`` runs the commands, and reads the names of devices and backends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fusednorm.version import SPEC_VERSION, __version__
 
-#: The names of all that ``compare`` and ``bench`` measure, in ``measured.py`` and ``peers.py``; a test compares them.
+#: The names of all that ``compare`` and ``bench`` measure, in ``workloads.py`` and ``peers.py``; a test compares them.
 DTYPES = ("bfloat16", "float16", "float32")
 OPERATIONS = (
     *("add_norm", "norm", "norm_add", "norm_add_norm", "add_norm_int8", "add_norm_fp8", "add_norm_fp8_block"),
@@ -33,6 +33,21 @@ PEERS = (
 SLOW_PEERS = ("transformers", "vllm-ir")
 #: Of the models of ``bench --train``, in ``train.py``.
 SIZES = ("60M", "4M", "40k")
+
+#: Exit statuses: the user interrupted the command; its arguments cannot be used, or nothing was measured.
+INTERRUPTED, UNUSABLE = 130, 2
+
+
+class UnusableError(Exception):
+    """The command cannot do what its arguments say; the user reads the message."""
+
+
+def main() -> int:
+    """Reads the command line and runs the command; returns the exit status."""
+    parser, arguments, others = parsed()
+    from fusednorm.tools import commands  # here, because it imports torch
+
+    return commands.run(parser, arguments, others)
 
 
 def is_running() -> bool:

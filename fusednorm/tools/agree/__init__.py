@@ -1,0 +1,1 @@
+"""Whether two runs agree: the contract of a model, and the difference of two runs."""
