@@ -6,32 +6,22 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from zipimport import zipimporter
 
 import torch
-from torch import Tensor
 
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
+from fusednorm.calls.call import Gate, GateBackward, Rotate
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import (
-        Backward,
-        Forward,
-        Gate,
-        GateBackward,
-        NormGated,
-        NormGatedBackward,
-        Operation,
-        Quantize,
-        Rotate,
-    )
+    from fusednorm.calls.call import BackwardCall, Call, ForwardCall, Operation
 
 DEVICES = ("cpu",)
 
-#: The features that it knows, beyond the first operations.
-FEATURES = ("norm_before_add", "affine", "x_scale")
+KNOWS = frozenset(("norm_before_add", "affine", "x_scale", "quantize", "gate", "norm_gated", "rotate"))
+KNOWS |= {"affine_backward", "gate_backward", "norm_gated_backward"}
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = None
@@ -136,103 +126,29 @@ def plan(operation: Operation) -> str:
     return f"C kernels for {variant()}, {threads}"
 
 
-def _refuse_memory(hidden_size: int) -> NoReturn:
-    raise MemoryError(f"fusednorm found no memory for rows of {hidden_size} elements")
+#: The function of the library that runs a call, where it is not ``fn_run``.
+_FUNCTIONS = {Gate: "fn_run_gate", GateBackward: "fn_run_gate", Rotate: "fn_run_rotation"}
 
 
-def forward(call: Forward) -> None:
+def forward(call: ForwardCall) -> None:
     """Runs the kernels; see :class:`fusednorm.registry.Backend`.
 
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    if _lib.fn_run(c_abi.pack_forward(call, torch.get_num_threads())):
-        _refuse_memory(call.operation.hidden_size)
+    _run(call)
 
 
-def quantize(call: Quantize) -> None:
-    """Quantizes rows, which it may normalise before; see :class:`fusednorm.registry.Backend`.
-
-    Raises:
-        MemoryError: no memory for the rows' buffers.
-    """
-    if _lib.fn_run(c_abi.pack_quantize(call, torch.get_num_threads())):
-        _refuse_memory(call.hidden_size)
-
-
-def gate(call: Gate) -> None:
-    """Multiplies rows by a function of others; see :class:`fusednorm.registry.Backend`."""
-    _lib.fn_run_gate(c_abi.pack_gate(call, torch.get_num_threads()))
-
-
-def gate_backward(call: GateBackward) -> None:
-    """Writes the gradients of a gate; see :class:`fusednorm.registry.Backend`."""
-    _lib.fn_run_gate(c_abi.pack_gate(call, torch.get_num_threads()))
-
-
-def gate_backward_on_fast_path(
-    d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
-) -> bool:
-    """As :func:`gate_backward`, without a call as a value; returns whether it wrote the gradients."""
-    return path.gate_backward(path.CPU, d, y, z, dy, dz, activation, c_abi.KINDS[between])
-
-
-def norm_gated(call: NormGated) -> None:
-    """Normalises rows and gates them, in the order that the call says; see :class:`fusednorm.registry.Backend`.
-
-    Raises:
-        MemoryError: no memory for the rows' buffers.
-    """
-    if _lib.fn_run(c_abi.pack_norm_gated(call, torch.get_num_threads())):
-        _refuse_memory(call.norm.operation.hidden_size)
-
-
-def norm_gated_backward(call: NormGatedBackward) -> None:
-    """Writes the gradients of a norm and a gate; see :class:`fusednorm.registry.Backend`.
-
-    Raises:
-        MemoryError: no memory for the rows' buffers.
-    """
-    if _lib.fn_run(c_abi.pack_norm_gated_backward(call, torch.get_num_threads())):
-        _refuse_memory(call.operation.hidden_size)
-
-
-def norm_gated_backward_on_fast_path(*arguments: Any) -> bool:
-    """As :func:`norm_gated_backward`, with the arguments of the fast path; returns whether it wrote the gradients."""
-    return path.norm_gated_backward(*arguments)
-
-
-def rotate(call: Rotate) -> None:
-    """Normalises and rotates heads; see :class:`fusednorm.registry.Backend`.
-
-    Raises:
-        MemoryError: no memory for the heads' buffers.
-    """
-    if _lib.fn_run_rotation(c_abi.pack_rotate(call, torch.get_num_threads())):
-        _refuse_memory(call.size)
-
-
-def backward_on_fast_path(*operands: Any) -> bool:
-    """Writes dx, dresidual and dweight, the last operands but the weight's offset; returns whether it did."""
-    *tensors, dweight, weight_offset = operands
-    return path.backward(path.CPU, *tensors, None, dweight, 0, weight_offset)
-
-
-def backward(call: Backward) -> None:
+def backward(call: BackwardCall) -> None:
     """Runs the kernels; see :class:`fusednorm.registry.Backend`.
 
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    if _lib.fn_run(c_abi.pack_backward(call, torch.get_num_threads())):
-        _refuse_memory(call.operation.hidden_size)
+    _run(call)
 
 
-#: It takes calls with the gradient of a bias, and weights of [H, N], too.
-affine_backward = backward
-
-
-def affine_backward_on_fast_path(*operands: Any) -> bool:
-    """As :func:`backward_on_fast_path`, with dbias before dweight."""
-    *tensors, weight_offset = operands
-    return path.backward(path.CPU, *tensors, 0, weight_offset)
+def _run(call: Call) -> None:
+    function = getattr(_lib, _FUNCTIONS.get(type(call), "fn_run"))
+    if function(c_abi.PACKED[type(call)](call, torch.get_num_threads())):
+        raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")

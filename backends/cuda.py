@@ -13,7 +13,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fusednorm.backends import cuda_compiler
 from fusednorm.backends.cuda_compiler import checked
@@ -41,17 +40,17 @@ from fusednorm.backends.kernel_keys import (
 )
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
+from fusednorm.calls.call import Gate, GateBackward, NormGated, Quantize, Rotate, device_of
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Backward, Call, Forward, Gate, GateBackward, NormGated, Operation, Quantize, Rotate
-    from fusednorm.calls.quantization import Quantization
+    from fusednorm.calls.call import Backward, Call, ForwardCall, Operation
 
 DEVICES = ("cuda",)
 
-#: The features that it knows, beyond the first operations.
-FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
+KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
+KNOWS |= {"quantize", "gate", "gate_backward", "norm_gated", "rotate"}
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = "cuda" if path.OPEN else None
@@ -123,8 +122,13 @@ def unavailable() -> list[str]:
 
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
-    if operation.hidden_size > LONGEST:
-        return [f"rows of {operation.hidden_size} elements are longer than {LONGEST}"]
+    size, step = operation.hidden_size, operation.step
+    if size > LONGEST:
+        return [f"rows of {size} elements are longer than {LONGEST}"]
+    if step is not None and step.quantization is not None and not fuses(step.quantization.group(size), size):
+        return [f"no program has all rows of {size} elements in groups of {step.quantization.per}"]
+    if step is not None and step.name == "rotate" and (size > reference.SEGMENT or torch.float64 in step.dtypes):
+        return [f"its heads have up to {reference.SEGMENT} elements, and none is float64"]
     found = capability(operation.device.index)
     if found < OLDEST:
         return [f"{operation.device} has compute capability {found / 10}; the kernels need {OLDEST / 10}"]
@@ -244,113 +248,40 @@ def _launch(
         raise BackendError(f"the launch of a CUDA kernel failed: {driver.CUresult(status).name}")
 
 
-def forward(call: Forward) -> None:
+def forward(call: ForwardCall) -> None:
     """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
-    device = call.operation.device.index or 0
-    _launch(
-        c_abi.pack_forward(call),
-        device,
-        call,
-        lambda: {"forward": forward_variant(ForwardKind.of(call), capability(device))},
-    )
+    for part in of_one_weight_dtype(call) if isinstance(call, Rotate) else (call,):
+        packed = _PACKED.get(type(part), c_abi.PACKED[type(part)])(part)
+        _launch(packed, device_of(part).index or 0, part, lambda part=part: _variants(part))  # type: ignore[misc]
 
 
-def quantizes(quantization: Quantization, hidden_size: int) -> bool:
-    """Whether :func:`quantize` takes rows of this length."""
-    return fuses(quantization.group(hidden_size), hidden_size)
+#: Calls before which the launcher is given one that says on which GPU they are.
+_PACKED: dict[type, Callable[..., bytes]] = {
+    Gate: c_abi.pack_gate_alone,
+    GateBackward: c_abi.pack_gate_alone,
+    Rotate: c_abi.pack_rotation,
+}
 
 
-def quantize(call: Quantize) -> None:
-    """Quantizes rows, which it may normalise before, with one kernel; see :class:`fusednorm.call.Quantize`."""
-    device = call.out.device.index or 0
-    _launch(
-        c_abi.pack_quantize(call),
-        device,
-        call,
-        lambda: {"quantize": forward_variant(ForwardKind.of_quantizer(call), capability(device))},
-    )
+def _variants(call: ForwardCall | GateBackward) -> dict[str, Variant]:
+    """The kernel of a call, by its name."""
+    found = capability(device_of(call).index)
+    if isinstance(call, Rotate):
+        return {"rotate": rotation_variant(RotationKind.of(call), found)}
+    if isinstance(call, (Gate, GateBackward)):
+        return {"gate": gate_variant(GateKind.of(call), found)}
+    if isinstance(call, Quantize):
+        return {"quantize": forward_variant(ForwardKind.of_quantizer(call), found)}
+    kind = ForwardKind.of_gated(call) if isinstance(call, NormGated) else ForwardKind.of(call)
+    return {"forward": forward_variant(kind, found)}
 
 
-def gate(call: Gate | GateBackward) -> None:
-    """Multiplies rows by a function of others, or writes the gradients, with one kernel."""
-    device = call.y.device.index or 0
-    _launch(
-        c_abi.pack_gate_alone(call),
-        device,
-        call,
-        lambda: {"gate": gate_variant(GateKind.of(call), capability(device))},
-    )
-
-
-gate_backward = gate
-
-
-def gate_backward_on_fast_path(
-    d: Tensor, y: Tensor, z: Tensor, dy: Tensor | None, dz: Tensor | None, activation: str, between: torch.dtype | None
-) -> bool:
-    """As :func:`gate_backward`, with kernels that are held, without a call as a value; says whether it wrote all."""
-    return path.gate_backward(path.CUDA, d, y, z, dy, dz, activation, c_abi.KINDS[between])
-
-
-def norm_gated(call: NormGated) -> None:
-    """Normalises rows and gates them, in the order that the call says, with one kernel."""
-    device = call.norm.operation.device.index or 0
-    _launch(
-        c_abi.pack_norm_gated(call),
-        device,
-        call,
-        lambda: {"forward": forward_variant(ForwardKind.of_gated(call), capability(device))},
-    )
-
-
-def rotates(size: int, dtypes: list[torch.dtype]) -> bool:
-    """Whether :func:`rotate` takes heads of so many elements, and of these dtypes."""
-    return size <= reference.SEGMENT and torch.float64 not in dtypes
-
-
-def rotate(call: Rotate) -> None:
-    """Normalises and rotates heads, those of q and of k with one kernel."""
-    for part in of_one_weight_dtype(call):
-        _rotate(part, call.heads[0].x.device.index or 0)
-
-
-def _rotate(call: Rotate, device: int) -> None:
-    """The same for heads whose weights have one dtype."""
-    _launch(
-        c_abi.pack_rotation(call),
-        device,
-        call,
-        lambda: {"rotate": rotation_variant(RotationKind.of(call), capability(device))},
-    )
-
-
-def backward_on_fast_path(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    dx: Tensor | None,
-    dresidual: Tensor | None,
-    dweight: Tensor | None,
-    weight_offset: float,
-) -> bool:
-    """Writes dx, dresidual and dweight with kernels that are held; returns whether it did."""
-    block, blocks = blocks_of(h.numel() // h.shape[-1])
-    partial = None
-    if dweight is not None:
-        partial = torch.empty((blocks, h.shape[-1]), dtype=rstd.dtype, device=h.device)
-    operands = (dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight)
-    return path.backward(path.CUDA, *operands, block, weight_offset)
-
-
-def backward(call: Backward) -> None:
+def backward(call: Backward | GateBackward) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
+    device = device_of(call).index or 0
+    if isinstance(call, GateBackward):
+        _launch(c_abi.pack_gate_alone(call), device, call, lambda: _variants(call))
+        return
     partial = scratch_of(call)
-    device = call.operation.device.index or 0
-    _launch(
-        c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial),
-        device,
-        call,
-        lambda: backward_variants(BackwardKind.of(call, partial), capability(device)),
-    )
+    packed = c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial)
+    _launch(packed, device, call, lambda: backward_variants(BackwardKind.of(call, partial), capability(device)))

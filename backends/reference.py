@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 #: The reference is not tied to a device.
 DEVICES = ("any",)
 
-#: The features that it knows, beyond the first operations.
-FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
+KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
 
 #: As all of torch's arithmetic on a CPU.
 FLUSHES_WITH_CALLER = True

@@ -28,25 +28,24 @@ from fusednorm.backends.kernel_keys import (
     ceiling,
     scratch_of,
 )
-from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, Program, processor
+from fusednorm.backends.triton_cpu_host import Compiler, Failure, Program, processor
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
-from fusednorm.engine.substitutes import Composition
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Backward, Call, Operation
+    from fusednorm.calls.call import Backward, Call, ForwardCall, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
 
-#: The features that it knows, beyond the first operations.
-FEATURES = ("residual_dtype", "affine", "x_scale")
+#: The cpu backend rotates heads: a head is one tile, so kernels of Triton's have nothing to gain.
+KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "quantize", "gate", "gate_backward", "norm_gated", "rotate"))
 
-#: The backend that rotates heads, for an explanation.
-ROTATED = "by the cpu backend"
+#: The backend that takes calls while a kernel is compiled in the background.
+MEANWHILE = "cpu"
 
 #: Elements in a tile. Eight of them are a segment.
 TILE = reference.SEGMENT // 8
@@ -81,11 +80,15 @@ def unavailable() -> list[str]:
 
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
+    if operation.step is not None and operation.step.name == "rotate":
+        return cpu.unavailable()
     return triton_host.too_long(operation.hidden_size)
 
 
 def plan(operation: Operation) -> str:
     """How a call will run, in words."""
+    if operation.step is not None and operation.step.name == "rotate":
+        return f"the cpu backend's, {cpu.plan(operation)}"
     if INTERPRETED:
         return f"Triton kernels, interpreted: a row per program, in tiles of {TILE}"
     compiled = (
@@ -339,79 +342,18 @@ else:
     fast_path = path.open_triton_cpu(_FEWEST_SEGMENTS * reference.SEGMENT)
 
 
-def _c_takes(operation: Operation) -> bool:
-    """Whether the cpu backend takes an operation in one call."""
-    return set(operation.features) <= set(cpu.FEATURES)
+def forward(call: ForwardCall) -> None:
+    """Runs a kernel; see :class:`fusednorm.registry.Backend`.
+
+    Raises:
+        NotYetError: it is still being compiled, or cannot be.
+    """
+    if isinstance(call, Rotate):
+        cpu.forward(call)
+    else:
+        _host.run(call)
 
 
-def _forward_in_c(call: Forward) -> None:
-    """Has the cpu backend take a call, in several if it has to."""
-    backend: Any = cpu
-    parts = () if _c_takes(call.operation) else Composition.parts(call.operation, _c_takes)
-    (Composition(backend, parts) if parts else backend).forward(call)
-
-
-def forward(call: Forward) -> None:
-    """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
-    try:
-        _host.forward(call)
-    except NotYetError:
-        _forward_in_c(call)
-
-
-def quantize(call: Quantize) -> None:
-    """Runs the kernel that quantizes rows, which it may normalise before; see :class:`fusednorm.registry.Backend`."""
-    try:
-        _host.quantize(call)
-    except NotYetError:
-        if call.norm is not None and not _c_takes(call.norm.operation):
-            norm = call.norm
-            packed = (norm.inner * call.hidden_size, call.hidden_size)
-            if norm.out is None:
-                rows = torch.empty(norm.x.shape, dtype=norm.operation.out)
-                norm = norm._replace(out=rows, strides=(*norm.strides[:2], packed, norm.strides[3]))
-            _forward_in_c(norm)
-            call = call._replace(y=norm.out, y_strides=norm.strides[2], norm=None)
-        cpu.quantize(call)
-
-
-def gate(call: Gate) -> None:
-    """Multiplies rows by a function of others; see :class:`fusednorm.registry.Backend`."""
-    try:
-        _host.gate(call)
-    except NotYetError:
-        cpu.gate(call)
-
-
-def gate_backward(call: GateBackward) -> None:
-    """Writes the gradients of a gate; see :class:`fusednorm.registry.Backend`."""
-    try:
-        _host.gate(call)
-    except NotYetError:
-        cpu.gate_backward(call)
-
-
-def norm_gated(call: NormGated) -> None:
-    """Normalises rows and gates them, in the order that the call says; see :class:`fusednorm.registry.Backend`."""
-    try:
-        _host.norm_gated(call)
-    except NotYetError:
-        cpu.norm_gated(call)
-
-
-def rotates(size: int, dtypes: list[torch.dtype]) -> bool:
-    """Whether :func:`rotate` takes heads of so many elements, and of these dtypes: the cpu backend takes all."""
-    return not cpu.unavailable()
-
-
-def rotate(call: Rotate) -> None:
-    """Has the cpu backend normalise and rotate heads: a head is one tile, so its kernels have nothing to gain here."""
-    cpu.rotate(call)
-
-
-def backward(call: Backward) -> None:
-    """Runs kernels; see :class:`fusednorm.registry.Backend`."""
-    try:
-        _host.backward(call)
-    except NotYetError:
-        cpu.backward(call)
+def backward(call: Backward | GateBackward) -> None:
+    """Runs kernels; see :class:`fusednorm.registry.Backend`, and :func:`forward`."""
+    _host.run(call)

@@ -29,7 +29,7 @@ import torch
 
 from fusednorm.backends import triton_host
 from fusednorm.backends.triton_host import Variant
-from fusednorm.calls.process import BackendError
+from fusednorm.calls.process import BackendError, NotYetError
 
 _lib: Any = None
 with contextlib.suppress(ImportError):  # the cpu backend says why
@@ -94,10 +94,6 @@ class Program:
         """Runs so many programs of a packed call on torch's threads."""
         if _lib.fn_run_triton(self.address, call, programs):
             raise OverflowError(f"this call would take {programs} programs, and Triton counts them in 32 bits; split x")
-
-
-class NotYetError(Exception):
-    """A kernel is being compiled, or cannot be: the ``cpu`` backend must take the call."""
 
 
 class Failure(NamedTuple):

@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fusednorm.calls.call import Operation
-    from fusednorm.calls.quantization import Quantization
 
 #: ROCm's devices are called cuda too. Triton's interpreter takes tensors on the CPU.
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
-#: The features that it knows, beyond the first operations.
-FEATURES = ("residual_dtype", "norm_before_add", "affine", "x_scale")
+KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
+KNOWS |= {"quantize", "gate", "gate_backward", "norm_gated", "rotate"}
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384
@@ -71,7 +70,18 @@ def unavailable() -> list[str]:
 
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
-    return triton_host.too_long(operation.hidden_size)
+    size, step = operation.hidden_size, operation.step
+    if step is not None and step.quantization is not None and not _quantizes(step.quantization.group(size), size):
+        return [f"no program has all rows of {size} elements in groups of {step.quantization.per}"]
+    if step is not None and step.name == "rotate" and size > reference.SEGMENT:
+        return [f"its heads have up to {reference.SEGMENT} elements"]
+    return triton_host.too_long(size)
+
+
+def _quantizes(group: int, hidden_size: int) -> bool:
+    """Whether rows fit the registers, and groups, if a row has several, are powers of two within a segment."""
+    fits = group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
+    return fits and hidden_size <= _MOST
 
 
 def plan(operation: Operation) -> str:
@@ -219,16 +229,6 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
     )
 
 
-def quantizes(quantization: Quantization, hidden_size: int) -> bool:
-    """Whether :func:`quantize` takes rows of this length.
-
-    They fit the registers, and their groups, unless they are all of a row, are powers of two that lie within a segment.
-    """
-    group = quantization.group(hidden_size)
-    fits = group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
-    return fits and hidden_size <= _MOST
-
-
 def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str, Variant]:
     """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
 
@@ -301,11 +301,6 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
     )
 
 
-def rotates(size: int, dtypes: list[torch.dtype]) -> bool:
-    """Whether :func:`rotate` takes heads of so many elements, and of these dtypes."""
-    return size <= reference.SEGMENT
-
-
 def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     """The kernel that normalises and rotates heads, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends.triton_rotate import rotate_tile
@@ -359,10 +354,4 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
 
 
 _host = Host(forward_variant, backward_variants, launcher, gate_variant=gate_variant, rotation_variant=rotation_variant)
-forward = _host.forward
-quantize = _host.quantize
-gate = _host.gate
-gate_backward = _host.gate
-norm_gated = _host.norm_gated
-rotate = _host.rotate
-backward = _host.backward
+forward = backward = _host.run

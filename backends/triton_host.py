@@ -447,6 +447,10 @@ class Host:
             **_NO_GATE,
         }
 
+    def run(self, call: Call) -> None:
+        """Launches the kernels of any call; see :class:`fusednorm.registry.Backend`."""
+        getattr(self, _METHODS[type(call)])(call)
+
     def forward(self, call: Forward) -> None:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
         with _current(call.operation.device):
@@ -563,6 +567,16 @@ class Host:
             for launch in launchers:
                 launch(launch.variant.programs(call.rows, kind.hidden_size, block, blocks), values)
 
+
+_METHODS = {
+    Forward: "forward",
+    Quantize: "quantize",
+    Gate: "gate",
+    GateBackward: "gate",
+    NormGated: "norm_gated",
+    Rotate: "rotate",
+    Backward: "backward",
+}
 
 #: How this process launches kernels.
 launcher = Interpreted if INTERPRETED else Compiled

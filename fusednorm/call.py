@@ -1,5 +1,37 @@
-"""An operation and its passes, as a backend is given them (``fusednorm.registry.Backend``)."""
+"""Operations and calls, as a backend is given them (``fusednorm.registry.Backend``)."""
 
-from fusednorm.calls.call import AroundNorm, Backward, FirstNorm, Forward, Operation, Quantize, RMSNorm
+from fusednorm.calls.call import (
+    AroundNorm,
+    Backward,
+    BackwardCall,
+    FirstNorm,
+    Forward,
+    ForwardCall,
+    Gate,
+    GateBackward,
+    NormGated,
+    NormGatedBackward,
+    Operation,
+    Quantize,
+    RMSNorm,
+    Rotate,
+    Step,
+)
 
-__all__ = ["AroundNorm", "Backward", "FirstNorm", "Forward", "Operation", "Quantize", "RMSNorm"]
+__all__ = [
+    "AroundNorm",
+    "Backward",
+    "BackwardCall",
+    "FirstNorm",
+    "Forward",
+    "ForwardCall",
+    "Gate",
+    "GateBackward",
+    "NormGated",
+    "NormGatedBackward",
+    "Operation",
+    "Quantize",
+    "RMSNorm",
+    "Rotate",
+    "Step",
+]

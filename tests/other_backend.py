@@ -18,6 +18,6 @@ def registered(monkeypatch, features):
         reference.forward(call)
 
     other = SimpleNamespace(DEVICES=("cpu",), unavailable=list, unsuitable=lambda operation: [], plan=lambda _: "other")
-    other.forward, other.backward, other.FEATURES = forward, reference.backward, features
+    other.forward, other.backward, other.KNOWS = forward, reference.backward, frozenset(features)
     fusednorm.register_backend("other", other)
     return taken

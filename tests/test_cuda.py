@@ -21,6 +21,7 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
+from fusednorm.backends.cuda_kernels import fuses
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -274,9 +275,7 @@ def test_groups_that_are_torchs():
         (1024, 4096, 1),
         (2048, 4096, 0),
     ):
-        assert cuda.quantizes(Quantization(torch.int8, per=group), hidden_size) == fused
-    for per in ("row", "tensor"):
-        assert cuda.quantizes(Quantization(torch.int8, per=per), 1000)
+        assert fuses(group, hidden_size) == fused
 
 
 @compiles

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import Quantization, rms_norm_add_rms_norm
+from fusednorm import Quantization, engine, rms_norm_add_rms_norm
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
 from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
 from fusednorm.calls import c_abi, fast_path
@@ -367,7 +367,7 @@ def test_quantized_rows_with_what_is_around_a_norm():
         x, residual, of_heads, None, found[2], None, operation, 6, 6, strides, 1e-6, 0.0, None, 0.0, weight, 0.22
     )
     rows = (found[0], (0, 264), found[1], (0, 1, 1), None, (0, 0, 0), 264, 6, 6)
-    cuda.quantize(Quantize(None, (0, 0), norm, QUANTIZED[1], *rows))
+    cuda.forward(Quantize(None, (0, 0), norm, QUANTIZED[1], *rows))
     assert same_bytes(found, [t.view(6, -1) for t in (*wanted, total)])
 
 
@@ -652,8 +652,8 @@ def test_positions_on_a_gpu_are_not_looked_at():
 
 def test_gradients_of_gates_on_the_fast_path(monkeypatch):
     """Python makes the first call of a kind, and C the next ones; of one gradient, and of a tensor with both halves."""
-    taken, take = [], cuda.gate_backward_on_fast_path
-    monkeypatch.setattr(cuda, "gate_backward_on_fast_path", lambda *given: taken.append(take(*given)) or taken[-1])
+    taken, take = [], engine.fast_path.gate_backward
+    monkeypatch.setattr(engine.fast_path, "gate_backward", lambda *given: taken.append(take(*given)) or taken[-1])
     nothing_held()
     y, z, _ = (t.requires_grad_() for t in operands(Case(rows=5, hidden=72).of(BF16)))
     both = torch.cat((z, y), -1).detach().requires_grad_()
@@ -777,14 +777,14 @@ def test_backward(case, needs, monkeypatch):
         *(x.dtype, case.hidden, case.round_sum, case.round_norm, None if residual is None else residual.dtype),
     )
     given = (dy, None, h, rstd, weight, case.weight_offset)
-    taken, take = [], cuda.backward_on_fast_path
+    taken, take = [], engine.fast_path.backward
     nothing_held()
-    monkeypatch.setattr(cuda, "backward_on_fast_path", lambda *operands: taken.append(take(*operands)) or taken[-1])
+    monkeypatch.setattr(engine.fast_path, "backward", lambda *operands: taken.append(take(*operands)) or taken[-1])
     expected = run.backward(cuda, operation, *given, needs)
     got = run.backward(cuda, operation, *given, needs)
     assert taken == [False, True]
     wanted = reference.gradients(*given, operation.x, operation.residual, needs)
-    for one, other, third in zip(got, expected, wanted, strict=True):
+    for one, other, third in zip(got[:3], expected[:3], wanted, strict=True):
         assert (one is None) == (third is None)
         assert one is None or not (differing(one, other) | differing(one, third)).any()
 

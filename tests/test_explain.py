@@ -5,6 +5,7 @@ import torch
 
 import fusednorm
 from fusednorm import explain, quantizations
+from fusednorm.calls.call import Step
 from fusednorm.conformance.cases import BF16, F32, F64, Case, operands
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
@@ -38,9 +39,11 @@ def test_who_rotates(monkeypatch):
             plan = explain(heads, function=function).plan
         assert plan == "plain torch operations; heads are rotated by torch's operations"
     asked = []
-    monkeypatch.setattr(fusednorm.engine.choose.load("cpu"), "rotates", lambda *of: asked.append(of), raising=False)
+    monkeypatch.setattr(
+        fusednorm.engine.choose.load("cpu"), "unsuitable", lambda of: asked.append(of.step) or ["no"] * bool(of.step)
+    )
     assert explain(heads, function=fusednorm.rotate).plan.endswith("; heads are rotated by torch's operations")
-    assert asked == [(heads.shape[-1], [heads.dtype])]
+    assert asked == [None, Step("rotate", None, (heads.dtype,))]
 
 
 def test_who_quantizes():

@@ -157,7 +157,7 @@ def gate_backward(far, rows, size):
     """Gradients of a gate."""
     d, y, z, dy, dz = (far(BF16, (rows // 3, 3, size)) for _ in range(5))
     call = GateBackward(d, y, z, dy, dz, "silu", None, size, rows, 3, (d.stride()[:2],) * 5)
-    return lambda backend: MODULES[backend].gate_backward(call)
+    return lambda backend: MODULES[backend].backward(call)
 
 
 def backward(far, rows, size, of_rows=True, of_weight=False):

@@ -314,3 +314,16 @@ def pack_rotation(call: Rotate) -> bytes:
     return _pack(0, ROTATION_ONLY, device, 1, call.rows, call.inner, call.size, *(0, 0, 1, 0.0, 0.0), *9 * _ABSENT) + (
         pack_rotate(call)
     )
+
+
+#: How C takes each call; a GPU's launcher takes some with a call before that says on which GPU.
+PACKED: dict[type, Callable[..., bytes]] = {
+    Forward: pack_forward,
+    Quantize: pack_quantize,
+    Gate: pack_gate,
+    GateBackward: pack_gate,
+    NormGated: pack_norm_gated,
+    NormGatedBackward: pack_norm_gated_backward,
+    Rotate: pack_rotate,
+    Backward: pack_backward,
+}

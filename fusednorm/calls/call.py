@@ -58,6 +58,18 @@ class AroundNorm(NamedTuple):
     scaled: bool
 
 
+class Step(NamedTuple):
+    """A step beside the norm, in the same call of a backend, or in its place."""
+
+    #: "quantize", "gate", "norm_gated" or "rotate"; of gradients "affine_backward", "gate_backward" or
+    #: "norm_gated_backward". A norm of rows is then the operation that decides the backend of those rows.
+    name: str
+    #: Of "quantize".
+    quantization: Quantization | None = None
+    #: Of "rotate": the dtypes of heads, products and results.
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
 class RMSNorm(NamedTuple):
     """``rms_norm``, with a residual ``fused_add_rms_norm``, and with a norm of x before the addition.
 
@@ -79,6 +91,8 @@ class RMSNorm(NamedTuple):
     first: FirstNorm | None = None
     #: None if there is nothing of it; never with a norm before the addition.
     around: AroundNorm | None = None
+    #: None if the call is a norm alone.
+    step: Step | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +115,8 @@ class RMSNorm(NamedTuple):
             "affine": self.around is not None and (self.around.bias is not None or self.around.of_heads),
             "x_scale": self.around is not None and self.around.scaled,
         }
-        return tuple(name for name, has in young.items() if has)
+        names = tuple(name for name, has in young.items() if has)
+        return names if self.step is None else (*names, self.step.name)
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
@@ -222,6 +237,11 @@ class Forward(NamedTuple):
         """The rows of the weight and the bias; 1 where one row is for all."""
         return _heads_of(self.weight, self.bias)
 
+    @property
+    def hidden_size(self) -> int:
+        """N, the elements of a row."""
+        return self.operation.hidden_size
+
 
 class Quantize(NamedTuple):
     """Rows to quantize: those of a tensor, or those that a forward pass makes.
@@ -294,6 +314,11 @@ class Backward(NamedTuple):
         """The rows of the weight and the bias; 1 where one row is for all."""
         return _heads_of(self.weight, self.dbias)
 
+    @property
+    def hidden_size(self) -> int:
+        """N, the elements of a row."""
+        return self.operation.hidden_size
+
     def outputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Where the gradients of x, the residual and the weight go; None for each that needs no memory of its own."""
         if self.dx is not None and self.dx.dtype != self.operation.x:
@@ -350,6 +375,11 @@ class Rotate(NamedTuple):
     rows: int
     inner: int
 
+    @property
+    def hidden_size(self) -> int:
+        """D, the numbers of a head."""
+        return self.size
+
 
 class Gate(NamedTuple):
     """Rows times a function of other rows: docs/spec.md, section 10. ``inner`` and ``strides`` are as in Forward."""
@@ -382,6 +412,11 @@ class NormGated(NamedTuple):
     z_strides: Strides
     activation: str
     norm_first: bool
+
+    @property
+    def hidden_size(self) -> int:
+        """N, the elements of a row."""
+        return self.norm.operation.hidden_size
 
 
 class GateBackward(NamedTuple):
@@ -435,6 +470,24 @@ class NormGatedBackward(NamedTuple):
     strides: tuple[Strides, Strides, Strides]
     weight_offset: float
 
+    @property
+    def hidden_size(self) -> int:
+        """N, the elements of a row."""
+        return self.operation.hidden_size
 
-#: A launcher of GPU kernels takes one of them.
-Call: TypeAlias = Forward | Backward | Quantize | Gate | GateBackward | NormGated | Rotate
+
+#: A backend's ``forward`` takes those of them that it knows, and its ``backward``.
+ForwardCall: TypeAlias = Forward | Quantize | Gate | NormGated | Rotate
+BackwardCall: TypeAlias = Backward | GateBackward | NormGatedBackward
+Call: TypeAlias = ForwardCall | BackwardCall
+
+
+def device_of(call: Call) -> torch.device:
+    """The device of a call's operands."""
+    if isinstance(call, NormGated):
+        return call.norm.operation.device
+    if isinstance(call, (Gate, GateBackward)):
+        return call.y.device
+    if isinstance(call, Rotate):
+        return call.heads[0].x.device
+    return call.out.device if isinstance(call, Quantize) else call.operation.device

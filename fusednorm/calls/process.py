@@ -16,6 +16,10 @@ class BackendError(RuntimeError):
 BackendError.__module__ = "fusednorm"  # where users find it
 
 
+class NotYetError(Exception):
+    """A kernel is still being compiled, and nothing was written: another backend may take the call."""
+
+
 @dataclass(frozen=True)
 class BackendInfo:
     """One line of :func:`fusednorm.backends`."""

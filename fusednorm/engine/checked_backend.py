@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Backward, Forward
+from fusednorm.calls.call import Backward, BackwardCall, Forward, ForwardCall
 
 if TYPE_CHECKING:
     from fusednorm.engine.choose import Backend
@@ -26,6 +26,9 @@ _UNWRITTEN = {
     torch.float32: (torch.int32, 0x7FA5A5A5),
     torch.float64: (torch.int64, 0x7FF5A5A5A5A5A5A5),
 }
+
+#: The outputs of a backward pass, whose ``dy`` is an input.
+_OF_BACKWARD = ("dx", "dresidual", "dweight", "dbias")
 
 #: So many elements are compared at once, because a comparison takes memory too.
 _AT_ONCE = 2**24
@@ -49,14 +52,19 @@ class FirstCalls:
     def __init__(self, name: str, backend: Backend) -> None:
         self._name, self._backend = name, backend
         self._forward: Callable[[Forward], None] | None = None
-        self.backward: Callable[[Backward], None] = self._first_backward
+        self.backward: Callable[[BackwardCall], None] = self._first_backward
 
     def forward_into(self, given: Sequence[Tensor]) -> Callable[[Forward], None]:
         """The function for a forward pass to which the caller gave these outputs; only the others may be filled."""
         return self._forward or partial(self._first_forward, given)
 
-    def forward(self, call: Forward) -> None:
-        """A forward pass all of whose outputs the caller gave."""
+    def forward(self, call: ForwardCall) -> None:
+        """A forward pass all of whose outputs the caller gave; or a call with another step, which is not checked."""
+        if not isinstance(call, Forward):
+            with raised_by(self._name, "forward"):
+                found: object = self._backend.forward(call)  # type: ignore[func-returns-value]
+            self._hold("forward", found, {})
+            return
         self.forward_into([t for t in (call.out, call.residual_out, call.rstd) if t is not None])(call)
 
     def _first_forward(self, given: Sequence[Tensor], call: Forward) -> None:
@@ -67,8 +75,9 @@ class FirstCalls:
         self._hold("forward", found, filled)
         self._forward = self._backend.forward
 
-    def _first_backward(self, call: Backward) -> None:
-        outputs = {"dx": call.dx, "dresidual": call.dresidual, "dweight": call.dweight}
+    def _first_backward(self, call: BackwardCall) -> None:
+        names = _OF_BACKWARD if isinstance(call, Backward) else ("dx", "dweight", "dy", "dz")
+        outputs = {name: getattr(call, name, None) for name in names}
         filled = {name: _filled(output) for name, output in outputs.items() if _may_be_filled(output, ())}
         with raised_by(self._name, "backward"):
             found: object = self._backend.backward(call)  # type: ignore[func-returns-value]

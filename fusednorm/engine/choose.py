@@ -15,17 +15,17 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 import fusednorm.backends
 from fusednorm.backends import MODULES, NAMES
-from fusednorm.calls.call import Backward, Forward, Operation
+from fusednorm.calls.call import Operation
 from fusednorm.calls.fast_path import FastPath
 from fusednorm.calls.process import BackendError, BackendInfo
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
-from fusednorm.engine.substitutes import Composition
+from fusednorm.engine.substitutes import Composition, Meanwhile
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"
@@ -46,11 +46,8 @@ class Backend(Protocol):
     #: A backend whose arithmetic flushes subnormals where ``torch.set_flush_denormal`` has its caller do so also has
     #: ``FLUSHES_WITH_CALLER = True``: the promises then hold for other callers.
     #:
-    #: A backend may also have functions ``quantize``, ``gate``, ``gate_backward``, ``norm_gated`` and
-    #: ``norm_gated_backward``, which take the calls of these names in fusednorm/calls/call.py, and ``affine_backward``,
-    #: which takes a :class:`fusednorm.call.Backward` with a weight of [H, N] or a bias's gradient. For one that it
-    #: lacks, torch's operations stand in, or several calls.
-    #: ``FEATURES`` names what of :attr:`fusednorm.call.RMSNorm.features` the backend knows, if anything.
+    #: ``KNOWS``, a frozenset, has the names in :attr:`fusednorm.call.RMSNorm.features` that the backend knows: it is
+    #: given no call with another one. Without it, a backend knows the plain norm and the fused addition.
     DEVICES: tuple[str, ...]
 
     def unavailable(self) -> list[str]:
@@ -62,11 +59,14 @@ class Backend(Protocol):
     def plan(self, operation: Operation) -> str:
         """How such a call would run, in words, for :func:`fusednorm.explain`."""
 
-    def forward(self, call: Forward) -> None:
-        """Writes ``out``, ``residual_out`` and ``rstd``; see :func:`fusednorm.reference.norm.outputs`."""
+    def forward(self, call: Any) -> None:
+        """Writes the outputs of a :class:`fusednorm.call.Forward`, and of the other calls that the backend knows.
 
-    def backward(self, call: Backward) -> None:
-        """Writes the gradients; see :func:`fusednorm.reference.norm.gradients`."""
+        :func:`fusednorm.reference.norm.outputs` has those of the norm.
+        """
+
+    def backward(self, call: Any) -> None:
+        """Writes gradients: of a :class:`fusednorm.call.Backward` see :func:`fusednorm.reference.norm.gradients`."""
 
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
@@ -75,7 +75,11 @@ _registered: dict[str, Backend] = {}
 _request: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
 #: The requests to which the blocks that a thread or task is in will return, the outermost first.
 _before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before", default=())
-_selected: dict[tuple[str, Operation], Backend | FirstCalls | Composition] = {}
+#: One of them serves the calls of an operation.
+Chosen = Backend | FirstCalls | Composition | Meanwhile
+
+#: By the request and the operation; None for one with a step that several calls serve.
+_selected: dict[tuple[str, Operation], Chosen | None] = {}
 
 #: By the request in force: the fast path to backends that take every call on a type of device.
 fast_paths: dict[str, FastPath] = {}
@@ -203,7 +207,7 @@ def _devices(name: str) -> tuple[str, ...]:
     return load(name).DEVICES if name in (*NAMES, *_registered) else ()
 
 
-def _refusal(name: str, operation: Operation) -> list[str]:
+def refusal(name: str, operation: Operation) -> list[str]:
     """Why a backend cannot take a call; empty if it can."""
     try:
         backend = load(name)
@@ -217,15 +221,13 @@ def _refusal(name: str, operation: Operation) -> list[str]:
 
 def _takes(name: str, operation: Operation) -> bool:
     """Whether a backend can take a call."""
-    return not _refusal(name, operation)
+    return not refusal(name, operation)
 
 
 def _unknown(backend: Backend, operation: Operation) -> list[str]:
     """Why a backend cannot take an operation that may be younger than the backend; empty if it can."""
-    for feature in operation.features:
-        if feature not in getattr(backend, "FEATURES", ()):
-            return [f"its kernels have no {feature}"]
-    return []
+    known: frozenset[str] = getattr(backend, "KNOWS", frozenset())
+    return [f"its kernels have no {feature}" for feature in operation.features if feature not in known][:1]
 
 
 def _plan(name: str, operation: Operation) -> str:
@@ -242,11 +244,11 @@ def choose(operation: Operation) -> Explanation:
     requested = request()
     passed_over: dict[str, list[str]] = {}
     for name in _candidates(requested):
-        reasons = _refusal(name, operation)
+        reasons = refusal(name, operation)
         if not reasons:
             return Explanation(name, _plan(name, operation), operation, requested, passed_over)
         parts = Composition.parts(operation, partial(_takes, name))
-        of_parts = [reason for part in parts for reason in _refusal(name, part)]
+        of_parts = [reason for part in parts for reason in refusal(name, part)]
         if parts and not of_parts:
             plan = f"{Composition.in_words(operation, parts)}: {_plan(name, parts[0])}"
             return Explanation(name, plan, operation, requested, passed_over, parts)
@@ -261,12 +263,12 @@ def choose(operation: Operation) -> Explanation:
     )
 
 
-def selected(operation: Operation) -> Backend | FirstCalls | Composition | None:
+def selected(operation: Operation) -> Chosen | None:
     """The backend that :func:`select` has chosen for such calls before: one look-up."""
     return _selected.get((request(), operation))
 
 
-def select(operation: Operation) -> tuple[Backend | FirstCalls | Composition, Explanation]:
+def select(operation: Operation) -> tuple[Chosen, Explanation]:
     """Chooses the backend for a call, once for all calls of the operation.
 
     Raises:
@@ -274,10 +276,28 @@ def select(operation: Operation) -> tuple[Backend | FirstCalls | Composition, Ex
     """
     explanation = choose(operation)
     name = explanation.backend
-    backend = load(name) if name in NAMES else FirstCalls(name, load(name))
-    chosen = Composition(backend, explanation.parts) if explanation.parts else backend
+    backend: Any = load(name)
+    if name not in NAMES:
+        backend = FirstCalls(name, backend)
+    elif (other := getattr(backend, "MEANWHILE", None)) is not None:
+        backend = Meanwhile(backend, load(other), partial(_takes, other))
+    chosen: Chosen = Composition(backend, explanation.parts) if explanation.parts else backend
     _selected[explanation.request, operation] = chosen
     return chosen, explanation
+
+
+def serving(operation: Operation) -> Chosen | None:
+    """The backend of such rows, if it takes the norm and the step in one call; None: several calls must serve them.
+
+    The backend of the rows must have been selected.
+    """
+    key = request(), operation
+    if key not in _selected:
+        norm = operation._replace(step=None)
+        explanation = choose(norm)
+        whole = not explanation.parts and not refusal(explanation.backend, operation)
+        _selected[key] = _selected[request(), norm] if whole else None
+    return _selected[key]
 
 
 def request_of_backward() -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.calls import fast_path
-from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Operation, operation_of
+from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Operation, Step, operation_of
 from fusednorm.calls.checks import (
     as_called,
     check_affine,
@@ -25,9 +25,10 @@ from fusednorm.calls.checks import (
     rows_to_write,
 )
 from fusednorm.calls.memory import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
+from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
-from fusednorm.engine.choose import Backend, Explanation, fast_paths, request, select, selected
-from fusednorm.engine.run_quantized import Results, quantizer_of
+from fusednorm.engine.choose import Chosen, fast_paths, request, select, selected, serving
+from fusednorm.engine.run_quantized import Results
 from fusednorm.engine.substitutes import Composition
 
 #: The strides of an operand that is absent.
@@ -37,28 +38,6 @@ NONE = (0, 0)
 FAST = 4
 DEFAULTS = Flags()[FAST:]
 
-#: One of them serves the calls of an operation.
-Chosen = Backend | FirstCalls | Composition
-
-
-#: By the request: the types of devices whose tensors its fast path takes.
-_devices: dict[str, set[str]] = {}
-
-
-def _open_fast_path(explanation: Explanation) -> None:
-    """Opens the fast path of a request to the backend that takes a call, if every call on the device goes there.
-
-    A backend of ours has the type of its device in ``fast_path`` once the fast path may lead to it.
-    """
-    device = getattr(explanation.module, "fast_path", None)
-    if device is None or explanation.depends_on_operation():
-        return
-    request = explanation.request
-    if request not in fast_paths:
-        _devices[request] = set()
-    _devices[request].add(device)
-    fast_paths[request] = fast_path.forward_on(_devices[request])
-
 
 def backend_of(operation: Operation) -> Chosen:
     """The backend for a call. The first call of an operation warns of a slow one, and may open the fast path."""
@@ -66,8 +45,14 @@ def backend_of(operation: Operation) -> Chosen:
     if backend is None:
         backend, explanation = select(operation)
         explanation.warn()
-        _open_fast_path(explanation)
+        fast_path.open_for(explanation)
     return backend
+
+
+def whole_of(operation: Operation, step: Step) -> Chosen | None:
+    """The backend for a call, if it takes the norm and a step in one; None: several calls, or formulas, serve them."""
+    backend_of(operation)
+    return serving(operation._replace(step=step))
 
 
 def fast_path_first(
@@ -176,10 +161,10 @@ def forward(
         residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
 
     backend = backend_of(operation)
-    quantize = None
+    quantizes = False
     if then is not None and rows and then.fits(tuple(then_strides)):
-        quantize = quantizer_of(backend, then.quantization, hidden_size)
-    if out is None and operation.out is not None and quantize is None:
+        quantizes = serving(operation._replace(step=Step("quantize", then.quantization))) is not None
+    if out is None and operation.out is not None and not quantizes:
         out = new_like(x, operation.out)
     if residual is not None and residual_out is None:
         residual_out = new_like(residual, operation.residual_out)
@@ -206,8 +191,8 @@ def forward(
             bias,
             x_scale,
         )
-        if quantize is not None and then is not None:
-            quantize(then.call(None, NONE, call, inner, tuple(then_strides)))
+        if quantizes and then is not None:
+            backend.forward(then.call(None, NONE, call, inner, tuple(then_strides)))
         else:
             run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
             run(call)
@@ -235,61 +220,15 @@ def backward(
     rstd: Tensor,
     weight: Tensor | None,
     weight_offset: float,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, the residual and the weight, [N], as far as they are needed; else None."""
-    need_x, need_residual, need_weight = needs
-    need_residual = need_residual and operation.residual is not None
-    need_weight = need_weight and weight is not None
-    dx = dresidual = dweight = None
-    if need_x or need_residual:
-        dx = new_like(h, operation.x if need_x else operation.residual)
-    if need_x and need_residual and operation.residual != operation.x:
-        dresidual = new_like(h, operation.residual)
-    if need_weight and weight is not None:
-        dweight = torch.empty_like(weight)
-    of_residual = (dx if dresidual is None else dresidual) if need_residual else None
-    gradients = (dx if need_x else None, of_residual, dweight)
-
-    rows = h.numel() // operation.hidden_size
-    if rows == 0 or not any(needs):
-        return gradients[0], gradients[1], None if dweight is None else dweight.zero_()
-    take = getattr(backend, "backward_on_fast_path", None)
-    if take is not None and take(dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, weight_offset):
-        return gradients
-    check_kept((dy, d_residual_out), (h, rstd, weight))
-    (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
-    assert dy_rows is not None
-    assert h_rows is not None
-    weight = None if weight is None else packed(weight)
-    backend.backward(
-        Backward(
-            *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, dweight, operation, rows, inner),
-            (strides[0], strides[1], strides[2]),
-            weight_offset,
-        )
-    )
-    return gradients
-
-
-def affine_backward(
-    backend: Any,
-    operation: Operation,
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_offset: float,
-    needs: tuple[bool, bool, bool, bool],
+    needs: Sequence[bool],
+    bias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, the residual, the weight and the bias, [N] or [H, N], as far as they are needed; else None.
+    """The gradients of x, the residual, the weight and the bias, as far as they are needed; else None.
 
-    ``backend`` has a function for it. Weight and bias, where both are there, have one shape.
+    ``needs`` has an answer for each, or for all but the bias. Only a backend that knows "affine_backward" is given a
+    bias or a weight of [H, N]; where both are there, they have one shape.
     """
-    need_x, need_residual, need_weight, need_bias = needs
-    need_residual = need_residual and operation.residual is not None
+    need_x, need_residual = needs[0], needs[1] and operation.residual is not None
     dx = dresidual = None
     if need_x or need_residual:
         dx = new_like(h, operation.x if need_x else operation.residual)
@@ -297,33 +236,33 @@ def affine_backward(
         dresidual = new_like(h, operation.residual)
     dweight, dbias = (
         new_like(t, t.dtype) if need and t is not None else None
-        for t, need in ((weight, need_weight), (bias, need_bias))
+        for t, need in zip((weight, bias), (*needs[2:], False), strict=False)
     )
     of_residual = (dx if dresidual is None else dresidual) if need_residual else None
+    gradients = (dx if need_x else None, of_residual, dweight, dbias)
     rows = h.numel() // operation.hidden_size
     if rows == 0:
         for gradient in (dweight, dbias):
             if gradient is not None:
                 gradient.zero_()
-    elif any(t is not None for t in (dx, dweight, dbias)):
-        take = getattr(backend, "affine_backward_on_fast_path", None)
-        given = (dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, weight_offset)
-        if take is not None and take(*given):
-            return dx if need_x else None, of_residual, dweight, dbias
-        check_kept((dy, d_residual_out), (h, rstd, weight, bias))
-        (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
-        assert dy_rows is not None
-        assert h_rows is not None
-        # A row of one head is one for all.
-        weight, of_weight, of_bias = (
-            t if t is None else packed(t if t.shape[0] != 1 else t.view(-1)) for t in (weight, dweight, dbias)
+    if rows == 0 or all(t is None for t in (dx, dweight, dbias)):
+        return gradients
+    if fast_path.backward(backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset):
+        return gradients
+    check_kept((dy, d_residual_out), (h, rstd, weight, bias))
+    (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
+    assert dy_rows is not None
+    assert h_rows is not None
+    # A row of one head is one for all.
+    weight, of_weight, of_bias = (
+        t if t is None else packed(t if t.shape[0] != 1 else t.view(-1)) for t in (weight, dweight, dbias)
+    )
+    backend.backward(
+        Backward(
+            *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, of_weight, operation, rows, inner),
+            (strides[0], strides[1], strides[2]),
+            weight_offset,
+            of_bias,
         )
-        backend.affine_backward(
-            Backward(
-                *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, of_weight, operation, rows, inner),
-                (strides[0], strides[1], strides[2]),
-                weight_offset,
-                of_bias,
-            )
-        )
-    return dx if need_x else None, of_residual, dweight, dbias
+    )
+    return gradients

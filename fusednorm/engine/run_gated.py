@@ -17,6 +17,7 @@ from fusednorm.calls.call import (
     NormGated,
     NormGatedBackward,
     RMSNorm,
+    Step,
     Strides,
     accumulator,
     operation_of,
@@ -24,8 +25,8 @@ from fusednorm.calls.call import (
 from fusednorm.calls.checks import check_flags, check_kept
 from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
 from fusednorm.calls.memory import in_levels, overlaps_itself, packed, rows_of
-from fusednorm.engine import run
-from fusednorm.engine.choose import fast_paths, request
+from fusednorm.engine import fast_path, run
+from fusednorm.engine.choose import Chosen, fast_paths, request
 from fusednorm.reference import activations
 
 
@@ -40,22 +41,22 @@ class Gating(NamedTuple):
     out_dtype: torch.dtype
 
 
-def backend_of(y: Tensor) -> run.Chosen:
-    """The backend for such rows."""
-    return run.backend_of(operation_of(y, None, None, Flags()))
+def backend_of(y: Tensor, step: str) -> Chosen | None:
+    """The backend for such rows, if it has gates, or their gradients."""
+    return run.whole_of(operation_of(y, None, None, Flags()), Step(step))
 
 
 def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
     """The result for checked operands, in new memory or in ``out``."""
     if out is None and (found := _on_fast_path(y, z, gating)) is not None:
         return found
-    gate = getattr(backend_of(y), "gate", None)
+    backend = backend_of(y, "gate")
     rows = y.shape[:-1].numel()
     if out is not None:
         increment_version(out)
-        if gate is None or not _can_be_written(out):
+        if backend is None or not _can_be_written(out):
             return out.copy_(forward(y, z, gating))
-    if gate is None:
+    if backend is None:
         return activations.gated(y, z, *gating)
     if out is None:
         out = torch.empty(y.shape, dtype=gating.out_dtype, device=y.device)
@@ -64,7 +65,8 @@ def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> 
     assert y_rows is not None
     assert z_rows is not None
     if rows:
-        gate(Gate(y_rows, z_rows, out, *gating[:2], y.shape[-1], rows, inner, (strides[1], strides[2], strides[0])))
+        lie = (strides[1], strides[2], strides[0])
+        backend.forward(Gate(y_rows, z_rows, out, *gating[:2], y.shape[-1], rows, inner, lie))
     return out
 
 
@@ -132,8 +134,8 @@ def norm_gated(
     asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
     weight = _of_heads(weight)
     operation = asked.operation(x, weight)
-    takes = getattr(run.backend_of(operation), "norm_gated", None)
-    if takes is None:
+    backend = run.whole_of(operation, Step("norm_gated"))
+    if backend is None:
         return None
     if out is not None:
         increment_version(out)
@@ -151,19 +153,18 @@ def norm_gated(
             *(x_rows, None, weight, written, None, rstd, operation, rows, inner, strides),
             *(asked.flags.eps, asked.flags.weight_offset),
         )
-        takes(NormGated(norm, z_rows, z_strides, asked.activation, asked.norm_first))
+        backend.forward(NormGated(norm, z_rows, z_strides, asked.activation, asked.norm_first))
     return written
 
 
-def gradients_of(x: Tensor, weight: Tensor | None, asked: NormAndGate) -> tuple[NormAndGate, run.Chosen | None]:
+def gradients_of(x: Tensor, weight: Tensor | None, asked: NormAndGate) -> tuple[NormAndGate, Chosen | None]:
     """The same with checked flags, and the backend of such rows, if it has the gradients of both in one call."""
     asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
-    backend = run.backend_of(asked.operation(x, _of_heads(weight)))
-    return asked, backend if hasattr(backend, "norm_gated_backward") else None
+    return asked, run.whole_of(asked.operation(x, _of_heads(weight)), Step("norm_gated_backward"))
 
 
 def norm_gated_backward(
-    backend: Any,
+    backend: Chosen,
     d: Tensor,
     x: Tensor,
     z: Tensor,
@@ -180,9 +181,9 @@ def norm_gated_backward(
     rows = x.shape[:-1].numel()
     if rows == 0:
         return dx, dz, None if dweight is None else dweight.zero_()
-    take, (_, offset, _, rounds, *_) = getattr(backend, "norm_gated_backward_on_fast_path", None), asked.flags
-    how = (asked.activation, asked.order, rounds, offset)
-    if take is not None and take(d, x, z, rstd, weight, dx, dz, dweight, *how):
+    offset = asked.flags.weight_offset
+    how = (asked.activation, asked.order, asked.flags.round_norm, offset)
+    if fast_path.norm_gated_backward(backend, d, x, z, rstd, weight, dx, dz, dweight, *how):
         return dx, dz, dweight
     check_kept((d,), (x, z, rstd, weight))
     (d_rows, x_rows, z_rows), inner, (d_strides, x_strides, z_strides) = in_levels((d, x, z))
@@ -190,7 +191,7 @@ def norm_gated_backward(
     assert x_rows is not None
     assert z_rows is not None
     weight = _of_heads(weight)
-    backend.norm_gated_backward(
+    backend.backward(
         NormGatedBackward(
             *(d_rows, x_rows, z_rows, packed(rstd), weight, dx, dz, dweight, asked.operation(x, weight)),
             *(asked.activation, asked.norm_first, rows, inner, (d_strides, x_strides, z_strides), offset),
@@ -214,18 +215,16 @@ def _in_levels_of(written: Tensor, inner: int) -> Strides:
 
 
 def backward(
-    backend: run.Chosen, d: Tensor, y: Tensor, z: Tensor, gating: Gating, into: tuple[Tensor | None, Tensor | None]
+    backend: Chosen | None, d: Tensor, y: Tensor, z: Tensor, gating: Gating, into: tuple[Tensor | None, Tensor | None]
 ) -> None:
     """Writes the gradients of y and z, new tensors whose rows lie in one level; None for one that is not needed."""
     dy, dz = into
     if not d.numel():
         return
-    take = getattr(backend, "gate_backward_on_fast_path", None)
-    if take is not None and take(d, y, z, dy, dz, *gating[:2]):
+    if backend is not None and fast_path.gate_backward(backend, d, y, z, dy, dz, *gating[:2]):
         return
     check_kept((d,), (y, z))
-    gate_backward = getattr(backend, "gate_backward", None)
-    if gate_backward is None:
+    if backend is None:
         found = activations.gate_gradients(d, y, z, *gating[:2], (dy is not None, dz is not None))
         for output, gradient in zip(into, found, strict=True):
             if output is not None and gradient is not None:
@@ -237,7 +236,7 @@ def backward(
     assert y_rows is not None
     assert z_rows is not None
     dy_strides, dz_strides = ((0, 0) if t is None else _in_levels_of(t, inner) for t in into)
-    gate_backward(
+    backend.backward(
         GateBackward(
             *(d_rows, y_rows, z_rows, dy, dz, *gating[:2], hidden_size, rows, inner),
             (d_strides, y_strides, z_strides, dy_strides, dz_strides),

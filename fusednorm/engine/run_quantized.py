@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +12,9 @@ from torch.autograd.graph import increment_version
 from fusednorm.calls.call import Forward, Quantize, Strides
 from fusednorm.calls.memory import Rows, common_levels, packed, rows_of
 from fusednorm.calls.quantization import Quantization
+
+if TYPE_CHECKING:
+    from fusednorm.engine.choose import Chosen
 
 #: The strides of zero points where there are none.
 NONE = (0, 0, 0)
@@ -113,18 +115,9 @@ def laid_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, q
     return torch.zeros((groups, padded), dtype=dtype, device=device)[:, :rows].mT.reshape(shape)
 
 
-def quantizer_of(backend: object, quantization: Quantization, hidden_size: int) -> Callable[[Quantize], None] | None:
-    """A backend's function ``quantize``; None if it has none, or refuses such rows."""
-    takes = getattr(backend, "quantizes", None)
-    if takes is not None and not takes(quantization, hidden_size):
-        return None
-    return cast("Callable[[Quantize], None] | None", getattr(backend, "quantize", None))
-
-
-def quantize(y: Tensor, results: Results, backend: object) -> bool:
+def quantize(y: Tensor, results: Results, backend: Chosen | None) -> bool:
     """Quantizes the rows of y; returns whether the backend could do so."""
-    run = quantizer_of(backend, results.quantization, results.hidden_size)
-    if run is None or results.rows == 0:
+    if backend is None or results.rows == 0:
         return False
     y_rows = rows_of(y)
     if y_rows is None:
@@ -134,5 +127,5 @@ def quantize(y: Tensor, results: Results, backend: object) -> bool:
         return False
     if y_strides is None:
         y, y_strides = packed(y), (inner * results.hidden_size, results.hidden_size)
-    run(results.call(y, y_strides, None, inner, tuple(strides)))
+    backend.forward(results.call(y, y_strides, None, inner, tuple(strides)))
     return True

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Strides, operation_of
+from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, Strides, operation_of
 from fusednorm.calls.memory import packed, two_levels
 from fusednorm.engine import run
-from fusednorm.engine.choose import fast_paths, request
+from fusednorm.engine.choose import Chosen, fast_paths, request
 from fusednorm.reference import rotation
 
 #: The strides of an operand that is absent.
 NONE = (0, 0)
-
-#: A backend's function ``rotate``.
-Rotator = Callable[[Rotate], None]
 
 
 class Head(NamedTuple):
@@ -52,8 +49,8 @@ def rotator_of(
     norm: HeadsNorm | None,
     between: torch.dtype | None,
     others: Sequence[torch.dtype | None] = (),
-) -> Rotator | None:
-    """The function ``rotate`` of the backend that takes the norms of all these heads; None if there is none.
+) -> Chosen | None:
+    """The backend that normalises and rotates all these heads in one call; None if there is none.
 
     ``others``: the dtypes of products and of results, where they are not those of x.
     """
@@ -63,12 +60,10 @@ def rotator_of(
         if norm is not None:
             flags = Flags(norm.eps, norm.weight_offset, True, norm.round_norm, between)
             around = Around(None, 1.0)
-        found.append(run.backend_of(operation_of(x, None, weight, flags, around=around)))
+        dtypes = (x.dtype, *(dtype for dtype in others if dtype is not None))
+        found.append(run.whole_of(operation_of(x, None, weight, flags, around=around), Step("rotate", None, dtypes)))
     same_kind = all(backend is found[0] for backend in found) and len({head.x.dtype for head in heads}) == 1
-    takes = getattr(found[0], "rotates", None)
-    if takes is not None and not takes(heads[0].x.shape[-1], [heads[0].x.dtype, *filter(None, others)]):
-        return None
-    return cast("Rotator | None", getattr(found[0], "rotate", None)) if same_kind else None
+    return found[0] if same_kind else None
 
 
 def forward(
@@ -77,15 +72,15 @@ def forward(
     between: torch.dtype | None,
     turn: Turn,
     dtype: torch.dtype | None = None,
-    rotate: Rotator | None = None,
+    backend: Chosen | None = None,
 ) -> list[Tensor] | None:
     """The results for checked operands; None, with nothing done, if no backend can rotate them.
 
     ``between``: the dtype that normalised heads are rounded to before they are rotated, and ``dtype``: that of new
-    results; x's if None. ``rotate``: a backend's function; None: that of :func:`rotator_of`.
+    results; x's if None. ``backend``: None: that of :func:`rotator_of`.
     """
-    rotate = rotate or rotator_of(heads, norm, between, (turn.products, dtype))
-    if rotate is None:
+    backend = backend or rotator_of(heads, norm, between, (turn.products, dtype))
+    if backend is None:
         return None
     first, operands = heads[0].x, [*(head.x for head in heads), *(head.weight for head in heads), *turn[:3]]
     rows = first.shape[:-2]
@@ -111,7 +106,7 @@ def forward(
         positions = None if turn.positions is None else turn.positions.expand(rows).contiguous()
         turn = turn._replace(cos=in_memory[0], sin=in_memory[1], positions=positions)
         alone = [Head(packed(x), weight, None, rstd) for x, weight, _, rstd in heads]
-        done = forward(alone, norm, between, turn, dtype, rotate)
+        done = forward(alone, norm, between, turn, dtype, backend)
         assert done is not None
         found = done
     else:
@@ -119,7 +114,7 @@ def forward(
             if out is head.out:
                 increment_version(out)
         if any(t.numel() for t in found):
-            rotate(_call(heads, inputs, found, tables, norm, between or first.dtype, turn, *levels))
+            backend.forward(_call(heads, inputs, found, tables, norm, between or first.dtype, turn, *levels))
     return [
         new if head.out is None or head.out is new else head.out.copy_(new)
         for new, head in zip(found, heads, strict=True)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Backward, Forward, Operation, Strides
+from fusednorm.calls.call import BackwardCall, Forward, ForwardCall, Operation, Quantize, Strides
+from fusednorm.calls.process import NotYetError
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.reference import norm as reference
 
@@ -51,7 +52,7 @@ def _within(operation: Operation) -> Operation:
 class Composition:
     """A backend in the calls of one operation, which it serves by :meth:`parts`."""
 
-    def __init__(self, backend: Backend | FirstCalls, parts: tuple[Operation, ...]) -> None:
+    def __init__(self, backend: Backend | FirstCalls | Meanwhile, parts: tuple[Operation, ...]) -> None:
         self._backend, self._parts = backend, parts
 
     @staticmethod
@@ -101,8 +102,9 @@ class Composition:
         """:meth:`forward`; outputs of the caller's need no mark, because only inner calls can leave one out."""
         return self.forward
 
-    def forward(self, call: Forward) -> None:
-        """Writes the outputs."""
+    def forward(self, call: ForwardCall) -> None:
+        """Writes the outputs of a norm."""
+        assert isinstance(call, Forward)
         if call.operation.first is not None:
             self._forward_apart(call)
             return
@@ -190,6 +192,43 @@ class Composition:
             call._replace(operation=part, x=x, residual=residual, residual_out=residual_out, strides=strides)
         )
 
-    def backward(self, call: Backward) -> None:
+    def backward(self, call: BackwardCall) -> None:
         """The gradients take operands of any dtypes."""
         self._backend.backward(call)
+
+
+class Meanwhile:
+    """A backend that may still be compiling a kernel, and another one that takes the call then: the same bits."""
+
+    def __init__(self, backend: Backend, other: Backend, takes: Callable[[Operation], bool]) -> None:
+        self._backend, self._other, self._takes = backend, other, takes
+        self.fast_path = getattr(backend, "fast_path", None)
+
+    def forward(self, call: ForwardCall) -> None:
+        """Writes the outputs."""
+        try:
+            self._backend.forward(call)
+        except NotYetError:
+            self._by_the_other(call)
+
+    def backward(self, call: BackwardCall) -> None:
+        """Writes the gradients."""
+        try:
+            self._backend.backward(call)
+        except NotYetError:
+            self._other.backward(call)
+
+    def _by_the_other(self, call: ForwardCall) -> None:
+        """Has the other backend take a call, in several if it has to."""
+        if isinstance(call, Quantize) and call.norm is not None and not self._takes(call.norm.operation):
+            norm = call.norm
+            if norm.out is None:
+                rows = torch.empty(norm.x.shape, dtype=norm.operation.out, device=norm.x.device)
+                packed = (norm.inner * call.hidden_size, call.hidden_size)
+                norm = norm._replace(out=rows, strides=(*norm.strides[:2], packed, norm.strides[3]))
+            self._by_the_other(norm)
+            call = call._replace(y=norm.out, y_strides=norm.strides[2], norm=None)
+        if isinstance(call, Forward) and not self._takes(call.operation):
+            Composition(self._other, Composition.parts(call.operation, self._takes)).forward(call)
+        else:
+            self._other.forward(call)

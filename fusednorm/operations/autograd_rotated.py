@@ -13,8 +13,8 @@ from fusednorm.calls.call import Flags, HeadsNorm, operation_of
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.rotation_checks import rows_for
 from fusednorm.engine import run, run_rotated
-from fusednorm.engine.choose import fast_paths, request
-from fusednorm.engine.run_rotated import Head, Rotator, Turn
+from fusednorm.engine.choose import Chosen, fast_paths, request
+from fusednorm.engine.run_rotated import Head, Turn
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.gradients import new_rstd
@@ -61,8 +61,8 @@ def composed(
     return found[0], found[1]
 
 
-def rotator_with_gradients(operands: tuple[Tensor | None, ...], how: How) -> Rotator | None:
-    """The function with which :class:`NormalisedAndRotated` takes the operands of :func:`composed`, or None."""
+def rotator_with_gradients(operands: tuple[Tensor | None, ...], how: How) -> Chosen | None:
+    """The backend by which :class:`NormalisedAndRotated` takes the operands of :func:`composed`, or None."""
     q, k, q_weight, k_weight, cos, *_ = operands
     if how.norm is None or cos is None or q is None or k is None:
         return None
@@ -72,15 +72,15 @@ def rotator_with_gradients(operands: tuple[Tensor | None, ...], how: How) -> Rot
 
 
 class NormalisedAndRotated(torch.autograd.Function):
-    """The operands of :func:`composed`, and a backend's function -> q and k, in one call of it."""
+    """The operands of :func:`composed`, and a backend -> q and k, in one call of it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """See :func:`composed`."""
-        q, k, q_weight, k_weight, cos, sin, positions, how, ctx.rotate = inputs
+        q, k, q_weight, k_weight, cos, sin, positions, how, ctx.rotates = inputs
         rstds = new_rstd(q), new_rstd(k)
         heads = Head(q, q_weight, None, rstds[0]), Head(k, k_weight, None, rstds[1])
-        found = run_rotated.forward(heads, how.norm, how.between, how.turn(q, cos, sin, positions), None, ctx.rotate)
+        found = run_rotated.forward(heads, how.norm, how.between, how.turn(q, cos, sin, positions), None, ctx.rotates)
         assert found is not None
         ctx.save_for_backward(*inputs[:-2], *rstds)
         ctx.set_materialize_grads(False)
@@ -121,16 +121,16 @@ class NormalisedAndRotated(torch.autograd.Function):
                 found[place] = gradient
             return tuple(found)
         check_kept(given, (cos, sin, positions))
-        turned = _transposed(given, how, how.turn(q, cos, -sin, positions), ctx.rotate)
+        turned = _transposed(given, how, how.turn(q, cos, -sin, positions), ctx.rotates)
         for set_, d in zip(here, turned, strict=True):
-            found[set_], _, found[2 + set_] = run.backward(
+            found[set_], _, found[2 + set_], _ = run.backward(
                 *(ctx.backend, ctx.operations[set_], d, None, operands[set_], rstds[set_]),
                 *(operands[2 + set_], how.norm.weight_offset, (needs[set_], False, needs[2 + set_])),
             )
         return tuple(found)
 
 
-def _transposed(given: Sequence[Tensor], how: How, turn: Turn, rotate: Rotator) -> Sequence[Tensor]:
+def _transposed(given: Sequence[Tensor], how: How, turn: Turn, backend: Chosen) -> Sequence[Tensor]:
     """Gradients of the results, or of one of them, rotated back; by the fast path if that takes the call."""
     take = fast_paths.get(request()) if how.between is None else None
     if take is not None:
@@ -139,6 +139,6 @@ def _transposed(given: Sequence[Tensor], how: How, turn: Turn, rotate: Rotator) 
         found: Any = take(*both, *absent, *turn[:3], *absent, *flags)
         if found is not None:
             return cast("Sequence[Tensor]", found)[: len(given)]
-    turned = run_rotated.forward([Head(d) for d in given], None, None, turn, how.between, rotate)
+    turned = run_rotated.forward([Head(d) for d in given], None, None, turn, how.between, backend)
     assert turned is not None
     return turned

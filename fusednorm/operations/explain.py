@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Around, Before, Flags, operation_of
+from fusednorm.calls.call import Around, Before, Flags, Step, operation_of
 from fusednorm.calls.checks import (
     check_affine,
     check_between,
@@ -19,8 +19,7 @@ from fusednorm.calls.checks import (
     number,
 )
 from fusednorm.calls.quantization import Quantization
-from fusednorm.engine.choose import Explanation, choose
-from fusednorm.engine.run_quantized import quantizer_of
+from fusednorm.engine.choose import Explanation, choose, refusal
 from fusednorm.operations.declared import PUBLIC
 from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
@@ -116,18 +115,22 @@ def explain(
         flags = flags._replace(out_dtype=between)
     found = choose(operation_of(x, residual, weight, flags, out, before, around))
     if quantization is not None:
-        takes = not found.composed and quantizer_of(found.module, quantization, x.shape[-1]) is not None
-        by = "in the same call" if takes else "by torch's operations"
+        by = _by(found, Step("quantize", quantization), "in the same call")
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
     if function in _GATED:
-        in_one_call = function in _NORM_GATED and hasattr(found.module, "norm_gated") and not found.composed
-        here = "in the same call" if in_one_call else "by a call of its own"
-        by = here if hasattr(found.module, "gate") else "by torch's operations"
+        alone = _by(found, Step("gate"), "by a call of its own")
+        by = _by(found, Step("norm_gated"), "in the same call", alone) if function in _NORM_GATED else alone
         found = replace(found, plan=f"{found.plan}; the rows are gated {by}")
     if function in _ROTATING:
-        rotates = getattr(found.module, "rotates", lambda *_: hasattr(found.module, "rotate"))
-        takes = not found.composed and rotates(x.shape[-1], [x.dtype])
-        here = getattr(found.module, "ROTATED", "in the same call")
-        by = here if takes else "by torch's operations"
-        found = replace(found, plan=f"{found.plan}; heads are rotated {by}")
+        step = Step("rotate", None, (x.dtype,))
+        by, plan = _by(found, step, "in the same call"), found.plan
+        if by == "in the same call":
+            plan = found.module.plan(found.operation._replace(step=step))
+        found = replace(found, plan=f"{plan}; heads are rotated {by}")
     return found
+
+
+def _by(found: Explanation, step: Step, taken: str, other: str = "by torch's operations") -> str:
+    """How a step runs beside a norm: ``taken`` if the norm's backend takes it."""
+    takes = not found.composed and not refusal(found.backend, found.operation._replace(step=step))
+    return taken if takes else other

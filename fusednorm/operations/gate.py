@@ -265,7 +265,7 @@ class Gated(torch.autograd.Function):
         ctx.save_for_backward(y, z)
         ctx.save_for_forward(y, z)
         ctx.gating = Gating(*gating)
-        ctx.backend = run_gated.backend_of(_apart(y, z)[0])
+        ctx.backend = run_gated.backend_of(_apart(y, z)[0], "gate_backward")
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags, operation_of
+from fusednorm.calls.call import Flags, Step, operation_of
 from fusednorm.calls.checks import (
     check_apart,
     check_between,
@@ -416,7 +416,7 @@ def _quantized(
         return _copied(found, quantization, scale, outputs)
     results = _results(y, quantization, scale, zero_point, outputs)
     if not must_be_seen.transform(y, scale, zero_point):
-        backend = run.backend_of(operation_of(y, None, None, Flags()))
+        backend = run.whole_of(operation_of(y, None, None, Flags()), Step("quantize", quantization))
         if run_quantized.quantize(y, results, backend):
             return _returned(results)
     return _copied(quantizer.quantized(y, quantization, scale, zero_point), quantization, scale, outputs)

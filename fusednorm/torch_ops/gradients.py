@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Around, Flags, RMSNorm, accumulator, operation_of
+from fusednorm.calls.call import Around, Flags, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run
-from fusednorm.engine.run import Chosen, backend_of
+from fusednorm.engine.choose import Chosen
+from fusednorm.engine.run import backend_of
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.dtensor_bridge import new_outputs, on_rows
@@ -126,7 +127,7 @@ def gradients(
         return on_rows(formula, (dy, d_total, h), (weight,))
     operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
     if backend is not None and not must_be_seen.below(dy, d_total, h, rstd, weight):
-        return run.backward(backend, operation, *operands, needs)
+        return run.backward(backend, operation, *operands, needs)[:3]
     found = torch.ops.fusednorm.backward(
         *(*operands, operation.x, operation.residual, flags.round_sum, flags.round_norm, list(needs)),
         *(operation.out, operation.residual_out),
@@ -177,9 +178,9 @@ class NormaliseAffine(torch.autograd.Function):
         flags = Flags(*inputs[7:])
         asked = flags._replace(weight_offset=ctx.weight_offset, round_norm=rounded_to is not None, out_dtype=out_dtype)
         around = Around(bias, 1.0)
-        whole = backend_of(operation_of(x, residual, weight, asked, around=around))
         of_one_shape = weight is None or bias is None or weight.shape == bias.shape
-        ctx.in_one_call = of_one_shape and hasattr(whole, "affine_backward")
+        operation = operation_of(x, residual, weight, asked, around=around)
+        ctx.in_one_call = of_one_shape and run.whole_of(operation, Step("affine_backward")) is not None
         if ctx.in_one_call:
             rstd = new_rstd(x)
             y, total = run.forward(x, residual, weight, asked, rstd=rstd, around=around)
@@ -205,7 +206,7 @@ class NormaliseAffine(torch.autograd.Function):
             others = (dy, d_total, h, rstd, weight, bias)
             if ctx.in_one_call and not (_differentiated_again() or must_be_seen.below(*others)):
                 needs = ctx.needs_input_grad[:4]
-                found = run.affine_backward(ctx.backend, ctx.operation, *others, ctx.weight_offset, needs)
+                found = run.backward(ctx.backend, ctx.operation, *others[:-1], ctx.weight_offset, needs, bias)
                 return *found, *[None] * (3 + len(Flags._fields))
             dtensor_bridge.check_kept((dy, d_total), others[2:])
             h = h.to(rstd.dtype)

@@ -114,7 +114,7 @@ def _backward(
     need_x, need_residual, need_weight = needs
     operands = (dy, d_residual_out, h, rstd, weight, weight_offset)
     found = run.backward(backend, operation, *operands, (need_x, need_residual, need_weight))
-    dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found)
+    dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found[:3])
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 
 

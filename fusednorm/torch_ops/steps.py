@@ -52,7 +52,7 @@ def _run_gate_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     need_y, need_z = needs
     into = (run.new_like(y, y.dtype) if need_y else None, run.new_like(z, z.dtype) if need_z else None)
-    run_gated.backward(run_gated.backend_of(y), d, y, z, Gating(activation, between, d.dtype), into)
+    run_gated.backward(run_gated.backend_of(y, "gate_backward"), d, y, z, Gating(activation, between, d.dtype), into)
     return into
 
 

@@ -1,0 +1,85 @@
+"""The fast path in C: which requests it is open for, and gradients by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.backends.kernel_keys import blocks_of
+from fusednorm.calls import c_abi
+from fusednorm.calls import fast_path as path
+from fusednorm.engine.choose import fast_paths
+
+if TYPE_CHECKING:
+    from fusednorm.engine.choose import Chosen, Explanation
+
+#: By the request: the types of devices whose tensors its fast path takes.
+_devices: dict[str, set[str]] = {}
+
+
+def open_for(explanation: Explanation) -> None:
+    """Opens the fast path of a request to the backend that takes a call, if every call on the device goes there.
+
+    A backend of ours has the type of its device in ``fast_path`` once the fast path may lead to it.
+    """
+    device = getattr(explanation.module, "fast_path", None)
+    if device is None or explanation.depends_on_operation():
+        return
+    request = explanation.request
+    if request not in fast_paths:
+        _devices[request] = set()
+    _devices[request].add(device)
+    fast_paths[request] = path.forward_on(_devices[request])
+
+
+def _leads_to(backend: Chosen) -> str | None:
+    """The type of device whose gradients C computes or launches for a backend."""
+    return getattr(backend, "fast_path", None)
+
+
+def backward(
+    backend: Chosen,
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dx: Tensor | None,
+    dresidual: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    weight_offset: float,
+) -> bool:
+    """Writes the gradients of a norm, and of a bias after it; returns whether it did."""
+    where, given = _leads_to(backend), (dy, d_residual_out, h, rstd, weight, dx, dresidual)
+    if where == "cpu":
+        return path.backward(path.CPU, *given, dbias, dweight, 0, weight_offset)
+    if where != "cuda":
+        return False
+    block, blocks = blocks_of(h.numel() // h.shape[-1])
+    partial = None
+    if dweight is not None:
+        partial = torch.empty((blocks, h.shape[-1]), dtype=rstd.dtype, device=h.device)
+    return path.backward(path.CUDA, *given, partial, dweight, block, weight_offset)
+
+
+def gate_backward(
+    backend: Chosen,
+    d: Tensor,
+    y: Tensor,
+    z: Tensor,
+    dy: Tensor | None,
+    dz: Tensor | None,
+    activation: str,
+    between: torch.dtype | None,
+) -> bool:
+    """Writes the gradients of a gate; returns whether it did."""
+    where = {"cpu": path.CPU, "cuda": path.CUDA}.get(_leads_to(backend) or "")
+    return where is not None and path.gate_backward(where, d, y, z, dy, dz, activation, c_abi.KINDS[between])
+
+
+def norm_gated_backward(backend: Chosen, *arguments: Any) -> bool:
+    """Writes the gradients of a norm with a gate: see ``calls/fast_path.py``; returns whether it did."""
+    return _leads_to(backend) == "cpu" and path.norm_gated_backward(*arguments)

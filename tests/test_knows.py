@@ -1,0 +1,134 @@
+"""Backends say what they know, and are given nothing else; one as of version 0.2 knows two operations."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from every_operation import FUNCTIONS
+
+import fusednorm
+from fusednorm.backends import reference
+from fusednorm.calls.call import Backward, Forward
+from fusednorm.engine import choose
+
+#: Arguments of functions that are no operands, with values that are not the default.
+FLAGS = {
+    "bias": torch.ones(6),
+    "x_scale": 0.3,
+    "weight_offset": 1.0,
+    "round_sum": False,
+    "round_norm": True,
+    "norm": False,
+}
+FLAGS |= {"between": torch.float32, "out_dtype": torch.float16, "residual_dtype": torch.float16, "interleaved": True}
+FLAGS |= {"round_products": True, "activation": "sigmoid", "norm_before_gate": False, "group_size": 3, "next_eps": 1e-2}
+FLAGS["norm"] = False
+
+
+@pytest.fixture
+def old(monkeypatch):
+    """A backend as of 0.2, which reads the fields of that version; the kinds of calls that it was given."""
+    monkeypatch.setattr(choose, "_registered", {})
+    monkeypatch.setattr(choose, "_selected", {})
+    monkeypatch.setattr(choose, "fast_paths", {})
+    given = []
+
+    def forward(call):
+        given.append(type(call))
+        operation = call.operation
+        flags = (
+            call.eps,
+            call.weight_offset,
+            operation.round_sum,
+            operation.round_norm,
+            operation.out,
+            operation.residual,
+        )
+        y, total, rstd = reference.outputs(call.x, call.residual, call.weight, *flags)
+        call.out.copy_(y)
+        for output, value in ((call.residual_out, total), (call.rstd, rstd)):
+            if output is not None:
+                output.copy_(value)
+
+    def backward(call):
+        given.append(type(call))
+        reference.backward(call)
+
+    name = SimpleNamespace(DEVICES=("cpu",), unavailable=list, unsuitable=lambda _: [], plan=lambda _: "old")
+    name.forward, name.backward = forward, backward
+    fusednorm.register_backend("old", name)
+    return given
+
+
+def calls(name):
+    """The function's operands alone, and with each flag."""
+    operands = {key: t for key, t in FUNCTIONS[name].items() if not key.endswith("out")}
+    yield operands
+    for flag in inspect.signature(getattr(fusednorm, name)).parameters:
+        if flag in FLAGS and not (flag == "between" and operands.get("norm_before_gate") is False):
+            yield operands | {flag: FLAGS[flag]}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_backend_of_an_older_version(name, old):
+    """Every operation with every flag: the reference's bits, and only calls that version 0.2 had."""
+    compared = 0
+    for operands in calls(name):
+        try:
+            with fusednorm.use_backend("reference"):
+                wanted = listed(getattr(fusednorm, name)(**copies(operands)))
+        except (TypeError, ValueError):  # a flag that these operands cannot have
+            continue
+        with fusednorm.use_backend("old"):
+            found = listed(getattr(fusednorm, name)(**copies(operands)))
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, wanted, strict=True)), operands
+        compared += 1
+    assert compared > 0
+    assert set(old) <= {Forward, Backward}
+
+
+def copies(operands):
+    return {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in operands.items()}
+
+
+def listed(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def test_a_backend_that_knows_gates_is_given_them(old):
+    backend = choose.load("old")
+    taken = []
+
+    def forward(call):
+        taken.append(type(call).__name__)
+        call.out.copy_(call.y * torch.sigmoid(call.z))
+
+    backend.KNOWS, backend.forward = frozenset(("gate",)), forward
+    y, z = torch.randn(2, 3, 8)
+    with fusednorm.use_backend("old"):
+        found = fusednorm.gate(y, z, activation="sigmoid")
+        assert fusednorm.explain(y, function=fusednorm.gate).plan == "old; the rows are gated by a call of its own"
+    assert torch.equal(found, y * torch.sigmoid(z))
+    assert taken == ["Gate"]
+
+
+def test_a_backend_is_asked_about_the_whole_operation(old):
+    """A quantizer that it refuses is torch's, after the norm that it takes."""
+    backend, asked = choose.load("old"), []
+    backend.KNOWS = frozenset(("quantize",))
+
+    def unsuitable(operation):
+        asked.append(operation.step)
+        return [] if operation.step is None else ["no groups"]
+
+    backend.unsuitable = unsuitable
+    quantization = fusednorm.quantizations.VLLM_INT8_TOKEN_CPU
+    x = torch.randn(2, 8)
+    with fusednorm.use_backend("reference"):
+        wanted = fusednorm.rms_norm_quant(x, quantization=quantization)
+    with fusednorm.use_backend("old"):
+        found = fusednorm.rms_norm_quant(x, quantization=quantization)
+    assert all(map(torch.equal, found, wanted))
+    assert set(old) == {Forward}
+    assert [step.quantization for step in asked if step is not None] == [quantization]
