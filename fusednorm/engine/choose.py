@@ -62,11 +62,11 @@ class Backend(Protocol):
     def forward(self, call: Any) -> None:
         """Writes the outputs of a :class:`fusednorm.call.Forward`, and of the other calls that the backend knows.
 
-        :func:`fusednorm.reference.norm.outputs` has those of the norm.
+        ``fusednorm.reference.norm.outputs`` has those of the norm.
         """
 
     def backward(self, call: Any) -> None:
-        """Writes gradients: of a :class:`fusednorm.call.Backward` see :func:`fusednorm.reference.norm.gradients`."""
+        """Writes gradients: of a :class:`fusednorm.call.Backward` see ``fusednorm.reference.norm.gradients``."""
 
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
