@@ -44,19 +44,8 @@ def environment(folder, wheels):
     """Makes an environment that sees the machine's packages; returns where its programs are."""
     subprocess.run((sys.executable, "-m", "venv", "--system-site-packages", folder), check=True)
     programs = folder / "bin"
-    install = (
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        "--find-links",
-        wheels,
-        "pytest",
-        "pytest-xdist",
-        "hypothesis",
-    )
-    subprocess.run((programs / "python", *install, "numpy", "fusednorm"), check=True)
+    install = (programs / "python", *["-m", "pip", "install", "-q", "--no-index", "--find-links"], wheels)
+    subprocess.run((*install, "pytest", "pytest-xdist", "hypothesis", "numpy", "fusednorm"), check=True)
     return programs
 
 

@@ -35,15 +35,8 @@ def code(llvm: str, processor: str, llc: str) -> list[str]:
     """The instructions that LLVM makes for a processor."""
     architecture, _ = PROCESSORS[processor]
     portable = re.sub(r'target (triple|datalayout) = .*|"target-(cpu|features)"="[^"]*"', "", llvm)
-    run = [
-        llc,
-        "-O3",
-        f"-mtriple={architecture}-unknown-linux-gnu",
-        f"-mcpu={processor}",
-        "-fp-contract=off",
-        "-o",
-        "-",
-    ]
+    target = (f"-mtriple={architecture}-unknown-linux-gnu", f"-mcpu={processor}")
+    run = [llc, "-O3", *target, "-fp-contract=off", "-o", "-"]
     assembly = subprocess.run(run, input=portable, capture_output=True, text=True, check=True).stdout
     return re.findall(r"^\t([a-z]\S*(?:\s.*)?)$", assembly, re.MULTILINE)
 

@@ -101,15 +101,9 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
 def fused_add_rms_norm_static_fp8_quant(
     result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
 ) -> None:
-    """Adds, RMS-normalises and quantizes into ``result``: :func:`fusednorm.fused_add_rms_norm_quant`.
+    """:func:`rms_norm_static_fp8_quant` of ``input + residual``, by :func:`fusednorm.fused_add_rms_norm_quant`.
 
-    Args:
-        result: [..., N], float8_e4m3fn, written.
-        input: [..., N].
-        residual: [..., N], receives the sum.
-        weight: [N].
-        scale: float32, one element.
-        epsilon: added to the mean of squares.
+    The arguments are the same; ``residual``, [..., N], receives the sum.
     """
     quantize.fused_add_rms_norm_quant(
         *(input, residual, weight, epsilon),
@@ -158,18 +152,10 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`rms_norm_dynamic_per_token_quant`, with a scale for each group of a row.
+    """:func:`rms_norm_dynamic_per_token_quant`, with a scale for each group of a row, and these arguments.
 
-    Args:
-        input: [..., N].
-        weight: [N].
-        epsilon: added to the mean of squares.
-        quant_dtype: torch.float8_e4m3fn or torch.int8.
-        group_size: [1, the elements of a group].
-        scale_ub: as in :func:`rms_norm_dynamic_per_token_quant`.
-        residual: as in :func:`rms_norm_dynamic_per_token_quant`.
-        is_scale_transposed: whether the scales lie by columns.
-        tma_alignment: 4: each column of scales has room for a multiple of 4 rows; else 0.
+    ``group_size`` is [1, the elements of a group]. ``is_scale_transposed`` says whether the scales lie by columns; with
+    a ``tma_alignment`` of 4, and not 0, each column has room for a multiple of 4 rows.
 
     Returns:
         The numbers, [..., N], and the scales, float32 [rows, groups].

@@ -116,18 +116,19 @@ NAMES = {
 def recorded(function, given, incoming, **flags):
     """Outputs and gradients of a public function, by name.
 
-    ``given``: its operands by name, None where one is absent; ``incoming``: the gradients of its outputs.
+    ``given``: its operands, None where one is absent; ``incoming``: the gradients of its outputs.
     """
+    names, of_outputs = NAMES[function]
     tables = ("cos", "sin")  # which have no gradients
-    leaves = {name: t if t is None or name in tables else t.detach().requires_grad_() for name, t in given.items()}
-    outputs = listed(getattr(fusednorm, function)(**leaves, **flags))
-    present = {name: t for name, t in leaves.items() if t is not None and name not in tables}
+    leaves = dict(zip(names, given, strict=True))
+    present = {name: t.detach().requires_grad_() for name, t in leaves.items() if t is not None and name not in tables}
+    outputs = listed(getattr(fusednorm, function)(**leaves | present, **flags))
     gradients = torch.autograd.grad(outputs, tuple(present.values()), incoming)
-    found = {name: output.detach() for name, output in zip(NAMES[function][1], outputs, strict=True)}
+    found = {name: output.detach() for name, output in zip(of_outputs, outputs, strict=True)}
     return found | {f"d_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
 
 
-def check_function(agree, function, given, incoming, wanted, about, dtypes=None, **flags):
+def check_call(agree, function, given, incoming, wanted, about, dtypes=None, **flags):
     """Compares outputs and gradients with the oracle's, and calls with given outputs and in place with the outputs.
 
     ``wanted``: the oracle's arrays or tensors, None where an operand is absent; ``dtypes``: those that are asked of the
@@ -139,10 +140,11 @@ def check_function(agree, function, given, incoming, wanted, about, dtypes=None,
     outputs = [found[name] for name in NAMES[function][1]]
     memory = {name: torch.empty_like(found[name]) for name in NAMES[function][1]}
     stored = {name: dtype for name, dtype in dtypes.items() if name != "out_dtype"}
-    getattr(fusednorm, function)(**given, **flags, **stored, **memory)
+    leaves = dict(zip(NAMES[function][0], given, strict=True))
+    getattr(fusednorm, function)(**leaves, **flags, **stored, **memory)
     agree(memory.values(), outputs, f"{about}, given outputs")
     if not any(dtypes.values()):
-        agree(listed(getattr(fusednorm, function + "_")(**given, **flags)), outputs, f"{about}, in place")
+        agree(listed(getattr(fusednorm, function + "_")(**leaves, **flags)), outputs, f"{about}, in place")
 
 
 def call(case, x, residual, weight, **outputs):

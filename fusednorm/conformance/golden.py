@@ -101,10 +101,10 @@ def results(vector):
         vector = {**vector, "function": function, "flags": flags, "d_out": vector["dy"]}
     function = vector.get("function", "fused_add_rms_norm_quant")
     flags, (names, outputs) = _dtypes(vector["flags"]), NAMES[function]
-    given = {name: decoded(vector.get(name)) for name in names}
+    given = [decoded(vector.get(name)) for name in names]
     if "quantization" in vector:
         flags["quantization"] = fusednorm.Quantization.parse(vector["quantization"])
-        found = getattr(fusednorm, function)(**given, **flags)
+        found = getattr(fusednorm, function)(**dict(zip(names, given, strict=True)), **flags)
         if len(found) > len(outputs):
             outputs = ("out", "scale", "zero_point", "residual_out")
         return dict(zip(outputs, (found[0].view(torch.uint8), *found[1:]), strict=True))

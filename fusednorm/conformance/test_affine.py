@@ -7,18 +7,7 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    Case,
-    check_function,
-    covering,
-    dtype_name,
-    operands,
-)
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, check_call, covering, dtype_name, operands
 
 #: Heads of the weight and of the bias: None for a row of all heads, 0 for no operand.
 HEADS = (None, 3)
@@ -37,17 +26,14 @@ def check(case, agree, weight_heads, bias_heads, x_scale=1.0):
     incoming = [t.unflatten(0, (-1, 3)) for t in ((d_out, d_total) if residual is not None else (d_out,))]
     flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
     asked = {"out_dtype": case.out}
-    given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    if residual is None:
-        function = "rms_norm"
-        del given["residual"]
-    else:
-        function = "fused_add_rms_norm"
+    function, given = "rms_norm", (x, weight, bias)
+    if residual is not None:
+        function, given = "fused_add_rms_norm", (x, residual, weight, bias)
         flags |= {"round_sum": case.round_sum, "x_scale": x_scale}
         asked |= {"residual_dtype": case.residual_out}
     about = f"{case}, heads of the weight {weight_heads}, of the bias {bias_heads}, x_scale {x_scale}"
     wanted = oracle.affine((x, residual, weight, bias), incoming, case.eps, **flags, **asked)
-    check_function(agree, function, given, incoming, wanted, about, asked, eps=case.eps, **flags)
+    check_call(agree, function, given, incoming, wanted, about, asked, eps=case.eps, **flags)
 
 
 @pytest.mark.promise("same bits")

@@ -6,19 +6,7 @@ import pytest
 
 import fusednorm
 from fusednorm.conformance import golden, oracle
-from fusednorm.conformance.cases import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    NAMES,
-    Case,
-    check_function,
-    covering,
-    dtype_name,
-    operands,
-)
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, check_call, covering, dtype_name, operands
 
 SMALL = (33, 128, 1029)
 
@@ -32,14 +20,14 @@ def check(case, agree, between=None, next_eps=None):
     flags = {"between": between, "weight_offset": case.weight_offset, "round_norm": case.round_norm}
     of_both = {"round_sum": case.round_sum, "next_eps": case.eps if next_eps is None else next_eps}
     dtypes = {"out_dtype": case.out, "residual_dtype": case.residual_out}
-    for function, incoming, more, asked in (
-        ("rms_norm_add", (d_total,), {}, {"residual_dtype": case.residual_out}),
-        ("rms_norm_add_rms_norm", (d_out, d_total), of_both, dtypes),
+    for function, last, incoming, more, asked in (
+        ("rms_norm_add", (), (d_total,), {}, {"residual_dtype": case.residual_out}),
+        ("rms_norm_add_rms_norm", (next_weight,), (d_out, d_total), of_both, dtypes),
     ):
-        given = dict(zip(NAMES[function][0], (*operands(case), next_weight), strict=False))
-        wanted = getattr(oracle, function)(tuple(given.values()), incoming, case.eps, **flags, **more, **asked)
+        given = (*operands(case), *last)
+        wanted = getattr(oracle, function)(given, incoming, case.eps, **flags, **more, **asked)
         about = f"{function}, {case}, {between}, {next_eps}"
-        check_function(agree, function, given, incoming, wanted, about, asked, eps=case.eps, **flags, **more)
+        check_call(agree, function, given, incoming, wanted, about, asked, eps=case.eps, **flags, **more)
 
 
 @pytest.mark.promise("same bits")

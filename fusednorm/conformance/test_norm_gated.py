@@ -14,8 +14,7 @@ def check(agree, case, group_size=None, **flags):
     d = operands(Case(case.rows, case.hidden, seed=1).of(case.x))[0]
     flags = {"group_size": group_size, **flags, **case.flags}
     wanted = oracle_gated.rms_norm_gated(x, z, weight, d, **flags)
-    given = {"x": x, "gate": z, "weight": weight}
-    found = recorded("rms_norm_gated", given, [d], **flags)
+    found = recorded("rms_norm_gated", (x, z, weight), [d], **flags)
     agree(found.values(), [tensor for tensor in wanted if tensor is not None], f"{case}, {flags}")
     agree(fusednorm.rms_norm_gated_(x, z, weight, **flags), found["out"], f"{case}, {flags}, in place")
 

@@ -5,19 +5,7 @@ import torch
 
 import fusednorm
 from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    NAMES,
-    Case,
-    check_function,
-    covering,
-    dtype_name,
-    operands,
-)
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, check_call, covering, dtype_name, operands
 from fusednorm.reference import rotation
 
 #: Rows of heads, in two dimensions, and heads of q and of k.
@@ -37,11 +25,10 @@ def check(agree, dtype, table, size, pairs, data="normal", **flags):
     tables = [None if t is None else t.view(*ROWS, pairs) for t in (cos, sin)]
     incoming = [operands(Case(6 * n, size, seed=4 + n).of(dtype))[0].view(*ROWS, n, size) for n in (Q, K)]
     about = f"{dtype_name(dtype)} heads of {size}, {pairs} pairs, {dtype_name(table)} tables, {data}, {flags}"
-    wanted = oracle.qk_norm_rope([*heads, *weights, *tables], incoming, 1e-6, **flags)
-
-    given = dict(zip(NAMES["qk_norm_rope"][0], (*heads, *weights, *tables), strict=True))
+    given = (*heads, *weights, *tables)
+    wanted = oracle.qk_norm_rope(given, incoming, 1e-6, **flags)
     v = qkv[..., Q + K :, :].clone()
-    check_function(agree, "qk_norm_rope", given, incoming, wanted, about, **flags)
+    check_call(agree, "qk_norm_rope", given, incoming, wanted, about, **flags)
     agree(qkv[..., Q + K :, :], v, f"{about}, v")
 
 

@@ -21,6 +21,7 @@ from fusednorm.calls.devices import devices
 from fusednorm.engine import choose
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.console import progress
+from fusednorm.tools.measure.clock import Clock
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
@@ -192,14 +193,11 @@ def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     """The median time of a call. The checked call before has warmed it up."""
+    clock = Clock(device)
     times: list[float] = []
     stop = time.perf_counter() + SECONDS_PER_CASE
     while len(times) < 3 or (time.perf_counter() < stop and len(times) < 1000):
-        begin = time.perf_counter()
-        call()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - begin)
+        times.append(clock.seconds(call))
     return sorted(times)[len(times) // 2]
 
 

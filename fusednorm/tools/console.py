@@ -6,16 +6,9 @@ import io
 import sys
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-
-def device_name(device: torch.device) -> str:
-    """A GPU's name, or "cpu"."""
-    name: str = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-    return name
 
 
 def measured_on(found: dict[str, Any]) -> str:

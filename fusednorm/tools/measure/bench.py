@@ -18,7 +18,7 @@ import fusednorm
 from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError, shape
-from fusednorm.tools.console import device_name, progress
+from fusednorm.tools.console import progress
 from fusednorm.tools.measure import plots, tables
 from fusednorm.tools.measure.cells import CPU_SHAPES, GPU_SHAPES, IN_PLACE, Cell, Results
 from fusednorm.tools.measure.clock import Clock, Contender, Run, copy, halves
@@ -131,11 +131,9 @@ class Bench:
 
     def machine(self) -> dict[str, Any]:
         """The facts that runs must have in common to share a file."""
-        found = doctor.report()
-        names = ("fusednorm", "spec", "python", "torch", "triton", "system", "processor", "instruction_set")
-        where = device_name(self.device)
         peers = {peer.name: peer.version for peer in self.peers}
-        return {**{n: found.get(n) for n in names}, "device": where, "backends": list(self.backends), "peers": peers}
+        more = {"backends": list(self.backends), "peers": peers}
+        return doctor.facts(self.device, "triton", "instruction_set") | more
 
     def minutes(self, count: int) -> float:
         """About how long this many cells take."""

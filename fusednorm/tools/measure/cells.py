@@ -70,16 +70,16 @@ class Cell:
         """The bytes of the large operands that a call reads and writes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         elements = self.rows * self.hidden_size
-        return (
-            elements * itemsize * GRADIENTS[self.op][1] if self.backward else self.measured.nbytes(elements, itemsize)
-        )
+        if self.backward:
+            return elements * itemsize * GRADIENTS[self.op][1]
+        return self.measured.nbytes(elements, itemsize)
 
 
 class Results:
     """The cells of one or several runs, written to a file one by one.
 
     Args:
-        machine: the facts that all of them have in common, see :meth:`Bench.machine`.
+        machine: the facts that all of them have in common, see :meth:`.bench.Bench.machine`.
         path: a JSON file's; None means that nothing is written.
 
     Raises:

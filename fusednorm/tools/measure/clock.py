@@ -58,9 +58,6 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.has_graphs = device.type == "cuda"
-        if device.type != "cpu":
-            properties = torch.get_device_module(device).get_device_properties(device)
-            self.cache_bytes = getattr(properties, "L2_cache_size", 0) or 64 << 20
 
     def synchronise(self) -> None:
         """Waits until the device has finished."""
@@ -79,7 +76,9 @@ class Clock:
         """The number of sets of operands that take turns, each of this many bytes."""
         if self.device.type == "cpu":
             return 1 if nbytes <= HOT_BYTES else max(2, COLD_BYTES // nbytes)
-        return max(1, min(MOST_SETS, -(-TIMES_GPU_CACHE * self.cache_bytes // nbytes)))
+        properties = torch.get_device_module(self.device).get_device_properties(self.device)
+        cache_bytes = getattr(properties, "L2_cache_size", 0) or 64 << 20
+        return max(1, min(MOST_SETS, -(-TIMES_GPU_CACHE * cache_bytes // nbytes)))
 
     def captured(self, call: Callable[..., Any], operands: list[tuple[Any, ...]]) -> Callable[[], object]:
         """Captures one call with each set of operands in a CUDA graph."""

@@ -22,7 +22,7 @@ from fusednorm.reference.norm import rounded
 from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
-from fusednorm.tools.console import device_name, measured_on
+from fusednorm.tools.console import measured_on
 from fusednorm.tools.measure import plots
 from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
 from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
@@ -221,10 +221,8 @@ def report(
                 findings[dtype].append(measure(implementation, *given[dtype], op=op))
     except KeyboardInterrupt:
         interrupted = True
-    machine = doctor.report()
     return {
-        **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
-        "device": device_name(where),
+        **doctor.facts(where),
         "op": op,
         "rows": ROWS,
         "hidden_size": hidden_size,

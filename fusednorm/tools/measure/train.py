@@ -27,7 +27,7 @@ from torch.nn import functional
 import fusednorm
 from fusednorm.tools import doctor
 from fusednorm.tools.cli import UnusableError
-from fusednorm.tools.console import device_name, measured_on, of_threads, print_markdown, progress
+from fusednorm.tools.console import measured_on, of_threads, print_markdown, progress
 from fusednorm.tools.measure import peers
 from fusednorm.tools.measure.bench import WrongBitsError
 from fusednorm.tools.measure.clock import Clock
@@ -232,10 +232,8 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     tokens = size.sequences * size.length
-    machine = doctor.report()
     return {
-        **{name: machine[name] for name in ("fusednorm", "spec", "python", "torch", "system", "processor")},
-        "device": device_name(device),
+        **doctor.facts(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "parameters": parameters,
         "tokens_per_step": tokens,
