@@ -5,6 +5,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
+from fusednorm import Quantization
 from fusednorm.compat import functional
 from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
@@ -72,13 +73,20 @@ HALF, BOTH, ROTATED = {"x": X.to(BF16), "residual": Z, "weight": WEIGHT}, {"gate
 #: Calls with other operands and flags: a function of operands by name, and these. Names say where numbers are rounded.
 MORE = {
     "heads": (fusednorm.rms_norm, {"x": Q, "weight": K[0], "bias": K[1]}),
-    "x_scale": (partly(fusednorm.fused_add_rms_norm, x_scale=0.3), ADDED),
+    "heads and x_scale": (
+        partly(fusednorm.fused_add_rms_norm, x_scale=0.3, weight_offset=1.0),
+        {"x": Q, "residual": K, "weight": K[0], "bias": BIAS},
+    ),
     "offset": (partly(fusednorm.rms_norm_, weight_offset=1.0, round_norm=True), {"x": X, "weight": WEIGHT}),
     "dtypes": (partly(fusednorm.fused_add_rms_norm, round_sum=False, out_dtype=F32, residual_dtype=BF16), HALF),
     "between": (partly(fusednorm.rms_norm_add_rms_norm, between=F32, next_eps=1e-5), HALF),
     "between, quantized": (
         partly(fusednorm.fused_add_rms_norm_quant, between=F32, quantization=VLLM_FP8_TOKEN),
         HALF,
+    ),
+    "columns, quantized": (
+        partly(fusednorm.rms_norm_quant, quantization=Quantization(torch.float8_e4m3fn, per=2, layout="column")),
+        {"x": X, "weight": WEIGHT},
     ),
     "rows of tables": (fusednorm.rotate, ROTATED | {"cos": COS, "sin": SIN}),
     "one row of tables": (fusednorm.rotate, ROTATED | {"cos": COS[0], "sin": SIN[0]}),

@@ -136,7 +136,10 @@ def test_inference_tensors_are_not_written_outside_of_inference_mode(name, backe
 def test_what_is_written(name):
     """The bits of new tensors, in tensors that are returned; nothing else is written, and autograd notices it."""
     others = FUNCTIONS[name.removesuffix("_")]
-    expected = call(name.removesuffix("_"), clones(without_outputs(others)))
+    given = clones(without_outputs(others))
+    expected = call(name.removesuffix("_"), given)
+    memory = [given[key].data_ptr() for key in tensors(given) if key not in ("scale", "zero_point")]
+    assert len({*memory, *(t.data_ptr() for t in expected)}) == len(memory) + len(expected)
     for _ in range(2):  # the first call opens the fast path
         operands = clones(FUNCTIONS[name])
         before, versions = clones(operands), {key: operands[key]._version for key in tensors(operands)}
@@ -241,18 +244,18 @@ def test_no_rows(name):
         assert [(t.shape, bool(t.any())) for t in found] == [(leaf.shape, False) for leaf in leaves]
 
 
-@functions
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MORE])
 def test_a_batch_of_calls(name):
     """Has the bits of one call for each entry, whatever the dimension of the batch."""
-    operands = without_outputs(FUNCTIONS[name])
-    keys = [key for key in tensors(operands) if operands[key].dim() > 1 and key not in ("cos", "sin")]
+    function, operands = MORE[name] if name in MORE else (getattr(fusednorm, name), without_outputs(FUNCTIONS[name]))
+    keys = [key for key in tensors(operands) if operands[key].dim() > 1 and key not in ("cos", "sin", "weight", "bias")]
     batch = [torch.stack((operands[key], -operands[key], operands[key] + 1), 1) for key in keys]
 
     def of_rows(*rows):
-        return tuple(call(name, clones(operands) | {key: t.clone() for key, t in zip(keys, rows, strict=True)}))
+        given = dict(zip(keys, rows, strict=True))
+        return tuple(called(function, clones(operands) | clones(given)))
 
-    wanted = [
-        torch.stack(outputs) for outputs in zip(*(of_rows(*(t[:, i] for t in batch)) for i in range(3)), strict=True)
-    ]
+    one_by_one = [of_rows(*(t[:, i] for t in batch)) for i in range(3)]
+    wanted = [torch.stack(outputs) for outputs in zip(*one_by_one, strict=True)]
     assert same(torch.vmap(of_rows, in_dims=1)(*batch), wanted)
     assert same(torch.vmap(of_rows)(*(t.transpose(0, 1).contiguous() for t in batch)), wanted)

@@ -8,12 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from every_operation import Named, Seen
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile as autograd_profile
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -95,18 +94,6 @@ def same(a, b):
 
 def packet(name):
     return getattr(torch.ops.fusednorm, name.strip()).default
-
-
-class Seen(TorchDispatchMode):
-    """Keeps the operations that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.operations.append(operation)
-        return operation(*args, **(kwargs or {}))
 
 
 @calls
@@ -246,18 +233,6 @@ def test_fake_tensor_mode_with_plain_tensors():
             for output in call(X, RESIDUAL, WEIGHT):
                 assert type(output) is torch._subclasses.FakeTensor
                 assert output.shape == X.shape
-
-
-class Named(TorchFunctionMode):
-    """Keeps the functions that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.functions = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.functions.append(function)
-        return function(*args, **(kwargs or {}))
 
 
 PUBLIC = {
