@@ -50,7 +50,7 @@ FUNCTIONS = {
     "rms_norm_quant": {"x": X, "weight": WEIGHT} | QUANTIZED | NORMED,
     "rotate": {"x": Q} | TURN | {"out": torch.zeros(4, 2, 6)},
     "silu_and_mul": {"gate": X, "up": Z} | OUT,
-    "silu_and_mul_quant": {"gate": X, "up": Z} | GIVEN,
+    "silu_and_mul_quant": {"gate": X, "up": Z} | GIVEN | {"out": NUMBERS},
 }
 #: The operands that a function in place writes.
 IN_PLACE = {

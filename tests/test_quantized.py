@@ -73,6 +73,11 @@ def test_prewarm(monkeypatch, quantization):
         (lambda: quantize(X, TOKEN, zero_point_out=POINT.expand(6, 1)), TypeError, "computes no zero points"),
         (lambda: quantize(X, BLOCK, scale_out=torch.empty(6, 1)), ValueError, r"scale_out must have shape \[6, 2\]"),
         (
+            lambda: quantize(a := torch.ones(3, 8), Quantization(E4M3, per=1), scale_out=a),
+            ValueError,
+            "scale_out shares memory with y",
+        ),
+        (
             lambda: rms_norm_quant(X, quantization=BLOCK, normed_out=X.view(6, 128).T.contiguous().T.half()),
             TypeError,
             "normed_out must be float32, got float16",
