@@ -1,7 +1,6 @@
 """A bias, weights of heads and a scaled x: what is refused, who sees the call, and which path it takes."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -225,31 +224,6 @@ def test_no_weight_multiplies_by_nothing():
     assert rms_norm(x, None, out_dtype=F32).dtype == F32
     assert torch.equal(rms_norm(x, None, out_dtype=F32).to(F16), rms_norm(x))
     assert fusednorm.rms_norm(X.double(), bias=WEIGHT).dtype == F64
-
-
-def test_prewarm(monkeypatch):
-    """Aligned rows and others, with gradients and without: the kinds of calls that were asked for."""
-    module, called = sys.modules["fusednorm.operations.prewarm"], []
-
-    def spy(x, *operands, bias=None, x_scale=1.0, **flags):
-        called.append([t.data_ptr() % 16 for t in (x, *operands, bias)])
-        called[-1] += [tuple(operands[-1].shape), tuple(bias.shape), x_scale, bias.requires_grad]
-        if len(operands) == 1:
-            return rms_norm(x, *operands, bias=bias, **flags)
-        return fused_add_rms_norm(x, *operands, bias=bias, x_scale=x_scale, **flags)
-
-    monkeypatch.setattr(module, "rms_norm", spy)
-    monkeypatch.setattr(module, "fused_add_rms_norm", spy)
-    for heads, shape in ((1, (64,)), (5, (2, 64))):
-        called.clear()
-        fusednorm.prewarm(64, F32, bias=True, heads=heads, x_scale=0.5, training=True, norm_before_add=True)
-        rows = [
-            [*[at] * operands, shape, shape, x_scale, gradients]
-            for at in (0, 4)
-            for gradients in (False, True)
-            for operands, x_scale in ((3, 1.0), (4, 0.5))
-        ]
-        assert called == rows
 
 
 @pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")

@@ -45,17 +45,13 @@ def test_every_function_in_place_is_here():
 
 @functions
 def test_a_function_mode_sees_the_function_that_was_called(name):
-    """That one alone, also where it calls another one."""
+    """That one alone, also where it calls another one; and so does a mode around that mode."""
     expected = call(name, clones(FUNCTIONS[name]))
     operands = clones(FUNCTIONS[name])
     with Named() as mode:
         found = call(name, operands)
     assert mode.functions == [getattr(fusednorm, name)]
     assert same(found, expected)
-
-
-@functions
-def test_each_of_two_function_modes_sees_the_function_that_was_called(name):
     operands = clones(FUNCTIONS[name])
     with Named() as outer, Named() as inner:
         call(name, operands)
@@ -64,7 +60,7 @@ def test_each_of_two_function_modes_sees_the_function_that_was_called(name):
 
 @functions
 def test_a_subclass_sees_the_function_that_was_called(name):
-    """Whichever operand it is."""
+    """Whichever operand it is; results are of the subclass, unless they are tensors that were given."""
     public, seen = [getattr(fusednorm, name) for name in FUNCTIONS], []
 
     class Function(torch.Tensor):
@@ -78,8 +74,9 @@ def test_a_subclass_sees_the_function_that_was_called(name):
         if isinstance(operand, torch.Tensor):
             operands = clones(FUNCTIONS[name]) | {key: operand.as_subclass(Function)}
             seen.clear()
-            call(name, operands)
+            found = call(name, operands)
             assert seen == [getattr(fusednorm, name)], key
+            assert {type(t) for t in found} <= {Function} | {type(operands[key]) for key in written_by(name)}, key
 
 
 @functions
@@ -154,6 +151,23 @@ def test_what_is_written(name):
         assert not {t.data_ptr() for t in expected} & {
             t.data_ptr() for t in operands.values() if hasattr(t, "data_ptr")
         }
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tangents_in_place(name):
+    """Under a transform, whose tensors have no addresses that could be compared."""
+    keys = have_gradients(FUNCTIONS[name])
+    operands = tuple(FUNCTIONS[name][key] for key in keys)
+
+    def tangents(name):
+        def of_clones(*given):
+            return tuple(call(name, clones(without_outputs(FUNCTIONS[name]) | dict(zip(keys, given, strict=True)))))
+
+        return torch.func.jvp(of_clones, operands, tuple(t.flip(0) for t in operands))
+
+    for found, wanted in zip(tangents(name), tangents(name.removesuffix("_")), strict=True):
+        assert same(found, wanted)
 
 
 @functions

@@ -26,13 +26,6 @@ def says(*parts):
     return re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
 
 
-def freed():
-    """A tensor whose memory was given back, as that of sharded parameters is between layers."""
-    found = torch.ones(3, 8)
-    found.untyped_storage().resize_(0)
-    return found
-
-
 def nested(layout):
     return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
 
@@ -66,11 +59,6 @@ def quantised():
             lambda: rms_norm(X.int()),
             TypeError,
             says("x must be float16, bfloat16, float32 or float64, got int32", ".to("),
-        ),
-        (
-            lambda: fused_add_rms_norm(X, X.double()),
-            TypeError,
-            says("residual is float64 while x is float32", "double"),
         ),
         (
             lambda: rms_norm(X, out=X.double()),
@@ -114,7 +102,6 @@ def quantised():
         ),
         (lambda: rms_norm(X, out=BIG[:, ::2]), ValueError, says("out is written in place", "strides [16, 2]")),
         (lambda: rms_norm_(BIG[:, ::2]), ValueError, says("x is written in place", "contiguous", "strides [16, 2]")),
-        (lambda: rms_norm_(X[:1].expand(3, 8)), ValueError, says("x is written in place", "strides [0, 1]")),
         (lambda: rms_norm(X, out=BIG.as_strided((3, 8), (7, 1))), ValueError, says("without overlap", "[7, 1]")),
         (
             lambda: rms_norm(X, eps=None),
@@ -122,17 +109,11 @@ def quantised():
             says("eps must be a number, got NoneType; leave it out for 1e-06", "torch.finfo(torch.float32).eps"),
         ),
         (
-            lambda: rms_norm(X, eps="1e-6"),
-            TypeError,
-            says("eps must be a number, got str; pass a float"),
-        ),
-        (
             lambda: rms_norm(X, weight_offset=None),
             TypeError,
             says("weight_offset must be a number, got NoneType; leave it out for 0.0"),
         ),
         (lambda: rms_norm(X, eps=tensor(1.0)), TypeError, says("eps must be a number, got Tensor; pass eps.item()")),
-        (lambda: rms_norm(X, eps=10**400), ValueError, says("eps must be a number that a float64 holds")),
         (
             lambda: fused_add_rms_norm(X, X, round_sum="no"),
             TypeError,
@@ -144,7 +125,6 @@ def quantised():
         (lambda: rms_norm(X.to_sparse_csr()), TypeError, says("x must be a dense tensor", "sparse_csr")),
         (lambda: rms_norm(nested(torch.jagged)), TypeError, says("x must be a dense tensor, got a nested", "values()")),
         (lambda: rms_norm(nested(torch.strided)), TypeError, says("x must be a dense tensor, got a nested one")),
-        (lambda: rms_norm(freed()), TypeError, says("x is a Tensor without memory for all its elements")),
         (lambda: rms_norm(tensor(1.0).expand(2**40), out=None), RuntimeError, says("memory")),
         (lambda: rms_norm(tensor([1.0]).expand(2**40, 1)), RuntimeError, says("memory")),
         (lambda: fusednorm.explain([1.0]), TypeError, says("x must be a torch.Tensor, got list")),
@@ -238,21 +218,6 @@ def test_shared_memory(call, message):
     assert "shares memory" in str(raised.value)
     assert "clone()" in str(raised.value)
     assert torch.equal(m, before)
-
-
-def test_negative_views():
-    """A tensor whose values are the negatives of what its memory holds."""
-    z = torch.randn(4, 6, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0))
-    x = z.conj().imag
-    assert x.is_neg()
-    assert torch.equal(rms_norm(x), rms_norm(-z.imag))
-    weight = z[0].conj().imag
-    assert torch.equal(rms_norm(-z.imag, weight), rms_norm(-z.imag, -z.imag[0]))
-    one = z[:1, :1].conj().imag  # of one element, and so contiguous
-    for _ in range(2):
-        assert torch.equal(rms_norm(one, weight_offset=0.0), rms_norm(-z.imag[:1, :1]))
-    with pytest.raises(ValueError, match="written in place"):
-        rms_norm_(one)
 
 
 class Wrapper(torch.Tensor):

@@ -268,24 +268,6 @@ def test_a_default_device_takes_the_fast_path(name, monkeypatch):
         assert same(CALLS[name](X, RESIDUAL, WEIGHT), expected)
 
 
-@calls
-def test_subclasses(name):
-    """Subclasses that override functions see the public one; those that do not get their own type back."""
-    seen = []
-
-    class Function(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return super().__torch_function__(function, types, args, kwargs or {})
-
-    expected = CALLS[name](X, RESIDUAL, WEIGHT)
-    outputs = CALLS[name](X.clone().as_subclass(Function), RESIDUAL, WEIGHT)
-    assert PUBLIC[name] in seen
-    assert {type(output) for output in outputs} == {Function}
-    assert same([output.as_subclass(torch.Tensor) for output in outputs], expected)
-
-
 def test_fx_keeps_modules_as_leaves_and_functions_as_calls():
     block = Block()
     traced = torch.fx.symbolic_trace(block)
