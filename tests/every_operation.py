@@ -5,6 +5,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
+from fusednorm import Quantization
 from fusednorm.compat import functional
 from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
@@ -49,7 +50,7 @@ FUNCTIONS = {
     "rms_norm_quant": {"x": X, "weight": WEIGHT} | QUANTIZED | NORMED,
     "rotate": {"x": Q} | TURN | {"out": torch.zeros(4, 2, 6)},
     "silu_and_mul": {"gate": X, "up": Z} | OUT,
-    "silu_and_mul_quant": {"gate": X, "up": Z} | GIVEN,
+    "silu_and_mul_quant": {"gate": X, "up": Z} | GIVEN | {"out": NUMBERS},
 }
 #: The operands that a function in place writes.
 IN_PLACE = {
@@ -72,13 +73,20 @@ HALF, BOTH, ROTATED = {"x": X.to(BF16), "residual": Z, "weight": WEIGHT}, {"gate
 #: Calls with other operands and flags: a function of operands by name, and these. Names say where numbers are rounded.
 MORE = {
     "heads": (fusednorm.rms_norm, {"x": Q, "weight": K[0], "bias": K[1]}),
-    "x_scale": (partly(fusednorm.fused_add_rms_norm, x_scale=0.3), ADDED),
+    "heads and x_scale": (
+        partly(fusednorm.fused_add_rms_norm, x_scale=0.3, weight_offset=1.0),
+        {"x": Q, "residual": K, "weight": K[0], "bias": BIAS},
+    ),
     "offset": (partly(fusednorm.rms_norm_, weight_offset=1.0, round_norm=True), {"x": X, "weight": WEIGHT}),
     "dtypes": (partly(fusednorm.fused_add_rms_norm, round_sum=False, out_dtype=F32, residual_dtype=BF16), HALF),
     "between": (partly(fusednorm.rms_norm_add_rms_norm, between=F32, next_eps=1e-5), HALF),
     "between, quantized": (
         partly(fusednorm.fused_add_rms_norm_quant, between=F32, quantization=VLLM_FP8_TOKEN),
         HALF,
+    ),
+    "columns, quantized": (
+        partly(fusednorm.rms_norm_quant, quantization=Quantization(torch.float8_e4m3fn, per=2, layout="column")),
+        {"x": X, "weight": WEIGHT},
     ),
     "rows of tables": (fusednorm.rotate, ROTATED | {"cos": COS, "sin": SIN}),
     "one row of tables": (fusednorm.rotate, ROTATED | {"cos": COS[0], "sin": SIN[0]}),
@@ -92,7 +100,7 @@ MORE = {
     "halves, quantized": (partly(fusednorm.silu_and_mul_quant, quantization=SGLANG_FP8_TOKEN), BOTH),
     "groups": (partly(fusednorm.rms_norm_gated, group_size=2), GATED),
     "the gate first": (partly(fusednorm.rms_norm_gated, norm_before_gate=False, activation="gelu_tanh"), GATED),
-    "functional": (lambda x, weight: functional.rms_norm(x, weight.shape, weight), {"x": X, "weight": WEIGHT}),
+    "functional": (lambda x, weight: functional.rms_norm(x, weight.shape, weight), {"x": Q, "weight": K[0]}),
 }
 
 FLAGS = {"eps": 1e-6, "weight_offset": 0.0, "round_sum": True, "round_norm": False}

@@ -458,12 +458,18 @@ def fuzz(seed, first, count, seconds, progress):
     return 0
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parser_of(description):
+    """The options that say how many inputs there are, and which."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1, help="how long")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--first", type=int, default=0, help="the number of the first input")
     parser.add_argument("--count", type=int, help="no more inputs than this")
+    return parser
+
+
+def main():
+    parser = parser_of(__doc__)
     parser.add_argument("--progress", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.progress is not None:

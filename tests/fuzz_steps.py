@@ -9,9 +9,7 @@ what the reference raises on copies; or it refuses to write to a layout or an ov
 written nothing. Gradients too are the reference's.
 """
 
-import argparse
 import itertools
-import os
 import sys
 import time
 from collections import Counter
@@ -25,6 +23,7 @@ from fusednorm.backends import cpu
 from fusednorm.conformance.test_quantized import ALL as QUANTIZATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
+import fuzz
 from fuzz import DTYPES, NORMAL, ROOM, Memory, contiguous, may_be_refused, outcome, reach, same, with_negatives
 
 EPS = (0.0, 1e-30, 1e-6, 1e-5, 0.1, 3e38, float("inf"))
@@ -408,11 +407,7 @@ def check_gradients(given):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1, help="how long")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    parser.add_argument("--first", type=int, default=0, help="the number of the first input")
-    parser.add_argument("--count", type=int, help="no more inputs than this")
+    parser = fuzz.parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="these steps")
     asked = parser.parse_args()
     memories = [Memory() for _ in range(MEMORIES + 1)]

@@ -1,13 +1,10 @@
 """A bias, weights of heads and a scaled x: what is refused, who sees the call, and which path it takes."""
 
 import itertools
-import sys
 
 import pytest
 import torch
 from other_backend import registered
-from torch.func import vmap
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
@@ -20,7 +17,6 @@ from fusednorm.operations import norm
 
 X, RESIDUAL, WEIGHT = (t.view(2, 3, 64) if t.dim() > 1 else t for t in operands(Case(6, 64).of(F32)))
 HEADS = torch.stack((WEIGHT, WEIGHT + 1, WEIGHT + 2))
-LEAF = X.clone().requires_grad_()
 
 
 def same(a, b):
@@ -37,22 +33,6 @@ def same(a, b):
             ValueError,
             r"bias has two dimensions.* last two \[3, 64\], got \[64, 3\]",
         ),
-        (lambda: rms_norm(X, bias=WEIGHT[:5]), ValueError, r"bias must have shape \[64\]"),
-        (lambda: rms_norm(X, bias=WEIGHT.double()), TypeError, "bias is float64 while x is float32"),
-        (lambda: rms_norm(X, HEADS.double()), TypeError, "weight is float64 while x is float32"),
-        (lambda: rms_norm(X, bias=3.0), TypeError, "bias must be a torch.Tensor, got float"),
-        (lambda: rms_norm(X, bias=HEADS.to_sparse()), TypeError, "bias must be a dense tensor"),
-        (lambda: fused_add_rms_norm(X, RESIDUAL, x_scale="2"), TypeError, "x_scale must be a number, got str"),
-        (
-            lambda: fused_add_rms_norm(X, RESIDUAL, x_scale=None),
-            TypeError,
-            "x_scale must be a number.*leave it out for 1",
-        ),
-        (lambda: rms_norm_(LEAF, HEADS), RuntimeError, r"rms_norm_\(\): one of the arguments requires grad"),
-        (lambda: rms_norm_(X, bias=LEAF[0]), RuntimeError, r"rms_norm_\(\): one of the arguments requires grad"),
-        (lambda: fused_add_rms_norm_(X, X[:, :], HEADS), ValueError, "residual shares memory with x"),
-        (lambda: fused_add_rms_norm(X, RESIDUAL, HEADS, out=X, residual_out=X), ValueError, "residual_out shares"),
-        (lambda: rms_norm(X, HEADS, out=X[:, :1].expand(2, 3, 64)), ValueError, "out is written in place, so"),
     ],
 )
 def test_what_is_refused_is_named(call, error, words):
@@ -106,7 +86,8 @@ def test_c_takes_the_usual_calls(monkeypatch, threads, shape):
         x, residual = x.view(shape), residual.view(shape)
         for r, x_scale in ((None, 1.0), (residual, 1.0), (residual, 0.22)):
             wanted = separately(x, r, weight, bias, x_scale, flags)
-            with monkeypatch.context() as patch:
+            with monkeypatch.context() as patch, fusednorm.use_backend("cpu"):
+                rms_norm(x)  # opens the fast path
                 patch.setattr(norm, "beyond_fast_path", None)
                 torch.set_num_threads(threads)
                 if r is None:
@@ -211,13 +192,6 @@ def test_gradients_of_no_heads(backend):
     assert [gradient.shape for gradient in gradients] == [x.shape, weight.shape, bias.shape]
 
 
-def test_each_operand_may_need_a_gradient():
-    rms_norm(X)  # opens the fast path
-    for index in range(4):
-        x, r, w, b = (t.clone().requires_grad_(i == index) for i, t in enumerate((X, RESIDUAL, HEADS, WEIGHT)))
-        assert fused_add_rms_norm(x, r, w, bias=b)[0].requires_grad
-
-
 @pytest.mark.parametrize("round_sum", [True, False])
 def test_what_is_kept_for_gradients(round_sum):
     """What the norm alone keeps, the weight and the bias, and no rows of float32."""
@@ -232,66 +206,6 @@ def test_what_is_kept_for_gradients(round_sum):
     assert torch.autograd.grad(y.sum() + total.sum(), heads, retain_graph=True)[0].shape == HEADS.shape
     (dx,) = torch.autograd.grad(total.sum(), x)
     assert dx.eq(0.5).all()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_gradients_are_derivatives():
-    x, residual, weight, heads = (
-        t.double().detach() for t in (X[..., :5], RESIDUAL[..., :5], WEIGHT[:5], HEADS[:, :5])
-    )
-    for leaves in ((x, residual, heads, weight), (x, residual, weight, heads)):
-        leaves = [t.clone().requires_grad_() for t in leaves]
-
-        def call(x, residual, weight, bias):
-            return fused_add_rms_norm(x, residual, weight, bias=bias, x_scale=0.3, weight_offset=1.0)
-
-        assert torch.autograd.gradcheck(call, leaves)
-        assert torch.autograd.gradgradcheck(call, leaves)
-        assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, check_backward_ad=False)
-
-
-def test_compiled_in_one_graph():
-    seen = []
-
-    def backend(graph, inputs):
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    def call(x, residual, weight, bias):
-        return fused_add_rms_norm(x, residual, weight, bias=bias, x_scale=0.3, round_norm=True)
-
-    x, residual, weight, heads = (t.to(BF16) for t in (X, RESIDUAL, WEIGHT, HEADS))
-    for how in (backend, "aot_eager"):
-        compiled = torch.compile(call, fullgraph=True, backend=how)
-        for w, b in ((heads, weight), (weight, heads)):
-            leaves, more = ([t.clone().requires_grad_() for t in (x, residual, w, b)] for _ in range(2))
-            found, wanted = compiled(*leaves), call(*more)
-            assert same(found, wanted)
-            assert same(torch.autograd.grad(found, leaves, wanted), torch.autograd.grad(wanted, more, wanted))
-    assert {"fusednorm.scale", "fusednorm.affine"} <= set(seen)
-
-
-def test_a_function_mode_sees_one_call():
-    seen = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append((function, *(kwargs or {}).keys()))
-            return function(*args, **(kwargs or {}))
-
-    with Mode():
-        rms_norm(X, HEADS, bias=WEIGHT)
-        fused_add_rms_norm(X, RESIDUAL, x_scale=0.5)
-    assert [function for function, *_ in seen] == [rms_norm, fused_add_rms_norm]
-    assert "bias" in seen[0]
-    assert "x_scale" in seen[1]
-
-
-def test_a_batch_of_calls_is_one_call():
-    def call(x, residual):
-        return fused_add_rms_norm(x, residual, HEADS, bias=WEIGHT, x_scale=0.5)
-
-    assert same(vmap(call)(X, RESIDUAL), call(X, RESIDUAL))
 
 
 def test_rows_in_two_levels_in_place():
@@ -312,31 +226,6 @@ def test_no_weight_multiplies_by_nothing():
     assert rms_norm(x, None, out_dtype=F32).dtype == F32
     assert torch.equal(rms_norm(x, None, out_dtype=F32).to(F16), rms_norm(x))
     assert fusednorm.rms_norm(X.double(), bias=WEIGHT).dtype == F64
-
-
-def test_prewarm(monkeypatch):
-    """Aligned rows and others, with gradients and without: the kinds of calls that were asked for."""
-    module, called = sys.modules["fusednorm.operations.prewarm"], []
-
-    def spy(x, *operands, bias=None, x_scale=1.0, **flags):
-        called.append([t.data_ptr() % 16 for t in (x, *operands, bias)])
-        called[-1] += [tuple(operands[-1].shape), tuple(bias.shape), x_scale, bias.requires_grad]
-        if len(operands) == 1:
-            return rms_norm(x, *operands, bias=bias, **flags)
-        return fused_add_rms_norm(x, *operands, bias=bias, x_scale=x_scale, **flags)
-
-    monkeypatch.setattr(module, "rms_norm", spy)
-    monkeypatch.setattr(module, "fused_add_rms_norm", spy)
-    for heads, shape in ((1, (64,)), (5, (2, 64))):
-        called.clear()
-        fusednorm.prewarm(64, F32, bias=True, heads=heads, x_scale=0.5, training=True, norm_before_add=True)
-        rows = [
-            [*[at] * operands, shape, shape, x_scale, gradients]
-            for at in (0, 4)
-            for gradients in (False, True)
-            for operands, x_scale in ((3, 1.0), (4, 0.5))
-        ]
-        assert called == rows
 
 
 @pytest.mark.skipif(bool(cpu.unavailable()), reason="needs the C library")

@@ -11,6 +11,8 @@ import fusednorm
 
 WRONG = {
     "no tensor": lambda t: 3,
+    "nothing": lambda t: None,
+    "an integer": lambda t: t.to(torch.int16),
     "an array": lambda t: t.numpy(),
     "a dtype": lambda t: t.to(torch.complex64),
     "wider": lambda t: t.double(),
@@ -18,6 +20,8 @@ WRONG = {
     "nested": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
     "a device": lambda t: t.to("meta"),
     "rows": lambda t: torch.cat((t, t, t)),
+    "columns": lambda t: t[..., :-1].contiguous(),
+    "one row of memory": lambda t: t[:1].expand(t.shape),
     "no dimension": lambda t: t.flatten()[0],
 }
 #: Right, though another shape: the only operand with rows, one element without a dimension, one position for all.
@@ -32,7 +36,7 @@ FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch
 FLAGS |= dict.fromkeys(("round_sum", "round_norm", "norm", "interleaved", "round_products"), (2, None, "no"))
 FLAGS |= {"norm_before_gate": (2, None), "group_size": (0, 4, 2.0), "activation": ("swish", None)}
 FLAGS |= {"next_eps": ("1", 1j), "quantization": ("int8", None)}
-FLAGS |= {"out_dtype": (torch.int8, "float32"), "residual_dtype": (torch.int8, torch.float64)}
+FLAGS |= {"out_dtype": (torch.int8, "float32", torch.float64), "residual_dtype": (torch.int8, torch.float64)}
 FLAGS |= {"between": (torch.float16, torch.float64, "float32")}
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -52,13 +56,14 @@ def test_a_bad_operand_is_named(name, wrong):
     function, operands = getattr(fusednorm, name), clones(FUNCTIONS[name])
     function(**clones(operands))
     before = clones(operands)
-    for key in tensors(operands):
+    required = [key for key, p in inspect.signature(function).parameters.items() if p.default is p.empty]
+    for key in {"nothing": required, "one row of memory": written_by(name)}.get(wrong, tensors(operands)):
         if FITS & {(name, key, wrong), (key, wrong)}:
             continue
         message = refused(function, operands | {key: WRONG[wrong](operands[key])})
-        if not (key in OF_ROWS and wrong in ("a device", "rows")):
+        if not (key in OF_ROWS and wrong in ("a device", "rows", "columns")):
             named = "k_out" if (name, key, wrong) == ("qk_norm_rope", "k", "wider") else key  # of k's dtype
-            assert re.match(rf"{named} (must|is|has two)\b", message), (key, message)
+            assert re.match(rf"{named} (must|is|has two|has elements)\b", message), (key, message)
     assert all(operands[key].equal(before[key]) for key in tensors(operands))
 
 
@@ -75,15 +80,16 @@ def test_a_bad_flag_is_named(name):
 
 @functions
 def test_memory_that_is_shared_with_what_is_written_is_refused(name):
-    """Whichever operand begins a few bytes after what is written; and nothing is written."""
+    """Of operands that begin a few bytes after it, or there, if they are written too or have another size."""
     function = getattr(fusednorm, name)
     for key in written_by(name):
         for other in tensors(FUNCTIONS[name]):
             if other == key:
                 continue
-            for _ in range(2):
+            sizes = {FUNCTIONS[name][role].nbytes for role in (key, other)}
+            for start in (8, 8, 0)[: 2 + (other in written_by(name) or len(sizes) > 1)]:
                 operands, memory = clones(FUNCTIONS[name]), torch.zeros(1000, dtype=torch.uint8)
-                for role, begin in ((key, 0), (other, 8)):
+                for role, begin in ((key, 0), (other, start)):
                     t = operands[role]
                     operands[role] = memory[begin : begin + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
                 before = memory.clone()

@@ -580,24 +580,6 @@ def test_several_dimensions_that_are_not_contiguous():
     same(functional.rms_norm(x, (4, 5), weight, EPS).view(3, 20), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-def test_compiled():
-    """One graph, the same bits; in place, too."""
-    x, residual, weight = of(BF16)
-    compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
-    y = compiled(functional.rms_norm)(x.view(6, 8, 17), (8, 17), weight.view(8, 17))
-    same(y, functional.rms_norm(x.view(6, 8, 17), (8, 17), weight.view(8, 17)))
-    module = liger.LigerFusedAddRMSNorm(136).bfloat16()
-    for actual, wanted in zip(compiled(module)(x, residual), module(x, residual), strict=True):
-        same(actual, wanted)
-    a, b, c, d = x.clone(), residual.clone(), x.clone(), residual.clone()
-    compiled(flashinfer.gemma_fused_add_rmsnorm)(a, b, weight)
-    flashinfer.gemma_fused_add_rmsnorm(c, d, weight)
-    same(a, c)
-    same(b, d)
-    torch._dynamo.reset()
-
-
 # What the peers compute, in plain torch: every peer's own order of roundings, written out.
 
 

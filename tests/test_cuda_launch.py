@@ -26,6 +26,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def names(monkeypatch):
+    """The names of kernels that are loaded from now on."""
+    found, load = [], cuda._load
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: found.append(variant.kernel) or load(variant, device))
+    return found
+
+
 def test_forward():
     """Nothing before; afterwards the same bits, in the same layouts; never what overlaps or begins between elements."""
     take = fast_path.forward_on({"cuda"})
@@ -74,11 +82,8 @@ def test_forward():
 
 
 @pytest.mark.parametrize("between", [None, F32])
-def test_a_norm_before_the_addition(between, monkeypatch):
+def test_a_norm_before_the_addition(between, names):
     """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
     x, residual, weight = operands(Case(rows=5, hidden=2056).of(BF16))
     numbers = (1e-5, 0.0, True, False)
     take = fast_path.forward_on({"cuda"})
@@ -124,11 +129,8 @@ def test_a_norm_before_the_addition(between, monkeypatch):
     ],
     ids=str,
 )
-def test_what_is_around_a_norm(case, heads, levels, monkeypatch):
+def test_what_is_around_a_norm(case, heads, levels, names):
     """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
     x, residual, weight = operands(case)
     if levels == 2:  # the rows of heads lie beside each other, and those of tokens apart
         x = torch.cat((x.view(-1, heads, case.hidden),) * 2, dim=1)[:, heads:]
@@ -230,11 +232,8 @@ def quantized_calls(case, levels=1):
     ],
     ids=str,
 )
-def test_quantized_rows(case, levels, monkeypatch):
+def test_quantized_rows(case, levels, names):
     """One kernel; the fast path launches it from the second call on."""
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
     python, fast = quantized_calls(case, levels)
     wide = "_wide" * (case.hidden > 131_072)
     kinds = [(QUANTIZED[1], None, {}), (QUANTIZED[1], case.x, {}), (QUANTIZED[3], F32, {})]
@@ -299,10 +298,7 @@ def test_floors_limits_zeros_and_what_is_no_number():
         assert not differing(found[1], wanted[1]).any(), quantization
 
 
-def test_prewarm_loads_all_that_quantized_calls_will_need(monkeypatch):
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+def test_prewarm_loads_all_that_quantized_calls_will_need(names):
     with fusednorm.use_backend("cuda"):
         fusednorm.prewarm(128, BF16, quantization=QUANTIZED[1])
         assert {"forward", "quantize"} == set(names)
@@ -316,10 +312,7 @@ def test_prewarm_loads_all_that_quantized_calls_will_need(monkeypatch):
 
 
 @pytest.mark.parametrize(("training", "dtype"), [(False, BF16), (True, F16)])
-def test_prewarm_loads_all_that_calls_with_a_gate_will_need(training, dtype, monkeypatch):
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
+def test_prewarm_loads_all_that_calls_with_a_gate_will_need(training, dtype, names):
     with fusednorm.use_backend("cuda"):
         fusednorm.prewarm(136, dtype, activation="silu", training=training)
         assert set(names) >= {"forward", "gate", *["gate_backward"] * training}
@@ -396,11 +389,8 @@ def of_gate(function, y, z, backend):
         return out, *torch.autograd.grad(out, leaves, out.detach())
 
 
-def test_gates_have_kernels_of_their_own(monkeypatch):
+def test_gates_have_kernels_of_their_own(names):
     """One kernel for each pass, loaded once for a kind, whatever the number of rows."""
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
     nothing_held()
     seen = []
     for rows, flags in itertools.product((5, 70), GATES):
@@ -455,11 +445,8 @@ def test_where_rows_of_gates_lie(dtype, hidden):
     ],
     ids=str,
 )
-def test_a_norm_with_a_gate(case, levels, monkeypatch):
+def test_a_norm_with_a_gate(case, levels, names):
     """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
     x, z, weight = operands(case)
     if levels == 2:  # pairs of rows, with as much again before the next pair
         x = torch.cat((x.view(-1, 2, case.hidden),) * 2, dim=1)[:, 2:]
@@ -543,11 +530,8 @@ ROTATIONS = (
 
 
 @pytest.mark.parametrize(("dtype", "size", "pairs", "flags"), ROTATIONS, ids=str)
-def test_heads(dtype, size, pairs, flags, monkeypatch):
+def test_heads(dtype, size, pairs, flags, monkeypatch, names):
     """One kernel for q and k, views into one tensor; in place, v keeps its bits; kernels of other calls never run."""
-    names = []
-    load = cuda._load
-    monkeypatch.setattr(cuda, "_load", lambda variant, device: names.append(variant.kernel) or load(variant, device))
     generator = torch.Generator().manual_seed(size)
     qkv = torch.randn(2, 5, 7, size, generator=generator).to(dtype)
     q, k = qkv[..., :4, :], qkv[..., 4:6, :]

@@ -285,38 +285,6 @@ def test_tangents_of_batches_of_compositions(name):
         close(derived(ours), derived(torchs))
 
 
-@pytest.mark.parametrize(
-    ("into", "new"),
-    [
-        (lambda x, z, w: rms_norm_(x, w, bias=w), lambda x, z, w: rms_norm(x, w, bias=w)),
-        (
-            lambda x, z, w: fused_add_rms_norm_(x, z, w, x_scale=0.5),
-            lambda x, z, w: fused_add_rms_norm(x, z, w, x_scale=0.5),
-        ),
-        (lambda x, z, w: fusednorm.rms_norm_add_(x, z, w), lambda x, z, w: fusednorm.rms_norm_add(x, z, w)),
-        (
-            lambda x, z, w: fusednorm.rms_norm_add_rms_norm_(x, z, w, w),
-            lambda x, z, w: fusednorm.rms_norm_add_rms_norm(x, z, w, w),
-        ),
-        (
-            lambda x, z, w: fusednorm.rms_norm_gated_(x, z, w, group_size=1, norm_before_gate=False),
-            lambda x, z, w: fusednorm.rms_norm_gated(x, z, w, group_size=1, norm_before_gate=False),
-        ),
-    ],
-)
-def test_compositions_in_place(into, new):
-    """Under a transform, whose tensors have no addresses that could be compared."""
-    x, z, weight = tensors((1, 1, 1))
-
-    def transformed(call):
-        def of_copies(x, z):
-            return call(x.clone(), z.clone(), weight)
-
-        return jvp(of_copies, (x, z), (z, x)), vmap(of_copies)(torch.stack((x, z)), torch.stack((z, x)))
-
-    close(transformed(into), transformed(new))
-
-
 def test_third_derivatives():
     values = tensors((1, 1, 1), rows=(1,))
     directions = [[torch.randn(t.shape, dtype=F64) for t in values] for _ in range(3)]

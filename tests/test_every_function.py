@@ -45,17 +45,13 @@ def test_every_function_in_place_is_here():
 
 @functions
 def test_a_function_mode_sees_the_function_that_was_called(name):
-    """That one alone, also where it calls another one."""
+    """That one alone, also where it calls another one; and so does a mode around that mode."""
     expected = call(name, clones(FUNCTIONS[name]))
     operands = clones(FUNCTIONS[name])
     with Named() as mode:
         found = call(name, operands)
     assert mode.functions == [getattr(fusednorm, name)]
     assert same(found, expected)
-
-
-@functions
-def test_each_of_two_function_modes_sees_the_function_that_was_called(name):
     operands = clones(FUNCTIONS[name])
     with Named() as outer, Named() as inner:
         call(name, operands)
@@ -64,7 +60,7 @@ def test_each_of_two_function_modes_sees_the_function_that_was_called(name):
 
 @functions
 def test_a_subclass_sees_the_function_that_was_called(name):
-    """Whichever operand it is."""
+    """Whichever operand it is; results are of the subclass, unless they are tensors that were given."""
     public, seen = [getattr(fusednorm, name) for name in FUNCTIONS], []
 
     class Function(torch.Tensor):
@@ -78,8 +74,9 @@ def test_a_subclass_sees_the_function_that_was_called(name):
         if isinstance(operand, torch.Tensor):
             operands = clones(FUNCTIONS[name]) | {key: operand.as_subclass(Function)}
             seen.clear()
-            call(name, operands)
+            found = call(name, operands)
             assert seen == [getattr(fusednorm, name)], key
+            assert {type(t) for t in found} <= {Function} | {type(operands[key]) for key in written_by(name)}, key
 
 
 @functions
@@ -136,7 +133,10 @@ def test_inference_tensors_are_not_written_outside_of_inference_mode(name, backe
 def test_what_is_written(name):
     """The bits of new tensors, in tensors that are returned; nothing else is written, and autograd notices it."""
     others = FUNCTIONS[name.removesuffix("_")]
-    expected = call(name.removesuffix("_"), clones(without_outputs(others)))
+    given = clones(without_outputs(others))
+    expected = call(name.removesuffix("_"), given)
+    memory = [given[key].data_ptr() for key in tensors(given) if key not in ("scale", "zero_point")]
+    assert len({*memory, *(t.data_ptr() for t in expected)}) == len(memory) + len(expected)
     for _ in range(2):  # the first call opens the fast path
         operands = clones(FUNCTIONS[name])
         before, versions = clones(operands), {key: operands[key]._version for key in tensors(operands)}
@@ -151,6 +151,23 @@ def test_what_is_written(name):
         assert not {t.data_ptr() for t in expected} & {
             t.data_ptr() for t in operands.values() if hasattr(t, "data_ptr")
         }
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tangents_in_place(name):
+    """Under a transform, whose tensors have no addresses that could be compared."""
+    keys = have_gradients(FUNCTIONS[name])
+    operands = tuple(FUNCTIONS[name][key] for key in keys)
+
+    def tangents(name):
+        def of_clones(*given):
+            return tuple(call(name, clones(without_outputs(FUNCTIONS[name]) | dict(zip(keys, given, strict=True)))))
+
+        return torch.func.jvp(of_clones, operands, tuple(t.flip(0) for t in operands))
+
+    for found, wanted in zip(tangents(name), tangents(name.removesuffix("_")), strict=True):
+        assert same(found, wanted)
 
 
 @functions
@@ -241,18 +258,18 @@ def test_no_rows(name):
         assert [(t.shape, bool(t.any())) for t in found] == [(leaf.shape, False) for leaf in leaves]
 
 
-@functions
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MORE])
 def test_a_batch_of_calls(name):
     """Has the bits of one call for each entry, whatever the dimension of the batch."""
-    operands = without_outputs(FUNCTIONS[name])
-    keys = [key for key in tensors(operands) if operands[key].dim() > 1 and key not in ("cos", "sin")]
+    function, operands = MORE[name] if name in MORE else (getattr(fusednorm, name), without_outputs(FUNCTIONS[name]))
+    keys = [key for key in tensors(operands) if operands[key].dim() > 1 and key not in ("cos", "sin", "weight", "bias")]
     batch = [torch.stack((operands[key], -operands[key], operands[key] + 1), 1) for key in keys]
 
     def of_rows(*rows):
-        return tuple(call(name, clones(operands) | {key: t.clone() for key, t in zip(keys, rows, strict=True)}))
+        given = dict(zip(keys, rows, strict=True))
+        return tuple(called(function, clones(operands) | clones(given)))
 
-    wanted = [
-        torch.stack(outputs) for outputs in zip(*(of_rows(*(t[:, i] for t in batch)) for i in range(3)), strict=True)
-    ]
+    one_by_one = [of_rows(*(t[:, i] for t in batch)) for i in range(3)]
+    wanted = [torch.stack(outputs) for outputs in zip(*one_by_one, strict=True)]
     assert same(torch.vmap(of_rows, in_dims=1)(*batch), wanted)
     assert same(torch.vmap(of_rows)(*(t.transpose(0, 1).contiguous() for t in batch)), wanted)

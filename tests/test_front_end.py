@@ -26,13 +26,6 @@ def says(*parts):
     return re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
 
 
-def freed():
-    """A tensor whose memory was given back, as that of sharded parameters is between layers."""
-    found = torch.ones(3, 8)
-    found.untyped_storage().resize_(0)
-    return found
-
-
 def nested(layout):
     return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
 
@@ -56,8 +49,6 @@ def quantised():
             TypeError,
             says("residual must be a torch.Tensor, got NoneType; without a residual, call rms_norm"),
         ),
-        (lambda: fused_add_rms_norm_(X, None), TypeError, says("residual must be a torch.Tensor, got NoneType")),
-        (lambda: fused_add_rms_norm(X, X, 1.0), TypeError, says("weight must be a torch.Tensor, got float")),
         (
             lambda: rms_norm(X, [8], X[0]),
             TypeError,
@@ -69,31 +60,10 @@ def quantised():
             TypeError,
             says("x must be float16, bfloat16, float32 or float64, got int32", ".to("),
         ),
-        (lambda: rms_norm(X.cfloat()), TypeError, says("x must be float16", "got complex64")),
-        (
-            lambda: fused_add_rms_norm(X, X.double()),
-            TypeError,
-            says("residual is float64 while x is float32", "double"),
-        ),
         (
             lambda: rms_norm(X, out=X.double()),
             TypeError,
             says("out is float64 while x is float32", "torch.empty_like(x)"),
-        ),
-        (
-            lambda: rms_norm(X, out=X.int()),
-            TypeError,
-            says("out must be float16", "got int32; allocate it with torch.empty_like(x)"),
-        ),
-        (
-            lambda: rms_norm(X, out=X.to_sparse()),
-            TypeError,
-            says("out must be a dense tensor", "; allocate it with torch.empty_like(x)"),
-        ),
-        (
-            lambda: rms_norm(X, out=X.to("meta")),
-            ValueError,
-            says("out is on meta and x on cpu; allocate it with torch.empty_like(x)"),
         ),
         (lambda: rms_norm(X.to_sparse()), TypeError, says("x must be a dense tensor", "sparse", "x.to_dense()")),
         (
@@ -121,11 +91,6 @@ def quantised():
             says("residual must have x's shape [3, 8], got [1, 8]; expand it with residual.expand_as(x)"),
         ),
         (
-            lambda: fused_add_rms_norm(X, X[:2]),
-            ValueError,
-            says("residual must have x's shape [3, 8], got [2, 8]; pass a row of the residual for each row of x"),
-        ),
-        (
             lambda: fused_add_rms_norm(X, X[None]),
             ValueError,
             says("residual must have x's shape [3, 8], got [1, 3, 8]; pass a row"),
@@ -137,13 +102,6 @@ def quantised():
         ),
         (lambda: rms_norm(X, out=BIG[:, ::2]), ValueError, says("out is written in place", "strides [16, 2]")),
         (lambda: rms_norm_(BIG[:, ::2]), ValueError, says("x is written in place", "contiguous", "strides [16, 2]")),
-        (lambda: fused_add_rms_norm_(X, BIG[:, ::2]), ValueError, says("residual is written in place")),
-        (lambda: rms_norm_(X[:1].expand(3, 8)), ValueError, says("x is written in place", "strides [0, 1]")),
-        (
-            lambda: fused_add_rms_norm_(X, X[:1].expand(3, 8)),
-            ValueError,
-            says("residual is written in place", "strides [0, 1]"),
-        ),
         (lambda: rms_norm(X, out=BIG.as_strided((3, 8), (7, 1))), ValueError, says("without overlap", "[7, 1]")),
         (
             lambda: rms_norm(X, eps=None),
@@ -151,41 +109,22 @@ def quantised():
             says("eps must be a number, got NoneType; leave it out for 1e-06", "torch.finfo(torch.float32).eps"),
         ),
         (
-            lambda: rms_norm(X, eps="1e-6"),
-            TypeError,
-            says("eps must be a number, got str; pass a float"),
-        ),
-        (
             lambda: rms_norm(X, weight_offset=None),
             TypeError,
             says("weight_offset must be a number, got NoneType; leave it out for 0.0"),
         ),
-        (lambda: rms_norm(X, eps=1j), TypeError, says("eps must be a number, got complex")),
         (lambda: rms_norm(X, eps=tensor(1.0)), TypeError, says("eps must be a number, got Tensor; pass eps.item()")),
-        (lambda: rms_norm(X, eps=10**400), ValueError, says("eps must be a number that a float64 holds")),
-        (lambda: rms_norm_(X, round_norm=2), TypeError, says("round_norm must be True or False, got 2; pass")),
-        (lambda: fused_add_rms_norm(X, X, round_sum=2), TypeError, says("round_sum must be True or False, got 2")),
         (
             lambda: fused_add_rms_norm(X, X, round_sum="no"),
             TypeError,
             says("round_sum must be True or False, got 'no'; pass round_sum=True or round_sum=False"),
         ),
-        (lambda: fused_add_rms_norm_(X, BIG[:, :8], round_sum=None), TypeError, says("round_sum", "got None")),
         (lambda: rms_norm(X, round_norm=tensor(True)), TypeError, says("round_norm must be", "got tensor(True)")),
-        (lambda: rms_norm(X.bool()), TypeError, says("x must be float16", "got bool")),
-        (lambda: rms_norm(X.to(torch.float8_e4m3fn)), TypeError, says("x must be float16", "got float8_e4m3fn")),
-        (lambda: rms_norm(X.to(torch.complex32)), TypeError, says("x must be float16", "got complex32")),
         (lambda: rms_norm(quantised()), TypeError, says("x must be float16", "got quint8")),
         (lambda: rms_norm(X, X[0].to_mkldnn()), TypeError, says("weight must be a dense tensor", "to_dense()")),
         (lambda: rms_norm(X.to_sparse_csr()), TypeError, says("x must be a dense tensor", "sparse_csr")),
         (lambda: rms_norm(nested(torch.jagged)), TypeError, says("x must be a dense tensor, got a nested", "values()")),
         (lambda: rms_norm(nested(torch.strided)), TypeError, says("x must be a dense tensor, got a nested one")),
-        (lambda: fused_add_rms_norm(X, nested(torch.strided)), TypeError, says("residual must be a dense tensor")),
-        (lambda: rms_norm(nested(torch.jagged), out=X), TypeError, says("x must be a dense tensor, got a nested")),
-        (lambda: rms_norm_(nested(torch.jagged)), TypeError, says("x must be a dense tensor, got a nested")),
-        (lambda: rms_norm(freed()), TypeError, says("x is a Tensor without memory for all its elements")),
-        (lambda: rms_norm(X, out=freed()), TypeError, says("out is a Tensor without memory for all its elements")),
-        (lambda: rms_norm_(freed()), TypeError, says("x is a Tensor without memory for all its elements")),
         (lambda: rms_norm(tensor(1.0).expand(2**40), out=None), RuntimeError, says("memory")),
         (lambda: rms_norm(tensor([1.0]).expand(2**40, 1)), RuntimeError, says("memory")),
         (lambda: fusednorm.explain([1.0]), TypeError, says("x must be a torch.Tensor, got list")),
@@ -279,67 +218,6 @@ def test_shared_memory(call, message):
     assert "shares memory" in str(raised.value)
     assert "clone()" in str(raised.value)
     assert torch.equal(m, before)
-
-
-def test_results_are_new_unless_given():
-    x, residual = memory(3, 8), memory(3, 8) + 1
-    y, total = fused_add_rms_norm(x, residual)
-    assert len({t.data_ptr() for t in (x, residual, y, total)}) == 4
-    out, residual_out = torch.empty(3, 8), torch.empty(3, 8)
-    given = fused_add_rms_norm(x, residual, out=out, residual_out=residual_out)
-    assert given[0] is out
-    assert given[1] is residual_out
-    assert torch.equal(out, y)
-    assert torch.equal(residual_out, total)
-    in_place = fused_add_rms_norm_(x, residual)
-    assert in_place[0] is x
-    assert in_place[1] is residual
-    assert torch.equal(x, y)
-    assert torch.equal(residual, total)
-    assert rms_norm_(out) is out
-
-
-@pytest.mark.parametrize("name", ["x", "residual", "weight"])
-def test_in_place_forms_refuse_tensors_that_need_grad(name):
-    operands = {"x": memory(3, 8), "residual": memory(3, 8), "weight": memory(8)}
-    operands[name].requires_grad_()
-    before = {k: v.detach().clone() for k, v in operands.items()}
-    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
-        fused_add_rms_norm(*operands.values(), out=torch.empty(3, 8))
-    with pytest.raises(RuntimeError, match="requires grad"):
-        fused_add_rms_norm_(*operands.values())
-    if name != "residual":
-        with pytest.raises(RuntimeError, match="requires grad"):
-            rms_norm_(operands["x"], operands["weight"])
-        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
-            rms_norm(operands["x"], operands["weight"], out=torch.empty(3, 8))
-    assert all(torch.equal(operands[k].detach(), before[k]) for k in operands)
-    with torch.no_grad():
-        fused_add_rms_norm_(*operands.values())
-
-
-def test_no_rows():
-    y, total = fused_add_rms_norm(torch.empty(0, 8), torch.empty(0, 8, dtype=torch.float16), torch.ones(8))
-    assert y.shape == total.shape == (0, 8)
-    assert total.dtype == torch.float16
-    x = torch.empty(2, 0, 8, requires_grad=True)
-    rms_norm(x, torch.ones(8)).sum().backward()
-    assert x.grad.shape == (2, 0, 8)
-
-
-def test_negative_views():
-    """A tensor whose values are the negatives of what its memory holds."""
-    z = torch.randn(4, 6, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0))
-    x = z.conj().imag
-    assert x.is_neg()
-    assert torch.equal(rms_norm(x), rms_norm(-z.imag))
-    weight = z[0].conj().imag
-    assert torch.equal(rms_norm(-z.imag, weight), rms_norm(-z.imag, -z.imag[0]))
-    one = z[:1, :1].conj().imag  # of one element, and so contiguous
-    for _ in range(2):
-        assert torch.equal(rms_norm(one, weight_offset=0.0), rms_norm(-z.imag[:1, :1]))
-    with pytest.raises(ValueError, match="written in place"):
-        rms_norm_(one)
 
 
 class Wrapper(torch.Tensor):

@@ -8,12 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from every_operation import Named, Seen
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile as autograd_profile
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -95,18 +94,6 @@ def same(a, b):
 
 def packet(name):
     return getattr(torch.ops.fusednorm, name.strip()).default
-
-
-class Seen(TorchDispatchMode):
-    """Keeps the operations that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.operations.append(operation)
-        return operation(*args, **(kwargs or {}))
 
 
 @calls
@@ -248,18 +235,6 @@ def test_fake_tensor_mode_with_plain_tensors():
                 assert output.shape == X.shape
 
 
-class Named(TorchFunctionMode):
-    """Keeps the functions that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.functions = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.functions.append(function)
-        return function(*args, **(kwargs or {}))
-
-
 PUBLIC = {
     "rms_norm": rms_norm,
     "rms_norm_": rms_norm_,
@@ -291,24 +266,6 @@ def test_a_default_device_takes_the_fast_path(name, monkeypatch):
     monkeypatch.setattr(norms, "beyond_fast_path", None)
     with torch.device("cpu"), fusednorm.use_backend("cpu"):
         assert same(CALLS[name](X, RESIDUAL, WEIGHT), expected)
-
-
-@calls
-def test_subclasses(name):
-    """Subclasses that override functions see the public one; those that do not get their own type back."""
-    seen = []
-
-    class Function(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return super().__torch_function__(function, types, args, kwargs or {})
-
-    expected = CALLS[name](X, RESIDUAL, WEIGHT)
-    outputs = CALLS[name](X.clone().as_subclass(Function), RESIDUAL, WEIGHT)
-    assert PUBLIC[name] in seen
-    assert {type(output) for output in outputs} == {Function}
-    assert same([output.as_subclass(torch.Tensor) for output in outputs], expected)
 
 
 def test_fx_keeps_modules_as_leaves_and_functions_as_calls():

@@ -139,23 +139,6 @@ def test_rows_do_not_recompile():
     assert counter.frame_count == 2
 
 
-def test_export():
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = fusednorm.AddRMSNorm(16, 1e-6)
-
-        def forward(self, x, residual):
-            return self.norm(x, residual)
-
-    layer, rows = Layer(), torch.export.Dim("rows")
-    x, residual = torch.rand(4, 16), torch.rand(4, 16)
-    exported = torch.export.export(layer, (x, residual), dynamic_shapes=({0: rows}, {0: rows})).module()
-    for count in (4, 9):
-        x, residual = torch.rand(count, 16), torch.rand(count, 16)
-        assert same(exported(x, residual), layer(x, residual))
-
-
 def test_transforms(mode):
     """torch.func.grad and vmap; a batch of weights is refused in words."""
     x, _, weight = operands(Case(rows=4, hidden=33).of(F32))
