@@ -194,7 +194,7 @@ struct fn_kernels {
 extern const struct fn_kernels fn_kernels_scalar;
 extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
 extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
-const struct fn_kernels *fn_kernels(int kind); /* those in use for an x or a dy of this kind */
+const struct fn_kernels *fn_kernels_for(int kind); /* those in use for an x or a dy of this kind */
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */

@@ -145,7 +145,7 @@ static void prepare(struct part *part, const struct fn_call *c) {
                 .bias_kind = (int)o[FN_BIAS].kind, .bias = (const void *)o[FN_BIAS].address, .heads = c->heads,
                 .weight_stride = o[FN_WEIGHT].stride * fn_element_size(o[FN_WEIGHT].kind),
                 .bias_stride = o[FN_BIAS].stride * fn_element_size(o[FN_BIAS].kind)},
-        .kernels = fn_kernels((int)o[FN_X].kind),
+        .kernels = fn_kernels_for((int)o[FN_X].kind),
     };
     const int64_t read = fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind);
     part->job.from_memory = c->rows * c->hidden * read >= FN_FROM_MEMORY_BYTES;
@@ -179,7 +179,7 @@ int fn_forward(const struct fn_call *calls, int count) {
     chain.part[0].given = calls;
     if (chain.quantizer) {
         scratch_bytes = (size_t)(4 * fn_float_row(calls->hidden));
-        chain.kernels = fn_kernels((int)(chain.count ? calls[count - 1].operand[FN_OUT].kind : calls->operand[FN_X].kind));
+        chain.kernels = fn_kernels_for((int)(chain.count ? calls[count - 1].operand[FN_OUT].kind : calls->operand[FN_X].kind));
     }
     for (int k = 0; k < chain.count; k++) {
         prepare(&chain.part[k], &calls[k]);

@@ -50,7 +50,7 @@ void fn_use_isa(int isa) {
     on_zen5 = fn_is_zen5();
 #endif
 }
-const struct fn_kernels *fn_kernels(int kind) {
+const struct fn_kernels *fn_kernels_for(int kind) {
     const struct fn_kernels *kernels = isas[isa_in_use].kernels;
 #if defined(FN_X86_64)
     /* Zen 4 executes 512-bit instructions in two halves: with them, rows of 4096 float16 took a quarter longer. */

@@ -46,7 +46,7 @@ static int overlaps(const struct fn_forward_job *job, int64_t rows) {
         return row_bytes <= 16 * 1024 || job->x_kind == FN_F16;
     }
 #if defined(FN_X86_64)
-    if (fn_kernels(FN_F32) == &fn_kernels_zen4 && job->from_memory)
+    if (fn_kernels_for(FN_F32) == &fn_kernels_zen4 && job->from_memory)
         return row_bytes <= (job->bypass_cache ? 8 * 1024 : 4 * 1024);
 #endif
     return 1;
