@@ -8,6 +8,7 @@
 
 #include <string.h>
 
+#include "launch/triton.h"
 #include "machine/pages.h"
 
 fn_run_fn *fn_run_on_cpu;
@@ -410,7 +411,7 @@ static PyObject *forward(PyObject *devices, PyObject *const *arguments, Py_ssize
     /* A gate's output must not require a gradient, whether gradients are recorded or not. */
     if (!others && gates) others = requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
     if (others < 0) return NULL;
-    if (others || (triton && !gates && !quantizes && !fn_has_triton_kernel(c))) return refuse();
+    if (others || (triton && !gates && !quantizes && !fn_triton_has(c))) return refuse();
     if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated, triton);
 
     PyObject *result = NULL, *outputs[2] = {NULL, NULL};
@@ -516,7 +517,7 @@ static PyMethodDef methods[] = {
      "Lets tensors on NVIDIA GPUs through; forgets the kernels held."},
     {"hold_cuda", fn_hold_cuda, METH_VARARGS,
      "hold_cuda(call, context, alignment, kernels)\n--\n\nHas calls of this kind launch these kernels. The call is packed "
-     "as struct fn_call of call.h; see cuda_launch.c for a kernel's numbers."},
+     "as struct fn_call of call.h; see launch/cuda.h for a kernel's numbers."},
     {"launch_cuda", fn_launch_held, METH_VARARGS,
      "launch_cuda(call, stream)\n--\n\nLaunches the kernels held for a call: 0, -1 if there are none, or the driver's status."},
     {"open_triton", fn_open_triton, METH_VARARGS,

@@ -93,7 +93,6 @@ enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
 int fn_launch_cuda(const struct fn_call *calls, void *stream);
 
 /* triton_launch.c */
-int fn_has_triton_kernel(const struct fn_call *c);
 int fn_run_triton_kernel(struct fn_call *c); /* nonzero if it refuses, or -1 with a Python error */
 
 /* fast_path_quantized.c; `passed_kind` is that of the rows which the norm passes. */

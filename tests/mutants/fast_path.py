@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: backward passes with and without a weight offset share kernels",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "(c->weight_offset != 0 ? OFFSET : 0)",
         "(c->weight_offset != 0 && c->pass == FN_FORWARD ? OFFSET : 0)",
         "cuda",
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: the launcher overlooks strides that are not aligned",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "if (f->of_rows >> i & 1) low |=",
         "if (0) low |=",
         "cuda",
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: the launcher starts too few programs of a backward pass",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "times = blocks;",
         "times = 1;",
         "cuda",
@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: the launcher starts a program for several blocks of many rows",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "per_program > l->block ? per_program / l->block : 1",
         "per_program",
         "cuda",
@@ -80,21 +80,21 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: a program for each block of few rows",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "per_program > l->block ? per_program / l->block : 1",
         "1",
     ),
     Mutant(
         ROW,
         "CUDA: as many programs for few sums as for many",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "more < blocks; more *= 2) per_program /= 2;",
         "more < BLOCKS_IN_LANE * 32; more *= 2) per_program /= 2;",
     ),
     Mutant(
         SAME,
         "CUDA: the kernels of a backward pass are not given the number of blocks",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "i < (backward ? 3 : 1)",
         "i < (backward ? 2 : 1)",
         "cuda",
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: calls with a sum of another dtype share kernels",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "1 << FN_WEIGHT | 1 << FN_OUT | 1 << FN_RESIDUAL_OUT},",
         "1 << FN_WEIGHT | 1 << FN_OUT},",
         "cuda",
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         FUSED,
         "CUDA: the factor of x is the eps of the norm",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "w->scaling ? w->scaling->eps : 1",
         "w->scaling ? c->eps : 1",
         "cuda",
@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: a bias of any dtype has the same kernel",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "k.kinds |= bias_of(c).kind << 4 * (at + 2);",
         "",
         "cuda",
@@ -133,7 +133,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: rows of heads have the kernel of one row",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "(has_heads(c) ? OF_HEADS : 0)",
         "0",
         "cuda",
@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         FUSED,
         "CUDA: the norm before the addition has the eps of the one after it",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "append_real(to, &at, w->first->eps, is_wide(c));",
         "append_real(to, &at, c->eps, is_wide(c));",
         "cuda",
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         FUSED,
         "CUDA: kernels with and without a norm before the addition are one kind",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "    if (w->first) k.kinds |=",
         "    if (0) k.kinds |=",
         "cuda",
@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: the addresses of the first weight and of a bias are not looked at",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "low |= more[i].address | (uint64_t)(more[i].stride * item);",
         "",
         "cuda",
@@ -165,7 +165,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: the launcher uses whichever GPU is the current one",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "if (driver.current_device(&device) || device != l->key.device) {",
         "if (driver.current_device(&device)) {",
         "cuda",
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: the launcher starts kernels where no GPU is the current one",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "driver.current_device(&device) || device",
         "!driver.current_device(&device) && device",
         "cuda",
@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: the launcher leaves the context in which the caller launches",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "driver.current_device(&device) || device != l->key.device",
         "driver.current_device(&device) || 1",
         "cuda",
@@ -189,7 +189,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: the launcher does not put the caller's context back",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "    if (pushed) driver.pop(&popped);\n",
         "    (void)popped, (void)pushed;\n",
         "cuda",
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: a table of kernels that grows forgets the kernels that it held",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda.c",
         "        if (before[i].count) *place_of(&before[i].key) = before[i];\n",
         "        (void)before[i];\n",
         "cuda",
@@ -249,7 +249,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: quantized: groups of all lengths have one kernel",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "        k.group = w->quantizer->group;\n",
         "",
         "cuda",
@@ -257,7 +257,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: quantized: how numbers are made decides no kernel",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "(int32_t)w->quantizer->flags << 4 | ",
         "",
         "cuda",
@@ -265,7 +265,7 @@ MUTANTS = (
     Mutant(
         ROW,
         "CUDA: quantized: numbers may begin anywhere",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_norm.c",
         "* (uint64_t)narrowest(c);",
         "* 32;",
         "cuda",
@@ -399,7 +399,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA's gates: rows with gaps are taken as if they lay side by side",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_gate.c",
         "    l->key.options |= packed ? SIDE_BY_SIDE : 0;\n",
         "    l->key.options |= SIDE_BY_SIDE;\n",
         "cuda",
@@ -408,7 +408,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA's gates: kernels are told apart by no function",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_gate.c",
         "(int32_t)(1 + g->activation + (g->between << 4))",
         "(int32_t)(1 + (g->between << 4))",
         "cuda",
@@ -417,7 +417,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA rotates: kernels are told apart by no positions",
-        "cpu/python/cuda_launch.c",
+        "cpu/launch/cuda_rotation.c",
         "(int32_t)(r->flags | r->position_size << 8)",
         "(int32_t)r->flags",
         "cuda",

@@ -253,14 +253,14 @@ MUTANTS = (
     Mutant(
         SAME,
         "Triton_cpu: quantizers that apply scales in different ways share a kernel on the fast path",
-        "cpu/python/triton_launch.c",
+        "cpu/launch/triton.c",
         "    if (q) k.more = q->kind | q->flags << 4 |",
         "    if (q) k.more = q->kind |",
     ),
     Mutant(
         SAME,
         "Triton_cpu: gates by different functions share a kernel on the fast path",
-        "cpu/python/triton_launch.c",
+        "cpu/launch/triton.c",
         "k.more = g->activation | g->between",
         "k.more = g->between",
     ),
