@@ -1,6 +1,7 @@
 """The folders of the library are rooms whose doors open one way: a module knows only rooms before its own."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -113,3 +114,11 @@ def test_no_symbol_goes_up():
     found = list(uses())
     assert {name for _, _, name in found} > {"fn_parallel", "fn_run_in_c", "fn_exchange_api", "fn_kernels_scalar"}
     assert [(str(place), name) for place, of, name in found if not may_know(place, of)] == []
+
+
+def test_c_files_know_each_other_in_one_order():
+    known = {}
+    for place, of, _ in uses():
+        known.setdefault(place, set()).add(of)
+    assert Path("run/chain.c") in known[Path("run/run.c")]
+    graphlib.TopologicalSorter(known).prepare()  # an error names the circle
