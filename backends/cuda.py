@@ -1,7 +1,7 @@
 """The ``cuda`` backend: the CUDA C++ kernels in ``csrc/``, compiled by NVRTC when they are first needed.
 
 A kernel is compiled for the types, the alignment and the class of the row's length; the number of rows, strides and
-``eps`` are arguments. ``cpu/python/cuda_launch.c`` launches kernels, for the fast path too.
+``eps`` are arguments. ``cpu/launch/cuda.c`` launches kernels, for the fast path too.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ def of_one_weight_dtype(call: Rotate) -> list[Rotate]:
 
 
 class Share(IntEnum):
-    """A program of a kernel takes this, ``per_program`` times; ``enum share`` in ``cpu/python/cuda_launch.c``."""
+    """A program of a kernel takes this, ``per_program`` times; ``enum share`` in ``cpu/launch/cuda.h``."""
 
     #: So many rows.
     ROWS = 0

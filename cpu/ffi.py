@@ -31,4 +31,4 @@ ffibuilder.cdef("""
     enum fn_pass { FN_FORWARD, FN_BACKWARD };
     enum fn_flag { FN_ROUND_SUM, FN_ROUND_NORM, ... };
 """)
-ffibuilder.set_source("fusednorm._cpu", '#include "abi/fusednorm_cpu.h"\n#include "run/triton_programs.h"')
+ffibuilder.set_source("fusednorm._cpu", '#include "abi/fusednorm_cpu.h"\n#include "abi/triton_programs.h"')

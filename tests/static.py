@@ -15,8 +15,8 @@ GCC = [
     "-Wall",
     "-Wextra",
     "-Werror",
-    # It does not follow the loop that fills `columns` in forward_body.h a unit at a time. clang's analyser and valgrind
-    # look for the same, and do.
+    # It does not follow the loop that fills `columns` in forward_passes.h a unit at a time. clang's analyser and
+    # valgrind look for the same, and do.
     "-Wno-analyzer-use-of-uninitialized-value",
 ]
 

@@ -1,6 +1,7 @@
 """The folders of the library are rooms whose doors open one way: a module knows only rooms before its own."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -55,16 +56,66 @@ def test_no_import_goes_up():
     assert up == []
 
 
-#: Those of cpu/.
-C_ROOMS = ("abi", "machine", "kernels", "variants", "run", "python")
+#: Those of cpu/, each with the others that it may know.
+C_ROOMS = {
+    "abi": "",
+    "machine": "abi",
+    "kernels": "abi machine",
+    "variants": "abi machine kernels",
+    "run": "abi machine kernels variants",
+    "launch": "abi",
+    "python": "abi machine kernels variants run launch",
+}
+
+
+def c_files():
+    """Each C file, by its place in cpu/, without comments."""
+    for path in sorted((ROOT / "cpu").rglob("*.[ch]")):
+        text = re.sub(r"(?s)/\*.*?\*/", "", path.read_text(encoding="utf-8"))
+        yield path.relative_to(ROOT / "cpu"), text
+
+
+def may_know(place, other):
+    """Whether a file in cpu/ may know another."""
+    return other.parts[0] in (place.parts[0], *C_ROOMS[place.parts[0]].split())
 
 
 def test_no_include_goes_up():
-    folder, up = ROOT / "cpu", []
-    for path in sorted(folder.rglob("*.[ch]")):
-        place, text = path.relative_to(folder), path.read_text(encoding="utf-8")
-        for name in re.findall(r'# *include "(.*)"', text):
-            if C_ROOMS.index(name.split("/")[0]) > C_ROOMS.index(place.parts[0]):
-                up.append((str(place), name))
+    up = []
+    for place, text in c_files():
+        up += [(str(place), name) for name in re.findall(r'# *include "(.*)"', text) if not may_know(place, Path(name))]
         assert ("<Python.h>" in text) <= (place.parts[0] == "python"), place
     assert up == []
+
+
+def uses():
+    """The names that C files use of others', by place: those of the names, and what each is called."""
+    texts = {place: re.sub(r'"(?:[^"\\\n]|\\.)*"', "", text) for place, text in c_files()}
+    defined = {}
+    for place, text in texts.items():
+        # At the beginning of a line: functions with a body, and variables, of which some share a line.
+        names = re.findall(r"(?m)^(?!static|typedef|extern)[A-Za-z][\w *]*\b(fn_\w+)\([^;{}]*\) \{", text)
+        for line in re.findall(r"(?m)^(?!static|typedef|extern)[A-Za-z][^(){}\n]*;|^const .* = \{", text):
+            names += re.findall(r"\b(fn_\w+)(?=[,;]| = )", line)
+        names += [f"fn_kernels_{isa}" for isa in re.findall(r"#define ISA (\w+)", text)]
+        for name in names if place.suffix == ".c" else ():
+            assert defined.setdefault(name, place) == place, name
+    for place, text in texts.items():
+        declarations = r"(?m)^(?!static)[A-Za-z][^{}=#]*?;" if place.suffix == ".h" else r"(?m)^extern .*;"
+        for name in set(re.findall(r"\b(?<!struct )fn_\w+", re.sub(declarations, "", text))) & defined.keys():
+            if defined[name] != place:
+                yield place, defined[name], name
+
+
+def test_no_symbol_goes_up():
+    found = list(uses())
+    assert {name for _, _, name in found} > {"fn_parallel", "fn_run_in_c", "fn_exchange_api", "fn_kernels_scalar"}
+    assert [(str(place), name) for place, of, name in found if not may_know(place, of)] == []
+
+
+def test_c_files_know_each_other_in_one_order():
+    known = {}
+    for place, of, _ in uses():
+        known.setdefault(place, set()).add(of)
+    assert Path("run/chain.c") in known[Path("run/run.c")]
+    graphlib.TopologicalSorter(known).prepare()  # an error names the circle

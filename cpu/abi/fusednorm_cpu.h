@@ -70,6 +70,8 @@ typedef int fn_two_norms_rows(const struct fn_forward_job *first, const struct f
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
 size_t fn_affine_bytes(const struct fn_forward_job *job); /* of job->affine */
 
+static inline int64_t fn_round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
 /* The elements that scratch holds as float between the passes: several short rows, or one row in whole segments. */
 enum { FN_KEPT = 4 * FN_SEGMENT };
 /* The room for a row as float in scratch, in elements. */
@@ -192,7 +194,7 @@ struct fn_kernels {
 extern const struct fn_kernels fn_kernels_scalar;
 extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
 extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels_sve, fn_kernels_sve_bf16;
-const struct fn_kernels *fn_kernels(int kind); /* those in use for an x or a dy of this kind */
+const struct fn_kernels *fn_kernels_for(int kind); /* those in use for an x or a dy of this kind */
 
 /* cpu_features.c */
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
@@ -216,7 +218,7 @@ void fn_parallel(fn_task *task, void *argument, int threads);
 const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
 void fn_after_fork(void); /* this process is a forked child: from now on everything runs on the calling thread */
 
-/* dispatch.c: the instruction sets compiled in. The last usable one is the best. */
+/* isa.c: the instruction sets compiled in. The last usable one is the best. */
 int fn_isa_count(void);
 const char *fn_isa_name(int isa);
 int fn_isa_usable(int isa);
@@ -224,6 +226,11 @@ int fn_isa_usable(int isa);
 /* The instruction set in use, in the whole process: the first one until it is set. */
 int fn_isa(void);
 void fn_use_isa(int isa);
+int fn_on_zen5(void); /* as it was when the instruction set was set */
+
+/* tuning.c: whether the last call's outputs bypass the cache; and the fields of a job that change no bit. */
+int fn_bypasses_cache(const struct fn_call *calls, int count);
+void fn_tune(struct fn_forward_job *job, int64_t rows);
 
 /*
  * Runs a call as docs/spec.md says. Operands may be unaligned. An output of a forward pass may be the very memory of an
@@ -251,7 +258,7 @@ fn_gate_run *fn_gate_run_in_use(void);
 extern const struct fn_ahead fn_nothing_ahead;
 int64_t fn_gate_kept(const struct fn_gate *gate, int64_t rows);
 
-/* dispatch.c and backward.c */
+/* chain.c and backward.c */
 int fn_forward(const struct fn_call *calls, int count);
 int fn_backward(const struct fn_call *call);
 

@@ -198,7 +198,7 @@ static const struct passes two_norms[KINDS][2][2] = {[NONE] = {{{NULL}}}, TWO_NO
  * Rows [begin, end), in one level; 0 where another way is needed. `first` is the norm before the addition, whose rows
  * pass to `next`. `gain` has room for a row of float.
  *
- * Where passes overlap (dispatch.c), the second pass of a row is made together with the first pass of the next row and the
+ * Where passes overlap (tuning.c), the second pass of a row is made together with the first pass of the next row and the
  * third pass of the row before. Else they follow each other, the first pass of the next row before the third, so that the
  * end of a row's sum, a root and a division overlap with work on the other row; but not of float rows, two of which the
  * nearest cache does not hold.

@@ -1,7 +1,7 @@
 /*
- * What the files of the fast path share: fast_path_operands.c reads a tensor, fast_path.c the operands of a forward pass,
- * fast_path_quantized.c those of a quantizer after it, fast_path_gated.c those of a gate, fast_path_backward.c those of a
- * backward pass, and fast_path_rotated.c heads. The C library takes the call, or cuda_launch.c, or triton_launch.c.
+ * Shared by the files of the fast path, in the order in which they know each other: fast_path_operands.c reads a tensor,
+ * fast_path_quantized.c, _gated.c and _rotated.c read the operands of those operations, and fast_path_forward.c those of a
+ * norm before or after them; fast_path_backward.c reads gradients. fast_path.c is the module.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
 #define FUSEDNORM_FAST_PATH_H
@@ -62,39 +62,62 @@ fn_extent fn_extent_of(const struct fn_call *c, int operand);
 fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden);
 int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
 
-/* fast_path.c */
-extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
-extern fn_run_rotation_fn *fn_rotate_on_cpu;
+/* fast_path_interpreter.c */
+/* A function of torch's with one argument or none. Where it is C's own, C calls it: Python would take as long again. */
+typedef struct {
+    PyObject *object;
+    PyCFunction in_c; /* NULL where it is not */
+} function;
+function fn_function_of(PyObject *object, int flags);
+PyObject *fn_call_function(const function *f, PyObject *argument);
+/* 1 or 0, or -1 with a Python error: of an object, which it releases; and of a function without arguments. */
+int fn_truth(PyObject *new_reference);
+int fn_answer(const function *question);
+/* Around the tables of kernels that are held, where the interpreter has no lock of its own. */
+void fn_lock(void);
+void fn_unlock(void);
+/* Reads calls, FN_PACKED at most, as fusednorm/calls/c_abi.py packs them; returns 0 with a Python error. */
+int fn_unpack(PyObject *bytes, struct fn_call *calls);
+void fn_open_threads(PyObject *found); /* torch.get_num_threads */
+int fn_threads(int64_t rows, int64_t elements); /* -1 with a Python error */
+int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
+
+/* fast_path_outputs.c */
+void fn_open_outputs(PyObject *like, PyObject *empty); /* torch.empty_like and torch.Tensor.new_empty */
 PyObject *fn_empty_like(PyObject *x); /* NULL with a Python error, as from the next one */
 /* A new tensor like x, of this shape and of these keywords unless they are NULL; or the one given. NULL with a Python error. */
 PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords);
 PyObject *fn_shape(const tensor *x, int64_t last); /* x's shape with another last size; NULL with a Python error */
+
+/* fast_path_listeners.c */
+/* Keeps the tuples of fusednorm/calls/must_be_seen.py; whether they are of its form. */
+int fn_open_listeners(PyObject *questions, PyObject *variables, PyObject *function_modes, PyObject *in_cpp);
 /* Whether a mode, a tracer or a transform must see the operation; -1 with a Python error. */
 int fn_is_heard(void);
+
+/* fast_path_autograd.c */
+/* Keeps torch's functions; 0 with a Python error. */
+int fn_open_autograd(PyObject *tensor_type, PyObject *grad_enabled, PyObject *increment, PyObject *inference_enabled);
+int fn_requires_gradient(PyObject *operand); /* which may be None; -1 with a Python error */
 /* Whether autograd would have to know of a call with these operands, some of them None; -1 with a Python error. */
 int fn_records_gradient(PyObject *const *operands, Py_ssize_t count);
 /* 0 if these outputs that the caller gave may be written; nonzero if Python refuses that, or -1 with a Python error. */
 int fn_refuses_writes(PyObject *const *outputs, const int *written, int count);
 /* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
 int fn_count_writes(PyObject *const *outputs, const int *written, int count);
-/* Reads calls, FN_PACKED at most, as fusednorm/calls/c_abi.py packs them; returns 0 with a Python error. */
-int fn_unpack(PyObject *bytes, struct fn_call *calls);
-int fn_threads(int64_t rows, int64_t elements); /* -1 with a Python error */
-int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
-/* Runs a call whose x is this tensor, by Triton's kernels or by the kernels of x's device; returns the same. */
-int fn_run_on_device(struct fn_call *c, const tensor *x, int triton);
-
-/* Around the tables of kernels that are held, where the interpreter has no lock of its own; in fast_path.c. */
-void fn_lock(void);
-void fn_unlock(void);
 
 /* cuda_launch.c; launches the kernels that are held for such a call, or for a chain, and the quantizer after it. */
 enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
 int fn_launch_cuda(const struct fn_call *calls, void *stream);
 
 /* triton_launch.c */
-int fn_has_triton_kernel(const struct fn_call *c);
 int fn_run_triton_kernel(struct fn_call *c); /* nonzero if it refuses, or -1 with a Python error */
+
+/* fast_path_devices.c */
+extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
+extern fn_run_rotation_fn *fn_rotate_on_cpu;
+/* Runs a call whose x is this tensor, by Triton's kernels or by the kernels of x's device; returns as fn_run_in_c does. */
+int fn_run_on_device(struct fn_call *c, const tensor *x, int triton);
 
 /* fast_path_quantized.c; `passed_kind` is that of the rows which the norm passes. */
 struct fn_quantized {
@@ -133,6 +156,7 @@ enum { FN_ROTATION_ARGUMENTS = 16 };
 PyObject *fn_rotate(PyObject *const *arguments, long devices);
 
 /* Python's functions; fast_path.c has their documentation. */
+PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

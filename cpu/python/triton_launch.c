@@ -1,86 +1,15 @@
-/* The fast path to Triton's kernels for CPUs that backends/triton_cpu.py has compiled and loaded. */
+/* The launcher of Triton's kernels for CPUs, called from Python and on the fast path. */
+#include "launch/triton.h"
 #include "python/fast_path.h"
-#include "abi/gate.h"
-#include "run/triton_programs.h"
 
-enum { KINDS = FN_F64 + 1, FLAGS = (FN_ROUND_SUM | FN_ROUND_NORM) + 1 };
-
-/*
- * Of norms: by the kinds of x, the residual, the weight and out, and by the flags: a kernel, or 0. Other threads read while
- * one writes, so what they read of both tables is stored with a release and loaded with an acquire.
- */
-static uintptr_t kernels[KINDS][KINDS][KINDS][KINDS][FLAGS];
-
-static fn_run_triton_fn *run_triton;
-static int64_t longest; /* rows that these kernels take */
-
-/* `out` may be absent: it will be made like x. */
-static uintptr_t *kernel_of(const struct fn_call *c) {
-    const struct fn_operand *o = c->operand;
-    const int64_t out = o[FN_OUT].kind ? o[FN_OUT].kind : o[FN_X].kind;
-    return &kernels[o[FN_X].kind][o[FN_RESIDUAL].kind][o[FN_WEIGHT].kind][out][c->flags];
-}
-
-/* Everything else that decides which kernel a quantizer or a gate takes, with the norm beside it. */
-struct key {
-    int64_t kinds, flags, more;
-};
-
-/* Kernels of quantizers and gates, in the order in which they came; none is ever changed. */
-enum { MOST_HELD = 256 };
-static struct held {
-    struct key key;
-    uintptr_t kernel;
-} held[MOST_HELD];
-static int count_held;
-
-static int is_norm(const struct fn_call *c) { return !fn_quantizer_after(c) && !fn_gate_after(c); }
-
-static struct key key_of(const struct fn_call *c) {
-    const struct fn_quantizer *q = fn_quantizer_after(c);
-    const struct fn_gate *g = fn_gate_after(c);
-    const int64_t alone = c->flags & (FN_QUANTIZE_ONLY | FN_GATE_ONLY);
-    struct key k = {0, alone ? alone : c->flags, 0};
-    k.flags |= (int64_t)(c->inner != c->rows) << 16 | (int64_t)(c->heads > 1) << 17;
-    for (int i = 0; i < FN_FORWARD_OPERANDS_IN_C; i++)
-        if (i != FN_RSTD && (!alone || (q && i == FN_X))) k.kinds |= c->operand[i].kind << 4 * i;
-    if (q) k.more = q->kind | q->flags << 4 | (int64_t)(!alone && c->operand[FN_OUT].address) << 16;
-    if (g) {
-        for (int i = 0; i < FN_GATE_OPERANDS; i++) k.kinds |= g->operand[i].kind << 4 * (FN_FORWARD_OPERANDS_IN_C + i);
-        k.more = g->activation | g->between << 4 | g->wide << 8;
-    }
-    return k;
-}
-
-/* The kernel of a quantizer or a gate, or 0. */
-static uintptr_t held_for(const struct fn_call *c) {
-    const struct key k = key_of(c);
-    const int count = __atomic_load_n(&count_held, __ATOMIC_ACQUIRE);
-    for (int i = 0; i < count; i++)
-        if (held[i].key.kinds == k.kinds && held[i].key.flags == k.flags && held[i].key.more == k.more) return held[i].kernel;
-    return 0;
-}
-
-static uintptr_t kernel_for(const struct fn_call *c) { return __atomic_load_n(kernel_of(c), __ATOMIC_ACQUIRE); }
-
-int fn_has_triton_kernel(const struct fn_call *c) { return c->hidden <= longest && kernel_for(c); }
-
-static int run_kernel(const struct fn_call *c) { return run_triton(kernel_for(c), c, c->rows); }
-
-static int run_held(const struct fn_call *c) { return run_triton(held_for(c), c, c->rows); }
-
-int fn_run_triton_kernel(struct fn_call *c) {
-    if (is_norm(c)) return fn_run_in_c(c, run_kernel);
-    return c->hidden <= longest && held_for(c) ? fn_run_in_c(c, run_held) : 1;
-}
+int fn_run_triton_kernel(struct fn_call *c) { return fn_triton_has(c) ? fn_run_in_c(c, fn_triton_run) : 1; }
 
 PyObject *fn_open_triton(PyObject *module, PyObject *arguments) {
     (void)module;
     unsigned long long address;
     long long most;
     if (!PyArg_ParseTuple(arguments, "KL", &address, &most)) return NULL;
-    run_triton = (fn_run_triton_fn *)(uintptr_t)address;
-    longest = most;
+    fn_triton_open((uintptr_t)address, most);
     Py_RETURN_NONE;
 }
 
@@ -91,12 +20,7 @@ PyObject *fn_hold_triton(PyObject *module, PyObject *arguments) {
     PyObject *call;
     if (!PyArg_ParseTuple(arguments, "O!K", &PyBytes_Type, &call, &kernel) || !fn_unpack(call, c)) return NULL;
     fn_lock();
-    if (is_norm(c)) {
-        __atomic_store_n(kernel_of(c), (uintptr_t)kernel, __ATOMIC_RELEASE);
-    } else if (!c->following && count_held < MOST_HELD && !held_for(c)) {
-        held[count_held] = (struct held){key_of(c), (uintptr_t)kernel};
-        __atomic_store_n(&count_held, count_held + 1, __ATOMIC_RELEASE);
-    }
+    fn_triton_hold(c, (uintptr_t)kernel);
     fn_unlock();
     Py_RETURN_NONE;
 }

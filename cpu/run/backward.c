@@ -243,7 +243,7 @@ int fn_backward(const struct fn_call *c) {
                 .weight_offset = fn_without_payload(c->weight_offset)},
         .rows = rows,
         .width = 1,
-        .kernels = fn_kernels((int)o[FN_DY].kind),
+        .kernels = fn_kernels_for((int)o[FN_DY].kind),
     };
     const int parameters = call.job.dweight || call.job.dbias;
     call.job.sums = heads * call.job.gain_stride;

@@ -6,7 +6,7 @@
 const struct fn_ahead fn_nothing_ahead = {0};
 
 /* Those for float, also on Zen 4, where a norm of float16 has others: a gate computes longer than it converts. */
-fn_gate_run *fn_gate_run_in_use(void) { return fn_kernels(FN_F32)->gate_run; }
+fn_gate_run *fn_gate_run_in_use(void) { return fn_kernels_for(FN_F32)->gate_run; }
 
 /* Elements [begin, end) of a row; of all rows, as if they were one, where no gap is between them. */
 static void run_elements(fn_gate_run *run, const struct fn_gate *g, int64_t row, int64_t begin, int64_t end, void *kept,

@@ -144,7 +144,7 @@ int fn_run_rotation(const void *packed) {
     for (int set = 0; set < r->sets; set++) count += r->heads[set].count;
     const int64_t elements = r->rows * count * r->size, between = fn_element_size(r->between);
     run.r = r;
-    run.kernels = fn_kernels((int)r->x_kind);
+    run.kernels = fn_kernels_for((int)r->x_kind);
     run.passes = r->flags & FN_NORMALISED && r->between != r->out_kind;
     run.block = r->rows;
     if (r->flags & FN_NORMALISED) {

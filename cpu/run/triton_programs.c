@@ -1,5 +1,5 @@
 /* Runs Triton's compiled kernels for CPUs; see triton_programs.h. */
-#include "run/triton_programs.h"
+#include "abi/triton_programs.h"
 
 #include "abi/fusednorm_cpu.h"
 #include "abi/gate.h"

@@ -1,4 +1,4 @@
-/* The kernels for AVX-512 as Zen 4 runs them fastest; float16 goes to AVX2's there (dispatch.c). */
+/* The kernels for AVX-512 as Zen 4 runs them fastest; float16 goes to AVX2's there (isa.c). */
 #include "machine/target.h"
 
 #if defined(FN_X86_64)

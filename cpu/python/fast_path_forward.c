@@ -1,0 +1,208 @@
+/* The forward pass on the fast path: from Python's arguments to outputs. */
+#include "launch/triton.h"
+#include "machine/pages.h"
+#include "python/fast_path.h"
+
+/*
+ * Python's arguments: the operands that users may give, then the others. Those from FIRST_WEIGHT on are of a norm of x
+ * before the addition, if there is one: it has the flags and the weight_offset of the norm after the addition. Or the
+ * arguments of a quantizer or of a gate follow the others.
+ */
+enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, ARGUMENTS };
+enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN_IS_F32, NEXT_NORM, ARGUMENTS_OF_CHAIN };
+enum { ARGUMENTS_OF_QUANTIZER = ARGUMENTS + FN_QUANTIZER_ARGUMENTS }; /* see fast_path_quantized.c */
+enum { ARGUMENTS_OF_GATE = ARGUMENTS + FN_GATE_ARGUMENTS }; /* see fast_path_gated.c */
+
+/* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */
+static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
+    PyObject *operands[EPS + 2];
+    int number = 0;
+    for (int i = 0; i < EPS; i++)
+        if (i < FN_OUT || arguments[i] != arguments[i - FN_OUT]) operands[number++] = arguments[i];
+    operands[number++] = arguments[BIAS];
+    if (count == ARGUMENTS_OF_GATE) operands[number++] = arguments[ARGUMENTS];
+    if (count == ARGUMENTS_OF_CHAIN) operands[number++] = arguments[FIRST_WEIGHT];
+    return fn_records_gradient(operands, number);
+}
+
+/* None: Python must make the call. */
+static PyObject *refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
+
+/* Whether the outputs' rows share memory with each other, or with an operand other than exactly x or the residual. */
+static int overlap(const struct fn_call *c, const struct fn_call *first) {
+    const struct fn_operand *o = c->operand;
+    for (int out = FN_OUT; out <= FN_RESIDUAL_OUT; out++) {
+        if (!o[out].kind) continue;
+        fn_extent a = fn_extent_of(c, out);
+        if (a.rows > 1 && a.step < a.bytes) return 1;
+        for (int i = FN_X; i < out; i++) {
+            if (!o[i].kind) continue;
+            fn_extent b = fn_extent_of(c, i);
+            int same = a.begin == b.begin && a.step == b.step && o[out].kind == o[i].kind;
+            if (!(same && i < FN_WEIGHT) && !fn_apart(a, b)) return 1;
+        }
+        if (o[FN_BIAS].kind && !fn_apart(a, fn_extent_of(c, FN_BIAS))) return 1;
+        if (first && first->operand[FN_WEIGHT].kind && !fn_apart(a, fn_extent_of(first, FN_WEIGHT))) return 1;
+    }
+    return 0;
+}
+
+/* Whether a weight or a bias fits x: a row for all heads, or a row for each of x's last dimension but one. */
+static int fits(const tensor *t, const tensor *x, struct fn_call *c, int operand, int of_heads) {
+    if (t->ndim == 1) {
+        c->operand[operand].stride = 0;
+        return t->shape[0] == c->hidden;
+    }
+    if (!of_heads || t->ndim != 2 || x->ndim < 2 || t->shape[1] != c->hidden || t->shape[0] != x->shape[x->ndim - 2]) return 0;
+    c->heads = t->shape[0];
+    return 1;
+}
+
+/* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
+static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call *c) {
+    struct fn_operand *o = c->operand;
+    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type ||
+        Py_TYPE(arguments[X_SCALE]) != &PyFloat_Type)
+        return 0;
+    if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return 0;
+    if (!fn_read(arguments[FN_X], &t[FN_X], &o[FN_X]) || t[FN_X].ndim == 0) return 0;
+    for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS_IN_C; i++) {
+        PyObject *given = arguments[i == FN_RSTD ? RSTD : i == FN_BIAS ? BIAS : i];
+        o[i] = (struct fn_operand){.kind = FN_NONE};
+        if (given == Py_None) continue;
+        int same = i == FN_OUT ? FN_X : FN_RESIDUAL; /* in place */
+        if ((i == FN_OUT || i == FN_RESIDUAL_OUT) && given == arguments[same]) o[i] = o[same], t[i] = t[same];
+        else if (!fn_read(given, &t[i], &o[i])) return 0;
+        if (!fn_same_device(&t[i], &t[FN_X])) return 0;
+        if (i != FN_WEIGHT && i < FN_RSTD && !fn_same_shape(&t[i], &t[FN_X])) return 0;
+        if (o[i].kind == FN_F64 && o[FN_X].kind != FN_F64) return 0;
+    }
+    if (o[FN_RESIDUAL_OUT].kind && o[FN_RESIDUAL_OUT].kind != o[FN_RESIDUAL].kind) return 0;
+    c->pass = FN_FORWARD;
+    c->device = t[FN_X].device.id;
+    c->hidden = t[FN_X].shape[t[FN_X].ndim - 1];
+    c->rows = 1;
+    for (int i = 0; i < t[FN_X].ndim - 1; i++) c->rows *= t[FN_X].shape[i];
+    c->inner = c->rows;
+    c->block = c->following = 0;
+    c->heads = 1;
+    const int public = arguments[ASK] == Py_True; /* the operators of torch.ops have one row for all heads */
+    if (o[FN_WEIGHT].kind && !fits(&t[FN_WEIGHT], &t[FN_X], c, FN_WEIGHT, public)) return 0;
+    if (o[FN_BIAS].kind && !fits(&t[FN_BIAS], &t[FN_X], c, FN_BIAS, public)) return 0;
+    if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (o[FN_X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
+        return 0;
+    c->flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
+               (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
+    c->eps = PyFloat_AsDouble(arguments[EPS]);
+    c->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
+    return 1;
+}
+
+/* A call before the one that is read already: it takes x, and its rows pass to the next one. */
+static void put_before(const struct fn_call *next, struct fn_call *c, int64_t passed_kind) {
+    struct fn_operand *o = c->operand;
+    *c = *next;
+    o[FN_RESIDUAL] = o[FN_WEIGHT] = o[FN_RESIDUAL_OUT] = o[FN_RSTD] = o[FN_BIAS] = (struct fn_operand){.kind = FN_NONE};
+    o[FN_OUT] = (struct fn_operand){.kind = passed_kind, .stride = c->hidden};
+    c->following = c->heads = 1;
+}
+
+/* Reads the arguments of a norm before the addition. Returns 0 as read_arguments does. */
+static int read_first_norm(PyObject *const *arguments, const tensor *x, const struct fn_call *next, struct fn_call *c) {
+    struct fn_operand *o = c->operand;
+    if (Py_TYPE(arguments[FIRST_EPS]) != &PyFloat_Type || !PyBool_Check(arguments[BETWEEN_IS_F32])) return 0;
+    put_before(next, c, arguments[BETWEEN_IS_F32] == Py_True ? FN_F32 : next->operand[FN_X].kind);
+    if (arguments[FIRST_WEIGHT] != Py_None) {
+        tensor t;
+        if (!fn_read(arguments[FIRST_WEIGHT], &t, &o[FN_WEIGHT]) || !fn_same_device(&t, x)) return 0;
+        if (!fits(&t, x, c, FN_WEIGHT, 0) || (o[FN_WEIGHT].kind == FN_F64 && o[FN_X].kind != FN_F64)) return 0;
+    }
+    c->eps = PyFloat_AsDouble(arguments[FIRST_EPS]);
+    /* A float64 x, and a sum without a residual: Python reports the errors. */
+    return next->operand[FN_RESIDUAL].kind && !(o[FN_X].kind == FN_F64 && o[FN_OUT].kind == FN_F32);
+}
+
+/* x times a factor before the addition. */
+static void scale_first(double factor, const struct fn_call *next, struct fn_call *c) {
+    put_before(next, c, next->operand[FN_X].kind);
+    c->flags = FN_SCALE_ONLY;
+    c->eps = factor;
+}
+
+/* Allocates the outputs that are not given. Returns 0, or nonzero if one is no plain tensor, or -1 with a Python error. */
+static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_call *c, int normalises) {
+    const int wanted[2] = {normalises, c->operand[FN_RESIDUAL].kind != FN_NONE};
+    for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
+        struct fn_operand *o = &c->operand[i];
+        if (o->kind || !wanted[i - FN_OUT]) {
+            outputs[i - FN_OUT] = Py_NewRef(arguments[i]);
+            continue;
+        }
+        tensor t;
+        PyObject *output = outputs[i - FN_OUT] = fn_empty_like(arguments[i - FN_OUT]);
+        if (!output) return -1;
+        if (!fn_read(output, &t, o)) return PyErr_Occurred() ? -1 : 1;
+        if (t.device.type == DL_CPU) fn_expect_writes(o->address, c->rows * c->hidden * fn_element_size(o->kind));
+    }
+    return 0;
+}
+
+/* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
+PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
+    struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
+    struct fn_quantized quantized;
+    struct fn_gated gated;
+    tensor t[FN_FORWARD_OPERANDS_IN_C];
+    if (count == FN_ROTATION_ARGUMENTS) return fn_rotate(arguments, PyLong_AsLong(devices));
+    if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER && count != ARGUMENTS_OF_GATE) {
+        PyErr_Format(PyExc_TypeError, "forward takes %d, %d, %d, %d or %d arguments, got %zd", ARGUMENTS, FN_ROTATION_ARGUMENTS,
+                     ARGUMENTS_OF_CHAIN, ARGUMENTS_OF_GATE, ARGUMENTS_OF_QUANTIZER, count);
+        return NULL;
+    }
+    const int quantizes = count == ARGUMENTS_OF_QUANTIZER, gates = count == ARGUMENTS_OF_GATE;
+    if (quantizes) c = &quantized.call;
+    if (gates) c = &gated.call;
+    if (!read_arguments(arguments, t, c)) return refuse();
+    if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &t[FN_X], &quantized)) return refuse();
+    if (gates && !fn_read_gate(arguments + ARGUMENTS, &t[FN_X], &gated)) return refuse();
+    const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
+    if (count == ARGUMENTS_OF_CHAIN) {
+        first = calls;
+        if (!read_first_norm(arguments, &t[FN_X], c, first)) return refuse();
+    } else if (x_scale != 1) {
+        first = calls;
+        scale_first(x_scale, c, first);
+    }
+    const int32_t device = t[FN_X].device.type;
+    const long taken = PyLong_AsLong(devices);
+    const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
+    if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
+    if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
+    int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
+    if (!others) others = records_gradient(arguments, count);
+    /* A gate's output must not require a gradient, whether gradients are recorded or not. */
+    if (!others && gates) others = fn_requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
+    if (others < 0) return NULL;
+    if (others || (triton && !gates && !quantizes && !fn_triton_has(c))) return refuse();
+    if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated, triton);
+
+    PyObject *result = NULL, *outputs[2] = {NULL, NULL};
+    const int written[2] = {c->operand[FN_OUT].kind != FN_NONE, c->operand[FN_RESIDUAL_OUT].kind != FN_NONE};
+    int failed = allocate(arguments, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
+    if (!failed) failed = overlap(c, first);
+    if (!failed) failed = fn_refuses_writes(outputs, written, 2);
+    if (!failed && quantizes) {
+        result = fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs[1], written[1], triton);
+        Py_XDECREF(outputs[0]);
+        Py_XDECREF(outputs[1]);
+        return result;
+    }
+    if (first) c->operand[FN_X] = first->operand[FN_OUT];
+    if (!failed) failed = fn_run_on_device(first ? first : c, &t[FN_X], triton);
+    if (!failed) failed = fn_count_writes(outputs, written, 2);
+    if (!failed) result = PyTuple_Pack(2, outputs[0], outputs[1]);
+    else if (failed > 0) result = refuse();
+    Py_XDECREF(outputs[0]);
+    Py_XDECREF(outputs[1]);
+    return result;
+}

@@ -1,0 +1,12 @@
+/* Runs a call of any kind. */
+#include "abi/fusednorm_cpu.h"
+
+int fn_run(const struct fn_call *call) {
+    if (call->flags & FN_GATE_ONLY) {
+        struct fn_gate gate = *fn_gate_after(call);
+        gate.threads = call->threads;
+        fn_run_gate(&gate);
+        return 0;
+    }
+    return call->pass == FN_BACKWARD ? fn_backward(call) : fn_forward(call, 1 + (int)call->following);
+}
