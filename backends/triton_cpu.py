@@ -23,7 +23,6 @@ from fusednorm.backends.kernel_kinds import (
     ForwardKind,
     GateKind,
     QuantizerKind,
-    Share,
     blocks_of,
     ceiling,
     scratch_of,
@@ -32,6 +31,7 @@ from fusednorm.backends.triton_cpu_host import Compiler, Failure, NotYetError, P
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
 from fusednorm.calls import fast_path as path
 from fusednorm.calls import packing, process
+from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
 from fusednorm.engine.composition import Composition
 from fusednorm.reference import norm as reference

@@ -23,7 +23,6 @@ from fusednorm.backends.kernel_kinds import (
     ForwardKind,
     GateKind,
     RotationKind,
-    Share,
     blocks_of,
     check_addresses,
     lacking,
@@ -32,6 +31,7 @@ from fusednorm.backends.kernel_kinds import (
     scratch_of,
 )
 from fusednorm.calls import packing
+from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
     AroundNorm,
     Backward,

@@ -316,8 +316,8 @@ MUTANTS = (
         FUSED,
         "Gated: the fast path rounds in spite of between",
         "cpu/python/fast_path_gated.c",
-        "if (given->how == AND_MUL && !given->between && (kind",
-        "if (given->how == AND_MUL && (kind",
+        "if (given->how == FN_AND_MUL && !given->between && (kind",
+        "if (given->how == FN_AND_MUL && (kind",
     ),
     Mutant(
         ROW,

@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         SAME,
         "CUDA: Python and C number the shares differently",
-        "backends/kernel_kinds.py",
+        "fusednorm/calls/c_enums.py",
         "    COLUMNS_OF_BLOCKS = 2\n",
         "    COLUMNS_OF_BLOCKS = 3\n",
         "cuda",
