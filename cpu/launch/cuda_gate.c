@@ -3,7 +3,7 @@
 #include "abi/gate.h"
 
 int fn_cuda_gate(const struct fn_call *call, launch *l) {
-    const struct fn_gate *const g = fn_gate_after(call);
+    const struct fn_gate *const g = (const struct fn_gate *)(call + 1);
     const int two_levels = g->inner != g->rows;
     const int32_t hidden = (int32_t)g->hidden;
     int packed = !two_levels;
