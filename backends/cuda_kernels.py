@@ -17,9 +17,9 @@ from fusednorm.backends.kernel_keys import (
     ForwardKind,
     GateKind,
     RotationKind,
-    Share,
     ceiling,
 )
+from fusednorm.calls.c_enums import Share
 from fusednorm.calls.quantization import Quantization
 from fusednorm.reference import norm as reference
 

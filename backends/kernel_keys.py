@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Mapping
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusednorm.calls.c_enums import Limit, Share
 from fusednorm.calls.call import (
     AroundNorm,
     Backward,
@@ -32,11 +32,8 @@ from fusednorm.calls.call import (
 from fusednorm.calls.quantization import Quantization
 from fusednorm.reference import norm as reference
 
-#: The largest number of bytes that any kernel wants addresses to be multiples of.
-_MOST_ALIGNED = 32
-
-#: Blocks of rows that a thread adds up, of a kernel that takes the more columns the fewer blocks there are.
-BLOCKS_IN_LANE = 8
+_MOST_ALIGNED = Limit.MOST_ALIGNED.value
+BLOCKS_IN_LANE = Limit.BLOCKS_IN_LANE.value
 
 #: Plans of kernels for GPUs say it until our tests have run on one.
 UNTRIED = "our tests have not run on a GPU yet"
@@ -305,23 +302,6 @@ def of_one_weight_dtype(call: Rotate) -> list[Rotate]:
     if len({heads.weight is not None and heads.weight.dtype for heads in call.heads}) == 1:
         return [call]
     return [call._replace(heads=(heads,)) for heads in call.heads]
-
-
-class Share(IntEnum):
-    """A program of a kernel takes this, ``per_program`` times; ``enum share`` in ``cpu/launch/cuda.h``."""
-
-    #: So many rows.
-    ROWS = 0
-    #: So many columns of up to BLOCKS_IN_LANE blocks' sums; half as many of up to twice as many blocks, and so on.
-    COLUMNS_OF_SUMS = 1
-    #: So many columns of one block of rows.
-    COLUMNS_OF_BLOCKS = 2
-    #: The blocks that so many rows hold whole, and at least one.
-    BLOCKS = 3
-    #: So many columns of all blocks; no kernel of CUDA's.
-    COLUMNS = 4
-    #: So many elements of all rows.
-    ELEMENTS = 5
 
 
 def programs(share: Share, per_program: int, rows: int, hidden_size: int, block: int, blocks: int) -> int:

@@ -23,7 +23,6 @@ from fusednorm.backends.kernel_keys import (
     ForwardKind,
     GateKind,
     QuantizerKind,
-    Share,
     blocks_of,
     ceiling,
     scratch_of,
@@ -32,6 +31,7 @@ from fusednorm.backends.triton_cpu_host import Compiler, Failure, Program, proce
 from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
+from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
 from fusednorm.reference import norm as reference
 

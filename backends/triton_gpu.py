@@ -18,10 +18,10 @@ from fusednorm.backends.kernel_keys import (
     GateKind,
     QuantizerKind,
     RotationKind,
-    Share,
     ceiling,
 )
 from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
+from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm
 from fusednorm.reference import norm as reference
 

@@ -23,7 +23,6 @@ from fusednorm.backends.kernel_keys import (
     ForwardKind,
     GateKind,
     RotationKind,
-    Share,
     blocks_of,
     check_addresses,
     lacking,
@@ -32,6 +31,7 @@ from fusednorm.backends.kernel_keys import (
     scratch_of,
 )
 from fusednorm.calls import c_abi
+from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
     AroundNorm,
     Backward,

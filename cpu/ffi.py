@@ -1,19 +1,20 @@
 """Declares the C library to cffi; run by CMake, which compiles what this generates."""
 
+import re
+from pathlib import Path
+
 from cffi import FFI
 
+
+def declared(name):
+    """The enumerations and structures of a header."""
+    text = (Path(__file__).parent / "abi" / name).read_text(encoding="utf-8")
+    return "".join(re.findall(r"(?ms)^(?:enum|struct)\b[\w ]*\{.*?\};\n", text))
+
+
 ffibuilder = FFI()
+ffibuilder.cdef(declared("enums.h") + declared("call.h"))
 ffibuilder.cdef("""
-    struct fn_operand {
-        int64_t kind;
-        uintptr_t address;
-        int64_t outer_stride, stride;
-    };
-    struct fn_call {
-        int64_t pass, flags, device, threads, rows, inner, hidden, block, following, heads;
-        double eps, weight_offset;
-        struct fn_operand operand[9];
-    };
     int fn_isa_count(void);
     const char *fn_isa_name(int isa);
     int fn_isa_usable(int isa);
@@ -27,8 +28,5 @@ ffibuilder.cdef("""
     int fn_run_rotation(const void *packed); /* a `struct fn_rotation` */
     int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
-    enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
-    enum fn_pass { FN_FORWARD, FN_BACKWARD };
-    enum fn_flag { FN_ROUND_SUM, FN_ROUND_NORM, ... };
 """)
 ffibuilder.set_source("fusednorm._cpu", '#include "abi/fusednorm_cpu.h"\n#include "abi/triton_programs.h"')

@@ -13,8 +13,9 @@ import torch
 import fusednorm
 from fusednorm import Quantization, engine, rms_norm_add_rms_norm
 from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, Share, blocks_of, programs, scratch_of
+from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, blocks_of, programs, scratch_of
 from fusednorm.calls import c_abi, fast_path
+from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import Around, Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 from fusednorm.engine import run

@@ -5,26 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How the elements of an operand are stored. FN_NONE: the operand is absent. */
-enum fn_kind { FN_NONE, FN_F32, FN_F16, FN_BF16, FN_F64 };
+#include "abi/enums.h"
 
 static inline int fn_element_size(int64_t kind) {
     return kind == FN_NONE ? 0 : kind == FN_F32 ? 4 : kind == FN_F64 ? 8 : 2;
 }
-
-/*
- * FN_SCALE_ONLY: x times `eps`, rounded to out's kind, and nothing else. FN_QUANTIZED: a `struct fn_quantizer` follows in
- * memory, which takes the rows of out; FN_QUANTIZE_ONLY: it takes the rows of x, and there is nothing else.
- * FN_GATE_AFTER, FN_GATE_BEFORE: a `struct fn_gate` follows, which takes the rows of out, or whose rows are taken as x, and
- * rounded, with FN_ROUND_NORM, to out's kind; FN_GATE_ONLY: there is nothing else. FN_ROTATION_ONLY: a `struct fn_rotation`
- * follows, and there is nothing else; for GPUs.
- */
-enum fn_flag {
-    FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4, FN_QUANTIZED = 8, FN_QUANTIZE_ONLY = 16, FN_GATE_AFTER = 32,
-    FN_GATE_BEFORE = 64, FN_GATE_ONLY = 128, FN_ROTATION_ONLY = 256
-};
-
-enum fn_pass { FN_FORWARD, FN_BACKWARD };
 
 /* The operands of a forward pass, as in `Forward` of fusednorm/calls/call.py. */
 enum { FN_X, FN_RESIDUAL, FN_WEIGHT, FN_OUT, FN_RESIDUAL_OUT, FN_RSTD, FN_FORWARD_OPERANDS };
@@ -70,21 +55,6 @@ struct fn_call {
     struct fn_operand operand[FN_OPERANDS];
 };
 
-/* The kinds of numbers that a quantizer writes, one byte each. */
-enum fn_byte_kind { FN_I8, FN_U8, FN_E4M3, FN_E5M2 };
-
-/* What is beside the numbers in `Quantization` of fusednorm/calls/quantizations.py; without a flag, the field's default. */
-enum fn_quantizer_flag {
-    FN_GIVEN_SCALE = 1, /* one for all rows */
-    FN_SCALE_BY_RECIPROCAL = 2,
-    FN_APPLY_RECIPROCAL = 4,
-    FN_APPLY_RATIO = 8,
-    FN_RETURNS_MULTIPLIER = 16,
-    FN_ZERO_POINT_128 = 32,
-    FN_ZERO_POINT_AFTER = 64,
-    FN_ZERO_POINT_BEFORE = 128
-};
-
 /*
  * How rows are quantized, and where to: fusednorm/calls/c_abi.py packs it. All fields have 8 bytes. Strides are in bytes, in
  * the two levels of the call's rows; a group stride leads from the scale of a group to that of the row's next group. The
@@ -116,9 +86,8 @@ static inline int64_t fn_jump(const struct fn_call *c, int operand) {
 /* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where their length is not given. */
 static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
 
-_Static_assert(sizeof(struct fn_operand) == 4 * 8 && sizeof(struct fn_call) == (12 + 4 * FN_OPERANDS) * 8,
+_Static_assert(sizeof(struct fn_call) == FN_CALL_BYTES && sizeof(struct fn_quantizer) == FN_QUANTIZER_BYTES,
                "fusednorm/calls/c_abi.py packs fields of 8 bytes without gaps");
-_Static_assert(sizeof(struct fn_quantizer) == 20 * 8, "fusednorm/calls/c_abi.py packs fields of 8 bytes without gaps");
 _Static_assert(sizeof(struct fn_quantizer) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 
 #endif

@@ -4,8 +4,6 @@
 
 #include "abi/call.h"
 
-enum fn_activation { FN_SILU, FN_SIGMOID, FN_GELU_TANH };
-
 /* The operands: y, z and out; or d, y, z and the gradients of y and z, of which one may be absent. */
 enum { FN_GATE_D, FN_GATED, FN_GATE, FN_GATE_OUT, FN_GATED_D = FN_GATE_OUT, FN_GATE_DZ, FN_GATE_OPERANDS };
 
@@ -20,7 +18,7 @@ struct fn_gate {
 /* Elements that are computed together, and that a thread takes at least: their buffers stay in the first cache. */
 enum { FN_GATE_TILE = 512 };
 
-_Static_assert(sizeof(struct fn_gate) == (8 + 4 * FN_GATE_OPERANDS) * 8, "fusednorm/calls/c_abi.py packs fields without gaps");
+_Static_assert(sizeof(struct fn_gate) == FN_GATE_BYTES, "fusednorm/calls/c_abi.py packs fields without gaps");
 
 _Static_assert(sizeof(struct fn_gate) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 

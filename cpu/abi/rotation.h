@@ -4,8 +4,6 @@
 
 #include "abi/call.h"
 
-enum fn_rotation_flag { FN_NORMALISED = 1, FN_INTERLEAVED = 4 }; /* beside FN_ROUND_NORM of call.h */
-
 /*
  * Heads of q or of k: of each row so many, which lie one stride apart. Strides are in elements; the first two lead from
  * row to row in two levels. The weight's stride leads from a head's weight to the next head's, 0 if all share one.
@@ -41,8 +39,7 @@ struct fn_rotation {
     struct fn_heads heads[FN_SETS];
 };
 
-_Static_assert(sizeof(struct fn_heads) == 13 * 8, "fusednorm/calls/c_abi.py packs fields without gaps");
-_Static_assert(sizeof(struct fn_rotation) == (13 + 2 * 4 + 4 + FN_SETS * 13) * 8, "fusednorm/calls/c_abi.py packs fields without gaps");
+_Static_assert(sizeof(struct fn_rotation) == FN_ROTATION_BYTES, "fusednorm/calls/c_abi.py packs fields without gaps");
 
 /* Whether everything is computed in float64. */
 static inline int fn_is_wide(const struct fn_rotation *r) {

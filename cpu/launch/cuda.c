@@ -31,7 +31,7 @@ static struct {
     int (*pop)(void **context);
 } driver;
 
-enum { FEWEST = 1024, BLOCKS_IN_LANE = 8 };
+enum { FEWEST = 1024 };
 
 /* A hash table: a power of two of places, of which at most half are taken. */
 static held *places;
@@ -93,15 +93,15 @@ int fn_cuda_read(const struct fn_call *calls, launch *l) {
 static int64_t programs(const kernel *k, const launch *l) {
     int64_t per_program = k->per_program, count = l->hidden, times = 1;
     const int64_t blocks = l->block > 0 ? (l->rows + l->block - 1) / l->block : 0;
-    switch ((enum share)k->share) {
-    case COLUMNS: break;
-    case ROWS: count = l->rows; break;
-    case ELEMENTS: count = l->rows * l->hidden; break;
-    case COLUMNS_OF_SUMS:
-        for (int64_t more = BLOCKS_IN_LANE; more < blocks; more *= 2) per_program /= 2;
+    switch ((enum fn_share)k->share) {
+    case FN_COLUMNS: break;
+    case FN_ROWS: count = l->rows; break;
+    case FN_ELEMENTS: count = l->rows * l->hidden; break;
+    case FN_COLUMNS_OF_SUMS:
+        for (int64_t more = FN_BLOCKS_IN_LANE; more < blocks; more *= 2) per_program /= 2;
         break;
-    case COLUMNS_OF_BLOCKS: times = blocks; break;
-    case BLOCKS:
+    case FN_COLUMNS_OF_BLOCKS: times = blocks; break;
+    case FN_BLOCKS:
         count = blocks;
         per_program = per_program > l->block ? per_program / l->block : 1;
         break;

@@ -29,20 +29,17 @@ enum {
     ROTATION = 1024
 };
 
-/* How a kernel shares out its work among programs: `Share` in backends/kernel_keys.py says what each takes. */
-enum share { ROWS, COLUMNS_OF_SUMS, COLUMNS_OF_BLOCKS, BLOCKS, COLUMNS, ELEMENTS };
-
 /* A kernel, of which a program takes `per_program` rows, columns or elements. */
 typedef struct {
     void *function;
     unsigned threads, per_program, shared, cluster, early;
-    int share;
+    int share; /* enum fn_share */
 } kernel;
 
 /* The longest arguments, of a quantized float64 norm with a bias, have 300 bytes; a call with more would be refused. */
 enum { ARGUMENT_BYTES = 48 * 8 };
 
-enum { KERNELS = 3, MOST_ALIGNED = 32 };
+enum { KERNELS = 3 };
 
 typedef struct {
     key key;

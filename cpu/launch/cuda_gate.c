@@ -3,11 +3,11 @@
 #include "abi/gate.h"
 
 int fn_cuda_gate(const struct fn_call *call, launch *l) {
-    const struct fn_gate *const g = fn_gate_after(call);
+    const struct fn_gate *const g = (const struct fn_gate *)(call + 1);
     const int two_levels = g->inner != g->rows;
     const int32_t hidden = (int32_t)g->hidden;
     int packed = !two_levels;
-    uint64_t low = MOST_ALIGNED;
+    uint64_t low = FN_MOST_ALIGNED;
     size_t at = 0;
     memset(&l->key, 0, sizeof l->key);
     if (two_levels) append(l->arguments, &at, &g->inner, sizeof(int64_t));

@@ -83,7 +83,7 @@ static int32_t alignment_of(const work *w) {
     const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
     const struct fn_operand none = {.kind = FN_NONE}, more[] = {w->first ? w->first->operand[FN_WEIGHT] : none, bias_of(c)};
-    uint64_t low = MOST_ALIGNED;
+    uint64_t low = FN_MOST_ALIGNED;
     for (int i = 0; i < 2; i++) {
         const int item = fn_element_size(more[i].kind);
         if (!item) continue;

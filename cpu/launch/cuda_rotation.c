@@ -22,7 +22,7 @@ int fn_cuda_rotation(const struct fn_call *call, launch *l) {
     const struct fn_operand *const tables[] = {&r->cos, &r->sin};
     const int64_t kinds[] = {r->x_kind, r->out_kind, r->between, r->products, r->cos.kind, r->sin.kind, r->heads[0].weight_kind};
     const int two_levels = r->inner != r->rows;
-    uint64_t low = MOST_ALIGNED;
+    uint64_t low = FN_MOST_ALIGNED;
     size_t at = 0;
     int fine = r->position_size == 0 || r->positions % (uintptr_t)r->position_size == 0;
     memset(&l->key, 0, sizeof l->key);

@@ -6,13 +6,10 @@
 #include "machine/pages.h"
 
 /*
- * Python's arguments, after those of every forward pass. HOW: a number of the list below, and BETWEEN_IS_F32 in addition.
- * GROUP: the elements of a row that are normalised together, or None.
+ * Python's arguments, after those of every forward pass. HOW: a number of enum fn_gate_order; with FN_AND_MUL, Z has the rows,
+ * or it is None, and x holds both. GROUP: the elements of a row that are normalised together, or None.
  */
 enum { Z, ACTIVATION, HOW, GROUP, OUT };
-
-/* ALONE: x times the gate Z. AND_MUL: x is the gate, and Z the rows; or x holds both, and Z is None. */
-enum { ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 };
 
 static int activation_of(PyObject *name) {
     static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh"};
@@ -28,14 +25,14 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
     const int64_t kind = c->operand[FN_X].kind;
     const long how = PyLong_AsLong(arguments[HOW]);
     memset(g, 0, sizeof *g);
-    given->how = (int)how % BETWEEN_IS_F32;
-    given->between = how >= BETWEEN_IS_F32;
+    given->how = (int)how % FN_BETWEEN_IS_F32;
+    given->between = how >= FN_BETWEEN_IS_F32;
     g->activation = activation_of(arguments[ACTIVATION]);
     g->wide = kind == FN_F64;
     /* What Python reports; and a weight with a row for each head, which no function with a gate takes. */
     if (g->activation < 0 || (given->between && g->wide) || c->operand[FN_WEIGHT].stride) return 0;
-    if (given->how == AND_MUL && !given->between && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
-    if (given->how == AND_MUL && arguments[Z] == Py_None) {
+    if (given->how == FN_AND_MUL && !given->between && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
+    if (given->how == FN_AND_MUL && arguments[Z] == Py_None) {
         if (c->hidden % 2) return 0;
         c->hidden /= 2;
         other = c->operand[FN_X];
@@ -45,8 +42,8 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
         if (!fn_read(arguments[Z], &t, &other) || !fn_same_device(&t, x) || !fn_same_shape(&t, x)) return 0;
         if (other.kind == FN_F64 && !g->wide) return 0;
     }
-    g->operand[given->how == AND_MUL ? FN_GATE : FN_GATED] = c->operand[FN_X];
-    g->operand[given->how == AND_MUL ? FN_GATED : FN_GATE] = other;
+    g->operand[given->how == FN_AND_MUL ? FN_GATE : FN_GATED] = c->operand[FN_X];
+    g->operand[given->how == FN_AND_MUL ? FN_GATED : FN_GATE] = other;
     given->groups = 1;
     if (arguments[GROUP] != Py_None) {
         const int is_int = PyLong_Check(arguments[GROUP]) && !PyBool_Check(arguments[GROUP]);
@@ -83,11 +80,11 @@ static void put_together(struct fn_gated *given, const struct fn_operand *out) {
     struct fn_gate *g = &given->gate;
     const int64_t kind = c->operand[FN_X].kind, groups = given->groups, size = c->hidden / groups;
     g->operand[FN_GATE_OUT] = c->operand[FN_OUT] = *out;
-    if (given->how == NORM_FIRST) {
+    if (given->how == FN_NORM_FIRST) {
         c->flags |= FN_GATE_AFTER;
         c->operand[FN_OUT] = (struct fn_operand){.kind = given->between ? FN_F32 : kind, .stride = c->hidden};
         g->operand[FN_GATED] = c->operand[FN_OUT];
-    } else if (given->how == GATE_FIRST) {
+    } else if (given->how == FN_GATE_FIRST) {
         c->flags |= FN_GATE_BEFORE;
         c->operand[FN_X].kind = g->wide ? FN_F64 : FN_F32;
         c->operand[FN_X].stride = c->hidden;
@@ -228,8 +225,8 @@ PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const 
     g->hidden = c->hidden;
     g->wide = o[OF_RSTD].kind == FN_F64;
     if (arguments[ROUNDS_NORM] == Py_True) c->flags = FN_ROUND_NORM;
-    const int norm_first = how % BETWEEN_IS_F32 == NORM_FIRST;
-    const int64_t passed_kind = !norm_first ? (g->wide ? FN_F64 : FN_F32) : how >= BETWEEN_IS_F32 ? FN_F32 : o[OF_X].kind;
+    const int norm_first = how % FN_BETWEEN_IS_F32 == FN_NORM_FIRST;
+    const int64_t passed_kind = !norm_first ? (g->wide ? FN_F64 : FN_F32) : how >= FN_BETWEEN_IS_F32 ? FN_F32 : o[OF_X].kind;
     const struct fn_operand passed = {.kind = passed_kind, .stride = c->hidden}, absent = {.kind = FN_NONE};
     c->operand[FN_BACKWARD_RSTD] = o[OF_RSTD];
     c->operand[FN_BACKWARD_WEIGHT] = o[OF_WEIGHT];

@@ -10,7 +10,7 @@ enum {
     Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITIONS, Q_OUT, K_OUT, TENSORS,
     EPS = TENSORS, WEIGHT_OFFSET, NORM, INTERLEAVED, ROUND_PRODUCTS, BETWEEN_IS_F32, ROUND_NORM, ARGUMENTS
 };
-_Static_assert(ARGUMENTS == FN_ROTATION_ARGUMENTS, "fast_path_forward.c knows these calls by the number of arguments");
+_Static_assert((int)ARGUMENTS == (int)FN_ROTATION_ARGUMENTS, "fast_path_forward.c knows these calls by the number of arguments");
 
 enum { DL_INT = 0 };
 

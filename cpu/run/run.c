@@ -3,7 +3,7 @@
 
 int fn_run(const struct fn_call *call) {
     if (call->flags & FN_GATE_ONLY) {
-        struct fn_gate gate = *fn_gate_after(call);
+        struct fn_gate gate = *(const struct fn_gate *)(call + 1);
         gate.threads = call->threads;
         fn_run_gate(&gate);
         return 0;

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from fusednorm.calls.c_enums import Activation
+
 if TYPE_CHECKING:
     from fusednorm.calls.quantization import Quantization
 
@@ -18,7 +20,7 @@ Strides: TypeAlias = tuple[int, int]
 
 
 #: The names of the functions that a gate goes through.
-ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
+ACTIVATIONS = tuple(activation.name.lower() for activation in Activation)
 
 
 def accumulator(x_dtype: torch.dtype) -> torch.dtype:

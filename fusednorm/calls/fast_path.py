@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from fusednorm.calls import memory, must_be_seen
+from fusednorm.calls.c_enums import GateOrder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +83,7 @@ def _open_quantizer() -> None:
 NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)
 
 #: The order of a gate's steps, in C; the last is added where rows pass as float32 between them.
-ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 = range(5)
+ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 = (order.value for order in GateOrder)
 
 #: Whether its extension can be imported.
 COMPILED = _fast_path is not None

@@ -1,0 +1,153 @@
+"""Numbers that Python and C share: ``python fusednorm/calls/c_enums.py`` prints ``cpu/abi/enums.h``."""
+
+import re
+import struct
+import textwrap
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """How the elements of an operand are stored. NONE: the operand is absent."""
+
+    NONE = 0
+    F32 = 1
+    F16 = 2
+    BF16 = 3
+    F64 = 4
+
+
+class Pass(IntEnum):
+    """The direction of a call."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Flag(IntEnum):
+    """SCALE_ONLY: x times `eps`, rounded to out's kind, and nothing else.
+
+    QUANTIZED: a `struct fn_quantizer` follows in memory, which takes the rows of out; QUANTIZE_ONLY: it takes
+    the rows of x, and there is nothing else. GATE_AFTER, GATE_BEFORE: a `struct fn_gate` follows, which takes
+    the rows of out, or whose rows are taken as x, and rounded, with ROUND_NORM, to out's kind; GATE_ONLY: there
+    is nothing else. ROTATION_ONLY: a `struct fn_rotation` follows, and there is nothing else; for GPUs.
+    """
+
+    ROUND_SUM = 1
+    ROUND_NORM = 2
+    SCALE_ONLY = 4
+    QUANTIZED = 8
+    QUANTIZE_ONLY = 16
+    GATE_AFTER = 32
+    GATE_BEFORE = 64
+    GATE_ONLY = 128
+    ROTATION_ONLY = 256
+
+
+class ByteKind(IntEnum):
+    """The kinds of numbers that a quantizer writes, one byte each."""
+
+    I8 = 0
+    U8 = 1
+    E4M3 = 2
+    E5M2 = 3
+
+
+class QuantizerFlag(IntEnum):
+    """The rest of a `Quantization`; without a flag, the field's default. GIVEN_SCALE: one for all rows."""
+
+    GIVEN_SCALE = 1
+    SCALE_BY_RECIPROCAL = 2
+    APPLY_RECIPROCAL = 4
+    APPLY_RATIO = 8
+    RETURNS_MULTIPLIER = 16
+    ZERO_POINT_128 = 32
+    ZERO_POINT_AFTER = 64
+    ZERO_POINT_BEFORE = 128
+
+
+class Activation(IntEnum):
+    """The function of a gate."""
+
+    SILU = 0
+    SIGMOID = 1
+    GELU_TANH = 2
+
+
+class GateOrder(IntEnum):
+    """The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both.
+
+    BETWEEN_IS_F32 is added where float32 passes between.
+    """
+
+    ALONE = 0
+    AND_MUL = 1
+    NORM_FIRST = 2
+    GATE_FIRST = 3
+    BETWEEN_IS_F32 = 4
+
+
+class RotationFlag(IntEnum):
+    """Flags of a rotation, beside ROUND_NORM."""
+
+    NORMALISED = 1
+    INTERLEAVED = 4
+
+
+class Share(IntEnum):
+    """A program of a kernel for GPUs takes this, `per_program` times.
+
+    ROWS: so many rows. COLUMNS_OF_SUMS: so many columns of up to BLOCKS_IN_LANE blocks' sums; half as many of
+    up to twice as many blocks, and so on. COLUMNS_OF_BLOCKS: so many columns of one block of rows. BLOCKS: the
+    blocks that so many rows hold whole, and at least one. COLUMNS: so many columns of all blocks; no kernel of
+    CUDA's. ELEMENTS: so many elements of all rows.
+    """
+
+    ROWS = 0
+    COLUMNS_OF_SUMS = 1
+    COLUMNS_OF_BLOCKS = 2
+    BLOCKS = 3
+    COLUMNS = 4
+    ELEMENTS = 5
+
+
+class Limit(IntEnum):
+    """Limits of kernels for GPUs.
+
+    BLOCKS_IN_LANE: blocks of rows that a thread adds up, of a kernel that takes the more columns the fewer
+    blocks there are. MOST_ALIGNED: the largest number of bytes that any kernel wants addresses to be multiples
+    of.
+    """
+
+    BLOCKS_IN_LANE = 8
+    MOST_ALIGNED = 32
+
+
+#: The fields of C's structures, as `struct` writes them: all have 8 bytes. An operand has four.
+CALL, QUANTIZATION, RESULTS, GATE, ROTATION = "=10q2d36q", "=3q5d", "=12q", "=28q", "=11q2d38q"
+
+
+class Size(IntEnum):
+    """Bytes of the structures that Python packs."""
+
+    CALL_BYTES = struct.calcsize(CALL)
+    QUANTIZER_BYTES = struct.calcsize(QUANTIZATION) + struct.calcsize(RESULTS)
+    GATE_BYTES = struct.calcsize(GATE)
+    ROTATION_BYTES = struct.calcsize(ROTATION)
+
+
+def header() -> str:
+    """``cpu/abi/enums.h``."""
+    lines = ["/* Printed by fusednorm/calls/c_enums.py, which has the same numbers for Python. */"]
+    lines += ["#ifndef FUSEDNORM_ENUMS_H", "#define FUSEDNORM_ENUMS_H", ""]
+    for enum in (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateOrder, RotationFlag, Share, Limit, Size):
+        about = " ".join((enum.__doc__ or "").split())
+        name = re.sub("(?<=.)([A-Z])", r"_\1", enum.__name__).lower()
+        members = ", ".join(f"FN_{member}={value}" for member, value in enum.__members__.items())
+        lines += textwrap.wrap(f"/* {about} */", 120, subsequent_indent=" * ")
+        rows = textwrap.wrap(members, 100)
+        lines += [f"enum fn_{name} {{", *(f"    {row}".replace("=", " = ") for row in rows), "};", ""]
+    return "\n".join([*lines, "#endif", ""])
+
+
+if __name__ == "__main__":
+    print(header(), end="")
