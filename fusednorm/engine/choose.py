@@ -21,7 +21,7 @@ import torch
 
 import fusednorm.backends
 from fusednorm.backends import MODULES, NAMES
-from fusednorm.calls.call import Operation
+from fusednorm.calls.call import Operation, Step
 from fusednorm.calls.fast_path import FastPath
 from fusednorm.calls.process import BackendError, BackendInfo
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
@@ -78,8 +78,8 @@ _before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before"
 #: One of them serves the calls of an operation.
 Chosen = Backend | FirstCalls | Composition | Meanwhile
 
-#: By the request and the operation; None for one with a step that several calls serve.
-_selected: dict[tuple[str, Operation], Chosen | None] = {}
+#: By the request and the operation; with a step too, which the backend takes in the same call, or else None.
+_selected: dict[tuple[str, Operation] | tuple[str, Operation, Step], Chosen | None] = {}
 
 #: By the request in force: the fast path to backends that take every call on a type of device.
 fast_paths: dict[str, FastPath] = {}
@@ -286,18 +286,22 @@ def select(operation: Operation) -> tuple[Chosen, Explanation]:
     return chosen, explanation
 
 
-def serving(operation: Operation) -> Chosen | None:
+def serving(operation: Operation, step: Step) -> Chosen | None:
     """The backend of such rows, if it takes the norm and the step in one call; None: several calls must serve them.
 
-    The backend of the rows must have been selected.
+    Raises:
+        KeyError: :func:`decide` has not been asked before.
     """
-    key = request(), operation
-    if key not in _selected:
-        norm = operation._replace(step=None)
-        explanation = choose(norm)
-        whole = not explanation.parts and not refusal(explanation.backend, operation)
-        _selected[key] = _selected[request(), norm] if whole else None
-    return _selected[key]
+    return _selected[request(), operation, step]
+
+
+def decide(operation: Operation, step: Step) -> Chosen | None:
+    """See :func:`serving`. The backend of the rows must have been selected."""
+    explanation = choose(operation)
+    whole = not explanation.parts and not refusal(explanation.backend, operation._replace(step=step))
+    found = _selected[request(), operation] if whole else None
+    _selected[request(), operation, step] = found
+    return found
 
 
 def request_of_backward() -> str:

@@ -27,7 +27,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.memory import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
-from fusednorm.engine.choose import Chosen, fast_paths, request, select, selected, serving
+from fusednorm.engine.choose import Chosen, decide, fast_paths, request, select, selected, serving
 from fusednorm.engine.run_quantized import Results
 from fusednorm.engine.substitutes import Composition
 
@@ -51,8 +51,28 @@ def backend_of(operation: Operation) -> Chosen:
 
 def whole_of(operation: Operation, step: Step) -> Chosen | None:
     """The backend for a call, if it takes the norm and a step in one; None: several calls, or formulas, serve them."""
-    backend_of(operation)
-    return serving(operation._replace(step=step))
+    try:
+        return serving(operation, step)
+    except KeyError:  # the first call
+        backend_of(operation)
+        return decide(operation, step)
+
+
+def on_fast_path(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    flags: Flags,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    rstd: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Any] | None:
+    """As :func:`forward`, if the fast path takes the call. The caller knows that no mode must see it."""
+    take = fast_paths.get(request())
+    if take is None or flags[FAST:] != DEFAULTS:
+        return None
+    return take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False, bias, 1.0)
 
 
 def fast_path_first(
@@ -64,13 +84,9 @@ def fast_path_first(
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """As :func:`forward`, by the fast path if that takes the call. The caller knows that no mode must see it."""
-    take = fast_paths.get(request())
-    if take is not None and flags[FAST:] == DEFAULTS:
-        found = take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False, None, 1.0)
-        if found is not None:
-            return found
-    return forward(x, residual, weight, flags, out, residual_out, rstd)
+    """As :func:`forward`, by the fast path if that takes the call; see :func:`on_fast_path`."""
+    found = on_fast_path(x, residual, weight, flags, out, residual_out, rstd)
+    return forward(x, residual, weight, flags, out, residual_out, rstd) if found is None else found
 
 
 def forward(
@@ -163,7 +179,7 @@ def forward(
     backend = backend_of(operation)
     quantizes = False
     if then is not None and rows and then.fits(tuple(then_strides)):
-        quantizes = serving(operation._replace(step=Step("quantize", then.quantization))) is not None
+        quantizes = whole_of(operation, Step("quantize", then.quantization)) is not None
     if out is None and operation.out is not None and not quantizes:
         out = new_like(x, operation.out)
     if residual is not None and residual_out is None:

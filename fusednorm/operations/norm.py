@@ -351,10 +351,13 @@ def _composed(
     if given and records:
         refuse_grad(name)
     transformed = not compiling and must_be_seen.transform(x, residual, *others)
-    if not (records or compiling or transformed or must_be_seen.below(x, residual, *others)):
+    in_memory = not (compiling or transformed or must_be_seen.below(x, residual, *others))
+    if in_memory and not records:
         return run.forward(x, residual, weight, flags, out, residual_out, around=Around(bias, x_scale))
+    if in_memory and type(x_scale) is float and x_scale == 1.0:
+        found = NormaliseAffine.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Any], found)
     if not (compiling or transformed):
-        in_memory = not must_be_seen.below(x, residual, *others)
         check_operands(x, residual, None, out, residual_out, in_memory=in_memory)
         check_affine(x, weight, bias, in_memory=in_memory)
     flags = check_flags(flags, x, residual, out, residual_out)
@@ -365,12 +368,12 @@ def _composed(
         x = steps.scale(x, factor)
     if bias is None and not _of_heads(weight):
         return beyond_fast_path(name.rstrip("_"), compiling, x, residual, weight, out, residual_out, flags)
+    if in_memory:
+        found = NormaliseAffine.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Any], found)
     out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
     rounded_to, offset = x.dtype if flags.round_norm else None, flags.weight_offset
     flags = Flags(flags.eps, 0.0, flags.round_sum, False, accumulator(x.dtype), flags.residual_dtype)
-    if records and not (compiling or transformed or must_be_seen.below(x, residual, *others)):
-        found = NormaliseAffine.apply(x, residual, weight, bias, offset, rounded_to, out_dtype, *flags)  # type: ignore[no-untyped-call]
-        return cast(tuple[Tensor, Any], found)
     rows, total = beyond_fast_path(name.rstrip("_"), compiling, x, residual, None, None, None, flags)
     y = steps.affine(rows, weight, bias, offset, rounded_to, out_dtype)
     return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Around, Flags, RMSNorm, Step, accumulator, operation_of
+from fusednorm.calls.checks import check_affine, check_flags, check_operands
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.choose import Chosen
@@ -66,20 +67,19 @@ def normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: 
 
 def keep(
     ctx: Any,
+    operation: RMSNorm,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     flags: Flags,
     outputs: tuple[Tensor, Tensor | None, Tensor],
-) -> RMSNorm:
+) -> None:
     """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again."""
     _, total, rstd = outputs
     unrounded = total is not None and not flags.round_sum and total.dtype != rstd.dtype
     ctx.save_for_backward(rstd, weight, *((x, residual) if unrounded else (x,) if total is None else (total,)))
     ctx.set_materialize_grads(False)
-    ctx.flags = flags
-    ctx.operation = operation_of(x, residual, weight, flags)
-    return cast(RMSNorm, ctx.operation)
+    ctx.flags, ctx.operation = flags, operation
 
 
 def mark_constant(ctx: Any, total: Tensor | None, rstd: Tensor) -> None:
@@ -138,7 +138,9 @@ def gradients(
 def _remember(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None, Tensor]) -> None:
     """Keeps what the backward pass needs, and the backend that it takes: the one in force now."""
     x, residual, weight, *flags = inputs
-    ctx.backend = backend_of(keep(ctx, x, residual, weight, Flags(*flags), outputs))
+    operation = operation_of(x, residual, weight, Flags(*flags))
+    keep(ctx, operation, x, residual, weight, Flags(*flags), outputs)
+    ctx.backend = backend_of(operation)
 
 
 class Normalise(torch.autograd.Function):
@@ -163,31 +165,50 @@ class Normalise(torch.autograd.Function):
         return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend), *[None] * len(Flags._fields)
 
 
-class NormaliseAffine(torch.autograd.Function):
-    """(x, residual or None, weight, bias, weight_offset, rounded_to, out_dtype, *flags) -> (y, residual_out or None).
+_GRADIENTS_OF_ALL = Step("affine_backward")
 
-    ``flags`` are those of the norm, which has no weight. After it rows meet the weight and the bias: docs/spec.md,
-    section 8. The normalised rows, of the accumulator type, are not kept: ``h * rstd`` makes the same bits again. A
-    backend that has the gradients of all that makes one call of each pass.
+
+def _norm_alone(operation: RMSNorm) -> RMSNorm:
+    """The norm before a weight and a bias, whose rows have the accumulator type."""
+    return operation._replace(weight=None, out=operation.accumulator, round_norm=False, around=None)
+
+
+class NormaliseAffine(torch.autograd.Function):
+    """(x, residual or None, weight, bias, *flags) -> (y, residual_out or None): docs/spec.md, section 8.
+
+    The normalised rows, of the accumulator type, are not kept: ``h * rstd`` makes the same bits again. A backend that
+    has the gradients of all that makes one call of each pass.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         """See :func:`fusednorm.reference.norm.affine`."""
-        x, residual, weight, bias, ctx.weight_offset, rounded_to, out_dtype = inputs[:7]
-        flags = Flags(*inputs[7:])
-        asked = flags._replace(weight_offset=ctx.weight_offset, round_norm=rounded_to is not None, out_dtype=out_dtype)
+        x, residual, weight, bias, *rest = inputs
+        flags = Flags(*rest)
+        rstd = new_rstd(x) if isinstance(x, Tensor) else None
+        found = run.on_fast_path(x, residual, weight, flags, rstd=rstd, bias=bias)
+        if found is None:
+            check_operands(x, residual, None, None, None)
+            check_affine(x, weight, bias, in_memory=True)
+            flags = check_flags(flags, x, residual, None, None)
         around = Around(bias, 1.0)
+        operation = operation_of(x, residual, weight, flags, around=around)
         of_one_shape = weight is None or bias is None or weight.shape == bias.shape
-        operation = operation_of(x, residual, weight, asked, around=around)
-        ctx.in_one_call = of_one_shape and run.whole_of(operation, Step("affine_backward")) is not None
-        if ctx.in_one_call:
-            rstd = new_rstd(x)
-            y, total = run.forward(x, residual, weight, asked, rstd=rstd, around=around)
-        else:
-            rows, total, rstd = normalise(x, residual, None, flags)
-            y = reference.affine(rows, weight, bias, ctx.weight_offset, rounded_to, out_dtype)
-        ctx.backend = backend_of(keep(ctx, x, residual, None, flags, (y, total, rstd)))
+        ctx.backend = run.whole_of(operation, _GRADIENTS_OF_ALL) if of_one_shape else None
+        ctx.in_one_call = ctx.backend is not None
+        of_norm = Flags(flags.eps, 0.0, flags.round_sum, False, operation.accumulator, flags.residual_dtype)
+        if found is None and ctx.in_one_call:
+            found = run.forward(x, residual, weight, flags, rstd=rstd, around=around)
+        elif found is None:
+            rows, total, rstd = normalise(x, residual, None, of_norm)
+            rounded_to = x.dtype if flags.round_norm else None
+            y = reference.affine(rows, weight, bias, flags.weight_offset, rounded_to, flags.out_dtype or x.dtype)
+            found = y, total
+        y, total = found
+        assert rstd is not None
+        keep(ctx, operation, x, residual, None, of_norm, (y, total, rstd))
+        ctx.backend = ctx.backend or backend_of(_norm_alone(operation))
+        ctx.weight_offset = flags.weight_offset
         ctx.save_for_backward(*ctx.to_save, weight, bias)
         if residual is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
@@ -198,7 +219,7 @@ class NormaliseAffine(torch.autograd.Function):
         """See :func:`fusednorm.reference.norm.affine_gradients`, and :func:`gradients`."""
         *kept, weight, bias = ctx.saved_tensors
         need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
-        of_norm = SimpleNamespace(saved_tensors=kept, operation=ctx.operation, flags=ctx.flags)
+        of_norm = SimpleNamespace(saved_tensors=kept, operation=_norm_alone(ctx.operation), flags=ctx.flags)
         dx = dresidual = dn = dweight = dbias = None
         if dy is not None:
             rstd, _, *terms = kept
@@ -207,7 +228,7 @@ class NormaliseAffine(torch.autograd.Function):
             if ctx.in_one_call and not (_differentiated_again() or must_be_seen.below(*others)):
                 needs = ctx.needs_input_grad[:4]
                 found = run.backward(ctx.backend, ctx.operation, *others[:-1], ctx.weight_offset, needs, bias)
-                return *found, *[None] * (3 + len(Flags._fields))
+                return *found, *[None] * len(Flags._fields)
             dtensor_bridge.check_kept((dy, d_total), others[2:])
             h = h.to(rstd.dtype)
             if _differentiated_again():
@@ -217,7 +238,7 @@ class NormaliseAffine(torch.autograd.Function):
             dn, dweight, dbias = reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs)
         if need_x or need_residual:
             dx, dresidual, _ = gradients(of_norm, dn, d_total, (need_x, need_residual, False), ctx.backend)
-        return dx, dresidual, dweight, dbias, *[None] * (3 + len(Flags._fields))
+        return dx, dresidual, dweight, dbias, *[None] * len(Flags._fields)
 
 
 class Transformed(Normalise):

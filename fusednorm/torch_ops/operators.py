@@ -285,13 +285,15 @@ def _gradients_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | N
 
 def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *flags = inputs
-    keep(ctx, x, residual, weight, Flags(*flags), output)
+    asked = Flags(*flags)
+    keep(ctx, operation_of(x, residual, weight, asked), x, residual, weight, asked, output)
     mark_constant(ctx, *output[1:])
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *flags = inputs
-    keep(ctx, x, None, weight, Flags(*flags), (output[0], None, output[1]))
+    asked = Flags(*flags)
+    keep(ctx, operation_of(x, None, weight, asked), x, None, weight, asked, (output[0], None, output[1]))
 
 
 def _gradients_of_sum(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
