@@ -270,12 +270,12 @@ class _Host(Host):
             else:
                 _compiler.later(variants.values(), more)
         held = super()._hold(key, variants, call)
-        if fast_path is not None and (packed := _on_fast_path(call)) is not None:
+        if fast_path is not None and (packed := _packed_for_fast_path(call)) is not None:
             path.hold_triton(packed, held[0].address)
         return held
 
 
-def _on_fast_path(call: Call) -> bytes | None:
+def _packed_for_fast_path(call: Call) -> bytes | None:
     """A call as the fast path may see it, packed; None for a call that it does not take.
 
     It knows one dtype for the residual and the sum, one level of rows of a norm alone, and nothing around a norm.

@@ -239,7 +239,7 @@ def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
         assert take(*given) is None
         name = "quantize" if isinstance(call, Quantize) else "gate" if isinstance(call, Gate) else "forward"
         HELD.append(kernel(name, ctypes.c_double, noted[kind]))
-        fast_path.hold_triton(triton_cpu._on_fast_path(call), ctypes.cast(HELD[-1], POINTER).value)
+        fast_path.hold_triton(triton_cpu._packed_for_fast_path(call), ctypes.cast(HELD[-1], POINTER).value)
     for kind, (_, given) in kinds.items():
         found = take(*given)
         assert [other for other, calls in noted.items() if calls] == [kind]
@@ -251,7 +251,7 @@ def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
         noted[kind].clear()
     long = torch.zeros(1, 65_537, dtype=F64)
     assert take(long, *fast_path.NO_NORM, long, "silu", fast_path.ALONE, None, None) is None
-    assert triton_cpu._on_fast_path(Gate(long, long, long, "silu", None, 65_537, 1, 1, rows)) is None
+    assert triton_cpu._packed_for_fast_path(Gate(long, long, long, "silu", None, 65_537, 1, 1, rows)) is None
 
 
 def test_threads_share_the_programs_and_none_flushes_subnormals():

@@ -552,7 +552,7 @@ def refuse_layout(name: str, tensor: Tensor, levels: str = "at most two levels o
 Lying: TypeAlias = tuple[Tensor | None, Rows | None]
 
 
-def _apart(operands: tuple[Lying, ...], hidden_size: int) -> bool:
+def _lie_one_after_the_other(operands: tuple[Lying, ...], hidden_size: int) -> bool:
     """Whether each operand ends before the next one begins, but for one that is passed twice: the usual case."""
     spans: list[tuple[int, int]] = []
     before: set[int] = set()
@@ -586,7 +586,7 @@ def check_overlap(
     ]
     others = (residual_out[0], *(weight for _, weight, _ in weights_and_rows))
     two_roles = any(t is out[0] for t in others) or any(t is residual_out[0] for t in others[1:])
-    if not two_roles and _apart(
+    if not two_roles and _lie_one_after_the_other(
         (x, residual, *((weight, rows) for _, weight, rows in weights_and_rows), out, residual_out), hidden_size
     ):
         return

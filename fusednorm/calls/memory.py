@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fusednorm.calls.call import Forward, Strides
 
+#: The strides of an operand that is absent.
+ABSENT: Strides = (0, 0)
+
 
 class Rows(NamedTuple):
     """The rows of an operand: ``outer`` times ``inner`` of them, with their strides in elements."""

@@ -24,15 +24,12 @@ from fusednorm.calls.checks import (
     refuse_layout,
     rows_to_write,
 )
-from fusednorm.calls.memory import Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
+from fusednorm.calls.memory import ABSENT, Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, decide, fast_paths, request, select, selected, serving
 from fusednorm.engine.run_quantized import Results
 from fusednorm.engine.substitutes import Composition
-
-#: The strides of an operand that is absent.
-NONE = (0, 0)
 
 #: So many flags the fast path takes; the others must have their defaults.
 FAST = 4
@@ -105,8 +102,8 @@ def forward(
 
     ``rstd`` ([...] of the accumulator type) receives 1 / sqrt(mean of squares + eps). ``before``: a norm of x before
     the addition; the weight and eps are then of the norm after it. ``around``: a bias, rows of heads and a factor of x.
-    ``then``: where a quantizer writes. If it is not done in the end, the backend has none, and the caller must quantize
-    the rows; if it is, rows have no memory but ``out``.
+    ``then``: where a quantizer writes, if the backend has one in the same call; ``then.done`` is then True, and rows
+    have memory only in ``out``. Else the caller must quantize the rows that this returns.
     """
     name = "weight" if before is None else "next_weight"
     check_operands(x, residual, weight if around is None else None, out, residual_out, weight_name=name)
@@ -119,7 +116,7 @@ def forward(
     flags = check_flags(flags, x, residual, out, residual_out)
     if around is not None:
         check_affine(x, weight, around.bias, in_memory=True)
-        # A row of one head is one for all.
+        # A weight with one row is the weight of all rows.
         weight, bias = (
             t if t is None else packed(t if t.shape[0] != 1 else t.reshape(-1)) for t in (weight, around.bias)
         )
@@ -188,7 +185,7 @@ def forward(
     for tensor in written:
         increment_version(tensor)
     if rows:
-        strides = x_strides, residual_strides or NONE, out_strides or NONE, total_strides or NONE
+        strides = x_strides, residual_strides or ABSENT, out_strides or ABSENT, total_strides or ABSENT
         call = Forward(
             x,
             residual,
@@ -208,7 +205,7 @@ def forward(
             x_scale,
         )
         if quantizes and then is not None:
-            backend.forward(then.call(None, NONE, call, inner, tuple(then_strides)))
+            backend.forward(then.call(None, ABSENT, call, inner, tuple(then_strides)))
         else:
             run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
             run(call)
@@ -269,7 +266,7 @@ def backward(
     (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
     assert dy_rows is not None
     assert h_rows is not None
-    # A row of one head is one for all.
+    # A weight with one row is the weight of all rows.
     weight, of_weight, of_bias = (
         t if t is None else packed(t if t.shape[0] != 1 else t.view(-1)) for t in (weight, dweight, dbias)
     )

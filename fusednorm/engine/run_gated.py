@@ -48,7 +48,7 @@ def backend_of(y: Tensor, step: str) -> Chosen | None:
 
 def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
     """The result for checked operands, in new memory or in ``out``."""
-    if out is None and (found := _on_fast_path(y, z, gating)) is not None:
+    if out is None and (found := _recorded_on_fast_path(y, z, gating)) is not None:
         return found
     backend = backend_of(y, "gate")
     rows = y.shape[:-1].numel()
@@ -70,7 +70,7 @@ def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> 
     return out
 
 
-def _on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
+def _recorded_on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
     """The result by the fast path, for a gate that has not been there, as gradients are recorded of it."""
     activation, between, out_dtype = gating
     take = fast_paths.get(request())
@@ -108,7 +108,7 @@ class NormAndGate(NamedTuple):
 
 
 def _of_heads(weight: Tensor | None) -> Tensor | None:
-    """A contiguous weight; a row of one head is one for all."""
+    """A contiguous weight; one with a single row is [N], the weight of all rows."""
     return weight if weight is None else packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
 
 

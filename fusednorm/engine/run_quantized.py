@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusednorm.engine.choose import Chosen
 
 #: The strides of zero points where there are none.
-NONE = (0, 0, 0)
+NO_ZERO_POINTS = (0, 0, 0)
 
 
 class Results:
@@ -95,7 +95,7 @@ class Results:
             *(y, y_strides, norm, self.quantization, self.out, out_strides),
             *(scale, (*scale_strides, _group_stride(scale))),
             zero_point,
-            NONE if zero_point_strides is None else (*zero_point_strides, _group_stride(zero_point)),
+            NO_ZERO_POINTS if zero_point_strides is None else (*zero_point_strides, _group_stride(zero_point)),
             *(self.hidden_size, self.rows, inner),
         )
 

@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, Strides, operation_of
-from fusednorm.calls.memory import packed, two_levels
+from fusednorm.calls.memory import ABSENT, packed, two_levels
 from fusednorm.engine import run
 from fusednorm.engine.choose import Chosen, fast_paths, request
 from fusednorm.reference import rotation
-
-#: The strides of an operand that is absent.
-NONE = (0, 0)
 
 
 class Head(NamedTuple):
@@ -147,7 +144,7 @@ def _call(
     sets = []
     for at, (x, out) in enumerate(zip(inputs, found, strict=True)):
         weight = heads[at].weight
-        if weight is not None:  # a row of one head is one for all
+        if weight is not None:  # a weight with one row is that of all heads
             weight = packed(weight if weight.dim() == 1 or len(weight) > 1 else weight[0])
         x_strides, out_strides = strides[len(found) + at], strides[at]
         if x.numel():
@@ -157,8 +154,8 @@ def _call(
                     heads[at].rstd,
                 )
             )
-    of_rows = strides[2 * len(found) :] or [NONE, NONE]
-    of_tables, of_positions = (of_rows[0], of_rows[-1]), NONE
+    of_rows = strides[2 * len(found) :] or [ABSENT, ABSENT]
+    of_tables, of_positions = (of_rows[0], of_rows[-1]), ABSENT
     if turn.positions is not None:
         first, second = ((0, 0 if t is None else t.stride(0)) for t in tables)
         of_tables, of_positions = (first, second), of_rows[0]

@@ -28,7 +28,7 @@ def _widens(operation: Operation) -> bool:
     return torch.promote_types(operation.residual, operation.residual_out) == operation.residual_out
 
 
-def _apart(operation: Operation) -> tuple[Operation, Operation | None]:
+def _first_norm_and_rest(operation: Operation) -> tuple[Operation, Operation | None]:
     """A norm before the addition, and the rest; None if that is the addition alone, which is torch's."""
     assert operation.first is not None
     weight, between = operation.first
@@ -62,7 +62,7 @@ class Composition:
         ``takes`` says whether the backend takes an operation.
         """
         if operation.first is not None:
-            norm, rest = _apart(operation)
+            norm, rest = _first_norm_and_rest(operation)
             if rest is None:
                 return (norm,)
             return norm, *((rest,) if takes(rest) else Composition.parts(rest, takes) or (rest,))
@@ -81,7 +81,7 @@ class Composition:
     def in_words(operation: Operation, parts: tuple[Operation, ...]) -> str:
         """How its :meth:`parts` serve an operation."""
         if operation.first is not None:
-            _, rest = _apart(operation)
+            _, rest = _first_norm_and_rest(operation)
             then = "torch's addition" if rest is None else "the addition with its norm"
             if rest is not None and parts[1:] != (rest,):
                 return f"the first norm apart, and then {Composition.in_words(rest, parts[1:])}"
@@ -138,7 +138,7 @@ class Composition:
 
     def _forward_apart(self, call: Forward) -> None:
         """Writes the outputs of an addition after a norm, whose rows it keeps."""
-        norm, rest = _apart(call.operation)
+        norm, rest = _first_norm_and_rest(call.operation)
         assert call.residual is not None
         assert call.residual_out is not None
         rows = torch.empty(call.x.shape, dtype=norm.out, device=norm.device)

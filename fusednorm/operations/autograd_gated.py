@@ -17,7 +17,7 @@ from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.gradients import new_rstd
 
 
-class How(NamedTuple):
+class GatedNormFlags(NamedTuple):
     """The arguments of ``rms_norm_gated`` that are no operands; they have been checked."""
 
     eps: float
@@ -50,7 +50,7 @@ def in_groups(rows: Tensor, group_size: int) -> Tensor:
     return torch.unflatten(dtensor_bridge.parts_of_groups(rows, groups), -1, (groups, group_size))
 
 
-def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: How) -> Tensor:
+def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNormFlags) -> Tensor:
     """The rows by plain operations one after the other: docs/spec.md, section 10."""
     if how.norm_first:
         y = _normed(x, weight, how, how.between)
@@ -64,7 +64,7 @@ def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: How) -> Tensor
     return steps.affine(n, weight, None, how.weight_offset, x.dtype, x.dtype)
 
 
-def _normed(x: Tensor, weight: Tensor | None, how: How, dtype: torch.dtype | None) -> Tensor:
+def _normed(x: Tensor, weight: Tensor | None, how: GatedNormFlags, dtype: torch.dtype | None) -> Tensor:
     """The norm of rows in ``dtype``; or of each group, which is a head with a weight of its own."""
     flags: dict[str, Any] = {"weight_offset": how.weight_offset, "round_norm": how.round_norm}
     if how.whole(x):

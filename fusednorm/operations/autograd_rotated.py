@@ -20,7 +20,7 @@ from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.gradients import new_rstd
 
 
-class How(NamedTuple):
+class RotationFlags(NamedTuple):
     """The arguments of ``qk_norm_rope`` that are no operands; they have been checked."""
 
     norm: HeadsNorm | None
@@ -43,7 +43,7 @@ def composed(
     cos: Tensor | None,
     sin: Tensor | None,
     positions: Tensor | None,
-    how: How,
+    how: RotationFlags,
 ) -> tuple[Tensor, Tensor]:
     """q and k by plain operations one after the other: docs/spec.md, section 8."""
     # Rows of the tables are the same for q and k.
@@ -61,7 +61,7 @@ def composed(
     return found[0], found[1]
 
 
-def rotator_with_gradients(operands: tuple[Tensor | None, ...], how: How) -> Chosen | None:
+def rotator_with_gradients(operands: tuple[Tensor | None, ...], how: RotationFlags) -> Chosen | None:
     """The backend by which :class:`NormalisedAndRotated` takes the operands of :func:`composed`, or None."""
     q, k, q_weight, k_weight, cos, *_ = operands
     if how.norm is None or cos is None or q is None or k is None:
@@ -130,7 +130,7 @@ class NormalisedAndRotated(torch.autograd.Function):
         return tuple(found)
 
 
-def _transposed(given: Sequence[Tensor], how: How, turn: Turn, backend: Chosen) -> Sequence[Tensor]:
+def _transposed(given: Sequence[Tensor], how: RotationFlags, turn: Turn, backend: Chosen) -> Sequence[Tensor]:
     """Gradients of the results, or of one of them, rotated back; by the fast path if that takes the call."""
     take = fast_paths.get(request()) if how.between is None else None
     if take is not None:

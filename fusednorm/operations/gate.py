@@ -120,7 +120,7 @@ def silu_and_mul(
         RuntimeError: ``out`` is given and an operand requires grad.
         BackendError: the requested backends cannot take the call.
     """
-    if (result := _on_fast_path(gate, up, "silu", between, out)) is not None:
+    if (result := _and_mul_on_fast_path(gate, up, "silu", between, out)) is not None:
         return result
     if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
         operands = (gate, up, out)
@@ -145,7 +145,7 @@ def gelu_tanh_and_mul(
     Raises:
         TypeError, ValueError, RuntimeError, BackendError: see :func:`silu_and_mul`.
     """
-    if (result := _on_fast_path(gate, up, "gelu_tanh", between, out)) is not None:
+    if (result := _and_mul_on_fast_path(gate, up, "gelu_tanh", between, out)) is not None:
         return result
     if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
         operands = (gate, up, out)
@@ -153,7 +153,7 @@ def gelu_tanh_and_mul(
     return _and_mul("gelu_tanh_and_mul", gate, up, "gelu_tanh", between, out)
 
 
-def _on_fast_path(
+def _and_mul_on_fast_path(
     gate: Tensor, up: Tensor | None, activation: str, between: torch.dtype | None, out: Tensor | None
 ) -> Tensor | None:
     """:func:`_and_mul` by the fast path, if that takes the call."""
@@ -246,12 +246,12 @@ def _run(
 
 
 class Gated(torch.autograd.Function):
-    """(y, z, *gating) -> y times a function of z; with None for y, z holds both, itself first."""
+    """(y, z, *gating) -> y times a function of z; or (None, [..., 2 * N] of z and then y, *gating)."""
 
     @staticmethod
     def forward(y: Tensor | None, z: Tensor, *gating: Any) -> Tensor:
         """See :func:`gate`."""
-        y, z = _apart(y, z)
+        y, z = _rows_and_gate(y, z)
         first, second = (z, y) if z.dtype == torch.float64 else (y, z)
         check_operands(first, second, None, None, None, x_name="y", residual_name="z", in_memory=False)
         if must_be_seen.below(y, z):
@@ -265,13 +265,13 @@ class Gated(torch.autograd.Function):
         ctx.save_for_backward(y, z)
         ctx.save_for_forward(y, z)
         ctx.gating = Gating(*gating)
-        ctx.backend = run_gated.backend_of(_apart(y, z)[0], "gate_backward")
+        ctx.backend = run_gated.backend_of(_rows_and_gate(y, z)[0], "gate_backward")
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         """See :func:`fusednorm.reference.activations.gate_gradients`."""
         first, second = ctx.saved_tensors
-        y, z = _apart(first, second)
+        y, z = _rows_and_gate(first, second)
         needs, nothing = (ctx.needs_input_grad[:2] if first is not None else (True, True)), (None,) * len(ctx.gating)
         activation, between, _ = ctx.gating
         found: Any
@@ -287,7 +287,7 @@ class Gated(torch.autograd.Function):
             run_gated.backward(ctx.backend, d, y, z, ctx.gating, found)
         else:
             gradient = run.new_like(second, second.dtype)
-            run_gated.backward(ctx.backend, d, y, z, ctx.gating, _apart(None, gradient))
+            run_gated.backward(ctx.backend, d, y, z, ctx.gating, _rows_and_gate(None, gradient))
             return None, gradient, *nothing
         return *(found if first is not None else (None, torch.cat(found[::-1], -1))), *nothing
 
@@ -296,8 +296,8 @@ class Gated(torch.autograd.Function):
         """The tangent; roundings are passed straight through."""
         with outer_levels():
             first, second = primals(ctx)
-            y, z = _apart(first, second)
-            y_tangent, z_tangent = tangents[:2] if first is not None else _apart(None, tangents[1])
+            y, z = _rows_and_gate(first, second)
+            y_tangent, z_tangent = tangents[:2] if first is not None else _rows_and_gate(None, tangents[1])
             wide = accumulator(torch.promote_types(y.dtype, z.dtype))
             a, slope = activations.activated_and_slope(z.to(wide), ctx.gating.activation)
             terms = [] if y_tangent is None else [y_tangent.to(wide) * a]
@@ -314,7 +314,7 @@ class Gated(torch.autograd.Function):
         return Gated.apply(y, z, *inputs[2:]), 0  # type: ignore[no-untyped-call]
 
 
-def _apart(y: Tensor | None, z: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_and_gate(y: Tensor | None, z: Tensor) -> tuple[Tensor, Tensor]:
     """y and z, where z may hold both: itself in its first half."""
     if y is not None:
         return y, z

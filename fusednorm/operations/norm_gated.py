@@ -23,7 +23,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.engine import run_gated
 from fusednorm.engine.choose import fast_paths, request
-from fusednorm.operations.autograd_gated import How, NormalisedAndGated, composed
+from fusednorm.operations.autograd_gated import GatedNormFlags, NormalisedAndGated, composed
 from fusednorm.torch_ops import dtensor_bridge
 
 
@@ -87,7 +87,7 @@ def rms_norm_gated(
             weight_offset=weight_offset,
         )
     _check(*operands, group_size, norm_before_gate, activation, between)
-    how = How(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
+    how = GatedNormFlags(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
     found = _in_one_call(*operands, how, None, is_grad_enabled() and requires_grad(*operands))
     return composed(*operands, how) if found is None else found
 
@@ -150,7 +150,7 @@ def rms_norm_gated_(
         refuse_grad("rms_norm_gated_")
     if not (must_be_seen.transformed(*operands) or must_be_seen.seen(*operands)):
         check_apart({"x": x}, {"gate": gate, "weight": weight})
-    how = How(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
+    how = GatedNormFlags(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
     return dtensor_bridge.written(x, composed(*operands, how)) if _in_one_call(*operands, how, x, False) is None else x
 
 
@@ -184,7 +184,7 @@ def _on_fast_path(
 
 
 def _in_one_call(
-    x: Tensor, gate: Tensor, weight: Tensor | None, how: How, out: Tensor | None, records: bool
+    x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNormFlags, out: Tensor | None, records: bool
 ) -> Tensor | None:
     """The rows, by a backend that has a norm and a gate in one call; None if torch must see both, or there is none."""
     if must_be_seen.seen(x, gate, weight) or must_be_seen.transformed(x, gate, weight):

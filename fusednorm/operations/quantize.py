@@ -159,7 +159,7 @@ def rms_norm_quant(
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out)
     _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
-    if not _apart(outputs, between, x, weight, scale, zero_point):
+    if not _in_two_calls(outputs, between, x, weight, scale, zero_point):
         results = _results(x, quantization, scale, zero_point, outputs)
         asked = Flags(eps, weight_offset, True, round_norm, between)
         y, _ = run.forward(x, None, weight, asked, normed_out, then=results)
@@ -261,7 +261,7 @@ def fused_add_rms_norm_quant(
     outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
     inputs = {"x": x, "residual": residual, "weight": weight}
     _check("fused_add_rms_norm_quant", x, quantization, scale, zero_point, outputs, inputs)
-    if not _apart(outputs, between, x, residual, weight, scale, zero_point):
+    if not _in_two_calls(outputs, between, x, residual, weight, scale, zero_point):
         results = _results(x, quantization, scale, zero_point, outputs)
         asked = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype)
         y, total = run.forward(x, residual, weight, asked, normed_out, residual_out, then=results)
@@ -347,7 +347,7 @@ def _taken_by(
     return take if between is None or between is torch.float32 else None
 
 
-def _apart(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | None) -> bool:
+def _in_two_calls(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | None) -> bool:
     """Whether the norm and the quantizer are called one after the other, because torch must see both.
 
     Also where ``normed_out`` wants other rows than the quantizer.

@@ -25,7 +25,7 @@ from fusednorm.calls.rotation_checks import check_heads, check_tables, rows_for
 from fusednorm.engine import run_rotated
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Turn
-from fusednorm.operations.autograd_rotated import How, NormalisedAndRotated, composed, rotator_with_gradients
+from fusednorm.operations.autograd_rotated import NormalisedAndRotated, RotationFlags, composed, rotator_with_gradients
 from fusednorm.torch_ops import dtensor_bridge, steps
 
 
@@ -200,7 +200,7 @@ def qk_norm_rope(
         asked = check_flags(Flags(eps, weight_offset, True, round_norm), q, None, None, None)
         of_norm = HeadsNorm(asked.eps, asked.weight_offset, asked.round_norm)
     passed = None if of_norm is None or cos is None else between
-    how = How(of_norm, passed, interleaved, round_products)
+    how = RotationFlags(of_norm, passed, interleaved, round_products)
     inputs = operands[:7]
     if in_memory:
         if not (is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
