@@ -10,16 +10,19 @@ The fast path looks for the same listeners in C.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import DeviceContext
+
+_Result = TypeVar("_Result")
 
 #: Names that this torch lacks. If there is one, no call takes the fast path, and a listener that cannot be looked for
 #: is assumed to be there: calls are slower, and right.
@@ -89,6 +92,20 @@ def override(*operands: Tensor | None) -> bool:
     if any(isinstance(t, Tensor) and t.is_nested for t in others):
         return False  # it would handle our functions as torch's of the same names; the checks refuse it
     return has_torch_function(others)
+
+
+def handed_over(function: Callable[..., _Result], operands: Sequence[Tensor | None], values: dict[str, Any]) -> _Result:
+    """The result of whatever overrides a function, which is called with the arguments that it was called with.
+
+    Args:
+        function: the public function.
+        operands: all tensors that it takes.
+        values: the function's ``locals()``, which have its arguments by name.
+    """
+    given = inspect.signature(function).parameters.values()
+    alone = [values[parameter.name] for parameter in given if parameter.kind is not parameter.KEYWORD_ONLY]
+    named = {parameter.name: values[parameter.name] for parameter in given if parameter.kind is parameter.KEYWORD_ONLY}
+    return handle_torch_function(function, operands, *alone, **named)
 
 
 def transform(*operands: Tensor | None) -> bool:

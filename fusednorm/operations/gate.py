@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, accumulator
@@ -68,7 +67,7 @@ def gate(
             if result is not None:
                 return cast(Tensor, result)
         if must_be_seen.override(y, z, out):
-            return handle_torch_function(gate, (y, z, out), y, z, activation=activation, out=out, out_dtype=out_dtype)
+            return must_be_seen.handed_over(gate, (y, z, out), locals())
     return _run("gate", {"y": y, "z": z}, y, z, activation, None, out, out_dtype)
 
 
@@ -94,7 +93,7 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
             if result is not None:
                 return cast(Tensor, result)
         if must_be_seen.override(y, z):
-            return handle_torch_function(gate_, (y, z), y, z, activation=activation)
+            return must_be_seen.handed_over(gate_, (y, z), locals())
     return _run("gate_", {"y": y, "z": z}, y, z, activation, None, y, None)
 
 
@@ -124,7 +123,7 @@ def silu_and_mul(
         return result
     if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
         operands = (gate, up, out)
-        return handle_torch_function(silu_and_mul, operands, gate, up, between=between, out=out)
+        return must_be_seen.handed_over(silu_and_mul, operands, locals())
     return _and_mul("silu_and_mul", gate, up, "silu", between, out)
 
 
@@ -149,7 +148,7 @@ def gelu_tanh_and_mul(
         return result
     if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
         operands = (gate, up, out)
-        return handle_torch_function(gelu_tanh_and_mul, operands, gate, up, between=between, out=out)
+        return must_be_seen.handed_over(gelu_tanh_and_mul, operands, locals())
     return _and_mul("gelu_tanh_and_mul", gate, up, "gelu_tanh", between, out)
 
 

@@ -8,7 +8,6 @@ import math
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import accumulator
@@ -40,7 +39,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
     """
     compiling = is_dynamo_compiling()
     if not compiling and must_be_seen.override(x, out):
-        return handle_torch_function(l2_norm, (x, out), x, eps, out=out, out_dtype=out_dtype)
+        return must_be_seen.handed_over(l2_norm, (x, out), locals())
     if not isinstance(x, Tensor):
         refuse_type("x", x)
     hidden_size = x.shape[-1] if x.dim() else 1

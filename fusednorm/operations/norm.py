@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Around, Flags, accumulator, operation_of
@@ -103,23 +102,7 @@ def fused_add_rms_norm(
                 return result
         operands = (x, residual, weight, bias, out, residual_out)
         if must_be_seen.override(*operands):
-            return handle_torch_function(
-                fused_add_rms_norm,
-                operands,
-                x,
-                residual,
-                weight,
-                eps,
-                bias=bias,
-                x_scale=x_scale,
-                weight_offset=weight_offset,
-                round_sum=round_sum,
-                round_norm=round_norm,
-                out=out,
-                residual_out=residual_out,
-                out_dtype=out_dtype,
-                residual_dtype=residual_dtype,
-            )
+            return must_be_seen.handed_over(fused_add_rms_norm, operands, locals())
     flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     if bias is not None or x_scale != 1.0 or _of_heads(weight):
         return _composed("fused_add_rms_norm", compiling, x, residual, weight, bias, x_scale, out, residual_out, flags)
@@ -171,19 +154,7 @@ def fused_add_rms_norm_(
                 return result
         operands = (x, residual, weight, bias)
         if must_be_seen.override(*operands):
-            return handle_torch_function(
-                fused_add_rms_norm_,
-                operands,
-                x,
-                residual,
-                weight,
-                eps,
-                bias=bias,
-                x_scale=x_scale,
-                weight_offset=weight_offset,
-                round_sum=round_sum,
-                round_norm=round_norm,
-            )
+            return must_be_seen.handed_over(fused_add_rms_norm_, operands, locals())
     flags = Flags(eps, weight_offset, round_sum, round_norm)
     if bias is not None or x_scale != 1.0 or _of_heads(weight):
         return _composed("fused_add_rms_norm_", compiling, x, residual, weight, bias, x_scale, x, residual, flags)
@@ -228,18 +199,7 @@ def rms_norm(
             if result is not None:
                 return result[0]
         if must_be_seen.override(x, weight, bias, out):
-            return handle_torch_function(
-                rms_norm,
-                (x, weight, bias, out),
-                x,
-                weight,
-                eps,
-                bias=bias,
-                weight_offset=weight_offset,
-                round_norm=round_norm,
-                out=out,
-                out_dtype=out_dtype,
-            )
+            return must_be_seen.handed_over(rms_norm, (x, weight, bias, out), locals())
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
     if bias is not None or _of_heads(weight):
         return _composed("rms_norm", compiling, x, None, weight, bias, 1.0, out, None, flags)[0]
@@ -280,16 +240,7 @@ def rms_norm_(
             if result is not None:
                 return result[0]
         if must_be_seen.override(x, weight, bias):
-            return handle_torch_function(
-                rms_norm_,
-                (x, weight, bias),
-                x,
-                weight,
-                eps,
-                bias=bias,
-                weight_offset=weight_offset,
-                round_norm=round_norm,
-            )
+            return must_be_seen.handed_over(rms_norm_, (x, weight, bias), locals())
     flags = Flags(eps, weight_offset, True, round_norm)
     if bias is not None or _of_heads(weight):
         return _composed("rms_norm_", compiling, x, None, weight, bias, 1.0, x, None, flags)[0]

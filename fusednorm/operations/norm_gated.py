@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import (
@@ -74,18 +73,7 @@ def rms_norm_gated(
         return found
     operands = (x, gate, weight)
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            rms_norm_gated,
-            operands,
-            *operands,
-            eps,
-            group_size=group_size,
-            norm_before_gate=norm_before_gate,
-            activation=activation,
-            round_norm=round_norm,
-            between=between,
-            weight_offset=weight_offset,
-        )
+        return must_be_seen.handed_over(rms_norm_gated, operands, locals())
     _check(*operands, group_size, norm_before_gate, activation, between)
     how = GatedNormFlags(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
     found = _in_one_call(*operands, how, None, is_grad_enabled() and requires_grad(*operands))
@@ -133,18 +121,7 @@ def rms_norm_gated_(
         return found
     operands = (x, gate, weight)
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            rms_norm_gated_,
-            operands,
-            *operands,
-            eps,
-            group_size=group_size,
-            norm_before_gate=norm_before_gate,
-            activation=activation,
-            round_norm=round_norm,
-            between=between,
-            weight_offset=weight_offset,
-        )
+        return must_be_seen.handed_over(rms_norm_gated_, operands, locals())
     _check(*operands, group_size, norm_before_gate, activation, between, x)
     if is_grad_enabled() and requires_grad(*operands):
         refuse_grad("rms_norm_gated_")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, Step, operation_of
@@ -71,17 +70,7 @@ def quantize(
             return result
     operands = (y, scale, zero_point, out, scale_out, zero_point_out)
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            quantize,
-            operands,
-            y,
-            quantization,
-            scale=scale,
-            zero_point=zero_point,
-            out=out,
-            scale_out=scale_out,
-            zero_point_out=zero_point_out,
-        )
+        return must_be_seen.handed_over(quantize, operands, locals())
     check_operands(y, None, None, None, None, in_memory=must_be_seen.in_memory(y), x_name="y")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("quantize", y, quantization, scale, zero_point, outputs, {"y": y})
@@ -139,22 +128,7 @@ def rms_norm_quant(
     operands = (x, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out)
     flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            rms_norm_quant,
-            operands,
-            x,
-            weight,
-            eps,
-            quantization=quantization,
-            scale=scale,
-            zero_point=zero_point,
-            between=between,
-            out=out,
-            scale_out=scale_out,
-            zero_point_out=zero_point_out,
-            normed_out=normed_out,
-            **flags,
-        )
+        return must_be_seen.handed_over(rms_norm_quant, operands, locals())
     check_operands(x, None, weight, None, None, in_memory=must_be_seen.in_memory(x, weight))
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out)
@@ -238,23 +212,7 @@ def fused_add_rms_norm_quant(
         "residual_dtype": residual_dtype,
     }
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            fused_add_rms_norm_quant,
-            operands,
-            x,
-            residual,
-            weight,
-            eps,
-            quantization=quantization,
-            scale=scale,
-            zero_point=zero_point,
-            between=between,
-            out=out,
-            scale_out=scale_out,
-            zero_point_out=zero_point_out,
-            normed_out=normed_out,
-            **flags,
-        )
+        return must_be_seen.handed_over(fused_add_rms_norm_quant, operands, locals())
     in_memory = must_be_seen.in_memory(x, residual, weight, residual_out)
     check_operands(x, residual, weight, None, residual_out, in_memory=in_memory)
     check_between(between, x)
@@ -306,19 +264,7 @@ def silu_and_mul_quant(
     """
     operands = (gate, up, scale, zero_point, out, scale_out, zero_point_out)
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            silu_and_mul_quant,
-            operands,
-            gate,
-            up,
-            quantization=quantization,
-            scale=scale,
-            zero_point=zero_point,
-            between=between,
-            out=out,
-            scale_out=scale_out,
-            zero_point_out=zero_point_out,
-        )
+        return must_be_seen.handed_over(silu_and_mul_quant, operands, locals())
     z, y = halves(gate) if up is None else (gate, up)
     check_operands(z, y, None, None, None, in_memory=must_be_seen.in_memory(z, y), x_name="gate", residual_name="up")
     check_between(between, z, "gate")

@@ -7,7 +7,6 @@ from typing import cast
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, HeadsNorm
@@ -74,17 +73,7 @@ def rotate(
                 return result[0]
     operands = (x, cos, sin, positions, out)
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            rotate,
-            operands,
-            x,
-            cos,
-            sin,
-            positions=positions,
-            interleaved=interleaved,
-            round_products=round_products,
-            out=out,
-        )
+        return must_be_seen.handed_over(rotate, operands, locals())
     in_memory = must_be_seen.in_memory(*operands)
     check_heads("x", x, in_memory)
     check_flag("interleaved", interleaved)
@@ -165,21 +154,7 @@ def qk_norm_rope(
                 return result
     operands = (q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out)
     if must_be_seen.override(*operands):
-        return handle_torch_function(
-            qk_norm_rope,
-            operands,
-            *operands[:6],
-            eps,
-            norm=norm,
-            positions=positions,
-            interleaved=interleaved,
-            round_products=round_products,
-            between=between,
-            weight_offset=weight_offset,
-            round_norm=round_norm,
-            q_out=q_out,
-            k_out=k_out,
-        )
+        return must_be_seen.handed_over(qk_norm_rope, operands, locals())
     flags = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
     for name, flag in flags.items():
         check_flag(name, flag)
@@ -270,19 +245,7 @@ def qk_norm_rope_(
                 return result
     operands = (q, k, q_weight, k_weight, cos, sin, positions)
     if not is_dynamo_compiling() and must_be_seen.override(*operands):
-        return handle_torch_function(
-            qk_norm_rope_,
-            operands,
-            *operands[:6],
-            eps,
-            norm=norm,
-            positions=positions,
-            interleaved=interleaved,
-            round_products=round_products,
-            between=between,
-            weight_offset=weight_offset,
-            round_norm=round_norm,
-        )
+        return must_be_seen.handed_over(qk_norm_rope_, operands, locals())
     return qk_norm_rope(
         q,
         k,

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Before, Flags
@@ -88,24 +87,7 @@ def rms_norm_add_rms_norm(
                 return result
         operands = (x, residual, weight, next_weight, out, residual_out)
         if must_be_seen.override(*operands):
-            return handle_torch_function(
-                rms_norm_add_rms_norm,
-                operands,
-                x,
-                residual,
-                weight,
-                next_weight,
-                eps,
-                next_eps=next_eps,
-                between=between,
-                weight_offset=weight_offset,
-                round_sum=round_sum,
-                round_norm=round_norm,
-                out=out,
-                residual_out=residual_out,
-                out_dtype=out_dtype,
-                residual_dtype=residual_dtype,
-            )
+            return must_be_seen.handed_over(rms_norm_add_rms_norm, operands, locals())
     flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     before = Before(weight, eps, between, True)
     return _beyond_fast_path("rms_norm_add_rms_norm", x, residual, next_weight, out, residual_out, flags, before)
@@ -159,17 +141,7 @@ def rms_norm_add_rms_norm_(
                 return result
         operands = (x, residual, weight, next_weight)
         if must_be_seen.override(*operands):
-            return handle_torch_function(
-                rms_norm_add_rms_norm_,
-                operands,
-                *operands,
-                eps,
-                next_eps=next_eps,
-                between=between,
-                weight_offset=weight_offset,
-                round_sum=round_sum,
-                round_norm=round_norm,
-            )
+            return must_be_seen.handed_over(rms_norm_add_rms_norm_, operands, locals())
     flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm)
     before = Before(weight, eps, between, True)
     return _beyond_fast_path("rms_norm_add_rms_norm_", x, residual, next_weight, x, residual, flags, before)
@@ -223,19 +195,7 @@ def rms_norm_add(
                 return cast(Tensor, result[1])
         operands = (x, residual, weight, residual_out)
         if must_be_seen.override(*operands):
-            return handle_torch_function(
-                rms_norm_add,
-                operands,
-                x,
-                residual,
-                weight,
-                eps,
-                between=between,
-                weight_offset=weight_offset,
-                round_norm=round_norm,
-                residual_out=residual_out,
-                residual_dtype=residual_dtype,
-            )
+            return must_be_seen.handed_over(rms_norm_add, operands, locals())
     flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
     before = Before(weight, eps, between, False)
     return _beyond_fast_path("rms_norm_add", x, residual, None, None, residual_out, flags, before)[1]
@@ -282,15 +242,7 @@ def rms_norm_add_(
                 return cast(Tensor, result[1])
         operands = (x, residual, weight)
         if must_be_seen.override(*operands):
-            return handle_torch_function(
-                rms_norm_add_,
-                operands,
-                *operands,
-                eps,
-                between=between,
-                weight_offset=weight_offset,
-                round_norm=round_norm,
-            )
+            return must_be_seen.handed_over(rms_norm_add_, operands, locals())
     flags = Flags(eps, weight_offset, True, round_norm)
     before = Before(weight, eps, between, False)
     return _beyond_fast_path("rms_norm_add_", x, residual, None, None, residual, flags, before)[1]
