@@ -133,6 +133,11 @@ def level_entered() -> bool:
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
+def differentiated_again() -> bool:
+    """Whether gradients that are being computed may be differentiated: ``create_graph=True``, or a tangent may come."""
+    return torch.is_grad_enabled() or level_entered()
+
+
 def has_tangent(*operands: Tensor | None) -> bool:
     """Whether an operand has a tangent, which an operator would ignore."""
     return (

@@ -14,7 +14,7 @@ from fusednorm.engine.run_gated import NormAndGate
 from fusednorm.operations.gate import gate as gated
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops import dtensor_bridge, steps
-from fusednorm.torch_ops.gradients import new_rstd
+from fusednorm.torch_ops.gradients import composed_again, new_rstd
 
 
 class GatedNormFlags(NamedTuple):
@@ -97,15 +97,13 @@ class NormalisedAndGated(torch.autograd.Function):
         """The gradients of the composition, by the function of the backend that the forward pass had."""
         x, gate, weight, rstd = ctx.saved_tensors
         needs, how = ctx.needs_input_grad[:3], ctx.how
-        if torch.is_grad_enabled() or must_be_seen.level_entered() or must_be_seen.below(d, x, gate, weight):
+        if must_be_seen.differentiated_again() or must_be_seen.below(d, x, gate, weight):
             dtensor_bridge.check_kept((d,), (x, gate, weight))
-            with torch.enable_grad():
-                # Views, because a tensor may be two operands, each of which has a gradient of its own.
-                apart: list[Any] = [t if t is None else t.view_as(t) for t in (x, gate, weight)]
-                rows = composed(apart[0], apart[1], apart[2], how)
-            wanted = [t for t, need in zip(apart, needs, strict=True) if need]
-            gradients = iter(torch.autograd.grad(rows, wanted, d, create_graph=torch.is_grad_enabled()))
-            return *(next(gradients) if need else None for need in needs), None, None, None
+
+            def rows(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor]:
+                return (composed(x, gate, weight, how),)
+
+            return *composed_again(rows, (x, gate, weight), (d,), needs), None, None, None
         if how.whole(x):
             return (
                 *run_gated.norm_gated_backward(ctx.backend, d, x, gate, rstd, weight, ctx.asked, needs),

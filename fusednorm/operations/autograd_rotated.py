@@ -17,7 +17,7 @@ from fusednorm.engine.choose import Chosen, fast_paths, request
 from fusednorm.engine.run_rotated import Head, Turn
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops import dtensor_bridge, steps
-from fusednorm.torch_ops.gradients import new_rstd
+from fusednorm.torch_ops.gradients import composed_again, new_rstd
 
 
 class RotationFlags(NamedTuple):
@@ -103,22 +103,16 @@ class NormalisedAndRotated(torch.autograd.Function):
         if not here:
             return tuple(found)
         given = [d for d in (incoming[set_] for set_ in here) if d is not None]
-        if torch.is_grad_enabled() or must_be_seen.level_entered() or must_be_seen.below(*given, *operands):
+        if must_be_seen.differentiated_again() or must_be_seen.below(*given, *operands):
             dtensor_bridge.check_kept(given, operands)
-            with torch.enable_grad():
-                # Views, because a tensor may be two operands, each of which has a gradient of its own.
-                apart: list[Any] = [t if t is None else t.view_as(t) for t in operands[:4]]
-                outputs = composed(apart[0], apart[1], apart[2], apart[3], cos, sin, positions, how)
-            places = [place for place in range(4) if needs[place]]
-            gradients = torch.autograd.grad(
-                [outputs[set_] for set_ in here],
-                [apart[place] for place in places],
-                [incoming[set_] for set_ in here],
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-            for place, gradient in zip(places, gradients, strict=True):
-                found[place] = gradient
+
+            def rotated(
+                q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None
+            ) -> tuple[Tensor, Tensor]:
+                return composed(q, k, q_weight, k_weight, cos, sin, positions, how)
+
+            wanted = [d if set_ in here else None for set_, d in enumerate(incoming)]
+            found[:4] = composed_again(rotated, operands[:4], wanted, needs)
             return tuple(found)
         check_kept(given, (cos, sin, positions))
         turned = _transposed(given, how, how.turn(q, cos, -sin, positions), ctx.rotates)

@@ -274,7 +274,7 @@ class Gated(torch.autograd.Function):
         needs, nothing = (ctx.needs_input_grad[:2] if first is not None else (True, True)), (None,) * len(ctx.gating)
         activation, between, _ = ctx.gating
         found: Any
-        if is_grad_enabled() or must_be_seen.level_entered():  # the gradients may be differentiated again
+        if must_be_seen.differentiated_again():  # the gradients may be differentiated again
             dtensor_bridge.check_kept((d,), (y, z))
             found = activations.gate_gradients(d, y, z, activation, between, needs)
         elif must_be_seen.below(d, y, z):

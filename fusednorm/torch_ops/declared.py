@@ -127,7 +127,7 @@ class Operator:
         places = [i for i, operand in enumerate(declaration.operands) if operand.role is not Role.IDS]
         needs = [ctx.needs_input_grad[place] for place in places]
         seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
-        if torch.is_grad_enabled() or must_be_seen.level_entered():
+        if must_be_seen.differentiated_again():
             dtensor_bridge.check_kept(incoming, operands)
             found = self._again(incoming, operands, ctx.flags, ctx.gradient_flags, needs)
         elif seen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -87,9 +87,32 @@ def mark_constant(ctx: Any, total: Tensor | None, rstd: Tensor) -> None:
     ctx.mark_non_differentiable(*(rstd,) if total is None or any(ctx.needs_input_grad[:2]) else (total, rstd))
 
 
-def _differentiated_again() -> bool:
-    """Whether gradients may be differentiated: ``create_graph=True``, or a tangent may come along."""
-    return torch.is_grad_enabled() or must_be_seen.level_entered()
+def composed_again(
+    composed: Callable[..., tuple[Tensor, ...]],
+    operands: Sequence[Tensor | None],
+    incoming: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of a composition that is made again, so that they may be differentiated; None where not needed.
+
+    ``composed`` takes the operands and returns as many outputs as there are incoming gradients.
+    """
+    with torch.enable_grad():
+        # Views, because a tensor may be two operands, each of which has a gradient of its own.
+        apart = [t if t is None else t.view_as(t) for t in operands]
+        outputs = composed(*apart)
+    of = [(output, d) for output, d in zip(outputs, incoming, strict=True) if d is not None]
+    wanted: list[Any] = [t for t, need in zip(apart, needs, strict=True) if need]
+    found = iter(
+        torch.autograd.grad(
+            [output for output, _ in of],
+            wanted,
+            [d for _, d in of],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+    )
+    return [next(found) if need else None for need in needs]
 
 
 def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
@@ -116,7 +139,7 @@ def gradients(
     if dy is None:
         dy = torch.zeros_like(h, dtype=operation.out)
     # rstd, which is kept without derivatives, is made again with them.
-    if _differentiated_again():
+    if must_be_seen.differentiated_again():
         dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight))
 
         def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -225,13 +248,13 @@ class NormaliseAffine(torch.autograd.Function):
             rstd, _, *terms = kept
             h = _normalised(terms, rstd.dtype)
             others = (dy, d_total, h, rstd, weight, bias)
-            if ctx.in_one_call and not (_differentiated_again() or must_be_seen.below(*others)):
+            if ctx.in_one_call and not (must_be_seen.differentiated_again() or must_be_seen.below(*others)):
                 needs = ctx.needs_input_grad[:4]
                 found = run.backward(ctx.backend, ctx.operation, *others[:-1], ctx.weight_offset, needs, bias)
                 return *found, *[None] * len(Flags._fields)
             dtensor_bridge.check_kept((dy, d_total), others[2:])
             h = h.to(rstd.dtype)
-            if _differentiated_again():
+            if must_be_seen.differentiated_again():
                 rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]
             needs = (need_x or need_residual, need_weight, need_bias)
             n = h * rstd.unsqueeze(-1)
