@@ -227,7 +227,10 @@ def _takes(name: str, operation: Operation) -> bool:
 def _unknown(backend: Backend, operation: Operation) -> list[str]:
     """Why a backend cannot take an operation that may be younger than the backend; empty if it can."""
     known: frozenset[str] = getattr(backend, "KNOWS", frozenset())
-    return [f"its kernels have no {feature}" for feature in operation.features if feature not in known][:1]
+    for feature in operation.features:
+        if feature not in known:
+            return [f"its kernels have no {feature}"]
+    return []
 
 
 def _plan(name: str, operation: Operation) -> str:
