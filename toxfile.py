@@ -69,7 +69,7 @@ def tox_on_install(tox_env, arguments, section, of_type):
         state = SESSION.pop()
         root, names = state.conf.core["tox_root"], set(state.envs.iter())
         if {"types", "aarch64"} <= names:
-            command = [root / "tests" / "emulation" / "aarch64", "--install", root]
+            command = [root / "tests" / "machines" / "emulation" / "aarch64", "--install", root]
             nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             subprocess.Popen(command, cwd=root, start_new_session=True, **nothing)
 

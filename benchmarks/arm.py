@@ -11,7 +11,7 @@ other runs through equally often, and that are a thousandth of all at least. Mod
 instruction sets within one column. The model of cortex-a76 is that of cortex-a72. The code is GCC's.
 
 The calls are made here, by the installed fusednorm, and carried to the emulated processor as bytes, with their memory.
-Needs what tests/emulation/aarch64 needs, which compiles, and for the second table Debian's package llvm-19.
+Needs what tests/machines/emulation/aarch64 needs, which compiles, and for the second table Debian's package llvm-19.
 """
 
 import argparse
@@ -305,7 +305,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     fast_path.open_to = lambda *_: None  # no call passes by the recorder
-    script = str(ROOT / "tests" / "emulation" / "aarch64")
+    script = str(ROOT / "tests" / "machines" / "emulation" / "aarch64")
     environment = Path(output(script, "--", "sh", "-c", "command -v cc").strip()).parents[1]
     with tempfile.TemporaryDirectory() as folder:
         program = compiled(Path(folder), environment)

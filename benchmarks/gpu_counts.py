@@ -1,8 +1,8 @@
 """What the GPU kernels do for a call, counted without a GPU: their PTX is executed on the CPU, every result compared.
 
     pip install -c constraints.txt . triton cuda-bindings nvidia-cuda-nvrtc
-    tests/emulation/ptx cuda --sm 90 -- python -P benchmarks/gpu_counts.py
-    tests/emulation/ptx triton --sm 90 -- python -P benchmarks/gpu_counts.py
+    tests/machines/emulation/ptx cuda --sm 90 -- python -P benchmarks/gpu_counts.py
+    tests/machines/emulation/ptx triton --sm 90 -- python -P benchmarks/gpu_counts.py
 
 `--any-order` (cuda) counts kernels that add up rows of more than 1024 elements in whatever order takes fewest
 instructions.

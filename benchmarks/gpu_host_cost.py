@@ -133,7 +133,7 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
     from fusednorm.backends import cuda, cuda_compiler
     from fusednorm.torch_ops.gradients import normalise
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "machines"))
     from ptx.cuda import stand_in
 
     wide = torch.zeros(2, 8192, dtype=torch.bfloat16)

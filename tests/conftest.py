@@ -16,7 +16,7 @@ import pytest
 from fusednorm.conformance import plugin
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "clients")]  # helpers beside the tests
+sys.path[:0] = [str(HERE), *(str(HERE / name) for name in ("clients", "machines", "operations"))]  # helpers
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@
 Every operand and every result, forward and backward, lies against a page without any rights: at its end, and again at
 its beginning. A kernel that reads or writes one byte too many kills the process. ``--verbose`` prints each call before
 it is made, so that the last line is the one that did it. Neither torch nor fusednorm is imported: the library is loaded
-by itself, and runs on one thread. ``tests/test_guard_pages.py`` runs this for every instruction set.
+by itself, and runs on one thread. ``tests/backends/test_guard_pages.py`` runs this for every instruction set.
 
 ``--heap`` takes memory from calloc instead, for valgrind, which watches its borders as well, and finds scratch that is
 used before it is written. Of all calls ``--every 100`` makes one in a hundred.

@@ -6,7 +6,7 @@ Each mutant is a copy of the repository with one text replaced, installed over t
 must then fail. Exit status 1 if a mutant survives, or if a test that notices a mutant fails without one too. `--only
 TEXT` runs the mutants whose description contains the text; it may be given several times.
 
-    tox -e mutations -- --python fusednorm/calls/checks.py:40-90 -- tests/test_bad_operands.py
+    tox -e mutations -- --python fusednorm/calls/checks.py:40-90 -- tests/operations/test_bad_operands.py
 
 makes mechanical mutants of one Python file, or of some of its lines, and shows them to the tests that are given.
 Survivors are to be looked at: some change nothing. Only faults that no such mutant has are in tests/mutants.
@@ -76,7 +76,7 @@ def run_tests(folder, backend, tests):
     options = ("pytest", "-q", "-x", "--no-header", "--tb=no", "--rootdir=/", "-p", "no:cacheprovider", "--pyargs")
     command = (sys.executable, "-P", "-m", *options, *tests)
     if backend == "cuda":  # -s: the last words of a process that dies are not lost
-        command = (folder / "tests/emulation/ptx", "cuda", "--sm", "90", "--", *command, "-s")
+        command = (folder / "tests/machines/emulation/ptx", "cuda", "--sm", "90", "--", *command, "-s")
     return subprocess.run(command, env=clean, capture_output=True, text=True)
 
 
@@ -85,7 +85,8 @@ def first_failure(folder, mutant):
     kit = "fusednorm.conformance.test_"
     first = [kit + name for name in ("forward", "rows_and_fusion", "golden", "gradients")]
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
-    others = [path for path in sorted(folder.glob("tests/test_*.py")) if path.name not in never]
+    others = [path for path in sorted(folder.glob("tests/*/test_*.py")) if path.name not in never]
+    others = [path for path in others if path.parent.name != "clients"]
     if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
         files = (("quantizer", "quantized"), ("gate", "gated"), ("rotation", "rotation"))
         about = [name for word, name in files if word in mutant.fault]
@@ -94,7 +95,7 @@ def first_failure(folder, mutant):
         first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, *more))]
         others = []
         if mutant.backend == "cuda":
-            first.insert(len(about), folder / "tests/test_cuda_launch.py")
+            first.insert(len(about), folder / "tests/backends/test_cuda_launch.py")
     elif (name := mutant.fault.partition(":")[0]) in ONE_FILE:
         file = f"test_{name.lower()}.py"
         first, others = list(folder.glob(f"tests/**/{file}")), []

@@ -693,7 +693,7 @@ def test_gated_norms_are_theirs(name, dtype):
     """Arguments, state_dict, and values in bfloat16.
 
     torch's silu, mean and rsqrt have other last bits in float32, so few numbers round to a neighbour, and one that does
-    so before a product is off by half a unit more after it. tests/test_compat_gated.py compares the formulas exactly.
+    so before a product is off by half a unit more after it. compat/test_compat_gated.py compares the formulas exactly.
     """
     ours = getattr(gated_norms, name)
     for function in ("__init__", "forward"):

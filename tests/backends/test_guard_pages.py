@@ -9,7 +9,7 @@ import pytest
 
 from fusednorm.backends import cpu
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="memory is protected through POSIX's mprotect")
 
 

@@ -13,7 +13,7 @@ from fusednorm.backends import reference
 from fusednorm.calls import process
 from fusednorm.engine import choose
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def python(code, *arguments):

@@ -29,7 +29,7 @@ from fusednorm.operations import rotate as rotations
 
 EXECUTED = "FUSEDNORM_EMULATED_SM" in os.environ
 if not EXECUTED and not INTERPRETED:
-    pytest.skip("takes tests/emulation/ptx, or Triton's interpreter", allow_module_level=True)
+    pytest.skip("takes tests/machines/emulation/ptx, or Triton's interpreter", allow_module_level=True)
 
 BACKENDS = [os.environ["FUSEDNORM_BACKEND"]] if EXECUTED else ["triton", "triton_cpu"]
 MODULES = {"cuda": cuda, "triton": triton_gpu, "triton_cpu": triton_cpu}

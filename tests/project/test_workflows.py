@@ -4,7 +4,7 @@ import configparser
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_environment_has_its_place():

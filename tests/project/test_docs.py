@@ -24,7 +24,7 @@ sybil = pytest.importorskip("sybil", reason="`tox -e docs` installs sybil")
 from sybil.evaluators.python import PythonEvaluator  # noqa: E402 - after the line that skips
 from sybil.parsers.markdown import CodeBlockParser, SkipParser  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 #: An indented block right after an example.
 SHOWN = re.compile(r"\n*((?:(?:    .*)?\n)*)")

@@ -6,7 +6,7 @@ import torch
 
 import fusednorm
 
-SAVED = Path(__file__).parent / "saved"
+SAVED = Path(__file__).parents[1] / "saved"
 
 
 def load(name):

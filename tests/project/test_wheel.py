@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("cibuildwheel", reason="tox -e wheel installs what this takes")
 abi3info = pytest.importorskip("abi3info", reason="tox -e wheel installs what this takes")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTENSIONS = ("_cpu", "_fast_path")
 C_FILES = sorted((ROOT / "cpu").rglob("*.c"))
@@ -275,7 +275,7 @@ def test_x86_64_in_a_clean_environment(sdist, tmp_path_factory, tmp_path):
 
 def test_aarch64_on_an_emulated_processor(sdist, tmp_path_factory, tmp_path):
     """The same; emulated, ``check`` takes minutes."""
-    wheel, emulated = repaired(LINUX[1], sdist, tmp_path_factory), (ROOT / "tests/emulation/aarch64", "--")
+    wheel, emulated = repaired(LINUX[1], sdist, tmp_path_factory), (ROOT / "tests/machines/emulation/aarch64", "--")
     run(*emulated, "python", "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", wheel, cwd=tmp_path)
     assert "cases are exact" in run(*emulated, "python", "-m", "fusednorm", "check", cwd=tmp_path)
     assert "comparisons, bit for bit" in run(*emulated, "python", "-m", *GOLDEN, cwd=tmp_path)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from fusednorm.conformance import plugin
 
-EXAMPLE = Path(__file__).parents[1] / "docs" / "example_backend"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "example_backend"
 SOME = "golden or (equals_unfused and float16) or (sizes and (-33 or -1025)) or (test_data and float16)"
 
 

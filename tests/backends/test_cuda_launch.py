@@ -1,4 +1,4 @@
-"""C launches the CUDA kernels that Python has loaded, for the fast path and for Python; under tests/emulation/ptx."""
+"""C launches the CUDA kernels that Python has loaded, for the fast path and for Python; takes emulation/ptx."""
 
 import ctypes
 import itertools
@@ -23,7 +23,7 @@ from fusednorm.reference import norm as reference
 
 pytestmark = pytest.mark.skipif(
     "FUSEDNORM_EMULATED_SM" not in os.environ or os.environ["FUSEDNORM_BACKEND"] != "cuda" or not fast_path.OPEN,
-    reason="takes tests/emulation/ptx, and DLPack's exchange API, which torch has since 2.10",
+    reason="takes tests/machines/emulation/ptx, and DLPack's exchange API, which torch has since 2.10",
 )
 
 

@@ -19,7 +19,7 @@ from fusednorm.engine import fast_path as of_c
 from fusednorm.engine import run_gated
 from fusednorm.reference import activations
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BACKENDS = ["reference", *(["cpu"] if not cpu.unavailable() else [])]
 Y, Z = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
 

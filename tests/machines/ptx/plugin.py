@@ -1,4 +1,4 @@
-"""A plug-in of pytest, which tests/emulation/ptx names: a GPU backend's kernels run in the machine."""
+"""A plug-in of pytest, which tests/machines/emulation/ptx names: a GPU backend's kernels run in the machine."""
 
 import importlib
 import os

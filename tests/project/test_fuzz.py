@@ -10,7 +10,7 @@ import pytest
 
 from fusednorm.torch_ops.operators import SCHEMAS
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="operands lie between pages guarded by mprotect")

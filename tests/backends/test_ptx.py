@@ -1,4 +1,4 @@
-"""The machine that executes PTX (tests/ptx): it computes as the PTX ISA says, and sees what a GPU does not forgive.
+"""The machine that executes PTX (machines/ptx): it computes as the PTX ISA says, and sees what a GPU does not forgive.
 
 Then, of each kernel of a GPU backend, mutants of its PTX: what only an execution of it can catch.
 """
@@ -19,7 +19,7 @@ from fusednorm.conformance.cases import BF16, F16, F32, Case, differing, operand
 from fusednorm.reference import norm as reference
 
 if "FUSEDNORM_EMULATED_SM" not in os.environ:
-    pytest.skip("takes tests/emulation/ptx", allow_module_level=True)
+    pytest.skip("takes tests/machines/emulation/ptx", allow_module_level=True)
 
 from ptx import machine, text
 from ptx.triton import Config

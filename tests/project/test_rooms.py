@@ -5,7 +5,7 @@ import graphlib
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 #: In the order in which one may know the ones before it.
 ROOMS = ("calls", "reference", "backends", "engine", "torch_ops", "operations", "clients", "conformance", "tools")

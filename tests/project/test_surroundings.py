@@ -26,7 +26,7 @@ from fusednorm.engine import choose
 from fusednorm.tools import check
 from fusednorm.tools.measure import compare
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INSTALLED = Path(fusednorm.operations.norm.__file__).parents[1]
 VARIABLES = ("OMP_NUM_THREADS", "TRITON_INTERPRET", *environment.VARIABLES)
 RESULT = """

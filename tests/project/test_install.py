@@ -11,7 +11,7 @@ import pytest
 
 import fusednorm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INSTALLED = Path(fusednorm.operations.norm.__file__).parents[1]
 EDITABLE = INSTALLED == ROOT / "fusednorm"
 
