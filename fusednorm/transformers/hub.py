@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
-from fusednorm.operations import gate
+from fusednorm.operations import gate as gates
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.rotate import qk_norm_rope
@@ -101,7 +101,7 @@ class SiLU(torch.nn.Module):
         if activation is None or input.dtype not in DTYPES or input.dim() == 0:
             return type(self).forward(self, input)
         ones = input.new_ones(input.shape[-1])  # one row for all, by which nothing changes
-        return gate.gate(ones.expand_as(input), input, activation=activation)
+        return gates.gate(ones.expand_as(input), input, activation=activation)
 
 
 class GeluTanh(torch.nn.Module):
@@ -129,7 +129,7 @@ class SwiGLUMLP(torch.nn.Module):
         if z.dtype not in DTYPES or (y is not None and (y.dtype, y.shape) != (z.dtype, z.shape)):
             z, y = z.chunk(2, -1) if y is None else (z, y)
             return cast(Tensor, down(act(z) * y))
-        product = gate.silu_and_mul if found.activation == "silu" else gate.gelu_tanh_and_mul
+        product = gates.silu_and_mul if found.activation == "silu" else gates.gelu_tanh_and_mul
         return cast(Tensor, down(product(z, y)))
 
 

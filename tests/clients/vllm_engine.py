@@ -15,13 +15,13 @@ import torch
 
 #: The functions that the plug-in calls, and their modules in fusednorm.operations.
 CALLED = {
-    "rms_norm": "ops",
-    "fused_add_rms_norm": "ops",
-    "fused_add_rms_norm_": "ops",
-    "silu_and_mul": "gated",
-    "gelu_tanh_and_mul": "gated",
+    "rms_norm": "norm",
+    "fused_add_rms_norm": "norm",
+    "fused_add_rms_norm_": "norm",
+    "silu_and_mul": "gate",
+    "gelu_tanh_and_mul": "gate",
     "rms_norm_gated": "norm_gated",
-    "qk_norm_rope_": "rotation",
+    "qk_norm_rope_": "rotate",
 }
 
 
