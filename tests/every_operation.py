@@ -1,12 +1,16 @@
 """The public functions and the operators, each with operands that fit: tests of what holds for all take them here."""
 
+import inspect
+
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
 from fusednorm import Quantization
+from fusednorm.calls.declared import Role
 from fusednorm.compat import functional
+from fusednorm.operations.declared import PUBLIC
 from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -128,6 +132,39 @@ OPERATORS = {
     "backward": FORWARD | {"dy": D, "d_residual_out": Z, "needs": [True, True, True]}
     | {"out_dtype": F32, "residual_out_dtype": F32},
 }  # fmt: skip
+
+
+def of_role(role, count):
+    """A tensor of 4 rows of 6 with this role; of several operands each has its own numbers."""
+    if role is Role.IDS:
+        return torch.arange(4) + count
+    rows = (X, Z, D)[count % 3]
+    return {Role.ROWS: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2], Role.NUMBERS: rows[:, 0]}[role].clone()
+
+
+#: Functions and operators of a single operand, which no other one tells its shape or its device; and the operand.
+ALONE = {"scale": "x"}
+# Declared operations, by their declarations.
+for operation in dict.fromkeys(PUBLIC.values()):
+    if not set(operation.functions) <= set(fusednorm.__all__):  # a test has declared it for itself
+        continue
+    declaration, roles = operation.declaration, operation.declaration.roles()
+    operands = {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
+    if len(operands) == 1:
+        ALONE |= dict.fromkeys((declaration.name, *operation.functions), *operands)
+    for name, function in operation.functions.items():
+        taken = inspect.signature(function).parameters
+        outputs = {one.name: torch.zeros(4, 6) for one in declaration.returned if one.name in taken}
+        FUNCTIONS[name] = operands | outputs
+        if name.endswith("_"):
+            IN_PLACE[name] = tuple(one.overwrites for one in declaration.returned)
+    given = {name: F32 if default is torch.dtype else default for name, default in declaration.flags.items()}
+    OPERATORS[declaration.name] = operands | given
+    if declaration.gradient is not None:
+        given = {name: given[name] for name in declaration.gradient_flags}
+        tensors_of = {name: of_role(roles[name], count) for count, name in enumerate(declaration.backward_tensors)}
+        needs = [True] * len(declaration.with_gradient)
+        OPERATORS[f"{declaration.name}_backward"] = tensors_of | given | {"needs": needs}
 
 
 def tensors(operands):

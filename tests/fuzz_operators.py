@@ -21,7 +21,9 @@ import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
 from fusednorm.calls.call import ACTIVATIONS
+from fusednorm.calls.declared import Role
 from fusednorm.conformance.cases import differing
+from fusednorm.torch_ops.declared import DECLARED
 from fusednorm.torch_ops.operators import SCHEMAS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -68,7 +70,8 @@ class Call:
         self.dtype = random.choice(DTYPES)
         self.wrong = random.random() < 0.5  # else nearly all fits
         self.generator = torch.Generator().manual_seed(number)
-        self.arguments = getattr(self, f"of_{self.name}")()
+        of_name = getattr(self, f"of_{self.name}", None)
+        self.arguments = of_name() if of_name else self.of_declared(DECLARED[self.name.removesuffix("_backward")])
 
     def operand(self, shape=None, dtype=None, absent=0.0):
         """A tensor of that shape and dtype, or not quite; None where it may be absent."""
@@ -200,6 +203,24 @@ class Call:
         text = random.choice(QUANTIZATIONS) if not self.wrong or random.random() < 0.9 else "int8"
         scale = self.operand((1,), torch.float32, absent=0.7)
         return self.operand(), text, scale, None if random.random() < 0.8 else torch.ones(1, dtype=torch.int32)
+
+    def of_declared(self, operator):
+        """A declared operation, or the gradients of one."""
+        declaration, backward = operator.declaration, self.name.endswith("_backward")
+        names = declaration.backward_tensors if backward else [one.name for one in declaration.operands]
+        optional = {one.name for one in declaration.operands if one.optional}
+        taken = declaration.gradient_flags if backward else declaration.flags
+        flags = {name: declaration.flags[name] for name in taken}
+        flags |= {name: value for name, value in self.random.choice(declaration.samples).items() if name in flags}
+        tensors = [self.of_role(declaration.roles()[name], 0.3 * (name in optional)) for name in names]
+        return *tensors, *flags.values(), *([self.needs(len(declaration.with_gradient))] if backward else [])
+
+    def of_role(self, role, absent):
+        shapes = {Role.ROWS: self.shape, Role.WEIGHT: self.shape[-1:]}
+        shape = shapes.get(role, self.shape[:-1])
+        if role is Role.IDS and not (self.wrong and self.random.random() < 0.2):
+            return torch.zeros(shape, dtype=torch.int64)
+        return self.operand(shape, absent=absent)
 
 
 def copied(arguments):

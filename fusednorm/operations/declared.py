@@ -67,9 +67,9 @@ class Operation:
             flags = declaration.checked(tensors, flags, in_memory=not seen)
         records = is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if outputs:
+            self._check_outputs(given, operands, flags, in_place, apart=not (seen or transformed))
             if records or (is_grad_enabled() and any(t.requires_grad for t in outputs)):
                 refuse_grad(name)
-            self._check_outputs(given, operands, flags, in_place, apart=not (seen or transformed))
         if seen:
             found = self.operator(*tensors, *flags)
         elif records or transformed:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, clones, tensors, written_by
+from every_operation import ALONE, FUNCTIONS, clones, tensors, written_by
 
 import fusednorm
 
@@ -29,8 +29,9 @@ FITS = {("rms_norm_", "x", "rows")} | {(key, "no dimension") for key in ("scale"
 #: The operand that decides the dtype of the computation, if no output is given, and tables, of any dtype.
 FITS |= {(name, key, "wider") for name in FUNCTIONS for key in ("cos", "sin", next(iter(FUNCTIONS[name])))}
 FITS |= {("qk_norm_rope_", "k", "wider")}
+FITS |= {(*one, kind) for one in ALONE.items() for kind in ("a device", "rows", "columns") if one[0].endswith("_")}
 #: What is right alone, and then does not fit the others, which are named.
-OF_ROWS = {"x", "y", "q", "k", "gate", "residual", "up", "cos", "sin"}
+OF_ROWS = {"x", "y", "q", "k", "gate", "residual", "up", "cos", "sin", *ALONE.values()}
 #: Wrong values of arguments that are no operands.
 FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch.ones(1), 10**400))
 FLAGS |= dict.fromkeys(("round_sum", "round_norm", "norm", "interleaved", "round_products"), (2, None, "no"))
