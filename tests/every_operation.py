@@ -144,12 +144,15 @@ def of_role(role, count):
 
 #: Functions and operators of a single operand, which no other one tells its shape or its device; and the operand.
 ALONE = {"scale": "x"}
+#: The operand of a declared operator that decides the type of the computation, so that it may be float64 alone.
+DECIDES = {}
 # Declared operations, by their declarations.
 for operation in dict.fromkeys(PUBLIC.values()):
     if not set(operation.functions) <= set(fusednorm.__all__):  # a test has declared it for itself
         continue
     declaration, roles = operation.declaration, operation.declaration.roles()
     operands = {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
+    DECIDES |= dict.fromkeys((declaration.name, f"{declaration.name}_backward"), next(iter(operands)))
     if len(operands) == 1:
         ALONE |= dict.fromkeys((declaration.name, *operation.functions), *operands)
     for name, function in operation.functions.items():
