@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from every_operation import ALONE, OPERATORS, clones
+from every_operation import ALONE, DECIDES, OPERATORS, clones
 
 from fusednorm.torch_ops.operators import SCHEMAS
 
@@ -30,9 +30,8 @@ OTHERS = {
 FITS = {("rms_norm", "x", "rows"), ("rms_norm_", "x", "rows"), ("affine", "n", "rows")}
 FITS |= {(name, "x", kind) for name in ("rms_norm", "rms_norm_") for kind in ("wider", "one dimension more")}
 FITS |= {(name, "x", "wider") for name in ("fused_add_rms_norm", "fused_add_rms_norm_", "into", "add")}
-FITS |= {
-    (*one, kind) for one in ALONE.items() for kind in ("wider", "rows", "columns", "one dimension more", "a device")
-}
+KINDS = ("wider", "rows", "columns", "one dimension more", "a device")
+FITS |= {(*one, kind) for one in ALONE.items() for kind in KINDS} | {(*one, "wider") for one in DECIDES.items()}
 FITS |= {("affine", "n", "one dimension more"), ("affine", "n", "wider"), ("affine_backward", "n", "wider")}
 FITS |= {(name, key, "one dimension more") for name in ("affine", "affine_backward") for key in ("weight", "bias")}
 FITS |= {("rotate", "x", kind) for kind in ("wider", "columns", "one dimension more")}
