@@ -49,7 +49,7 @@ def wrong(name, key, value):
     """Wrong values of an argument, by what is wrong with them."""
     if isinstance(value, torch.Tensor):
         return {kind: make(value) for kind, make in TENSORS.items() if (name, key, kind) not in FITS}
-    others = {repr(other): other for other in OTHERS.get(type(value), [])}
+    others = {repr(other): other for other in OTHERS.get(type(value), []) if other != value}
     if name == "rotate":  # its gradient has the dtype of what was rotated, which may be float64
         others.pop("torch.float64", None)
     return others
