@@ -214,7 +214,7 @@ def test_quantization(sharding):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("operation", ["SCALED", "PICK"])
+@pytest.mark.parametrize("operation", ["SCALED", "PICK", "DIVIDED"])
 def test_declared_operations(operation):
     import test_declared  # on each rank, which declares the operations there
 

@@ -1,4 +1,4 @@
-"""Each declared operation keeps all promises of one; two small ones are declared here alone."""
+"""Each declared operation keeps all promises of one; three small ones are declared here alone."""
 
 import pytest
 import torch
@@ -80,6 +80,35 @@ PICK = Operation(
 def pick(x: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     """One element of each row."""
     return PICK("pick", x=x, ids=ids, out=out)
+
+
+def divided(x):
+    wide = x.to(reference.accumulator(x.dtype))
+    s = reference.treesum(wide * wide)
+    return reference.rounded(wide / s.unsqueeze(-1), x.dtype), s
+
+
+def divided_gradient(d, x, s, needs):
+    wide, d, s = x.to(s.dtype), d.to(s.dtype), s.unsqueeze(-1)
+    return (reference.rounded(d / s - 2 * wide * (d * wide).sum(-1, keepdim=True) / (s * s), x.dtype),)
+
+
+#: Its gradient takes a result that callers do not see.
+DIVIDED = Operation(
+    Declaration(
+        "divided_by_squares",
+        operands=(Operand("x"),),
+        results=(Result(), Result("s", Role.NUMBERS, kept=True)),
+        formula=divided,
+        gradient=divided_gradient,
+    )
+)
+
+
+@DIVIDED.public
+def divided_by_squares(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rows divided by the sum of their squares."""
+    return DIVIDED("divided_by_squares", x=x, out=out)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's, where it differentiates forwards
