@@ -34,11 +34,6 @@ def open_for(explanation: Explanation) -> None:
     fast_paths[request] = path.forward_on(_devices[request])
 
 
-def _leads_to(backend: Chosen) -> str | None:
-    """The type of device whose gradients C computes or launches for a backend."""
-    return getattr(backend, "fast_path", None)
-
-
 def backward(
     backend: Chosen,
     dy: Tensor,
@@ -53,16 +48,20 @@ def backward(
     weight_offset: float,
 ) -> bool:
     """Writes the gradients of a norm, and of a bias after it; returns whether it did."""
-    where, given = _leads_to(backend), (dy, d_residual_out, h, rstd, weight, dx, dresidual)
+    where = getattr(backend, "fast_path", None)
     if where == "cpu":
-        return path.backward(path.CPU, *given, dbias, dweight, 0, weight_offset)
+        return path.backward(
+            path.CPU, dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, 0, weight_offset
+        )
     if where != "cuda":
         return False
     block, blocks = blocks_of(h.numel() // h.shape[-1])
     partial = None
     if dweight is not None:
         partial = torch.empty((blocks, h.shape[-1]), dtype=rstd.dtype, device=h.device)
-    return path.backward(path.CUDA, *given, partial, dweight, block, weight_offset)
+    return path.backward(
+        path.CUDA, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, block, weight_offset
+    )
 
 
 def gate_backward(
@@ -76,10 +75,10 @@ def gate_backward(
     between: torch.dtype | None,
 ) -> bool:
     """Writes the gradients of a gate; returns whether it did."""
-    where = {"cpu": path.CPU, "cuda": path.CUDA}.get(_leads_to(backend) or "")
+    where = {"cpu": path.CPU, "cuda": path.CUDA}.get(getattr(backend, "fast_path", None) or "")
     return where is not None and path.gate_backward(where, d, y, z, dy, dz, activation, c_abi.KINDS[between])
 
 
 def norm_gated_backward(backend: Chosen, *arguments: Any) -> bool:
     """Writes the gradients of a norm with a gate: see ``calls/fast_path.py``; returns whether it did."""
-    return _leads_to(backend) == "cpu" and path.norm_gated_backward(*arguments)
+    return getattr(backend, "fast_path", None) == "cpu" and path.norm_gated_backward(*arguments)

@@ -247,10 +247,8 @@ def backward(
         dx = new_like(h, operation.x if need_x else operation.residual)
     if need_x and need_residual and operation.residual != operation.x:
         dresidual = new_like(h, operation.residual)
-    dweight, dbias = (
-        new_like(t, t.dtype) if need and t is not None else None
-        for t, need in zip((weight, bias), (*needs[2:], False), strict=False)
-    )
+    dweight = new_like(weight, weight.dtype) if needs[2] and weight is not None else None
+    dbias = new_like(bias, bias.dtype) if bias is not None and needs[3] else None
     of_residual = (dx if dresidual is None else dresidual) if need_residual else None
     gradients = (dx if need_x else None, of_residual, dweight, dbias)
     rows = h.numel() // operation.hidden_size
@@ -258,7 +256,7 @@ def backward(
         for gradient in (dweight, dbias):
             if gradient is not None:
                 gradient.zero_()
-    if rows == 0 or all(t is None for t in (dx, dweight, dbias)):
+    if rows == 0 or (dx is None and dweight is None and dbias is None):
         return gradients
     if fast_path.backward(backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset):
         return gradients
