@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,7 +207,7 @@ def _devices(name: str) -> tuple[str, ...]:
     return load(name).DEVICES if name in (*NAMES, *_registered) else ()
 
 
-def refusal(name: str, operation: Operation) -> list[str]:
+def _refusal(name: str, operation: Operation) -> list[str]:
     """Why a backend cannot take a call; empty if it can."""
     try:
         backend = load(name)
@@ -221,7 +221,7 @@ def refusal(name: str, operation: Operation) -> list[str]:
 
 def _takes(name: str, operation: Operation) -> bool:
     """Whether a backend can take a call."""
-    return not refusal(name, operation)
+    return not _refusal(name, operation)
 
 
 def _unknown(backend: Backend, operation: Operation) -> list[str]:
@@ -247,11 +247,11 @@ def choose(operation: Operation) -> Explanation:
     requested = request()
     passed_over: dict[str, list[str]] = {}
     for name in _candidates(requested):
-        reasons = refusal(name, operation)
+        reasons = _refusal(name, operation)
         if not reasons:
             return Explanation(name, _plan(name, operation), operation, requested, passed_over)
         parts = Composition.parts(operation, partial(_takes, name))
-        of_parts = [reason for part in parts for reason in refusal(name, part)]
+        of_parts = [reason for part in parts for reason in _refusal(name, part)]
         if parts and not of_parts:
             plan = f"{Composition.in_words(operation, parts)}: {_plan(name, parts[0])}"
             return Explanation(name, plan, operation, requested, passed_over, parts)
@@ -289,22 +289,16 @@ def select(operation: Operation) -> tuple[Chosen, Explanation]:
     return chosen, explanation
 
 
-def serving(operation: Operation, step: Step) -> Chosen | None:
+def serving(operation: Operation, step: Step, select_rows: Callable[[Operation], Chosen]) -> Chosen | None:
     """The backend of such rows, if it takes the norm and the step in one call; None: several calls must serve them.
 
-    Raises:
-        KeyError: :func:`decide` has not been asked before.
+    ``select_rows`` selects the backend of the rows; it is asked at the first call.
     """
-    return _selected[request(), operation, step]
-
-
-def decide(operation: Operation, step: Step) -> Chosen | None:
-    """See :func:`serving`. The backend of the rows must have been selected."""
-    explanation = choose(operation)
-    whole = not explanation.parts and not refusal(explanation.backend, operation._replace(step=step))
-    found = _selected[request(), operation] if whole else None
-    _selected[request(), operation, step] = found
-    return found
+    key = request(), operation, step
+    if key not in _selected:
+        backend, explanation = select_rows(operation), choose(operation)
+        _selected[key] = backend if explanation.takes(step) else None
+    return _selected[key]
 
 
 def request_of_backward() -> str:
@@ -383,6 +377,10 @@ class Explanation:
     def module(self) -> Backend:
         """The backend itself."""
         return load(self.backend)
+
+    def takes(self, step: Step) -> bool:
+        """Whether the backend takes the operation and a step in one call."""
+        return not self.composed and not _refusal(self.backend, self.operation._replace(step=step))
 
     def depends_on_operation(self) -> bool:
         """Whether another call on this device might go to another backend, or to this one without a composition."""

@@ -27,7 +27,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.memory import ABSENT, Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
-from fusednorm.engine.choose import Chosen, decide, fast_paths, request, select, selected, serving
+from fusednorm.engine.choose import Chosen, fast_paths, request, select, selected, serving
 from fusednorm.engine.run_quantized import Results
 from fusednorm.engine.substitutes import Composition
 
@@ -48,11 +48,7 @@ def backend_of(operation: Operation) -> Chosen:
 
 def whole_of(operation: Operation, step: Step) -> Chosen | None:
     """The backend for a call, if it takes the norm and a step in one; None: several calls, or formulas, serve them."""
-    try:
-        return serving(operation, step)
-    except KeyError:  # the first call
-        backend_of(operation)
-        return decide(operation, step)
+    return serving(operation, step, backend_of)
 
 
 def on_fast_path(

@@ -19,7 +19,7 @@ from fusednorm.calls.checks import (
     number,
 )
 from fusednorm.calls.quantization import Quantization
-from fusednorm.engine.choose import Explanation, choose, refusal
+from fusednorm.engine.choose import Explanation, choose
 from fusednorm.operations.declared import PUBLIC
 from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
@@ -114,23 +114,18 @@ def explain(
         check_quantization(quantization, x, None, None, in_memory=False, given=False)
         flags = flags._replace(out_dtype=between)
     found = choose(operation_of(x, residual, weight, flags, out, before, around))
+    by_torch = "by torch's operations"
     if quantization is not None:
-        by = _by(found, Step("quantize", quantization), "in the same call")
+        by = "in the same call" if found.takes(Step("quantize", quantization)) else by_torch
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
     if function in _GATED:
-        alone = _by(found, Step("gate"), "by a call of its own")
-        by = _by(found, Step("norm_gated"), "in the same call", alone) if function in _NORM_GATED else alone
+        by = "by a call of its own" if found.takes(Step("gate")) else by_torch
+        if function in _NORM_GATED and found.takes(Step("norm_gated")):
+            by = "in the same call"
         found = replace(found, plan=f"{found.plan}; the rows are gated {by}")
     if function in _ROTATING:
-        step = Step("rotate", None, (x.dtype,))
-        by, plan = _by(found, step, "in the same call"), found.plan
-        if by == "in the same call":
-            plan = found.module.plan(found.operation._replace(step=step))
+        step, plan, by = Step("rotate", None, (x.dtype,)), found.plan, by_torch
+        if found.takes(step):
+            plan, by = found.module.plan(found.operation._replace(step=step)), "in the same call"
         found = replace(found, plan=f"{plan}; heads are rotated {by}")
     return found
-
-
-def _by(found: Explanation, step: Step, taken: str, other: str = "by torch's operations") -> str:
-    """How a step runs beside a norm: ``taken`` if the norm's backend takes it."""
-    takes = not found.composed and not refusal(found.backend, found.operation._replace(step=step))
-    return taken if takes else other
