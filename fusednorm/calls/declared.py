@@ -85,12 +85,10 @@ class Declaration:
     any_decides: bool = False
     #: (*operands, flags by name): raises where flags do not fit; the operator of gradients has not all of them.
     check: Callable[..., None] | None = None
-    #: Flags of calls that tests and ``fusednorm check`` make, on operands of each role.
+    #: Flags of calls that tests make, on operands of each role.
     samples: Sequence[Mapping[str, Any]] = ({},)
     #: Flags that are refused, each with the error and words of its text.
     refused: Sequence[tuple[Mapping[str, Any], type[Exception], str]] = ()
-    #: It grows whenever the operation gets other bits.
-    version: int = 1
 
     @property
     def returned(self) -> tuple[Result, ...]:
@@ -103,9 +101,14 @@ class Declaration:
         return tuple(result for result in self.results if result.kept)
 
     @property
+    def places(self) -> list[int]:
+        """The places of the operands that have gradients."""
+        return [place for place, operand in enumerate(self.operands) if operand.role is not Role.IDS]
+
+    @property
     def with_gradient(self) -> tuple[Operand, ...]:
         """The operands that have gradients."""
-        return tuple(operand for operand in self.operands if operand.role is not Role.IDS)
+        return tuple(self.operands[place] for place in self.places)
 
     @property
     def schema(self) -> str:
@@ -166,11 +169,11 @@ class Declaration:
         wide = (one for one in rows if isinstance(one[1], Tensor) and one[1].dtype == torch.float64)
         return next(wide, rows[-1]) if self.any_decides else rows[0]
 
-    def joined_of(self, operands: Sequence[Tensor | None]) -> int:
-        """Dimensions that stay on one rank for these operands: heads too, where each has a weight of its own."""
+    def joined_of(self, operands: Sequence[Any]) -> int:
+        """Dimensions that stay on one rank for these operands, or their specs: heads too, where each has a weight."""
         places = enumerate(self.operands)
         weights = [operands[place] for place, operand in places if operand.role is Role.WEIGHT]
-        return max(self.joined, 2 * any(w is not None and w.dim() == 2 for w in weights))
+        return max(self.joined, 2 * any(w is not None and w.ndim == 2 for w in weights))
 
     def shape(self, role: Role, rows: Tensor) -> torch.Size:
         """The shape of what has this role, beside the first operand; of a weight that of one for all rows."""

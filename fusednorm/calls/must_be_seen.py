@@ -100,7 +100,7 @@ def handed_over(function: Callable[..., _Result], operands: Sequence[Tensor | No
     Args:
         function: the public function.
         operands: all tensors that it takes.
-        values: the function's ``locals()``, which have its arguments by name.
+        values: its arguments by name, such as its ``locals()``.
     """
     given = inspect.signature(function).parameters.values()
     alone = [values[parameter.name] for parameter in given if parameter.kind is not parameter.KEYWORD_ONLY]

@@ -7,7 +7,6 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_apart, check_output, refuse_grad
@@ -54,7 +53,7 @@ class Operation:
         given = {result.name: arguments.get(result.name) for result in declaration.returned}
         if not compiling and must_be_seen.override(*operands.values(), *given.values()):
             every = (*operands.values(), *given.values())
-            return handle_torch_function(self.functions[name], every, **arguments)
+            return must_be_seen.handed_over(self.functions[name], every, arguments)
         in_place = name.endswith("_")
         if in_place:
             given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}

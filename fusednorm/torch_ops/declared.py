@@ -94,8 +94,7 @@ class Operator:
 
     def _fake_backward(self, *arguments: Any) -> Any:
         operands, needs = self._split(arguments)
-        named = zip(self.declaration.operands, operands, strict=True)
-        those = [tensor for operand, tensor in named if operand.role is not Role.IDS]
+        those = [operands[place] for place in self.declaration.places]
         return _one_or_more(
             tuple(
                 torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -124,8 +123,7 @@ class Operator:
         declaration = self.declaration
         incoming = incoming[: len(declaration.returned)]
         operands, kept = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
-        places = [i for i, operand in enumerate(declaration.operands) if operand.role is not Role.IDS]
-        needs = [ctx.needs_input_grad[place] for place in places]
+        needs = [ctx.needs_input_grad[place] for place in declaration.places]
         seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
         if must_be_seen.differentiated_again():
             dtensor_bridge.check_kept(incoming, operands)
@@ -140,7 +138,7 @@ class Operator:
             dtensor_bridge.check_kept(incoming, (*operands, *kept))
             found = cast(Any, self.run_gradient)(*incoming, *operands, *kept, *ctx.gradient_flags, needs)
         gradients: list[Tensor | None] = [None] * (self.count + len(ctx.flags))
-        for place, need, gradient in zip(places, needs, found, strict=True):
+        for place, need, gradient in zip(declaration.places, needs, found, strict=True):
             gradients[place] = gradient if need else None
         return tuple(gradients)
 
@@ -246,7 +244,7 @@ def _tangents(
 ) -> tuple[Tensor | None, ...]:
     """Tangents of the results: the transpose of the gradient, which is linear in the incoming gradients."""
     rows = operands[0]
-    places = [i for i, operand in enumerate(declaration.operands) if operand.role is not Role.IDS]
+    places = declaration.places
     needs = [tangents[place] is not None for place in places]
     kept = declaration.formula(*operands, *flags)[len(declaration.returned) :] if declaration.kept else ()
 

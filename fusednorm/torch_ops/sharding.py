@@ -250,9 +250,8 @@ def _of_role(role: Role, rows: DTensorSpec, of_weight: Callable[[DTensorSpec], D
 def _rows_of(declaration: Declaration, operands: dict[str, DTensorSpec]) -> DTensorSpec:
     """The common placement of rows; those of weights with a row for each head have whole heads."""
     roles = declaration.roles()
-    of_heads = any(operands[name].ndim == 2 for name in operands if roles[name] is Role.WEIGHT)
     with_rows = (spec for name, spec in operands.items() if roles[name] is Role.ROWS)
-    return _rows(*with_rows, whole=2 if of_heads else declaration.joined)
+    return _rows(*with_rows, whole=declaration.joined_of([operands.get(one.name) for one in declaration.operands]))
 
 
 def _declared(declaration: Declaration, schema: OpSchema) -> Any:
