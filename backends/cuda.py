@@ -251,8 +251,13 @@ def _launch(
 def forward(call: ForwardCall) -> None:
     """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
     for part in of_one_weight_dtype(call) if isinstance(call, Rotate) else (call,):
-        packed = _PACKED.get(type(part), c_abi.PACKED[type(part)])(part)
-        _launch(packed, device_of(part).index or 0, part, lambda part=part: _variants(part))  # type: ignore[misc]
+        _run(part)
+
+
+def _run(call: ForwardCall | GateBackward) -> None:
+    """Launches the one kernel of a call."""
+    packed = _PACKED.get(type(call), c_abi.PACKED[type(call)])(call)
+    _launch(packed, device_of(call).index or 0, call, lambda: _variants(call))
 
 
 #: Calls before which the launcher is given one that says on which GPU they are.
@@ -278,10 +283,10 @@ def _variants(call: ForwardCall | GateBackward) -> dict[str, Variant]:
 
 def backward(call: Backward | GateBackward) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
-    device = device_of(call).index or 0
     if isinstance(call, GateBackward):
-        _launch(c_abi.pack_gate_alone(call), device, call, lambda: _variants(call))
+        _run(call)
         return
+    device = call.operation.device.index or 0
     partial = scratch_of(call)
     packed = c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial)
     _launch(packed, device, call, lambda: backward_variants(BackwardKind.of(call, partial), capability(device)))

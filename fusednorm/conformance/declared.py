@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import fusednorm
 from fusednorm.calls.declared import Role
-from fusednorm.conformance.cases import BF16, F16, F32, F64, differing
+from fusednorm.conformance.cases import BF16, F16, F32, F64, differing, listed
 
 ROWS, HIDDEN = (3, 4), 40
 
@@ -30,10 +30,6 @@ def operands_of(declaration, dtype=F32, seed=0, rows=ROWS, hidden=HIDDEN):
         return torch.randn(shape, generator=generator).to(dtype)
 
     return {operand.name: of_role(operand.role) for operand in declaration.operands}
-
-
-def listed(found):
-    return found if isinstance(found, tuple) else (found,)
 
 
 def same(actual, expected):

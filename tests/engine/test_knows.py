@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from every_operation import FUNCTIONS
+from every_operation import FUNCTIONS, called, clones, without_outputs
 
 import fusednorm
 from fusednorm.backends import reference
@@ -63,7 +63,7 @@ def old(monkeypatch):
 
 def calls(name):
     """The function's operands alone, and with each flag."""
-    operands = {key: t for key, t in FUNCTIONS[name].items() if not key.endswith("out")}
+    operands = without_outputs(FUNCTIONS[name])
     yield operands
     for flag in inspect.signature(getattr(fusednorm, name)).parameters:
         if flag in FLAGS and not (flag == "between" and operands.get("norm_before_gate") is False):
@@ -77,23 +77,15 @@ def test_a_backend_of_an_older_version(name, old):
     for operands in calls(name):
         try:
             with fusednorm.use_backend("reference"):
-                wanted = listed(getattr(fusednorm, name)(**copies(operands)))
+                wanted = called(getattr(fusednorm, name), clones(operands))
         except (TypeError, ValueError):  # a flag that these operands cannot have
             continue
         with fusednorm.use_backend("old"):
-            found = listed(getattr(fusednorm, name)(**copies(operands)))
+            found = called(getattr(fusednorm, name), clones(operands))
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, wanted, strict=True)), operands
         compared += 1
     assert compared > 0
     assert set(old) <= {Forward, Backward}
-
-
-def copies(operands):
-    return {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in operands.items()}
-
-
-def listed(found):
-    return found if isinstance(found, tuple) else (found,)
 
 
 def test_a_backend_that_knows_gates_is_given_them(old):
