@@ -36,6 +36,7 @@ from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import quantizations
 from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
+from fusednorm.operations import inference as _inference  # noqa: F401 - registers their operators
 from fusednorm.operations.explain import explain
 from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm

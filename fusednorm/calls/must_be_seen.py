@@ -24,6 +24,9 @@ from torch.utils._device import DeviceContext
 
 _Result = TypeVar("_Result")
 
+#: Whether ``torch.export`` traces a call; before 2.7 torch does not say.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", is_dynamo_compiling)
+
 #: Names that this torch lacks. If there is one, no call takes the fast path, and a listener that cannot be looked for
 #: is assumed to be there: calls are slower, and right.
 MISSING: list[str] = []
@@ -65,7 +68,8 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 #: batches of gradients are plain tensors, but without memory.
 _in_batches = partial(_torchs("_dispatch_tls_is_dispatch_key_included"), torch._C._dispatch_key_parse("VmapMode"))
 
-_transforms_active = _torchs("_are_functorch_transforms_active")
+#: Whether a transform of ``torch.func`` is active.
+transforms_active = _torchs("_are_functorch_transforms_active")
 _tangents_enabled = _torchs("_is_fwd_grad_enabled")
 
 MISSING += [name for module, name, _ in VARIABLES if not hasattr(module, name)]
@@ -110,12 +114,22 @@ def handed_over(function: Callable[..., _Result], operands: Sequence[Tensor | No
 
 def transform(*operands: Tensor | None) -> bool:
     """Whether a transform of ``torch.func`` is active, or an operand has a tangent of forward-mode differentiation."""
-    return bool(_transforms_active()) or (level_entered() and has_tangent(*operands))
+    return bool(transforms_active()) or (level_entered() and has_tangent(*operands))
 
 
 def seen(*operands: Tensor | None) -> bool:
     """Whether the dispatcher must see a call. Transforms of ``torch.func`` see the functions of autograd instead."""
     return is_dynamo_compiling() or (below(*operands) and not transform(*operands))
+
+
+def in_one_operator(*operands: Tensor | None) -> bool:
+    """Whether ``torch.compile`` traces a call whose gradients nobody records: one operator then stands for all of it.
+
+    ``torch.export`` has the plain operators of a composition instead, which other programs know.
+    """
+    if not is_dynamo_compiling() or is_exporting() or not plain(*operands):
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands))
 
 
 def transformed(*operands: Tensor | None) -> bool:

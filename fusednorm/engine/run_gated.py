@@ -48,7 +48,7 @@ def backend_of(y: Tensor, step: str) -> Chosen | None:
 
 def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
     """The result for checked operands, in new memory or in ``out``."""
-    if out is None and (found := _recorded_on_fast_path(y, z, gating)) is not None:
+    if out is None and (found := on_fast_path(y, z, *gating)) is not None:
         return found
     backend = backend_of(y, "gate")
     rows = y.shape[:-1].numel()
@@ -70,11 +70,12 @@ def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> 
     return out
 
 
-def _recorded_on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
-    """The result by the fast path, for a gate that has not been there, as gradients are recorded of it."""
-    activation, between, out_dtype = gating
+def on_fast_path(
+    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype
+) -> Tensor | None:
+    """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
     take = fast_paths.get(request())
-    if take is None:
+    if take is None or between is torch.float32:
         return None
     if between is None and out_dtype == y.dtype:
         found: Any = take(y, *NO_NORM, z, activation, ALONE, None, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,13 +176,24 @@ def _call(
     )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: Any) -> Tensor:
-    """Rotated heads, in new memory; see :func:`fusednorm.torch_ops.steps.rotate`."""
+def rotate_on_fast_path(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: torch.dtype
+) -> Tensor | None:
+    """:func:`rotate`, if the fast path takes the call."""
     take = fast_paths.get(request())
-    if take is not None and dtype is x.dtype and products in (None, dtype):
-        absent = (None,) * 3
-        result = take(x, *absent, cos, sin, *absent, 0.0, 0.0, False, interleaved, products is not None, False, False)
-        if result is not None:
-            return result[0]
+    if take is None or dtype is not x.dtype or products not in (None, dtype):
+        return None
+    absent = (None,) * 3
+    result = take(x, *absent, cos, sin, *absent, 0.0, 0.0, False, interleaved, products is not None, False, False)
+    return None if result is None else result[0]
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: torch.dtype
+) -> Tensor:
+    """Rotated heads, in new memory; see :func:`fusednorm.torch_ops.steps.rotate`."""
+    result = rotate_on_fast_path(x, cos, sin, interleaved, products, dtype)
+    if result is not None:
+        return result
     found = forward([Head(x)], None, None, Turn(cos, sin, None, interleaved, products), dtype)
     return rotation.rotated(x, cos, sin, interleaved, products, dtype) if found is None else found[0]

@@ -52,6 +52,9 @@ def in_groups(rows: Tensor, group_size: int) -> Tensor:
 
 def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNormFlags) -> Tensor:
     """The rows by plain operations one after the other: docs/spec.md, section 10."""
+    if must_be_seen.in_one_operator(x, gate, weight):
+        numbers = (how.eps, how.group_size, how.norm_first, how.activation, how.round_norm, how.between)
+        return cast(Tensor, torch.ops.fusednorm.rms_norm_gated_inference(x, gate, weight, *numbers, how.weight_offset))
     if how.norm_first:
         y = _normed(x, weight, how, how.between)
         return gated(y, gate, activation=how.activation, out_dtype=None if how.between is None else x.dtype)

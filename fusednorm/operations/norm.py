@@ -266,12 +266,28 @@ def beyond_fast_path(
         refuse_grad(name)
     if not compiling and must_be_seen.transform(x, residual, weight, out, residual_out):
         return _transformed(x, residual, weight, out, residual_out, flags)
+    if new and must_be_seen.in_one_operator(x, residual, weight):
+        return _for_inference(x, residual, weight, None, 1.0, flags)
     if compiling or _heard_below(x, residual, weight, out, residual_out):
         return _dispatched(name, x, residual, weight, out, residual_out, flags)
     if new and is_grad_enabled() and requires_grad(x, residual, weight):
         y, total, _ = Normalise.apply(x, residual, weight, *flags)  # type: ignore[no-untyped-call]
         return y, total
     return run.forward(x, residual, weight, flags, out, residual_out)
+
+
+def _for_inference(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, x_scale: float, flags: Flags
+) -> tuple[Tensor, Any]:
+    """Both outputs by the operator that is all of the public function: ``inference.py``."""
+    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
+    if residual is None:
+        norm = torch.ops.fusednorm.rms_norm_inference
+        return norm(x, weight, eps, bias, weight_offset, round_norm, out_dtype), None
+    numbers = (x_scale, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    return cast(
+        tuple[Tensor, Any], torch.ops.fusednorm.fused_add_rms_norm_inference(x, residual, weight, eps, bias, *numbers)
+    )
 
 
 def _of_heads(weight: Tensor | None) -> bool:
@@ -313,6 +329,10 @@ def _composed(
         check_affine(x, weight, bias, in_memory=in_memory)
     flags = check_flags(flags, x, residual, out, residual_out)
     factor = number("x_scale", x_scale)
+    if must_be_seen.in_one_operator(x, residual, *others):
+        flags = flags._replace(out_dtype=flags.out_dtype or (x.dtype if out is None else out.dtype))
+        y, total = _for_inference(x, residual, weight, bias, factor, flags)
+        return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
     if given and not (compiling or transformed or _heard_below(x, residual, None, out, residual_out)):
         check_written(given, x, residual)
     if factor != 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -74,6 +75,9 @@ def quantize(
     check_operands(y, None, None, None, None, in_memory=must_be_seen.in_memory(y), x_name="y")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("quantize", y, quantization, scale, zero_point, outputs, {"y": y})
+    if must_be_seen.in_one_operator(*operands):
+        found = torch.ops.fusednorm.quantize_inference(y, str(quantization), scale, zero_point)
+        return _written(found, quantization, scale, outputs)
     return _quantized(y, quantization, scale, zero_point, outputs)
 
 
@@ -133,6 +137,10 @@ def rms_norm_quant(
     check_between(between, x)
     outputs = Outputs(out, scale_out, zero_point_out, normed_out)
     _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
+    if normed_out is None and must_be_seen.in_one_operator(*operands):
+        numbers = (scale, zero_point, between, weight_offset, round_norm)
+        found = torch.ops.fusednorm.rms_norm_quant_inference(x, weight, eps, str(quantization), *numbers)
+        return _written(found, quantization, scale, outputs)
     if not _in_two_calls(outputs, between, x, weight, scale, zero_point):
         results = _results(x, quantization, scale, zero_point, outputs)
         asked = Flags(eps, weight_offset, True, round_norm, between)
@@ -219,6 +227,10 @@ def fused_add_rms_norm_quant(
     outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
     inputs = {"x": x, "residual": residual, "weight": weight}
     _check("fused_add_rms_norm_quant", x, quantization, scale, zero_point, outputs, inputs)
+    if normed_out is None and must_be_seen.in_one_operator(*operands):
+        numbers = (scale, zero_point, between, weight_offset, round_sum, round_norm, residual_dtype)
+        operator = torch.ops.fusednorm.fused_add_rms_norm_quant_inference
+        return _written(operator(x, residual, weight, eps, str(quantization), *numbers), quantization, scale, outputs)
     if not _in_two_calls(outputs, between, x, residual, weight, scale, zero_point):
         results = _results(x, quantization, scale, zero_point, outputs)
         asked = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype)
@@ -270,8 +282,24 @@ def silu_and_mul_quant(
     check_between(between, z, "gate")
     outputs = Outputs(out, scale_out, zero_point_out)
     _check("silu_and_mul_quant", z, quantization, scale, zero_point, outputs, {"gate": gate, "up": up})
+    if must_be_seen.in_one_operator(*operands):
+        numbers = (scale, zero_point, between)
+        found = torch.ops.fusednorm.silu_and_mul_quant_inference(gate, up, str(quantization), *numbers)
+        return _written(found, quantization, scale, outputs)
     product = silu_and_mul(z, y) if between is None else gated(y, z, out_dtype=between)
     return _quantized(product, quantization, scale, zero_point, outputs)
+
+
+def _written(
+    found: Sequence[Tensor], quantization: Quantization, scale: Tensor | None, outputs: Outputs
+) -> tuple[Tensor, ...]:
+    """The results of a function, of those of its operator, which returns no scale or zero point that is given."""
+    values, *others = found
+    given = [outputs.scale_out] if quantization.per != "tensor" else []
+    given += [outputs.zero_point_out] if quantization.computes_zero_point else []
+    results = [dtensor_bridge.written(*one) for one in zip((*given, outputs.residual_out), others, strict=False)]
+    values = dtensor_bridge.written(outputs.out, values)
+    return (values, cast(Tensor, scale), *results) if quantization.per == "tensor" else (values, *results)
 
 
 def _taken_by(

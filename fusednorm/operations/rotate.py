@@ -87,6 +87,9 @@ def rotate(
         found = run_rotated.forward([Head(x, None, out)], None, None, turn)
         if found is not None:
             return found[0]
+    if must_be_seen.in_one_operator(*operands):
+        found = torch.ops.fusednorm.rotate_inference(x, cos, sin, positions, interleaved, round_products)
+        return dtensor_bridge.written(out, found)
     tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
     return dtensor_bridge.written(out, steps.rotate(x, *tables, interleaved, rounded_to, x.dtype))
 
@@ -186,7 +189,11 @@ def qk_norm_rope(
         elif rotate := rotator_with_gradients(inputs, how):
             found = NormalisedAndRotated.apply(*inputs, how, rotate)  # type: ignore[no-untyped-call]
             return cast("tuple[Tensor, Tensor]", found)
-    results = composed(*inputs, how)
+    if must_be_seen.in_one_operator(*operands):
+        numbers = (norm, positions, interleaved, round_products, between, weight_offset, round_norm)
+        results = torch.ops.fusednorm.qk_norm_rope_inference(*operands[:6], eps, *numbers)
+    else:
+        results = composed(*inputs, how)
     return dtensor_bridge.written(q_out, results[0]), dtensor_bridge.written(k_out, results[1])
 
 

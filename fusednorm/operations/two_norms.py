@@ -282,6 +282,18 @@ def _beyond_fast_path(
         check_written(given, x, residual, next_weight)
     weight, eps, between, followed = before
     _, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
+    if must_be_seen.in_one_operator(*operands):
+        ops = torch.ops.fusednorm
+        if not followed:
+            total = ops.rms_norm_add_inference(
+                x, residual, weight, eps, between, weight_offset, round_norm, residual_dtype
+            )
+            return None, dtensor_bridge.written(residual_out, total)
+        numbers = (flags.eps, between, weight_offset, round_sum, round_norm)
+        dtypes = (out_dtype or (x.dtype if out is None else out.dtype), residual_dtype)
+        both = ops.rms_norm_add_rms_norm_inference
+        y, total = both(x, residual, weight, next_weight, eps, *numbers, *dtypes)
+        return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
     y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
     if not followed:
         total = steps.add(y, residual, residual_dtype or residual.dtype)

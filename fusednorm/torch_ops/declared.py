@@ -27,6 +27,7 @@ class Operator:
         declaration: the operation.
         run: computes the results for checked operands in memory, as the formula does; by default the formula.
         run_gradient: the same for its gradient.
+        fast: see :func:`fusednorm.torch_ops.registered.register`.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Operator:
         declaration: Declaration,
         run: Callable[..., tuple[Tensor, ...]] | None = None,
         run_gradient: Callable[..., tuple[Tensor | None, ...]] | None = None,
+        fast: Callable[..., Any] | None = None,
     ) -> None:
         self.declaration, self.run = declaration, run or declaration.formula
         self.run_gradient = run_gradient or declaration.gradient
@@ -45,7 +47,7 @@ class Operator:
         if declaration.gradient is not None:
             gradients = (self._gradients, self._keep)
             register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
-        register(name, declaration.schema, self._forward, self._fake, gradients)
+        register(name, declaration.schema, self._forward, self._fake, gradients, fast)
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(declaration)

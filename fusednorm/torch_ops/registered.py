@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import check_memory
-from fusednorm.calls.must_be_seen import has_tangent
+from fusednorm.calls.must_be_seen import has_tangent, transforms_active
 
 try:
     from torch._library.autograd import Info, make_autograd_impl
@@ -19,6 +19,9 @@ except ImportError:  # not public: without it the operators have gradients, but 
 
 # torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
 _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval"), {"Library": torch.library.Library})
+
+#: The answer of what has written the outputs that it was given.
+WRITTEN = object()
 
 #: The schema of each operator, by name.
 SCHEMAS: dict[str, str] = {}
@@ -30,6 +33,7 @@ def register(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    fast: Callable[..., Any] | None = None,
 ) -> None:
     """Makes an operator.
 
@@ -39,20 +43,25 @@ def register(
         function: computes the results; its operands lie in memory.
         fake: makes results without values.
         gradients: the backward pass, and what is kept for it; None: there are no gradients.
+        fast: the same results for plain tensors in memory, whose gradients nobody records; or None, and ``function``
+            makes them. It is asked first, because a compiled graph waits for torch's dispatcher at each operator. Of an
+            operator without results it returns :data:`WRITTEN`.
     """
     SCHEMAS[name] = schema
     torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     names = [argument.name for argument in getattr(torch.ops.fusednorm, name).default._schema.arguments]
-    torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names))
+    torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names, fast))
     torch.library.register_fake(f"fusednorm::{name}", fake)
-    _register_autograd(name, gradients)
+    _register_autograd(name, gradients, fast)
 
 
-def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+def _of_memory(function: Callable[..., Any], names: list[str], fast: Callable[..., Any] | None) -> Callable[..., Any]:
     """The function of an operator, which sees that all operands of these names are in memory."""
 
     @functools.wraps(function)
     def checked(*arguments: Any) -> Any:
+        if fast is not None and (found := fast(*arguments)) is not None:
+            return None if found is WRITTEN else found
         for name, argument in zip(names, arguments, strict=False):
             if isinstance(argument, Tensor):
                 check_memory(name, argument)
@@ -61,7 +70,9 @@ def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., 
     return checked
 
 
-def _register_autograd(name: str, given: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+def _register_autograd(
+    name: str, given: tuple[Callable[..., Any], Callable[..., Any]] | None, fast: Callable[..., Any] | None
+) -> None:
     """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
     operation = getattr(torch.ops.fusednorm, name).default
     gradients, setup_context = given or (None, None)
@@ -72,6 +83,8 @@ def _register_autograd(name: str, given: tuple[Callable[..., Any], Callable[...,
     recorded = make_autograd_impl(operation, Info(gradients, setup_context))
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        if fast is not None and not transforms_active() and (found := fast(*arguments)) is not None:
+            return None if found is WRITTEN else found
         operands = [a for a in arguments if isinstance(a, Tensor)]
         if has_tangent(*operands):
             lost = "an operand has a tangent of forward-mode differentiation"

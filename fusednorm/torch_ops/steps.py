@@ -80,6 +80,7 @@ GATE = Operator(
     ),
     _run_gate,
     _run_gate_backward,
+    run_gated.on_fast_path,
 )
 
 

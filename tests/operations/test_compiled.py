@@ -161,14 +161,18 @@ def test_compiled(name):
     [("heads and x_scale", {"scale", "affine"}), ("rms_norm_add", {"add"}), ("rotate", {"rotate"}), ("gate", {"gate"})],
 )
 def test_what_is_rounded_is_an_operator(name, operators):
-    """A compiler that saw an addition would leave out its rounding before the next operation."""
+    """A compiler that saw an addition would leave out its rounding before the next operation.
+
+    Where gradients are recorded; else the whole call is one operator: test_inference.py.
+    """
     seen = set()
 
     def backend(graph, inputs):
         seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    torch.compile(called(name), fullgraph=True, backend=backend)(tensors(made(name)))
+    operands = {key: t.requires_grad_(key in ("x", "y")) for key, t in tensors(made(name)).items()}
+    torch.compile(called(name), fullgraph=True, backend=backend)(operands)
     assert {f"fusednorm.{operator}" for operator in operators} <= seen
 
 

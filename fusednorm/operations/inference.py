@@ -1,0 +1,110 @@
+"""An operator for each public function, for compiled graphs without gradients: torch's dispatcher sees a call once.
+
+``torch.ops.fusednorm.NAME_inference`` takes what the function takes, but outputs, in the same order. Where a graph
+records gradients, a call is the plain operators of its composition, which keep what their gradients need.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls import must_be_seen
+from fusednorm.calls.quantization import Quantization
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
+from fusednorm.operations.norm_gated import rms_norm_gated
+from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
+from fusednorm.operations.rotate import qk_norm_rope, rotate
+from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.torch_ops.gradients import composed_again
+from fusednorm.torch_ops.registered import register
+
+#: The functions that have such an operator. A gate is one operator in each graph, and ``l2_norm`` is ``rms_norm``.
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(rms_norm, fused_add_rms_norm, rms_norm_add, rms_norm_add_rms_norm, rms_norm_gated),
+    *(rotate, qk_norm_rope, quantize, rms_norm_quant, fused_add_rms_norm_quant, silu_and_mul_quant),
+)
+
+#: Types in a schema, by annotation.
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Quantization": "str",
+    "torch.dtype | None": "ScalarType?",
+    "float": "Scalar",  # a compiler makes a constant of a float, and l2_norm's eps follows the hidden size
+    "float | None": "Scalar?",
+    "int | None": "int?",
+    "bool": "bool",
+    "str": "str",
+    "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
+    "tuple[Tensor, ...]": "Tensor[]",
+}
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, str]:
+    """Arguments but outputs, as a schema has them: with default values, but where one without a default follows."""
+    given = inspect.signature(function).parameters
+    parameters = [p for name, p in given.items() if name != "out" and not name.endswith("_out")]
+    last = max(place for place, p in enumerate(parameters) if p.default is p.empty)
+    found = {}
+    for place, p in enumerate(parameters):
+        default = json.dumps(p.default) if isinstance(p.default, str) else p.default
+        found[p.name] = f"{_TYPES[p.annotation]} {p.name}" + (f"={default}" if place > last else "")
+    return found
+
+
+_parsed = functools.lru_cache(maxsize=64)(Quantization.parse)
+
+
+def _register(function: Callable[..., Any]) -> None:
+    arguments_of = _arguments(function)
+    names = list(arguments_of)
+    tensors = [place for place, argument in enumerate(arguments_of.values()) if argument.startswith("Tensor")]
+    parameters = inspect.signature(function).parameters
+    alone = sum(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in names)
+
+    def run(*arguments: Any) -> Any:
+        if "quantization" not in names:
+            return function(*arguments[:alone], **dict(zip(names[alone:], arguments[alone:], strict=False)))
+        named = dict(zip(names, arguments, strict=False))
+        named["quantization"] = _parsed(named["quantization"])
+        given = (named.get("scale"), named.get("zero_point"))  # an operand must not be a result
+        return [t for t in function(**named) if all(t is not one for one in given)]
+
+    def fast(*arguments: Any) -> Any:
+        operands = [arguments[place] for place in tensors if place < len(arguments)]
+        if not must_be_seen.plain(*operands) or must_be_seen.below() or must_be_seen.level_entered():
+            return None
+        records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+        return None if records else run(*arguments)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*(inputs[place] for place in tensors))
+        ctx.inputs = [None if isinstance(one, Tensor) else one for one in inputs]
+
+    def gradients(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        def composed(*operands: Tensor | None) -> tuple[Tensor, ...]:
+            arguments = list(ctx.inputs)
+            for place, operand in zip(tensors, operands, strict=True):
+                arguments[place] = operand
+            found = run(*arguments)
+            return found if isinstance(found, tuple) else (found,)
+
+        needs = [ctx.needs_input_grad[place] for place in tensors]
+        of_tensors = dict(zip(tensors, composed_again(composed, ctx.saved_tensors, incoming, needs), strict=True))
+        return tuple(of_tensors.get(place) for place in range(len(names)))
+
+    result = _TYPES[cast(Any, inspect.signature(function).return_annotation)]
+    schema = f"({', '.join(arguments_of.values())}) -> {result}"
+    of_numbers = result == "Tensor[]"  # 8-bit ones, which have no gradients
+    register(f"{function.__name__}_inference", schema, run, run, None if of_numbers else (gradients, keep), fast)
+
+
+for _function in FUNCTIONS:
+    _register(_function)

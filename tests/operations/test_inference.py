@@ -1,0 +1,108 @@
+"""Compiled graphs without gradients, in which one operator is a whole call: ``fusednorm/operations/inference.py``."""
+
+import pytest
+import torch
+from every_operation import FUNCTIONS, MORE, without_outputs
+
+import fusednorm
+from fusednorm.operations import inference
+
+NAMES = [function.__name__ for function in inference.FUNCTIONS]
+#: Calls of functions that have such an operator or work in place, with operands by name.
+CALLS = {name: (getattr(fusednorm, name), operands) for name, operands in FUNCTIONS.items()}
+CALLS |= {f"{name}, new": (getattr(fusednorm, name), without_outputs(FUNCTIONS[name])) for name in FUNCTIONS} | MORE
+
+
+def halves(operands):
+    """In bfloat16 no compiler leaves out a rounding unseen."""
+    like = {key: t for key, t in operands.items() if "scale" not in key}
+    halved = {key: t.bfloat16() for key, t in like.items() if getattr(t, "dtype", None) is torch.float32}
+    return {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in (operands | halved).items()}
+
+
+def all_of(function, operands):
+    """The results, and all operands afterwards."""
+    found = function(**operands)
+    return [*(found if isinstance(found, tuple) else (found,)), *operands.values()]
+
+
+def asked(operands):
+    """The arguments of the operator: it has no default values before its quantization, which is a text."""
+    if "quantization" not in operands:
+        return operands
+    return operands | {"quantization": str(operands["quantization"])} | ({"eps": 1e-6} if "x" in operands else {})
+
+
+def equal(a, b):
+    return a is b if not isinstance(a, torch.Tensor) else a.dtype == b.dtype and a.equal(b)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_compiled_call_is_one_operator(name):
+    """Whatever outputs are given; with the bits of the eager call."""
+    function, operands = CALLS[name]
+    seen = []
+
+    def backend(graph, inputs):
+        found = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        seen.extend(target for target in found if target.startswith("fusednorm."))
+        return graph.forward
+
+    wanted = all_of(function, halves(operands))
+    found = torch.compile(all_of, fullgraph=True, backend=backend)(function, halves(operands))
+    torch._dynamo.reset()
+    assert len(found) == len(wanted)
+    assert all(map(equal, found, wanted))
+    assert len(seen) == (2 if "normed_out" in operands else 1)  # of which the quantizer alone makes 8-bit numbers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_operator_is_the_function(name):
+    """Results, and gradients, which a graph has where somebody asks later; torch's own check of an operator."""
+    function, operands = getattr(fusednorm, name), halves(without_outputs(FUNCTIONS[name]))
+    operator = getattr(torch.ops.fusednorm, f"{name}_inference")
+    wanted, found = function(**operands), operator(**asked(operands))
+    wanted, found = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (wanted, found))
+    assert all(map(equal, found, [t for t in wanted if t is not operands.get("scale")]))
+    torch.library.opcheck(operator.default, (), asked(operands))
+    if "quantization" in operands:  # 8-bit numbers have no gradients
+        return
+    leaves = [t.requires_grad_() for key, t in operands.items() if t.is_floating_point() and key not in ("cos", "sin")]
+    results = [function(**operands), operator(**operands)]
+    both = [[t] if isinstance(t, torch.Tensor) else list(t) for t in results]
+    of_function, of_operator = (torch.autograd.grad(found, leaves, both[0]) for found in both)
+    assert all(map(equal, of_operator, of_function))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_operand_is_named(name):
+    """By the function, whose checks the operator has."""
+    operands = asked(without_outputs(FUNCTIONS[name]))
+    first = next(iter(operands))
+    with pytest.raises(TypeError, match=f"^{first} must be float16"):
+        getattr(torch.ops.fusednorm, f"{name}_inference")(**operands | {first: operands[first].int()})
+
+
+def test_a_graph_with_gradients_has_the_plain_operators():
+    """They keep what the backward pass needs, so it does not make the forward pass again."""
+    x = torch.ones(4, 6, requires_grad=True)
+    seen = set()
+
+    def backend(graph, inputs):
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compile(fusednorm.rms_norm, backend=backend)(x, torch.ones(6))
+    torch._dynamo.reset()
+    assert "fusednorm.rms_norm" in seen
+
+
+def test_an_exported_program_has_the_plain_operators():
+    """Other programs know them, such as the ONNX exporter; strict, which has Dynamo trace it."""
+
+    class Program(torch.nn.Module):
+        def forward(self, x):
+            return fusednorm.rms_norm_add(x, x)
+
+    graph = torch.export.export(Program(), (torch.ones(4, 6),), strict=True).graph
+    assert not [node for node in graph.nodes if str(node.target).endswith("_inference.default")]
