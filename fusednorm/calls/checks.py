@@ -432,6 +432,8 @@ def check_gradients(
     ``asked``: the dtypes of x, the residual, out and residual_out, None where there is none or it is the default.
     """
     x_dtype = asked[0]
+    if in_memory and _usual_gradients(dy, d_residual_out, h, rstd, weight, asked) and len(needs) == 3:
+        return
     operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
     names = ("x_dtype", "residual_dtype", "out_dtype", "residual_out_dtype")
     dtypes = {name: dtype for name, dtype in zip(names, asked, strict=True) if dtype is not None}
@@ -467,6 +469,24 @@ def check_gradients(
             )
         if in_memory:
             check_memory(name, operand)
+
+
+def _usual_gradients(
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    asked: tuple[torch.dtype | None, ...],
+) -> bool:
+    """Whether all of this fits, and nothing is float64: the usual case."""
+    if h.dtype is torch.float64 or not all(dtype is None or dtype in FLOATS[:3] for dtype in asked):
+        return False
+    if not _usual((h, dy, weight, d_residual_out, None)) or type(rstd) not in _PLAIN or rstd.is_nested:
+        return False
+    if rstd.layout is not torch.strided or rstd.dtype != torch.float32:
+        return False
+    return rstd.shape == h.shape[:-1] and rstd.device == h.device and memory.in_memory(rstd)
 
 
 def _expands(tensor: Tensor, to: Tensor) -> bool:

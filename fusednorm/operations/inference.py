@@ -12,10 +12,8 @@ import json
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from fusednorm.calls import must_be_seen
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
@@ -23,7 +21,7 @@ from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rm
 from fusednorm.operations.rotate import qk_norm_rope, rotate
 from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.torch_ops.gradients import composed_again
-from fusednorm.torch_ops.registered import register
+from fusednorm.torch_ops.registered import register, where_plain
 
 #: The functions that have such an operator. A gate is one operator in each graph, and ``l2_norm`` is ``rms_norm``.
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -77,13 +75,6 @@ def _register(function: Callable[..., Any]) -> None:
         given = (named.get("scale"), named.get("zero_point"))  # an operand must not be a result
         return [t for t in function(**named) if all(t is not one for one in given)]
 
-    def fast(*arguments: Any) -> Any:
-        operands = [arguments[place] for place in tensors if place < len(arguments)]
-        if not must_be_seen.plain(*operands) or must_be_seen.below() or must_be_seen.level_entered():
-            return None
-        records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-        return None if records else run(*arguments)
-
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*(inputs[place] for place in tensors))
         ctx.inputs = [None if isinstance(one, Tensor) else one for one in inputs]
@@ -103,7 +94,14 @@ def _register(function: Callable[..., Any]) -> None:
     result = _TYPES[cast(Any, inspect.signature(function).return_annotation)]
     schema = f"({', '.join(arguments_of.values())}) -> {result}"
     of_numbers = result == "Tensor[]"  # 8-bit ones, which have no gradients
-    register(f"{function.__name__}_inference", schema, run, run, None if of_numbers else (gradients, keep), fast)
+    register(
+        f"{function.__name__}_inference",
+        schema,
+        run,
+        run,
+        None if of_numbers else (gradients, keep),
+        where_plain(run, tensors),
+    )
 
 
 for _function in FUNCTIONS:

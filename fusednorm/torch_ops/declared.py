@@ -14,7 +14,7 @@ from fusednorm.calls.checks import check_needs
 from fusednorm.calls.declared import Declaration, Role
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.registered import register
+from fusednorm.torch_ops.registered import register, where_plain
 
 #: All declared operations, by name.
 DECLARED: dict[str, Operator] = {}
@@ -46,7 +46,9 @@ class Operator:
         name, gradients = declaration.name, None
         if declaration.gradient is not None:
             gradients = (self._gradients, self._keep)
-            register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
+            plain = where_plain(self._backward, range(len(declaration.backward_tensors)))
+            register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward, None, plain)
+        fast = fast or where_plain(self._forward, range(self.count))
         register(name, declaration.schema, self._forward, self._fake, gradients, fast)
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
@@ -59,7 +61,7 @@ class Operator:
 
     def _forward(self, *arguments: Any) -> Any:
         operands = arguments[: self.count]
-        flags = self.declaration.checked(operands, arguments[self.count :], in_memory=False)
+        flags = self.declaration.checked(operands, arguments[self.count :], in_memory=True)
         return _one_or_more(_new(self.run(*operands, *flags), operands))
 
     def _fake(self, *arguments: Any) -> Any:
@@ -76,26 +78,26 @@ class Operator:
             )
         )
 
-    def _split(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _split(self, arguments: Sequence[Any], in_memory: bool) -> tuple[Sequence[Any], Sequence[Any]]:
         """The operands and needs of the gradients' operator, which are checked."""
         declaration, needs = self.declaration, arguments[-1]
         tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
         operands = {operand.name: tensors[operand.name] for operand in declaration.operands}
         check_needs(needs, tuple(operand.name for operand in declaration.with_gradient))
-        declaration.check_tensors({**operands, **tensors}, in_memory=False)
+        declaration.check_tensors({**operands, **tensors}, in_memory)
         flags = arguments[len(declaration.backward_tensors) : -1]
         declaration.checked_flags([*operands.values()], dict(zip(declaration.gradient_flags, flags, strict=True)))
         return [*operands.values()], needs
 
     def _backward(self, *arguments: Any) -> Any:
-        operands, _ = self._split(arguments)
+        operands, _ = self._split(arguments, in_memory=True)
         found = cast(Any, self.run_gradient)(*arguments)
         nothing = operands[0].new_empty
         given = arguments[: len(self.declaration.backward_tensors)]
         return _one_or_more(_new(tuple(nothing(0) if t is None else t for t in found), given))
 
     def _fake_backward(self, *arguments: Any) -> Any:
-        operands, needs = self._split(arguments)
+        operands, needs = self._split(arguments, in_memory=False)
         those = [operands[place] for place in self.declaration.places]
         return _one_or_more(
             tuple(

@@ -411,6 +411,7 @@ _FAST: dict[str, Callable[..., Any]] = {
     "fused_add_rms_norm_": _fast_fused_add_rms_norm_,
     "rms_norm_": _fast_rms_norm_,
     "rotate": run_rotated.rotate_on_fast_path,
+    "backward": registered.where_plain(_backward, range(5)),
 }
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_memory
-from fusednorm.calls.must_be_seen import has_tangent, transforms_active
 
 try:
     from torch._library.autograd import Info, make_autograd_impl
@@ -55,6 +55,22 @@ def register(
     _register_autograd(name, gradients, fast)
 
 
+def where_plain(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """``fast`` of an operator whose function checks everything, memory too; it has operands at these places."""
+
+    def fast(*arguments: Any) -> Any:
+        operands = [arguments[place] for place in places if place < len(arguments)]
+        if not must_be_seen.plain(*operands) or must_be_seen.below() or must_be_seen.level_entered():
+            return None
+        records = torch.is_grad_enabled()
+        # torch makes zeros of a ZeroTensor on the way to the function.
+        if any(t is not None and ((records and t.requires_grad) or t._is_zerotensor()) for t in operands):
+            return None
+        return function(*arguments)
+
+    return fast
+
+
 def _of_memory(function: Callable[..., Any], names: list[str], fast: Callable[..., Any] | None) -> Callable[..., Any]:
     """The function of an operator, which sees that all operands of these names are in memory."""
 
@@ -83,10 +99,10 @@ def _register_autograd(
     recorded = make_autograd_impl(operation, Info(gradients, setup_context))
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        if fast is not None and not transforms_active() and (found := fast(*arguments)) is not None:
+        if fast is not None and not must_be_seen.transforms_active() and (found := fast(*arguments)) is not None:
             return None if found is WRITTEN else found
         operands = [a for a in arguments if isinstance(a, Tensor)]
-        if has_tangent(*operands):
+        if must_be_seen.has_tangent(*operands):
             lost = "an operand has a tangent of forward-mode differentiation"
         elif operation._schema.is_mutable and torch.is_grad_enabled() and any(t.requires_grad for t in operands):
             lost = "an operand requires grad"
