@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import memory
 from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
@@ -38,7 +39,7 @@ def check_operands(
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
-    if in_memory and _usual((x, residual, weight, out, residual_out)):
+    if not is_dynamo_compiling() and _usual((x, residual, weight, out, residual_out), in_memory):
         return
     operands = {x_name: x, residual_name: residual, weight_name: weight, "out": out, "residual_out": residual_out}
     # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
@@ -181,6 +182,8 @@ def check_affine(
 ) -> None:
     """A weight and a bias: [N], or [H, N] for x of [..., H, N]; and that there is memory, if there must be."""
     for name, operand in ((weight_name, weight), ("bias", bias)):
+        if operand is None:
+            continue
         row = operand
         if isinstance(operand, Tensor) and operand.dim() == 2:
             check_dense(name, operand, f"{name}.to_dense() makes one")
@@ -191,7 +194,7 @@ def check_affine(
                 )
             row = operand.new_empty(x.shape[-1])  # each row is to fit as one for all heads does
         check_operands(x, None, row, None, None, in_memory=False, x_name=x_name, weight_name=name)
-        if in_memory and operand is not None:
+        if in_memory:
             check_memory(name, operand)
 
 
@@ -295,13 +298,15 @@ def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> Non
 def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]] | None = None) -> None:
     """Outputs have memory, and share none with each other, or with an input that they are not. Either may be absent.
 
-    An output with the name of an input is that input, which the call overwrites. ``own``: by output, the inputs that it
-    may be; an output without an entry may be none. None: each may be any.
+    Inputs have been checked. An output with the name of an input is that input, which the call overwrites. ``own``: by
+    output, the inputs that it may be; an output without an entry may be none. None: each may be any.
     """
-    for name, tensor in {**inputs, **outputs}.items():
-        if tensor is not None:
-            check_memory(name, tensor)
-    check_may_be_written(outputs)
+    given = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+    if not given:
+        return
+    for name, tensor in given.items():
+        check_memory(name, tensor)
+    check_may_be_written(given)
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
     present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
     names, written = list(present), [name for name in outputs if name in present]
@@ -340,11 +345,13 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The addresses of the first byte, and behind the last one."""
     begin, strides = tensor.data_ptr(), tensor.stride()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.numel() * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     return begin, begin + (last + 1) * tensor.itemsize
 
 
-def _usual(operands: tuple[Tensor | None, ...]) -> bool:
+def _usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
     if x is None or type(x) not in _PLAIN or x.is_nested:
@@ -358,7 +365,7 @@ def _usual(operands: tuple[Tensor | None, ...]) -> bool:
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
             return False
-        if not tensor.numel() or not memory.in_memory(tensor):
+        if not tensor.numel() or (in_memory and not memory.in_memory(tensor)):
             return False
         if i and (tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape)):
             return False
