@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -16,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import memory
 from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
-from fusednorm.calls.memory import Elements, Memory, Rows, overlaps_itself, packed, rows_of, share_memory
+from fusednorm.calls.memory import Memory, Rows, overlaps_itself, rows_of, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
@@ -301,35 +299,45 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
     Inputs have been checked. An output with the name of an input is that input, which the call overwrites. ``own``: by
     output, the inputs that it may be; an output without an entry may be none. None: each may be any.
     """
-    given = {name: tensor for name, tensor in outputs.items() if tensor is not None}
-    if not given:
-        return
-    for name, tensor in given.items():
-        check_memory(name, tensor)
-    check_may_be_written(given)
+    for name, tensor in outputs.items():
+        if tensor is not None:
+            check_memory(name, tensor)
+    check_may_be_written(outputs)
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
-    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
-    names, written = list(present), [name for name in outputs if name in present]
-    before = {name: names[: names.index(name)] for name in written}
-
-    def may_be_one(name: str, other: str) -> bool:
-        return other in inputs and (own is None or other in own.get(name, ()))
-
-    extents = sorted({(id(tensor), *_extent(tensor)) for tensor in present.values()}, key=operator.itemgetter(1))
-    usual = all(present[name].is_contiguous() for name in written)
-    usual = usual and all(one[2] <= other[1] for one, other in itertools.pairwise(extents))
-    if usual and not any(
-        present[name] is present[other] and not may_be_one(name, other) for name in written for other in before[name]
-    ):
+    if _clearly_apart(inputs.values(), outputs.values()):
         return
-    memories = {name: Elements.of(tensor) for name, tensor in present.items()}
-    for name in written:
+    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
+    memories = {name: Memory.of(tensor) for name, tensor in present.items()}
+    names = list(present)
+    for name in [name for name in outputs if name in present]:
         if memories[name].overlaps_itself():
             raise ValueError(f"{name} has elements that share memory, so it cannot be written; {_instead(name)}")
-        for other in before[name]:
-            one = may_be_one(name, other) and _same_elements(present[name], present[other])
+        for other in names[: names.index(name)]:
+            may_be_one = other in inputs and (own is None or other in own.get(name, ()))
+            one = may_be_one and _same_elements(present[name], present[other])
             if not one and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other, "" if other in inputs else _instead(name))
+
+
+def _clearly_apart(read: Collection[Tensor | None], written: Collection[Tensor | None]) -> bool:
+    """Whether all that is written is contiguous, and other tensors end before it or begin behind it: the usual case."""
+    spans = []
+    for tensor in written:
+        if tensor is not None and holds_memory(tensor):
+            if not tensor.is_contiguous():
+                return False
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + tensor.numel() * tensor.itemsize))
+    of_written = len(spans)
+    for tensor in read if spans else ():
+        if tensor is not None and holds_memory(tensor):
+            spans.append(Memory.of(tensor)[:2])
+    for place in range(of_written):
+        begin, end = spans[place]
+        for other_begin, other_end in spans[place + 1 :]:
+            if begin < other_end and other_begin < end:
+                return False
+    return True
 
 
 def holds_memory(tensor: Tensor) -> bool:
@@ -339,16 +347,10 @@ def holds_memory(tensor: Tensor) -> bool:
 
 def _same_elements(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements in the same order."""
-    return a is b or ((a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype))
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte, and behind the last one."""
-    begin, strides = tensor.data_ptr(), tensor.stride()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.numel() * tensor.itemsize
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return begin, begin + (last + 1) * tensor.itemsize
+    if a is b:
+        return True
+    strides = [[step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (a, b)]
+    return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype) and strides[0] == strides[1]
 
 
 def _usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
@@ -545,19 +547,23 @@ def refuse_type(name: str, operand: object, cure: str | None = None) -> NoReturn
     raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}; {cure}")
 
 
-def as_called(name: str, output: Tensor, x: Tensor | None, residual: Tensor | None) -> str:
-    """The caller's name of an output: x or residual if it is that tensor, as it is in place."""
+def as_called(x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None) -> dict[str, Tensor]:
+    """The outputs that are given, by the caller's names: x or residual for one that is that tensor, as in place."""
     inputs = [("x", x), ("residual", residual)]
-    if name == "residual_out":
-        inputs.reverse()  # one tensor may be both
-    return next((called for called, tensor in inputs if tensor is output), name)
+    names = [
+        next((name for name, tensor in of if tensor is output), called)
+        for called, output, of in (("out", out, inputs), ("residual_out", residual_out, inputs[::-1]))
+    ]
+    if names[0] == names[1]:  # both are one input
+        names = ["out", "residual_out"]
+    return {name: output for name, output in zip(names, (out, residual_out), strict=True) if output is not None}
 
 
-def rows_to_write(name: str, tensor: Tensor, hidden_size: int, x: Tensor, residual: Tensor | None) -> Rows:
+def rows_to_write(name: str, tensor: Tensor) -> Rows:
     """The rows of an operand that will be written, which no copy can stand in for."""
     rows = rows_of(tensor)
-    if rows is None or overlaps_itself(rows, hidden_size):
-        refuse_layout(as_called(name, tensor, x, residual), tensor)
+    if rows is None or overlaps_itself(tensor):
+        refuse_layout(name, tensor)
     return rows
 
 
@@ -575,90 +581,18 @@ def refuse_layout(name: str, tensor: Tensor, levels: str = "at most two levels o
     )
 
 
-#: An operand, and how its rows lie; both None where it is absent.
-Lying: TypeAlias = tuple[Tensor | None, Rows | None]
-
-
-def _lie_one_after_the_other(operands: tuple[Lying, ...], hidden_size: int) -> bool:
-    """Whether each operand ends before the next one begins, but for one that is passed twice: the usual case."""
-    spans: list[tuple[int, int]] = []
-    before: set[int] = set()
-    for tensor, rows in operands:
-        if tensor is None or rows is None or id(tensor) in before:
-            continue
-        before.add(id(tensor))
-        outer, inner, outer_stride, stride = rows
-        begin, last = tensor.data_ptr(), (outer - 1) * outer_stride + (inner - 1) * stride
-        spans.append((begin, begin + (last + hidden_size) * tensor.itemsize))
-    spans.sort()
-    end = 0
-    for begin, after in spans:
-        if begin < end:
-            return False
-        end = after
-    return True
-
-
-def check_overlap(
-    out: Lying,
-    residual_out: Lying,
-    x: Lying,
-    residual: Lying,
-    weights: tuple[tuple[str, Tensor | None], ...],
-    hidden_size: int,
-) -> None:
-    """An output may be exactly x or the residual, and may share no other memory. Weights have names."""
-    weights_and_rows = [
-        (name, w, Rows(1, w.numel() // hidden_size, 0, hidden_size)) for name, w in weights if w is not None
-    ]
-    others = (residual_out[0], *(weight for _, weight, _ in weights_and_rows))
-    two_roles = any(t is out[0] for t in others) or any(t is residual_out[0] for t in others[1:])
-    if not two_roles and _lie_one_after_the_other(
-        (x, residual, *((weight, rows) for _, weight, rows in weights_and_rows), out, residual_out), hidden_size
-    ):
-        return
-    inputs = [
-        (name, tensor, rows, Memory.of(tensor, rows, hidden_size))
-        for name, (tensor, rows) in (("x", x), ("residual", residual))
-        if tensor is not None and rows is not None
-    ]
-    of_weights = [(*weight, Memory.of(*weight[1:], hidden_size)) for weight in weights_and_rows]
-    before = None
-    for name, (tensor, rows) in (("out", out), ("residual_out", residual_out)):
-        if tensor is None or rows is None:
-            continue
-        memory = Memory.of(tensor, rows, hidden_size)
-        for i, (other_name, other, other_rows, other_memory) in enumerate((*inputs, *of_weights)):
-            same = memory.begin == other_memory.begin and rows == other_rows and tensor.dtype == other.dtype
-            if not (i < len(inputs) and (other is tensor or same)) and share_memory(memory, other_memory):
-                _refuse_overlap(as_called(name, tensor, x[0], residual[0]), other_name)
-        if before is not None and share_memory(memory, before):
-            both = (("out", cast(Tensor, out[0])), ("residual_out", tensor))
-            _refuse_both(*(as_called(*one, x[0], residual[0]) for one in both))
-        before = memory
-
-
 def check_written(
-    given: dict[str, Tensor], x: Tensor, residual: Tensor | None, next_weight: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    next_weight: Tensor | None = None,
 ) -> None:
-    """Outputs of a composition, by name: apart from each other, and from a weight that is read after the writes."""
-    hidden_size = x.shape[-1]
-    written = [
-        (
-            as_called(name, tensor, x, residual),
-            Memory.of(tensor, rows_to_write(name, tensor, hidden_size, x, residual), hidden_size),
-        )
-        for name, tensor in given.items()
-    ]
-    if not holds_memory(x):
-        return
-    if next_weight is not None:
-        weight = Memory.of(packed(next_weight), Rows(1, 1, 0, hidden_size), hidden_size)
-        for name, memory in written:
-            if share_memory(memory, weight):
-                _refuse_overlap(name, "next_weight")
-    if len(written) == 2 and share_memory(written[0][1], written[1][1]):
-        _refuse_both(*(called for called, _ in written))
+    """Outputs of a composition: apart from each other, and from a weight that is read after the writes."""
+    outputs = as_called(x, residual, out, residual_out)
+    for name, tensor in outputs.items():
+        rows_to_write(name, tensor)
+    check_apart(outputs, {"next_weight": next_weight}, {})
 
 
 def _instead(name: str) -> str:
@@ -671,13 +605,6 @@ def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
         f"{name} shares memory with {other}, and writing the one would change the other; only exactly the same rows "
         f"may serve as input and output; {cure or f'pass {other}.clone()'}"
     )
-
-
-def _refuse_both(out: str, residual_out: str) -> NoReturn:
-    """The error for two outputs that share memory, as the caller calls them."""
-    if out == residual_out:  # both are one input
-        out, residual_out = "out", "residual_out"
-    _refuse_overlap(residual_out, out, _instead(residual_out))
 
 
 def requires_grad(x: Tensor, residual: Tensor | None, weight: Tensor | None, *others: Tensor | None) -> bool:

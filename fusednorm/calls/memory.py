@@ -160,104 +160,69 @@ def in_one_level(call: Forward) -> Iterator[Forward]:
 
 
 class Memory(NamedTuple):
-    """The memory of an operand's rows: addresses, and the bytes of an element."""
+    """The memory of a tensor with at least one element: runs of adjacent elements, of equal length."""
 
     begin: int
     end: int
-    rows: Rows
-    item: int
-    hidden_size: int
+    #: Strides and sizes of the dimensions that lead from run to run, in bytes, the smallest stride first.
+    levels: tuple[tuple[int, int], ...]
+    #: The bytes of a run.
+    run: int
 
     @classmethod
-    def of(cls, tensor: Tensor, rows: Rows, hidden_size: int) -> Memory:
-        """The memory of a tensor whose rows lie so."""
-        outer, inner, outer_stride, stride = rows
-        begin, item = tensor.data_ptr(), tensor.element_size()
-        last = (outer - 1) * outer_stride + (inner - 1) * stride + hidden_size
-        return cls(begin, begin + last * item, rows, item, hidden_size)
-
-    @property
-    def step(self) -> int | None:
-        """Bytes from each piece of memory to the next, where it lies in equal pieces; else None."""
-        outer, _, outer_stride, stride = self.rows
-        if outer == 1:
-            return stride * self.item
-        return outer_stride * self.item if stride == self.hidden_size else None
-
-    @property
-    def piece(self) -> int:
-        """Bytes of such a piece: a row, or all rows of the inner level where no gap is between them."""
-        whole = self.rows.outer > 1 and self.rows.stride == self.hidden_size
-        return self.hidden_size * self.item * (self.rows.inner if whole else 1)
-
-    def begins(self) -> Tensor:
-        """The addresses of all rows, in ascending order."""
-        return self.begin + _begins(self.rows) * self.item
-
-
-def _begins(rows: Rows) -> Tensor:
-    """Where rows begin, in elements from the first, in ascending order."""
-    outer, inner, outer_stride, stride = rows
-    return (torch.arange(outer)[:, None] * outer_stride + torch.arange(inner) * stride).flatten().sort().values
-
-
-class Elements(NamedTuple):
-    """The memory of a tensor with any strides, as :class:`Memory` has that of rows: pieces of equal length."""
-
-    begin: int
-    end: int
-    #: Addresses of the pieces, sorted.
-    pieces: Tensor
-    item: int
-    #: Elements of a piece.
-    hidden_size: int
-    #: The pieces are not known to be equally far apart.
-    step: None = None
-    piece: int = 0
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Elements:
-        """The memory of a tensor with at least one element."""
-        item = tensor.element_size()
-        length, pieces = 1, torch.tensor([tensor.data_ptr()])
-        dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-        for stride, size in sorted(dimensions):  # the longest run of adjacent elements becomes one piece
-            if stride == length and len(pieces) == 1:
-                length *= size
+    def of(cls, tensor: Tensor) -> Memory:
+        """The memory of a tensor."""
+        begin, run = tensor.data_ptr(), tensor.itemsize
+        if tensor.is_contiguous():
+            return cls(begin, begin + tensor.numel() * run, (), tensor.numel() * run)
+        levels: list[tuple[int, int]] = []
+        dimensions = sorted(
+            (s * tensor.itemsize, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
+        )
+        for stride, size in dimensions:
+            if stride == run and not levels:
+                run *= size
             else:
-                pieces = (pieces.unsqueeze(-1) + torch.arange(size) * (stride * item)).flatten()
-        pieces = pieces.sort().values
-        return cls(int(pieces[0]), int(pieces[-1]) + length * item, pieces, item, length)
-
-    def begins(self) -> Tensor:
-        """The addresses of the pieces, sorted."""
-        return self.pieces
+                levels.append((stride, size))
+        return cls(begin, begin + _extent(levels, run), tuple(levels), run)
 
     def overlaps_itself(self) -> bool:
         """Whether two elements share memory."""
-        return bool((self.pieces.diff() < self.hidden_size * self.item).any())
+        before = [_extent(self.levels[:level], self.run) for level in range(len(self.levels))]
+        if all(stride >= extent for (stride, _), extent in zip(self.levels, before, strict=True)):
+            return False  # each level lies within the gaps of the next one: no need to look at every run
+        return bool((self.runs().diff() < self.run).any())
+
+    def runs(self) -> Tensor:
+        """The addresses of the runs, in ascending order."""
+        addresses = torch.tensor([self.begin])
+        for stride, size in self.levels:
+            addresses = (addresses.unsqueeze(-1) + torch.arange(size) * stride).flatten()
+        return addresses.sort().values
 
 
-def share_memory(a: Memory | Elements, b: Memory | Elements) -> bool:
-    """Whether any element of one operand lies in the memory of another.
+def _extent(levels: Sequence[tuple[int, int]], run: int) -> int:
+    """Bytes from the first byte of so many levels to behind the last one."""
+    return run + sum((size - 1) * stride for stride, size in levels)
+
+
+def share_memory(a: Memory, b: Memory) -> bool:
+    """Whether any element of one tensor lies in the memory of another.
 
     Exact also for rows that interleave, such as two slices of the columns of one matrix.
     """
     if a.end <= b.begin or b.end <= a.begin:
         return False
-    if a.step == b.step and a.step and a.piece <= (b.begin - a.begin) % a.step <= a.step - b.piece:
-        return False  # columns of one matrix: no need to look at every row
-    rows, others = a.begins(), b.begins()
-    # Of the rows of `a` that begin before a row of b ends, the last one reaches furthest.
-    last = torch.searchsorted(rows, others + b.hidden_size * b.item) - 1
-    return bool(((last >= 0) & (rows[last.clamp(min=0)] + a.hidden_size * a.item > others)).any())
+    if a.levels and b.levels and a.levels[-1][0] == b.levels[-1][0] > 0:
+        step, pieces = a.levels[-1][0], [_extent(memory.levels[:-1], memory.run) for memory in (a, b)]
+        if pieces[0] <= (b.begin - a.begin) % step <= step - pieces[1]:
+            return False  # columns of one matrix: no need to look at every run
+    runs, others = a.runs(), b.runs()
+    # Of the runs of `a` that begin before one of b ends, the last one reaches furthest.
+    last = torch.searchsorted(runs, others + b.run) - 1
+    return bool(((last >= 0) & (runs[last.clamp(min=0)] + a.run > others)).any())
 
 
-def overlaps_itself(rows: Rows, hidden_size: int) -> bool:
-    """Whether two rows of one operand share an element."""
-    if rows.outer == 1:
-        return rows.inner > 1 and rows.stride < hidden_size
-    (near, of_near), (far, _) = sorted([(rows.stride, rows.inner), (rows.outer_stride, rows.outer)])
-    if near >= hidden_size and far >= (of_near - 1) * near + hidden_size:
-        return False  # one level lies within the gaps of the other: no need to look at every row
-    return bool((_begins(rows).diff() < hidden_size).any())
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor share memory."""
+    return not tensor.is_contiguous() and Memory.of(tensor).overlaps_itself()

@@ -13,18 +13,16 @@ from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Opera
 from fusednorm.calls.checks import (
     as_called,
     check_affine,
+    check_apart,
     check_between,
     check_flags,
     check_kept,
-    check_may_be_written,
     check_operands,
-    check_overlap,
-    holds_memory,
     number,
     refuse_layout,
     rows_to_write,
 )
-from fusednorm.calls.memory import ABSENT, Rows, common_levels, in_levels, overlaps_itself, packed, rows_of
+from fusednorm.calls.memory import ABSENT, Rows, common_levels, in_levels, packed, rows_of
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, fast_paths, request, select, selected, serving
@@ -140,24 +138,17 @@ def forward(
     if weight is not None:
         weight = packed(weight)
 
-    out_rows: Rows | None = x_rows
-    if out is None:
-        out_rows = None if operation.out is None else new
-    elif not in_place or overlaps_itself(x_rows, hidden_size):
-        out_rows = rows_to_write("out", out, hidden_size, x, residual)
-    if total_in_place and residual_rows is not None and not overlaps_itself(residual_rows, hidden_size):
-        total_rows = residual_rows
-    elif residual_out is not None:
-        total_rows = rows_to_write("residual_out", residual_out, hidden_size, x, residual)
-    written = [tensor for tensor in (out, residual_out) if tensor is not None]
-    outputs = {"out": out, "residual_out": residual_out}
-    check_may_be_written({as_called(key, t, x, residual): t for key, t in outputs.items() if t is not None})
-    if written and holds_memory(x):
-        check_overlap(
-            *((out, out_rows), (residual_out, total_rows), (x, x_rows), (residual, residual_rows)),
-            ((name, weight), ("weight", first_weight), ("bias", bias)),
-            hidden_size,
-        )
+    out_rows = None if operation.out is None else new
+    outputs = {} if out is residual_out is None else as_called(x, residual, out, residual_out)
+    for called, tensor in outputs.items():
+        if tensor is out:
+            out_rows = rows_to_write(called, tensor)
+        if tensor is residual_out:
+            total_rows = rows_to_write(called, tensor)
+    written = list(outputs.values())
+    if written:
+        weights = {name: weight, "bias": bias} | ({} if first_weight is None else {"weight": first_weight})
+        check_apart(outputs, {"x": x, "residual": residual, **weights}, dict.fromkeys(outputs, ("x", "residual")))
     # The levels of what is written come first: inputs can be copied.
     inner, (out_strides, total_strides, *then_strides, x_strides, residual_strides) = common_levels(
         (out_rows, total_rows, *(() if then is None else then.levels), x_rows, residual_rows)

@@ -203,8 +203,7 @@ def norm_gated_backward(
 
 def _can_be_written(out: Tensor) -> bool:
     """Whether rows of an output lie as a kernel can write them."""
-    rows = rows_of(out)
-    return rows is not None and not overlaps_itself(rows, out.shape[-1])
+    return rows_of(out) is not None and not overlaps_itself(out)
 
 
 def _in_levels_of(written: Tensor, inner: int) -> Strides:

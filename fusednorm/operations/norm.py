@@ -334,7 +334,7 @@ def _composed(
         y, total = _for_inference(x, residual, weight, bias, factor, flags)
         return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
     if given and not (compiling or transformed or _heard_below(x, residual, None, out, residual_out)):
-        check_written(given, x, residual)
+        check_written(x, residual, out, residual_out)
     if factor != 1.0:
         x = steps.scale(x, factor)
     if bias is None and not _of_heads(weight):

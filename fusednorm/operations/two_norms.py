@@ -279,7 +279,7 @@ def _beyond_fast_path(
         refuse_grad(name)
     flags = check_flags(flags, x, residual, out, residual_out)
     if given and not (compiling or transformed or must_be_seen.below(x, residual, next_weight, *given.values())):
-        check_written(given, x, residual, next_weight)
+        check_written(x, residual, out, residual_out, next_weight)
     weight, eps, between, followed = before
     _, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
     if must_be_seen.in_one_operator(*operands):
