@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Around, Flags, RMSNorm, Step, accumulator, operation_of
-from fusednorm.calls.checks import check_affine, check_flags, check_operands
+from fusednorm.calls.checks import check_flags
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.choose import Chosen
@@ -208,25 +208,16 @@ class NormaliseAffine(torch.autograd.Function):
         """See :func:`fusednorm.reference.norm.affine`."""
         x, residual, weight, bias, *rest = inputs
         flags = Flags(*rest)
-        rstd = new_rstd(x) if isinstance(x, Tensor) else None
+        rstd, around = new_rstd(x) if isinstance(x, Tensor) else None, Around(bias, 1.0)
         found = run.on_fast_path(x, residual, weight, flags, rstd=rstd, bias=bias)
         if found is None:
-            check_operands(x, residual, None, None, None)
-            check_affine(x, weight, bias, in_memory=True)
-            flags = check_flags(flags, x, residual, None, None)
-        around = Around(bias, 1.0)
+            found = run.forward(x, residual, weight, flags, rstd=rstd, around=around)
+        flags = check_flags(flags, x, residual, None, None)
         operation = operation_of(x, residual, weight, flags, around=around)
         of_one_shape = weight is None or bias is None or weight.shape == bias.shape
         ctx.backend = run.whole_of(operation, _GRADIENTS_OF_ALL) if of_one_shape else None
         ctx.in_one_call = ctx.backend is not None
         of_norm = Flags(flags.eps, 0.0, flags.round_sum, False, operation.accumulator, flags.residual_dtype)
-        if found is None and ctx.in_one_call:
-            found = run.forward(x, residual, weight, flags, rstd=rstd, around=around)
-        elif found is None:
-            rows, total, rstd = normalise(x, residual, None, of_norm)
-            rounded_to = x.dtype if flags.round_norm else None
-            y = reference.affine(rows, weight, bias, flags.weight_offset, rounded_to, flags.out_dtype or x.dtype)
-            found = y, total
         y, total = found
         assert rstd is not None
         keep(ctx, operation, x, residual, None, of_norm, (y, total, rstd))
