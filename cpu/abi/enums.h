@@ -64,9 +64,4 @@ enum fn_limit {
     FN_BLOCKS_IN_LANE = 8, FN_MOST_ALIGNED = 32
 };
 
-/* Bytes of the structures that Python packs. */
-enum fn_size {
-    FN_CALL_BYTES = 384, FN_QUANTIZER_BYTES = 160, FN_GATE_BYTES = 224, FN_ROTATION_BYTES = 408
-};
-
 #endif

@@ -18,8 +18,6 @@ struct fn_gate {
 /* Elements that are computed together, and that a thread takes at least: their buffers stay in the first cache. */
 enum { FN_GATE_TILE = 512 };
 
-_Static_assert(sizeof(struct fn_gate) == FN_GATE_BYTES, "fusednorm/calls/c_abi.py packs fields without gaps");
-
 _Static_assert(sizeof(struct fn_gate) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 
 /* The gate that follows the last call of a chain in memory; NULL if there is none. */

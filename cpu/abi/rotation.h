@@ -39,8 +39,6 @@ struct fn_rotation {
     struct fn_heads heads[FN_SETS];
 };
 
-_Static_assert(sizeof(struct fn_rotation) == FN_ROTATION_BYTES, "fusednorm/calls/c_abi.py packs fields without gaps");
-
 /* Whether everything is computed in float64. */
 static inline int fn_is_wide(const struct fn_rotation *r) {
     return r->x_kind == FN_F64 || r->between == FN_F64 || r->out_kind == FN_F64;

@@ -3,6 +3,14 @@
  * Included by forward_body.h.
  */
 
+/* Names for what the inlined functions are compiled for, beside kinds: they are constants where they are called. */
+enum { UNROUNDED, ROUNDED }; /* round_sum: whether h is a sum of a residual as it is, or as it is stored */
+enum { UNCACHED, CACHED }; /* in_cache: whether the nearest caches hold the operands */
+enum { NO_ADDITION, ADDITION }; /* add */
+enum { NO_SQUARES, SQUARES }; /* square */
+enum { NO_OFFSET, OFFSET }; /* offset: whether the weight has one */
+enum { THROUGH_CACHE, PAST_CACHE }; /* bypass_cache */
+
 /* Optional outputs of the first pass. */
 struct extra_outputs {
     float *h; /* where h is kept as float, or NULL if the second pass can read it from an operand */
@@ -83,7 +91,7 @@ FN_INLINE int weight_kind(int affine) { return affine == NONE ? (int)F32 : affin
 /* Part of the second pass of the previous row, of the same kind. */
 FN_INLINE void scale_eight(int kind, int norm, int affine, const struct scale *previous, int64_t i) {
     for (int k = 0; k < 8; k++)
-        scale_unit(kind, norm, weight_kind(affine), 0, affine, kind, previous, u_index(i + k * UNIT), UNIT,
+        scale_unit(kind, norm, weight_kind(affine), NO_OFFSET, affine, kind, previous, u_index(i + k * UNIT), UNIT,
                    previous->bypass_cache);
 }
 
@@ -107,7 +115,7 @@ FN_INLINE void add_and_square(int x, int residual, int round_sum, const struct r
     for (int c = 0; c < 128; c += UNIT) {
         if (add)
             for (int k = 0; k < 8; k++)
-                add_residual(x, residual, round_sum, 0, row, u_index(i + 8 * c + k * UNIT), UNIT);
+                add_residual(x, residual, round_sum, UNCACHED, row, u_index(i + 8 * c + k * UNIT), UNIT);
         if (square) u_store(F32, columns, c, UNIT, column(x, residual, round_sum, row, i - FN_SEGMENT + c));
         if (add && previous) scale_eight(x, norm, affine, previous, i + 8 * c);
     }
@@ -124,7 +132,7 @@ FN_INLINE void sum_segments_in_cache(int x, int residual, int round_sum, const s
     for (int64_t s = 0; s < segments; s++) {
         FN_ROLLED
         for (int c = 0; c < 128; c += UNIT) {
-#define SQUARE(k) u_square(add_residual(x, residual, round_sum, 1, row, u_index(s * FN_SEGMENT + c + (k)), UNIT))
+#define SQUARE(k) u_square(add_residual(x, residual, round_sum, CACHED, row, u_index(s * FN_SEGMENT + c + (k)), UNIT))
             u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
 #undef SQUARE
             if (previous) scale_eight(x, norm, affine, previous, s * FN_SEGMENT + 8 * c);
@@ -138,17 +146,18 @@ FN_INLINE void sum_segments(int x, int residual, int round_sum, const struct row
                             int affine, const struct scale *previous) {
     _Alignas(64) float columns[128];
     if (segments == 0) return;
-    add_and_square(x, residual, round_sum, row, 0, 1, 0, columns, norm, affine, previous);
+    add_and_square(x, residual, round_sum, row, 0, ADDITION, NO_SQUARES, columns, norm, affine, previous);
     for (int64_t s = 1; s < segments; s++) {
-        add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, 1, 1, columns, norm, affine, previous);
+        add_and_square(x, residual, round_sum, row, s * FN_SEGMENT, ADDITION, SQUARES, columns, norm, affine, previous);
         row->sums[s - 1] = u_halve(x == BF16P, sum_units(columns, 128));
     }
-    add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, 0, 1, columns, norm, affine, NULL);
+    add_and_square(x, residual, round_sum, row, segments * FN_SEGMENT, NO_ADDITION, SQUARES, columns, norm, affine,
+                   NULL);
     row->sums[segments - 1] = u_halve(x == BF16P, sum_units(columns, 128));
 }
 
 FN_INLINE U add_and_square_unit(int x, int residual, int round_sum, const struct row *row, int64_t i, int n) {
-    return u_square(add_residual(x, residual, round_sum, 0, row, u_index(i), n));
+    return u_square(add_residual(x, residual, round_sum, UNCACHED, row, u_index(i), n));
 }
 
 /* The sum of the squares of the last n < FN_SEGMENT elements, as a unit that is still to be halved. */
@@ -182,8 +191,9 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
         row->sums[sums++] = u_halve(x == BF16P, sum_short_segment(x, residual, round_sum, row, i, hidden - i));
     if (previous) {
         for (; i + UNIT <= hidden; i += UNIT)
-            scale_unit(x, norm, weight_kind(affine), 0, affine, x, previous, i, UNIT, previous->bypass_cache);
-        if (i < hidden) scale_unit(x, norm, weight_kind(affine), 0, affine, x, previous, i, (int)(hidden - i), 0);
+            scale_unit(x, norm, weight_kind(affine), NO_OFFSET, affine, x, previous, i, UNIT, previous->bypass_cache);
+        if (i < hidden)
+            scale_unit(x, norm, weight_kind(affine), NO_OFFSET, affine, x, previous, i, (int)(hidden - i), THROUGH_CACHE);
     }
     return halve_sums(row->sums, sums);
 }
@@ -192,7 +202,7 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
 FN_INLINE void scale_row(int h, int norm, int weight, int offset, int affine, int out, const struct scale *s,
                          int64_t hidden, int bypass_cache) {
     int64_t i = hidden / UNIT * UNIT;
-    if (i < hidden) scale_unit(h, norm, weight, offset, affine, out, s, i, (int)(hidden - i), 0);
+    if (i < hidden) scale_unit(h, norm, weight, offset, affine, out, s, i, (int)(hidden - i), THROUGH_CACHE);
     for (int64_t done = 0; (i = u_index(i - UNIT)) >= 0; done += 2 * UNIT) {
         if (READS_AHEAD && out != F32) {
             FN_PREFETCH_2(s->next_x + done);

@@ -53,7 +53,7 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
             .extra = extra.h || extra.residual_out ? &extra : NULL,
             .sums = batch->sums,
         };
-        batch->rstd[k] = sum_row(x, residual, round_sum, from_memory, &row, hidden, NONE, 0, NULL);
+        batch->rstd[k] = sum_row(x, residual, round_sum, from_memory, &row, hidden, NONE, NONE, NULL);
     }
 }
 
@@ -79,8 +79,8 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int affine, i
             .next_residual =
                 ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
         };
-        if (STREAMS && batch->bypass_cache) scale_row(h, norm, weight, offset, affine, out, &s, hidden, 1);
-        else scale_row(h, norm, weight, offset, affine, out, &s, hidden, 0);
+        if (STREAMS && batch->bypass_cache) scale_row(h, norm, weight, offset, affine, out, &s, hidden, PAST_CACHE);
+        else scale_row(h, norm, weight, offset, affine, out, &s, hidden, THROUGH_CACHE);
     }
 }
 
@@ -106,7 +106,7 @@ FN_INLINE void overlap_rows(int kind, int residual, int norm, int affine, const 
             .extra = &extra,
             .sums = (float *)(scratch + kept),
         };
-        float sum = sum_row(kind, residual, 1, from_memory, &row, hidden, norm, affine, &copy);
+        float sum = sum_row(kind, residual, ROUNDED, from_memory, &row, hidden, norm, affine, &copy);
         copy.rstd = rstd_of(sum, hidden, job->eps);
         copy.h = residual == NONE ? row.x : row.residual_out;
         copy.out = job->out + m * job->out_stride;
@@ -122,12 +122,12 @@ FN_INLINE void overlap_rows(int kind, int residual, int norm, int affine, const 
 
 /* The sum of the squares of a row, as a unit that is still to be halved; in registers at the usual lengths of heads. */
 FN_INLINE U sum_short_row(int kind, int residual, const struct row *row, int64_t hidden) {
-#define SQUARE(k) add_and_square_unit(kind, residual, 1, row, UNIT * (k), UNIT)
+#define SQUARE(k) add_and_square_unit(kind, residual, ROUNDED, row, UNIT * (k), UNIT)
     if (hidden == 2 * UNIT) return u_add(SQUARE(0), SQUARE(1));
     if (hidden == 4 * UNIT) return u_add(u_add(SQUARE(0), SQUARE(2)), u_add(SQUARE(1), SQUARE(3)));
     if (hidden == 8 * UNIT) return SUM_OF_EIGHT(SQUARE, 1);
 #undef SQUARE
-    return sum_short_segment(kind, residual, 1, row, 0, hidden);
+    return sum_short_segment(kind, residual, ROUNDED, row, 0, hidden);
 }
 
 /*
@@ -162,8 +162,10 @@ FN_INLINE void short_rows(int kind, int residual, int norm, int affine, int64_t 
                 .out = job->out + (m + k) * job->out_stride,
             };
             int64_t i = 0;
-            for (; i + UNIT <= hidden; i += UNIT) scale_unit(kind, norm, F32, 0, affine, kind, &s, u_index(i), UNIT, 0);
-            if (i < hidden) scale_unit(kind, norm, F32, 0, affine, kind, &s, i, (int)(hidden - i), 0);
+            for (; i + UNIT <= hidden; i += UNIT)
+                scale_unit(kind, norm, F32, NO_OFFSET, affine, kind, &s, u_index(i), UNIT, THROUGH_CACHE);
+            if (i < hidden)
+                scale_unit(kind, norm, F32, NO_OFFSET, affine, kind, &s, i, (int)(hidden - i), THROUGH_CACHE);
         }
     }
 }
@@ -177,7 +179,7 @@ FN_INLINE void add_rows(int x, int residual, const struct fn_forward_job *job, i
             .residual_out = job->residual_out + m * job->residual_out_stride,
         };
         int64_t i = 0;
-        for (; i + UNIT <= job->hidden; i += UNIT) add_residual(x, residual, 1, 0, &row, u_index(i), UNIT);
-        if (i < job->hidden) add_residual(x, residual, 1, 0, &row, i, (int)(job->hidden - i));
+        for (; i + UNIT <= job->hidden; i += UNIT) add_residual(x, residual, ROUNDED, UNCACHED, &row, u_index(i), UNIT);
+        if (i < job->hidden) add_residual(x, residual, ROUNDED, UNCACHED, &row, i, (int)(job->hidden - i));
     }
 }

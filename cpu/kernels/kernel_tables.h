@@ -12,29 +12,31 @@
  *
  * BF16P takes part in combinations of its own alone (see kinds.h). With ROW_BY_ROW, tables of ONE_KIND are empty.
  */
-#define SUMS_OF(fn, x) fn(x, NONE, 0) fn(x, F32, 0) fn(x, F16, 0) fn(x, F16, 1) fn(x, BF16, 0) fn(x, BF16, 1)
+#define SUMS_OF(fn, x)                                                 \
+    fn(x, NONE, UNROUNDED) fn(x, F32, UNROUNDED) fn(x, F16, UNROUNDED) \
+    fn(x, F16, ROUNDED) fn(x, BF16, UNROUNDED) fn(x, BF16, ROUNDED)
 #define SCALES_OF_KINDS(fn, norm, weight, offset)                                   \
     fn(F32, norm, weight, offset, F32) fn(F32, norm, weight, offset, F16)           \
     fn(F32, norm, weight, offset, BF16) fn(F16, norm, weight, offset, F16)          \
     fn(BF16, norm, weight, offset, BF16)
-#define SCALES_OF(fn, norm)                                                         \
-    SCALES_OF_KINDS(fn, norm, NONE, 0)                                              \
-    SCALES_OF_KINDS(fn, norm, F32, 0) SCALES_OF_KINDS(fn, norm, F32, 1)             \
-    SCALES_OF_KINDS(fn, norm, F16, 0) SCALES_OF_KINDS(fn, norm, F16, 1)             \
-    SCALES_OF_KINDS(fn, norm, BF16, 0) SCALES_OF_KINDS(fn, norm, BF16, 1)
+#define SCALES_OF(fn, norm)                                                          \
+    SCALES_OF_KINDS(fn, norm, NONE, NO_OFFSET)                                       \
+    SCALES_OF_KINDS(fn, norm, F32, NO_OFFSET) SCALES_OF_KINDS(fn, norm, F32, OFFSET) \
+    SCALES_OF_KINDS(fn, norm, F16, NO_OFFSET) SCALES_OF_KINDS(fn, norm, F16, OFFSET) \
+    SCALES_OF_KINDS(fn, norm, BF16, NO_OFFSET) SCALES_OF_KINDS(fn, norm, BF16, OFFSET)
 #define AFFINE_SCALES_OF(fn, norm) \
     fn(F32, norm, F32) fn(F32, norm, F16) fn(F32, norm, BF16) fn(F16, norm, F16) fn(BF16, norm, BF16)
 #define ADDS_OF(fn, x) fn(x, F32) fn(x, F16) fn(x, BF16)
 #define ONE_KIND_OF(fn, kind) fn(kind, NONE, NONE) fn(kind, NONE, kind) fn(kind, kind, NONE) fn(kind, kind, kind)
 
 #if defined(BF16_BY_PARITY)
-#define SUMS_BY_PARITY(fn) fn(BF16P, NONE, 0) fn(BF16P, BF16P, 0) fn(BF16P, BF16P, 1)
+#define SUMS_BY_PARITY(fn) fn(BF16P, NONE, UNROUNDED) fn(BF16P, BF16P, UNROUNDED) fn(BF16P, BF16P, ROUNDED)
 #define SCALES_BY_PARITY_OF(fn, norm, weight, offset) \
     fn(F32, norm, weight, offset, BF16P) fn(BF16P, norm, weight, offset, BF16P)
-#define SCALES_BY_PARITY(fn)                                                         \
-    SCALES_BY_PARITY_OF(fn, NONE, NONE, 0) SCALES_BY_PARITY_OF(fn, BF16P, NONE, 0)   \
-    SCALES_BY_PARITY_OF(fn, NONE, BF16P, 0) SCALES_BY_PARITY_OF(fn, NONE, BF16P, 1)  \
-    SCALES_BY_PARITY_OF(fn, BF16P, BF16P, 0) SCALES_BY_PARITY_OF(fn, BF16P, BF16P, 1)
+#define SCALES_BY_PARITY(fn)                                                                       \
+    SCALES_BY_PARITY_OF(fn, NONE, NONE, NO_OFFSET) SCALES_BY_PARITY_OF(fn, BF16P, NONE, NO_OFFSET) \
+    SCALES_BY_PARITY_OF(fn, NONE, BF16P, NO_OFFSET) SCALES_BY_PARITY_OF(fn, NONE, BF16P, OFFSET)   \
+    SCALES_BY_PARITY_OF(fn, BF16P, BF16P, NO_OFFSET) SCALES_BY_PARITY_OF(fn, BF16P, BF16P, OFFSET)
 #define AFFINE_BY_PARITY(fn) \
     fn(F32, NONE, BF16P) fn(F32, BF16P, BF16P) fn(BF16P, NONE, BF16P) fn(BF16P, BF16P, BF16P)
 #define ONE_KIND_BF16(fn) ONE_KIND_OF(fn, BF16P)
@@ -80,17 +82,17 @@ typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
 SCALES(SCALE)
 static scale_fn *const scales[KINDS][KINDS][2][KINDS][2] = {SCALES(SCALE_ENTRY)};
 
-#define AFFINE_SCALE(h, norm, out)                                                                                     \
+#define AFFINE_SCALE(h, norm, out)                                                                               \
     static void affine_scale_##h##_##norm##_##out(const struct fn_forward_job *job, const struct batch *batch) { \
-        scale_rows(h, norm, F32, 0, F32, out, job, batch);                                                               \
+        scale_rows(h, norm, F32, NO_OFFSET, F32, out, job, batch);                                               \
     }
 #define AFFINE_SCALE_ENTRY(h, norm, out) [norm][out][h == out] = affine_scale_##h##_##norm##_##out,
 AFFINE_SCALES(AFFINE_SCALE)
 static scale_fn *const affine_scales[KINDS][KINDS][2] = {AFFINE_SCALES(AFFINE_SCALE_ENTRY)};
 
-#define SCALE_AS_IS(kind, norm)                                                                                \
-    static void scale_as_is_##kind##_##norm(const struct fn_forward_job *job, const struct batch *batch) {     \
-        scale_rows(kind, norm, kind, 0, kind, kind, job, batch);                                               \
+#define SCALE_AS_IS(kind, norm)                                                                            \
+    static void scale_as_is_##kind##_##norm(const struct fn_forward_job *job, const struct batch *batch) { \
+        scale_rows(kind, norm, kind, NO_OFFSET, kind, kind, job, batch);                                   \
     }
 #define SCALE_AS_IS_ENTRY(kind, norm) [norm][kind] = scale_as_is_##kind##_##norm,
 AFFINE_AS_IS(SCALE_AS_IS)

@@ -3,7 +3,12 @@
  * vectors of each instruction set: every operation is one of float or of 32-bit integers on one element.
  */
 
-enum { FLOAT8 = 1, AFTER = 2 }; /* beside 0, a whole number: ways to make a byte */
+enum { INTEGER, FLOAT8, AFTER }; /* ways to make a byte; AFTER: a whole number, to which a zero point is added */
+enum { NO_SHIFT, SHIFTS }; /* whether a zero point is added before rounding */
+enum { MULTIPLIES, DIVIDES }; /* whether elements are divided by a group's number */
+
+/* How the numbers of a group are made. ZERO: the scale is 0, and so is every number. TAME: see find_scales. */
+enum { CUT, TAME, ZERO };
 
 /*
  * An element of a row of float or bfloat16, which may be unaligned. Of the other kinds there are no vectors in plain C:
@@ -129,9 +134,9 @@ struct groups {
 
 FN_INLINE float quotient(int divides, float y, float by) { return divides ? y / by : y * by; }
 
-/* A number of a tame group (see find_scales), in the last byte. `mode`: FLOAT8 with these numbers of the format, or 0. */
+/* A number of a tame group (see find_scales), in the last byte. `mode`: FLOAT8 with these numbers of the format, or INTEGER. */
 FN_INLINE uint32_t tame_number(int mode, int mantissa, int least_exponent, int32_t added, float v) {
-    if (mode == FLOAT8) return float8_of(v, mantissa, least_exponent, 1, 0, 0);
+    if (mode == FLOAT8) return float8_of(v, mantissa, least_exponent, TAME, 0, 0);
     return bits_of_f32(v + magic) + (uint32_t)added;
 }
 
@@ -168,10 +173,7 @@ FN_INLINE void store_tame_bf16(int divides, int mode, int mantissa, int least_ex
 #undef NUMBER
 }
 
-/*
- * Of any elements, cut to the range. `mode`: FLOAT8; AFTER: a zero point is added to a whole number; or 0. `shifts`: a zero
- * point is added before rounding.
- */
+/* Of any elements, cut to the range. */
 FN_INLINE void store_cut(int divides, int mode, int mantissa, int least_exponent, int shifts, const struct groups *g) {
     uint8_t *restrict out = g->out;
     const int64_t n = g->length;
@@ -186,7 +188,7 @@ FN_INLINE void store_cut(int divides, int mode, int mantissa, int least_exponent
             float v = quotient(divides, element(F32, y, i), by);
             if (shifts) v += (float)zero_point;
             if (mode == FLOAT8) {
-                out[i] = (uint8_t)float8_of(v, mantissa, least_exponent, 0, least, greatest);
+                out[i] = (uint8_t)float8_of(v, mantissa, least_exponent, CUT, least, greatest);
             } else if (mode == AFTER) {
                 v = f32_of_bits(bits_if(v == v, bits_of_f32(v), 0));
                 int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f)) + zero_point;
@@ -204,28 +206,25 @@ FN_INLINE void store_cut(int divides, int mode, int mantissa, int least_exponent
 
 /* The numbers of groups. Only a row of tame groups may be of bfloat16. */
 static void store_numbers(const struct fn_quantizer *q, int divides, int tame, const struct groups *g) {
-#define STORE(store, ...)                      \
-    do {                                       \
-        if (divides) store(1, __VA_ARGS__, g); \
-        else store(0, __VA_ARGS__, g);         \
+#define STORE(store, ...)                            \
+    do {                                             \
+        if (divides) store(DIVIDES, __VA_ARGS__, g); \
+        else store(MULTIPLIES, __VA_ARGS__, g);      \
     } while (0)
-#define STORE_ANY(...)                                          \
-    do {                                                        \
-        if (!tame) STORE(store_cut, __VA_ARGS__, 0);            \
+#define STORE_ANY(...)                                               \
+    do {                                                             \
+        if (!tame) STORE(store_cut, __VA_ARGS__, NO_SHIFT);          \
         else if (g->kind == F32) STORE(store_tame_f32, __VA_ARGS__); \
-        else STORE(store_tame_bf16, __VA_ARGS__);               \
+        else STORE(store_tame_bf16, __VA_ARGS__);                    \
     } while (0)
     if (q->kind == FN_E4M3) STORE_ANY(FLOAT8, 3, -6);
     else if (q->kind == FN_E5M2) STORE_ANY(FLOAT8, 2, -14);
-    else if (q->flags & FN_ZERO_POINT_AFTER) STORE(store_cut, AFTER, 0, 0, 0);
-    else if (q->flags & FN_ZERO_POINT_BEFORE) STORE(store_cut, 0, 0, 0, 1);
-    else STORE_ANY(0, 0, 0);
+    else if (q->flags & FN_ZERO_POINT_AFTER) STORE(store_cut, AFTER, 0, 0, NO_SHIFT);
+    else if (q->flags & FN_ZERO_POINT_BEFORE) STORE(store_cut, INTEGER, 0, 0, SHIFTS);
+    else STORE_ANY(INTEGER, 0, 0);
 #undef STORE_ANY
 #undef STORE
 }
-
-/* How the numbers of a group are made. ZERO: the scale is 0, and so is every number. TAME: see find_scales. */
-enum { CUT, TAME, ZERO };
 
 enum { GROUPS = 64 }; /* the most of which scales are found before numbers are stored */
 
@@ -283,7 +282,7 @@ static void store_run(const struct fn_quantizer *q, int how, struct groups g, fl
         byte.by = &one;
         byte.length = byte.count = 1;
         byte.kind = F32;
-        store_numbers(q, 0, 0, &byte);
+        store_numbers(q, MULTIPLIES, CUT, &byte);
         memset(g.out + 1, g.out[0], (size_t)(n - 1));
         return;
     }

@@ -103,6 +103,8 @@ struct turning {
     int64_t size, pairs;
 };
 
+enum { HALVES, PAIRS }; /* where the numbers of a pair lie: in both halves of a head, or side by side */
+
 /* The numbers [i, i + n) of each head's first half, and those of its second half. */
 FN_INLINE void turn_halves(int kind, int products, int out, struct turning t, int64_t i, int n) {
     const U cos = t.table.as_is ? u_load(kind, t.table.cos, i, n) : u_load(F32, t.table.cos, i, UNIT);
@@ -157,8 +159,8 @@ FN_INLINE void turn(int kind, int products, int out, int interleaved, struct tur
 
 typedef void turn_fn(struct turning);
 #define TURN(kind, products, out)                                             \
-    static void turn_halves_##kind##_##products##_##out(struct turning t) { turn(kind, products, out, 0, t); } \
-    static void turn_pairs_##kind##_##products##_##out(struct turning t) { turn(kind, products, out, 1, t); }
+    static void turn_halves_##kind##_##products##_##out(struct turning t) { turn(kind, products, out, HALVES, t); } \
+    static void turn_pairs_##kind##_##products##_##out(struct turning t) { turn(kind, products, out, PAIRS, t); }
 #define TURN_ENTRY(kind, products, out) \
     [kind][products != NONE][out] = {turn_halves_##kind##_##products##_##out, turn_pairs_##kind##_##products##_##out},
 /* Rows of one kind, and those that a norm passes on as float. */

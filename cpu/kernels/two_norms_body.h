@@ -5,6 +5,9 @@
  * first norm and the addition stay in the nearest cache; a chain of both calls stores and reads whole rows of them.
  */
 
+enum { ALONE, TOGETHER }; /* whether passes of other rows are made together with a row's second pass */
+enum { MAY_STREAM = 1 }; /* whether a unit of residual_out may bypass the caches */
+
 /* The operands of one row's second pass. */
 struct middle {
     float rstd;
@@ -84,10 +87,11 @@ FN_INLINE void add_normed_rest(int kind, int norm, int passed, const struct midd
         const int left = n - i < UNIT ? (int)(n - i) : UNIT;
         U square = u_set1(0), next_square = square;
         if (left > 0) {
-            square = add_normed_unit(kind, norm, passed, 1, row, begin + i, left);
+            square = add_normed_unit(kind, norm, passed, MAY_STREAM, row, begin + i, left);
             if (row->next_x) next_square = u_square(u_load(kind, row->next_x, begin + i, left));
             if (row->previous)
-                scale_unit(kind, norm, F32, 0, 0, kind, row->previous, begin + i, left, row->previous->bypass_cache);
+                scale_unit(kind, norm, F32, NO_OFFSET, NONE, kind, row->previous, begin + i, left,
+                           row->previous->bypass_cache);
         }
         u_store(F32, squares, i, UNIT, square);
         u_store(F32, next_squares, i, UNIT, next_square);
@@ -110,7 +114,7 @@ FN_INLINE float sum_of_x(int kind, const void *x, int64_t hidden, float *sums, i
     }
     const struct row row = {.x = x};
     if (begin < hidden)
-        sums[s++] = u_halve(kind == BF16P, sum_short_segment(kind, NONE, 0, &row, begin, hidden - begin));
+        sums[s++] = u_halve(kind == BF16P, sum_short_segment(kind, NONE, UNROUNDED, &row, begin, hidden - begin));
     return halve_sums(sums, s);
 }
 
@@ -129,7 +133,7 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
         FN_ROLLED
         for (int c = 0; by_column && c < 128; c += UNIT) {
             if (row->fetches) fetch_eight(kind, row->residual, begin + 8 * c + AHEAD_OF_PASSES);
-#define SQUARE(k) add_normed_unit(kind, norm, passed, 1, row, u_index(begin + c + (k)), UNIT)
+#define SQUARE(k) add_normed_unit(kind, norm, passed, MAY_STREAM, row, u_index(begin + c + (k)), UNIT)
             u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
 #undef SQUARE
         }
@@ -139,7 +143,7 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
             if (together && row->fetches && row->next_x) fetch_eight(kind, row->next_x, begin + 8 * c + AHEAD_OF_PASSES);
             add_normed_eight(kind, norm, passed, together, row, begin + 8 * c);
             if (together && row->next_x) u_store(F32, next_columns, c, UNIT, column_of(kind, row->next_x, begin + c));
-            if (together && row->previous) scale_eight(kind, norm, 0, &previous, begin + 8 * c);
+            if (together && row->previous) scale_eight(kind, norm, NONE, &previous, begin + 8 * c);
         }
         FN_ROLLED
         for (int c = 0; !by_column && c < 128; c += UNIT)
@@ -166,24 +170,26 @@ struct passes {
     void (*add[2])(const struct middle *, int64_t); /* alone, or together with passes of other rows */
     void (*scale)(const struct scale *, int64_t);
 };
-#define PASSES(kind, norm, passed)                                                                                \
-    static FN_NOINLINE float sum_of_x_##kind##_##norm##_##passed(const void *x, int64_t hidden, float *sums,      \
-                                                                 int fetches) {                                   \
-        return sum_of_x(kind, x, hidden, sums, fetches);                                                          \
-    }                                                                                                             \
-    static FN_NOINLINE void add_normed_rest_##kind##_##norm##_##passed(const struct middle *row, int64_t begin,   \
-                                                                       int64_t n, int64_t s) {                    \
-        add_normed_rest(kind, norm, passed, row, begin, n, s);                                                    \
-    }                                                                                                             \
-    static void add_normed_##kind##_##norm##_##passed(const struct middle *row, int64_t hidden) {                 \
-        add_normed_row(kind, norm, passed, 0, row, hidden, add_normed_rest_##kind##_##norm##_##passed);           \
-    }                                                                                                             \
-    static void add_normed_together_##kind##_##norm##_##passed(const struct middle *row, int64_t hidden) {        \
-        add_normed_row(kind, norm, passed, 1, row, hidden, add_normed_rest_##kind##_##norm##_##passed);           \
-    }                                                                                                             \
-    static void scale_sum_##kind##_##norm##_##passed(const struct scale *row, int64_t hidden) {                   \
-        if (STREAMS && row->bypass_cache) scale_row(kind, norm, F32, 0, NONE, kind, row, hidden, 1);              \
-        else scale_row(kind, norm, F32, 0, NONE, kind, row, hidden, 0);                                           \
+#define PASSES(kind, norm, passed)                                                                              \
+    static FN_NOINLINE float sum_of_x_##kind##_##norm##_##passed(const void *x, int64_t hidden, float *sums,    \
+                                                                 int fetches) {                                 \
+        return sum_of_x(kind, x, hidden, sums, fetches);                                                        \
+    }                                                                                                           \
+    static FN_NOINLINE void add_normed_rest_##kind##_##norm##_##passed(const struct middle *row, int64_t begin, \
+                                                                       int64_t n, int64_t s) {                  \
+        add_normed_rest(kind, norm, passed, row, begin, n, s);                                                  \
+    }                                                                                                           \
+    static void add_normed_##kind##_##norm##_##passed(const struct middle *row, int64_t hidden) {               \
+        add_normed_row(kind, norm, passed, ALONE, row, hidden, add_normed_rest_##kind##_##norm##_##passed);     \
+    }                                                                                                           \
+    static void add_normed_together_##kind##_##norm##_##passed(const struct middle *row, int64_t hidden) {      \
+        add_normed_row(kind, norm, passed, TOGETHER, row, hidden, add_normed_rest_##kind##_##norm##_##passed);  \
+    }                                                                                                           \
+    static void scale_sum_##kind##_##norm##_##passed(const struct scale *row, int64_t hidden) {                 \
+        if (STREAMS && row->bypass_cache)                                                                       \
+            scale_row(kind, norm, F32, NO_OFFSET, NONE, kind, row, hidden, PAST_CACHE);                         \
+        else                                                                                                    \
+            scale_row(kind, norm, F32, NO_OFFSET, NONE, kind, row, hidden, THROUGH_CACHE);                      \
     }
 #define PASSES_ENTRY(kind, norm, passed)                                                                           \
     [kind][norm != NONE][passed == F32] = {                                                                        \

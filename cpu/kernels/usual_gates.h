@@ -62,12 +62,12 @@ static FN_NOINLINE int activate_usual(int activation, const float *restrict z, i
 #define EACH(activation)                                                                              \
     do {                                                                                              \
         if (!slope) {                                                                                 \
-            if (!reduce(activation, 0, z, n, rest, power)) return 0;                                  \
+            if (!reduce(activation, FN_FORWARD, z, n, rest, power)) return 0;                                  \
             for (int i = 0; i < n; i++)                                                               \
                 f[i] = (activation == FN_SIGMOID ? 1 : z[i]) / (1 + usual_exponential(rest[i], power[i])); \
             return 1;                                                                                 \
         }                                                                                             \
-        if (!reduce(activation, 1, z, n, rest, power)) return 0;                                      \
+        if (!reduce(activation, FN_BACKWARD, z, n, rest, power)) return 0;                                      \
         for (int i = 0; i < n; i++) {                                                                 \
             const float e = usual_exponential(rest[i], power[i]), s = 1 / (1 + e);                                                 \
             f[i] = activation == FN_SIGMOID ? s : z[i] / (1 + e);                                     \

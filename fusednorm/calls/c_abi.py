@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusednorm.calls import c_enums
 from fusednorm.calls.c_enums import ByteKind, Flag, Kind, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
     ACTIVATIONS,
@@ -44,15 +43,22 @@ ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = _flags[:5]
 GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY = _flags[5:]
 NORMALISED, INTERLEAVED = (flag.value for flag in RotationFlag)
 
-_CALL = struct.Struct(c_enums.CALL)
-_pack = _CALL.pack
+# All fields of C's structures have 8 bytes. Each of a call's nine operands has four; the last ones may be left out.
+_pack, _pack_seven, _pack_six, _pack_one = (
+    struct.Struct(f"=10q2d{4 * operands}q{32 * (9 - operands)}x").pack for operands in (9, 7, 6, 1)
+)
+_QUANTIZATION, _RESULTS = struct.Struct("=3q5d"), struct.Struct("=12q")
+_GATE, _ROTATION = struct.Struct("=28q"), struct.Struct("=11q2d38q")
 _ABSENT = (0, 0, 0, 0)
-#: The same of a call that has none of the last three operands.
-_pack_six = struct.Struct(f"=10q2d24q{3 * 4 * 8}x").pack
 
 
 def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...]:
     return _ABSENT if tensor is None else (KINDS[tensor.dtype], tensor.data_ptr(), *strides)
+
+
+def _only(flag: int, on: Tensor, *numbers: int, x: tuple[int, ...] = _ABSENT, backward: bool = False) -> bytes:
+    """A call with nothing but what follows it in memory. ``numbers``: threads, rows, inner and the rows' length."""
+    return _pack_one(backward, flag, on.device.index or 0, *numbers, 0, 0, 1, 0.0, 0.0, *x)
 
 
 def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
@@ -134,16 +140,16 @@ def _pack_around(call: Forward, threads: int, more_flags: int) -> bytes:
     before = b""
     if operation.around is not None and operation.around.scaled:
         scaled = _passed(operation.x, inner, operation.hidden_size)
-        before = _pack(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *x, *_ABSENT, *_ABSENT, *scaled, *5 * _ABSENT)
+        before = _pack_six(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *x, *2 * _ABSENT, *scaled, *2 * _ABSENT)
         x = scaled
     out = _passed(operation.out, inner, operation.hidden_size) if call.out is None else _operand(call.out, out_strides)
-    return before + _pack(
+    return before + _pack_seven(
         *(0, flags + more_flags, *numbers, 0, call.heads, call.eps, call.weight_offset, *x),
         *_operand(call.residual, residual_strides),
         *weight,
         *out,
         *_operand(call.residual_out, total_strides),
-        *(*_operand(call.rstd), *bias, *_ABSENT, *_ABSENT),
+        *(*_operand(call.rstd), *bias),
     )
 
 
@@ -181,7 +187,6 @@ _QUANTIZER_FLAGS: dict[QuantizerFlag, Callable[[Quantization], bool]] = {
     QuantizerFlag.ZERO_POINT_AFTER: lambda q: q.zero_point == "after",
     QuantizerFlag.ZERO_POINT_BEFORE: lambda q: q.zero_point == "before",
 }
-_QUANTIZATION, _RESULTS = struct.Struct(c_enums.QUANTIZATION), struct.Struct(c_enums.RESULTS)
 
 
 def pack_quantization(quantization: Quantization, dtype: torch.dtype) -> bytes:
@@ -206,9 +211,8 @@ def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
     if call.norm is not None:
         packed = pack_forward(call.norm, threads, QUANTIZED)
     else:
-        device = call.out.device.index or 0
-        numbers = (0, QUANTIZE_ONLY, device, threads, call.rows, call.inner, call.hidden_size, 0, 0, 1, 0.0, 0.0)
-        packed = _pack(*numbers, *_operand(call.y, call.y_strides), *8 * _ABSENT)
+        y = _operand(call.y, call.y_strides)
+        packed = _only(QUANTIZE_ONLY, call.out, threads, call.rows, call.inner, call.hidden_size, x=y)
     out, scale, zero_point = call.out, call.scale, call.zero_point
     results = _RESULTS.pack(
         *(call.inner, out.data_ptr(), *call.out_strides),
@@ -216,9 +220,6 @@ def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
         *((0, 0, 0, 0) if zero_point is None else (zero_point.data_ptr(), *(4 * s for s in call.zero_point_strides))),
     )
     return packed + call.quantization.packed[KINDS[call.dtype]] + results
-
-
-_GATE = struct.Struct(c_enums.GATE)
 
 
 def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
@@ -280,11 +281,10 @@ def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes
 
 def pack_gate_alone(call: Gate | GateBackward, threads: int = 1) -> bytes:
     """A gate, or its gradients, after a call that says what there is beside the operands."""
-    numbers = (isinstance(call, GateBackward), GATE_ONLY, call.y.device.index or 0, threads, call.rows, call.inner)
-    return _pack(*numbers, call.hidden_size, 0, 0, 1, 0.0, 0.0, *9 * _ABSENT) + pack_gate(call)
+    numbers, backward = (threads, call.rows, call.inner, call.hidden_size), isinstance(call, GateBackward)
+    return _only(GATE_ONLY, call.y, *numbers, backward=backward) + pack_gate(call)
 
 
-_ROTATION = struct.Struct(c_enums.ROTATION)
 _NO_HEADS = (0,) * 13
 
 
@@ -316,10 +316,7 @@ def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
 
 def pack_rotation(call: Rotate) -> bytes:
     """The same after a call that says on which GPU the heads are."""
-    device = call.heads[0].x.device.index or 0
-    return _pack(0, ROTATION_ONLY, device, 1, call.rows, call.inner, call.size, *(0, 0, 1, 0.0, 0.0), *9 * _ABSENT) + (
-        pack_rotate(call)
-    )
+    return _only(ROTATION_ONLY, call.heads[0].x, 1, call.rows, call.inner, call.size) + pack_rotate(call)
 
 
 #: How C takes each call; a GPU's launcher takes some with a call before that says on which GPU.

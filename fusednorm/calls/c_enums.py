@@ -1,7 +1,6 @@
 """Numbers that Python and C share: ``python fusednorm/calls/c_enums.py`` prints ``cpu/abi/enums.h``."""
 
 import re
-import struct
 import textwrap
 from enum import IntEnum
 
@@ -122,24 +121,11 @@ class Limit(IntEnum):
     MOST_ALIGNED = 32
 
 
-#: The fields of C's structures, as `struct` writes them: all have 8 bytes. An operand has four.
-CALL, QUANTIZATION, RESULTS, GATE, ROTATION = "=10q2d36q", "=3q5d", "=12q", "=28q", "=11q2d38q"
-
-
-class Size(IntEnum):
-    """Bytes of the structures that Python packs."""
-
-    CALL_BYTES = struct.calcsize(CALL)
-    QUANTIZER_BYTES = struct.calcsize(QUANTIZATION) + struct.calcsize(RESULTS)
-    GATE_BYTES = struct.calcsize(GATE)
-    ROTATION_BYTES = struct.calcsize(ROTATION)
-
-
 def header() -> str:
     """``cpu/abi/enums.h``."""
     lines = ["/* Printed by fusednorm/calls/c_enums.py, which has the same numbers for Python. */"]
     lines += ["#ifndef FUSEDNORM_ENUMS_H", "#define FUSEDNORM_ENUMS_H", ""]
-    for enum in (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateOrder, RotationFlag, Share, Limit, Size):
+    for enum in (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateOrder, RotationFlag, Share, Limit):
         about = " ".join((enum.__doc__ or "").split())
         name = re.sub("(?<=.)([A-Z])", r"_\1", enum.__name__).lower()
         members = ", ".join(f"FN_{member}={value}" for member, value in enum.__members__.items())

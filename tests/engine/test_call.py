@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -312,16 +313,31 @@ def test_all_is_chosen_before_anything_is_written(monkeypatch):
 # What C takes
 
 
+def codes(c_type):
+    """The fields of one of C's types, as the module `struct` writes them."""
+    if c_type.kind == "array":
+        return codes(c_type.item) * c_type.length
+    if c_type.kind == "struct":
+        return "".join(codes(field.type) for _, field in c_type.fields)
+    return {"int64_t": "q", "uintptr_t": "q", "double": "d"}[c_type.cname]
+
+
 @compiled
-def test_c_has_the_fields_that_python_packs():
-    """Each at the place where `struct fn_call` has it, by cffi."""
-    fields = ["pass", "flags", "device", "threads", "rows", "inner", "hidden", "block", "following", "heads"]
-    fields += ["eps", "weight_offset"]
-    offsets = [FFI.offsetof("struct fn_call", name) for name in fields]
-    for operand, name in itertools.product(range(9), ("kind", "address", "outer_stride", "stride")):
-        offsets.append(FFI.offsetof("struct fn_call", "operand", operand, name))
-    assert offsets == list(range(0, c_abi._CALL.size, 8))
-    assert FFI.sizeof("struct fn_call") == c_abi._CALL.size
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        ("call", [c_abi._pack.__self__.format]),
+        ("quantizer", [c_abi._QUANTIZATION.format, c_abi._RESULTS.format]),
+        ("gate", [c_abi._GATE.format]),
+        ("rotation", [c_abi._ROTATION.format]),
+    ],
+)
+def test_c_has_the_fields_that_python_packs(name, formats):
+    """In that order and without gaps, by cffi."""
+    c_type = FFI.typeof(f"struct fn_{name}")
+    packed = [int(count or 1) * code for part in formats for count, code in re.findall(r"(\d*)([qd])", part)]
+    assert "".join(packed) == codes(c_type)
+    assert FFI.sizeof(c_type) == 8 * len(codes(c_type))
 
 
 def test_c_has_the_numbers_of_python():
