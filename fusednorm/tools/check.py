@@ -15,10 +15,10 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import quantizations
 from fusednorm.calls import process
 from fusednorm.calls.devices import devices
 from fusednorm.engine import choose
+from fusednorm.operations.listed import Listed, every
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.console import progress
 from fusednorm.tools.measure.clock import Clock
@@ -52,47 +52,8 @@ PROMISES = {
 }
 
 
-def _rotate(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
-    """Rows as heads of 128 numbers, and tables from another tensor."""
-    cos, sin = other.detach()[:, :128].chunk(2, -1)
-    return fusednorm.rotate(x.view(len(x), -1, 128), cos, sin)
-
-
-def _qk_norm_rope(x: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same; k has q's rows in another order."""
-    cos, sin = other.detach()[:, :128].chunk(2, -1)
-    q, k = x.view(len(x), -1, 128), x.flip(0).view(len(x), -1, 128)
-    return fusednorm.qk_norm_rope(q, k, weight[:128], weight[-128:], cos, sin)
-
-
 #: The rows and the hidden size at which all operations are compared.
 OPERATIONS_SHAPE = (16, 4096)
-#: A call of each operation, by the function's name: of x and another tensor, [M, N], and a weight, [N].
-OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
-    "rms_norm": lambda x, other, weight: fusednorm.rms_norm(x, weight, bias=weight),
-    "fused_add_rms_norm": lambda x, other, weight: fusednorm.fused_add_rms_norm(
-        x, other, weight, bias=weight, x_scale=0.22
-    ),
-    "rms_norm_add": fusednorm.rms_norm_add,
-    "rms_norm_add_rms_norm": lambda x, other, weight: fusednorm.rms_norm_add_rms_norm(x, other, weight, weight),
-    "l2_norm": lambda x, other, weight: fusednorm.l2_norm(x),
-    "gate": lambda x, other, weight: fusednorm.gate(x, other, activation="sigmoid"),
-    "silu_and_mul": lambda x, other, weight: fusednorm.silu_and_mul(x, other),
-    "gelu_tanh_and_mul": lambda x, other, weight: fusednorm.gelu_tanh_and_mul(x, other),
-    "rms_norm_gated": fusednorm.rms_norm_gated,
-    "rotate": _rotate,
-    "qk_norm_rope": _qk_norm_rope,
-    "quantize": lambda x, other, weight: fusednorm.quantize(x, quantizations.VLLM_INT8_TOKEN_AZP_CPU),
-    "rms_norm_quant": lambda x, other, weight: fusednorm.rms_norm_quant(
-        x, weight, quantization=quantizations.VLLM_FP8_BLOCK_FUSED
-    ),
-    "fused_add_rms_norm_quant": lambda x, other, weight: fusednorm.fused_add_rms_norm_quant(
-        x, other, weight, quantization=quantizations.VLLM_INT8_TOKEN_CPU
-    ),
-    "silu_and_mul_quant": lambda x, other, weight: fusednorm.silu_and_mul_quant(
-        x, other, quantization=quantizations.VLLM_FP8_TOKEN
-    ),
-}
 
 
 class Subject(NamedTuple):
@@ -170,15 +131,15 @@ def _gradients(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...
     return torch.autograd.grad(outputs, leaves, (x.detach().flip(0), residual.detach()))
 
 
-def _outputs_and_gradients(name: str, operands: Iterable[Tensor]) -> list[Tensor]:
+def _outputs_and_gradients(listed: Listed, operands: Iterable[Tensor]) -> list[Tensor]:
     """The outputs of an operation; if it has gradients, outputs again where they are recorded, and all gradients."""
 
     def outputs_of(*tensors: Tensor) -> list[Tensor]:
-        found = OPERATIONS[name](*tensors)
+        found = listed.function(**listed.of_sample(*tensors))
         return [found] if isinstance(found, Tensor) else list(found)
 
     alone = outputs_of(*operands)
-    if name.endswith(("quantize", "_quant")):
+    if not listed.differentiable:
         return alone
     leaves = [t.detach().requires_grad_() for t in operands]
     outputs = outputs_of(*leaves)
@@ -263,14 +224,14 @@ def operations(which: list[Subject]) -> Iterator[Compared]:
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         operands = _operands(dtype, *OPERATIONS_SHAPE, generator)
-        for name in OPERATIONS:
+        for name, listed in every().items():
             with fusednorm.use_backend("reference"):
-                wanted = _outputs_and_gradients(name, operands)
+                wanted = _outputs_and_gradients(listed, operands)
             for subject in which:
                 there = [t.to(subject.device) for t in operands]
                 try:
                     with _on(subject):
-                        differing = _differing(_outputs_and_gradients(name, there), wanted)
+                        differing = _differing(_outputs_and_gradients(listed, there), wanted)
                 except fusednorm.BackendError:  # see above
                     yield Compared(subject, dtype, name, None)
                 else:
@@ -296,7 +257,7 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
         The exit status: 1 on any difference, else 130 if the user interrupted the check.
     """
     which = subjects(backends)
-    total = len(which) * len(DTYPES) * (len(HIDDEN_SIZES) * len(ROWS) + len(OPERATIONS))
+    total = len(which) * len(DTYPES) * (len(HIDDEN_SIZES) * len(ROWS) + len(every()))
     done: list[Result] = []
     compared: list[Compared] = []
     interrupted = False
@@ -322,7 +283,7 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
     if compared:
         rows, hidden_size = OPERATIONS_SHAPE
         about = f"All operations, with their gradients, at {rows} rows of {hidden_size} elements:"
-        console.print(about, ", ".join(OPERATIONS), sep="\n", width=80)
+        console.print(about, ", ".join(every()), sep="\n", width=80)
         console.print(_operations(compared))
     taken = [any(result.differing.values()) for result in done if result.differing]
     taken += [bool(one.differing) for one in compared if one.differing is not None]

@@ -20,7 +20,7 @@ from fusednorm.engine import choose
 from fusednorm.tools import check, console, doctor
 from fusednorm.tools.agree import difference
 from fusednorm.tools.cli import INTERRUPTED, UNUSABLE, UnusableError
-from fusednorm.tools.measure import bench, compare, train
+from fusednorm.tools.measure import bench, compare, train, workloads
 from fusednorm.tools.measure.bench import WrongBitsError
 
 
@@ -75,6 +75,11 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
         print(json.dumps(findings, indent=2))
         return doctor.status(findings)
     return doctor.show(screen)
+
+
+def operations() -> list[str]:
+    """The names of all that ``bench`` times; those that the command line shows come first."""
+    return list(dict.fromkeys((*workloads.OPS, *workloads.every_measured())))
 
 
 def _resolve(arguments: argparse.Namespace) -> None:

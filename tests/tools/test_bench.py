@@ -209,7 +209,7 @@ def test_what_differs_of_a_peer_is_counted(monkeypatch):
     right = peer(monkeypatch, formula).measure(cell("add_norm"))["made up"]["differing"]
     compared = 2 * 2 * benchmark.EDGE_ROWS * HIDDEN
     with torch.no_grad():
-        x, residual = benchmark.Bench(CPU, None, [])._operands(cell("add_norm"))[0][:2]
+        x, residual = benchmark.Bench(CPU, None, [])._inputs(cell("add_norm"))
         weight = torch.linspace(0.5, 1.5, HIDDEN)
         got = torch.stack(formula(x, residual, weight, benchmark.EPS))
         import fusednorm

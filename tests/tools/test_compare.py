@@ -136,7 +136,7 @@ def test_exact_is_what_fusednorm_gives_in_float64(op):
     torch.manual_seed(1)
     x, residual, weight = torch.randn(5, 128), torch.randn(5, 128), torch.rand(128)
     operation = workloads.OPERATIONS[op]
-    inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
+    inputs = [operand.double() for operand in (x, residual)[: len(operation.inputs)]]
     y = workloads.as_tuple(operation.calls(weight.double(), 1e-6).new(*inputs))[0]
     wanted = compare.exact(x, residual, weight, 1e-6, op)
     assert (wanted.double() - y.double()).abs().max() < 1e-6

@@ -18,6 +18,7 @@ from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.calls import fast_path
 from fusednorm.engine import choose
+from fusednorm.operations.listed import every
 from fusednorm.tools import check, cli, commands, doctor
 from fusednorm.tools.measure import bench, compare, peers, train, workloads
 
@@ -42,7 +43,7 @@ def one_shape(monkeypatch):
     monkeypatch.setattr(check, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
     monkeypatch.setattr(check, "TIMED", (16, 896))
     monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
-    monkeypatch.setattr(check, "OPERATIONS", {})
+    monkeypatch.setattr(check, "every", dict)
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
@@ -141,7 +142,7 @@ def test_check_has_a_line_for_each_backend_and_dtype(monkeypatch):
     monkeypatch.setattr(check, "ROWS", (1, 7))
     monkeypatch.setattr(check, "MOST_WITH_GRADIENTS", 7 * 64)
     monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
-    monkeypatch.setattr(check, "OPERATIONS", {})
+    monkeypatch.setattr(check, "every", dict)
     status, text = printed(check.check)
     assert status == 0
     lines = [line for line in text.splitlines() if "4 exact" in line]
@@ -220,23 +221,20 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
 
 
 def test_check_proves_every_operation(monkeypatch):
-    """Each public function, but for those in place; a backend for each line."""
-    others = {"accelerate_torch", "backends", "contract", "explain", "prewarm", "quantizations", "register_backend"}
-    functions = {name for name in fusednorm.__all__ if name[0].islower()} - others - {"use_backend"}
-    assert set(check.OPERATIONS) == {name.rstrip("_") for name in functions}
+    """All that are listed; a backend for each line."""
     monkeypatch.setattr(check, "results", lambda *_: iter(()))
     monkeypatch.setattr(check, "OPERATIONS_SHAPE", (3, 256))
     status, text = printed(check.check)
     assert status == 0
-    count, subjects = len(check.OPERATIONS), check.subjects()
+    count, subjects = len(every()), check.subjects()
     assert text.count(f"{count} exact") == len(check.DTYPES) * len(subjects)
     assert f"all {count * len(check.DTYPES) * len(subjects)} cases are exact" in text
 
 
 @pytest.mark.parametrize("where", ["outputs", "gradients"])
 def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where):
-    def wrong(x, other, weight):
-        y = fusednorm.gate(x, other)
+    def wrong(y, z, activation):
+        x, y = y, fusednorm.gate(y, z, activation=activation)
         if choose.request() == "cpu":
             with torch.no_grad():
                 y.view(torch.int16)[-1, -1] ^= where == "outputs"
@@ -244,7 +242,8 @@ def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where
                 x.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), 7.0))
         return y
 
-    monkeypatch.setattr(check, "OPERATIONS", {"gate": wrong, "rms_norm_add": fusednorm.rms_norm_add})
+    two = {"gate": every()["gate"]._replace(function=wrong), "rms_norm_add": every()["rms_norm_add"]}
+    monkeypatch.setattr(check, "every", lambda: two)
     monkeypatch.setattr(check, "OPERATIONS_SHAPE", (3, 128))
     status, text = printed(lambda console: check.check(console, ["reference", "cpu"]))
     assert status == 1

@@ -13,7 +13,7 @@ import torch
 
 from fusednorm.tools.cli import UnusableError
 from fusednorm.tools.console import of_threads
-from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, Measured
+from fusednorm.tools.measure.workloads import GRADIENTS, Measured, every_measured
 
 #: The suffix of the names of contenders that work in place.
 IN_PLACE = " in place"
@@ -57,7 +57,7 @@ class Cell:
     @property
     def measured(self) -> Measured:
         """The operation, or that whose gradients are timed."""
-        return OPERATIONS[self.forward_op]
+        return every_measured()[self.forward_op]
 
     @property
     def possible(self) -> bool:
@@ -69,10 +69,9 @@ class Cell:
     def nbytes(self) -> int:
         """The bytes of the large operands that a call reads and writes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
-        elements = self.rows * self.hidden_size
         if self.backward:
-            return elements * itemsize * GRADIENTS[self.op][1]
-        return self.measured.nbytes(elements, itemsize)
+            return self.rows * self.hidden_size * itemsize * GRADIENTS[self.op][1]
+        return self.measured.nbytes(self.rows, self.hidden_size, itemsize)
 
 
 class Results:

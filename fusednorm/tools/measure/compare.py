@@ -94,7 +94,8 @@ def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float, op: str = "ad
     one element in 10^8), the result may be one ulp from the nearest number.
     """
     operation = OPERATIONS[op]
-    inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
+    assert operation.formula is not None
+    inputs = [operand.double() for operand in (x, residual)[: len(operation.inputs)]]
     y = as_tuple(operation.formula(*inputs, weight.double(), eps))[0]
     return y if operation.quantization else rounded(y, x.dtype)
 

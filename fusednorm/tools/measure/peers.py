@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
+from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple, every_measured
 
 #: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual. For another
 #: operation of fusednorm/tools/measure/workloads.py: its inputs -> its outputs.
@@ -50,7 +50,7 @@ class Implementation(NamedTuple):
 
     def pure(self, weight: Tensor, eps: float, op: str = "add_norm") -> Callable[[Tensor, Tensor], Tensor]:
         """Returns a call: x and the residual -> the first output of an operation, which writes to neither."""
-        build, inputs = self.of(op), OPERATIONS[op].inputs
+        build, inputs = self.of(op), len(OPERATIONS[op].inputs)
         assert build is not None
         call = build(weight, eps)
         if not self.in_place:
@@ -116,12 +116,11 @@ def ours(device: torch.device) -> list[Implementation]:
 def _of_formulas(name: str, rounds: str, compile_it: Callable[[Call], Call]) -> list[Implementation]:
     """The formulas in torch."""
 
-    def of(op: str) -> Callable[[Tensor, float], Call]:
-        formula = OPERATIONS[op].formula
+    def of(formula: Call) -> Callable[[Tensor, float], Call]:
         return lambda weight, eps: compile_it(lambda *given: formula(*given, weight, eps))
 
-    others = {op: of(op) for op in OPERATIONS if op != "add_norm"}
-    return [Implementation(name, torch.__version__, rounds, of("add_norm"), gradients=True, others=others)]
+    others = {op: of(one.formula) for op, one in every_measured().items() if one.formula is not None}
+    return [Implementation(name, torch.__version__, rounds, others["add_norm"], gradients=True, others=others)]
 
 
 def eager(device: torch.device) -> list[Implementation]:
