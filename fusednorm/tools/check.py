@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from fusednorm.engine import choose
 from fusednorm.operations.listed import Listed, every
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.console import progress
-from fusednorm.tools.measure.clock import Clock
+from fusednorm.tools.measure.clock import Clock, Contender, Run
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
@@ -40,9 +39,6 @@ MOST_WITH_GRADIENTS = 1 << 19
 
 #: The shape, rows and hidden size, whose time the short table shows.
 TIMED = (1, 4096)
-#: A timed case is repeated for about this many seconds, and the median call is reported.
-SECONDS_PER_CASE = 0.02
-
 #: The comparisons of fused_add_rms_norm: the column of each in the table, and a sentence.
 PROMISES = {
     "forward": "both outputs have the reference's bits",
@@ -75,11 +71,11 @@ class Result(NamedTuple):
     dtype: str
     rows: int
     hidden_size: int
-    #: The number of elements with other bits, for each of :data:`PROMISES` that was compared; empty if the backend
-    #: refuses such calls.
+    #: The number of elements with other bits, for each of :data:`PROMISES` that was compared, or of an operation, by
+    #: its name; empty if the backend refuses such calls.
     differing: dict[str, int]
     #: The time of a call with ``out=`` and ``residual_out=``; None if it was not timed.
-    seconds: float | None
+    seconds: float | None = None
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -87,16 +83,6 @@ class Result(NamedTuple):
         x, residual = (dtype.itemsize for dtype in DTYPES[self.dtype])
         elements = self.rows * self.hidden_size
         return (2 * elements * (x + residual) + self.hidden_size * residual) / (self.seconds or 1) / 1e9
-
-
-class Compared(NamedTuple):
-    """The result of one subject with one operation."""
-
-    subject: Subject
-    dtype: str
-    operation: str
-    #: The number of elements with other bits, of outputs and gradients; None if the backend refuses the call.
-    differing: int | None
 
 
 def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
@@ -152,16 +138,6 @@ def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
     return sum(count_differing(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True))
 
 
-def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call. The checked call before has warmed it up."""
-    clock = Clock(device)
-    times: list[float] = []
-    stop = time.perf_counter() + SECONDS_PER_CASE
-    while len(times) < 3 or (time.perf_counter() < stop and len(times) < 1000):
-        times.append(clock.seconds(call))
-    return sorted(times)[len(times) // 2]
-
-
 @contextmanager
 def _on(subject: Subject) -> Iterator[None]:
     """Has the subject compute all calls."""
@@ -188,7 +164,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
         try:
             call()
         except fusednorm.BackendError:  # another package's backend need not support every dtype
-            return Result(subject, dtype, rows, hidden_size, {}, None)
+            return Result(subject, dtype, rows, hidden_size, {})
         sums = x + residual
         unfused = fusednorm.rms_norm(sums, weight, out=torch.empty_like(x))
         differing = {
@@ -203,7 +179,10 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
             alone = fusednorm.fused_add_rms_norm(x[one], residual[one], weight)
             differing["row"] += _differing(alone, (y[one], total[one]))
         if timed:
-            seconds = _median_seconds(call, subject.device)
+            clock = Clock(subject.device)
+            clock.has_graphs = False
+            microseconds = clock.timed([Run(Contender("out=", call, 0), call, [()])])[0]["eager"]
+            seconds = (microseconds or 0.0) / 1e6
     return Result(subject, dtype, rows, hidden_size, differing, seconds)
 
 
@@ -219,7 +198,7 @@ def results(which: list[Subject], time_all: bool) -> Iterator[Result]:
             yield _result(subject, dtype, operands, wanted, time_all or (rows, hidden_size) == TIMED)
 
 
-def operations(which: list[Subject]) -> Iterator[Compared]:
+def operations(which: list[Subject]) -> Iterator[Result]:
     """Runs the check of all operations."""
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
@@ -229,13 +208,10 @@ def operations(which: list[Subject]) -> Iterator[Compared]:
                 wanted = _outputs_and_gradients(listed, operands)
             for subject in which:
                 there = [t.to(subject.device) for t in operands]
-                try:
-                    with _on(subject):
-                        differing = _differing(_outputs_and_gradients(listed, there), wanted)
-                except fusednorm.BackendError:  # see above
-                    yield Compared(subject, dtype, name, None)
-                else:
-                    yield Compared(subject, dtype, name, differing)
+                differing = {}
+                with suppress(fusednorm.BackendError), _on(subject):  # see above
+                    differing[name] = _differing(_outputs_and_gradients(listed, there), wanted)
+                yield Result(subject, dtype, *OPERATIONS_SHAPE, differing)
 
 
 def _operands(dtype: str, rows: int, hidden_size: int, generator: torch.Generator) -> list[Tensor]:
@@ -259,17 +235,15 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
     which = subjects(backends)
     total = len(which) * len(DTYPES) * (len(HIDDEN_SIZES) * len(ROWS) + len(every()))
     done: list[Result] = []
-    compared: list[Compared] = []
+    compared: list[Result] = []
     interrupted = False
     with progress(console) as bar:
         task = bar.add_task("checking", total=total)
         try:
-            for result in results(which, every_case):
-                bar.update(task, advance=1, description=str(result.subject))
-                done.append(result)
-            for one in operations(which):
-                bar.update(task, advance=1, description=str(one.subject))
-                compared.append(one)
+            for found, kept in ((results(which, every_case), done), (operations(which), compared)):
+                for result in found:
+                    bar.update(task, advance=1, description=str(result.subject))
+                    kept.append(result)
         except KeyboardInterrupt:
             interrupted = True
     done.sort(key=lambda result: which.index(result.subject))
@@ -285,12 +259,13 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
         about = f"All operations, with their gradients, at {rows} rows of {hidden_size} elements:"
         console.print(about, ", ".join(every()), sep="\n", width=80)
         console.print(_operations(compared))
-    taken = [any(result.differing.values()) for result in done if result.differing]
-    taken += [bool(one.differing) for one in compared if one.differing is not None]
+    taken = [any(result.differing.values()) for result in (*done, *compared) if result.differing]
     failures = sum(taken)
-    for subject, dtype, operation, differing in compared:
-        if differing:
-            console.print(f"[red]{escape(f'{subject}, {dtype}: {operation}')}: {differing} differ[/]")
+    for result in compared:
+        for operation, count in result.differing.items():
+            if count:
+                name = escape(f"{result.subject}, {result.dtype}: {operation}")
+                console.print(f"[red]{name}: {count} differ[/]")
     if failures:
         console.print(f"[red]{failures} of {len(taken)} cases have other bits[/]")
     elif not interrupted:
@@ -328,12 +303,12 @@ def _summary(done: list[Result]) -> Table:
     return table
 
 
-def _operations(done: list[Compared]) -> Table:
+def _operations(done: list[Result]) -> Table:
     """A line for each backend, with a column for each dtype."""
     table = Table("backend", *DTYPES, padding=(0, 1, 0, 0))
     for subject in dict.fromkeys(one.subject for one in done):
-        taken = [one for one in done if one.subject == subject and one.differing is not None]
-        counts = [[one.differing for one in taken if one.dtype == dtype] for dtype in DTYPES]
+        taken = [(one.dtype, count) for one in done if one.subject == subject for count in one.differing.values()]
+        counts = [[count for of, count in taken if of == dtype] for dtype in DTYPES]
         table.add_row(escape(str(subject)), *(_verdict(count.count(0), len(count)) for count in counts))
     return table
 

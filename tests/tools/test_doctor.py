@@ -20,7 +20,7 @@ from fusednorm.calls import fast_path
 from fusednorm.engine import choose
 from fusednorm.operations.listed import every
 from fusednorm.tools import check, cli, commands, doctor
-from fusednorm.tools.measure import bench, compare, peers, train, workloads
+from fusednorm.tools.measure import bench, clock, compare, peers, train, workloads
 
 
 def run(*arguments, **environment):
@@ -42,7 +42,7 @@ def one_shape(monkeypatch):
     monkeypatch.setattr(check, "ROWS", (16,))
     monkeypatch.setattr(check, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
     monkeypatch.setattr(check, "TIMED", (16, 896))
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(check, "every", dict)
 
 
@@ -141,7 +141,7 @@ def test_check_has_a_line_for_each_backend_and_dtype(monkeypatch):
     monkeypatch.setattr(check, "HIDDEN_SIZES", (64, 96))
     monkeypatch.setattr(check, "ROWS", (1, 7))
     monkeypatch.setattr(check, "MOST_WITH_GRADIENTS", 7 * 64)
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(check, "every", dict)
     status, text = printed(check.check)
     assert status == 0

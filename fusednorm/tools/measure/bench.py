@@ -24,10 +24,8 @@ from fusednorm.tools.console import progress
 from fusednorm.tools.measure import plots, tables
 from fusednorm.tools.measure.cells import CPU_SHAPES, GPU_SHAPES, IN_PLACE, Cell, Results
 from fusednorm.tools.measure.clock import Clock, Contender, Run, copy, halves
-from fusednorm.tools.measure.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools.measure.peers import COMPILED, EPS, Implementation, implementations, in_a_line
 from fusednorm.tools.measure.workloads import GRADIENTS, as_tuple
-
-EPS = 1e-6
 
 #: The most sets of a backward pass, because each holds a graph of autograd.
 MOST_GRAPHS = 16
@@ -119,13 +117,8 @@ class Bench:
         operand = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
         chosen = fusednorm.explain(operand, operand, operand[0]).backend
         self.backends = tuple(backends or (chosen,))
-        self.peers: list[Implementation] = []
         self.missing: dict[str, str] = {}
-        for name in peers:
-            try:
-                self.peers += implementations(name, device)
-            except MissingError as reason:
-                self.missing[name] = str(reason)
+        self.peers = list(implementations(peers, device, self.missing))
         import torch._functorch.config as functorch  # here: no other command needs it
 
         # A benchmark differentiates a graph more than once, and compiles for every shape.

@@ -24,10 +24,8 @@ from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
 from fusednorm.tools.console import measured_on
 from fusednorm.tools.measure import plots
-from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools.measure.peers import COMPILED, EPS, PEERS, Implementation, implementations, in_a_line
 from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
-
-EPS = 1e-6
 
 #: The batches' numbers of rows: all small ones, and those around powers of two, where kernels change their plans.
 BATCHES = (*range(1, 41), *(2**power + by for power in range(6, 11) for by in (-1, 0, 1)))
@@ -204,20 +202,11 @@ def report(
         on_cpu = operands(getattr(torch, dtype), hidden_size)
         given[dtype] = [tensor.to(where) for tensor in (*on_cpu, exact(*on_cpu, EPS, op))]
     findings: dict[str, list[Finding]] = {dtype: [] for dtype in given}
-    missing = {}
+    missing: dict[str, str] = {}
     interrupted = False
-    # Each is imported after the others were measured, because an import may set options: vLLM's sets torch.compile's.
     try:
-        for name in names:
-            try:
-                found = implementations(name, where)
-                here = [implementation for implementation in found if implementation.of(op) is not None]
-                if not here:
-                    raise MissingError(f"it has no {op}")
-            except MissingError as reason:
-                missing[name] = str(reason)
-                continue
-            for implementation, dtype in itertools.product(here, given):
+        for implementation in implementations(names, where, missing, op):
+            for dtype in given:
                 starting(f"{implementation.name}, {dtype}")
                 findings[dtype].append(measure(implementation, *given[dtype], op=op))
     except KeyboardInterrupt:
