@@ -1,5 +1,6 @@
 """``python -m fusednorm``: what it finds, and that its proof can fail."""
 
+import importlib.util
 import io
 import json
 import os
@@ -23,12 +24,6 @@ from fusednorm.tools import check, cli, commands, doctor
 from fusednorm.tools.measure import bench, clock, compare, peers, train, workloads
 
 
-def run(*arguments, **environment):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
-    command = [sys.executable, "-P", "-m", "fusednorm", *arguments]
-    return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True)
-
-
 def printed(command, **console):
     text = io.StringIO()
     status = command(Console(file=text, width=140, **console))
@@ -47,7 +42,7 @@ def one_shape(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
-def test_report_as_json(arguments):
+def test_report_as_json(run, arguments):
     done = run(*arguments, FUSEDNORM_BACKEND="reference")
     assert done.returncode == 0
     found = json.loads(done.stdout)
@@ -79,7 +74,7 @@ def test_a_closed_fast_path_is_a_finding(monkeypatch, name, value, reason):
 
 
 @pytest.mark.parametrize("arguments", [[], ["doctor"]])
-def test_report_for_a_person(arguments):
+def test_report_for_a_person(run, arguments):
     done = run(*arguments)
     assert done.returncode == 0
     for part in ("specification 1", torch.__version__, "available", "CPU tensors go to backend cpu: C kernels for"):
@@ -98,7 +93,7 @@ def test_report_for_a_person(arguments):
         ("FUSEDNORM_VLLM", "foo", "it must be one of vllm, default, off; vLLM is left as it was"),
     ],
 )
-def test_unusable_settings_are_findings(variable, value, message):
+def test_unusable_settings_are_findings(run, variable, value, message):
     """Beside all the others: no variable costs the list of backends."""
     done = run(**{variable: value})
     assert done.returncode == 1
@@ -108,7 +103,7 @@ def test_unusable_settings_are_findings(variable, value, message):
     assert done.stderr == ""
 
 
-def test_a_variable_that_nothing_reads_is_a_finding():
+def test_a_variable_that_nothing_reads_is_a_finding(run):
     done = run("--json", FUSEDNORM_BACKND="cuda", FUSEDNORM_CPU_ISA="sse9")
     assert done.returncode == 1
     found = json.loads(done.stdout)
@@ -272,16 +267,8 @@ def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
 # The commands' own manners
 
 
-def called(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["fusednorm", *arguments])
-    try:
-        return main()
-    except SystemExit as ended:
-        return ended.code
-
-
-def test_version(monkeypatch, capsys):
-    assert called(monkeypatch, "--version") == 0
+def test_version(called, capsys):
+    assert called("--version") == 0
     assert capsys.readouterr().out == f"fusednorm {fusednorm.__version__}, specification {fusednorm.SPEC_VERSION}\n"
 
 
@@ -315,13 +302,19 @@ NOWHERE = "cannot be written: No such file or directory"
         (["bench", "--json", "/"], "'/' cannot be written: Is a directory"),
         (["compare", "--plot", "x.xyz"], "'x.xyz' must end in .png, .svg or .pdf"),
         (["bench", "--train", "--unknown"], "unrecognized arguments: --unknown"),
+        (["bench", "--train", "--plot", "found.svg"], "--train draws nothing: leave out --plot"),
+        (["bench", "--shapes", "4096"], "'4096' is no shape: rows x hidden size, such as 1x4096"),
+        (["bench", "--shapes", "0x64"], "'0x64' is no shape"),
+        (["bench", "--peers", "nobody"], "invalid choice: 'nobody'"),
+        (["bench", "--ops", "nothing"], "invalid choice: 'nothing' (choose from 'add_norm', "),
+        (["compare", "--peers", "nobody"], "invalid choice: 'nobody'"),
     ],
 )
-def test_commands_refuse_in_a_sentence(monkeypatch, capsys, arguments, message):
+def test_commands_refuse_in_a_sentence(called, monkeypatch, capsys, arguments, message):
     """Before anything is measured."""
     monkeypatch.setattr(bench, "Bench", None)
     monkeypatch.setattr(compare, "report", None)
-    assert called(monkeypatch, *arguments) == 2
+    assert called(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -335,9 +328,17 @@ def test_commands_refuse_in_a_sentence(monkeypatch, capsys, arguments, message):
         (["check", "--backend", "cuda"], "backend cuda cannot be used here: torch"),
     ],
 )
-def test_commands_refuse_a_gpu_that_is_not_here(monkeypatch, capsys, arguments, message):
-    assert called(monkeypatch, *arguments) == 2
+def test_commands_refuse_a_gpu_that_is_not_here(called, capsys, arguments, message):
+    assert called(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "compare"])
+def test_plot_names_what_it_needs(called, monkeypatch, capsys, command):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert called(command, "--plot", "found.svg") == 2
+    cure = "pip install matplotlib, or '.[plot]' in the checkout"
+    assert f"argument --plot: it needs matplotlib: {cure}" in capsys.readouterr().err
 
 
 def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
@@ -349,22 +350,22 @@ def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
     assert file.read_text() == "mine"
 
 
-def test_an_order_that_cannot_be_kept_is_a_sentence():
+def test_an_order_that_cannot_be_kept_is_a_sentence(run):
     done = run("bench", "--peers", "--shapes", "1x64", FUSEDNORM_BACKEND="nonsense")
     assert done.returncode == 2
     assert done.stderr.startswith("python -m fusednorm bench: FUSEDNORM_BACKEND names the backend 'nonsense'")
 
 
-def test_an_interrupt_ends_with_130(monkeypatch, capsys):
+def test_an_interrupt_ends_with_130(called, monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands.doctor, "report", interrupted)
-    assert called(monkeypatch, "doctor", "--json") == 130
+    assert called("doctor", "--json") == 130
     assert capsys.readouterr().err == "interrupted: there is nothing to show yet\n"
 
 
-def test_an_interrupted_kit_ends_by_itself(monkeypatch):
+def test_an_interrupted_kit_ends_by_itself(called, monkeypatch):
     """pytest gets the interrupt too, prints its summary, and is waited for."""
     waits = [KeyboardInterrupt, KeyboardInterrupt, 2]
 
@@ -380,7 +381,7 @@ def test_an_interrupted_kit_ends_by_itself(monkeypatch):
             raise now
 
     monkeypatch.setattr(commands.subprocess, "Popen", Running)
-    assert called(monkeypatch, "conformance", "--backend", "cpu", "-k", "golden") == 130
+    assert called("conformance", "--backend", "cpu", "-k", "golden") == 130
     assert waits == []
 
 
