@@ -30,6 +30,12 @@ def printed(command, **console):
     return status, text.getvalue()
 
 
+def register(monkeypatch, name, **functions):
+    """Adds the reference with other functions as a backend."""
+    monkeypatch.setattr(choose, "_registered", {name: SimpleNamespace(**{**vars(reference), **functions})})
+    monkeypatch.setattr(choose, "_selected", {})
+
+
 @pytest.fixture
 def one_shape(monkeypatch):
     """The check at a single shape and dtype, and without waiting for good times."""
@@ -180,29 +186,16 @@ def test_an_interrupted_check_prints_what_there_is(one_shape, monkeypatch):
 def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
     """Each promise in a column of its own."""
 
-    class OffByOneBit:
-        DEVICES = ("cpu",)
+    def forward(call):
+        reference.forward(call)
+        call.out.view(torch.int16)[-1, -1] ^= is_wrong(call.residual, call.rows)
 
-        def unavailable(self):
-            return []
+    def backward(call):
+        reference.backward(call)
+        if promise == "gradients":
+            call.dx.view(torch.int16)[-1, -1] ^= 1
 
-        def unsuitable(self, operation):
-            return []
-
-        def plan(self, operation):
-            return "wrong"
-
-        def forward(self, call):
-            reference.forward(call)
-            call.out.view(torch.int16)[-1, -1] ^= is_wrong(call.residual, call.rows)
-
-        def backward(self, call):
-            reference.backward(call)
-            if promise == "gradients":
-                call.dx.view(torch.int16)[-1, -1] ^= 1
-
-    monkeypatch.setattr(choose, "_registered", {"off_by_one_bit": OffByOneBit()})
-    monkeypatch.setattr(choose, "_selected", {})
+    register(monkeypatch, "off_by_one_bit", forward=forward, backward=backward)
     status, text = printed(check.check)
     assert status == 1
     (line,) = (line for line in text.splitlines() if "off_by_one_bit" in line)
@@ -250,14 +243,7 @@ def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where
 
 
 def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
-    class Picky(type(reference)):
-        def unsuitable(operation):
-            return ["it computes in float32 only"]
-
-    picky = Picky("picky")
-    vars(picky).update({**vars(reference), "unsuitable": Picky.unsuitable})
-    monkeypatch.setattr(choose, "_registered", {"picky": picky})
-    monkeypatch.setattr(choose, "_selected", {})
+    register(monkeypatch, "picky", unsuitable=lambda operation: ["it computes in float32 only"])
     status, text = printed(check.check)
     assert status == 0
     (line,) = (line for line in text.splitlines() if "picky" in line)

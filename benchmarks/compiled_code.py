@@ -1,7 +1,7 @@
 """What NVRTC or Triton makes of the kernels for each GPU, on a machine without any, and how long that takes.
 
     pip install -c constraints.txt . triton cuda-bindings nvidia-cuda-nvrtc nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-    python -P benchmarks/gpu_compile.py cuda|triton [--targets sm_90,gfx942] [--sizes 128,4096] [--dtypes bfloat16]
+    python -P benchmarks/compiled_code.py cuda|triton [--targets sm_90,gfx942] [--sizes 128,4096] [--dtypes bfloat16]
 
 Per kernel: threads or warps of a block; registers and bytes of stack (where registers are spilled to) per thread; bytes
 of shared memory per block; the widest and the narrowest access to rows, in bytes; shuffles and barriers per thread;
