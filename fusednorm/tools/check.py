@@ -222,12 +222,9 @@ def _operands(dtype: str, rows: int, hidden_size: int, generator: torch.Generato
 
 
 def check(console: Console, backends: Iterable[str] | None = None, every_case: bool = False) -> int:
-    """Compares every backend with the reference and prints a table.
+    """Compares backends, by default all, with the reference, and prints a table.
 
-    Args:
-        console: receives the table.
-        backends: the names of the backends to compare; None means all.
-        every_case: print a line for each shape, in place of one for each backend and dtype.
+    ``every_case``: with a line for each shape, in place of one for each backend and dtype.
 
     Returns:
         The exit status: 1 on any difference, else 130 if the user interrupted the check.

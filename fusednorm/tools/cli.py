@@ -185,7 +185,12 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
         "compare two runs of a model step by step: the share of equal bits",
         "The exit status is 1 if any bit differs.",
     )
-    _of_difference(runs)
+    runs.add_argument("a", type=Path, metavar="A", help="a safetensors file, or a model's folder")
+    runs.add_argument("b", type=Path, metavar="B", help="the same of the other run")
+    runs.add_argument("--prompt", metavar="TEXT", help="run the models of two folders on this text")
+    runs.add_argument("--patch", choices=("A", "B", "both"), help="let fusednorm compute the norms of these models")
+    runs.add_argument("--all", action="store_true", help="print a line for each layer, not for all of them together")
+    runs.add_argument("--json", dest="json_file", metavar="FILE", help="write the numbers of all layers to FILE")
     return parser
 
 
@@ -237,16 +242,6 @@ def _minutes(text: str) -> float:
     if not minutes > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes, such as 5 or 0.5")
     return minutes
-
-
-def _of_difference(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of difference."""
-    parser.add_argument("a", type=Path, metavar="A", help="a safetensors file, or a model's folder")
-    parser.add_argument("b", type=Path, metavar="B", help="the same of the other run")
-    parser.add_argument("--prompt", metavar="TEXT", help="run the models of two folders on this text")
-    parser.add_argument("--patch", choices=("A", "B", "both"), help="let fusednorm compute the norms of these models")
-    parser.add_argument("--all", action="store_true", help="print a line for each layer, not for all of them together")
-    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the numbers of all layers to FILE")
 
 
 def writable(text: str) -> str:

@@ -64,7 +64,9 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
                 return compare.run(arguments, screen)
         case "bench":
             if arguments.threads is not None:
-                _set_threads(arguments)
+                if arguments.device.type != "cpu":
+                    raise UnusableError(f"--threads is for CPUs: leave it out with --device {arguments.device}")
+                torch.set_num_threads(arguments.threads)
             with process.waiting_for_kernels():
                 if arguments.train:
                     return train.run(arguments, screen)
@@ -112,12 +114,6 @@ def _runs_on(names: Iterable[str], device: torch.device) -> None:
         runs_on = choose.load(name).DEVICES
         if not {device.type, "any"} & set(runs_on):
             raise UnusableError(f"backend {name} runs on {' and '.join(runs_on)}, not on --device {device}")
-
-
-def _set_threads(arguments: argparse.Namespace) -> None:
-    if arguments.device.type != "cpu":
-        raise UnusableError(f"--threads is for CPUs: leave it out with --device {arguments.device}")
-    torch.set_num_threads(arguments.threads)
 
 
 def prewarm(arguments: argparse.Namespace, screen: Console) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import fusednorm
 from fusednorm.tools import cli
 from fusednorm.tools.cli import UnusableError
 from fusednorm.tools.console import console
@@ -208,8 +209,6 @@ def test_what_differs_of_a_peer_is_counted(monkeypatch):
         x, residual = benchmark.Bench(CPU, None, [])._inputs(cell("add_norm"))
         weight = torch.linspace(0.5, 1.5, HIDDEN)
         got = torch.stack(formula(x, residual, weight, benchmark.EPS))
-        import fusednorm
-
         wanted = torch.stack(fusednorm.fused_add_rms_norm(x, residual, weight, benchmark.EPS))
         unequal = (got != wanted)[:, [*range(benchmark.EDGE_ROWS), *range(-benchmark.EDGE_ROWS, 0)]]
     assert right == unequal.sum().item() / compared

@@ -79,15 +79,12 @@ def test_status(called, tmp_path):
     a, b, c = saved(tmp_path, a=same, b=same, c={**same, "y": torch.ones(1)})
     assert called("difference", a, b) == 0
     assert called("difference", a, c) == 1
-    many = torch.zeros(100_000)
-    a, b = saved(tmp_path, a={"x": many}, b={"x": many.index_fill(0, torch.tensor(7), 1.0)})
-    assert called("difference", a, b) == 1
 
 
 def test_all_equal_means_all(called, capsys, tmp_path):
     """99.999% is not shown as 100%."""
     many = torch.zeros(100_000)
-    called("difference", *saved(tmp_path, a={"x": many}, b={"x": many.index_fill(0, torch.tensor(7), 1.0)}))
+    assert called("difference", *saved(tmp_path, a={"x": many}, b={"x": many.index_fill(0, torch.tensor(7), 1.0)}))
     assert "99.99%" in capsys.readouterr().out
 
 

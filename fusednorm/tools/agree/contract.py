@@ -19,9 +19,6 @@ from fusednorm.version import SPEC_VERSION
 #: Names that torch's wrappers put between those of the modules.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
-#: A flag of plain operations that no function has; its value where a step does not say it.
-_OF_PLAIN = {"to_halves": False}
-
 
 @dataclass(frozen=True)
 class Step:
@@ -143,7 +140,7 @@ def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: 
         eps = torch.finfo(accumulator(of_rows)).eps if flags["eps"] is None else flags["eps"]
         flags = {"eps": eps, **{name: value for name, value in sorted(flags.items()) if name != "eps"}}
     listed = every().get(operation)
-    known = _OF_PLAIN if listed is None else _OF_PLAIN | listed.defaults
+    known = {"to_halves": False} | ({} if listed is None else listed.defaults)  # no function has to_halves
     without_effect |= {name for name in flags.keys() & known.keys() - {"eps"} if flags[name] == known[name]}
     return {name: value for name, value in flags.items() if name not in without_effect}
 

@@ -75,11 +75,6 @@ def _share(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
     return sum(count_differing(a, b) for a, b in pairs) / sum(b.numel() for _, b in pairs)
 
 
-def _first_rows(operands: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Selects the rows whose gradients are compared."""
-    return tuple(t[:GRADIENT_ROWS] for t in operands)
-
-
 def _outputs(contender: Contender, operands: tuple[Tensor, ...], written: Sequence[int]) -> list[Tensor]:
     """The compared rows of the outputs. A call in place writes them to the operands at these places."""
     given = [t.clone() for t in operands[: contender.takes]]
@@ -93,9 +88,11 @@ def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ..
     return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
 
-def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: Tensor) -> tuple[Any, ...]:
-    """Calls forward; returns the arguments of :func:`_gradients`."""
-    x, residual, *given = operands
+def _differentiated(
+    contender: Contender, operands: Iterable[Tensor], weight: Tensor, rows: int | None = None
+) -> tuple[Any, ...]:
+    """Calls forward with so many rows, or with all; returns the arguments of :func:`_gradients`."""
+    x, residual, *given = (t[:rows] for t in operands)
     leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), *[weight] * weight.requires_grad)
     with contender.requested():
         outputs = as_tuple(contender.call(*leaves[:2]))
@@ -174,7 +171,7 @@ class Bench:
                 return list(as_tuple(operation.calls(leaf, EPS).new(*map(_edges, on_cpu))))
             leaf.requires_grad_(operation.weighted)
             contender = Contender("reference", operation.calls(leaf, EPS).new, len(operation.inputs))
-            return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), leaf)))
+            return list(_gradients(*_differentiated(contender, on_cpu, leaf, GRADIENT_ROWS)))
 
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
@@ -198,7 +195,7 @@ class Bench:
                 starting(f"{contender.name} {'compiles' if contender.name == COMPILED else 'is compared'}")
                 try:
                     if backward:
-                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), weight))
+                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, sets[0], weight, GRADIENT_ROWS))
                         run = Run(contender, _gradients, [_differentiated(contender, given, weight) for given in sets])
                     else:
                         got = _outputs(contender, sets[0], cell.measured.written)

@@ -75,11 +75,7 @@ class Cell:
 
 
 class Results:
-    """The cells of one or several runs, written to a file one by one.
-
-    Args:
-        machine: the facts that all of them have in common, see :meth:`.bench.Bench.machine`.
-        path: a JSON file's; None means that nothing is written.
+    """The cells of runs on one machine (see :meth:`.bench.Bench.machine`), written to a JSON file if its path is given.
 
     Raises:
         UnusableError: the file has figures of another machine, other versions or other contenders.

@@ -70,9 +70,7 @@ class Finding:
 def ulps(a: Tensor, b: Tensor) -> Tensor:
     """The distance of a and b in floating-point numbers of their dtype, as int64; +0 and -0 are the same number.
 
-    Args:
-        a: any shape, float16, bfloat16, float32, float64, or what a quantizer returns; no NaN.
-        b: of that shape and dtype.
+    Both have the same shape and dtype (a floating-point one, or a quantizer's), and no NaN.
     """
     if not a.dtype.is_floating_point:
         return (a.to(torch.int64) - b.to(torch.int64)).abs()
@@ -121,23 +119,13 @@ def _checked(y: Tensor, wanted: Tensor) -> Tensor:
     return y
 
 
-def _differ(a: Tensor, b: Tensor) -> bool:
-    return count_differing(a, b) > 0
-
-
 @torch.no_grad()
 def measure(
     implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor, *, op: str = "add_norm"
 ) -> Finding:
     """Measures one implementation of an operation in one dtype. An error that it raises is part of the finding.
 
-    Args:
-        implementation: from one of :data:`fusednorm.tools.measure.peers.PEERS`, or any other.
-        x: [ROWS, N].
-        residual: [ROWS, N].
-        weight: [N].
-        wanted: [ROWS, N], see :func:`exact`.
-        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; the implementation has it.
+    x, residual and wanted (see :func:`exact`) are [ROWS, N], the weight is [N]. The implementation has the operation.
     """
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
     if op != "add_norm" and implementation.name != COMPILED:
@@ -150,9 +138,9 @@ def measure(
         found.max_ulp, found.mean_ulp = int(apart.max()), apart.double().mean().item()
         counts = torch.bucketize(apart, torch.tensor(EDGES, device=x.device)).flatten().bincount(minlength=len(CLASSES))
         found.histogram = dict(zip(CLASSES, counts.tolist(), strict=True))
-        found.differing_runs = sum(_differ(call(x, residual), y) for _ in range(RUNS - 1))
+        found.differing_runs = sum(count_differing(call(x, residual), y) > 0 for _ in range(RUNS - 1))
         alone = torch.cat([call(x[row : row + 1], residual[row : row + 1]) for row in range(ROWS)])
-        found.differing_batches = [m for m in BATCHES if _differ(call(x[:m], residual[:m]), alone[:m])]
+        found.differing_batches = [m for m in BATCHES if count_differing(call(x[:m], residual[:m]), alone[:m])]
         if x.device.type == "cpu":
             found.differing_threads = _threaded(implementation, x, residual, weight, op)
     except Exception as error:  # another library's code may raise anything, which is then its result
@@ -172,7 +160,7 @@ def _threaded(implementation: Implementation, x: Tensor, residual: Tensor, weigh
 
     one, *others = threads()
     alone = outputs(one)
-    return [count for count in others if any(map(_differ, outputs(count), alone))]
+    return [count for count in others if any(map(count_differing, outputs(count), alone))]
 
 
 def report(
@@ -184,17 +172,10 @@ def report(
     *,
     starting: Callable[[str], object] = str,
 ) -> dict[str, Any]:
-    """Measures the implementations. Returns plain data, except for a list of :class:`Finding`.
+    """Measures the implementations of an operation. Returns plain data, except for a list of :class:`Finding`.
 
-    After ``KeyboardInterrupt`` "interrupted" is true, and the results so far are returned.
-
-    Args:
-        names: keys of :data:`fusednorm.tools.measure.peers.PEERS`.
-        dtypes: of :data:`DTYPES`.
-        hidden_size: N.
-        device: as torch names it.
-        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; implementations without it are missing.
-        starting: called with the name of each next measurement.
+    After ``KeyboardInterrupt`` "interrupted" is true, and the results so far are returned. ``starting`` is called with
+    the name of each next measurement.
     """
     where = torch.device(device)
     given = {}
@@ -231,13 +212,7 @@ def _sameness(differing: int, of: int) -> str:
 
 
 def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
-    """Prints the findings for a person.
-
-    Args:
-        found: what :func:`report` returned.
-        console: receives them, in 80 columns.
-        wide: also print the number of elements with each error, in 140 columns.
-    """
+    """Prints what :func:`report` returned, in 80 columns; wide: and the number of elements with each error, in 140."""
     if wide:
         console.width = max(console.width, 140)
     counts = found["threads"] or []
