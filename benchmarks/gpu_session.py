@@ -6,7 +6,7 @@
 
 It makes an environment in OUT that sees the machine's torch and triton, installs from the wheels alone, and runs the
 steps below, each for its seconds at most. Each writes OUT/NAME.txt and prints a line. Exit status 1 if any failed.
-`--only NAME` runs some of the steps; `--list` prints them.
+`--only NAME` runs some of the steps.
 """
 
 import argparse
@@ -72,17 +72,10 @@ def run(name, out, programs):
 def main():
     """Runs the steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheels", type=Path, help="the folder of wheels to install")
-    parser.add_argument("--out", type=Path, help="the folder to write to")
+    parser.add_argument("--wheels", type=Path, required=True, help="the folder of wheels to install")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
     parser.add_argument("--only", action="append", choices=STEPS, help="run only this step; may be repeated")
-    parser.add_argument("--list", action="store_true", help="print the steps, and run none")
     given = parser.parse_args()
-    if given.list:
-        for name, (seconds, command) in STEPS.items():
-            print(f"{name:15} {seconds:4} s  {' '.join(command)}")
-        return 0
-    if given.wheels is None or given.out is None:
-        parser.error("--wheels and --out are needed")
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     programs = environment(out / "environment", given.wheels.resolve())

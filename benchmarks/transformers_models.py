@@ -13,14 +13,12 @@ that transformers can build small, and only at logits.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import statistics
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -275,7 +273,6 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
@@ -304,8 +301,6 @@ def main() -> None:
         results[kind] = answers(kind) | {"times": times(kind, arguments.rounds)}
         print(table({kind: results[kind]}).splitlines()[-1], flush=True)
     print(table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

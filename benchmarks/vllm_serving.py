@@ -1,6 +1,6 @@
 """Requests per second of vLLM with the plug-in and without it, on the CPU.
 
-    python -P benchmarks/vllm_serving.py [--rounds 5] [--threads 1] [--json results.json]
+    python -P benchmarks/vllm_serving.py [--rounds 5] [--threads 1]
     python -P benchmarks/vllm_serving.py --dry-run      # a tiny model: shows that it runs, measures nothing
 
 Two engines, each in a process of its own, answer the same requests in turns: one with ``FUSEDNORM_VLLM=off``, the other
@@ -240,7 +240,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32, help="generated for each request")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="write the results to this file")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and one round")
     parser.add_argument("--only", nargs="*", help="measure these models alone, such as Llama or 'Llama W8A8'")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -249,7 +248,6 @@ def main() -> None:
         serve(*json.loads(options.serve))
         return
     sizes, rounds = (TINY, 1) if options.dry_run else (SIZES, options.rounds)
-    results = []
     print("| model | dtype | | by | without | with | ratio, median | lowest | highest |\n" + "|---" * 9 + "|")
     for model, dtype, eager in CASES:
         if options.only and model not in options.only:
@@ -270,10 +268,6 @@ def main() -> None:
                 f"| {min(ratios):.3f} | {max(ratios):.3f} |",
                 flush=True,
             )
-        results.append({"model": model, "dtype": dtype, "way": way, **found})
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"sizes": sizes, "options": vars(options), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fusednorm.calls.devices import present
 from fusednorm.calls.process import waiting_for_kernels
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations.gate import gate, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.listed import of_function
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant
@@ -42,6 +44,7 @@ def prewarm(
     table_dtype: torch.dtype | None = None,
     interleaved: bool = False,
     round_products: bool = False,
+    function: Callable[..., Any] | None = None,
 ) -> None:
     """Compiles and loads the kernels of a kind of call, so that no later call waits for a compiler.
 
@@ -72,6 +75,7 @@ def prewarm(
         table_dtype: of the tables; x's if None.
         interleaved: as in calls of ``qk_norm_rope``.
         round_products: as in calls of ``qk_norm_rope``.
+        function: also prepare this function, as of a declared operation, with its default flags.
 
     Raises:
         BackendError: no requested backend can take such calls.
@@ -96,6 +100,10 @@ def prewarm(
             given["scale"] = torch.ones(1, device=device)
             if quantization.computes_zero_point:
                 given["zero_point"] = torch.zeros(1, dtype=torch.int32, device=device)
+    listed = None if function is None else of_function(function)
+    needed = {} if listed is None else listed.needed
+    if quantization is not None and "quantization" in needed:
+        needed = {"quantization": quantization, **given}
     # Kernels are the same for all numbers of several heads.
     shape = (hidden_size,) if heads == 1 else (2, hidden_size)
     kinds = [dtype, residual_dtype, *[weight_dtype] * weight, *[weight_dtype] * bias]
@@ -125,6 +133,9 @@ def prewarm(
                     for positions in (None, torch.zeros(1, dtype=torch.int64, device=device)):
                         turned = qk_norm_rope(q, q, one, one, table, table, positions=positions, **how)
                         outputs = (*outputs, *turned)
+                if listed is not None and (listed.differentiable or not gradients):
+                    found = listed.function(**listed.tensors(x, residual, one), **needed)
+                    outputs = (*outputs, *((found,) if isinstance(found, torch.Tensor) else found))
             if gradients:
                 torch.autograd.grad((y, *outputs), leaves, [torch.zeros_like(t) for t in (y, *outputs)])
             elif quantization is not None:

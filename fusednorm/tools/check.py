@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +14,13 @@ from rich.table import Table
 from torch import Tensor
 
 import fusednorm
-from fusednorm import quantizations
 from fusednorm.calls import process
 from fusednorm.calls.devices import devices
 from fusednorm.engine import choose
+from fusednorm.operations.listed import Listed, every
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.console import progress
-from fusednorm.tools.measure.clock import Clock
+from fusednorm.tools.measure.clock import Clock, Contender, Run
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
@@ -40,9 +39,6 @@ MOST_WITH_GRADIENTS = 1 << 19
 
 #: The shape, rows and hidden size, whose time the short table shows.
 TIMED = (1, 4096)
-#: A timed case is repeated for about this many seconds, and the median call is reported.
-SECONDS_PER_CASE = 0.02
-
 #: The comparisons of fused_add_rms_norm: the column of each in the table, and a sentence.
 PROMISES = {
     "forward": "both outputs have the reference's bits",
@@ -52,47 +48,8 @@ PROMISES = {
 }
 
 
-def _rotate(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
-    """Rows as heads of 128 numbers, and tables from another tensor."""
-    cos, sin = other.detach()[:, :128].chunk(2, -1)
-    return fusednorm.rotate(x.view(len(x), -1, 128), cos, sin)
-
-
-def _qk_norm_rope(x: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same; k has q's rows in another order."""
-    cos, sin = other.detach()[:, :128].chunk(2, -1)
-    q, k = x.view(len(x), -1, 128), x.flip(0).view(len(x), -1, 128)
-    return fusednorm.qk_norm_rope(q, k, weight[:128], weight[-128:], cos, sin)
-
-
 #: The rows and the hidden size at which all operations are compared.
 OPERATIONS_SHAPE = (16, 4096)
-#: A call of each operation, by the function's name: of x and another tensor, [M, N], and a weight, [N].
-OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
-    "rms_norm": lambda x, other, weight: fusednorm.rms_norm(x, weight, bias=weight),
-    "fused_add_rms_norm": lambda x, other, weight: fusednorm.fused_add_rms_norm(
-        x, other, weight, bias=weight, x_scale=0.22
-    ),
-    "rms_norm_add": fusednorm.rms_norm_add,
-    "rms_norm_add_rms_norm": lambda x, other, weight: fusednorm.rms_norm_add_rms_norm(x, other, weight, weight),
-    "l2_norm": lambda x, other, weight: fusednorm.l2_norm(x),
-    "gate": lambda x, other, weight: fusednorm.gate(x, other, activation="sigmoid"),
-    "silu_and_mul": lambda x, other, weight: fusednorm.silu_and_mul(x, other),
-    "gelu_tanh_and_mul": lambda x, other, weight: fusednorm.gelu_tanh_and_mul(x, other),
-    "rms_norm_gated": fusednorm.rms_norm_gated,
-    "rotate": _rotate,
-    "qk_norm_rope": _qk_norm_rope,
-    "quantize": lambda x, other, weight: fusednorm.quantize(x, quantizations.VLLM_INT8_TOKEN_AZP_CPU),
-    "rms_norm_quant": lambda x, other, weight: fusednorm.rms_norm_quant(
-        x, weight, quantization=quantizations.VLLM_FP8_BLOCK_FUSED
-    ),
-    "fused_add_rms_norm_quant": lambda x, other, weight: fusednorm.fused_add_rms_norm_quant(
-        x, other, weight, quantization=quantizations.VLLM_INT8_TOKEN_CPU
-    ),
-    "silu_and_mul_quant": lambda x, other, weight: fusednorm.silu_and_mul_quant(
-        x, other, quantization=quantizations.VLLM_FP8_TOKEN
-    ),
-}
 
 
 class Subject(NamedTuple):
@@ -114,11 +71,11 @@ class Result(NamedTuple):
     dtype: str
     rows: int
     hidden_size: int
-    #: The number of elements with other bits, for each of :data:`PROMISES` that was compared; empty if the backend
-    #: refuses such calls.
+    #: The number of elements with other bits, for each of :data:`PROMISES` that was compared, or of an operation, by
+    #: its name; empty if the backend refuses such calls.
     differing: dict[str, int]
     #: The time of a call with ``out=`` and ``residual_out=``; None if it was not timed.
-    seconds: float | None
+    seconds: float | None = None
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -126,16 +83,6 @@ class Result(NamedTuple):
         x, residual = (dtype.itemsize for dtype in DTYPES[self.dtype])
         elements = self.rows * self.hidden_size
         return (2 * elements * (x + residual) + self.hidden_size * residual) / (self.seconds or 1) / 1e9
-
-
-class Compared(NamedTuple):
-    """The result of one subject with one operation."""
-
-    subject: Subject
-    dtype: str
-    operation: str
-    #: The number of elements with other bits, of outputs and gradients; None if the backend refuses the call.
-    differing: int | None
 
 
 def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
@@ -170,15 +117,15 @@ def _gradients(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...
     return torch.autograd.grad(outputs, leaves, (x.detach().flip(0), residual.detach()))
 
 
-def _outputs_and_gradients(name: str, operands: Iterable[Tensor]) -> list[Tensor]:
+def _outputs_and_gradients(listed: Listed, operands: Iterable[Tensor]) -> list[Tensor]:
     """The outputs of an operation; if it has gradients, outputs again where they are recorded, and all gradients."""
 
     def outputs_of(*tensors: Tensor) -> list[Tensor]:
-        found = OPERATIONS[name](*tensors)
+        found = listed.function(**listed.of_sample(*tensors))
         return [found] if isinstance(found, Tensor) else list(found)
 
     alone = outputs_of(*operands)
-    if name.endswith(("quantize", "_quant")):
+    if not listed.differentiable:
         return alone
     leaves = [t.detach().requires_grad_() for t in operands]
     outputs = outputs_of(*leaves)
@@ -189,16 +136,6 @@ def _outputs_and_gradients(name: str, operands: Iterable[Tensor]) -> list[Tensor
 
 def _differing(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
     return sum(count_differing(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True))
-
-
-def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call. The checked call before has warmed it up."""
-    clock = Clock(device)
-    times: list[float] = []
-    stop = time.perf_counter() + SECONDS_PER_CASE
-    while len(times) < 3 or (time.perf_counter() < stop and len(times) < 1000):
-        times.append(clock.seconds(call))
-    return sorted(times)[len(times) // 2]
 
 
 @contextmanager
@@ -227,7 +164,7 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
         try:
             call()
         except fusednorm.BackendError:  # another package's backend need not support every dtype
-            return Result(subject, dtype, rows, hidden_size, {}, None)
+            return Result(subject, dtype, rows, hidden_size, {})
         sums = x + residual
         unfused = fusednorm.rms_norm(sums, weight, out=torch.empty_like(x))
         differing = {
@@ -242,7 +179,10 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
             alone = fusednorm.fused_add_rms_norm(x[one], residual[one], weight)
             differing["row"] += _differing(alone, (y[one], total[one]))
         if timed:
-            seconds = _median_seconds(call, subject.device)
+            clock = Clock(subject.device)
+            clock.has_graphs = False
+            microseconds = clock.timed([Run(Contender("out=", call, 0), call, [()])])[0]["eager"]
+            seconds = (microseconds or 0.0) / 1e6
     return Result(subject, dtype, rows, hidden_size, differing, seconds)
 
 
@@ -258,23 +198,20 @@ def results(which: list[Subject], time_all: bool) -> Iterator[Result]:
             yield _result(subject, dtype, operands, wanted, time_all or (rows, hidden_size) == TIMED)
 
 
-def operations(which: list[Subject]) -> Iterator[Compared]:
+def operations(which: list[Subject]) -> Iterator[Result]:
     """Runs the check of all operations."""
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         operands = _operands(dtype, *OPERATIONS_SHAPE, generator)
-        for name in OPERATIONS:
+        for name, listed in every().items():
             with fusednorm.use_backend("reference"):
-                wanted = _outputs_and_gradients(name, operands)
+                wanted = _outputs_and_gradients(listed, operands)
             for subject in which:
                 there = [t.to(subject.device) for t in operands]
-                try:
-                    with _on(subject):
-                        differing = _differing(_outputs_and_gradients(name, there), wanted)
-                except fusednorm.BackendError:  # see above
-                    yield Compared(subject, dtype, name, None)
-                else:
-                    yield Compared(subject, dtype, name, differing)
+                differing = {}
+                with suppress(fusednorm.BackendError), _on(subject):  # see above
+                    differing[name] = _differing(_outputs_and_gradients(listed, there), wanted)
+                yield Result(subject, dtype, *OPERATIONS_SHAPE, differing)
 
 
 def _operands(dtype: str, rows: int, hidden_size: int, generator: torch.Generator) -> list[Tensor]:
@@ -285,30 +222,25 @@ def _operands(dtype: str, rows: int, hidden_size: int, generator: torch.Generato
 
 
 def check(console: Console, backends: Iterable[str] | None = None, every_case: bool = False) -> int:
-    """Compares every backend with the reference and prints a table.
+    """Compares backends, by default all, with the reference, and prints a table.
 
-    Args:
-        console: receives the table.
-        backends: the names of the backends to compare; None means all.
-        every_case: print a line for each shape, in place of one for each backend and dtype.
+    ``every_case``: with a line for each shape, in place of one for each backend and dtype.
 
     Returns:
         The exit status: 1 on any difference, else 130 if the user interrupted the check.
     """
     which = subjects(backends)
-    total = len(which) * len(DTYPES) * (len(HIDDEN_SIZES) * len(ROWS) + len(OPERATIONS))
+    total = len(which) * len(DTYPES) * (len(HIDDEN_SIZES) * len(ROWS) + len(every()))
     done: list[Result] = []
-    compared: list[Compared] = []
+    compared: list[Result] = []
     interrupted = False
     with progress(console) as bar:
         task = bar.add_task("checking", total=total)
         try:
-            for result in results(which, every_case):
-                bar.update(task, advance=1, description=str(result.subject))
-                done.append(result)
-            for one in operations(which):
-                bar.update(task, advance=1, description=str(one.subject))
-                compared.append(one)
+            for found, kept in ((results(which, every_case), done), (operations(which), compared)):
+                for result in found:
+                    bar.update(task, advance=1, description=str(result.subject))
+                    kept.append(result)
         except KeyboardInterrupt:
             interrupted = True
     done.sort(key=lambda result: which.index(result.subject))
@@ -322,14 +254,15 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
     if compared:
         rows, hidden_size = OPERATIONS_SHAPE
         about = f"All operations, with their gradients, at {rows} rows of {hidden_size} elements:"
-        console.print(about, ", ".join(OPERATIONS), sep="\n", width=80)
+        console.print(about, ", ".join(every()), sep="\n", width=80)
         console.print(_operations(compared))
-    taken = [any(result.differing.values()) for result in done if result.differing]
-    taken += [bool(one.differing) for one in compared if one.differing is not None]
+    taken = [any(result.differing.values()) for result in (*done, *compared) if result.differing]
     failures = sum(taken)
-    for subject, dtype, operation, differing in compared:
-        if differing:
-            console.print(f"[red]{escape(f'{subject}, {dtype}: {operation}')}: {differing} differ[/]")
+    for result in compared:
+        for operation, count in result.differing.items():
+            if count:
+                name = escape(f"{result.subject}, {result.dtype}: {operation}")
+                console.print(f"[red]{name}: {count} differ[/]")
     if failures:
         console.print(f"[red]{failures} of {len(taken)} cases have other bits[/]")
     elif not interrupted:
@@ -367,12 +300,12 @@ def _summary(done: list[Result]) -> Table:
     return table
 
 
-def _operations(done: list[Compared]) -> Table:
+def _operations(done: list[Result]) -> Table:
     """A line for each backend, with a column for each dtype."""
     table = Table("backend", *DTYPES, padding=(0, 1, 0, 0))
     for subject in dict.fromkeys(one.subject for one in done):
-        taken = [one for one in done if one.subject == subject and one.differing is not None]
-        counts = [[one.differing for one in taken if one.dtype == dtype] for dtype in DTYPES]
+        taken = [(one.dtype, count) for one in done if one.subject == subject for count in one.differing.values()]
+        counts = [[count for of, count in taken if of == dtype] for dtype in DTYPES]
         table.add_row(escape(str(subject)), *(_verdict(count.count(0), len(count)) for count in counts))
     return table
 

@@ -44,9 +44,9 @@ class UnusableError(Exception):
 
 def main() -> int:
     """Reads the command line and runs the command; returns the exit status."""
-    parser, arguments, others = parsed()
     from fusednorm.tools import commands  # here, because it imports torch
 
+    parser, arguments, others = parsed(commands.operations())
     return commands.run(parser, arguments, others)
 
 
@@ -61,9 +61,14 @@ def is_running() -> bool:
         return False
 
 
-def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
-    """The parser, the arguments, and those of pytest. Ends the process after ``--help``, ``--version`` or an error."""
-    parser = command_line()
+def parsed(
+    operations: Sequence[str] | None = None,
+) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """The parser, the arguments, and those of pytest. Ends the process after ``--help``, ``--version`` or an error.
+
+    ``operations``: the names of all that ``bench`` times; None: they are not known yet, and any name is taken.
+    """
+    parser = command_line(operations)
     arguments, others = parser.parse_known_args()
     if others and arguments.command != "conformance":
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -72,8 +77,8 @@ def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     return parser, arguments, others
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The commands and their options."""
+def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The commands and their options; see :func:`parsed` for ``operations``."""
     parser = argparse.ArgumentParser(
         # Not "__main__.py".
         prog="fusednorm" if Path(sys.argv[0]).stem == "fusednorm" else "python -m fusednorm",
@@ -157,7 +162,7 @@ def command_line() -> argparse.ArgumentParser:
     speed.add_argument(
         "--ops",
         nargs="+",
-        choices=OPS,
+        choices=operations,
         metavar="OP",
         help=f"time these operations: {', '.join(OPS)} (default: add_norm and backward)",
     )
@@ -180,7 +185,12 @@ def command_line() -> argparse.ArgumentParser:
         "compare two runs of a model step by step: the share of equal bits",
         "The exit status is 1 if any bit differs.",
     )
-    _of_difference(runs)
+    runs.add_argument("a", type=Path, metavar="A", help="a safetensors file, or a model's folder")
+    runs.add_argument("b", type=Path, metavar="B", help="the same of the other run")
+    runs.add_argument("--prompt", metavar="TEXT", help="run the models of two folders on this text")
+    runs.add_argument("--patch", choices=("A", "B", "both"), help="let fusednorm compute the norms of these models")
+    runs.add_argument("--all", action="store_true", help="print a line for each layer, not for all of them together")
+    runs.add_argument("--json", dest="json_file", metavar="FILE", help="write the numbers of all layers to FILE")
     return parser
 
 
@@ -232,16 +242,6 @@ def _minutes(text: str) -> float:
     if not minutes > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes, such as 5 or 0.5")
     return minutes
-
-
-def _of_difference(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of difference."""
-    parser.add_argument("a", type=Path, metavar="A", help="a safetensors file, or a model's folder")
-    parser.add_argument("b", type=Path, metavar="B", help="the same of the other run")
-    parser.add_argument("--prompt", metavar="TEXT", help="run the models of two folders on this text")
-    parser.add_argument("--patch", choices=("A", "B", "both"), help="let fusednorm compute the norms of these models")
-    parser.add_argument("--all", action="store_true", help="print a line for each layer, not for all of them together")
-    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the numbers of all layers to FILE")
 
 
 def writable(text: str) -> str:

@@ -20,7 +20,7 @@ from fusednorm.engine import choose
 from fusednorm.tools import check, console, doctor
 from fusednorm.tools.agree import difference
 from fusednorm.tools.cli import INTERRUPTED, UNUSABLE, UnusableError
-from fusednorm.tools.measure import bench, compare, train
+from fusednorm.tools.measure import bench, compare, train, workloads
 from fusednorm.tools.measure.bench import WrongBitsError
 
 
@@ -64,7 +64,9 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
                 return compare.run(arguments, screen)
         case "bench":
             if arguments.threads is not None:
-                _set_threads(arguments)
+                if arguments.device.type != "cpu":
+                    raise UnusableError(f"--threads is for CPUs: leave it out with --device {arguments.device}")
+                torch.set_num_threads(arguments.threads)
             with process.waiting_for_kernels():
                 if arguments.train:
                     return train.run(arguments, screen)
@@ -75,6 +77,11 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
         print(json.dumps(findings, indent=2))
         return doctor.status(findings)
     return doctor.show(screen)
+
+
+def operations() -> list[str]:
+    """The names of all that ``bench`` times; those that the command line shows come first."""
+    return list(dict.fromkeys((*workloads.OPS, *workloads.every_measured())))
 
 
 def _resolve(arguments: argparse.Namespace) -> None:
@@ -107,12 +114,6 @@ def _runs_on(names: Iterable[str], device: torch.device) -> None:
         runs_on = choose.load(name).DEVICES
         if not {device.type, "any"} & set(runs_on):
             raise UnusableError(f"backend {name} runs on {' and '.join(runs_on)}, not on --device {device}")
-
-
-def _set_threads(arguments: argparse.Namespace) -> None:
-    if arguments.device.type != "cpu":
-        raise UnusableError(f"--threads is for CPUs: leave it out with --device {arguments.device}")
-    torch.set_num_threads(arguments.threads)
 
 
 def prewarm(arguments: argparse.Namespace, screen: Console) -> int:

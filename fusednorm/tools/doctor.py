@@ -36,12 +36,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def device_name(device: torch.device) -> str:
-    """A GPU's name, or "cpu"."""
-    name: str = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-    return name
-
-
 def _choice(device: torch.device) -> dict[str, Any]:
     """The backend that takes a bfloat16 call on the device, or the error."""
     operand = torch.empty(1, 4096, dtype=torch.bfloat16, device=device)
@@ -91,10 +85,11 @@ def report() -> dict[str, Any]:
 
 
 def facts(device: torch.device, *more: str) -> dict[str, Any]:
-    """The findings that figures of a device are kept with, and others by name; "device" is its name."""
+    """The findings that figures of a device are kept with, and others by name; "device" is a GPU's name, or "cpu"."""
     found = report()
+    device_name = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     names = ("fusednorm", "spec", "python", "torch", "system", "processor", *more)
-    return {**{name: found.get(name) for name in names}, "device": device_name(device)}
+    return {**{name: found.get(name) for name in names}, "device": device_name}
 
 
 def status(found: dict[str, Any]) -> int:

@@ -1,13 +1,26 @@
-"""Each declared operation keeps all promises of one; three small ones are declared here alone."""
+"""Each declared operation keeps all promises of one; three small ones are declared here alone.
+
+Each operation, declared or not, is in all tools.
+"""
+
+import inspect
+import json
+import sys
 
 import pytest
 import torch
+from every_operation import Named
 from torch import Tensor
 
+import fusednorm
+from fusednorm.__main__ import main
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.conformance.declared import PROMISES
 from fusednorm.operations.declared import PUBLIC, Operation
+from fusednorm.operations.listed import every
 from fusednorm.reference import norm as reference
+from fusednorm.tools import check
+from fusednorm.tools.measure import bench, clock, workloads
 
 
 def scaled_norm(x, weight, factor, eps):
@@ -116,3 +129,77 @@ def divided_by_squares(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("operation", dict.fromkeys(PUBLIC.values()), ids=lambda operation: operation.declaration.name)
 def test_promise(operation, promise):
     promise(operation)
+
+
+def test_every_operation_is_listed():
+    functions = {name for name in fusednorm.__all__ if inspect.isroutine(getattr(fusednorm, name))}
+    tools = {"accelerate_torch", "backends", "contract", "explain", "prewarm", "register_backend"}
+    names = {name.rstrip("_") for name in functions - tools} | {function.__name__.rstrip("_") for function in PUBLIC}
+    assert names == every().keys() > {"pick", "rms_norm_scaled", "divided_by_squares"}
+
+
+@pytest.fixture(params=every().values(), ids=lambda listed: listed.name)
+def listed(request):
+    return request.param
+
+
+def test_explain_names_it(listed):
+    residual = torch.zeros(2, 128) if "residual" in listed.operands else None
+    for function in filter(None, (listed.function, listed.in_place)):
+        text = str(fusednorm.explain(torch.zeros(2, 128), residual, function=function))
+        assert listed.steps or f"{listed.name} runs by torch's operations" in text
+
+
+def test_prewarm_makes_its_calls(listed):
+    with Named() as named:
+        fusednorm.prewarm(128, torch.float32, training=True, function=listed.function)
+    seen = named.functions.count(listed.function)
+    named.functions.clear()
+    with named:
+        fusednorm.prewarm(128, torch.float32, training=True)
+    assert seen - named.functions.count(listed.function) == (4 if listed.differentiable else 2)
+
+
+def test_contract_lists_its_flags(listed):
+    """Those that are not the default, and eps; so does the digest."""
+
+    class Module(torch.nn.Module):
+        def __init__(self, **flags):
+            super().__init__()
+            self.flags = flags
+
+        def _fusednorm_steps(self, of_rows):
+            return [(listed.name, self.flags)]
+
+    flags = {name: value for name, value in listed.sample.items() if not isinstance(value, Role)}
+    plain, some = fusednorm.contract(Module(**listed.defaults)), fusednorm.contract(Module(**listed.defaults | flags))
+    of_eps = {name: value for name, value in listed.defaults.items() if name == "eps"}
+    assert plain.steps[0].flags == of_eps
+    assert some.steps[0].flags == of_eps | flags
+    assert (plain.digest == some.digest) == (not flags)
+
+
+def test_check_compares_it(listed, monkeypatch):
+    assert check.every()[listed.name] == listed
+    monkeypatch.setattr(check, "every", lambda: {listed.name: listed})
+    monkeypatch.setattr(check, "OPERATIONS_SHAPE", (3, 256))
+    found = list(check.operations(check.subjects(["reference"])))
+    assert [(one.dtype, one.differing) for one in found] == [(dtype, {listed.name: 0}) for dtype in check.DTYPES]
+
+
+def test_bench_times_it(listed, monkeypatch, tmp_path):
+    monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(clock, "ROUNDS", 2)
+    monkeypatch.setattr(bench.Bench, "copy_bandwidth", lambda self: 1e9)
+    names = [name for name, one in workloads.every_measured().items() if one.listed == listed]
+    options = ["--ops", *names, "--shapes", "3x128", "--dtypes", "float32", "--peers", "eager"]
+    monkeypatch.setattr(sys, "argv", ["fusednorm", "bench", *options, "--json", str(tmp_path / "found.json")])
+    assert main() == 0
+    cells = json.loads((tmp_path / "found.json").read_text())["cells"]
+    assert [cell["op"] for cell in cells] == names != []
+    for cell in cells:
+        expected = {"fusednorm", "copy"}
+        expected |= {"fusednorm out="} if listed.results[0].name in listed.parameters else set()
+        expected |= {"torch eager"} if workloads.every_measured()[cell["op"]].formula else set()
+        assert cell["contenders"].keys() - {"fusednorm in place"} == expected
+        assert all("error" not in times for times in cell["contenders"].values())

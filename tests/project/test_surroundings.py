@@ -24,7 +24,7 @@ from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.calls import must_be_seen
 from fusednorm.engine import choose
 from fusednorm.tools import check
-from fusednorm.tools.measure import compare
+from fusednorm.tools.measure import clock, compare
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = Path(fusednorm.operations.norm.__file__).parents[1]
@@ -246,7 +246,7 @@ def test_the_doctor_on_an_output_without_unicode(monkeypatch, tmp_path):
 def test_the_check_on_an_output_without_unicode(monkeypatch):
     monkeypatch.setattr(check, "HIDDEN_SIZES", (64,))
     monkeypatch.setattr(check, "ROWS", (2,))
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
+    monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
     text = on_ascii(monkeypatch, "check")
     assert "cases are exact" in text
     assert "\\u" not in text

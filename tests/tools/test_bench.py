@@ -1,16 +1,12 @@
 """``python -m fusednorm bench``: that its arithmetic is right, and that it notices what it says it looks for."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from rich.console import Console
 
-from fusednorm.__main__ import main
+import fusednorm
 from fusednorm.tools import cli
 from fusednorm.tools.cli import UnusableError
 from fusednorm.tools.console import console
@@ -19,6 +15,7 @@ from fusednorm.tools.measure import cells, clock, peers, plots, tables, train
 from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, OPS
 
 HIDDEN, ROWS = 128, 80
+THERE = ("bench", "--threads", "1")
 CPU = torch.device("cpu")
 
 
@@ -209,11 +206,9 @@ def test_what_differs_of_a_peer_is_counted(monkeypatch):
     right = peer(monkeypatch, formula).measure(cell("add_norm"))["made up"]["differing"]
     compared = 2 * 2 * benchmark.EDGE_ROWS * HIDDEN
     with torch.no_grad():
-        x, residual = benchmark.Bench(CPU, None, [])._operands(cell("add_norm"))[0][:2]
+        x, residual = benchmark.Bench(CPU, None, [])._inputs(cell("add_norm"))
         weight = torch.linspace(0.5, 1.5, HIDDEN)
         got = torch.stack(formula(x, residual, weight, benchmark.EPS))
-        import fusednorm
-
         wanted = torch.stack(fusednorm.fused_add_rms_norm(x, residual, weight, benchmark.EPS))
         unequal = (got != wanted)[:, [*range(benchmark.EDGE_ROWS), *range(-benchmark.EDGE_ROWS, 0)]]
     assert right == unequal.sum().item() / compared
@@ -259,16 +254,10 @@ def test_only_what_has_gradients_goes_backward(monkeypatch):
 # The command
 
 
-def run(*arguments):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
-    command = [sys.executable, "-P", "-m", "fusednorm", "bench", "--threads", "1", *arguments]
-    return subprocess.run(command, env=clean, capture_output=True, text=True)
-
-
-def test_command(tmp_path):
+def test_command(run, tmp_path):
     file = tmp_path / "found.json"
     arguments = ["--peers", "eager", "liger", "--dtypes", "float32", "--json", str(file)]
-    done = run(*arguments, "--shapes", "1x128", "1x64", "--ops", *OPS)
+    done = run(*THERE, *arguments, "--shapes", "1x128", "1x64", "--ops", *OPS)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "liger: not measured: its Triton kernels need a GPU" in done.stdout
@@ -282,14 +271,14 @@ def test_command(tmp_path):
         assert all(times["eager"] > 0 and times["graph"] is None for times in c["contenders"].values())
         assert f"{c['op']}, float32, 1 thread\n" in done.stdout
 
-    done = run(*arguments, "--shapes", "1x64", "3x64", "--ops", "norm")
+    done = run(*THERE, *arguments, "--shapes", "1x64", "3x64", "--ops", "norm")
     assert done.returncode == 0, done.stderr
     assert "1 of 2 were measured before" in done.stdout
     more = json.loads(file.read_text())
     assert more["cells"][: len(found["cells"])] == found["cells"]
     assert [(c["op"], c["rows"]) for c in more["cells"][len(found["cells"]) :]] == [("norm", 3)]
 
-    done = run("--peers", "--dtypes", "float32", "--json", str(file), "--shapes", "1x64")
+    done = run(*THERE, "--peers", "--dtypes", "float32", "--json", str(file), "--shapes", "1x64")
     assert done.returncode == 2
     assert f"--json {file} has figures of peers {{'torch eager':" in done.stderr
     assert json.loads(file.read_text()) == more
@@ -306,34 +295,17 @@ def test_other_files_are_left_alone(tmp_path, content, message):
     assert file.read_text() == content
 
 
-def called(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["fusednorm", "bench", *arguments])
-    return main()
+def test_no_cell_is_no_success(called, capsys):
+    assert called("bench", "--minutes", "1e-9", "--shapes", "1x64") == 2
+    assert "bench: nothing was measured: no shape fitted" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shapes", "4096"], "'4096' is no shape: rows x hidden size, such as 1x4096"),
-        (["--shapes", "0x64"], "'0x64' is no shape"),
-        (["--peers", "nobody"], "invalid choice: 'nobody'"),
-        (["--minutes", "1e-9", "--shapes", "1x64"], "bench: nothing was measured: no shape fitted"),
-        (["--train", "--plot", "found.svg"], "--train draws nothing: leave out --plot"),
-    ],
-)
-def test_command_refuses(monkeypatch, capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(called(monkeypatch, *arguments))
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_status_is_1_where_bits_are_wrong(monkeypatch, capsys):
+def test_status_is_1_where_bits_are_wrong(called, monkeypatch, capsys):
     def wrong(*_):
         raise benchmark.WrongBitsError("add_norm: other bits")
 
     monkeypatch.setattr(benchmark.Bench, "measure", wrong)
-    assert called(monkeypatch, "--peers", "--shapes", "1x64") == 1
+    assert called("bench", "--peers", "--shapes", "1x64") == 1
     assert capsys.readouterr().err == "add_norm: other bits\n"
 
 
@@ -347,15 +319,9 @@ def test_plot(monkeypatch, tmp_path):
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_plot_names_what_it_needs(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        called(monkeypatch, "--plot", "found.svg")
-    assert "argument --plot: it needs matplotlib: pip install matplotlib, or" in capsys.readouterr().err
-
-
-def contenders(monkeypatch, *arguments):
-    """What is printed of contenders whose calls take these microseconds, or fail."""
+@pytest.fixture
+def made_up_times(monkeypatch):
+    """Contenders whose calls take these microseconds, or fail."""
     times = {
         "fusednorm in place": 2.0,
         "fusednorm out=": 3.0,
@@ -375,12 +341,11 @@ def contenders(monkeypatch, *arguments):
         }
 
     monkeypatch.setattr(benchmark.Bench, "measure", measure)
-    return called(monkeypatch, "--peers", *arguments)
 
 
-def test_ratios(monkeypatch, capsys):
+def test_ratios(made_up_times, called, capsys):
     """In place beside in place, new outputs beside new outputs; the median over shapes; within 80 columns."""
-    assert contenders(monkeypatch, "--quick") == 0
+    assert called("bench", "--peers", "--quick") == 0
     text = capsys.readouterr().out
     assert "3 to measure: about 1 minute\n" in text
     lines = [line.split() for line in text.splitlines()]
@@ -409,8 +374,9 @@ def test_a_disturbed_machine_is_named(capsys):
         assert ("disturbed  rounds differ up to 2.0 times at 8x64" in capsys.readouterr().out) == said
 
 
-def test_wide_tables_have_all_figures(monkeypatch, capsys):
-    assert contenders(monkeypatch, "--wide", "--shapes", "2x4096", "--dtypes", "float32", "--ops", "norm") == 0
+def test_wide_tables_have_all_figures(made_up_times, called, capsys):
+    options = ["--wide", "--shapes", "2x4096", "--dtypes", "float32", "--ops", "norm"]
+    assert called("bench", "--peers", *options) == 0
     text = capsys.readouterr().out
     (line,) = (line for line in text.splitlines() if "2 x 4096" in line)
     figures = ["4.0 (175%)", "6.0 (117%)", "8.0 (88%)", "48.0 (15%)", "16.0 (44%)", "10.0 (70%)", "failed", "7.0"]
@@ -421,7 +387,7 @@ def test_wide_tables_have_all_figures(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("file", [False, True])
-def test_an_interrupted_run_shows_what_there_is(monkeypatch, capsys, tmp_path, file):
+def test_an_interrupted_run_shows_what_there_is(called, monkeypatch, capsys, tmp_path, file):
     cell_times = {name: {"differing": 0.0, "eager": 1.0, "graph": None} for name in ("fusednorm", "copy")}
     left = [cell_times]
 
@@ -432,7 +398,7 @@ def test_an_interrupted_run_shows_what_there_is(monkeypatch, capsys, tmp_path, f
 
     monkeypatch.setattr(benchmark.Bench, "measure", measure)
     options = ["--json", str(tmp_path / "found.json")] if file else []
-    assert called(monkeypatch, "--peers", "--quick", *options) == 130
+    assert called("bench", "--peers", "--quick", *options) == 130
     text = capsys.readouterr().out
     assert "1x4096" in text
     again = "the same command continues" if file else "with --json FILE the next run would continue"
@@ -455,10 +421,10 @@ def test_what_takes_long_is_said(monkeypatch):
 # Training
 
 
-def test_training(tmp_path):
+def test_training(run, tmp_path):
     file = tmp_path / "trained.json"
     # Two seconds, some 200 steps: within the first ten the batches differ by more than the model learns.
-    done = run("--train", "--size", "40k", "--minutes", "0.03", "--json", str(file))
+    done = run(*THERE, "--train", "--size", "40k", "--minutes", "0.03", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "two runs with fusednorm had the same losses" in done.stdout
     assert "Liger: not measured" in done.stdout

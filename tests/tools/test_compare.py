@@ -1,14 +1,10 @@
 """``python -m fusednorm compare``: that its figures are right, and that it notices what it says it looks for."""
 
 import dataclasses
-import importlib.util
 import io
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -136,7 +132,7 @@ def test_exact_is_what_fusednorm_gives_in_float64(op):
     torch.manual_seed(1)
     x, residual, weight = torch.randn(5, 128), torch.randn(5, 128), torch.rand(128)
     operation = workloads.OPERATIONS[op]
-    inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
+    inputs = [operand.double() for operand in (x, residual)[: len(operation.inputs)]]
     y = workloads.as_tuple(operation.calls(weight.double(), 1e-6).new(*inputs))[0]
     wanted = compare.exact(x, residual, weight, 1e-6, op)
     assert (wanted.double() - y.double()).abs().max() < 1e-6
@@ -163,45 +159,40 @@ def failing(x, residual, weight, eps):
     raise NotImplementedError("[red] no kernel\nfor this")
 
 
-def test_batch_dependence_is_found(monkeypatch):
-    found = measured(monkeypatch, batch_dependent, formula)
-    dependent, constant = found["findings"]
-    assert dependent.differing_batches == [m for m in compare.BATCHES if m >= 64]
-    assert (dependent.differing_runs, dependent.differing_threads) == (0, [])
-    assert (dependent.constant, constant.constant) == (False, True)
-    dependent, constant = (line for line in shown(found).splitlines() if "made up" in line and "same" in line)
-    assert f"{sum(m >= 64 for m in compare.BATCHES)} of {len(compare.BATCHES)}" in dependent
-    assert (dependent.count("same"), constant.count("same")) == (2, 3)
-
-
-def test_randomness_is_found(monkeypatch):
-    found = finding(monkeypatch, random)
-    assert found.differing_runs == compare.RUNS - 1
-    assert not found.constant
-
-
-def test_one_run_that_differs_is_found(monkeypatch):
+def once_wrong():
     calls = itertools.count()
-
-    def once_wrong(x, residual, weight, eps):
-        return formula(x, residual, weight, eps) * (1 + 2**-20 * (next(calls) == 2))
-
-    found = finding(monkeypatch, once_wrong)
-    assert (found.differing_runs, found.differing_batches, found.differing_threads) == (1, [], [])
-    assert not found.constant
+    return lambda *operands: formula(*operands) * (1 + 2**-20 * (next(calls) == 2))
 
 
-def test_thread_dependence_is_found(monkeypatch):
+@pytest.mark.parametrize(
+    ("call", "runs", "batches", "threads"),
+    [
+        (formula, 0, [], []),
+        (batch_dependent, 0, [64, 65], []),
+        (once_wrong(), 1, [], []),
+        (thread_dependent, 0, [], [2]),
+        (random, compare.RUNS - 1, None, None),
+    ],
+)
+def test_what_changes_bits_is_found(monkeypatch, call, runs, batches, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = finding(monkeypatch, thread_dependent)
+        found = finding(monkeypatch, call)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-    assert found.differing_threads == [2]
-    assert (found.differing_runs, found.differing_batches) == (0, [])
-    assert not found.constant
+    assert found.constant == (call is formula)
+    assert found.differing_runs == runs
+    if batches is not None:
+        assert (found.differing_batches, found.differing_threads) == (batches, threads)
+
+
+def test_what_changes_bits_is_shown(monkeypatch):
+    text = shown(measured(monkeypatch, batch_dependent, formula))
+    dependent, constant = (line for line in text.splitlines() if "made up" in line and "same" in line)
+    assert f"2 of {len(compare.BATCHES)}" in dependent
+    assert (dependent.count("same"), constant.count("same")) == (2, 3)
 
 
 def test_failures_are_shown(monkeypatch):
@@ -240,16 +231,9 @@ def test_what_cannot_be_found_or_imported_is_shown(monkeypatch):
 # The command
 
 
-def run(*arguments):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "fusednorm", "compare", *arguments], env=clean, capture_output=True, text=True
-    )
-
-
-def test_command(tmp_path):
+def test_command(run, tmp_path):
     file = tmp_path / "found.json"
-    done = run("--peers", "fusednorm", "eager", "liger", "--hidden-size", str(HIDDEN), "--json", str(file))
+    done = run("compare", "--peers", "fusednorm", "eager", "liger", "--hidden-size", str(HIDDEN), "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert f"{ROWS} rows of {HIDDEN} elements" in done.stdout
     assert torch.__version__ in done.stdout
@@ -269,54 +253,28 @@ def test_command(tmp_path):
             assert (f["differing_runs"], f["differing_batches"], f["differing_threads"]) == (0, [], [])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--peers", "nobody"], "invalid choice: 'nobody'"),
-        (["--peers", "liger"], "nothing was measured: none of the peers that --peers names is here: liger: its Triton"),
-    ],
-)
-def test_command_refuses(arguments, message):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_no_peer_is_no_success(called, capsys):
+    assert called("compare", "--peers", "liger", "--hidden-size", HIDDEN) == 2
+    reason = "nothing was measured: none of the peers that --peers names is here: liger: its Triton"
+    assert reason in capsys.readouterr().err
 
 
-def test_status_is_that_of_fusednorm_alone(monkeypatch, capsys):
-    from fusednorm.__main__ import main
-
-    command = ["fusednorm", "compare", "--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers"]
+def test_status_is_that_of_fusednorm_alone(called, monkeypatch):
+    command = ["compare", "--hidden-size", HIDDEN, "--dtypes", "float32", "--peers"]
     monkeypatch.setitem(compare.PEERS, "ours", lambda device: [implementation(batch_dependent, "fusednorm")])
     monkeypatch.setitem(compare.PEERS, "theirs", lambda device: [implementation(batch_dependent)])
     monkeypatch.setattr(cli, "PEERS", ("ours", "theirs"))
-    monkeypatch.setattr(sys, "argv", [*command, "ours"])
-    assert main() == 1
-    monkeypatch.setattr(sys, "argv", [*command, "theirs"])
-    assert main() == 0
+    assert called(*command, "ours") == 1
+    assert called(*command, "theirs") == 0
 
 
-def test_plot_names_what_it_needs(monkeypatch, capsys):
-    from fusednorm.__main__ import main
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["fusednorm", "compare", "--peers", "eager", "--plot", "found.svg"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    cure = "pip install matplotlib, or '.[plot]' in the checkout"
-    assert f"argument --plot: it needs matplotlib: {cure}" in capsys.readouterr().err
-
-
-def test_an_interrupted_comparison_shows_what_there_is(monkeypatch, capsys):
-    from fusednorm.__main__ import main
-
+def test_an_interrupted_comparison_shows_what_there_is(called, monkeypatch, capsys):
     def interrupted(device):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(compare.PEERS, "second", interrupted)
     monkeypatch.setattr(cli, "PEERS", tuple(compare.PEERS))
-    options = ["--hidden-size", str(HIDDEN), "--dtypes", "float32", "--peers", "eager", "second"]
-    monkeypatch.setattr(sys, "argv", ["fusednorm", "compare", *options])
-    assert main() == 130
+    assert called("compare", "--hidden-size", HIDDEN, "--dtypes", "float32", "--peers", "eager", "second") == 130
     text = capsys.readouterr().out
     assert "torch eager" in text
     assert text.endswith("interrupted: `compare --peers NAME` measures fewer implementations\n")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.__main__ import main
 from fusednorm.tools.agree import difference
 from fusednorm.tools.agree.difference import Share, in_all_layers, shares, shares_of_models
 from fusednorm.tools.cli import UnusableError
@@ -38,11 +37,6 @@ FOUND = [
 ]
 
 
-def called(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["fusednorm", "difference", *map(str, arguments)])
-    return main()
-
-
 def saved(folder, **runs):
     for name, tensors in runs.items():
         safetensors.save_file(tensors, folder / name)
@@ -66,34 +60,31 @@ def test_layers_are_added_up():
     assert in_all_layers([Share("q4.norm", 1, 1)]) == [Share("q4.norm", 1, 1)]
 
 
-def test_files(monkeypatch, capsys, tmp_path):
+def test_files(called, capsys, tmp_path):
     files = saved(tmp_path, a=A, b=B)
-    assert called(monkeypatch, *files, "--json", tmp_path / "json") == 1
+    assert called("difference", *files, "--json", tmp_path / "json") == 1
     shown = capsys.readouterr().out
     assert [line.split() for line in shown.splitlines() if "layers" in line] == [["layers.*.norm", "8", "87.50%"]]
     assert "A has float32 [2], B has bfloat16 [2]" in shown
     assert "100%" in shown
     assert "inputs" not in shown
     assert {Share(**share) for share in json.loads((tmp_path / "json").read_text())} == set(FOUND)
-    called(monkeypatch, *files, "--all")
+    called("difference", *files, "--all")
     assert "layers.1.norm" in capsys.readouterr().out
 
 
-def test_status(monkeypatch, tmp_path):
+def test_status(called, tmp_path):
     """0 only where all bits are equal, and all steps are in both."""
     same = {"x": torch.ones(3)}
     a, b, c = saved(tmp_path, a=same, b=same, c={**same, "y": torch.ones(1)})
-    assert called(monkeypatch, a, b) == 0
-    assert called(monkeypatch, a, c) == 1
-    many = torch.zeros(100_000)
-    a, b = saved(tmp_path, a={"x": many}, b={"x": many.index_fill(0, torch.tensor(7), 1.0)})
-    assert called(monkeypatch, a, b) == 1
+    assert called("difference", a, b) == 0
+    assert called("difference", a, c) == 1
 
 
-def test_all_equal_means_all(monkeypatch, capsys, tmp_path):
+def test_all_equal_means_all(called, capsys, tmp_path):
     """99.999% is not shown as 100%."""
     many = torch.zeros(100_000)
-    called(monkeypatch, *saved(tmp_path, a={"x": many}, b={"x": many.index_fill(0, torch.tensor(7), 1.0)}))
+    assert called("difference", *saved(tmp_path, a={"x": many}, b={"x": many.index_fill(0, torch.tensor(7), 1.0)}))
     assert "99.99%" in capsys.readouterr().out
 
 
@@ -131,7 +122,7 @@ def test_models():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in [*a.modules(), *b.modules()])
 
 
-def test_folders(monkeypatch, capsys, tmp_path):
+def test_folders(called, capsys, tmp_path):
     """A Llama beside itself, patched: the norms differ by rounding places of the sum of squares at most."""
     transformers = pytest.importorskip("transformers", reason="folders of models need transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -145,16 +136,16 @@ def test_folders(monkeypatch, capsys, tmp_path):
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     capsys.readouterr()
     prompt = ["--prompt", "one two three two"]
-    assert called(monkeypatch, tmp_path, tmp_path, *prompt) == 0
+    assert called("difference", tmp_path, tmp_path, *prompt) == 0
     shown = capsys.readouterr().out
     assert [line.split() for line in shown.splitlines() if "input_layernorm" in line] == [
         ["model.layers.*.input_layernorm", "256", "100%", "100%"]
     ]
-    assert called(monkeypatch, tmp_path, tmp_path, *prompt, "--patch", "both") == 0
+    assert called("difference", tmp_path, tmp_path, *prompt, "--patch", "both") == 0
     assert capsys.readouterr().out.count("5 norms replaced") == 2
-    called(monkeypatch, tmp_path, tmp_path, *prompt, "--patch", "B", "--all")
+    called("difference", tmp_path, tmp_path, *prompt, "--patch", "B", "--all")
     assert "B: LlamaRMSNorm" in capsys.readouterr().out
-    assert called(monkeypatch, tmp_path, tmp_path) == 2
+    assert called("difference", tmp_path, tmp_path) == 2
     assert "folders of models need --prompt TEXT" in capsys.readouterr().err
 
 
@@ -170,13 +161,13 @@ def test_folders(monkeypatch, capsys, tmp_path):
         ([".", ".", "--prompt", "x"], "holds no causal model that can be loaded"),
     ],
 )
-def test_refusals(monkeypatch, capsys, tmp_path, arguments, words):
+def test_refusals(called, monkeypatch, capsys, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     saved(tmp_path, a=A, empty={})
     (tmp_path / "text").write_text("no tensors")
     if "." in arguments and "--prompt" in arguments:
         pytest.importorskip("transformers", reason="folders of models need transformers")
-    assert called(monkeypatch, *arguments) == 2
+    assert called("difference", *arguments) == 2
     assert words in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """``python -m fusednorm``: what it finds, and that its proof can fail."""
 
+import importlib.util
 import io
 import json
 import os
@@ -18,20 +19,21 @@ from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.calls import fast_path
 from fusednorm.engine import choose
+from fusednorm.operations.listed import every
 from fusednorm.tools import check, cli, commands, doctor
-from fusednorm.tools.measure import bench, compare, peers, train, workloads
-
-
-def run(*arguments, **environment):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
-    command = [sys.executable, "-P", "-m", "fusednorm", *arguments]
-    return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True)
+from fusednorm.tools.measure import bench, clock, compare, peers, train, workloads
 
 
 def printed(command, **console):
     text = io.StringIO()
     status = command(Console(file=text, width=140, **console))
     return status, text.getvalue()
+
+
+def register(monkeypatch, name, **functions):
+    """Adds the reference with other functions as a backend."""
+    monkeypatch.setattr(choose, "_registered", {name: SimpleNamespace(**{**vars(reference), **functions})})
+    monkeypatch.setattr(choose, "_selected", {})
 
 
 @pytest.fixture
@@ -41,12 +43,12 @@ def one_shape(monkeypatch):
     monkeypatch.setattr(check, "ROWS", (16,))
     monkeypatch.setattr(check, "DTYPES", {"bfloat16": (torch.bfloat16, torch.bfloat16)})
     monkeypatch.setattr(check, "TIMED", (16, 896))
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
-    monkeypatch.setattr(check, "OPERATIONS", {})
+    monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(check, "every", dict)
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
-def test_report_as_json(arguments):
+def test_report_as_json(run, arguments):
     done = run(*arguments, FUSEDNORM_BACKEND="reference")
     assert done.returncode == 0
     found = json.loads(done.stdout)
@@ -78,7 +80,7 @@ def test_a_closed_fast_path_is_a_finding(monkeypatch, name, value, reason):
 
 
 @pytest.mark.parametrize("arguments", [[], ["doctor"]])
-def test_report_for_a_person(arguments):
+def test_report_for_a_person(run, arguments):
     done = run(*arguments)
     assert done.returncode == 0
     for part in ("specification 1", torch.__version__, "available", "CPU tensors go to backend cpu: C kernels for"):
@@ -97,7 +99,7 @@ def test_report_for_a_person(arguments):
         ("FUSEDNORM_VLLM", "foo", "it must be one of vllm, default, off; vLLM is left as it was"),
     ],
 )
-def test_unusable_settings_are_findings(variable, value, message):
+def test_unusable_settings_are_findings(run, variable, value, message):
     """Beside all the others: no variable costs the list of backends."""
     done = run(**{variable: value})
     assert done.returncode == 1
@@ -107,7 +109,7 @@ def test_unusable_settings_are_findings(variable, value, message):
     assert done.stderr == ""
 
 
-def test_a_variable_that_nothing_reads_is_a_finding():
+def test_a_variable_that_nothing_reads_is_a_finding(run):
     done = run("--json", FUSEDNORM_BACKND="cuda", FUSEDNORM_CPU_ISA="sse9")
     assert done.returncode == 1
     found = json.loads(done.stdout)
@@ -140,8 +142,8 @@ def test_check_has_a_line_for_each_backend_and_dtype(monkeypatch):
     monkeypatch.setattr(check, "HIDDEN_SIZES", (64, 96))
     monkeypatch.setattr(check, "ROWS", (1, 7))
     monkeypatch.setattr(check, "MOST_WITH_GRADIENTS", 7 * 64)
-    monkeypatch.setattr(check, "SECONDS_PER_CASE", 0)
-    monkeypatch.setattr(check, "OPERATIONS", {})
+    monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(check, "every", dict)
     status, text = printed(check.check)
     assert status == 0
     lines = [line for line in text.splitlines() if "4 exact" in line]
@@ -184,29 +186,16 @@ def test_an_interrupted_check_prints_what_there_is(one_shape, monkeypatch):
 def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
     """Each promise in a column of its own."""
 
-    class OffByOneBit:
-        DEVICES = ("cpu",)
+    def forward(call):
+        reference.forward(call)
+        call.out.view(torch.int16)[-1, -1] ^= is_wrong(call.residual, call.rows)
 
-        def unavailable(self):
-            return []
+    def backward(call):
+        reference.backward(call)
+        if promise == "gradients":
+            call.dx.view(torch.int16)[-1, -1] ^= 1
 
-        def unsuitable(self, operation):
-            return []
-
-        def plan(self, operation):
-            return "wrong"
-
-        def forward(self, call):
-            reference.forward(call)
-            call.out.view(torch.int16)[-1, -1] ^= is_wrong(call.residual, call.rows)
-
-        def backward(self, call):
-            reference.backward(call)
-            if promise == "gradients":
-                call.dx.view(torch.int16)[-1, -1] ^= 1
-
-    monkeypatch.setattr(choose, "_registered", {"off_by_one_bit": OffByOneBit()})
-    monkeypatch.setattr(choose, "_selected", {})
+    register(monkeypatch, "off_by_one_bit", forward=forward, backward=backward)
     status, text = printed(check.check)
     assert status == 1
     (line,) = (line for line in text.splitlines() if "off_by_one_bit" in line)
@@ -220,23 +209,20 @@ def test_check_finds_one_wrong_bit(one_shape, monkeypatch, promise, is_wrong):
 
 
 def test_check_proves_every_operation(monkeypatch):
-    """Each public function, but for those in place; a backend for each line."""
-    others = {"accelerate_torch", "backends", "contract", "explain", "prewarm", "quantizations", "register_backend"}
-    functions = {name for name in fusednorm.__all__ if name[0].islower()} - others - {"use_backend"}
-    assert set(check.OPERATIONS) == {name.rstrip("_") for name in functions}
+    """All that are listed; a backend for each line."""
     monkeypatch.setattr(check, "results", lambda *_: iter(()))
     monkeypatch.setattr(check, "OPERATIONS_SHAPE", (3, 256))
     status, text = printed(check.check)
     assert status == 0
-    count, subjects = len(check.OPERATIONS), check.subjects()
+    count, subjects = len(every()), check.subjects()
     assert text.count(f"{count} exact") == len(check.DTYPES) * len(subjects)
     assert f"all {count * len(check.DTYPES) * len(subjects)} cases are exact" in text
 
 
 @pytest.mark.parametrize("where", ["outputs", "gradients"])
 def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where):
-    def wrong(x, other, weight):
-        y = fusednorm.gate(x, other)
+    def wrong(y, z, activation):
+        x, y = y, fusednorm.gate(y, z, activation=activation)
         if choose.request() == "cpu":
             with torch.no_grad():
                 y.view(torch.int16)[-1, -1] ^= where == "outputs"
@@ -244,7 +230,8 @@ def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where
                 x.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), 7.0))
         return y
 
-    monkeypatch.setattr(check, "OPERATIONS", {"gate": wrong, "rms_norm_add": fusednorm.rms_norm_add})
+    two = {"gate": every()["gate"]._replace(function=wrong), "rms_norm_add": every()["rms_norm_add"]}
+    monkeypatch.setattr(check, "every", lambda: two)
     monkeypatch.setattr(check, "OPERATIONS_SHAPE", (3, 128))
     status, text = printed(lambda console: check.check(console, ["reference", "cpu"]))
     assert status == 1
@@ -256,14 +243,7 @@ def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where
 
 
 def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
-    class Picky(type(reference)):
-        def unsuitable(operation):
-            return ["it computes in float32 only"]
-
-    picky = Picky("picky")
-    vars(picky).update({**vars(reference), "unsuitable": Picky.unsuitable})
-    monkeypatch.setattr(choose, "_registered", {"picky": picky})
-    monkeypatch.setattr(choose, "_selected", {})
+    register(monkeypatch, "picky", unsuitable=lambda operation: ["it computes in float32 only"])
     status, text = printed(check.check)
     assert status == 0
     (line,) = (line for line in text.splitlines() if "picky" in line)
@@ -273,16 +253,8 @@ def test_a_backend_that_refuses_a_dtype_is_not_blamed(one_shape, monkeypatch):
 # The commands' own manners
 
 
-def called(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["fusednorm", *arguments])
-    try:
-        return main()
-    except SystemExit as ended:
-        return ended.code
-
-
-def test_version(monkeypatch, capsys):
-    assert called(monkeypatch, "--version") == 0
+def test_version(called, capsys):
+    assert called("--version") == 0
     assert capsys.readouterr().out == f"fusednorm {fusednorm.__version__}, specification {fusednorm.SPEC_VERSION}\n"
 
 
@@ -292,6 +264,7 @@ def test_the_console_script_is_the_same_command():
 
 
 NOWHERE = "cannot be written: No such file or directory"
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 
 
 @pytest.mark.parametrize(
@@ -316,29 +289,32 @@ NOWHERE = "cannot be written: No such file or directory"
         (["bench", "--json", "/"], "'/' cannot be written: Is a directory"),
         (["compare", "--plot", "x.xyz"], "'x.xyz' must end in .png, .svg or .pdf"),
         (["bench", "--train", "--unknown"], "unrecognized arguments: --unknown"),
+        (["bench", "--train", "--plot", "found.svg"], "--train draws nothing: leave out --plot"),
+        (["bench", "--shapes", "4096"], "'4096' is no shape: rows x hidden size, such as 1x4096"),
+        (["bench", "--shapes", "0x64"], "'0x64' is no shape"),
+        (["bench", "--peers", "nobody"], "invalid choice: 'nobody'"),
+        (["bench", "--ops", "nothing"], "invalid choice: 'nothing' (choose from 'add_norm', "),
+        (["compare", "--peers", "nobody"], "invalid choice: 'nobody'"),
+        pytest.param(["bench", "--device", "cuda"], "device cuda is not here: torch", marks=NO_GPU),
+        pytest.param(["compare", "--device", "cuda"], "device cuda is not here: torch", marks=NO_GPU),
+        pytest.param(["bench", "--backends", "cuda"], "backend cuda cannot be used here: torch", marks=NO_GPU),
+        pytest.param(["check", "--backend", "cuda"], "backend cuda cannot be used here: torch", marks=NO_GPU),
     ],
 )
-def test_commands_refuse_in_a_sentence(monkeypatch, capsys, arguments, message):
+def test_commands_refuse_in_a_sentence(called, monkeypatch, capsys, arguments, message):
     """Before anything is measured."""
     monkeypatch.setattr(bench, "Bench", None)
     monkeypatch.setattr(compare, "report", None)
-    assert called(monkeypatch, *arguments) == 2
+    assert called(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["bench", "--device", "cuda"], "device cuda is not here: torch"),
-        (["compare", "--device", "cuda"], "device cuda is not here: torch"),
-        (["bench", "--backends", "cuda"], "backend cuda cannot be used here: torch"),
-        (["check", "--backend", "cuda"], "backend cuda cannot be used here: torch"),
-    ],
-)
-def test_commands_refuse_a_gpu_that_is_not_here(monkeypatch, capsys, arguments, message):
-    assert called(monkeypatch, *arguments) == 2
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["bench", "compare"])
+def test_plot_names_what_it_needs(called, monkeypatch, capsys, command):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert called(command, "--plot", "found.svg") == 2
+    cure = "pip install matplotlib, or '.[plot]' in the checkout"
+    assert f"argument --plot: it needs matplotlib: {cure}" in capsys.readouterr().err
 
 
 def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
@@ -350,22 +326,22 @@ def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
     assert file.read_text() == "mine"
 
 
-def test_an_order_that_cannot_be_kept_is_a_sentence():
+def test_an_order_that_cannot_be_kept_is_a_sentence(run):
     done = run("bench", "--peers", "--shapes", "1x64", FUSEDNORM_BACKEND="nonsense")
     assert done.returncode == 2
     assert done.stderr.startswith("python -m fusednorm bench: FUSEDNORM_BACKEND names the backend 'nonsense'")
 
 
-def test_an_interrupt_ends_with_130(monkeypatch, capsys):
+def test_an_interrupt_ends_with_130(called, monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands.doctor, "report", interrupted)
-    assert called(monkeypatch, "doctor", "--json") == 130
+    assert called("doctor", "--json") == 130
     assert capsys.readouterr().err == "interrupted: there is nothing to show yet\n"
 
 
-def test_an_interrupted_kit_ends_by_itself(monkeypatch):
+def test_an_interrupted_kit_ends_by_itself(called, monkeypatch):
     """pytest gets the interrupt too, prints its summary, and is waited for."""
     waits = [KeyboardInterrupt, KeyboardInterrupt, 2]
 
@@ -381,7 +357,7 @@ def test_an_interrupted_kit_ends_by_itself(monkeypatch):
             raise now
 
     monkeypatch.setattr(commands.subprocess, "Popen", Running)
-    assert called(monkeypatch, "conformance", "--backend", "cpu", "-k", "golden") == 130
+    assert called("conformance", "--backend", "cpu", "-k", "golden") == 130
     assert waits == []
 
 

@@ -12,24 +12,12 @@ import torch
 from torch import dtype
 
 from fusednorm.calls.call import accumulator
+from fusednorm.calls.quantization import Quantization
+from fusednorm.operations.listed import every
 from fusednorm.version import SPEC_VERSION
 
 #: Names that torch's wrappers put between those of the modules.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
-
-#: The flags of a call that gives none. With these values they are not listed.
-_DEFAULTS = {
-    "activation": "silu",
-    "between": None,
-    "group_size": None,
-    "interleaved": False,
-    "norm_before_gate": True,
-    "round_norm": False,
-    "round_products": False,
-    "round_sum": True,
-    "to_halves": False,
-    "weight_offset": 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -151,12 +139,14 @@ def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: 
     if "eps" in flags:
         eps = torch.finfo(accumulator(of_rows)).eps if flags["eps"] is None else flags["eps"]
         flags = {"eps": eps, **{name: value for name, value in sorted(flags.items()) if name != "eps"}}
-    matter = flags.keys() - without_effect
-    return {k: v for k, v in flags.items() if k in matter and (k not in _DEFAULTS or v != _DEFAULTS[k])}
+    listed = every().get(operation)
+    known = {"to_halves": False} | ({} if listed is None else listed.defaults)  # no function has to_halves
+    without_effect |= {name for name in flags.keys() & known.keys() - {"eps"} if flags[name] == known[name]}
+    return {name: value for name, value in flags.items() if name not in without_effect}
 
 
 def _in_accumulator(value: Any, of_rows: dtype) -> Any:
     """A flag as the computation has it: floats in the accumulator type, where two texts may be one number."""
     if isinstance(value, float):
         return float(torch.tensor(value, dtype=accumulator(of_rows))).hex()
-    return str(value) if isinstance(value, dtype) else value
+    return str(value) if isinstance(value, dtype | Quantization) else value

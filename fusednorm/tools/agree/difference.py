@@ -47,12 +47,7 @@ class Share:
 
 
 def shares(a: Activations, b: Activations) -> list[Share]:
-    """Compares two runs step by step, in the order of the first.
-
-    Args:
-        a: activations by name, of any shapes and dtypes.
-        b: those of the other run.
-    """
+    """Compares the activations of two runs step by step, in the order of the first."""
     found = []
     for name in [*a, *(name for name in b if name not in a)]:
         one, other = a.get(name), b.get(name)
@@ -175,12 +170,7 @@ def shares_of_models(a: torch.nn.Module, b: torch.nn.Module, inputs: Mapping[str
     """Compares two models on the same inputs: in the whole run, and each step alone, from the first model's inputs.
 
     A step is a module without children. A difference passes on to the steps after it, so only the second number says
-    which steps differ by themselves.
-
-    Args:
-        a: a causal model of transformers.
-        b: another one, whose modules have the same names.
-        inputs: of the forward pass, by name.
+    which steps differ by themselves. The modules of both causal models of transformers have the same names.
     """
     calls_of_a = record(a, inputs)
     modules = dict(b.named_modules())

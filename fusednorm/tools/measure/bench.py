@@ -15,6 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 import fusednorm
+from fusednorm.calls.declared import Role
+from fusednorm.operations.listed import OfHeads
 from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError, shape
@@ -22,10 +24,8 @@ from fusednorm.tools.console import progress
 from fusednorm.tools.measure import plots, tables
 from fusednorm.tools.measure.cells import CPU_SHAPES, GPU_SHAPES, IN_PLACE, Cell, Results
 from fusednorm.tools.measure.clock import Clock, Contender, Run, copy, halves
-from fusednorm.tools.measure.peers import COMPILED, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools.measure.peers import COMPILED, EPS, Implementation, implementations, in_a_line
 from fusednorm.tools.measure.workloads import GRADIENTS, as_tuple
-
-EPS = 1e-6
 
 #: The most sets of a backward pass, because each holds a graph of autograd.
 MOST_GRAPHS = 16
@@ -43,14 +43,14 @@ class WrongBitsError(Exception):
 
 def ours(cell: Cell, weight: Tensor, backends: Sequence[str]) -> Iterator[Contender]:
     """fusednorm in each kind of call."""
-    inputs, calls = cell.measured.inputs, cell.measured.calls(weight, EPS)
+    inputs, calls = len(cell.measured.inputs), cell.measured.calls(weight, EPS)
     for backend in backends:
         name = "fusednorm" if len(backends) == 1 else f"fusednorm {backend}"
         if not cell.backward:
             if calls.in_place is not None:
                 yield Contender(name + IN_PLACE, calls.in_place, inputs, in_place=True, backend=backend)
             if calls.out is not None:
-                yield Contender(f"{name} out=", calls.out, inputs + cell.measured.returned, backend=backend)
+                yield Contender(f"{name} out=", calls.out, inputs + len(cell.measured.listed.results), backend=backend)
         yield Contender(name, calls.new, inputs, backend=backend)
 
 
@@ -61,7 +61,7 @@ def theirs(cell: Cell, weight: Tensor, implementations: Iterable[Implementation]
         if build is not None and (peer.gradients or not cell.backward):
             in_place = peer.in_place and bool(cell.measured.written)
             name = peer.name + IN_PLACE if in_place else peer.name
-            yield Contender(name, build(weight, EPS), cell.measured.inputs, in_place, peer.gradients)
+            yield Contender(name, build(weight, EPS), len(cell.measured.inputs), in_place, peer.gradients)
 
 
 def _edges(tensor: Tensor) -> Tensor:
@@ -73,11 +73,6 @@ def _share(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
     """The share of elements with other bits."""
     pairs = [(a.detach().cpu(), b) for a, b in zip(got, wanted, strict=True)]
     return sum(count_differing(a, b) for a, b in pairs) / sum(b.numel() for _, b in pairs)
-
-
-def _first_rows(operands: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Selects the rows whose gradients are compared."""
-    return tuple(t[:GRADIENT_ROWS] for t in operands)
 
 
 def _outputs(contender: Contender, operands: tuple[Tensor, ...], written: Sequence[int]) -> list[Tensor]:
@@ -93,9 +88,11 @@ def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ..
     return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
 
-def _differentiated(contender: Contender, operands: tuple[Tensor, ...], weight: Tensor) -> tuple[Any, ...]:
-    """Calls forward; returns the arguments of :func:`_gradients`."""
-    x, residual, *given = operands
+def _differentiated(
+    contender: Contender, operands: Iterable[Tensor], weight: Tensor, rows: int | None = None
+) -> tuple[Any, ...]:
+    """Calls forward with so many rows, or with all; returns the arguments of :func:`_gradients`."""
+    x, residual, *given = (t[:rows] for t in operands)
     leaves = (x.detach().requires_grad_(), residual.detach().requires_grad_(), *[weight] * weight.requires_grad)
     with contender.requested():
         outputs = as_tuple(contender.call(*leaves[:2]))
@@ -117,13 +114,8 @@ class Bench:
         operand = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
         chosen = fusednorm.explain(operand, operand, operand[0]).backend
         self.backends = tuple(backends or (chosen,))
-        self.peers: list[Implementation] = []
         self.missing: dict[str, str] = {}
-        for name in peers:
-            try:
-                self.peers += implementations(name, device)
-            except MissingError as reason:
-                self.missing[name] = str(reason)
+        self.peers = list(implementations(peers, device, self.missing))
         import torch._functorch.config as functorch  # here: no other command needs it
 
         # A benchmark differentiates a graph more than once, and compiles for every shape.
@@ -148,33 +140,38 @@ class Bench:
         seconds = [self.clock.seconds(lambda: target.copy_(source)) for _ in range(10)]
         return 2 * source.nbytes / statistics.median(seconds[1:])
 
-    def _operands(self, cell: Cell) -> list[tuple[Tensor, ...]]:
-        """Sets of the inputs, and of tensors for the outputs or as many gradients as a call reads and writes."""
-        dtype = getattr(torch, cell.dtype)
+    def _inputs(self, cell: Cell) -> list[Tensor]:
+        """The inputs; of gradients, as many tensors as a call reads and writes."""
+        generator = torch.Generator().manual_seed(0)
+
+        def of_role(role: Role | OfHeads) -> Tensor:
+            if role is Role.IDS:
+                return torch.randint(cell.hidden_size, (cell.rows,), generator=generator)
+            shape = (cell.rows,) if role is Role.NUMBERS else (cell.rows, cell.hidden_size)
+            return torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype))
+
+        gradients = [Role.ROWS] * GRADIENTS[cell.op][1] if cell.backward else ()
+        return [of_role(role).to(self.device) for role in gradients or cell.measured.inputs.values()]
+
+    def _sets(self, cell: Cell, inputs: list[Tensor], wanted: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Sets of the inputs, and of tensors for the outputs, such as those that are wanted of some rows."""
         count = self.clock.sets(cell.nbytes)
         if cell.backward:
-            count = min(count, MOST_GRAPHS)
-        generator = torch.Generator().manual_seed(0)
-        first = [
-            torch.randn(cell.rows, cell.hidden_size, generator=generator).to(dtype).to(self.device)
-            for _ in range(GRADIENTS[cell.op][1] if cell.backward else cell.measured.inputs)
-        ]
-        if not cell.backward:
-            first += cell.measured.empty_outputs(first[0])
-        return [tuple(t.clone() for t in first) for _ in range(count)]
+            return [tuple(t.clone() for t in inputs) for _ in range(min(count, MOST_GRAPHS))]
+        outputs = [torch.empty(cell.rows, *t.shape[1:], dtype=t.dtype, device=self.device) for t in wanted]
+        return [tuple(t.clone() for t in (*inputs, *outputs)) for _ in range(count)]
 
-    def _expected(self, cell: Cell, operands: tuple[Tensor, ...], weight: Tensor) -> list[Tensor]:
+    def _expected(self, cell: Cell, operands: list[Tensor], weight: Tensor) -> list[Tensor]:
         """The reference's results, on the CPU."""
         on_cpu = [t.cpu() for t in operands]
         leaf = weight.detach().cpu()
         operation = cell.measured
         with fusednorm.use_backend("reference"):
             if not cell.backward:
-                edges = [_edges(t) for t in on_cpu[: operation.inputs]]
-                return list(as_tuple(operation.calls(leaf, EPS).new(*edges)))
+                return list(as_tuple(operation.calls(leaf, EPS).new(*map(_edges, on_cpu))))
             leaf.requires_grad_(operation.weighted)
-            contender = Contender("reference", operation.calls(leaf, EPS).new, operation.inputs)
-            return list(_gradients(*_differentiated(contender, _first_rows(on_cpu), leaf)))
+            contender = Contender("reference", operation.calls(leaf, EPS).new, len(operation.inputs))
+            return list(_gradients(*_differentiated(contender, on_cpu, leaf, GRADIENT_ROWS)))
 
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
@@ -186,9 +183,10 @@ class Bench:
             WrongBitsError: fusednorm's bits are not the reference's.
         """
         backward = cell.backward
-        sets = self._operands(cell)
+        inputs = self._inputs(cell)
         weight = torch.linspace(0.5, 1.5, cell.hidden_size).to(getattr(torch, cell.dtype)).to(self.device)
-        wanted = self._expected(cell, sets[0], weight)
+        wanted = self._expected(cell, inputs, weight)
+        sets = self._sets(cell, inputs, wanted)
         weight.requires_grad_(backward and cell.measured.weighted)
         found: dict[str, dict[str, Any]] = {}
         runs: list[Run] = []
@@ -197,7 +195,7 @@ class Bench:
                 starting(f"{contender.name} {'compiles' if contender.name == COMPILED else 'is compared'}")
                 try:
                     if backward:
-                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, _first_rows(sets[0]), weight))
+                        got: Iterable[Tensor] = _gradients(*_differentiated(contender, sets[0], weight, GRADIENT_ROWS))
                         run = Run(contender, _gradients, [_differentiated(contender, given, weight) for given in sets])
                     else:
                         got = _outputs(contender, sets[0], cell.measured.written)
@@ -214,7 +212,9 @@ class Bench:
                     )
                 found[contender.name] = {"differing": differing}
                 runs.append(run)
-            runs.append(Run(Contender("copy", copy, len(sets[0])), copy, [halves(given) for given in sets]))
+            # A copy writes to what it moves, and ids must stay places of elements.
+            moved = [[t.clone() if t.dtype == torch.int64 else t for t in given] for given in sets]
+            runs.append(Run(Contender("copy", copy, len(sets[0])), copy, list(map(halves, moved))))
             starting("all are timed")
             for run, times in zip(runs, self.clock.timed(runs), strict=True):
                 found.setdefault(run.contender.name, {}).update(times)

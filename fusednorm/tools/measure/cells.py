@@ -13,7 +13,7 @@ import torch
 
 from fusednorm.tools.cli import UnusableError
 from fusednorm.tools.console import of_threads
-from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, Measured
+from fusednorm.tools.measure.workloads import GRADIENTS, Measured, every_measured
 
 #: The suffix of the names of contenders that work in place.
 IN_PLACE = " in place"
@@ -57,7 +57,7 @@ class Cell:
     @property
     def measured(self) -> Measured:
         """The operation, or that whose gradients are timed."""
-        return OPERATIONS[self.forward_op]
+        return every_measured()[self.forward_op]
 
     @property
     def possible(self) -> bool:
@@ -69,18 +69,13 @@ class Cell:
     def nbytes(self) -> int:
         """The bytes of the large operands that a call reads and writes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
-        elements = self.rows * self.hidden_size
         if self.backward:
-            return elements * itemsize * GRADIENTS[self.op][1]
-        return self.measured.nbytes(elements, itemsize)
+            return self.rows * self.hidden_size * itemsize * GRADIENTS[self.op][1]
+        return self.measured.nbytes(self.rows, self.hidden_size, itemsize)
 
 
 class Results:
-    """The cells of one or several runs, written to a file one by one.
-
-    Args:
-        machine: the facts that all of them have in common, see :meth:`.bench.Bench.machine`.
-        path: a JSON file's; None means that nothing is written.
+    """The cells of runs on one machine (see :meth:`.bench.Bench.machine`), written to a JSON file if its path is given.
 
     Raises:
         UnusableError: the file has figures of another machine, other versions or other contenders.

@@ -24,10 +24,8 @@ from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
 from fusednorm.tools.console import measured_on
 from fusednorm.tools.measure import plots
-from fusednorm.tools.measure.peers import COMPILED, PEERS, Implementation, MissingError, implementations, in_a_line
+from fusednorm.tools.measure.peers import COMPILED, EPS, PEERS, Implementation, implementations, in_a_line
 from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
-
-EPS = 1e-6
 
 #: The batches' numbers of rows: all small ones, and those around powers of two, where kernels change their plans.
 BATCHES = (*range(1, 41), *(2**power + by for power in range(6, 11) for by in (-1, 0, 1)))
@@ -72,9 +70,7 @@ class Finding:
 def ulps(a: Tensor, b: Tensor) -> Tensor:
     """The distance of a and b in floating-point numbers of their dtype, as int64; +0 and -0 are the same number.
 
-    Args:
-        a: any shape, float16, bfloat16, float32, float64, or what a quantizer returns; no NaN.
-        b: of that shape and dtype.
+    Both have the same shape and dtype (a floating-point one, or a quantizer's), and no NaN.
     """
     if not a.dtype.is_floating_point:
         return (a.to(torch.int64) - b.to(torch.int64)).abs()
@@ -94,7 +90,8 @@ def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float, op: str = "ad
     one element in 10^8), the result may be one ulp from the nearest number.
     """
     operation = OPERATIONS[op]
-    inputs = [operand.double() for operand in (x, residual)[: operation.inputs]]
+    assert operation.formula is not None
+    inputs = [operand.double() for operand in (x, residual)[: len(operation.inputs)]]
     y = as_tuple(operation.formula(*inputs, weight.double(), eps))[0]
     return y if operation.quantization else rounded(y, x.dtype)
 
@@ -122,23 +119,13 @@ def _checked(y: Tensor, wanted: Tensor) -> Tensor:
     return y
 
 
-def _differ(a: Tensor, b: Tensor) -> bool:
-    return count_differing(a, b) > 0
-
-
 @torch.no_grad()
 def measure(
     implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor, *, op: str = "add_norm"
 ) -> Finding:
     """Measures one implementation of an operation in one dtype. An error that it raises is part of the finding.
 
-    Args:
-        implementation: from one of :data:`fusednorm.tools.measure.peers.PEERS`, or any other.
-        x: [ROWS, N].
-        residual: [ROWS, N].
-        weight: [N].
-        wanted: [ROWS, N], see :func:`exact`.
-        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; the implementation has it.
+    x, residual and wanted (see :func:`exact`) are [ROWS, N], the weight is [N]. The implementation has the operation.
     """
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
     if op != "add_norm" and implementation.name != COMPILED:
@@ -151,9 +138,9 @@ def measure(
         found.max_ulp, found.mean_ulp = int(apart.max()), apart.double().mean().item()
         counts = torch.bucketize(apart, torch.tensor(EDGES, device=x.device)).flatten().bincount(minlength=len(CLASSES))
         found.histogram = dict(zip(CLASSES, counts.tolist(), strict=True))
-        found.differing_runs = sum(_differ(call(x, residual), y) for _ in range(RUNS - 1))
+        found.differing_runs = sum(count_differing(call(x, residual), y) > 0 for _ in range(RUNS - 1))
         alone = torch.cat([call(x[row : row + 1], residual[row : row + 1]) for row in range(ROWS)])
-        found.differing_batches = [m for m in BATCHES if _differ(call(x[:m], residual[:m]), alone[:m])]
+        found.differing_batches = [m for m in BATCHES if count_differing(call(x[:m], residual[:m]), alone[:m])]
         if x.device.type == "cpu":
             found.differing_threads = _threaded(implementation, x, residual, weight, op)
     except Exception as error:  # another library's code may raise anything, which is then its result
@@ -173,7 +160,7 @@ def _threaded(implementation: Implementation, x: Tensor, residual: Tensor, weigh
 
     one, *others = threads()
     alone = outputs(one)
-    return [count for count in others if any(map(_differ, outputs(count), alone))]
+    return [count for count in others if any(map(count_differing, outputs(count), alone))]
 
 
 def report(
@@ -185,17 +172,10 @@ def report(
     *,
     starting: Callable[[str], object] = str,
 ) -> dict[str, Any]:
-    """Measures the implementations. Returns plain data, except for a list of :class:`Finding`.
+    """Measures the implementations of an operation. Returns plain data, except for a list of :class:`Finding`.
 
-    After ``KeyboardInterrupt`` "interrupted" is true, and the results so far are returned.
-
-    Args:
-        names: keys of :data:`fusednorm.tools.measure.peers.PEERS`.
-        dtypes: of :data:`DTYPES`.
-        hidden_size: N.
-        device: as torch names it.
-        op: of :data:`fusednorm.tools.measure.workloads.OPERATIONS`; implementations without it are missing.
-        starting: called with the name of each next measurement.
+    After ``KeyboardInterrupt`` "interrupted" is true, and the results so far are returned. ``starting`` is called with
+    the name of each next measurement.
     """
     where = torch.device(device)
     given = {}
@@ -203,20 +183,11 @@ def report(
         on_cpu = operands(getattr(torch, dtype), hidden_size)
         given[dtype] = [tensor.to(where) for tensor in (*on_cpu, exact(*on_cpu, EPS, op))]
     findings: dict[str, list[Finding]] = {dtype: [] for dtype in given}
-    missing = {}
+    missing: dict[str, str] = {}
     interrupted = False
-    # Each is imported after the others were measured, because an import may set options: vLLM's sets torch.compile's.
     try:
-        for name in names:
-            try:
-                found = implementations(name, where)
-                here = [implementation for implementation in found if implementation.of(op) is not None]
-                if not here:
-                    raise MissingError(f"it has no {op}")
-            except MissingError as reason:
-                missing[name] = str(reason)
-                continue
-            for implementation, dtype in itertools.product(here, given):
+        for implementation in implementations(names, where, missing, op):
+            for dtype in given:
                 starting(f"{implementation.name}, {dtype}")
                 findings[dtype].append(measure(implementation, *given[dtype], op=op))
     except KeyboardInterrupt:
@@ -241,13 +212,7 @@ def _sameness(differing: int, of: int) -> str:
 
 
 def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
-    """Prints the findings for a person.
-
-    Args:
-        found: what :func:`report` returned.
-        console: receives them, in 80 columns.
-        wide: also print the number of elements with each error, in 140 columns.
-    """
+    """Prints what :func:`report` returned, in 80 columns; wide: and the number of elements with each error, in 140."""
     if wide:
         console.width = max(console.width, 140)
     counts = found["threads"] or []

@@ -10,19 +10,21 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
+from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple, every_measured
 
 #: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual. For another
 #: operation of fusednorm/tools/measure/workloads.py: its inputs -> its outputs.
 Call = Callable[..., Any]
 
+
+EPS = 1e-6
 
 #: The peer that compiles for every shape, which takes seconds.
 COMPILED = "torch.compile"
@@ -50,17 +52,14 @@ class Implementation(NamedTuple):
 
     def pure(self, weight: Tensor, eps: float, op: str = "add_norm") -> Callable[[Tensor, Tensor], Tensor]:
         """Returns a call: x and the residual -> the first output of an operation, which writes to neither."""
-        build, inputs = self.of(op), OPERATIONS[op].inputs
+        build, operation = self.of(op), OPERATIONS[op]
         assert build is not None
         call = build(weight, eps)
-        if not self.in_place:
-            return lambda *given: as_tuple(call(*given[:inputs]))[0]
-        if OPERATIONS[op].quantization:
-            return lambda *given: as_tuple(call(*(operand.clone() for operand in given[:inputs])))[0]
 
-        def on_copies(x: Tensor, residual: Tensor) -> Tensor:
-            call(y := x.clone(), residual.clone())
-            return y
+        def on_copies(*given: Tensor) -> Tensor:
+            operands = [t.clone() if self.in_place else t for t in given[: len(operation.inputs)]]
+            outputs = call(*operands)
+            return operands[0] if self.in_place and not operation.quantization else as_tuple(outputs)[0]
 
         return on_copies
 
@@ -74,14 +73,24 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def implementations(name: str, device: torch.device) -> list[Implementation]:
-    """The implementations of one of :data:`PEERS`. Raises MissingError for any error of its import."""
-    try:
-        return PEERS[name](device)
-    except MissingError:
-        raise
-    except Exception as error:  # another library's import may raise anything, and must not end the measurement
-        raise MissingError(in_a_line(error)) from error
+def implementations(
+    names: Iterable[str], device: torch.device, missing: dict[str, str], op: str | None = None
+) -> Iterator[Implementation]:
+    """The implementations of :data:`PEERS` that are here, those with an operation; ``missing`` gets others' reasons.
+
+    Each is imported when the one before has been used, because an import may set options: vLLM's sets torch.compile's.
+    """
+    for name in names:
+        try:
+            found = [one for one in PEERS[name](device) if op is None or one.of(op) is not None]
+            if not found:
+                raise MissingError(f"it has no {op}")
+        except MissingError as reason:
+            missing[name] = str(reason)
+        except Exception as error:  # another library's import may raise anything, and must not end the measurement
+            missing[name] = in_a_line(error)
+        else:
+            yield from found
 
 
 def _imported(module: str, package: str) -> Any:
@@ -116,12 +125,11 @@ def ours(device: torch.device) -> list[Implementation]:
 def _of_formulas(name: str, rounds: str, compile_it: Callable[[Call], Call]) -> list[Implementation]:
     """The formulas in torch."""
 
-    def of(op: str) -> Callable[[Tensor, float], Call]:
-        formula = OPERATIONS[op].formula
+    def of(formula: Call) -> Callable[[Tensor, float], Call]:
         return lambda weight, eps: compile_it(lambda *given: formula(*given, weight, eps))
 
-    others = {op: of(op) for op in OPERATIONS if op != "add_norm"}
-    return [Implementation(name, torch.__version__, rounds, of("add_norm"), gradients=True, others=others)]
+    others = {op: of(one.formula) for op, one in every_measured().items() if one.formula is not None}
+    return [Implementation(name, torch.__version__, rounds, others["add_norm"], gradients=True, others=others)]
 
 
 def eager(device: torch.device) -> list[Implementation]:
@@ -253,30 +261,18 @@ def onnxruntime(device: torch.device) -> list[Implementation]:
     """The node ``com.microsoft.SkipSimplifiedLayerNormalization``, in a new session for each number of threads."""
     if device.type != "cpu":
         raise MissingError("it is compared on a CPU only")
-    runtime, onnx = _imported("onnxruntime", "onnxruntime"), _imported("onnx", "onnx")
-    types = {
-        torch.float32: onnx.TensorProto.FLOAT,
-        torch.float16: onnx.TensorProto.FLOAT16,
-        torch.bfloat16: onnx.TensorProto.BFLOAT16,
-    }
+    runtime, _ = _imported("onnxruntime", "onnxruntime"), _imported("onnx", "onnx")
+    parser = importlib.import_module("onnx.parser")
 
     def build(weight: Tensor, eps: float) -> Call:
-        def value(name: str, *shape: int | str) -> Any:
-            return onnx.helper.make_tensor_value_info(name, types[weight.dtype], shape)
-
-        size = len(weight)
-        node = onnx.helper.make_node(
-            "SkipSimplifiedLayerNormalization",
-            ["x", "skip", "gamma"],
-            ["y", "", "", "sum"],
-            domain="com.microsoft",
-            epsilon=eps,
-        )
-        inputs = [value("x", "rows", size), value("skip", "rows", size), value("gamma", size)]
-        outputs = [value("y", "rows", size), value("sum", "rows", size)]
-        graph = onnx.helper.make_graph([node], "fused_add_rms_norm", inputs, outputs)
-        imports = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
-        model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=8)
+        kind = str(weight.dtype).removeprefix("torch.").replace("float32", "float")
+        rows, row = f"{kind}[rows, {len(weight)}]", f"{kind}[{len(weight)}]"
+        model = parser.parse_model(f"""
+            <ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+            fused_add_rms_norm ({rows} x, {rows} skip, {row} gamma) => ({rows} y, {rows} sum) {{
+                y, "", "", sum = com.microsoft.SkipSimplifiedLayerNormalization <epsilon: float = {eps!r}>
+                    (x, skip, gamma)
+            }}""")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

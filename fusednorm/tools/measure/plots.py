@@ -16,9 +16,8 @@ OURS = "fusednorm"
 def plot(found: dict[str, Any], path: str) -> None:
     """Draws for each operation bytes per second by bytes of a call, and the time of a call of one row.
 
-    Args:
-        found: :attr:`.cells.Results.found`, with at least one cell; only the largest number of threads is drawn.
-        path: the file's, with the suffix .png, .svg or another of matplotlib's formats.
+    Of :attr:`.cells.Results.found`, which has at least one cell, only the largest number of threads is drawn. The
+    suffix of the path is .png, .svg or another of matplotlib's formats.
     """
     pyplot = _pyplot()
     threads = max((cell["threads"] or 0 for cell in found["cells"]), default=0)
@@ -53,13 +52,7 @@ def plot(found: dict[str, Any], path: str) -> None:
 
 
 def plot_errors(found: dict[str, Any], classes: Sequence[str], path: str) -> None:
-    """Draws the histograms of ``compare``, and whether bits change.
-
-    Args:
-        found: what :func:`.compare.report` returned, with at least one finding.
-        classes: of errors.
-        path: as for :func:`plot`.
-    """
+    """Draws the histograms of :func:`.compare.report`, which has at least one finding, and whether bits change."""
     pyplot = _pyplot()
     by_dtype = {
         dtype: list(group) for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype)

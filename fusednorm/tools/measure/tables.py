@@ -53,12 +53,10 @@ def ratio(cell: dict[str, Any], name: str) -> float | None:
 
 
 def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
-    """Prints the figures, in a table for each operation, dtype and number of threads.
+    """Prints :attr:`Results.found`, in a table for each operation, dtype and number of threads.
 
-    Args:
-        found: :attr:`Results.found`.
-        console: receives them, in 80 columns for up to six contenders.
-        wide: print microseconds of every contender and its share of a copy's speed, as Markdown.
+    It takes 80 columns for up to six contenders. wide: microseconds of every contender and its share of a copy's speed,
+    as Markdown.
     """
     if wide:
         console.width = max(console.width, 150)

@@ -199,13 +199,9 @@ class Trainer:
 
 
 def train(size: Size, device: torch.device, minutes: float, *, trained: Callable[[float], object]) -> dict[str, Any]:
-    """Trains the model with every norm, and measures tokens per second.
+    """Trains the model with every norm, and measures tokens per second in timed steps for so many minutes.
 
-    Args:
-        size: one of :data:`SIZES`.
-        device: the models'.
-        minutes: the duration of the timed steps.
-        trained: called with the elapsed share of the time.
+    ``trained`` is called with the elapsed share of the time.
 
     Raises:
         WrongBitsError: two runs with fusednorm did not have the same losses.

@@ -7,14 +7,17 @@ dtype of x. If the operation quantizes, it returns 8-bit numbers, [M, N], their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import fusednorm
 from fusednorm import Quantization, quantizations
+from fusednorm.calls.declared import Role
+from fusednorm.operations.declared import PUBLIC
+from fusednorm.operations.listed import Listed, OfHeads, every, head_size
 
 
 class Calls(NamedTuple):
@@ -30,39 +33,94 @@ class Calls(NamedTuple):
 class Measured(NamedTuple):
     """An operation. The formula takes the inputs, the weight and eps, and rounds where fusednorm rounds."""
 
-    #: The number of large operands: those that a call takes, and those that it returns.
-    inputs: int
-    outputs: int
-    #: A weight, [N], which all norms of the operation share, and eps -> fusednorm's calls.
-    calls: Callable[[Tensor, float], Calls]
-    formula: Callable[..., Any]
+    listed: Listed
+    #: None: no peer has it.
+    formula: Callable[..., Any] | None
     #: The intermediate results that are rounded.
-    rounds: str
-    #: The places among the inputs to which a call in place writes its outputs.
-    written: tuple[int, ...]
-    #: If the first output is quantized.
-    quantization: Quantization | None = None
-    #: Whether it has a weight.
-    weighted: bool = True
+    rounds: str = "nothing"
+    flags: Mapping[str, Any] = {}
+    #: Whether a call in place may follow another one.
+    repeats: bool = True
 
     @property
-    def returned(self) -> int:
-        """The number of tensors that a call returns."""
-        return self.outputs + (self.quantization is not None)
+    def inputs(self) -> dict[str, Role | OfHeads]:
+        """The operands that a call takes; it knows the others, such as a weight, which all norms share."""
+        return {name: role for name, role in self.listed.operands.items() if role not in _CONSTANT}
 
-    def empty_outputs(self, x: Tensor) -> list[Tensor]:
-        """Tensors for the outputs, uninitialised."""
-        q = self.quantization
-        if q is None:
-            return [torch.empty_like(x) for _ in range(self.outputs)]
-        rows, hidden_size = x.shape
-        scales = x.new_empty((rows, hidden_size // q.group(hidden_size)), dtype=torch.float32)
-        return [torch.empty_like(x, dtype=q.dtype), scales, *(torch.empty_like(x) for _ in range(self.outputs - 1))]
+    @property
+    def rows(self) -> int:
+        """The number of large results."""
+        return sum(result.role is Role.ROWS for result in self.listed.results)
 
-    def nbytes(self, elements: int, itemsize: int) -> int:
-        """The bytes of the large operands, for an x of so many elements of this size."""
+    @property
+    def quantization(self) -> Quantization | None:
+        """If the first output is quantized."""
+        return self.flags.get("quantization")
+
+    @property
+    def weighted(self) -> bool:
+        """Whether it has a weight."""
+        return bool({Role.WEIGHT, OfHeads.WEIGHT} & {*self.listed.operands.values()})
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The places among the inputs to which a call in place writes its outputs."""
+        if self.listed.in_place is None or not self.repeats:
+            return ()
+        return tuple([*self.inputs].index(str(result.overwrites)) for result in self.listed.results)
+
+    def nbytes(self, rows: int, hidden_size: int, itemsize: int) -> int:
+        """The bytes of the operands that a call takes and of those that it returns, without numbers of a row."""
+        large = sum(role in (Role.ROWS, OfHeads.HEADS) for role in self.inputs.values()) + self.rows
         quantized = self.quantization is not None
-        return elements * (itemsize * (self.inputs + self.outputs - quantized) + quantized)
+        return rows * hidden_size * (itemsize * (large - quantized) + quantized)
+
+    def calls(self, weight: Tensor, eps: float) -> Calls:
+        """fusednorm's calls with a weight, [N].
+
+        Each is compiled from its text, as if it were written out, because one line of Python more takes a tenth of the
+        time of a short call.
+        """
+        size = head_size(len(weight))
+        cosines, sines = _tables(size, weight)
+        of_role = {OfHeads.WEIGHT: weight[:size], OfHeads.COSINES: cosines, OfHeads.SINES: sines, Role.WEIGHT: weight}
+        known: dict[str, Any] = {"eps": eps, "shape": (-1, len(weight) // size, size), **self.flags}
+        known |= {name: of_role[role] for name, role in self.listed.operands.items() if role in _CONSTANT}
+        heads = OfHeads.HEADS in self.inputs.values()
+
+        def call(function: Callable[..., Any], outputs: tuple[str, ...] = ()) -> Any:
+            takes = (*self.inputs, *outputs)
+            of_heads = takes if heads else ()
+            called = f"function({', '.join(_arguments(function, takes, of_heads, known))})"
+            if heads and len(self.listed.results) == 1:
+                called += f".view({takes[0]}.shape)"
+            elif heads:
+                called = f"[y.view({takes[0]}.shape) for y in {called}]"
+            return eval(f"lambda {', '.join(takes)}: {called}", {**known, "function": function})
+
+        outputs = tuple(result.name for result in self.listed.results)
+        function, in_place = self.listed.function, self.listed.in_place
+        return Calls(
+            call(function),
+            call(function, outputs) if {*outputs} <= self.listed.parameters.keys() else None,
+            call(in_place) if in_place is not None and self.repeats else None,
+        )
+
+
+#: The roles of operands that all calls have in common.
+_CONSTANT = (Role.WEIGHT, OfHeads.WEIGHT, OfHeads.COSINES, OfHeads.SINES)
+
+
+def _arguments(
+    function: Callable[..., Any], takes: tuple[str, ...], of_heads: tuple[str, ...], known: Mapping[str, Any]
+) -> Iterator[str]:
+    """The text of each argument, by position as long as none is left out."""
+    by_position = True
+    for name, parameter in inspect.signature(function).parameters.items():
+        by_position &= parameter.kind is not parameter.KEYWORD_ONLY and name in {*takes, *known}
+        if name in takes or name in known:
+            text = f"{name}.view(shape)" if name in of_heads else name
+            yield text if by_position else f"{name}={text}"
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -70,98 +128,10 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
-# The calls are written out, because one line of Python more takes a tenth of the time of a short call.
-
-
-def _norm(weight: Tensor, eps: float) -> Calls:
-    function, in_place = fusednorm.rms_norm, fusednorm.rms_norm_
-    return Calls(
-        lambda x: function(x, weight, eps),
-        lambda x, y: function(x, weight, eps, out=y),
-        lambda x: in_place(x, weight, eps),
-    )
-
-
-def _add_norm(weight: Tensor, eps: float) -> Calls:
-    function, in_place = fusednorm.fused_add_rms_norm, fusednorm.fused_add_rms_norm_
-    return Calls(
-        lambda x, r: function(x, r, weight, eps),
-        lambda x, r, y, s: function(x, r, weight, eps, out=y, residual_out=s),
-        lambda x, r: in_place(x, r, weight, eps),
-    )
-
-
-def _norm_add(weight: Tensor, eps: float) -> Calls:
-    function, in_place = fusednorm.rms_norm_add, fusednorm.rms_norm_add_
-    return Calls(
-        lambda x, r: function(x, r, weight, eps),
-        lambda x, r, s: function(x, r, weight, eps, residual_out=s),
-        lambda x, r: in_place(x, r, weight, eps),
-    )
-
-
-def _norm_add_norm(weight: Tensor, eps: float) -> Calls:
-    function, in_place = fusednorm.rms_norm_add_rms_norm, fusednorm.rms_norm_add_rms_norm_
-    return Calls(
-        lambda x, r: function(x, r, weight, weight, eps),
-        lambda x, r, y, s: function(x, r, weight, weight, eps, out=y, residual_out=s),
-        lambda x, r: in_place(x, r, weight, weight, eps),
-    )
-
-
-def _add_norm_quant(quantization: Quantization) -> Callable[[Tensor, float], Calls]:
-    function = fusednorm.fused_add_rms_norm_quant
-    return lambda weight, eps: Calls(
-        lambda x, r: function(x, r, weight, eps, quantization=quantization),
-        lambda x, r, y, z, s: function(
-            x, r, weight, eps, quantization=quantization, out=y, scale_out=z, residual_out=s
-        ),
-        None,
-    )
-
-
-def _gate(weight: Tensor, eps: float) -> Calls:
-    function = fusednorm.gate
-    return Calls(lambda y, z: function(y, z), lambda y, z, out: function(y, z, out=out), None)
-
-
-def _silu_and_mul(weight: Tensor, eps: float) -> Calls:
-    function = fusednorm.silu_and_mul
-    return Calls(lambda gate, up: function(gate, up), lambda gate, up, out: function(gate, up, out=out), None)
-
-
-def _norm_gated(weight: Tensor, eps: float) -> Calls:
-    function = fusednorm.rms_norm_gated
-    return Calls(lambda x, z: function(x, z, weight, eps), None, None)
-
-
-#: The length of heads; of rows that have no whole number of them, the whole row is one.
-HEAD = 128
-
-
-def _head_size(weight: Tensor) -> int:
-    """The length of heads in rows of the weight's length."""
-    return HEAD if len(weight) % HEAD == 0 else len(weight)
-
-
 def _tables(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, [size / 2], of one position for all rows; all dtypes have the same, numbers of bfloat16."""
     angles = 10000.0 ** -(torch.arange(size // 2, device=like.device) / (size // 2))
     return angles.cos().bfloat16().to(like.dtype), angles.sin().bfloat16().to(like.dtype)
-
-
-def _qk_norm_rope(weight: Tensor, eps: float) -> Calls:
-    function, in_place, size = fusednorm.qk_norm_rope, fusednorm.qk_norm_rope_, _head_size(weight)
-    shape, of_head, tables = (-1, len(weight) // size, size), weight[:size], _tables(size, weight)
-    others: Any = (of_head, of_head, *tables, eps)
-    flags: Any = {"round_norm": True, "round_products": True}
-
-    def new(q: Tensor, k: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        outputs: Any = (None, None) if y is None or z is None else (y.view(shape), z.view(shape))
-        found = function(q.view(shape), k.view(shape), *others, **flags, q_out=outputs[0], k_out=outputs[1])
-        return found[0].view(q.shape), found[1].view(k.shape)
-
-    return Calls(new, new, lambda q, k: in_place(q.view(shape), k.view(shape), *others, **flags))
 
 
 def _formula_of_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -213,7 +183,7 @@ def _formula_of_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> 
 
 def _formula_of_qk_norm_rope(q: Tensor, k: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As Hugging Face's Qwen 3 has it."""
-    size = _head_size(weight)
+    size = head_size(len(weight))
     shape = (-1, len(weight) // size, size)
     cos, sin = (torch.cat((t, t)) for t in _tables(size, weight))
 
@@ -229,24 +199,49 @@ def _formula_of_qk_norm_rope(q: Tensor, k: Tensor, weight: Tensor, eps: float) -
     return turned(q), turned(k)
 
 
+def _formula_of_declared(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    if function not in PUBLIC:
+        return None
+    declaration = PUBLIC[function].declaration
+
+    def formula(*given: Any) -> tuple[Tensor, ...]:
+        *inputs, weight, eps = given
+        taken = iter(inputs)
+        operands = [weight if operand.role is Role.WEIGHT else next(taken) for operand in declaration.operands]
+        flags = {**declaration.flags, **declaration.samples[0]}
+        flags |= {"eps": eps} if "eps" in flags else {}
+        return declaration.formula(*operands, *flags.values())[: len(declaration.returned)]
+
+    return formula
+
+
+def _named(function: str, *more: Any, **others: Any) -> Measured:
+    return Measured(every()[function], *more, **others)
+
+
 def _quantized(quantization: Quantization) -> Measured:
     formula = _formula_of_add_norm_quant(quantization)
-    return Measured(2, 2, _add_norm_quant(quantization), formula, "sum, norm", (), quantization)
+    return _named("fused_add_rms_norm_quant", formula, "sum, norm", {"quantization": quantization})
 
 
-#: By the name that ``--ops`` takes.
+#: By the name that ``--ops`` takes. Operations that are not here have the names of their functions.
 OPERATIONS = {
-    "add_norm": Measured(2, 2, _add_norm, _formula_of_add_norm, "sum", (0, 1)),
-    "norm": Measured(1, 1, _norm, _formula_of_norm, "nothing", (0,)),
-    "norm_add": Measured(2, 1, _norm_add, _formula_of_norm_add, "first norm", (1,)),
-    "norm_add_norm": Measured(2, 2, _norm_add_norm, _formula_of_norm_add_norm, "first norm, sum", (0, 1)),
+    "add_norm": _named("fused_add_rms_norm", _formula_of_add_norm, "sum"),
+    "norm": _named("rms_norm", _formula_of_norm),
+    "norm_add": _named("rms_norm_add", _formula_of_norm_add, "first norm"),
+    "norm_add_norm": _named("rms_norm_add_rms_norm", _formula_of_norm_add_norm, "first norm, sum"),
     "add_norm_int8": _quantized(quantizations.VLLM_INT8_TOKEN_CPU),
     "add_norm_fp8": _quantized(quantizations.VLLM_FP8_TOKEN),
     "add_norm_fp8_block": _quantized(quantizations.VLLM_FP8_BLOCK_FUSED),
-    "gate": Measured(2, 1, _gate, _formula_of_gate, "nothing", (), weighted=False),
-    "silu_and_mul": Measured(2, 1, _silu_and_mul, _formula_of_silu_and_mul, "silu", (), weighted=False),
-    "norm_gated": Measured(2, 1, _norm_gated, _formula_of_norm_gated, "normed rows", ()),
-    "qk_norm_rope": Measured(2, 2, _qk_norm_rope, _formula_of_qk_norm_rope, "norm, products", (0, 1)),
+    "gate": _named("gate", _formula_of_gate, repeats=False),
+    "silu_and_mul": _named("silu_and_mul", _formula_of_silu_and_mul, "silu"),
+    "norm_gated": _named("rms_norm_gated", _formula_of_norm_gated, "normed rows", repeats=False),
+    "qk_norm_rope": _named(
+        "qk_norm_rope",
+        _formula_of_qk_norm_rope,
+        "norm, products",
+        {"round_norm": True, "round_products": True},
+    ),
 }
 
 #: The gradients of which operation, and the number of large operands that are read and written at least.
@@ -258,5 +253,15 @@ GRADIENTS = {
     "qk_norm_rope_backward": ("qk_norm_rope", 6),
 }
 
-#: Everything that ``bench`` times.
+#: The names that the command line shows.
 OPS = (*OPERATIONS, *GRADIENTS)
+
+
+def every_measured() -> dict[str, Measured]:
+    """All that ``bench`` times forward."""
+    named = {measured.listed.name for measured in OPERATIONS.values()}
+    others = {name: listed for name, listed in every().items() if name not in named}
+    return OPERATIONS | {
+        name: Measured(listed, _formula_of_declared(listed.function), flags=listed.needed)
+        for name, listed in others.items()
+    }

@@ -1,12 +1,17 @@
-"""What NVRTC or Triton makes of the kernels for each GPU, on a machine without any, and how long that takes.
+"""What NVRTC or Triton makes of the kernels for each GPU or processor, which need not be here, and how long that takes.
 
     pip install -c constraints.txt . triton cuda-bindings nvidia-cuda-nvrtc nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-    python -P benchmarks/gpu_compile.py cuda|triton [--targets sm_90,gfx942] [--sizes 128,4096] [--dtypes bfloat16]
+    python -P benchmarks/compiled_code.py cuda|triton [--targets sm_90,gfx942] [--sizes 128,4096] [--dtypes bfloat16]
+    python -P benchmarks/compiled_code.py triton_cpu [--llc llc-22]    # on a machine that has a Triton-CPU
 
 Per kernel: threads or warps of a block; registers and bytes of stack (where registers are spilled to) per thread; bytes
 of shared memory per block; the widest and the narrowest access to rows, in bytes; shuffles and barriers per thread;
 milliseconds of the compilation. For cuda also FFMA, the fused multiplications that only divisions and roots have, and
 all instructions.
+
+For triton_cpu: instructions, branches (a tile has 128 elements: as many branches as that would be one for each), calls,
+fused multiplications and additions, and registers that are spilled to the stack. Triton's own LLVM compiles for this
+machine only, so `llc`, of the same version, compiles the intermediate language that Triton keeps.
 """
 
 import argparse
@@ -148,15 +153,59 @@ class Triton:
         return registers, 4 * spilled, widths, shuffles, assembly.count("s_barrier")
 
 
+#: Of lines of assembly language.
+BEGINNINGS = {
+    "instructions": r"",
+    "branches": r"j[a-z]+\s|b\s|b\.|cbn?z|tbn?z",
+    "calls": r"call|bl\s|blr\s",
+    "fused": r"vfn?m|fn?m(la|ls|add|sub)|bf(mla|dot)",
+    "spills": r".*Spill$",
+}
+
+
+class TritonCpu(Triton):
+    """Kernels that Triton-CPU compiles."""
+
+    targets = ("haswell", "skylake-avx512", "cortex-a72", "neoverse-n1", "neoverse-v1", "neoverse-v2")
+    sizes = "4096"
+    columns = tuple(BEGINNINGS)
+
+    def target(self, name):
+        """This machine."""
+        from triton.runtime.driver import driver
+
+        return driver.active.get_current_target()
+
+    def kernels(self, dtype, size, target):
+        """The kernels of both passes, all operands of one dtype."""
+        from fusednorm.backends import triton_cpu
+
+        forward, backward = kinds(dtype, size, 1)
+        forward = forward._replace(rstd=True)
+        return {"forward": triton_cpu.forward_variant(forward), **triton_cpu.backward_variants(backward)}
+
+    def cells(self, variant, kernel, target):
+        """The columns."""
+        portable = re.sub(r'target (triple|datalayout) = .*|"target-(cpu|features)"="[^"]*"', "", kernel.asm["llir"])
+        architecture = "x86_64" if target in self.targets[:2] else "aarch64"
+        machine = (f"-mtriple={architecture}-unknown-linux-gnu", f"-mcpu={target}")
+        run = [self.llc, "-O3", *machine, "-fp-contract=off", "-o", "-"]
+        assembly = subprocess.run(run, input=portable, capture_output=True, text=True, check=True).stdout
+        lines = re.findall(r"^\t([a-z]\S*(?:\s.*)?)$", assembly, re.MULTILINE)
+        return [sum(bool(re.match(begins, line)) for line in lines) for begins in BEGINNINGS.values()]
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("backend", choices=("cuda", "triton"))
+    parser.add_argument("backend", choices=("cuda", "triton", "triton_cpu"))
     parser.add_argument("--targets")
     parser.add_argument("--sizes")
     parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--llc", default="llc-22")
     given = parser.parse_args()
-    compiler = {"cuda": Cuda, "triton": Triton}[given.backend]()
+    compiler = {"cuda": Cuda, "triton": Triton, "triton_cpu": TritonCpu}[given.backend]()
+    compiler.llc = given.llc
     print("| target | dtype | N | kernel |", " | ".join((*compiler.columns, "ms")), "|")
     print("|---|---|---:|---|" + "---:|" * (len(compiler.columns) + 1))
     times = []

@@ -1,0 +1,214 @@
+"""All operations as data, for what has a line for each: explain, prewarm, contract, check and bench.
+
+An operation that is declared is listed by its declaration. The others have an entry in :data:`ENTRIES` until they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm import quantizations as presets
+from fusednorm.calls.declared import Result, Role
+from fusednorm.calls.quantization import Quantization
+from fusednorm.operations.declared import PUBLIC, Operation
+from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.l2 import l2_norm
+from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
+from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
+from fusednorm.operations.rotate import qk_norm_rope, qk_norm_rope_, rotate
+from fusednorm.operations.two_norms import (
+    rms_norm_add,
+    rms_norm_add_,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_,
+)
+
+
+class OfHeads(Enum):
+    """The roles of operands that no declaration has yet, for rows as heads of :func:`head_size` elements."""
+
+    HEADS = "rows"
+    WEIGHT = "the weight of a head"
+    COSINES = "cosines of a row's angles"
+    SINES = "sines of a row's angles"
+
+
+class Listed(NamedTuple):
+    """An operation, and a call of it."""
+
+    function: Callable[..., Any]
+    #: The twin that works in place.
+    in_place: Callable[..., Any] | None
+    #: By the names of the function's arguments.
+    operands: Mapping[str, Role | OfHeads]
+    #: With the operands that the twin overwrites.
+    results: tuple[Result, ...]
+    #: The plain operations in their order, with commas between; empty for a declared operation.
+    steps: str
+    #: Further arguments of a call that :mod:`fusednorm.tools.check` makes; a role stands for an operand.
+    sample: Mapping[str, Any] = {}
+    differentiable: bool = True
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return self.function.__name__
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Those of the function."""
+        return inspect.signature(self.function).parameters
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The flags of a call that gives none."""
+        return {name: one.default for name, one in self.parameters.items() if name not in self.operands}
+
+    @property
+    def needed(self) -> dict[str, Any]:
+        """The flags of the sample without which the function cannot be called."""
+        empty = inspect.Parameter.empty
+        return {name: value for name, value in self.sample.items() if self.defaults[name] is empty}
+
+    def tensors(self, x: Tensor, other: Tensor, weight: Tensor | None) -> dict[str, Tensor | None]:
+        """Operands by name, of rows [M, N], of others, and of a weight [N] or None."""
+        made: dict[str, Tensor | None] = {}
+        for name, role in self.operands.items():
+            first = role not in [self.operands[before] for before in made]
+            made[name] = _tensor(role, first, x, other, weight)
+        return made
+
+    def of_sample(self, x: Tensor, other: Tensor, weight: Tensor) -> dict[str, Any]:
+        """All arguments of the sample's call."""
+        more = {
+            name: _tensor(value, True, x, other, weight) if isinstance(value, Role) else value
+            for name, value in self.sample.items()
+        }
+        return self.tensors(x, other, weight) | more
+
+
+def head_size(hidden_size: int) -> int:
+    """The length of heads in rows of that length: 128, or the whole row where that does not divide it."""
+    return 128 if hidden_size % 128 == 0 else hidden_size
+
+
+def _tensor(role: Role | OfHeads, first: bool, x: Tensor, other: Tensor, weight: Tensor | None) -> Tensor | None:
+    """An operand; ``first``: of those with this role."""
+    size = head_size(x.shape[-1])
+    match role:
+        case Role.ROWS:
+            return x if first else other
+        case Role.WEIGHT:
+            return weight
+        case Role.NUMBERS:
+            return other[:, 0]
+        case Role.IDS:
+            return torch.arange(len(x), device=x.device) % x.shape[-1]
+        case OfHeads.HEADS:
+            return (x if first else x.flip(0)).view(len(x), -1, size)
+        case OfHeads.WEIGHT:
+            return None if weight is None else weight[:size] if first else weight[-size:]
+    cosines, sines = other.detach()[:, :size].chunk(2, -1)
+    return cosines if role is OfHeads.COSINES else sines
+
+
+_X, _WEIGHT, _BIAS = {"x": Role.ROWS}, {"weight": Role.WEIGHT}, {"bias": Role.WEIGHT}
+_ADDED = _X | {"residual": Role.ROWS}
+_GATE_AND_UP = {"gate": Role.ROWS, "up": Role.ROWS}
+_TABLES = {"cos": OfHeads.COSINES, "sin": OfHeads.SINES}
+_HEADS = {"q": OfHeads.HEADS, "k": OfHeads.HEADS, "q_weight": OfHeads.WEIGHT, "k_weight": OfHeads.WEIGHT}
+_Y, _SUM = Result(overwrites="x"), Result("residual_out", overwrites="residual")
+_NUMBERS = (Result(), Result("scale_out", Role.NUMBERS))
+
+
+def _quantized(function: Callable[..., Any], operands: Any, steps: str, results: Any, how: Quantization) -> Listed:
+    sample = {"quantization": how}
+    return Listed(function, None, operands, results, steps, sample, differentiable=False)
+
+
+#: In the order in which ``check`` names them.
+ENTRIES = (
+    Listed(rms_norm, rms_norm_, _X | _WEIGHT, (_Y,), "norm", _BIAS),
+    Listed(
+        fused_add_rms_norm,
+        fused_add_rms_norm_,
+        _ADDED | _WEIGHT,
+        (_Y, _SUM),
+        "add, norm",
+        _BIAS | {"x_scale": 0.22},
+    ),
+    Listed(rms_norm_add, rms_norm_add_, _ADDED | _WEIGHT, (_SUM,), "norm, add"),
+    Listed(
+        rms_norm_add_rms_norm,
+        rms_norm_add_rms_norm_,
+        _ADDED | _WEIGHT | {"next_weight": Role.WEIGHT},
+        (_Y, _SUM),
+        "norm, add, norm",
+    ),
+    Listed(l2_norm, None, _X, (Result(),), "norm"),
+    Listed(gate, gate_, {"y": Role.ROWS, "z": Role.ROWS}, (Result(overwrites="y"),), "gate", {"activation": "sigmoid"}),
+    Listed(silu_and_mul, None, _GATE_AND_UP, (Result(),), "gate"),
+    Listed(gelu_tanh_and_mul, None, _GATE_AND_UP, (Result(),), "gate"),
+    Listed(rms_norm_gated, rms_norm_gated_, _X | {"gate": Role.ROWS} | _WEIGHT, (_Y,), "norm, gate"),
+    Listed(rotate, None, {"x": OfHeads.HEADS} | _TABLES, (Result(),), "rotate"),
+    Listed(
+        qk_norm_rope,
+        qk_norm_rope_,
+        _HEADS | _TABLES,
+        (Result("q_out", overwrites="q"), Result("k_out", overwrites="k")),
+        "norm, rotate",
+    ),
+    _quantized(quantize, {"y": Role.ROWS}, "quantize", _NUMBERS, presets.VLLM_INT8_TOKEN_AZP_CPU),
+    _quantized(rms_norm_quant, _X | _WEIGHT, "norm, quantize", _NUMBERS, presets.VLLM_FP8_BLOCK_FUSED),
+    _quantized(
+        fused_add_rms_norm_quant,
+        _ADDED | _WEIGHT,
+        "add, norm, quantize",
+        (*_NUMBERS, _SUM),
+        presets.VLLM_INT8_TOKEN_CPU,
+    ),
+    _quantized(silu_and_mul_quant, _GATE_AND_UP, "gate, quantize", _NUMBERS, presets.VLLM_FP8_TOKEN),
+)
+
+
+def _declared(name: str, function: Callable[..., Any], operation: Operation) -> Listed:
+    declaration = operation.declaration
+    taken = inspect.signature(function).parameters
+    return Listed(
+        function,
+        operation.functions.get(f"{name}_"),
+        {operand.name: operand.role for operand in declaration.operands},
+        declaration.returned,
+        "",
+        {flag: value for flag, value in declaration.samples[-1].items() if flag in taken},
+        declaration.gradient is not None,
+    )
+
+
+def every() -> dict[str, Listed]:
+    """The operations, by the names of the functions that return new tensors."""
+    new = [(function.__name__, function, operation) for function, operation in PUBLIC.items()]
+    declared = [_declared(*one) for one in new if not one[0].endswith("_")]
+    return {listed.name: listed for listed in (*ENTRIES, *declared)}
+
+
+def of_function(function: Any) -> Listed:
+    """The operation of a function, or of its twin in place.
+
+    Raises:
+        TypeError: no operation has this function.
+    """
+    operations = every().values()
+    for listed in operations:
+        if function is not None and function in (listed.function, listed.in_place):
+            return listed
+    functions = [f.__name__ for one in operations for f in (one.function, one.in_place) if f is not None]
+    known = ", ".join(sorted(functions))
+    raise TypeError(f"function must be one of {known}, got {getattr(function, '__name__', function)!r}")

@@ -1,0 +1,35 @@
+"""Commands, in this process and in one of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fusednorm.__main__ import main
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The exit status of a command in this process."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fusednorm", *map(str, arguments)])
+        try:
+            return main()
+        except SystemExit as ended:
+            return ended.code
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def run():
+    """A command in a process of its own, without variables of fusednorm but those given."""
+
+    def call(*arguments, **environment):
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
+        command = [sys.executable, "-P", "-m", "fusednorm", *arguments]
+        return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True)
+
+    return call
