@@ -29,19 +29,8 @@ def rmsnorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMS-normalises x, or the sum of x and the residual: :func:`fusednorm.fused_add_rms_norm`.
 
-    Args:
-        x: [..., N], or [..., H, N] where the weight or the bias has a row for each head.
-        weight: [N] or [H, N], or None.
-        bias: [N] or [H, N], or None.
-        residual: [..., N], or None.
-        out_dtype: the dtype of the normalised rows; x's if None.
-        residual_dtype: the dtype of the sum; the residual's if None.
-        eps: added to the mean of squares.
-        prenorm: return the sum too.
-        weight_offset: added to the weight.
-
-    Returns:
-        The normalised rows; with ``prenorm`` also the sum, or x in ``residual_dtype`` where there is no residual.
+    A weight or a bias of [H, N] has a row for each head of x, [..., H, N]. With ``prenorm`` the sum is returned too, in
+    ``residual_dtype`` or else the residual's dtype, or x where there is no residual.
     """
     if residual is None:
         y = norm.rms_norm(x, weight, eps, bias=bias, weight_offset=weight_offset, out_dtype=out_dtype)
@@ -61,15 +50,7 @@ def rmsnorm(
 
 
 class QuackRMSNorm(torch.nn.RMSNorm):
-    """quack's module: ``torch.nn.RMSNorm`` with :func:`rmsnorm`, and with 1e-6 as the default of ``eps``.
-
-    Args:
-        dim: N, the hidden size.
-        eps: added to the mean of squares.
-        elementwise_affine: whether there is a weight.
-        device: of the weight.
-        dtype: of the weight.
-    """
+    """quack's module: ``torch.nn.RMSNorm`` with :func:`rmsnorm`, and with 1e-6 as the default of ``eps``."""
 
     def __init__(
         self,
