@@ -17,7 +17,8 @@ import torch
 
 import fusednorm.transformers
 from fusednorm.compat import transformers as gated_norms
-from fusednorm.transformers import attention, hub, layers, modules, norms, replacing
+from fusednorm.transformers import hub, layers, modules, norms, replacing, rotations
+from fusednorm.transformers.reads import LeftAloneError
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -201,7 +202,7 @@ def test_additions_are_fused(name, monkeypatch):
     count(modules, "rms_norm_add_rms_norm", 1, 2)
     count(modules, "rms_norm_add", 1, 1)
     count(modules, "rms_norm", 0, 1)
-    count(attention, "qk_norm_rope", 0, None)
+    count(rotations, "qk_norm_rope", 0, None)
     logits(patched(build(name)))
     count_of_norms, adds, _ = FAMILIES[name][2:]
     assert calls == {"fused": adds, "norms": count_of_norms}
@@ -301,7 +302,7 @@ def test_layer_by_hand():
     assert layers.rewritten(Normed, names)[1:5] == (2, 2, True, True)
     assert layers.rewritten(Normed, frozenset({"first"}))[1:5] == (1, 1, True, False)
     for kept in (Other, Twice):
-        with pytest.raises(layers.NotRewrittenError, match="no addition"):
+        with pytest.raises(LeftAloneError, match="no addition"):
             layers.rewritten(kept, names)
     assert (layers.first_norm(Layer), layers.first_norm(Kept)) == ("first", None)
 
@@ -844,7 +845,7 @@ def test_gated_kernels_are_theirs(name):
 
 
 def test_norms_that_forget_their_gate_are_no_kernels():
-    with pytest.raises(norms.NotANormError, match="its result is not a norm and a function of the gate"):
+    with pytest.raises(LeftAloneError, match="its result is not a norm and a function of the gate"):
         norms.forms(Ungated(), gated=True)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch.nn.functional import gelu, silu
 
 import fusednorm.transformers
-from fusednorm.transformers import hub, mlps
+from fusednorm.transformers import hub, mlps, rotations
+from fusednorm.transformers.reads import LeftAloneError
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 kernels = pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
@@ -191,7 +192,7 @@ OTHERS = {
 def test_other_mlps_run_their_own_code(name):
     function, reason = OTHERS[name]
     module = Recorded(function)
-    with pytest.raises(mlps.NotAnMLPError, match=reason):
+    with pytest.raises(LeftAloneError, match=reason):
         mlps.mlp(module)
     x = torch.randn(3, 8)
     with contextlib.suppress(RuntimeError):  # some are not even possible
@@ -206,7 +207,7 @@ def test_products_in_either_order():
 
 @pytest.mark.parametrize("act", [torch.nn.GELU(), torch.nn.ReLU(), torch.nn.Sigmoid(), torch.nn.PReLU()], ids=str)
 def test_other_activations_run_their_own_code(act):
-    with pytest.raises(mlps.NotAnMLPError, match="act has no place"):
+    with pytest.raises(LeftAloneError, match="act has no place"):
         mlps.mlp(Recorded(lambda m, x: m.down(m.act(m.gate(x)) * m.up(x)), act))
 
 
@@ -293,8 +294,8 @@ def rotating_functions():
 @pytest.fixture
 def calls(monkeypatch):
     """The rotations that fusednorm computes: whether each rounds products."""
-    seen, rotate = [], hub.qk_norm_rope
-    monkeypatch.setattr(hub, "qk_norm_rope", lambda *a, **k: seen.append(k["round_products"]) or rotate(*a, **k))
+    seen, rotate = [], rotations.qk_norm_rope
+    monkeypatch.setattr(rotations, "qk_norm_rope", lambda *a, **k: seen.append(k["round_products"]) or rotate(*a, **k))
     return seen
 
 

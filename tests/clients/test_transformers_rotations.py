@@ -57,13 +57,13 @@ def answers(model):
 @pytest.fixture
 def calls(monkeypatch):
     """The calls of ``qk_norm_rope``: whether each has a norm."""
-    made, call = [], attention.qk_norm_rope
+    made, call = [], rotations.qk_norm_rope
 
     def counted(*args, **kwargs):
         made.append(kwargs["norm"])
         return call(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "qk_norm_rope", counted)
+    monkeypatch.setattr(rotations, "qk_norm_rope", counted)
     return made
 
 
