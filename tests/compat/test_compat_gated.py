@@ -15,6 +15,8 @@ from fusednorm.compat import fla, mamba_ssm, sgl_kernel, transformers, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, dtype_name
 from fusednorm.reference import activations
 
+from compat_bounds import fp8, same, same_bytes
+
 E4M3, I8 = torch.float8_e4m3fn, torch.int8
 ROWS, N, GROUP, EPS = 64, 96, 24, 1e-5
 
@@ -46,12 +48,6 @@ def normed(h, eps=EPS):
 
 def in_groups(h, eps=EPS):
     return normed(h.unflatten(-1, (-1, GROUP)), eps).flatten(-2)
-
-
-def same(found, wanted):
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert torch.equal(found.detach(), wanted.detach())
 
 
 def of(dtype, first=True):
@@ -178,14 +174,6 @@ def test_and_mul(dtype, activation):
     same(ours(both), (a * up.float()).to(dtype))
     assert ours(both, out) is out
     same(out, (a * up.float()).to(dtype))
-
-
-def same_bytes(found, wanted):
-    same(found.view(torch.uint8), wanted.view(torch.uint8))
-
-
-def fp8(v):
-    return v.clamp(-448, 448).to(E4M3)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
