@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import update_wrapper
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -127,9 +127,7 @@ class Acceleration:
     def __enter__(self) -> Acceleration:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -32,20 +32,14 @@ def rmsnorm(
     A weight or a bias of [H, N] has a row for each head of x, [..., H, N]. With ``prenorm`` the sum is returned too, in
     ``residual_dtype`` or else the residual's dtype, or x where there is no residual.
     """
+    flags: dict[str, Any] = {"bias": bias, "weight_offset": weight_offset, "out_dtype": out_dtype}
     if residual is None:
-        y = norm.rms_norm(x, weight, eps, bias=bias, weight_offset=weight_offset, out_dtype=out_dtype)
-        return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
-    y, total = norm.fused_add_rms_norm(
-        x,
-        residual,
-        weight,
-        eps,
-        bias=bias,
-        weight_offset=weight_offset,
-        round_sum=False,
-        out_dtype=out_dtype,
-        residual_dtype=residual_dtype,
-    )
+        y, total = norm.rms_norm(x, weight, eps, **flags), x
+        if prenorm and residual_dtype is not None:
+            total = x.to(residual_dtype)
+    else:
+        flags |= {"round_sum": False, "residual_dtype": residual_dtype}
+        y, total = norm.fused_add_rms_norm(x, residual, weight, eps, **flags)
     return (y, total) if prenorm else y
 
 

@@ -43,23 +43,18 @@ class Site:
     conditions: tuple[str, ...]  # the sources of those under which it is reached
 
 
-@dataclass(frozen=True)
-class TablesState:
-    """The state of a module of tables: what it returns, and the attributes with which it does so."""
-
-    kind: Any  # a subclass of tuple, with the field `columns`
-    reads: Reads
-
-
 class PatchedTables(Patched):
-    """The module of the tables; comes before its original class."""
+    """The module of the tables; comes before its original class.
 
-    _fusednorm = TablesState(tuple, Reads())
+    Its state has the class of the tables that it returns, and the attributes with which it does so.
+    """
+
+    _fusednorm: tuple[Any, Reads] = (tuple, Reads())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's result."""
-        tables, state = super().forward(*args, **kwargs), self._fusednorm
-        return state.kind(tables) if type(tables) is tuple and state.reads.hold(self) else tables
+        tables, (kind, reads) = super().forward(*args, **kwargs), self._fusednorm
+        return kind(tables) if type(tables) is tuple and reads.hold(self) else tables
 
 
 class PatchedAttention(Patched):
@@ -278,15 +273,9 @@ def _stored(node: ast.AST) -> set[str]:
 
 def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[Outcome]:
     """Replaces attention that rotates, and the modules of its tables; ``norm`` is the class of replaced norms."""
-    tables: dict[torch.nn.Module, TablesState] = {}
-    kinds = set()
-    state: Any
-    for module in model.modules():
-        if isinstance(module, PatchedTables):
-            kinds.add(module._fusednorm.kind.columns)
-        elif not isinstance(module, Patched) and (state := _tables_of(module)) is not None:
-            tables[module] = state
-            kinds.add(state.kind.columns)
+    tables = {module: module._fusednorm for module in model.modules() if isinstance(module, PatchedTables)}
+    new = {module: state for module in model.modules() if (state := _tables_of(module)) is not None}
+    kinds = {kind.columns for kind, _ in (tables | new).values()}
     done = False
     for module in list(model.modules()):
         if isinstance(module, Patched):
@@ -304,13 +293,14 @@ def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[Outcome]:
         done |= reason is None
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
         yield type(module).__name__, reason is None, reason or fused
-    for module, state in tables.items() if done else ():
+    for module, state in new.items() if done else ():
         attach(module, PatchedTables, frozenset(), state)
 
 
-def _tables_of(module: torch.nn.Module) -> TablesState | None:
+def _tables_of(module: torch.nn.Module) -> tuple[Any, Reads] | None:
     """The kind of a module's tables, if it may have some: it has neither children nor parameters, but buffers."""
     leaf = next(module.children(), None) is None and next(module.parameters(), None) is None
     reads = Reads()
-    kind = tables_of(module, reads) if leaf and next(module.buffers(), None) is not None else None
-    return None if kind is None else TablesState(kind, reads)
+    may = leaf and next(module.buffers(), None) is not None and not isinstance(module, Patched)
+    kind = tables_of(module, reads) if may else None
+    return None if kind is None else (kind, reads)

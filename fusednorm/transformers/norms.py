@@ -272,24 +272,16 @@ def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     return None
 
 
-def _becomes(before: str, after: str) -> Callable[[list[Any], Tensor, dtype], _Term | None]:
+def _becomes(before: str, after: str, activation: str | None = None) -> Callable[..., _Term | None]:
     def rule(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
         term: _Term = arguments[0]
-        return replace(term, kind=after) if term.kind == before and value.dtype == _A else None
+        fits = term.kind == before and value.dtype == _A
+        return replace(term, kind=after, activation=activation or term.activation) if fits else None
 
     return rule
 
 
-def _activates(activation: str) -> Callable[[list[Any], Tensor, dtype], _Term | None]:
-    def rule(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
-        term: _Term = arguments[0]
-        fits = term.kind == "gate" and value.dtype == _A
-        return replace(term, kind="activated", activation=activation) if fits else None
-
-    return rule
-
-
-_RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
+_RULES: dict[Any, Callable[..., _Term | None]] = {
     aten._to_copy.default: _cast,
     aten.pow.Tensor_Scalar: _power,
     aten.mean.dim: _mean,
@@ -300,6 +292,6 @@ _RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
     aten.rsqrt.default: _becomes("mean+eps", "rstd"),
     aten.sqrt.default: _becomes("mean+eps", "sqrt"),
     aten.reciprocal.default: _becomes("sqrt", "rstd"),
-    aten.silu.default: _activates("silu"),
-    aten.sigmoid.default: _activates("sigmoid"),
+    aten.silu.default: _becomes("gate", "activated", "silu"),
+    aten.sigmoid.default: _becomes("gate", "activated", "sigmoid"),
 }

@@ -19,7 +19,7 @@ from torch import Tensor, dtype
 from fusednorm.operations.rotate import qk_norm_rope
 from fusednorm.transformers.reads import LeftAloneError, Reads, in_a_line
 from fusednorm.transformers.replacing import replaced
-from fusednorm.transformers.symbols import NotSymbolicError, Symbols
+from fusednorm.transformers.symbols import Symbols
 
 _A = torch.float32  # the accumulator type
 _PAIRS = [(x, tables) for x in (_A, torch.bfloat16, torch.float16) for tables in dict.fromkeys((x, _A))]
@@ -95,8 +95,8 @@ def _rotation(
         symbols.set(sin, numbers[1])
         try:
             results = function(q, k, cos, sin, **arguments)
-        except NotSymbolicError as error:
-            raise LeftAloneError(f"its rotation cannot be followed: {error}") from error
+        except LeftAloneError:
+            raise
         except Exception as error:  # the model's code may raise anything for tensors that it does not expect
             raise LeftAloneError(f"its rotation cannot be traced: {in_a_line(error)}") from error
         if not (isinstance(results, tuple) and len(results) == 2 and all(isinstance(y, Tensor) for y in results)):

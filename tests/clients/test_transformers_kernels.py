@@ -22,21 +22,12 @@ from fusednorm.transformers.reads import LeftAloneError
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 kernels = pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
 
-from test_transformers import undone  # noqa: E402, F401 - after the lines that skip; used by all tests here
+import test_transformers  # noqa: E402 - after the lines that skip
+from test_transformers import undone  # noqa: E402, F401 - used by all tests here
 from transformers import activations  # noqa: E402
 from transformers.integrations import hub_kernels  # noqa: E402
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = test_transformers.SMALL | {"vocab_size": 64, "num_hidden_layers": 2}
 BF16, F32 = torch.bfloat16, torch.float32
 
 

@@ -280,20 +280,6 @@ def providers(ops):
     ]
 
 
-@pytest.mark.parametrize("setting", ["vllm", "default"])
-def test_register(vllms, said, monkeypatch, setting):
-    before = providers(vllms)
-    monkeypatch.setenv("FUSEDNORM_VLLM", setting)
-    plugin.register()
-    first = plugin.MODES[setting]
-    assert providers(vllms) == [
-        ([*impls, "fusednorm", "fusednorm_default"], [first, *order]) for impls, order in before
-    ]
-    assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={setting})" in said.text
-    plugin.register()
-    assert providers(vllms)[0][1].count(first) == 1
-
-
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
 def test_gpus_are_for_who_asks(vllms, said, monkeypatch, device):
     """What does not run on a CPU stays as it is, and one line of the log says how to ask; `--ir-op-priority` may."""
@@ -311,19 +297,26 @@ def test_gpus_are_for_who_asks(vllms, said, monkeypatch, device):
 
 
 @pytest.mark.parametrize(
-    ("setting", "first"),
-    [("gpu", "fusednorm"), ("vllm,gpu", "fusednorm"), (" gpu , default ", "fusednorm_default")],
+    ("device", "setting", "first"),
+    [("cpu", "vllm", "fusednorm"), ("cpu", "default", "fusednorm_default")]
+    + [(device, "gpu", "fusednorm") for device in ("cuda", "cpu")]
+    + [(device, "vllm,gpu", "fusednorm") for device in ("cuda", "cpu")]
+    + [(device, " gpu , default ", "fusednorm_default") for device in ("cuda", "cpu")],
 )
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_asked_for_gpus(vllms, said, monkeypatch, device, setting, first):
+def test_register(vllms, said, monkeypatch, device, setting, first):
+    """On a CPU; and on a GPU for who asks."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "device_type", device)
     monkeypatch.setenv("FUSEDNORM_VLLM", setting)
     before = providers(vllms)
     plugin.register()
-    assert [order for _, order in providers(vllms)] == [[first, *order] for _, order in before]
+    assert providers(vllms) == [
+        ([*impls, "fusednorm", "fusednorm_default"], [first, *order]) for impls, order in before
+    ]
     assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={setting.strip()})" in said.text
+    plugin.register()
+    assert providers(vllms)[0][1].count(first) == 1
 
 
 @pytest.mark.parametrize("setting", ["vlm", "vllm,cuda", "vllm,default", "off,default", "VLLM"])

@@ -265,33 +265,32 @@ def test_liger(dtype, casting_mode, round_norm):
     for module in (plain, fused):
         module.to(dtype).load_state_dict({"weight": weight.detach()})
 
-    def results(call, parameter, *inputs):
+    def results(parameter, inputs, function, *arguments, **flags):
         """Outputs and gradients."""
-        outputs = call()
+        outputs = function(*inputs, *arguments, **flags)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         given = (dy, d_total)[: len(outputs)]
         before = [tensor.clone() for tensor in given]
         gradients = torch.autograd.grad(outputs, (*inputs, parameter), given)
-        for tensor, copied in zip(given, before, strict=True):
-            same(tensor, copied)  # in_place may not matter
+        assert all(map(torch.equal, given, before)), "in_place may not matter"
         return (*outputs, *gradients)
 
-    expected = results(lambda: rms_norm(x, weight, EPS, **flags), weight, x)
-    for call, parameter in (
-        (lambda: liger.liger_rms_norm(x, weight, EPS, 0.5, casting_mode, False), weight),
-        (lambda: liger.LigerRMSNormFunction.apply(x, weight, EPS, 0.5, casting_mode, True, True), weight),
-        (lambda: plain(x), plain.weight),
+    arguments = (EPS, 0.5, casting_mode)
+    for inputs, function, ours, apply, module in (
+        ((x,), rms_norm, liger.liger_rms_norm, liger.LigerRMSNormFunction.apply, plain),
+        (
+            *((x, residual), fused_add_rms_norm, liger.liger_fused_add_rms_norm),
+            *(liger.LigerFusedAddRMSNormFunction.apply, fused),
+        ),
     ):
-        for actual, wanted in zip(results(call, parameter, x), expected, strict=True):
-            same(actual, wanted)
-    expected = results(lambda: fused_add_rms_norm(x, residual, weight, EPS, **flags), weight, x, residual)
-    for call, parameter in (
-        (lambda: liger.liger_fused_add_rms_norm(x, residual, weight, EPS, 0.5, casting_mode, True), weight),
-        (lambda: liger.LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.5, casting_mode, False), weight),
-        (lambda: fused(x, residual), fused.weight),
-    ):
-        for actual, wanted in zip(results(call, parameter, x, residual), expected, strict=True):
-            same(actual, wanted)
+        expected = results(weight, inputs, function, weight, EPS, **flags)
+        for found in (
+            results(weight, inputs, ours, weight, *arguments, False),
+            results(weight, inputs, apply, weight, *arguments, True),
+            results(module.weight, inputs, module),
+        ):
+            for actual, wanted in zip(found, expected, strict=True):
+                same(actual, wanted)
 
 
 def test_liger_defaults_and_modules():

@@ -5,7 +5,6 @@ two operations, and are given rows whose squares add up exactly in every order.
 """
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -258,20 +257,3 @@ def test_gradients_and_compilation():
             same(one, wanted)
     same(torch.compile(module, fullgraph=True, backend="aot_eager")(*leaves), found[0][0])
     torch._dynamo.reset()
-
-
-def test_defaults_are_the_peers():
-    """As their sources have them: mamba_ssm 60dadf2e, FLA 0.6.0; transformers' are compared with its own."""
-
-    def defaults(call):
-        found = inspect.signature(call).parameters.values()
-        return {p.name: p.default for p in found if p.default is not p.empty}
-
-    assert defaults(mamba_ssm.rmsnorm_fn) == {"z": None, "eps": 1e-6, "group_size": None, "norm_before_gate": True}
-    of_weight = {"device": None, "dtype": None}
-    assert defaults(mamba_ssm.RMSNorm) == {"eps": 1e-5, "group_size": None, "norm_before_gate": True} | of_weight
-    of_sum = {"residual": None, "prenorm": False, "residual_in_fp32": False}
-    assert defaults(fla.rms_norm_gated) == {"activation": "swish", "eps": 1e-6} | of_sum
-    assert (
-        defaults(fla.FusedRMSNormGated) == {"elementwise_affine": True, "eps": 1e-5, "activation": "swish"} | of_weight
-    )
