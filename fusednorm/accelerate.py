@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import update_wrapper
-from types import FunctionType, TracebackType
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,22 +91,19 @@ def _beyond_fast_path(
 
 def _is_torchs(input: object, normalized_shape: object, weight: object, eps: object) -> bool:
     """Whether a mode, a transform or a tensor must see torch's operator, or an argument is unusual."""
-    if (
-        any(ask() for ask in must_be_seen.QUESTIONS)
-        or not isinstance(input, Tensor)
-        or type(input) not in _PLAIN
-        or type(weight) not in _OPERANDS
-    ):
+    if any(ask() for ask in must_be_seen.QUESTIONS) or type(input) not in _PLAIN or type(weight) not in _OPERANDS:
         return True
     if not isinstance(normalized_shape, list | tuple) or any(type(n) is not int for n in normalized_shape):
         return True
-    if eps is not None and type(eps) is not float:
-        return True
-    if not input.is_cpu or input.is_nested or input.dtype not in _EPS:
-        return True
-    if input.layout is torch.strided and input.dim() in (4, 5) and not input.is_contiguous():
-        return True
-    return must_be_seen.transform(input, weight)  # type: ignore[arg-type]
+    x = cast(Tensor, input)
+    return (
+        (eps is not None and type(eps) is not float)
+        or not x.is_cpu
+        or x.is_nested
+        or x.dtype not in _EPS
+        or (x.layout is torch.strided and x.dim() in (4, 5) and not x.is_contiguous())
+        or must_be_seen.transform(x, weight)  # type: ignore[arg-type]
+    )
 
 
 def _code(input, normalized_shape, weight=None, eps=None):  # type: ignore[no-untyped-def]
@@ -130,9 +127,7 @@ class Acceleration:
     def __enter__(self) -> Acceleration:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -121,18 +120,16 @@ def translations(*, exact: bool = False) -> dict[Callable[..., Any], Callable[..
         from fusednorm import onnx_operators
     except ModuleNotFoundError as error:
         raise ImportError(f"fusednorm.onnx needs onnxscript ({error}): pip install 'fusednorm[onnx]'") from error
-    table: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for name in SCHEMAS:
-        function = getattr(onnx_operators, name) if name in _TRANSLATED else _untranslated(name)
-        table[getattr(torch.ops.fusednorm, name).default] = _named(name, partial(function, exact))
-    return table
+    translated = {name: _translation(name, getattr(onnx_operators, name, None), exact) for name in SCHEMAS}
+    return {getattr(torch.ops.fusednorm, name).default: function for name, function in translated.items()}
 
 
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _translation(name: str, function: Any, exact: bool) -> Callable[..., Any]:
     """A function that torch accepts: with a name, and without types, which it would take for those of ONNX."""
 
     def translation(*arguments: Any) -> Any:
-        return function(*arguments)
+        _check_translated(name)
+        return function(exact, *arguments)
 
     translation.__name__ = name
     return translation
@@ -141,19 +138,7 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_translated(name: str) -> None:
     if name in _TRANSLATED:
         return
+    why = "it computes gradients; export the forward pass of the model"
     if name in _INSTEAD:
-        raise UntranslatedError(
-            f"torch.ops.fusednorm.{name} has no translation to ONNX, because it writes to its operands; in the model "
-            f"call {_INSTEAD[name]}, which returns new tensors"
-        )
-    raise UntranslatedError(
-        f"torch.ops.fusednorm.{name} has no translation to ONNX, because it computes gradients; export the forward "
-        "pass of the model"
-    )
-
-
-def _untranslated(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any) -> None:
-        _check_translated(name)
-
-    return refuse
+        why = f"it writes to its operands; in the model call {_INSTEAD[name]}, which returns new tensors"
+    raise UntranslatedError(f"torch.ops.fusednorm.{name} has no translation to ONNX, because {why}")

@@ -39,8 +39,7 @@ def rms_norm(
     out_dtype: Any = None,
 ) -> tuple[Value, Value]:
     """y, [..., N], and rstd, [...]: docs/spec.md, section 2."""
-    wide = _accumulator(x)
-    return _normalised(exact, _cast(x, x.dtype, wide), x, weight, eps, offset, round_norm, out_dtype or x.dtype)
+    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, eps, offset, round_norm, out_dtype)
 
 
 def fused_add_rms_norm(
@@ -57,24 +56,24 @@ def fused_add_rms_norm(
 ) -> tuple[Value, Value, Value]:
     """y, the sum, and rstd."""
     wide, total_dtype = _accumulator(x), residual_dtype or residual.dtype
-    h = op.Add(_cast(x, x.dtype, wide), _cast(residual, residual.dtype, wide))
+    h = op.Add(_widened(x, wide), _widened(residual, wide))
     total = _rounded(exact, h, wide, total_dtype)
     if round_sum:
         h = _cast(total, total_dtype, wide)
-    y, rstd = _normalised(exact, h, x, weight, eps, offset, round_norm, out_dtype or x.dtype)
+    y, rstd = _normalised(exact, h, x, weight, eps, offset, round_norm, out_dtype)
     return y, total, rstd
 
 
 def add(exact: bool, x: Value, residual: Value, dtype: Any) -> Value:
     """x + residual, rounded to a dtype: section 8, as the next three."""
     wide = _accumulator(x)
-    return _rounded(exact, op.Add(_cast(x, x.dtype, wide), _cast(residual, residual.dtype, wide)), wide, dtype)
+    return _rounded(exact, op.Add(_widened(x, wide), _widened(residual, wide)), wide, dtype)
 
 
 def scale(exact: bool, x: Value, factor: float) -> Value:
     """x times a number, rounded to x's dtype."""
     wide = _accumulator(x)
-    return _cast(op.Mul(_cast(x, x.dtype, wide), _constant(factor, wide)), wide, x.dtype)
+    return _cast(op.Mul(_widened(x, wide), _constant(factor, wide)), wide, x.dtype)
 
 
 def affine(
@@ -82,10 +81,9 @@ def affine(
 ) -> Value:
     """Normalised rows n times the weight, plus the bias."""
     wide = n.dtype
-    y = n if rounded_to is None else _cast(_rounded(exact, n, wide, rounded_to), rounded_to, wide)
-    gain = _gain(weight, offset, wide)
+    y, gain = _rounded_between(exact, n, wide, rounded_to), _gain(weight, offset, wide)
     y = y if gain is None else op.Mul(y, gain)
-    y = y if bias is None else op.Add(y, _cast(bias, bias.dtype, wide))
+    y = y if bias is None else op.Add(y, _widened(bias, wide))
     y = _rounded(exact, y, wide, out_dtype)
     return op.Identity(y) if y is n else y  # a result needs a node of its own, for its name
 
@@ -93,9 +91,9 @@ def affine(
 def rotate(exact: bool, x: Value, cos: Value, sin: Value, interleaved: bool, rounded_to: Any, dtype: Any) -> Value:
     """Rotated heads, [..., H, D]."""
     wide, rank, size, angles = _accumulator(x), len(x.shape), _length(x), _length(cos)
-    heads = _cast(x, x.dtype, wide)
+    heads = _widened(x, wide)
     # [..., K] for all heads of a row.
-    c, s = (op.Unsqueeze(_cast(table, table.dtype, wide), _integers(-2)) for table in (cos, sin))
+    c, s = (op.Unsqueeze(_widened(table, wide), _integers(-2)) for table in (cos, sin))
     if interleaved:
         rotated = op.Reshape(_part(heads, 0, 2 * angles), _integers(*[0] * (rank - 1), angles, 2))
         a, b = (op.Squeeze(_part(rotated, i, i + 1), _integers(-1)) for i in (0, 1))
@@ -103,8 +101,7 @@ def rotate(exact: bool, x: Value, cos: Value, sin: Value, interleaved: bool, rou
         a, b = _part(heads, 0, angles), _part(heads, angles, 2 * angles)
 
     def product(v: Value, table: Value) -> Value:
-        found = op.Mul(v, table)
-        return found if rounded_to is None else _cast(_rounded(exact, found, wide, rounded_to), rounded_to, wide)
+        return _rounded_between(exact, op.Mul(v, table), wide, rounded_to)
 
     first = op.Sub(product(a, c), product(b, s))
     second = op.Add(product(b, c), product(a, s))
@@ -121,8 +118,7 @@ def rotate(exact: bool, x: Value, cos: Value, sin: Value, interleaved: bool, rou
 def gate(exact: bool, y: Value, z: Value, activation: str, between: Any, out_dtype: Any) -> Value:
     """y times a function of z: section 10."""
     wide = _F64 if _F64 in (y.dtype, z.dtype) else _F32
-    gate = _cast(z, z.dtype, wide)
-    argument = gate
+    argument = gate = _widened(z, wide)
     if activation == "gelu_tanh":
         cubic = op.Mul(op.Mul(op.Mul(gate, gate), gate), _constant(INNER, wide))
         argument = op.Mul(op.Add(gate, cubic), _constant(OUTER, wide))
@@ -131,9 +127,7 @@ def gate(exact: bool, y: Value, z: Value, activation: str, between: Any, out_dty
     else:
         a = op.Sigmoid(argument)
         a = a if activation == "sigmoid" else op.Mul(gate, a)
-    if between is not None:
-        a = _cast(_rounded(exact, a, wide, between), between, wide)
-    return _rounded(exact, op.Mul(_cast(y, y.dtype, wide), a), wide, out_dtype)
+    return _rounded(exact, op.Mul(_widened(y, wide), _rounded_between(exact, a, wide, between)), wide, out_dtype)
 
 
 def quantize(
@@ -144,7 +138,7 @@ def quantize(
     size, rank = _length(y), len(y.shape)
     group = quantization.group(size)
     # [..., groups, group]
-    v = op.Reshape(_cast(y, y.dtype, _F32), _integers(*[0] * (rank - 1), size // group, group))
+    v = op.Reshape(_widened(y, _F32), _integers(*[0] * (rank - 1), size // group, group))
     number, (qmin, qmax) = partial(_constant, dtype=_F32), quantization.range
     zero = shift = multiplier = None
     if scale is not None:
@@ -156,16 +150,14 @@ def quantize(
         s = _scale_of(op.Sub(high, low), quantization, qmax - qmin)
         shift = op.Round(op.Sub(number(qmin), op.Div(low, s)))
         nothing = op.Or(op.Equal(s, number(0.0)), op.IsNaN(shift))
-        shift = op.Where(nothing, number(0.0), _clamped(shift, -MOST, MOST))
+        shift = op.Where(nothing, number(0.0), _clamped(shift, number(-MOST), number(MOST)))
         zero = op.Cast(shift, to=_I32)
     else:
         amax = _or_nan(v, op.ReduceMax(op.Abs(v), _integers(-1), keepdims=1))
         floor = number(quantization.amax_floor)
         if quantization.floor_dtype == "input":
             floor = _cast(_cast(floor, _F32, y.dtype), y.dtype, _F32)
-        amax = op.Where(op.Less(amax, floor), floor, amax)
-        limit = number(quantization.amax_limit)
-        amax = op.Where(op.Greater(amax, limit), limit, amax)
+        amax = _clamped(amax, floor, number(quantization.amax_limit))
         s = _scale_of(amax, quantization, qmax)
         multiplier = op.Div(number(qmax), amax)
     if quantization.apply == "divide":
@@ -191,7 +183,7 @@ def quantize(
 def _normalised(
     exact: bool, h: Value, x: Value, weight: Value | None, eps: float, offset: float, round_norm: bool, out_dtype: Any
 ) -> tuple[Value, Value]:
-    """The norm of h, [..., N], rounded to ``out_dtype``, and rstd, [...]; x gives dtypes and the length of rows."""
+    """The norm of h, [..., N], rounded to ``out_dtype`` or x's, and rstd, [...]; x gives the length of rows too."""
     wide = _accumulator(x)
     gain = _gain(weight, offset, wide)
     rounds = round_norm and x.dtype != wide
@@ -207,11 +199,10 @@ def _normalised(
         _check_opset()
         ones = op.ConstantOfShape(op.Shape(h, start=-1), value=ir.tensor([1.0], dtype=wide))
         y = op23.RMSNormalization(h, ones if gain is None or rounds else gain, epsilon=eps)
-    if rounds:
-        y = _cast(_rounded(exact, y, wide, x.dtype), x.dtype, wide)
+    y = _rounded_between(exact, y, wide, x.dtype if rounds else None)
     if gain is not None and (rounds or exact or wide == _F64):
         y = op.Mul(y, gain)
-    return _rounded(exact, y, wide, out_dtype), op.Squeeze(rstd, _integers(-1))
+    return _rounded(exact, y, wide, out_dtype or x.dtype), op.Squeeze(rstd, _integers(-1))
 
 
 def _check_opset() -> None:
@@ -259,7 +250,7 @@ def _reciprocal(v: Value, wide: Any) -> Value:
 def _gain(weight: Value | None, offset: float, wide: Any) -> Value | None:
     if weight is None:
         return None
-    gain = _cast(weight, weight.dtype, wide)
+    gain = _widened(weight, wide)
     return gain if offset == 0 else op.Add(gain, _constant(offset, wide))
 
 
@@ -268,7 +259,7 @@ def _product(z: Value, v: Value, wide: Any) -> Value:
     scheme, number = SCHEMES[torch.float64 if wide == _F64 else torch.float32], partial(_constant, dtype=wide)
     low = op.Less(v, number(scheme.low))
     p, first, second = _exponential(op.Where(low, v, op.Neg(v)), wide)
-    at_least = op.Where(op.Less(z, number(scheme.least)), number(scheme.least), z)
+    at_least = _clamped(z, number(scheme.least))
     tiny = op.Add(op.Mul(op.Mul(op.Mul(at_least, p), first), second), op.Sub(z, z))
     e = op.Mul(op.Mul(p, first), second)
     return op.Div(op.Where(low, tiny, z), op.Add(number(1.0), e))
@@ -277,8 +268,7 @@ def _product(z: Value, v: Value, wide: Any) -> Value:
 def _exponential(t: Value, wide: Any) -> tuple[Value, Value, Value]:
     """Three factors of exp(t), which are multiplied from left to right."""
     scheme, number = SCHEMES[torch.float64 if wide == _F64 else torch.float32], partial(_constant, dtype=wide)
-    t = op.Where(op.Less(t, number(scheme.least)), number(scheme.least), t)
-    t = op.Where(op.Greater(t, number(scheme.greatest)), number(scheme.greatest), t)
+    t = _clamped(t, number(scheme.least), number(scheme.greatest))
     k = op.Sub(op.Add(op.Mul(t, number(scheme.log2_e)), number(scheme.rounder)), number(scheme.rounder))
     r = op.Sub(op.Sub(t, op.Mul(k, number(scheme.ln2_high))), op.Mul(k, number(scheme.ln2_low)))
     square = op.Mul(r, r)
@@ -308,21 +298,21 @@ def _scale_of(span: Value, quantization: Quantization, steps: float) -> Value:
         scale = op.Mul(span, _constant(np.float32(1) / np.float32(steps), _F32))
     else:
         scale = op.Div(span, _constant(steps, _F32))
-    floor = _constant(quantization.scale_floor, _F32)
-    return op.Where(op.Less(scale, floor), floor, scale)
+    return _clamped(scale, _constant(quantization.scale_floor, _F32))
 
 
 def _stored(v: Value, quantization: Quantization, shift: Value | None) -> Value:
     """The numbers stored for quotients, [..., groups, group]; ``shift``: a zero point for each group, or None."""
-    (qmin, qmax), to = quantization.range, _of_torch(quantization.dtype)
-    number = partial(_constant, dtype=_F32)
+    number, to = partial(_constant, dtype=_F32), _of_torch(quantization.dtype)
+    qmin, qmax = map(number, quantization.range)
     if quantization.dtype.is_floating_point:
         v = op.Where(op.IsNaN(v), number(np.nan), v)  # whose sign is that of no other NaN
         return op.Cast(_clamped(v, qmin, qmax), to=to)
     if shift is not None and quantization.zero_point == "after":
-        v = _clamped(op.Round(v), -MOST, MOST)
+        v = _clamped(op.Round(v), number(-MOST), number(MOST))
         whole = op.Add(op.Cast(op.Where(op.IsNaN(v), number(0.0), v), to=_I32), op.Cast(shift, to=_I32))
-        return op.Cast(op.Max(_constant(qmin, _I32), op.Min(_constant(qmax, _I32), whole)), to=to)
+        least, greatest = (_constant(end, _I32) for end in quantization.range)
+        return op.Cast(op.Max(least, op.Min(greatest, whole)), to=to)
     if shift is not None:
         v = op.Add(v, shift)
     v = op.Round(_clamped(v, qmin, qmax))
@@ -332,11 +322,10 @@ def _stored(v: Value, quantization: Quantization, shift: Value | None) -> Value:
     return op.Cast(v, to=to)
 
 
-def _clamped(v: Value, low: float, high: float) -> Value:
-    """v, of float32, within two numbers; a NaN stays."""
-    least, greatest = _constant(low, _F32), _constant(high, _F32)
+def _clamped(v: Value, least: Value, greatest: Value | None = None) -> Value:
+    """v within two numbers, or at least one; a NaN stays."""
     v = op.Where(op.Less(v, least), least, v)
-    return op.Where(op.Greater(v, greatest), greatest, v)
+    return v if greatest is None else op.Where(op.Greater(v, greatest), greatest, v)
 
 
 def _or_nan(v: Value, reduced: Value) -> Value:
@@ -355,8 +344,18 @@ def _rounded(exact: bool, v: Value, wide: Any, dtype: Any) -> Value:
     return _cast(v, wide, dtype)
 
 
+def _rounded_between(exact: bool, v: Value, wide: Any, dtype: Any) -> Value:
+    """v rounded to a dtype between two operations of the accumulator type; not rounded with None."""
+    return v if dtype is None else _cast(_rounded(exact, v, wide, dtype), dtype, wide)
+
+
 def _cast(v: Value, before: Any, after: Any) -> Value:
     return v if before == after else op.Cast(v, to=after)
+
+
+def _widened(operand: Value, wide: Any) -> Value:
+    """An operand in the accumulator type; results of operators have no dtype yet."""
+    return _cast(operand, operand.dtype, wide)
 
 
 def _constant(number: Any, dtype: Any) -> Value:

@@ -22,6 +22,20 @@ from fusednorm.conformance.cases import differing
 from fusednorm.tools.measure.compare import ulps
 
 
+def same(actual, expected):
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(actual.detach(), expected.detach())
+
+
+def same_bytes(actual, expected):
+    assert actual.dtype == expected.dtype
+    same(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+def fp8(v):
+    return v.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
 def limit(y, round_norm):
     """The bound in ulp."""
     n = y.shape[-1]

@@ -1,7 +1,7 @@
 """``fla.modules.fused_norm_gate``: everything in float32, rounded once, as its Triton kernels do.
 
-They multiply the row by g and then by its sigmoid, where fusednorm multiplies it by ``silu(g)``: in float32 the last
-bit may differ. The exponential is fusednorm's (docs/spec.md, section 10).
+They multiply the row by the gate g, and then by its sigmoid, where fusednorm multiplies it by ``silu(g)``: the last
+bit of float32 may differ. The exponential is fusednorm's (docs/spec.md, section 10).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
+from fusednorm.compat import unrounded
 from fusednorm.operations.gate import gate
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated as norm_gated
@@ -21,11 +22,7 @@ _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
 
 def _activation(name: str) -> str:
-    """The name that fusednorm has for an activation of FLA.
-
-    Raises:
-        ValueError: FLA has none of that name.
-    """
+    """The name that fusednorm has for an activation of FLA, or ValueError."""
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation must be 'swish', 'silu' or 'sigmoid', got {name!r}")
     return _ACTIVATIONS[name]
@@ -44,19 +41,9 @@ def rms_norm_gated(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Adds the residual if there is one, RMS-normalises the unrounded sum, and gates: :func:`fusednorm.rms_norm_gated`.
 
-    Args:
-        x: [..., N].
-        g: [..., N], the gate.
-        weight: [N], or None.
-        bias: [N], added after the weight, or None.
-        activation: "swish" or "silu", or "sigmoid".
-        residual: [..., N], or None.
-        prenorm: whether the sum is returned too.
-        residual_in_fp32: without a residual, whether the sum, which is x, is returned in float32.
-        eps: added to the mean of squares.
-
-    Returns:
-        The gated rows, in x's dtype; with ``prenorm`` also the sum, in the residual's dtype. With gradients.
+    The activation of the gate g is "sigmoid", or "swish", also called "silu"; the bias, [N], is added after the weight.
+    With ``prenorm`` the sum is returned too, in the residual's dtype; without a residual it is x, in float32 if
+    ``residual_in_fp32``.
 
     Raises:
         ValueError: another activation.
@@ -66,7 +53,7 @@ def rms_norm_gated(
         refuse_type("x", x)
     wide, total = accumulator(x.dtype), x
     if residual is None and bias is None:
-        y = norm_gated(x, g, weight, eps, activation=function, between=None if wide == x.dtype else wide)
+        y = norm_gated(x, g, weight, eps, activation=function, between=unrounded(x))
     else:
         if residual is None:
             y = rms_norm(x, weight, eps, bias=bias, out_dtype=wide)
@@ -79,19 +66,7 @@ def rms_norm_gated(
 
 
 class FusedRMSNormGated(torch.nn.Module):
-    """:func:`rms_norm_gated` with a trainable weight.
-
-    Args:
-        hidden_size: the length of a row, N.
-        elementwise_affine: whether there is a weight.
-        eps: added to the mean of squares.
-        activation: "swish" or "silu", or "sigmoid".
-        device: of the weight.
-        dtype: of the weight.
-
-    Raises:
-        ValueError: another activation.
-    """
+    """:func:`rms_norm_gated` of rows of ``hidden_size`` elements, with a trainable weight if ``elementwise_affine``."""
 
     weight: torch.nn.Parameter | None
 
@@ -106,12 +81,8 @@ class FusedRMSNormGated(torch.nn.Module):
     ) -> None:
         super().__init__()
         _activation(activation)  # raises here, not in the first step
-        self.hidden_size, self.elementwise_affine, self.eps, self.activation = (
-            hidden_size,
-            elementwise_affine,
-            eps,
-            activation,
-        )
+        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
+        self.eps, self.activation = eps, activation
         weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
         self.register_parameter("weight", weight)
         self.register_parameter("bias", None)
@@ -124,7 +95,7 @@ class FusedRMSNormGated(torch.nn.Module):
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """:func:`rms_norm_gated` of x, [..., hidden_size], and the gate g."""
+        """:func:`rms_norm_gated` of x and the gate g."""
         return rms_norm_gated(x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, self.eps)
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
 The two functions round differently: ``rms_norm`` rounds before the multiplication by the weight (release 5.0.2 does
 not), ``fused_add_rms_norm`` rounds only the stored results. For N over 4096 FlagGems 5.3.4's fused kernel takes the
 mean of squares from the unrounded sum and the result from the rounded sum, which no flags reproduce; here all N round
-alike.
+alike. Rows are ``[..., *normalized_shape]``: these dimensions are normalised together, and the weight has this shape.
 """
 
 from __future__ import annotations
@@ -17,16 +17,7 @@ from fusednorm.operations.modules import as_row, as_rows
 
 
 def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """RMS-normalises the last dimensions together: :func:`fusednorm.rms_norm` with ``round_norm=True``.
-
-    Args:
-        x: ``[..., *normalized_shape]``.
-        normalized_shape: the dimensions that are normalised together.
-        weight: of ``normalized_shape``.
-        eps: added to the mean of squares.
-
-    Returns:
-        A new tensor of x's shape and dtype, with a gradient.
+    """RMS-normalises rows: :func:`fusednorm.rms_norm` with ``round_norm=True``.
 
     Raises:
         ValueError: x does not end in ``normalized_shape``, or the weight has another shape.
@@ -39,21 +30,12 @@ def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: fl
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``.
+    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``: returns x and the residual.
 
-    Args:
-        x: ``[..., *normalized_shape]``, receives the normalised rows. If it is not contiguous, FlagGems writes
-            to a copy; this function writes to x, or raises.
-        residual: x's shape, receives the sum, like x.
-        normalized_shape: the dimensions that are normalised together.
-        weight: of ``normalized_shape``.
-        eps: added to the mean of squares.
-
-    Returns:
-        ``x`` and ``residual``.
+    x receives the normalised rows, and the residual, of x's shape, the sum. Where one is not contiguous, FlagGems
+    writes to a copy; this function writes to the tensor itself, or raises.
 
     Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which FlagGems ignores.
         ValueError: x or the residual does not end in ``normalized_shape``, the weight has another shape, or several
             dimensions are normalised together and x or the residual is not contiguous.
     """

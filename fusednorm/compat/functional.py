@@ -15,14 +15,8 @@ def rms_norm(
 ) -> Tensor:
     """RMS-normalises the last dimensions together, as ``torch.nn.functional.rms_norm``.
 
-    Args:
-        input: ``[..., *normalized_shape]``.
-        normalized_shape: the dimensions that are normalised together.
-        weight: of ``normalized_shape``, or None.
-        eps: added to the mean of squares; None means 2^-23, or 2^-52 for a float64 input, as in torch on a CPU.
-
-    Returns:
-        A new tensor of the input's shape and dtype, with a gradient.
+    The input is ``[..., *normalized_shape]``, the weight of ``normalized_shape``. As in torch on a CPU, ``eps=None``
+    means 2^-23, or 2^-52 for a float64 input.
 
     Raises:
         RuntimeError: the input does not end in ``normalized_shape``, the weight has another shape, or lies elsewhere;

@@ -1,7 +1,8 @@
 """Liger Kernel's RMS norms, with their gradients: functions, ``apply``, and modules with the same state_dict.
 
 ``casting_mode`` chooses the rounding: "llama" (0) rounds before the multiplication by the weight, "gemma" (1) rounds
-only the result. "none" (-1) computes even the mean of squares in X's dtype. No flags reproduce that, so it raises.
+only the result. "none" (-1) computes even the mean of squares in X's dtype. No flags reproduce that, so it raises
+ValueError, as any other does; modules raise it when they are made.
 
 ``in_place`` and ``row_mode`` do nothing. In Liger the first overwrites the incoming gradient with the gradient of X,
 and the second chooses a kernel. With "llama" Liger rounds the normalised row once more in the gradient of W; here
@@ -41,22 +42,7 @@ def liger_rms_norm(
     casting_mode: str | int = "llama",
     in_place: bool = True,
 ) -> Tensor:
-    """RMS-normalises the last dimension: :func:`fusednorm.rms_norm`.
-
-    Args:
-        X: [..., N].
-        W: [N], or None.
-        eps: added to the mean of squares.
-        offset: added to W.
-        casting_mode: "llama" or 0: ``round_norm=True``; "gemma" or 1: ``round_norm=False``.
-        in_place: does nothing.
-
-    Returns:
-        A new tensor of X's shape and dtype, with a gradient.
-
-    Raises:
-        ValueError: another casting mode.
-    """
+    """RMS-normalises the last dimension: :func:`fusednorm.rms_norm`; ``round_norm=True`` for "llama"."""
     check_one_row("W", W)
     return norm.rms_norm(X, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
 
@@ -70,13 +56,7 @@ def liger_fused_add_rms_norm(
     casting_mode: str | int = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Adds the residual R, [..., N], then RMS-normalises: :func:`fusednorm.fused_add_rms_norm`.
-
-    The other arguments are those of :func:`liger_rms_norm`.
-
-    Returns:
-        The normalised rows, in X's dtype, and the sum, in R's dtype (Liger: X's), both with gradients.
-    """
+    """:func:`liger_rms_norm` of X + R, and the sum, in R's dtype (Liger: X's): :func:`fusednorm.fused_add_rms_norm`."""
     check_one_row("W", W)
     return norm.fused_add_rms_norm(X, R, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
 
@@ -94,8 +74,8 @@ class LigerRMSNormFunction:
         in_place: bool = True,
         row_mode: bool | None = None,
     ) -> Tensor:
-        """:func:`liger_rms_norm`; ``row_mode`` does nothing."""
-        return liger_rms_norm(X, W, eps, offset, casting_mode, in_place)
+        """:func:`liger_rms_norm`."""
+        return liger_rms_norm(X, W, eps, offset, casting_mode)
 
 
 class LigerFusedAddRMSNormFunction:
@@ -112,15 +92,10 @@ class LigerFusedAddRMSNormFunction:
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """:func:`liger_fused_add_rms_norm`."""
-        return liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode, in_place)
+        return liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
 def _weight(hidden_size: int, init_fn: str) -> torch.nn.Parameter:
-    """The initial weight.
-
-    Raises:
-        ValueError: ``init_fn`` is neither "ones" nor "zeros".
-    """
     if init_fn not in ("ones", "zeros"):
         raise ValueError(f"init_fn must be 'ones' or 'zeros', got {init_fn!r}")
     return torch.nn.Parameter(torch.ones(hidden_size) if init_fn == "ones" else torch.zeros(hidden_size))
@@ -129,18 +104,7 @@ def _weight(hidden_size: int, init_fn: str) -> torch.nn.Parameter:
 class LigerRMSNorm(torch.nn.Module):
     """:func:`liger_rms_norm` with a trainable weight. Gemma: ``offset=1.0, casting_mode="gemma", init_fn="zeros"``.
 
-    Args:
-        hidden_size: the length of a row, N.
-        eps: added to the mean of squares.
-        offset: added to the weight.
-        casting_mode: "llama" or "gemma".
-        init_fn: "ones" or "zeros", the weight's initial values.
-        in_place: does nothing.
-        row_mode: does nothing.
-        elementwise_affine: whether there is a weight.
-
-    Raises:
-        ValueError: another casting mode or ``init_fn``.
+    ``init_fn``, "ones" or "zeros", names the weight's initial values; with ``elementwise_affine=False`` there is none.
     """
 
     weight: torch.nn.Parameter | None
@@ -164,14 +128,11 @@ class LigerRMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalises hidden_states, [..., hidden_size]; the result has their dtype."""
-        return liger_rms_norm(
-            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
-        )
+        return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
     def extra_repr(self) -> str:
         """The shape and the arguments that determine the result."""
-        shape = None if self.weight is None else tuple(self.weight.shape)
-        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+        return _described(self)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         return [("rms_norm", _flags(self))]
@@ -196,17 +157,20 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the normalised sum, and the sum; all are [..., hidden_size]."""
-        return liger_fused_add_rms_norm(
-            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
-        )
+        eps, offset, casting_mode = self.variance_epsilon, self.offset, self.casting_mode
+        return liger_fused_add_rms_norm(hidden_states, residual, self.weight, eps, offset, casting_mode)
 
     def extra_repr(self) -> str:
         """The shape and the arguments that determine the result."""
-        shape = tuple(self.weight.shape)
-        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+        return _described(self)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         return [("fused_add_rms_norm", _flags(self))]
+
+
+def _described(module: LigerRMSNorm | LigerFusedAddRMSNorm) -> str:
+    shape = None if module.weight is None else tuple(module.weight.shape)
+    return f"{shape}, eps={module.variance_epsilon}, offset={module.offset}, casting_mode={module.casting_mode!r}"
 
 
 def _flags(module: LigerRMSNorm | LigerFusedAddRMSNorm) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
+from fusednorm.compat import unrounded
 from fusednorm.operations.gate import gate
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
@@ -28,23 +29,14 @@ def rmsnorm_fn(
 ) -> Tensor:
     """RMS-normalises rows, or groups of them, and gates: :func:`fusednorm.rms_norm_gated` without a rounding between.
 
-    Args:
-        x: [..., N].
-        weight: [N].
-        bias: [N], added after the weight, or None.
-        z: [..., N], the gate; None: the norm alone.
-        eps: added to the mean of squares.
-        group_size: the elements that are normalised together; None: the whole row.
-        norm_before_gate: ``norm(x) * silu(z)``; False: ``norm(x * silu(z))``.
-
-    Returns:
-        A new tensor of x's shape and dtype, with a gradient.
+    That is ``norm(x) * silu(z)``, or, without ``norm_before_gate``, ``norm(x * silu(z))``; without z the norm alone.
+    ``group_size`` elements are normalised together, or the whole row; the bias, [N], is added after the weight.
     """
     if not isinstance(x, Tensor):
         refuse_type("x", x)
     wide = accumulator(x.dtype)
     if z is not None and bias is None:
-        between = None if wide == x.dtype or not norm_before_gate else wide
+        between = unrounded(x) if norm_before_gate else None
         return rms_norm_gated(
             x, z, weight, eps, group_size=group_size, norm_before_gate=norm_before_gate, between=between
         )
@@ -58,16 +50,7 @@ def rmsnorm_fn(
 
 
 class RMSNorm(torch.nn.Module):
-    """:func:`rmsnorm_fn` with a trainable weight. mamba_ssm's models import it as ``RMSNormGated``.
-
-    Args:
-        hidden_size: the length of a row, N.
-        eps: added to the mean of squares.
-        group_size: the elements that are normalised together; None: the whole row.
-        norm_before_gate: ``norm(x) * silu(z)``; False: ``norm(x * silu(z))``.
-        device: of the weight.
-        dtype: of the weight.
-    """
+    """:func:`rmsnorm_fn` with a trainable weight. mamba_ssm's models import it as ``RMSNormGated``."""
 
     def __init__(
         self,
@@ -84,7 +67,7 @@ class RMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalises x, [..., hidden_size], and gates it by z, of x's shape, if that is given."""
+        """:func:`rmsnorm_fn` of x, [..., hidden_size], and the gate z."""
         return rmsnorm_fn(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:

@@ -29,47 +29,22 @@ def rmsnorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMS-normalises x, or the sum of x and the residual: :func:`fusednorm.fused_add_rms_norm`.
 
-    Args:
-        x: [..., N], or [..., H, N] where the weight or the bias has a row for each head.
-        weight: [N] or [H, N], or None.
-        bias: [N] or [H, N], or None.
-        residual: [..., N], or None.
-        out_dtype: the dtype of the normalised rows; x's if None.
-        residual_dtype: the dtype of the sum; the residual's if None.
-        eps: added to the mean of squares.
-        prenorm: return the sum too.
-        weight_offset: added to the weight.
-
-    Returns:
-        The normalised rows; with ``prenorm`` also the sum, or x in ``residual_dtype`` where there is no residual.
+    A weight or a bias of [H, N] has a row for each head of x, [..., H, N]. With ``prenorm`` the sum is returned too, in
+    ``residual_dtype`` or else the residual's dtype, or x where there is no residual.
     """
+    flags: dict[str, Any] = {"bias": bias, "weight_offset": weight_offset, "out_dtype": out_dtype}
     if residual is None:
-        y = norm.rms_norm(x, weight, eps, bias=bias, weight_offset=weight_offset, out_dtype=out_dtype)
-        return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
-    y, total = norm.fused_add_rms_norm(
-        x,
-        residual,
-        weight,
-        eps,
-        bias=bias,
-        weight_offset=weight_offset,
-        round_sum=False,
-        out_dtype=out_dtype,
-        residual_dtype=residual_dtype,
-    )
+        y, total = norm.rms_norm(x, weight, eps, **flags), x
+        if prenorm and residual_dtype is not None:
+            total = x.to(residual_dtype)
+    else:
+        flags |= {"round_sum": False, "residual_dtype": residual_dtype}
+        y, total = norm.fused_add_rms_norm(x, residual, weight, eps, **flags)
     return (y, total) if prenorm else y
 
 
 class QuackRMSNorm(torch.nn.RMSNorm):
-    """quack's module: ``torch.nn.RMSNorm`` with :func:`rmsnorm`, and with 1e-6 as the default of ``eps``.
-
-    Args:
-        dim: N, the hidden size.
-        eps: added to the mean of squares.
-        elementwise_affine: whether there is a weight.
-        device: of the weight.
-        dtype: of the weight.
-    """
+    """quack's module: ``torch.nn.RMSNorm`` with :func:`rmsnorm`, and with 1e-6 as the default of ``eps``."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
 """SGLang's ``sgl_kernel``. Its norms on NVIDIA GPUs are FlashInfer's, with the same signatures.
 
 ``silu_and_mul`` and ``gelu_tanh_and_mul`` round once, as its kernels do; the exponential is fusednorm's (docs/spec.md,
-section 10).
+section 10). Their input holds the gate and what it multiplies, [..., 2 * N].
 
-The functions that quantize have the formulas of its CUDA kernels. Rows of zeros have scale 0 and numbers 0; its kernel
-for few rows gives them 448.
+The functions that quantize have the formulas of its CUDA kernels: they take [rows, N], and write numbers to
+``output_q``, float8_e4m3fn of the same shape, and float32 scales to ``output_s``. Rows of zeros have scale 0 and
+numbers 0; its kernel for few rows gives them 448.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import replaced
+from fusednorm.compat import unrounded
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from fusednorm.operations import gate
 from fusednorm.operations.norm_gated import check_group_size
@@ -33,50 +35,26 @@ __all__ = [
 
 
 def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up``, rounded once: :func:`fusednorm.silu_and_mul` with ``between=torch.float32``.
-
-    Args:
-        input: [..., 2 * N], the gate and what it multiplies.
-        out: [..., N] to write to, or None for a new tensor.
-
-    Returns:
-        ``out``, or the new tensor.
-    """
-    return gate.silu_and_mul(input, between=_unrounded(input), out=out)
+    """``silu(gate) * up``, rounded once: :func:`fusednorm.silu_and_mul` with ``between=torch.float32``."""
+    return gate.silu_and_mul(input, between=unrounded(input), out=out)
 
 
 def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
-    """:func:`silu_and_mul`, of the same arguments, with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
-    return gate.gelu_tanh_and_mul(input, between=_unrounded(input), out=out)
-
-
-def _unrounded(gate: Tensor) -> torch.dtype | None:
-    """The dtype that the function of the gate is rounded to: float32, and float64 for a gate of it."""
-    return None if isinstance(gate, Tensor) and gate.dtype == torch.float64 else torch.float32
+    """:func:`silu_and_mul` with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
+    return gate.gelu_tanh_and_mul(input, between=unrounded(input), out=out)
 
 
 def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
-    """Quantizes each row to float8 with a scale of its own: :func:`fusednorm.quantize`.
-
-    Args:
-        input: [rows, N].
-        output_q: float8_e4m3fn [rows, N], receives the numbers.
-        output_s: float32 [rows, 1] or [rows], receives the scales.
-    """
+    """Quantizes each row with a scale of its own, to [rows, 1] or [rows]: :func:`fusednorm.quantize`."""
     quantize(
         input, SGLANG_FP8_TOKEN, out=output_q, scale_out=output_s.unsqueeze(-1) if output_s.dim() == 1 else output_s
     )
 
 
 def sgl_per_tensor_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
-    """Quantizes a tensor to float8 with one scale: :func:`fusednorm.quantize`.
+    """Quantizes a contiguous tensor with one scale: :func:`fusednorm.quantize`.
 
-    Args:
-        input: [rows, N], contiguous.
-        output_q: float8_e4m3fn [rows, N], contiguous, receives the numbers.
-        output_s: float32, one element: the scale, or where it goes. A computed scale is no less than what was there, so
-            callers write 0 to it first.
-        is_static: whether the scale is given.
+    The scale is given where it ``is_static``. A computed one is no less than what was there, so callers write 0 first.
     """
     if not is_static:
         greatest = input.detach().abs().amax().float() / 448.0
@@ -100,26 +78,14 @@ def sgl_per_token_group_quant_8bit(
     masked_m: Tensor | None = None,
     enable_v2: bool | None = None,
 ) -> None:
-    """Quantizes groups of rows to float8, each with a scale: :func:`fusednorm.quantize`.
+    """Quantizes groups of rows, with scales of [rows, N / group_size], any strides: :func:`fusednorm.quantize`.
 
-    The formula is that of version 2 of the kernel, which SGLang takes for groups of 16, 32, 64 and 128.
-
-    Args:
-        input: [rows, N], or [rows, 2 * N] with ``fuse_silu_and_mul``.
-        output_q: float8_e4m3fn [rows, N], receives the numbers.
-        output_s: float32 [rows, N / group_size], any strides, receives the scales.
-        group_size: the elements of a group.
-        eps: the least amax.
-        fp8_min: the least number.
-        fp8_max: the greatest number.
-        scale_ue8m0: False: scales that are powers of two are not supported.
-        fuse_silu_and_mul: whether ``silu(gate) * up`` is quantized, of which each of both is rounded to the input's
-            dtype: :func:`fusednorm.silu_and_mul_quant`. The input holds gate and up.
-        masked_m: None.
-        enable_v2: None or True.
+    The formula is that of version 2 of the kernel, which SGLang takes for groups of 16, 32, 64 and 128; ``eps`` is the
+    least amax. With ``fuse_silu_and_mul`` it quantizes ``silu(gate) * up`` of an input of [rows, 2 * N], of which each
+    of both is rounded to the input's dtype: :func:`fusednorm.silu_and_mul_quant`.
 
     Raises:
-        ValueError: an argument has a value that is not supported.
+        ValueError: scales that are powers of two, ``masked_m``, or version 1 of the kernel are asked for.
     """
     given = {
         "scale_ue8m0": scale_ue8m0,

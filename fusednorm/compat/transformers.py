@@ -16,13 +16,7 @@ from fusednorm.operations.norm_gated import rms_norm_gated
 
 
 class Qwen3NextRMSNormGated(torch.nn.Module):
-    """A norm whose rows are rounded before and after the weight, and then gated.
-
-    Args:
-        hidden_size: the length of a row, N.
-        eps: added to the mean of squares.
-        kwargs: ignored, as there.
-    """
+    """A norm whose rows are rounded before and after the weight, and then gated. ``kwargs`` are ignored, as there."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -50,13 +44,7 @@ class Qwen3NextRMSNormGated(torch.nn.Module):
 
 
 class Zamba2RMSNormGated(torch.nn.Module):
-    """A gate, and then a norm of groups whose rows are rounded before the weight.
-
-    Args:
-        hidden_size: the length of a row, N.
-        group_size: the elements that are normalised together.
-        eps: added to the mean of squares.
-    """
+    """A gate, and then a norm of groups whose rows are rounded before the weight."""
 
     def __init__(self, hidden_size: int, group_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -86,12 +74,7 @@ class Zamba2RMSNormGated(torch.nn.Module):
 
 
 class MambaRMSNormGated(Zamba2RMSNormGated):
-    """A gate, and then a norm whose rows are rounded before the weight, as Mamba 2 has it.
-
-    Args:
-        hidden_size: the length of a row, N.
-        eps: added to the mean of squares.
-    """
+    """A gate, and then a norm whose rows are rounded before the weight, as Mamba 2 has it."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, hidden_size, eps)

@@ -8,7 +8,10 @@ the result from the rounded sum. No flags reproduce the latter (``round_norm=Fal
 ``torch.ops._C.silu_and_mul`` and so on. The exponential is fusednorm's (docs/spec.md, section 10).
 
 The functions that quantize have the quantizers of vLLM's CUDA kernels. For tensors on a CPU ``scaled_int8_quant`` has
-that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md, section 9).
+that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md, section 9). They write to ``result``,
+float8_e4m3fn, or return the numbers, float8_e4m3fn or int8 as ``quant_dtype`` says, and their scales, float32; a scale
+that is given, and ``scale_ub``, have one element. A residual receives the sum. Gates take [..., 2 * N], the gate and
+what it multiplies.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row, refuse_type, replaced
+from fusednorm.compat import unrounded
 from fusednorm.operations import gate, norm, quantize
 from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.quantizations import (
@@ -41,18 +45,23 @@ _NAMES = {"dtype": "quant_dtype", "amax_limit": "scale_ub"}
 
 _DIVISOR = "pass a divisor, or pad the rows"
 
+#: Quantizers of int8: whether a scale is given, whether there are no zero points, whether for a CPU.
+_INT8 = {
+    (True, True, False): VLLM_INT8_STATIC,
+    (True, True, True): VLLM_INT8_STATIC_CPU,
+    (True, False, False): VLLM_INT8_STATIC_AZP,
+    (True, False, True): VLLM_INT8_STATIC_AZP_CPU,
+    (False, True, False): VLLM_INT8_TOKEN_UNFUSED,
+    (False, True, True): VLLM_INT8_TOKEN_CPU,
+    (False, False, False): VLLM_INT8_TOKEN_AZP_UNFUSED,
+    (False, False, True): VLLM_INT8_TOKEN_AZP_CPU,
+}
+
 
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """RMS-normalises ``input`` into ``out``: :func:`fusednorm.rms_norm` with ``round_norm=True``.
 
-    Args:
-        out: [..., N], written.
-        input: [..., N].
-        weight: [N], or None; or [G, N], a row for each ``input[i]`` of an input of [G, ..., N].
-        epsilon: added to the mean of squares.
-
-    Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
+    A weight of [G, N] has a row for each ``input[i]`` of an input of [G, ..., N].
     """
     if getattr(weight, "ndim", 1) == 2 and isinstance(input, Tensor) and input.dim() > 1:
         assert weight is not None
@@ -68,31 +77,13 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
 
 
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_norm=True``.
-
-    Args:
-        input: [..., N], receives the normalised rows.
-        residual: [..., N], receives the sum.
-        weight: [N], or None.
-        epsilon: added to the mean of squares.
-
-    Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
-    """
+    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_norm=True``."""
     check_one_row("weight", weight)
     norm.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)
 
 
 def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
-    """RMS-normalises ``input`` and quantizes it into ``result``: :func:`fusednorm.rms_norm_quant`.
-
-    Args:
-        result: [..., N], float8_e4m3fn, written.
-        input: [..., N].
-        weight: [N].
-        scale: float32, one element.
-        epsilon: added to the mean of squares.
-    """
+    """RMS-normalises ``input`` and quantizes it into ``result``: :func:`fusednorm.rms_norm_quant`."""
     quantize.rms_norm_quant(
         input, weight, epsilon, quantization=VLLM_FP8_STATIC, scale=scale, round_norm=True, out=result
     )
@@ -101,10 +92,7 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
 def fused_add_rms_norm_static_fp8_quant(
     result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
 ) -> None:
-    """:func:`rms_norm_static_fp8_quant` of ``input + residual``, by :func:`fusednorm.fused_add_rms_norm_quant`.
-
-    The arguments are the same; ``residual``, [..., N], receives the sum.
-    """
+    """:func:`rms_norm_static_fp8_quant` of ``input + residual``: :func:`fusednorm.fused_add_rms_norm_quant`."""
     quantize.fused_add_rms_norm_quant(
         *(input, residual, weight, epsilon),
         quantization=VLLM_FP8_STATIC,
@@ -123,19 +111,10 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Adds the residual if there is one, RMS-normalises, and quantizes each row with a scale of its own.
+    """Adds the residual if there is one, RMS-normalises, and quantizes each row with a scale of its own, [rows, 1].
 
-    Args:
-        input: [..., N].
-        weight: [N].
-        epsilon: added to the mean of squares.
-        quant_dtype: torch.float8_e4m3fn or torch.int8.
-        scale_ub: one element, the greatest magnitude that decides a scale; below 0 as 0. fp8 only. Its value is read,
-            so while a CUDA graph is captured it must be on the CPU.
-        residual: [..., N], receives the sum; or None.
-
-    Returns:
-        The numbers, [..., N], and the scales, float32 [rows, 1].
+    ``scale_ub``, for float8 only, is the greatest magnitude that decides a scale; below 0 as 0. Its value is read, so
+    while a CUDA graph is captured it must be on the CPU.
     """
     quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_TOKEN, scale_ub)
     return _dynamic(input, weight, epsilon, replaced(quantization, _NAMES, dtype=quant_dtype), residual)
@@ -152,13 +131,10 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm_dynamic_per_token_quant`, with a scale for each group of a row, and these arguments.
+    """:func:`rms_norm_dynamic_per_token_quant` with a scale for each group of a row, [rows, groups].
 
     ``group_size`` is [1, the elements of a group]. ``is_scale_transposed`` says whether the scales lie by columns; with
     a ``tma_alignment`` of 4, and not 0, each column has room for a multiple of 4 rows.
-
-    Returns:
-        The numbers, [..., N], and the scales, float32 [rows, groups].
     """
     quantization = _limited(VLLM_INT8_TOKEN_FUSED if quant_dtype == torch.int8 else VLLM_FP8_BLOCK_FUSED, scale_ub)
     if tma_alignment not in (0, 4):
@@ -170,31 +146,17 @@ def rms_norm_per_block_quant(
 
 
 def silu_and_mul(out: Tensor, input: Tensor) -> None:
-    """``silu(gate) * up`` into ``out``, each of both rounded: :func:`fusednorm.silu_and_mul`.
-
-    Args:
-        out: [..., N], written.
-        input: [..., 2 * N], the gate and what it multiplies.
-
-    Raises:
-        RuntimeError: an operand requires grad while gradients are recorded, which vLLM ignores.
-    """
+    """``silu(gate) * up`` into ``out``, each of both rounded: :func:`fusednorm.silu_and_mul`."""
     gate.silu_and_mul(input, out=out)
 
 
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
-    """:func:`silu_and_mul`, of the same arguments, with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
+    """:func:`silu_and_mul` with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
     gate.gelu_tanh_and_mul(input, out=out)
 
 
 def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
-    """:func:`silu_and_mul`, quantized into ``result``: :func:`fusednorm.silu_and_mul_quant`.
-
-    Args:
-        result: [..., N], float8_e4m3fn, written.
-        input: [..., 2 * N], the gate and what it multiplies.
-        scale: float32, one element.
-    """
+    """:func:`silu_and_mul`, quantized into ``result``: :func:`fusednorm.silu_and_mul_quant`."""
     quantize.silu_and_mul_quant(input, quantization=VLLM_FP8_STATIC, scale=scale, out=result)
 
 
@@ -205,20 +167,10 @@ def silu_and_mul_per_block_quant(
     scale_ub: Tensor | None = None,
     is_scale_transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``silu(gate) * up``, of which nothing is rounded, quantized with a scale for each group of a row.
-
-    Args:
-        input: [rows, 2 * N], the gate and what it multiplies.
-        group_size: the elements of a group.
-        quant_dtype: torch.float8_e4m3fn or torch.int8.
-        scale_ub: None: vLLM's kernel limits the scale by it, and a quantization of fusednorm limits amax.
-        is_scale_transposed: whether the scales lie by columns.
-
-    Returns:
-        The numbers, [rows, N], and the scales, float32 [rows, groups].
+    """``silu(gate) * up``, of which nothing is rounded, quantized with a scale for each group of a row, [rows, groups].
 
     Raises:
-        ValueError: ``scale_ub`` is given.
+        ValueError: ``scale_ub`` is given: vLLM's kernel limits the scale by it, and fusednorm amax.
     """
     if scale_ub is not None:
         raise ValueError("scale_ub limits the scale in vLLM's kernel, which no quantization does; leave it out")
@@ -227,8 +179,7 @@ def silu_and_mul_per_block_quant(
     quantization = replaced(VLLM_FP8_BLOCK_FUSED, _NAMES, dtype=quant_dtype, per=group_size, layout=layout)
     if quant_dtype == torch.int8:
         quantization = replaced(quantization, _NAMES, scale_floor=2.0**-23)
-    between = None if input.dtype == torch.float64 else torch.float32
-    values, scale = quantize.silu_and_mul_quant(input, quantization=quantization, between=between)
+    values, scale = quantize.silu_and_mul_quant(input, quantization=quantization, between=unrounded(input))
     return values, scale
 
 
@@ -241,23 +192,14 @@ def scaled_fp8_quant(
     output: Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes to float8: :func:`fusednorm.quantize`.
+    """Quantizes to float8, into ``output`` or a new tensor: :func:`fusednorm.quantize`.
 
-    Args:
-        input: [rows, N].
-        scale: float32, one element; None: it is computed.
-        num_token_padding: the least number of rows of the results. Rows beyond ``input`` are uninitialised.
-        scale_ub: the greatest amax of a row, one element, for scales of rows; as in
-            :func:`rms_norm_dynamic_per_token_quant`.
-        use_per_token_if_dynamic: whether each row has a computed scale, or all rows have one.
-        output: float8_e4m3fn [rows, N], receives the numbers.
-        group_shape: None or (-1, -1), beside a given scale: one for all.
-
-    Returns:
-        The numbers, and the scale: float32 [rows, 1] for rows, [1] for all, or ``scale``.
+    The scale is returned as it is given, or it is computed: [1] for all rows, or, ``use_per_token_if_dynamic``, [rows,
+    1] for rows, with ``scale_ub`` as :func:`rms_norm_dynamic_per_token_quant` takes it. The results have
+    ``num_token_padding`` rows at least; those beyond ``input`` are uninitialised.
 
     Raises:
-        ValueError: ``group_shape`` asks for several given scales.
+        ValueError: ``group_shape`` is not None or (-1, -1), and asks for several given scales.
     """
     if group_shape not in (None, (-1, -1)):
         raise ValueError(f"group_shape must be None or (-1, -1), got {group_shape}; a given scale is one for all rows")
@@ -282,29 +224,15 @@ def scaled_int8_quant(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantizes rows to int8: :func:`fusednorm.quantize`.
 
-    Args:
-        input: [..., N].
-        scale: float32, one element; None: each row has a scale of its own.
-        azp: int32, one element, the zero point beside a given scale, unless ``symmetric``.
-        symmetric: whether there are no zero points.
-
-    Returns:
-        The numbers, [..., N]; the scale, or float32 [rows, 1]; and the zero points, int32 like the scales, or None.
+    Without a scale each row has a scale of its own, [rows, 1]. Unless ``symmetric``, there are zero points, int32:
+    ``azp``, one element, beside a given scale, or computed like the scales.
     """
-    on_cpu = input.device.type == "cpu"
+    quantization = _INT8[scale is not None, symmetric, input.device.type == "cpu"]
     if scale is not None:
-        plain, shifted = (
-            (VLLM_INT8_STATIC_CPU, VLLM_INT8_STATIC_AZP_CPU) if on_cpu else (VLLM_INT8_STATIC, VLLM_INT8_STATIC_AZP)
-        )
-        zero_point = None if symmetric else azp
-        values, _ = quantize.quantize(input, plain if symmetric else shifted, scale=scale, zero_point=zero_point)
+        values, _ = quantize.quantize(input, quantization, scale=scale, zero_point=None if symmetric else azp)
         return values, scale, azp
-    if symmetric:
-        values, scales = quantize.quantize(input, VLLM_INT8_TOKEN_CPU if on_cpu else VLLM_INT8_TOKEN_UNFUSED)
-        return values, scales.reshape(-1, 1), None
-    preset = VLLM_INT8_TOKEN_AZP_CPU if on_cpu else VLLM_INT8_TOKEN_AZP_UNFUSED
-    values, scales, zero_points = quantize.quantize(input, preset)
-    return values, scales.reshape(-1, 1), zero_points.reshape(-1, 1)
+    values, scales, *zero_points = quantize.quantize(input, quantization)
+    return values, scales.reshape(-1, 1), zero_points[0].reshape(-1, 1) if zero_points else None
 
 
 def _limited(quantization: Quantization, scale_ub: Tensor | None) -> Quantization:

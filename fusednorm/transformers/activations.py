@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fusednorm.operations.gate import gelu_tanh_and_mul, silu_and_mul
-from fusednorm.transformers.layers import NotRewrittenError, compiled, source
+from fusednorm.transformers.layers import compiled, source
 from fusednorm.transformers.mlps import activation_of
-from fusednorm.transformers.reads import Reads
-from fusednorm.transformers.replacing import Patched, attach, bare, replaced
+from fusednorm.transformers.reads import LeftAloneError, Reads
+from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
 
 #: By the names of ``mlps.py``.
 _FUNCTIONS: dict[str | None, Callable[..., Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
@@ -84,7 +84,7 @@ def rewritten(owner: type, activations: frozenset[str]) -> dict[str, Callable[..
             changed = products.visit(tree)
             if products.found:
                 found[name] = compiled(changed, function, owner)
-        except NotRewrittenError:
+        except LeftAloneError:
             continue
     return found
 
@@ -112,12 +112,8 @@ class _Products(ast.NodeTransformer):
         return node
 
 
-def patch_activations(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
-    """Replaces modules that multiply by an activation.
-
-    Yields:
-        For each such module: its class; whether it was replaced; and the function, or the reason why not.
-    """
+def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
+    """Replaces modules that multiply by an activation."""
     for module in list(model.modules()):
         if isinstance(module, Patched):
             continue

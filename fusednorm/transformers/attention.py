@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,52 +24,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.operations.rotate import qk_norm_rope
-from fusednorm.transformers.layers import NotRewrittenError, _names, _parse, _target, compiled, evaluated, source
+from fusednorm.transformers.layers import _names, _parse, _target, compiled, evaluated, source
 from fusednorm.transformers.norms import Form
-from fusednorm.transformers.reads import Reads
-from fusednorm.transformers.replacing import Patched, attach, bare, replaced
-from fusednorm.transformers.rotations import NotARotationError, Rotation, Rotations, Tables, rotations, tables_of
+from fusednorm.transformers.reads import LeftAloneError, Reads
+from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
+from fusednorm.transformers.rotations import Rotation, Rotations, Tables, rotations, tables_of
 
 
 @dataclass(frozen=True)
 class Site:
-    """A call in a forward pass that rotates q and k.
-
-    Attributes:
-        function: which the source calls.
-        arguments: its keyword arguments.
-        rotations: what it computes.
-        norms: the attributes of the norms of q and k that moved into the call, or nothing.
-        transposed: whether the transposition of tokens and heads moved into it.
-        conditions: the sources of those under which it is reached.
-    """
+    """A call of a function in a forward pass that rotates q and k, with these keyword arguments."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
     rotations: Rotations
-    norms: tuple[str, ...]
-    transposed: bool
-    conditions: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TablesState:
-    """The state of a module of tables: what it returns, and the attributes with which it does so."""
-
-    kind: Any  # a subclass of tuple, with the field `columns`
-    reads: Reads
+    norms: tuple[str, ...]  # the attributes of the norms of q and k that moved into the call, or nothing
+    transposed: bool  # whether the transposition of tokens and heads moved into it
+    conditions: tuple[str, ...]  # the sources of those under which it is reached
 
 
 class PatchedTables(Patched):
-    """The module of the tables; comes before its original class."""
+    """The module of the tables; comes before its original class.
 
-    _fusednorm = TablesState(tuple, Reads())
+    Its state has the class of the tables that it returns, and the attributes with which it does so.
+    """
+
+    _fusednorm: tuple[Any, Reads] = (tuple, Reads())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's result."""
-        tables, state = super().forward(*args, **kwargs), self._fusednorm
-        return state.kind(tables) if type(tables) is tuple and state.reads.hold(self) else tables
+        tables, (kind, reads) = super().forward(*args, **kwargs), self._fusednorm
+        return kind(tables) if type(tables) is tuple and reads.hold(self) else tables
 
 
 class PatchedAttention(Patched):
@@ -82,48 +68,32 @@ class PatchedAttention(Patched):
         return {"forward": forward, "_sites": sites}
 
     def _rotate(self, number: int, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> tuple[Any, Any]:
-        """q and k, normalised and rotated as at this site.
+        """q and k, normalised and rotated as at the site of this number, whose source calls ``function`` now.
 
-        Args:
-            number: of the site.
-            function: which its source calls now.
-            q: [batch, tokens, heads, D] if the transposition moved into the site, else as the function takes it.
-            k: [batch, tokens, heads of k, D], or as the function takes it too.
-            tables: what the source takes apart into cos and sin.
+        q and k are [batch, tokens, heads, D] if the transposition moved into the site, else as the function takes them;
+        the source takes ``tables`` apart into cos and sin.
         """
         site = self._sites[number]
         norms: list[Any] = [self._modules[name] for name in site.norms]
         rotation = self._rotation(site, function, q, k, tables)
+        form = _form_of_both(norms, q, k) if norms and rotation is not None else None
+        if norms and form is None:
+            q, k = norms[0](q), norms[1](k)
         if rotation is None:
-            if norms:
-                q, k = norms[0](q), norms[1](k)
             if site.transposed:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
             cos, sin = tables
             rotated: tuple[Any, Any] = function(q, k, cos, sin, **site.arguments)
             return rotated
-        q_weight = k_weight = form = None
-        if norms:
-            form = _form_of_both(norms, q, k)
-            if form is None:
-                q, k = norms[0](q), norms[1](k)
-            else:
-                q_weight, k_weight = getattr(norms[0], "weight", None), getattr(norms[1], "weight", None)
-        heads_first = rotation.heads == 1 and not site.transposed
-        if heads_first:
+        if rotation.heads == 1 and not site.transposed:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         if rotation.to_halves:
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
-        flags = _NO_NORM if form is None else form
-        q, k = qk_norm_rope(
-            *(q, k, q_weight, k_weight, *tables.angles, flags.eps),
-            norm=form is not None,
-            interleaved=rotation.interleaved and not rotation.to_halves,
-            round_products=rotation.round_products,
-            weight_offset=flags.weight_offset,
-            round_norm=flags.round_norm,
-        )
-        return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
+        of_norm: dict[str, Any] = {}
+        if form is not None:
+            q_weight, k_weight = (getattr(norm, "weight", None) for norm in norms)
+            of_norm = {"q_weight": q_weight, "k_weight": k_weight, "eps": form.eps, **form.of_norm}
+        return rotation.of(q, k, *tables.angles, norm=form is not None, **of_norm)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: rotations, for each dtype of the tables if they differ by it.
@@ -155,9 +125,6 @@ class PatchedAttention(Patched):
         return rotation if fits else None
 
 
-_NO_NORM = Form(eps=0.0, weight_offset=0.0, round_norm=False)
-
-
 def _form_of_both(norms: list[Any], q: Tensor, k: Tensor) -> Form | None:
     """The form of two norms; None where they have to be called."""
     if not all(isinstance(norm, Patched) and bare(norm) for norm in norms):
@@ -185,7 +152,7 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
         norms: the names of its attributes that hold norms.
 
     Raises:
-        NotRewrittenError: it has no such site; without a reason if it shows no rotation at all.
+        LeftAloneError: it has no such site; without a reason if it shows no rotation at all.
     """
     function, tree = source(attention_class.forward)  # type: ignore[attr-defined]
     sites: list[Site] = []
@@ -200,7 +167,7 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
             continue
         try:
             found = rotations(function.__globals__.get(name), arguments)
-        except NotARotationError as error:
+        except LeftAloneError as error:
             reason = str(error)
             continue
         moved = [_moved(block[:index], x, norms) for x in (q, k)]
@@ -215,7 +182,7 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
         (block[index],) = _parse(f"{', '.join(targets)} = {call_of_ours}")
         sites.append(Site(function.__globals__[name], arguments, found, of_norms, moved[0][0], conditions))
     if not sites:
-        raise NotRewrittenError(reason)
+        raise LeftAloneError(reason)
     return compiled(tree, function, attention_class), tuple(sites)
 
 
@@ -254,11 +221,8 @@ def _rotating_call(statement: ast.stmt) -> tuple[list[str], str, list[str], dict
 def _taken_apart(statements: list[ast.stmt], cos: str, sin: str) -> str | None:
     """NAME in ``cos, sin = NAME``, if cos and sin are still those of NAME after the statements."""
     for index in reversed(range(len(statements))):
-        match statements[index]:
-            case ast.Assign(
-                targets=[ast.Tuple(elts=[ast.Name(id=one), ast.Name(id=other)])], value=ast.Name(id=tables)
-            ) if (one, other) == (cos, sin):
-                return None if any(tables in _stored(later) for later in statements[index:]) else tables
+        if found := re.fullmatch(rf"\(?{cos}, {sin}\)? = (\w+)", ast.unparse(statements[index])):
+            return None if any(found[1] in _stored(later) for later in statements[index:]) else found[1]
         if {cos, sin} & _stored(statements[index]):
             return None
     return None
@@ -307,25 +271,11 @@ def _stored(node: ast.AST) -> set[str]:
 # Replacing
 
 
-def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[tuple[str, bool, str]]:
-    """Replaces attention and the modules of its tables.
-
-    Args:
-        model: its norms have been replaced by modules
-        norm: of this class.
-
-    Yields:
-        For each attention that rotates: its class; whether it was replaced; and what is fused, or the reason why not.
-    """
-    tables: dict[torch.nn.Module, TablesState] = {}
-    kinds = set()
-    state: Any
-    for module in model.modules():
-        if isinstance(module, PatchedTables):
-            kinds.add(module._fusednorm.kind.columns)
-        elif not isinstance(module, Patched) and (state := _tables_of(module)) is not None:
-            tables[module] = state
-            kinds.add(state.kind.columns)
+def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[Outcome]:
+    """Replaces attention that rotates, and the modules of its tables; ``norm`` is the class of replaced norms."""
+    tables = {module: module._fusednorm for module in model.modules() if isinstance(module, PatchedTables)}
+    new = {module: state for module in model.modules() if (state := _tables_of(module)) is not None}
+    kinds = {kind.columns for kind, _ in (tables | new).values()}
     done = False
     for module in list(model.modules()):
         if isinstance(module, Patched):
@@ -333,7 +283,7 @@ def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[tuple[str, b
         norms = frozenset(name for name, child in module.named_children() if isinstance(child, norm))
         try:
             _, sites = rewritten(type(module), norms)  # type: ignore[arg-type] # classes have a hash
-        except NotRewrittenError as error:
+        except LeftAloneError as error:
             if str(error) and any(isinstance(child, torch.nn.Linear) for child in module.children()):
                 yield type(module).__name__, False, str(error)
             continue
@@ -343,13 +293,14 @@ def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[tuple[str, b
         done |= reason is None
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
         yield type(module).__name__, reason is None, reason or fused
-    for module, state in tables.items() if done else ():
+    for module, state in new.items() if done else ():
         attach(module, PatchedTables, frozenset(), state)
 
 
-def _tables_of(module: torch.nn.Module) -> TablesState | None:
+def _tables_of(module: torch.nn.Module) -> tuple[Any, Reads] | None:
     """The kind of a module's tables, if it may have some: it has neither children nor parameters, but buffers."""
     leaf = next(module.children(), None) is None and next(module.parameters(), None) is None
     reads = Reads()
-    kind = tables_of(module, reads) if leaf and next(module.buffers(), None) is not None else None
-    return None if kind is None else TablesState(kind, reads)
+    may = leaf and next(module.buffers(), None) is not None and not isinstance(module, Patched)
+    kind = tables_of(module, reads) if may else None
+    return None if kind is None else (kind, reads)

@@ -21,11 +21,10 @@ from fusednorm.calls import must_be_seen
 from fusednorm.operations import gate as gates
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.rotate import qk_norm_rope
-from fusednorm.transformers.mlps import DTYPES, NotAnMLPError, activation_of, mlp
-from fusednorm.transformers.norms import Form, Forms, NotANormError, forms
-from fusednorm.transformers.reads import Reads
-from fusednorm.transformers.rotations import Halves, NotARotationError, Pairs, Rotation, Tables, rotations
+from fusednorm.transformers.mlps import DTYPES, activation_of, mlp
+from fusednorm.transformers.norms import Form, Forms, forms
+from fusednorm.transformers.reads import LeftAloneError, Reads
+from fusednorm.transformers.rotations import Halves, Pairs, Rotation, Tables, rotations
 
 
 class RMSNorm(torch.nn.Module):
@@ -39,7 +38,7 @@ class RMSNorm(torch.nn.Module):
         form = _form(self, hidden_states.dtype, None if weight is None else weight.dtype)
         if form is None or not form.takes(hidden_states):
             return type(self).forward(self, hidden_states)
-        return rms_norm(hidden_states, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
+        return rms_norm(hidden_states, weight, form.eps, **form.of_norm)
 
 
 class RMSNormGated(torch.nn.Module):
@@ -62,7 +61,7 @@ def _trace(module: torch.nn.Module, trace: Callable[[torch.nn.Module, Reads], An
     """Traces a module at its first call."""
     if "_fusednorm_traced" not in module.__dict__:
         reads, found = Reads(), None
-        with suppress(NotANormError, NotAnMLPError):
+        with suppress(LeftAloneError):
             found = trace(module, reads)
         module.__dict__["_fusednorm_traced"] = reads, found
 
@@ -75,18 +74,14 @@ def _found(module: torch.nn.Module, trace: Callable[[torch.nn.Module, Reads], An
 
 
 def _gated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
-    return forms(module, True, reads)
-
-
-def _ungated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
-    return forms(module, False, reads)
+    return forms(module, reads, gated=True)
 
 
 def _form(
     module: torch.nn.Module, x_dtype: torch.dtype, weight_dtype: torch.dtype | None, gated: bool = False
 ) -> Form | None:
     """A module's form."""
-    found: Forms | None = _found(module, _gated_forms if gated else _ungated_forms)
+    found: Forms | None = _found(module, _gated_forms if gated else forms)
     return None if found is None else found.get((x_dtype, weight_dtype))
 
 
@@ -104,11 +99,8 @@ class SiLU(torch.nn.Module):
         return gates.gate(ones.expand_as(input), input, activation=activation)
 
 
-class GeluTanh(torch.nn.Module):
+class GeluTanh(SiLU):
     """The same under another name: a trace shows which function it is."""
-
-    can_torch_compile = True
-    forward = SiLU.forward
 
 
 class SwiGLUMLP(torch.nn.Module):
@@ -119,9 +111,8 @@ class SwiGLUMLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Between the MLP's own submodules, the activation and the product in one call."""
         found, modules = _found(self, mlp), cast("dict[str, Any]", self._modules)
-        if found is None or not _follows_its_class(act := modules[found.act]):
-            return type(self).forward(self, x)
-        if _found(act, activation_of) != found.activation:
+        act = None if found is None else modules[found.act]
+        if act is None or not _follows_its_class(act) or _found(act, activation_of) != found.activation:
             return type(self).forward(self, x)
         gate, down = modules[found.gate], modules[found.down]
         z = gate(x)
@@ -133,11 +124,8 @@ class SwiGLUMLP(torch.nn.Module):
         return cast(Tensor, down(product(z, y)))
 
 
-class GeGLUMLP(torch.nn.Module):
+class GeGLUMLP(SwiGLUMLP):
     """The same under another name: a trace shows which function it is."""
-
-    can_torch_compile = True
-    forward = SwiGLUMLP.forward
 
 
 class RotaryPosEmb(torch.nn.Module):
@@ -152,21 +140,13 @@ class RotaryPosEmb(torch.nn.Module):
         the layers of a model share the look.
         """
         operands = (q, k, cos, sin)
-        if torch.compiler.is_compiling() or not must_be_seen.plain(*operands) or must_be_seen.transform(*operands):
-            return type(self).forward(self, *operands, unsqueeze_dim)
-        found = _rotation(self, unsqueeze_dim, *operands)
+        found = None if torch.compiler.is_compiling() else _rotation(self, unsqueeze_dim, *operands)
         if found is None:
             return type(self).forward(self, *operands, unsqueeze_dim)
         rotation, (cos, sin) = found
         if rotation.heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        q, k = qk_norm_rope(
-            *(q, k, None, None, cos, sin),
-            norm=False,
-            interleaved=rotation.interleaved,
-            round_products=rotation.round_products,
-        )
-        return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
+        return rotation.of(q, k, cos, sin, norm=False)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -184,11 +164,14 @@ def _rotation(
 
     None where the function has to do it itself.
     """
+    operands = (q, k, cos, sin)
+    if not must_be_seen.plain(*operands) or must_be_seen.transform(*operands):
+        return None
     of_dimension = function.__dict__.setdefault("_fusednorm_rotations", {})
     if unsqueeze_dim not in of_dimension:
         try:
             traced = rotations(partial(type(function).forward, function), {"unsqueeze_dim": unsqueeze_dim})
-        except NotARotationError:
+        except LeftAloneError:
             traced = {}
         of_dimension[unsqueeze_dim] = traced
     if q.dim() != 4 or cos.dim() != 3 or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):

@@ -21,36 +21,24 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from fusednorm.transformers.reads import in_a_line
-
-
-class NotRewrittenError(Exception):
-    """A forward pass is not rewritten, for the reason in the message."""
+from fusednorm.transformers.reads import LeftAloneError, in_a_line
 
 
 class Rewritten(NamedTuple):
-    """A rewritten forward pass of a layer.
-
-    Attributes:
-        forward: the function.
-        fused: the number of additions that it fuses with a norm of the layer.
-        normed: of these, the number of those that add what a norm right before them returns.
-        ends: whether it ends in ``_add_last``.
-        last_normed: whether that addition is one of ``normed``.
-        factors: of each of these additions, in their order, the source of the factor of its term; or None.
-    """
+    """A rewritten forward pass of a layer."""
 
     forward: Callable[..., Any]
-    fused: int
-    normed: int
-    ends: bool
-    last_normed: bool
-    factors: tuple[str | None, ...]
+    fused: int  # additions that it fuses with a norm of the layer
+    normed: int  # of these, those of a term that a norm right before them returns
+    ends: bool  # in ``_add_last``
+    last_normed: bool  # whether that addition is one of ``normed``
+    factors: tuple[str | None, ...]  # for each of these additions the source of its term's factor, if it has one
 
     def additions(self, handed: bool) -> int:
         """The number of fused additions, the last one with the norm after the layer if ``handed``.
@@ -68,7 +56,7 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
         norms: the names of its attributes that hold norms.
 
     Raises:
-        NotRewrittenError: no addition can be fused.
+        LeftAloneError: no addition can be fused.
     """
     function, tree = source(layer_class.forward)  # type: ignore[attr-defined]
     body: list[ast.stmt] = []
@@ -86,7 +74,7 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
             y, kept, name, used = found
             body += _parse(f"{y}, {kept} = self._add_norm(self.{name}, {added.arguments()})")
             fused += 1
-        elif len(after) == 1 and _returns(after[0], added.total):
+        elif len(after) == 1 and ast.unparse(after[0]) == f"return {added.total}":
             body += [*_parse(f"{added.total} = self._add_last({added.arguments()})"), after[0]]
             ends, last_normed, used = True, added.first is not None, 1
             fused += last_normed
@@ -102,7 +90,7 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
         normed += added.first is not None
         rest = after[used:]
     if not (fused or ends):
-        raise NotRewrittenError("no addition stands right before a norm or the end of its forward pass")
+        raise LeftAloneError("no addition stands right before a norm or the end of its forward pass")
     tree.body = body
     return Rewritten(compiled(tree, function, layer_class), fused, normed, ends, last_normed, tuple(factors))
 
@@ -111,17 +99,14 @@ def first_norm(layer_class: type) -> str | None:
     """The attribute of the norm that a layer first applies to its input; None if the layer begins otherwise."""
     try:
         _, tree = source(layer_class.forward)  # type: ignore[attr-defined]
-    except NotRewrittenError:
+    except LeftAloneError:
         return None
-    hidden = tree.args.args[1].arg if len(tree.args.args) > 1 else None
-    for statement in tree.body[:2]:
-        match statement:
-            case ast.Assign(value=ast.Name(id=name)) if name == hidden:
-                continue  # residual = hidden_states
-            case ast.Assign(value=call) if (norm := _norm_of(call, hidden)) is not None:
-                return norm
+    if len(tree.args.args) < 2:
         return None
-    return None
+    hidden = tree.args.args[1].arg
+    # residual = hidden_states
+    others = [statement for statement in tree.body[:2] if not re.fullmatch(f".+ = {hidden}", ast.unparse(statement))]
+    return _norm_of(others[0].value, hidden) if others and isinstance(others[0], ast.Assign) else None
 
 
 def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
@@ -133,7 +118,7 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
     """
     try:
         _, tree = source(model_class.forward)  # type: ignore[attr-defined]
-    except NotRewrittenError:
+    except LeftAloneError:
         return False, None
     loops = [
         node for node in ast.walk(tree) if isinstance(node, ast.For) and f"self.{layers}" in ast.unparse(node.iter)
@@ -171,9 +156,9 @@ def source(method: Callable[..., Any]) -> tuple[Any, ast.FunctionDef]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
-        raise NotRewrittenError(f"its source cannot be had: {error}") from error
+        raise LeftAloneError(f"its source cannot be had: {error}") from error
     if not isinstance(tree, ast.FunctionDef) or function.__closure__:
-        raise NotRewrittenError("its forward pass is no plain function")
+        raise LeftAloneError("its forward pass is no plain function")
     if ast.get_docstring(tree) is not None:
         del tree.body[0]
     if function is method:
@@ -190,15 +175,10 @@ def evaluated(expression: str, function: Callable[..., Any], module: object) -> 
 
 
 def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[..., Any]:
-    """The function of a changed syntax tree.
-
-    Args:
-        tree: of ``source``, and changed.
-        function: of ``source``.
-        owner: the class that has it.
+    """The function of a class, of a syntax tree that :func:`source` has made of ``function``, and that was changed.
 
     Raises:
-        NotRewrittenError: a decorator does not take the new function.
+        LeftAloneError: a decorator does not take the new function.
     """
     decorators, tree.decorator_list = tree.decorator_list, []
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
@@ -214,29 +194,20 @@ def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[...,
         for decorator in reversed(decorators):
             made = eval(compile(ast.Expression(decorator), "<fusednorm>", "eval"), function.__globals__)(made)
     except Exception as error:  # code of others, which may look for the class or the file of a function
-        raise NotRewrittenError(f"its decorators do not take it: {in_a_line(error)}") from error
+        raise LeftAloneError(f"its decorators do not take it: {in_a_line(error)}") from error
     return cast("Callable[..., Any]", made)
 
 
 @dataclass(frozen=True)
 class _Addition:
-    """``total = residual + x``, and the statement before it if that is ``x = self.first(...)``.
-
-    Attributes:
-        total: the name of the sum.
-        residual: the name of the residual.
-        x: the term, or the argument of the norm ``first``, without its factor.
-        first: the attribute of the norm before the addition.
-        x_scale: the factor of the term.
-        used: the number of statements.
-    """
+    """``total = residual + x``, and the statement before it if that is ``x = self.first(...)``."""
 
     total: str
     residual: str
-    x: ast.expr
+    x: ast.expr  # the term, or the argument of the norm ``first``, without its factor
     first: str | None
-    x_scale: ast.expr | None
-    used: int
+    x_scale: ast.expr | None  # the factor of the term
+    used: int  # statements
 
     def arguments(self) -> str:
         """Of ``_add_norm`` and ``_add_last``."""
@@ -265,25 +236,21 @@ def _addition(statements: list[ast.stmt], norms: frozenset[str]) -> _Addition | 
 
 
 def _norm_after(total: str, statements: list[ast.stmt], norms: frozenset[str]) -> tuple[str, str, str, int] | None:
-    """The norm of a sum with which the statements begin.
+    """The norm of a sum with which the statements begin: ``y = self.norm(total)``, maybe after ``kept = total``.
 
     Returns:
         The names of its result and of the sum after it; the attribute of the norm; and the number of statements.
     """
-    for used in (1, 2):  # without or with "residual = hidden_states" before
-        if len(statements) < used or (used == 2 and not _is_copy(statements[0], total)):
-            continue
-        kept = total if used == 1 else _target(statements[0])
-        norm, y = statements[used - 1], _target(statements[used - 1])
-        name = _norm_of(norm.value, total) if isinstance(norm, ast.Assign) else None
-        # The sum keeps one name only; the norm's result must overwrite the other name.
-        if name in norms and kept is not None and y is not None and (used == 1) == (y != total) and y != kept:
-            return y, kept, str(name), used
-    return None
-
-
-def _returns(statement: ast.stmt, total: str) -> bool:
-    return isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name) and statement.value.id == total
+    text = "\n".join(map(ast.unparse, statements[:2]))
+    found = re.match(rf"(?:(\w+) = {total}\n)?(\w+) = self\.(\w+)\({total}\)$", text, re.MULTILINE)
+    if found is None:
+        return None
+    copied, y, name = found.groups()
+    kept = copied or total
+    # The sum keeps one name only; the norm's result must overwrite the other name.
+    if name not in norms or (copied is None) == (y == total) or y == kept:
+        return None
+    return y, kept, name, 1 if copied is None else 2
 
 
 def _sums(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr]]:
@@ -299,18 +266,10 @@ def _sums(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr]]:
                     yield target, residual.id, x
 
 
-def _norm_of(expression: ast.expr | None, argument: str | None) -> str | None:
+def _norm_of(expression: ast.expr | None, argument: str) -> str | None:
     """NAME in ``self.NAME(argument)``."""
-    match expression:
-        case ast.Call(
-            func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=given)], keywords=[]
-        ) if given == argument:
-            return name
-    return None
-
-
-def _is_copy(statement: ast.stmt, name: str) -> bool:
-    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name) and statement.value.id == name
+    found = re.fullmatch(rf"self\.(\w+)\({argument}\)", "" if expression is None else ast.unparse(expression))
+    return None if found is None else found[1]
 
 
 def _target(statement: ast.stmt) -> str | None:

@@ -11,16 +11,14 @@ if ``act`` is silu or the tanh form of GELU: its operations, traced on tensors w
 from __future__ import annotations
 
 import operator
-import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusednorm.transformers.reads import Reads, in_a_line
+from fusednorm.transformers.reads import LeftAloneError, Reads, in_a_line, traced
 
 aten = torch.ops.aten
 
@@ -28,10 +26,6 @@ aten = torch.ops.aten
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _PRODUCTS = (operator.mul, torch.mul)
-
-
-class NotAnMLPError(Exception):
-    """A module computes no gated MLP of fusednorm, for the reason in the message."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +51,10 @@ def activation_of(module: torch.nn.Module, reads: Reads | None = None) -> str | 
         return None
     forward = type(module).forward  # another may be attached to the module
     bare = (reads or Reads()).copy_of(module)
-    found = set()
-    for dtype in DTYPES:
-        with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                graph = make_fx(lambda x: forward(bare, x))(torch.empty(2, 3, dtype=dtype)).graph
-            except Exception:  # the code of a module that is for something else may raise anything
-                return None
-        found.add(_only_operation(graph))
+    try:
+        found = {_only_operation(traced(partial(forward, bare), ((2, 3), dtype))) for dtype in DTYPES}
+    except LeftAloneError:
+        return None
     return found.pop() if len(found) == 1 else None
 
 
@@ -90,12 +79,12 @@ def mlp(module: torch.nn.Module, reads: Reads | None = None) -> MLP:
     """The formula of a module. ``reads`` gets the module's attributes with which it does so.
 
     Raises:
-        NotAnMLPError: no gated MLP.
+        LeftAloneError: no gated MLP.
     """
     try:
         graph = _Tracer().trace((reads or Reads()).copy_of(module))
     except Exception as error:  # the model's code may do anything that a trace does not know
-        raise NotAnMLPError(f"it cannot be traced: {in_a_line(error)}") from error
+        raise LeftAloneError(f"it cannot be traced: {in_a_line(error)}") from error
     return _read(module, graph)
 
 
@@ -109,13 +98,13 @@ def _read(module: torch.nn.Module, graph: fx.Graph) -> MLP:
             match kinds.get(node.args[0]):
                 case ("down", MLP() as found):
                     return found
-            raise NotAnMLPError("its result is not that of a last submodule")
+            raise LeftAloneError("its result is not that of a last submodule")
         else:
             kind = _kind(module, node, [kinds.get(argument, argument) for argument in node.args])
         if kind is None:
-            raise NotAnMLPError(f"{node.op} {node.target} has no place in the formula")
+            raise LeftAloneError(f"{node.op} {node.target} has no place in the formula")
         kinds[node] = kind
-    raise NotAnMLPError("it returns nothing")
+    raise LeftAloneError("it returns nothing")
 
 
 def _kind(module: torch.nn.Module, node: fx.Node, arguments: list[Any]) -> tuple[Any, ...] | None:

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
-from fusednorm.transformers.layers import evaluated, rewritten
+from fusednorm.transformers.layers import Rewritten, evaluated, rewritten
 from fusednorm.transformers.norms import Form, Forms
 from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, bare
@@ -35,19 +35,12 @@ class Handed:
 
 @dataclass
 class NormState:
-    """The state of a norm.
-
-    Attributes:
-        forms: without a gate.
-        gated: with a gate.
-        reads: the attributes with which the forms hold.
-        handed: a result that the previous layer computed for it.
-    """
+    """The state of a norm: its forms without and with a gate, and the attributes with which they hold."""
 
     forms: Forms
     gated: Forms
     reads: Reads
-    handed: Handed | None = None
+    handed: Handed | None = None  # a result that the previous layer computed for it
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, without the result, which belongs to one tensor."""
@@ -77,8 +70,7 @@ class PatchedNorm(Patched):
                 handed, state.handed = state.handed, None
                 if handed is not None and handed.fits(x):
                     return handed.y
-                weight = getattr(self, "weight", None)
-                return rms_norm(x, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
+                return rms_norm(x, getattr(self, "weight", None), form.eps, **form.of_norm)
         elif len(args) == 2 and not kwargs:
             x, gate = args
             form = self._form_with_gate(x, gate)
@@ -91,38 +83,24 @@ class PatchedNorm(Patched):
     ) -> tuple[Tensor, Tensor] | None:
         """The norm of ``residual + x``, and the sum; None where the fused call would compute something else.
 
-        Args:
-            x: [..., N].
-            residual: [..., N].
-            first: normalises x before the addition.
-            x_scale: multiplies x before the addition.
+        Before the addition ``first`` normalises x, or ``x_scale`` multiplies it.
         """
-        form = self._form(x)
-        weight = getattr(self, "weight", None)
+        form, weight = self._form(x), getattr(self, "weight", None)
         if form is None or not _alike(x, residual, weight):
             return None
-        offset, round_norm = form.weight_offset, form.round_norm
         if first is None:
-            return fused_add_rms_norm(
-                x, residual, weight, form.eps, weight_offset=offset, round_norm=round_norm, x_scale=x_scale
-            )
+            return fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **form.of_norm)
         before, first_weight = first._form(x), getattr(first, "weight", None)
-        if before is None or x_scale != 1.0 or not _alike(x, residual, first_weight) or before.rounds_other_than(form):
+        if before is None or before.of_norm != form.of_norm or not _alike(x, residual, first_weight):
             return None
-        return rms_norm_add_rms_norm(
-            *(x, residual, first_weight, weight, before.eps),
-            next_eps=form.eps,
-            weight_offset=offset,
-            round_norm=round_norm,
-        )
+        weights = first_weight, weight
+        return rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=form.eps, **form.of_norm)
 
     def normed_and_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """``residual`` plus the norm of x; None where the fused call would compute something else."""
-        form = self._form(x)
-        weight = getattr(self, "weight", None)
-        if form is None or not _alike(x, residual, weight):
-            return None
-        return rms_norm_add(x, residual, weight, form.eps, weight_offset=form.weight_offset, round_norm=form.round_norm)
+        form, weight = self._form(x), getattr(self, "weight", None)
+        fits = form is not None and _alike(x, residual, weight)
+        return rms_norm_add(x, residual, weight, form.eps, **form.of_norm) if form is not None and fits else None
 
     def extra_repr(self) -> str:
         """The arguments as the original class shows them, and "by fusednorm"."""
@@ -133,13 +111,10 @@ class PatchedNorm(Patched):
         if not self._fusednorm.reads.hold(self):
             return []
         pair = of_rows, None if getattr(self, "weight", None) is None else of_rows
-        form: Form | None = self._fusednorm.gated.get(pair)
-        if form is not None:
-            return [("rms_norm_gated", {"eps": form.eps, **form.of_gate})]
+        if (gated := self._fusednorm.gated.get(pair)) is not None:
+            return [("rms_norm_gated", {"eps": gated.eps, **gated.of_gate})]
         form = self._fusednorm.forms.get(pair)
-        if form is None:
-            return []
-        return [("rms_norm", {"eps": form.eps, "weight_offset": form.weight_offset, "round_norm": form.round_norm})]
+        return [] if form is None else [("rms_norm", {"eps": form.eps, **form.of_norm})]
 
     def _form(self, x: Any) -> Form | None:
         return self._form_of(x, self._fusednorm.forms) if isinstance(x, Tensor) else None
@@ -171,6 +146,17 @@ class PatchedLayer(Patched):
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
         return {"forward": rewritten_layer(before, norms).forward}
 
+    @property
+    def rewritten(self) -> Rewritten:
+        """The forward pass."""
+        before, _, norms = self._made_of
+        return rewritten_layer(before, norms)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it computes the norm of its result, too."""
+        return self._fusednorm.following is not None
+
     def _add_norm(
         self,
         norm: torch.nn.Module,
@@ -191,18 +177,16 @@ class PatchedLayer(Patched):
     ) -> Tensor:
         """``residual + x``, whose term is as that of ``_add_norm``. Its norm is kept for the next layer."""
         norm, next_layer = self._fusednorm.following, self._fusednorm.next_layer
-        if not isinstance(norm, PatchedNorm) or self._recomputed():
-            return self._sum(x, residual, first, x_scale)
-        # Writes are not counted then, and hooks may write.
-        uncounted = is_compiling() or torch.is_inference_mode_enabled()
-        if uncounted and not all(bare(module) for module in (self, next_layer) if module is not None):
-            return self._sum(x, residual, first, x_scale)
-        fused = _added(norm, x, residual, first, x_scale)
-        if fused is None:
-            return self._sum(x, residual, first, x_scale)
-        y, total = fused
-        norm._fusednorm.handed = Handed(total, y, _version(total), torch.is_grad_enabled())
-        return total
+        if isinstance(norm, PatchedNorm) and not self._recomputed():
+            # Writes are not counted then, and hooks may write.
+            uncounted = is_compiling() or torch.is_inference_mode_enabled()
+            if not uncounted or all(bare(module) for module in (self, next_layer) if module is not None):
+                fused = _added(norm, x, residual, first, x_scale)
+                if fused is not None:
+                    y, total = fused
+                    norm._fusednorm.handed = Handed(total, y, _version(total), torch.is_grad_enabled())
+                    return total
+        return self._sum(x, residual, first, x_scale)
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
@@ -217,11 +201,9 @@ class PatchedLayer(Patched):
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: additions. The norms around them are modules of their own."""
-        before, _, norms = self._made_of
-        layer = rewritten_layer(before, norms)
-        fused = layer.additions(handed=self._fusednorm.following is not None)
+        layer = self.rewritten
         steps: list[tuple[str, dict[str, Any]]] = []
-        for factor in layer.factors[:fused]:
+        for factor in layer.factors[: layer.additions(self.hands_over)]:
             x_scale = 1.0 if factor is None else evaluated(factor, layer.forward, self)
             if type(x_scale) in (float, int, str):  # the model's own code multiplies by others
                 x_scale = x_scale if type(x_scale) is str else float(x_scale)

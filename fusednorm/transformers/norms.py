@@ -6,28 +6,20 @@ are the specification's RMS norm for some flags, the result is these flags; othe
 
 from __future__ import annotations
 
-import functools
 import itertools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, dtype, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusednorm.transformers.reads import Reads, in_a_line
+from fusednorm.transformers.reads import LeftAloneError, Reads, traced
 
 aten = torch.ops.aten
 
 _A = torch.float32  # the accumulator type
 _PAIRS = [(x, weight) for x in (torch.float16, torch.bfloat16, _A) for weight in dict.fromkeys((x, _A))]
-
-
-class NotANormError(Exception):
-    """A module does not compute an RMS norm of fusednorm, for the reason in the message."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +40,16 @@ class Form:
     dims: int | None = None
     length: int | None = None
 
-    @functools.cached_property
+    @property
+    def of_norm(self) -> dict[str, Any]:
+        """The arguments of :func:`fusednorm.rms_norm` after eps."""
+        return {"weight_offset": self.weight_offset, "round_norm": self.round_norm}
+
+    @property
     def of_gate(self) -> dict[str, Any]:
         """The arguments of :func:`fusednorm.rms_norm_gated` after eps."""
-        return {
-            "group_size": self.group_size,
-            "norm_before_gate": self.norm_before_gate,
-            "activation": self.activation,
-            "round_norm": self.round_norm,
-            "between": self.between,
-            "weight_offset": self.weight_offset,
-        }
+        before = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
+        return {**self.of_norm, **before, "activation": self.activation, "between": self.between}
 
     def takes(self, x: Tensor) -> bool:
         """Whether it holds for x, by its shape."""
@@ -66,16 +57,12 @@ class Form:
             return False
         return self.length is None or x.shape[-1:] == (self.length,)
 
-    def rounds_other_than(self, other: Form) -> bool:
-        """Whether one call cannot have the flags of both."""
-        return (self.weight_offset, self.round_norm) != (other.weight_offset, other.round_norm)
-
 
 #: By the dtypes of the input and of the weight (None without a weight).
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
-def forms(module: torch.nn.Module, gated: bool = False, reads: Reads | None = None) -> Forms:
+def forms(module: torch.nn.Module, reads: Reads | None = None, gated: bool = False) -> Forms:
     """A module's forms, by the dtypes of input and weight.
 
     With ``gated`` the module takes a gate after its input, of the input's shape and dtype. A pair of dtypes is missing
@@ -83,23 +70,23 @@ def forms(module: torch.nn.Module, gated: bool = False, reads: Reads | None = No
     with which the forms hold.
 
     Raises:
-        NotANormError: the module has no form.
+        LeftAloneError: the module has no form.
     """
     reads = reads or Reads()
     others = [name for name, _ in [*module.named_parameters(), *module.named_buffers(), *module.named_children()]]
     if [name for name in others if name != "weight"]:
-        raise NotANormError(f"it has more than a weight: {', '.join(others)}")
+        raise LeftAloneError(f"it has more than a weight: {', '.join(others)}")
     weight = getattr(module, "weight", None)
     if weight is not None and not (isinstance(weight, Tensor) and weight.dim() == 1):
         dims = f"has {weight.dim()} dimensions" if isinstance(weight, Tensor) else f"is a {type(weight).__name__}"
-        raise NotANormError(f"its weight {dims}")
+        raise LeftAloneError(f"its weight {dims}")
     length = _length(module) if weight is None else weight.shape[0]
     found: Forms = {}
     for x_dtype, weight_dtype in _PAIRS:
         pair = x_dtype, None if weight is None else weight_dtype
         try:
             found[pair] = _form(reads, module, length, *pair, (2, 3), gated, training=False)
-        except NotANormError as error:
+        except LeftAloneError as error:
             reason = error
     if not found:
         raise reason
@@ -112,9 +99,9 @@ def forms(module: torch.nn.Module, gated: bool = False, reads: Reads | None = No
             if form == _form(reads, module, of_row, *pair, leading, gated, training=True):
                 reads.values.pop("training", None)  # both ways were traced
                 return {of_pair: replace(one, dims=rank, length=only) for of_pair, one in found.items()}
-        except NotANormError:
+        except LeftAloneError:
             continue
-    raise NotANormError("it computes something else in training, or for inputs of other dimensions")
+    raise LeftAloneError("it computes something else in training, or for inputs of other dimensions")
 
 
 def _length(module: torch.nn.Module) -> int:
@@ -144,15 +131,8 @@ def _form(
             bare._parameters["weight"] = weight  # type: ignore[assignment]
         return type(bare).forward(bare, x, *gate)
 
-    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they concern pairs of dtypes that the model may not use
-        x = torch.empty(*leading, length, dtype=x_dtype)
-        weight = None if weight_dtype is None else torch.empty(length, dtype=weight_dtype)
-        try:
-            graph = make_fx(call)(x, weight, *([torch.empty_like(x)] if gated else [])).graph
-        except Exception as error:  # the model's code may raise anything for a tensor that it does not expect
-            raise NotANormError(f"it cannot be traced: {in_a_line(error)}") from error
-    return _read(graph, x_dtype, gated)
+    x, weight = ((*leading, length), x_dtype), None if weight_dtype is None else ((length,), weight_dtype)
+    return _read(traced(call, x, weight, *([x] if gated else [])), x_dtype, gated)
 
 
 @dataclass(frozen=True)
@@ -187,17 +167,17 @@ def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
             weightless = y is not None and y.kind == "n" and all(term.kind != "weight" for term in terms.values())
             normed = y is not None and (y.kind == "y" or weightless)
             if gated and (y is None or not (y.kind == "gated" or (normed and y.gate_first))):
-                raise NotANormError("its result is not a norm and a function of the gate")
+                raise LeftAloneError("its result is not a norm and a function of the gate")
             if y is None or not (gated or normed):
-                raise NotANormError("its result is not the row times rstd times the weight")
+                raise LeftAloneError("its result is not the row times rstd times the weight")
             if y.dtype != x_dtype:
-                raise NotANormError(f"it returns {str(y.dtype)[6:]} for an input of {str(x_dtype)[6:]}")
+                raise LeftAloneError(f"it returns {str(y.dtype)[6:]} for an input of {str(x_dtype)[6:]}")
             if shape is None or result.meta["val"].shape != shape:
-                raise NotANormError("its result has another shape than its input")
+                raise LeftAloneError("its result has another shape than its input")
             rounded = y.rounded and not weightless and x_dtype != _A
             groups = None if y.group_size == shape[-1] else y.group_size
             if groups is not None and not gated:
-                raise NotANormError(f"it normalises parts of {groups} elements")
+                raise LeftAloneError(f"it normalises parts of {groups} elements")
             return Form(y.eps, y.offset, rounded, y.activation, y.between, not y.gate_first, groups)
         value = node.meta.get("val")
         if node.op == "placeholder":
@@ -211,9 +191,9 @@ def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
         term = rule(arguments, value, x_dtype) if rule is not None and isinstance(value, Tensor) else None
         if term is None:
             kinds = ", ".join(term.kind if isinstance(term, _Term) else str(term) for term in arguments)
-            raise NotANormError(f"{node.target}({kinds}) has no place in the formula")
+            raise LeftAloneError(f"{node.target}({kinds}) has no place in the formula")
         terms[node] = term
-    raise NotANormError("it returns nothing")
+    raise LeftAloneError("it returns nothing")
 
 
 def _cast(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
@@ -292,24 +272,16 @@ def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     return None
 
 
-def _becomes(before: str, after: str) -> Callable[[list[Any], Tensor, dtype], _Term | None]:
+def _becomes(before: str, after: str, activation: str | None = None) -> Callable[..., _Term | None]:
     def rule(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
         term: _Term = arguments[0]
-        return replace(term, kind=after) if term.kind == before and value.dtype == _A else None
+        fits = term.kind == before and value.dtype == _A
+        return replace(term, kind=after, activation=activation or term.activation) if fits else None
 
     return rule
 
 
-def _activates(activation: str) -> Callable[[list[Any], Tensor, dtype], _Term | None]:
-    def rule(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
-        term: _Term = arguments[0]
-        fits = term.kind == "gate" and value.dtype == _A
-        return replace(term, kind="activated", activation=activation) if fits else None
-
-    return rule
-
-
-_RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
+_RULES: dict[Any, Callable[..., _Term | None]] = {
     aten._to_copy.default: _cast,
     aten.pow.Tensor_Scalar: _power,
     aten.mean.dim: _mean,
@@ -320,6 +292,6 @@ _RULES: dict[Any, Callable[[list[Any], Tensor, dtype], _Term | None]] = {
     aten.rsqrt.default: _becomes("mean+eps", "rstd"),
     aten.sqrt.default: _becomes("mean+eps", "sqrt"),
     aten.reciprocal.default: _becomes("sqrt", "rstd"),
-    aten.silu.default: _activates("silu"),
-    aten.sigmoid.default: _activates("sigmoid"),
+    aten.silu.default: _becomes("gate", "activated", "silu"),
+    aten.sigmoid.default: _becomes("gate", "activated", "sigmoid"),
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -13,11 +15,11 @@ from torch.nn.parameter import is_lazy
 
 from fusednorm.transformers.activations import PatchedActivations, patch_activations
 from fusednorm.transformers.attention import PatchedAttention, patch_rotations
-from fusednorm.transformers.layers import NotRewrittenError, first_norm, straight_on
+from fusednorm.transformers.layers import first_norm, straight_on
 from fusednorm.transformers.modules import LayerState, NormState, PatchedLayer, PatchedNorm, rewritten_layer
-from fusednorm.transformers.norms import Forms, NotANormError, forms
-from fusednorm.transformers.reads import Reads
-from fusednorm.transformers.replacing import Patched, attach, detach
+from fusednorm.transformers.norms import Forms, forms
+from fusednorm.transformers.reads import LeftAloneError, Reads
+from fusednorm.transformers.replacing import Outcome, Patched, attach, detach
 
 _logger = logging.getLogger("fusednorm.transformers")
 
@@ -27,15 +29,11 @@ _Known = tuple[Reads, tuple[Forms, Forms] | str]
 
 @dataclass(frozen=True)
 class Entry:
-    """Modules of one class that were treated alike."""
+    """Modules of one class that were treated alike: their number, and the replacement, or the reason why not."""
 
-    #: The class.
     class_name: str
-    #: The number of modules.
     count: int
-    #: Whether they were replaced.
     replaced: bool
-    #: The replacement, or the reason why not.
     what: str
 
 
@@ -100,18 +98,14 @@ class Report(Counts):
 
 def _count(model: torch.nn.Module) -> Counts:
     """Counts the patched parts of a model."""
-    norms = adds = across = rotations = gates = 0
-    for module in model.modules():
-        if "_fusednorm" not in module.__dict__:
-            continue
-        norms += isinstance(module, PatchedNorm)
-        rotations += isinstance(module, PatchedAttention)
-        gates += isinstance(module, PatchedActivations)
-        if isinstance(module, PatchedLayer):
-            before, _, of_layer = module._made_of
-            handed = module._fusednorm.following is not None
-            adds, across = adds + rewritten_layer(before, of_layer).additions(handed), across + handed
-    return Counts(norms, adds, across, rotations, gates)
+    patched = [module for module in model.modules() if "_fusednorm" in module.__dict__]
+    norms, rotations, gates = (
+        sum(isinstance(module, kind) for module in patched)
+        for kind in (PatchedNorm, PatchedAttention, PatchedActivations)
+    )
+    layers = [module for module in patched if isinstance(module, PatchedLayer)]
+    across = sum(layer.hands_over for layer in layers)
+    return Counts(norms, sum(layer.rewritten.additions(layer.hands_over) for layer in layers), across, rotations, gates)
 
 
 def _check(model: object) -> None:
@@ -153,38 +147,17 @@ def patch(model: torch.nn.Module, *, activations: bool = True) -> Report:
 
 def _patch(model: torch.nn.Module, activations: bool) -> Report:
     before = _count(model)
-    outcomes: Counter[tuple[str, bool, str]] = Counter()
-    traced: dict[Any, list[_Known]] = {}
-    done: Counter[str] = Counter()
-    for module in model.modules():
-        if isinstance(module, Patched) or not _may_be_norm(module):
-            continue
-        alike = traced.setdefault(_key(module), [])
-        known = next((one for one in alike if one[0].hold(module)), None)
-        if known is None:
-            alike.append(known := _forms_or_reason(module))
-        reads, found = known
-        class_name = type(module).__name__
-        if isinstance(found, str):
-            outcomes[class_name, False, found] += 1
-            continue
-        reason = attach(module, PatchedNorm, frozenset(), NormState(*found, reads))
-        done["norms"] += reason is None
-        outcomes[class_name, reason is None, reason or _describe(*found)] += 1
+    outcomes = Counter(_patch_norms(model))
     for owner in list(model.modules()):
         for name, layers in owner.named_children():
             if isinstance(layers, torch.nn.ModuleList):
-                for class_name, fused, handed, what, replaced in _patch_layers(owner, name, layers):
-                    done.update(adds=fused, across=handed)
-                    outcomes[class_name, replaced, what] += 1
-    gates = patch_activations(model) if activations else ()
-    for name, patched in (("rotations", patch_rotations(model, PatchedNorm)), ("gates", gates)):
-        for class_name, replaced, what in patched:
-            done[name] += replaced
-            outcomes[class_name, replaced, what] += 1
+                outcomes.update(_patch_layers(owner, name, layers))
+    outcomes.update(patch_rotations(model, PatchedNorm))
+    if activations:
+        outcomes.update(patch_activations(model))
     entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())
-    counts = (done["norms"], done["adds"], done["across"], done["rotations"], done["gates"])
-    report = Report(*counts, entries, before)
+    norms, adds, across, rotations, gates = map(operator.sub, astuple(_count(model)), astuple(before))
+    report = Report(norms, adds, across, rotations, gates, entries, before)
     _logger.log(logging.INFO if report.any or before.any else logging.WARNING, "%s", report)
     return report
 
@@ -230,21 +203,34 @@ def _key(module: torch.nn.Module) -> Any:
     return type(module), shapes, tuple(module._modules)
 
 
+def _patch_norms(model: torch.nn.Module) -> Iterator[Outcome]:
+    """Replaces norms. Modules of one class that read the same numbers are traced once."""
+    traced: dict[Any, list[_Known]] = {}
+    for module in model.modules():
+        if isinstance(module, Patched) or not _may_be_norm(module):
+            continue
+        alike = traced.setdefault(_key(module), [])
+        known = next((one for one in alike if one[0].hold(module)), None)
+        if known is None:
+            alike.append(known := _forms_or_reason(module))
+        reads, found = known
+        if isinstance(found, str):
+            yield type(module).__name__, False, found
+        else:
+            reason = attach(module, PatchedNorm, frozenset(), NormState(*found, reads))
+            yield type(module).__name__, reason is None, reason or _describe(*found)
+
+
 def _forms_or_reason(module: torch.nn.Module) -> _Known:
     """The forms of a norm, without and with a gate."""
-    reads = Reads()
-    found: list[Forms] = []
-    reasons = []
+    reads, found, reasons = Reads(), [Forms(), Forms()], []
     several = len(inspect.signature(module.forward).parameters) > 1
     for gated in (False, True) if several else (False,):
         try:
-            found.append(forms(module, gated, reads))
-        except NotANormError as error:
-            found.append({})
+            found[gated] = forms(module, reads, gated)
+        except LeftAloneError as error:
             reasons.append(str(error))
-    if not any(found):
-        return reads, reasons[0]
-    return reads, (found[0], found[1] if several else {})
+    return reads, (found[0], found[1]) if any(found) else reasons[0]
 
 
 def _describe(without: Forms, gated: Forms) -> str:
@@ -258,17 +244,9 @@ def _describe(without: Forms, gated: Forms) -> str:
     return f"rms_norm{'_gated' * bool(gated)}({', '.join(described)})"
 
 
-def _patch_layers(
-    owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
-) -> list[tuple[str, int, bool, str, bool]]:
-    """Patches layers.
-
-    Returns:
-        For each layer with norms: its class; the number of its fused additions; whether the last of them is fused with
-        the norm after the layer; what is fused, or the reason why nothing is; and whether something is.
-    """
+def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList) -> Iterator[Outcome]:
+    """Replaces layers with norms."""
     straight, final = straight_on(type(owner), name)
-    done: list[tuple[str, int, bool, str, bool]] = []
     for index, layer in enumerate(layers):
         if layer is None:
             continue
@@ -278,8 +256,8 @@ def _patch_layers(
         class_name = type(layer).__name__
         try:
             found = rewritten_layer(type(layer), norms)  # type: ignore[arg-type] # classes have a hash
-        except NotRewrittenError as error:
-            done.append((class_name, 0, False, str(error), False))
+        except LeftAloneError as error:
+            yield class_name, False, str(error)
             continue
         following: Any = None
         next_layer = None
@@ -293,11 +271,7 @@ def _patch_layers(
         if found.fused or handed:
             state = LayerState(following, next_layer) if handed else LayerState()
             reason = attach(layer, PatchedLayer, norms, state)
-        if reason is not None:
-            done.append((class_name, 0, False, reason, False))
-            continue
-        adds = found.additions(handed)
-        what = f"additions fused: {adds - handed} within" + (", 1 with the norm after the layer" if handed else "")
+        within = found.additions(handed) - handed
+        what = f"additions fused: {within} within" + (", 1 with the norm after the layer" if handed else "")
         what += f"; {found.normed} with the norm before" if found.normed else ""
-        done.append((class_name, adds, handed, what, True))
-    return done
+        yield class_name, reason is None, reason or what

@@ -1,4 +1,4 @@
-"""The attributes that the code of a module reads while it is traced.
+"""Traces of a model's code, and the attributes that the code reads meanwhile.
 
 A trace shows what the code computes with the numbers that the module has then. Other numbers may be assigned later, so
 each call asks :meth:`Reads.hold` first, and runs the module's own code where they have changed.
@@ -7,12 +7,16 @@ each call asks :meth:`Reads.hold` first, and runs the module's own code where th
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from enum import Enum
 from types import EllipsisType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from fusednorm.transformers.replacing import ATTACHED
@@ -22,6 +26,25 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 _VALUES = (int, float, complex, str, bytes, torch.dtype, torch.device, MethodType)
 _COMPARED = (*_CONTAINERS, *_VALUES)  # all others are the same only if they are the same object
 _KEPT = (*_COMPARED, type(None), EllipsisType, Enum, ModuleType)
+
+
+class LeftAloneError(Exception):
+    """A model's code is left as it is, for the reason in the message."""
+
+
+def traced(call: Callable[..., Any], *inputs: tuple[tuple[int, ...], torch.dtype] | None) -> fx.Graph:
+    """The ATen operations of a call, on tensors of these shapes and dtypes, without contents.
+
+    Raises:
+        LeftAloneError: it cannot be traced.
+    """
+    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they concern dtypes that the model may not use
+        made = [None if one is None else torch.empty(one[0], dtype=one[1]) for one in inputs]
+        try:
+            return make_fx(call)(*made).graph
+        except Exception as error:  # the code may raise anything for a tensor that it does not expect
+            raise LeftAloneError(f"it cannot be traced: {in_a_line(error)}") from error
 
 
 def in_a_line(error: Exception) -> str:

@@ -12,6 +12,9 @@ from typing import Any, cast
 
 import torch
 
+#: A module's class, whether it was replaced, and the replacement, or the reason why not.
+Outcome = tuple[str, bool, str]
+
 #: Attributes by which other libraries replace the forward pass of one module.
 ATTACHED = ("forward", "_old_forward")
 

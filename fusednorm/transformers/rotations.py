@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
-from fusednorm.transformers.reads import Reads, in_a_line
+from fusednorm.operations.rotate import qk_norm_rope
+from fusednorm.transformers.reads import LeftAloneError, Reads, in_a_line
 from fusednorm.transformers.replacing import replaced
-from fusednorm.transformers.symbols import NotSymbolicError, Symbols
+from fusednorm.transformers.symbols import Symbols
 
 _A = torch.float32  # the accumulator type
 _PAIRS = [(x, tables) for x in (_A, torch.bfloat16, torch.float16) for tables in dict.fromkeys((x, _A))]
 _ANGLES = 2  # of a row of the tables, in the calls below
-
-
-class NotARotationError(Exception):
-    """A function does not rotate as fusednorm does, for the reason in the message."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,14 @@ class Rotation:
     to_halves: bool
     round_products: bool
 
+    def of(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **of_norm: Any) -> tuple[Tensor, Tensor]:
+        """Rotated q and k, [batch, tokens, heads, D], with pairs as halves already, as the function returns them."""
+        interleaved = self.interleaved and not self.to_halves
+        q, k = qk_norm_rope(
+            q, k, cos=cos, sin=sin, interleaved=interleaved, round_products=self.round_products, **of_norm
+        )
+        return (q.transpose(1, 2), k.transpose(1, 2)) if self.heads == 1 else (q, k)
+
 
 #: By the dtypes of q and k and of the tables; the columns of the tables, a key of ``_TABLES``; and whether all numbers
 #: of a head are rotated.
@@ -52,18 +57,18 @@ def rotations(function: Callable[..., Any], arguments: dict[str, Any]) -> Rotati
     """The rotations that a function of q, k, cos and sin, and of further arguments, is.
 
     Raises:
-        NotARotationError: it is none.
+        LeftAloneError: it is none.
     """
     if not callable(function) or replaced(function):
-        raise NotARotationError("something else has replaced its rotation")
+        raise LeftAloneError("something else has replaced its rotation")
     found: Rotations = {}
     shapes = list(itertools.product(_TABLES, (True, False), (1, 2)))
-    reasons: list[NotARotationError] = []
+    reasons: list[LeftAloneError] = []
     for pair in _PAIRS:
         for columns, whole, heads in shapes:
             try:
                 found[*pair, columns, whole] = _rotation(function, arguments, *pair, columns, whole, heads)
-            except NotARotationError as error:
+            except LeftAloneError as error:
                 reasons.append(error)
         shapes = [shape for shape in shapes if (_A, _A, *shape[:2]) in found]
         if not shapes:
@@ -90,15 +95,15 @@ def _rotation(
         symbols.set(sin, numbers[1])
         try:
             results = function(q, k, cos, sin, **arguments)
-        except NotSymbolicError as error:
-            raise NotARotationError(f"its rotation cannot be followed: {error}") from error
+        except LeftAloneError:
+            raise
         except Exception as error:  # the model's code may raise anything for tensors that it does not expect
-            raise NotARotationError(f"its rotation cannot be traced: {in_a_line(error)}") from error
+            raise LeftAloneError(f"its rotation cannot be traced: {in_a_line(error)}") from error
         if not (isinstance(results, tuple) and len(results) == 2 and all(isinstance(y, Tensor) for y in results)):
-            raise NotARotationError("its rotation does not return q and k")
+            raise LeftAloneError("its rotation does not return q and k")
         for x, y in zip((q, k), results, strict=True):
             if (y.dtype, y.shape) != (x.dtype, x.shape):
-                raise NotARotationError(f"its rotation of {_described(x)} returns {_described(y)}")
+                raise LeftAloneError(f"its rotation of {_described(x)} returns {_described(y)}")
     for flags in ((False, False), (True, False), (True, True)):
         for round_products in (False, True):
             rotation = Rotation(heads, *flags, round_products)
@@ -107,7 +112,7 @@ def _rotation(
                 for x, y in zip((q, k), results, strict=True)
             ):
                 return rotation
-    raise NotARotationError("its rotation computes something else")
+    raise LeftAloneError("its rotation computes something else")
 
 
 def _described(x: Tensor) -> str:
@@ -132,22 +137,14 @@ def _expected(symbols: Symbols, rotation: Rotation, x: Tensor, angles: list[Tens
 
 
 class Tables(tuple[Tensor, Tensor]):
-    """cos and sin, [batch, tokens, columns], of a module with :func:`tables_of`.
-
-    Attributes:
-        angles: both, without the half of the columns that repeats the other half.
-        size: the numbers of a head that they rotate.
-        batch: number of rows of tokens; 1 holds for any number.
-        tokens: number of tokens.
-        dtype: of both.
-    """
+    """cos and sin, [batch, tokens, columns], of a module with :func:`tables_of`."""
 
     #: The columns: the angles once, twice as two halves, or twice side by side.
     columns = "once"
 
-    angles: tuple[Tensor, Tensor]
-    size: int
-    batch: int
+    angles: tuple[Tensor, Tensor]  # without the half of the columns that repeats the other half
+    size: int  # the numbers of a head that they rotate
+    batch: int  # the rows of tokens; 1 holds for any number
     tokens: int
     dtype: dtype
 
@@ -202,18 +199,13 @@ class Pairs(Tables):
 _TABLES: dict[str, type[Tables]] = {kind.columns: kind for kind in (Halves, Pairs, Tables)}
 
 
-def _register(kind: type[Tables]) -> None:
-    """Lets FSDP and others, which change each tensor of a tuple, do the same here."""
-
-    def rebuild(parts: Iterable[Any], _: Any) -> Any:
-        parts = tuple(parts)
-        return kind(parts) if all(isinstance(part, Tensor) for part in parts) else parts
-
-    torch.utils._pytree.register_pytree_node(kind, lambda tables: (list(tables), None), rebuild)
+def _rebuilt(parts: Iterable[Any], kind: type[Tables]) -> Any:
+    parts = tuple(parts)
+    return kind(parts) if all(isinstance(part, Tensor) for part in parts) else parts
 
 
-for _kind in _TABLES.values():
-    _register(_kind)
+for _kind in _TABLES.values():  # lets FSDP and others, which change each tensor of a tuple, do the same here
+    torch.utils._pytree.register_pytree_node(_kind, lambda tables: (list(tables), type(tables)), _rebuilt)
 
 
 def tables_of(module: torch.nn.Module, reads: Reads) -> type[Tables] | None:
@@ -227,13 +219,9 @@ def tables_of(module: torch.nn.Module, reads: Reads) -> type[Tables] | None:
     required = [parameter for parameter in others if parameter.default is parameter.empty]
     if len(required) > 1 or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required):
         return None
-    layers: list[tuple[str, ...]] = _layer_types(module) if required else [()]
+    layers: list[tuple[str, ...]] = [(name,) for name in getattr(module, "layer_types", ())] if required else [()]
     kinds = {_tables(reads.copy_of(module), module, forward, of_layer) for of_layer in layers}
     return kinds.pop() if len(kinds) == 1 else None
-
-
-def _layer_types(module: torch.nn.Module) -> list[tuple[str, ...]]:
-    return [(name,) for name in getattr(module, "layer_types", ())]
 
 
 def _tables(

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusednorm.transformers.reads import LeftAloneError
+
 aten = torch.ops.aten
 
 _ADDITIONS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 _DOES_NOT_REPEAT = torch.Tag.nondeterministic_seeded
 _MOVES = {aten.cat.default, aten.stack.default, aten.clone.default, aten._unsafe_view.default, aten.neg.default}
-
-
-class NotSymbolicError(Exception):
-    """A function is not followed, for the reason in the message."""
 
 
 class Symbols(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,9 +68,9 @@ class Symbols(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operation, on its tensors and on their symbols."""
         kwargs = kwargs or {}
         if func in (aten._local_scalar_dense.default, aten.equal.default):
-            raise NotSymbolicError("its way depends on the numbers in a tensor")
+            raise LeftAloneError("its rotation cannot be followed: its way depends on the numbers in a tensor")
         if func._schema.is_mutable:
-            raise NotSymbolicError(f"it writes to a tensor: {func}")
+            raise LeftAloneError(f"its rotation cannot be followed: it writes to a tensor: {func}")
         result = func(*args, **kwargs)
         if func.is_view or func in _MOVES:
             self._move(func, args, kwargs, result)

@@ -11,128 +11,96 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusednorm.compat import unrounded
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import gate, norm, norm_gated, rotate
 from fusednorm.vllm.providers import AS_VLLM, DEFAULT
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
-#: A method of vLLM's class, and whether to round where it does -> the method that replaces it.
-Replacement = Callable[[Callable[..., Any], bool], Callable[..., Any]]
+#: One of vLLM's layers, whether to round where it does, and its arguments -> its results; None: vLLM computes the call.
+Forward = Callable[..., Any]
 
 
-def _silu_and_mul(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
-    def forward(self: Any, x: Tensor) -> Any:
-        return gate.silu_and_mul(x) if x.dtype in _FLOATS else theirs(self, x)
-
-    return forward
+def _silu_and_mul(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+    return gate.silu_and_mul(x) if x.dtype in _FLOATS else None
 
 
-def _gelu_and_mul(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
-    def forward(self: Any, x: Tensor) -> Any:
-        ours = self.approximate == "tanh" and x.dtype in _FLOATS
-        return gate.gelu_tanh_and_mul(x) if ours else theirs(self, x)
-
-    return forward
+def _gelu_and_mul(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+    return gate.gelu_tanh_and_mul(x) if layer.approximate == "tanh" and x.dtype in _FLOATS else None
 
 
-def _rms_norm_gated(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+def _rms_norm_gated(layer: Any, as_vllm: bool, x: Tensor, z: Tensor | None = None) -> Tensor | None:
     """vLLM rounds once, at the end; fusednorm by default rounds normalised rows before they meet the gate."""
-
-    def forward(self: Any, x: Tensor, z: Tensor | None = None) -> Any:
-        if z is None or {x.dtype, z.dtype, self.weight.dtype} - _FLOATS:
-            return theirs(self, x, z)
-        unrounded = as_vllm and self.norm_before_gate and x.dtype != torch.float32
-        return norm_gated.rms_norm_gated(
-            x,
-            z,
-            self.weight.data,
-            self.eps,
-            group_size=self.group_size,
-            norm_before_gate=self.norm_before_gate,
-            activation="sigmoid" if self.activation == "sigmoid" else "silu",
-            between=torch.float32 if unrounded else None,
-        )
-
-    return forward
+    if z is None or {x.dtype, z.dtype, layer.weight.dtype} - _FLOATS:
+        return None
+    return norm_gated.rms_norm_gated(
+        *(x, z, layer.weight.data, layer.eps),
+        group_size=layer.group_size,
+        norm_before_gate=layer.norm_before_gate,
+        activation="sigmoid" if layer.activation == "sigmoid" else "silu",
+        between=unrounded(x) if as_vllm and layer.norm_before_gate else None,
+    )
 
 
-def _norm_of_gated(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+def _norm_of_gated(layer: Any, as_vllm: bool, x: Tensor, gate: Tensor) -> Tensor | None:
     """Of Mamba 2. vLLM keeps it where several processes share a group, and without a weight."""
-
-    def forward(self: Any, x: Tensor, gate: Tensor) -> Any:
-        whole_groups = self.tp_size == 1 or (self.n_groups > 1 and self.n_groups % self.tp_size == 0)
-        fits = self.use_rms_norm and self.weight.dtype == x.dtype and not {x.dtype, gate.dtype} - _FLOATS
-        if not (whole_groups and fits):
-            return theirs(self, x, gate)
-        return norm_gated.rms_norm_gated(
-            x,
-            gate,
-            self.weight.data,
-            self.variance_epsilon,
-            group_size=self.group_size,
-            norm_before_gate=False,
-            round_norm=as_vllm,
-        )
-
-    return forward
+    whole_groups = layer.tp_size == 1 or (layer.n_groups > 1 and layer.n_groups % layer.tp_size == 0)
+    fits = layer.use_rms_norm and layer.weight.dtype == x.dtype and not {x.dtype, gate.dtype} - _FLOATS
+    if not (whole_groups and fits):
+        return None
+    operands = x, gate, layer.weight.data
+    flags = {"group_size": layer.group_size, "norm_before_gate": False, "round_norm": as_vllm}
+    return norm_gated.rms_norm_gated(*operands, layer.variance_epsilon, **flags)
 
 
-def _gemma_rms_norm(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+def _gemma_rms_norm(vllms: Any, layer: Any, as_vllm: bool, x: Tensor, residual: Tensor | None = None) -> Any:
     """The norm's gain 1 + weight needs no tensor of its own, and a sum no copies of its operands.
 
     vLLM's class calls operations of the IR, so their order of preference also decides here.
     """
-    from vllm.ir import ops as vllms
-
-    def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-        weight = self.weight.data
-        operation = vllms.rms_norm if residual is None else vllms.fused_add_rms_norm
-        first = operation.get_priority()[:1]
-        alike = residual is None or residual.dtype == x.dtype
-        if not alike or {x.dtype, weight.dtype} - _FLOATS or first not in ([AS_VLLM], [DEFAULT]):
-            return theirs(self, x, residual)
-        eps, round_sum = self.variance_epsilon, first == [DEFAULT]
-        if residual is None:
-            return norm.rms_norm(x, weight, eps, weight_offset=1.0)
-        return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=round_sum)
-
-    return forward
+    weight, eps = layer.weight.data, layer.variance_epsilon
+    operation = vllms.rms_norm if residual is None else vllms.fused_add_rms_norm
+    first = operation.get_priority()[:1]
+    alike = residual is None or residual.dtype == x.dtype
+    if not alike or {x.dtype, weight.dtype} - _FLOATS or first not in ([AS_VLLM], [DEFAULT]):
+        return None
+    if residual is None:
+        return norm.rms_norm(x, weight, eps, weight_offset=1.0)
+    return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=first == [DEFAULT])
 
 
-def _rotary_embedding(theirs: Callable[..., Any], as_vllm: bool) -> Callable[..., Any]:
+def _rotary_embedding(
+    layer: Any, as_vllm: bool, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None] | None:
     """In place, as vLLM's own kernel for CPUs; each product unrounded, as there."""
-
-    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
-        alike = query.dtype in _FLOATS and (key is None or key.dtype == query.dtype)
-        if not alike or positions.dim() != 1:
-            return theirs(self, positions, query, key)
-        cos, sin = _halves(self, self._match_cos_sin_cache_dtype(query))
-        shape, pairs = (positions.shape[0], -1, self.head_size), not self.is_neox_style
-        q = query.view(shape)
-        if key is None:
-            rotate.rotate(q, cos, sin, positions=positions, interleaved=pairs, out=q)
-        else:
-            rotate.qk_norm_rope_(
-                q, key.view(shape), cos=cos, sin=sin, norm=False, positions=positions, interleaved=pairs
-            )
-        return query, key
-
-    return forward
+    alike = query.dtype in _FLOATS and (key is None or key.dtype == query.dtype)
+    if not alike or positions.dim() != 1:
+        return None
+    cos, sin = _halves(layer, layer._match_cos_sin_cache_dtype(query))
+    shape, pairs = (positions.shape[0], -1, layer.head_size), not layer.is_neox_style
+    q = query.view(shape)
+    if key is None:
+        rotate.rotate(q, cos, sin, positions=positions, interleaved=pairs, out=q)
+    else:
+        k = key.view(shape)
+        rotate.qk_norm_rope_(q, k, cos=cos, sin=sin, norm=False, positions=positions, interleaved=pairs)
+    return query, key
 
 
-def _halves(self: Any, table: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(layer: Any, table: Tensor) -> tuple[Tensor, Tensor]:
     """A table's cosines and sines. They are kept, because to split the table takes as long as to rotate one row."""
-    kept = self.__dict__.get("_fusednorm_tables")
+    kept = layer.__dict__.get("_fusednorm_tables")
     if kept is None or kept[0] is not table:
         kept = (table, *table.chunk(2, dim=-1))
         if not torch.compiler.is_compiling():
-            self.__dict__["_fusednorm_tables"] = kept
+            layer.__dict__["_fusednorm_tables"] = kept
     return kept[1], kept[2]
 
 
@@ -145,7 +113,7 @@ class Layer:
 
     module: str
     name: str
-    replacement: Replacement
+    forward: Forward
     attributes: dict[str, Any]
     arguments: tuple[Tensor, ...]
     #: Whether classes that inherit from it, and compute alike, are replaced too.
@@ -154,6 +122,8 @@ class Layer:
 
 def _layers() -> list[Layer]:
     """The layers, each with a call of a few rows in bfloat16."""
+    from vllm.ir import ops as vllms
+
     rows = torch.arange(16 * 256, device="cpu").view(16, 256)
     x, z, weight = ((rows * step).sin().mul(size).bfloat16() for step, size in ((0.7, 1.0), (1.1, 2.0), (0.3, 0.2)))
     of_row = weight[0] + 1
@@ -166,12 +136,12 @@ def _layers() -> list[Layer]:
         "cos_sin_cache": table,
         "_match_cos_sin_cache_dtype": lambda query: table,
     }
-    positions = torch.arange(16, device="cpu")
+    gemma, positions = {"weight": weight[0], "variance_epsilon": 1e-6}, torch.arange(16, device="cpu")
     return [
         Layer("activation", "SiluAndMul", _silu_and_mul, {}, (z,)),
         Layer("activation", "GeluAndMul", _gelu_and_mul, {"approximate": "tanh"}, (z,)),
         Layer("layernorm", "RMSNormGated", _rms_norm_gated, gated_norm, (x, z)),
-        Layer("layernorm", "GemmaRMSNorm", _gemma_rms_norm, {"weight": weight[0], "variance_epsilon": 1e-6}, (x, z)),
+        Layer("layernorm", "GemmaRMSNorm", partial(_gemma_rms_norm, vllms), gemma, (x, z)),
         Layer("mamba.mamba_mixer2", "Mixer2RMSNormGated", _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
         Layer("rotary_embedding", "RotaryEmbedding", _rotary_embedding, rotary, (positions, x, z), heirs=True),
     ]
@@ -198,23 +168,28 @@ def replace(as_vllm: bool) -> tuple[list[str], list[str]]:
             if cls.__name__ in op_registry_oot:
                 left.append(f"another plug-in replaces {cls.__name__}")
                 continue
-            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer.replacement, as_vllm))
+            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer.forward, as_vllm))
             ours.name = cls.name  # by which the option `custom_ops` knows it
             replaced.append(cls.__name__)
     return replaced, left
 
 
-def _class(cls: Any, replacement: Replacement, as_vllm: bool) -> Any:
-    return type(f"Fusednorm{cls.__name__}", (cls,), {"forward_cpu": replacement(cls.forward_cpu, as_vllm)})
+def _class(cls: Any, ours: Forward, as_vllm: bool) -> Any:
+    theirs = cls.forward_cpu
+
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        found = ours(self, as_vllm, *arguments, **keywords)
+        return theirs(self, *arguments, **keywords) if found is None else found
+
+    return type(f"Fusednorm{cls.__name__}", (cls,), {"forward_cpu": forward})
 
 
 def _heirs(cls: Any) -> Iterator[Any]:
     """The classes of vLLM that inherit from cls and compute by its methods, in any number of steps."""
     for heir in cls.__subclasses__():
-        alike = all(getattr(heir, name) is getattr(cls, name) for name in ("forward_cpu", "forward_native"))
-        if alike and heir.__module__.startswith("vllm."):
-            yield heir
         if heir.__module__.startswith("vllm."):
+            if all(getattr(heir, name) is getattr(cls, name) for name in ("forward_cpu", "forward_native")):
+                yield heir
             yield from _heirs(heir)
 
 
@@ -232,7 +207,7 @@ def _found(layer: Layer) -> tuple[Any, str]:
         with _first(vllms, "native"):
             theirs = _called(cls, layer)
         with _first(vllms, AS_VLLM), use_backend("reference"):  # the user's request may exclude CPU tensors
-            ours = _called(_class(cls, layer.replacement, as_vllm=True), layer)
+            ours = _called(_class(cls, layer.forward, as_vllm=True), layer)
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         return None, f"{name} is not as in the version tested ({error})"
     equal = torch.cat([(a == b).flatten() for a, b in zip(theirs, ours, strict=True)])

@@ -142,41 +142,48 @@ def test_rows_stay_where_they_are(shape, sharding, with_residual):
         same(found[-1], expected_gradients[-1])
 
 
+#: Calls of (x, residual, weight, bias) or, with a gate, of (x, gate, weight).
+COMPOSED = {
+    "bias": lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b, x_scale=0.5, round_norm=True),
+    "heads": lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b),
+    "sum": lambda x, r, w, b: (rms_norm_add(x, r, w), x + b),
+    "two norms": lambda x, r, w, b: rms_norm_add_rms_norm(x, r, w, b, between=F32),
+    "gate": lambda x, z, w: (gate(x, z, activation="sigmoid", out_dtype=F16) + 0 * w.sum(),),
+    "silu_and_mul": lambda x, z, w: (silu_and_mul(x, z, between=F32) + 0 * w.sum(),),
+    "norm first": lambda x, z, w: (rms_norm_gated(x, z, w, between=F32),),
+    "gate first": lambda x, z, w: (rms_norm_gated(x, z, w, norm_before_gate=False, group_size=10, round_norm=True),),
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
 def test_compositions(sharding):
-    """Rows stay where they are. Heads that have a row each are joined, where they lie on several ranks."""
+    """Rows stay where they are, and of a gate parts of rows too. A norm joins these, and heads with a weight each."""
     x, residual, weight = tensors(4, 6)
-    incoming = tensors(4, 6, seed=1)[:2]
-    heads = torch.stack([weight + k for k in range(6)])
-    calls = {
-        "bias": (
-            lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b, x_scale=0.5, round_norm=True),
-            weight,
-            weight + 1,
-        ),
-        "heads": (lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b), heads, weight),
-        "sum": (lambda x, r, w, b: (rms_norm_add(x, r, w), x + b), weight, weight + 1),
-        "two norms": (lambda x, r, w, b: rms_norm_add_rms_norm(x, r, w, b, between=F32), weight, weight + 1),
-    }
-    for name, (call, w, b) in calls.items():
-        given = incoming[::-1] if name == "sum" else incoming
-        expected, gradients = of_one_process(call, (x, residual, w, b), given)
-        leaves = [placed(t, sharding, grad=True) for t in (x, residual)]
-        leaves += [placed(t, Replicate(), grad=True) for t in (w, b)]
-        outputs, forward = collectives(lambda call=call, leaves=leaves: call(*leaves))
-        parts = [placed(t, output.placements[0]) for t, output in zip(given, outputs, strict=True)]
-        found = torch.autograd.grad(outputs, leaves, parts)
+    for name, call in COMPOSED.items():
+        first = torch.stack([weight + k for k in range(6)]) if name == "heads" else weight
+        full = (x, residual, first, weight + 1)[: call.__code__.co_argcount]
+        given = [t.to(y.dtype) for t, y in zip(tensors(4, 6, seed=1), call(*full), strict=False)]
+        expected, gradients = of_one_process(call, full, given)
+        leaves = [placed(t, sharding if t is x or t is residual else Replicate(), grad=True) for t in full]
+        outputs, moved = collectives(functools.partial(call, *leaves))
+        found = torch.autograd.grad(
+            outputs, leaves, [placed(t, y.placements[0]) for t, y in zip(given, outputs, strict=True)]
+        )
         all_same(outputs, expected)
         all_same(found[:2], gradients[:2])
-        of_rows = {Shard(0): Partial(), Shard(1): Partial(), Replicate(): Replicate()}[sharding]
-        joined = name == "heads" and sharding == Shard(1)
-        assert outputs[1].placements == (sharding,)
-        assert forward == ({"all_gather_into_tensor": 1} if joined else {}), name
-        assert found[2].placements == ((Replicate() if joined else of_rows),)
-        if found[2].placements == (Replicate(),):
-            same(found[2], gradients[2])
-        assert found[2].to_local().shape == w.shape
+        assert found[2].to_local().shape == first.shape
+        joined = {Shard(1): {"heads"}, Shard(2): COMPOSED.keys() - {"gate", "silu_and_mul"}}.get(sharding, set())
+        if name not in joined:
+            assert moved == {}, name
+            assert {y.placements for y in outputs} == {(sharding,)}
+        elif name == "heads" and sharding == Shard(1):
+            assert moved == {"all_gather_into_tensor": 1}
+            assert outputs[1].placements == (sharding,)
+        if len(full) == 4 and sharding != Shard(2):
+            assert found[2].placements == ((Replicate(),) if name in joined else shares([sharding]))
+            if found[2].placements == (Replicate(),):
+                same(found[2], gradients[2])
 
 
 @on_ranks(2)
@@ -190,27 +197,31 @@ def test_l2_norm():
 @on_ranks(2)
 @pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_quantization(sharding):
-    """Numbers, scales and zero points stay where the rows are."""
+    """Numbers, scales and zero points stay where the rows are: of norms, and of gates with one operand or two."""
     x, residual, weight = tensors(4, 6)
     given = {"scale": torch.tensor([0.03]), "zero_point": torch.tensor([3], dtype=torch.int32)}
-    for quantization, names in (
-        (Quantization(torch.int8, per=8), ()),
-        (Quantization(torch.uint8, zero_point="after"), ()),
-        (Quantization(torch.int8, per="tensor"), ("scale",)),
-        (Quantization(torch.int8, per="tensor", zero_point="before"), ("scale", "zero_point")),
+    norm = fused_add_rms_norm_quant, (x, residual, weight)
+    for (function, whole), quantization, names in (
+        (norm, Quantization(torch.int8, per=8), ()),
+        (norm, Quantization(torch.uint8, zero_point="after"), ()),
+        (norm, Quantization(torch.int8, per="tensor"), ("scale",)),
+        (norm, Quantization(torch.int8, per="tensor", zero_point="before"), ("scale", "zero_point")),
+        ((silu_and_mul_quant, (x,)), Quantization(torch.int8, per=4), ()),
+        ((silu_and_mul_quant, (x, residual)), Quantization(torch.uint8, zero_point="after"), ()),
     ):
-        more = {name: given[name] for name in names}
-        expected = fused_add_rms_norm_quant(x, residual, weight, quantization=quantization, **more)
-        leaves = [placed(x, sharding), placed(residual, sharding), placed(weight, Replicate())]
-        more = {name: placed(t, Replicate()) for name, t in more.items()}
-        outputs, moved = collectives(
-            lambda leaves=leaves, more=more, quantization=quantization: fused_add_rms_norm_quant(
-                *leaves, quantization=quantization, **more
-            )
-        )
+        more = {"quantization": quantization, **{name: given[name] for name in names}}
+        expected = function(*whole, **more)
+        more |= {name: placed(given[name], Replicate()) for name in names}
+        outputs, moved = collectives(functools.partial(function, *split(whole, sharding), **more))
         assert moved == {}
         assert outputs[0].placements == outputs[-1].placements == (sharding,)
         all_same(outputs, expected)
+    for layout in ("column", "column_padded") if sharding == Shard(0) else ():
+        quantization = Quantization(torch.int8, per=8, layout=layout)
+        scales = rms_norm_quant(*split((x, weight), sharding), quantization=quantization)[1]
+        same(scales, rms_norm_quant(x, weight, quantization=quantization)[1], [sharding])
+        alone = rms_norm_quant(x[:2], weight, quantization=quantization)[1]
+        assert scales.to_local().stride() == alone.stride(), "they are laid out on each rank"
 
 
 @on_ranks(2)
@@ -219,48 +230,6 @@ def test_declared_operations(operation):
     import test_declared  # on each rank, which declares the operations there
 
     is_sharded(getattr(test_declared, operation), everywhere())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
-def test_gates(sharding):
-    """A gate leaves elements where they are, those of a row too; a norm with a gate joins the rows."""
-    x, z, weight = tensors(4, 6)
-    incoming = tensors(4, 6, seed=1)[:1]
-    grouped = {"group_size": 10, "round_norm": True}
-    calls = {
-        "gate": lambda x, z, w: (gate(x, z, activation="sigmoid", out_dtype=F16) + 0 * w.sum(),),
-        "silu_and_mul": lambda x, z, w: (silu_and_mul(x, z, between=F32) + 0 * w.sum(),),
-        "norm first": lambda x, z, w: (rms_norm_gated(x, z, w, between=F32),),
-        "gate first": lambda x, z, w: (rms_norm_gated(x, z, w, norm_before_gate=False, **grouped),),
-    }
-    for name, call in calls.items():
-        given = [t.to(call(x, z, weight)[0].dtype) for t in incoming]
-        expected, gradients = of_one_process(call, (x, z, weight), given)
-        leaves = [placed(t, sharding, grad=True) for t in (x, z)] + [placed(weight, Replicate(), grad=True)]
-        outputs, moved = collectives(lambda call=call, leaves=leaves: call(*leaves))
-        of_rows = sharding == Shard(2) and name in ("norm first", "gate first")
-        if not of_rows:
-            assert moved == {}, name
-            assert outputs[0].placements == (sharding,)
-        found = torch.autograd.grad(outputs, leaves, [placed(t, outputs[0].placements[0]) for t in given])
-        all_same(outputs, expected)
-        all_same(found[:2], gradients[:2])
-        assert found[2].to_local().shape == weight.shape
-    if sharding == Shard(2):
-        return
-    for quantization in (Quantization(torch.int8, per=4), Quantization(torch.uint8, zero_point="after")):
-        expected = silu_and_mul_quant(x, quantization=quantization), silu_and_mul_quant(x, z, quantization=quantization)
-        parts = placed(x, sharding), placed(z, sharding)
-        found, moved = collectives(
-            lambda parts=parts, quantization=quantization: (
-                silu_and_mul_quant(parts[0], quantization=quantization),
-                silu_and_mul_quant(*parts, quantization=quantization),
-            )
-        )
-        assert moved == {}
-        for outputs, wanted in zip(found, expected, strict=True):
-            all_same(outputs, wanted, [sharding])
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
@@ -562,18 +531,6 @@ def test_groups_of_rows_that_two_dimensions_of_ranks_divide():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["column", "column_padded"])
-def test_scales_are_laid_out_on_each_rank(layout):
-    x, _, weight = tensors(4, 6)
-    quantization = Quantization(torch.int8, per=8, layout=layout)
-    expected = rms_norm_quant(x, weight, quantization=quantization)
-    found = rms_norm_quant(placed(x, Shard(0)), placed(weight, Replicate()), quantization=quantization)
-    all_same(found, expected, [Shard(0)])
-    alone = rms_norm_quant(x[:2], weight, quantization=quantization)[1]
-    assert found[1].to_local().stride() == alone.stride()
-
-
-@on_ranks(2)
 def test_dtensors_and_plain_tensors_do_not_mix():
     """In torch's words, which name the cure."""
     x, residual, weight = tensors(4, 6)
@@ -664,16 +621,6 @@ def test_calls_of_one_operator_share_no_decision(name):
             assert actual.shape == expected.shape, arguments
             if not any(placement.is_partial() for placement in actual.placements):
                 assert torch.equal(actual.full_tensor().float(), expected.float())
-
-
-@on_ranks(2)
-def test_the_next_operator_takes_a_result_for_what_it_is():
-    """It would refuse a float64 residual beside a result that is taken for float32."""
-    x, residual, weight = tensors(2, 4, F64, F64, F64, seed=2)
-    parts = split((x, residual, weight), Shard(1))
-    for dtype in (F32, F64):
-        y = rms_norm(parts[0], parts[2], out_dtype=dtype)
-    same(fused_add_rms_norm(y, parts[1])[1], fused_add_rms_norm(rms_norm(x, weight), residual)[1])
 
 
 def signs(batch, sequence, hidden, seed):

@@ -16,15 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "rl_promise.py"
 
 def test_rows_and_norms(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    command = [
-        sys.executable,
-        "-P",
-        SCRIPT,
-        "--steps",
-        "2",
-        "--json",
-        tmp_path / "json",
-    ]
+    command = [sys.executable, "-P", SCRIPT, "--steps", "2", "--json", tmp_path / "json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| mean difference in step | 1 | 2 |" in done.stdout

@@ -1,6 +1,7 @@
 """Gates in Hugging Face models: norms with a gate, and activations of MLPs; which are recognised, and their values."""
 
 import copy
+import dataclasses
 import importlib
 import pickle
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 import fusednorm.transformers
-from fusednorm.transformers import activations, modules, norms
+from fusednorm.transformers import activations, hub, modules, norms
+from fusednorm.transformers.reads import LeftAloneError
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -52,7 +54,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_with_gates(name):
-    """The form; one call of ours; and values of the model's own code, whose exponential, mean and rsqrt are torch's.
+    """The form; one call of ours, compiled and as a kernel too; and values of the model's own code, with torch's exp.
 
     Bfloat16 has 2^-8 between its numbers, and the float32 results differ by less than 16 units of 2^-24: one rounding
     in 2^12 may fall to the other side, by one number, and the next one once more.
@@ -63,22 +65,28 @@ def test_norms_with_gates(name):
     generator = torch.Generator().manual_seed(0)
     torch.nn.init.normal_(module.weight, generator=generator)
     x, gate = (torch.randn(8, 64, 64, generator=generator).bfloat16() for _ in range(2))
-    wanted = module(x, gate)
-    model = torch.nn.Sequential(module)
+    wanted, model = module(x, gate), torch.nn.Sequential(module)
+    kernels = [hub.RMSNormGated.forward(copy.deepcopy(module), x, gate)]
     report = fusednorm.transformers.patch(model)
     assert report.norms == 1
     assert "rms_norm_gated(" in str(report)
     assert module._fusednorm.gated[torch.bfloat16, torch.bfloat16] == form
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x, gate)  # its first call
     y = module(x, gate)
     assert torch.equal(y, fusednorm.rms_norm_gated(x, gate, module.weight, form.eps, **form.of_gate))
+    assert torch.equal(kernels[0], y)
+    assert torch.equal(compiled, y)
     steps = (y.view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
     assert steps.max() <= 2
     assert (steps > 0).float().mean() < 2.0**-9
     (step,) = fusednorm.contract(model).steps
     assert step.operation == "rms_norm_gated"
     own = owner.forward
-    for inputs in ((x, gate.float()), (x.double(), gate.double())):
-        assert torch.equal(module(*inputs), own(module, *inputs))
+    for inputs in ((x, gate.float()), (x.double(), gate.double()), (x, gate[:1])):
+        for forward in (type(module).forward, hub.RMSNormGated.forward):
+            assert torch.equal(forward(module, *inputs), own(module, *inputs))
+    if form.norm_before_gate and form.dims is None:
+        assert module._fusednorm.gated[torch.bfloat16, F32] == dataclasses.replace(form, between=F32)
     if form.dims == 3:
         assert torch.equal(module(x[0], gate[0]), own(module, x[0], gate[0]))
     fusednorm.transformers.unpatch(model)
@@ -107,7 +115,7 @@ class Grouped(torch.nn.Module):
 @pytest.mark.parametrize("change", ["tanh", "twice", "across", "joined"])
 def test_changed_norms_with_gates_are_left_alone(change):
     assert norms.forms(Grouped(""), gated=True)[torch.bfloat16, torch.bfloat16].group_size == 4
-    with pytest.raises(norms.NotANormError):
+    with pytest.raises(LeftAloneError):
         norms.forms(Grouped(change), gated=True)
 
 
@@ -128,7 +136,7 @@ class Parts(torch.nn.Module):
 def test_norms_of_parts_without_a_gate_are_left_alone():
     """As Qwen4's, unless the part is the whole row."""
     assert norms.forms(Parts(16))[torch.bfloat16, torch.bfloat16] == norms.Form(1e-5, 1.0, False)
-    with pytest.raises(norms.NotANormError, match="it normalises parts of 4 elements"):
+    with pytest.raises(LeftAloneError, match="it normalises parts of 4 elements"):
         norms.forms(Parts(4))
 
 

@@ -16,26 +16,18 @@ import torch
 from torch.nn.functional import gelu, silu
 
 import fusednorm.transformers
-from fusednorm.transformers import hub, mlps
+from fusednorm.transformers import hub, mlps, rotations
+from fusednorm.transformers.reads import LeftAloneError
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 kernels = pytest.importorskip("kernels", reason="the tox environment `transformers` installs it")
 
-from test_transformers import undone  # noqa: E402, F401 - after the lines that skip; used by all tests here
+import test_transformers  # noqa: E402 - after the lines that skip
+from test_transformers import undone  # noqa: E402, F401 - used by all tests here
 from transformers import activations  # noqa: E402
 from transformers.integrations import hub_kernels  # noqa: E402
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = test_transformers.SMALL | {"vocab_size": 64, "num_hidden_layers": 2}
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -191,7 +183,7 @@ OTHERS = {
 def test_other_mlps_run_their_own_code(name):
     function, reason = OTHERS[name]
     module = Recorded(function)
-    with pytest.raises(mlps.NotAnMLPError, match=reason):
+    with pytest.raises(LeftAloneError, match=reason):
         mlps.mlp(module)
     x = torch.randn(3, 8)
     with contextlib.suppress(RuntimeError):  # some are not even possible
@@ -206,7 +198,7 @@ def test_products_in_either_order():
 
 @pytest.mark.parametrize("act", [torch.nn.GELU(), torch.nn.ReLU(), torch.nn.Sigmoid(), torch.nn.PReLU()], ids=str)
 def test_other_activations_run_their_own_code(act):
-    with pytest.raises(mlps.NotAnMLPError, match="act has no place"):
+    with pytest.raises(LeftAloneError, match="act has no place"):
         mlps.mlp(Recorded(lambda m, x: m.down(m.act(m.gate(x)) * m.up(x)), act))
 
 
@@ -293,8 +285,8 @@ def rotating_functions():
 @pytest.fixture
 def calls(monkeypatch):
     """The rotations that fusednorm computes: whether each rounds products."""
-    seen, rotate = [], hub.qk_norm_rope
-    monkeypatch.setattr(hub, "qk_norm_rope", lambda *a, **k: seen.append(k["round_products"]) or rotate(*a, **k))
+    seen, rotate = [], rotations.qk_norm_rope
+    monkeypatch.setattr(rotations, "qk_norm_rope", lambda *a, **k: seen.append(k["round_products"]) or rotate(*a, **k))
     return seen
 
 

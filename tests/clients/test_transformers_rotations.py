@@ -10,7 +10,7 @@ from fusednorm.transformers import attention, rotations
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
-from test_transformers import model_of, tokens  # noqa: E402 - after the line that skips
+from test_transformers import DEEPSEEK, model_of, tokens  # noqa: E402 - after the line that skips
 
 #: Configuration class, arguments beside those of the other tests, and what the report says of its attention.
 KINDS = {
@@ -24,18 +24,7 @@ KINDS = {
     "Glm4": ({"head_dim": 16, "partial_rotary_factor": 0.5}, "rotation of q and k fused"),  # pairs side by side
     "Cohere2": ({"head_dim": 16}, "rotation of q and k fused"),
     "Ernie4_5": ({}, "rotation of q and k fused"),
-    "DeepseekV3": (
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "first_k_dense_replace": 3,
-        },
-        "rotation of q and k fused",
-    ),
+    "DeepseekV3": (DEEPSEEK | {"first_k_dense_replace": 3}, "rotation of q and k fused"),
 }
 
 
@@ -57,13 +46,13 @@ def answers(model):
 @pytest.fixture
 def calls(monkeypatch):
     """The calls of ``qk_norm_rope``: whether each has a norm."""
-    made, call = [], attention.qk_norm_rope
+    made, call = [], rotations.qk_norm_rope
 
     def counted(*args, **kwargs):
         made.append(kwargs["norm"])
         return call(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "qk_norm_rope", counted)
+    monkeypatch.setattr(rotations, "qk_norm_rope", counted)
     return made
 
 
@@ -189,7 +178,7 @@ def test_hooks_of_norms_are_called(calls):
     assert all(map(torch.equal, answers(model), wanted))
 
 
-def test_compiled_and_exported():
+def test_compiled():
     model = build("Qwen3")
     fusednorm.transformers.patch(model)
     with torch.no_grad():

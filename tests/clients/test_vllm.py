@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import os
 import random
 import socket
@@ -19,6 +18,7 @@ import torch
 
 import fusednorm
 import fusednorm.vllm as plugin
+from fusednorm.vllm import layers
 from fusednorm.vllm.providers import implementations, takes_fused, takes_norm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -119,15 +119,8 @@ def bits_kept(results, others):
 
 
 def test_same_tokens(engine, without):
-    own = [
-        (
-            "Llama",
-            "bfloat16",
-            "eager",
-            {"ir_op_priority": {"rms_norm": "native", "fused_add_rms_norm": "fusednorm_default"}},
-        )
-    ]
-    found, said = engine(EAGER + OTHERS + own)
+    order = {"ir_op_priority": {"rms_norm": "native", "fused_add_rms_norm": "fusednorm_default"}}
+    found, said = engine([*EAGER, *OTHERS, ("Llama", "bfloat16", "eager", order)])
     assert "rms_norm=['fusednorm', 'native'], fused_add_rms_norm=['fusednorm', 'native']" in said
     assert f"fusednorm {fusednorm.__version__}: " not in without[1]
     for result, expected in zip(found, [*without[0], without[0][0]], strict=True):
@@ -276,33 +269,6 @@ def test_server(models, without, tmp_path):
 # The rest is about the plug-in's functions, in this process.
 
 
-@pytest.fixture
-def vllms(monkeypatch):
-    """vLLM's operations, and its platform, as they were before and are to be after."""
-    import vllm.kernels  # noqa: F401 - adds vLLM's own providers
-    from vllm.ir import ops
-    from vllm.model_executor import custom_op
-    from vllm.platforms import current_platform
-
-    monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
-    monkeypatch.setattr(custom_op, "op_registry_oot", {})
-    platform = type(current_platform)
-    # Also says that there is nothing of ours yet.
-    monkeypatch.setattr(platform, "get_default_ir_op_priority", platform.get_default_ir_op_priority)
-    for op in (ops.rms_norm, ops.fused_add_rms_norm):
-        assert "fusednorm" not in op.impls
-        monkeypatch.setattr(op, "impls", dict(op.impls))
-    return ops
-
-
-@pytest.fixture
-def said(caplog, monkeypatch):
-    """What the plug-in logs; vLLM's loggers may be cut off from those above."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm.fusednorm")
-    return caplog
-
-
 def providers(ops):
     """The implementations of both operations, and the platform's default order."""
     from vllm.platforms import current_platform
@@ -312,20 +278,6 @@ def providers(ops):
         (list(op.impls), getattr(order, name))
         for name, op in (("rms_norm", ops.rms_norm), ("fused_add_rms_norm", ops.fused_add_rms_norm))
     ]
-
-
-@pytest.mark.parametrize("setting", ["vllm", "default"])
-def test_register(vllms, said, monkeypatch, setting):
-    before = providers(vllms)
-    monkeypatch.setenv("FUSEDNORM_VLLM", setting)
-    plugin.register()
-    first = plugin.MODES[setting]
-    assert providers(vllms) == [
-        ([*impls, "fusednorm", "fusednorm_default"], [first, *order]) for impls, order in before
-    ]
-    assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={setting})" in said.text
-    plugin.register()
-    assert providers(vllms)[0][1].count(first) == 1
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
@@ -345,19 +297,26 @@ def test_gpus_are_for_who_asks(vllms, said, monkeypatch, device):
 
 
 @pytest.mark.parametrize(
-    ("setting", "first"),
-    [("gpu", "fusednorm"), ("vllm,gpu", "fusednorm"), (" gpu , default ", "fusednorm_default")],
+    ("device", "setting", "first"),
+    [("cpu", "vllm", "fusednorm"), ("cpu", "default", "fusednorm_default")]
+    + [(device, "gpu", "fusednorm") for device in ("cuda", "cpu")]
+    + [(device, "vllm,gpu", "fusednorm") for device in ("cuda", "cpu")]
+    + [(device, " gpu , default ", "fusednorm_default") for device in ("cuda", "cpu")],
 )
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_asked_for_gpus(vllms, said, monkeypatch, device, setting, first):
+def test_register(vllms, said, monkeypatch, device, setting, first):
+    """On a CPU; and on a GPU for who asks."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "device_type", device)
     monkeypatch.setenv("FUSEDNORM_VLLM", setting)
     before = providers(vllms)
     plugin.register()
-    assert [order for _, order in providers(vllms)] == [[first, *order] for _, order in before]
+    assert providers(vllms) == [
+        ([*impls, "fusednorm", "fusednorm_default"], [first, *order]) for impls, order in before
+    ]
     assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={setting.strip()})" in said.text
+    plugin.register()
+    assert providers(vllms)[0][1].count(first) == 1
 
 
 @pytest.mark.parametrize("setting", ["vlm", "vllm,cuda", "vllm,default", "off,default", "VLLM"])
@@ -382,73 +341,55 @@ def test_what_a_platform_prefers_to_the_native_implementation_stays_before_it(vl
     assert providers(vllms)[0][1] == ["vllm_c", "fusednorm", "native"]
 
 
-def _without_register_impl(ops, monkeypatch):
-    monkeypatch.delattr(type(ops.rms_norm), "register_impl")
+def deprived(name):
+    """Takes an attribute from vLLM's platform."""
+
+    def change(ops, monkeypatch):
+        from vllm.platforms import current_platform
+
+        for cls in type(current_platform).__mro__[:-1]:
+            if name in vars(cls):
+                monkeypatch.delattr(cls, name)
+
+    return change
 
 
-def _without_operation(ops, monkeypatch):
-    monkeypatch.delattr(ops, "fused_add_rms_norm")
+def native(name, make):
+    """Puts a function in place of vLLM's own implementation."""
+    return lambda ops, m: m.setattr(getattr(ops, name).impls["native"], "impl_fn", make(ops))
 
 
-def _without_module(ops, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm.ir", None)
-
-
-def _without_order(ops, monkeypatch):
-    from vllm.platforms import current_platform
-
-    for cls in type(current_platform).__mro__[:-1]:
-        if "get_default_ir_op_priority" in vars(cls):
-            monkeypatch.delattr(cls, "get_default_ir_op_priority")
-
-
-def _without_device(ops, monkeypatch):
-    from vllm.platforms import current_platform
-
-    for cls in type(current_platform).__mro__[:-1]:
-        if "device_type" in vars(cls):
-            monkeypatch.delattr(cls, "device_type")
-
-
-def _another_order(ops, monkeypatch):
-    import vllm.config.kernel
-
-    monkeypatch.setattr(vllm.config.kernel, "IrOpPriorityConfig", dict)
-
-
-def _another_parameter(ops, monkeypatch):
-    monkeypatch.setattr(ops.rms_norm.impls["native"], "impl_fn", lambda x, weight, epsilon: None)
-
-
-def _another_rounding_of_the_sum(ops, monkeypatch):
-    def rounded(x, x_residual, weight, epsilon, variance_size=None):
+def rounded_sum(ops):
+    def call(x, x_residual, weight, epsilon, variance_size=None):
         total = x + x_residual
         return ops.rms_norm.impls["native"].impl_fn(total, weight, epsilon), total
 
-    monkeypatch.setattr(ops.fused_add_rms_norm.impls["native"], "impl_fn", rounded)
+    return call
 
 
-def _another_rounding_of_the_norm(ops, monkeypatch):
-    def rounded_once(x, weight, epsilon, variance_size=None):
-        return fusednorm.rms_norm(x, weight, epsilon)
-
-    monkeypatch.setattr(ops.rms_norm.impls["native"], "impl_fn", rounded_once)
+def rounded_once(ops):
+    return lambda x, weight, epsilon, variance_size=None: fusednorm.rms_norm(x, weight, epsilon)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_without_register_impl, "expected vllm.ir.ops.rms_norm to have register_impl"),
-        (_without_operation, "expected vllm.ir.ops.fused_add_rms_norm to have register_impl"),
-        (_without_module, "expected vllm.ir.ops and"),
-        (_without_order, "expected CpuPlatform to have get_default_ir_op_priority"),
-        (_without_device, "expected CpuPlatform to have device_type"),
-        (_another_order, "expected IrOpPriorityConfig to be a dataclass"),
-        (_another_parameter, "expected vllm.ir.ops.rms_norm to take x, weight, epsilon, variance_size, found"),
-        (_another_rounding_of_the_sum, "its native RMSNorm does not round where it did"),
-        (_another_rounding_of_the_norm, "its native RMSNorm does not round where it did"),
-    ],
+ROUNDS = "its native RMSNorm does not round where it did"
+#: Changes of vLLM, and the words about them.
+CHANGES = (
+    (lambda ops, m: m.delattr(type(ops.rms_norm), "register_impl"), "vllm.ir.ops.rms_norm to have register_impl"),
+    (lambda ops, m: m.delattr(ops, "fused_add_rms_norm"), "vllm.ir.ops.fused_add_rms_norm to have register_impl"),
+    (lambda ops, m: m.setitem(sys.modules, "vllm.ir", None), "expected vllm.ir.ops and"),
+    (deprived("get_default_ir_op_priority"), "expected CpuPlatform to have get_default_ir_op_priority"),
+    (deprived("device_type"), "expected CpuPlatform to have device_type"),
+    (lambda ops, m: m.setattr("vllm.config.kernel.IrOpPriorityConfig", dict), "IrOpPriorityConfig to be a dataclass"),
+    (
+        native("rms_norm", lambda ops: lambda x, weight, epsilon: None),
+        "expected vllm.ir.ops.rms_norm to take x, weight, epsilon, variance_size, found",
+    ),
+    (native("fused_add_rms_norm", rounded_sum), ROUNDS),
+    (native("rms_norm", rounded_once), ROUNDS),
 )
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
 def test_an_unknown_vllm_is_left_as_it_was(vllms, said, monkeypatch, change, words):
     impls = [op.impls for op in (vllms.rms_norm, vllms.fused_add_rms_norm)]
     before = [list(each) for each in impls]
@@ -545,10 +486,7 @@ def test_dispatch(vllms):
     x, residual, weight = operands((torch.bfloat16,) * 3)
     y, total = fusednorm.fused_add_rms_norm(x, residual, weight, EPS, round_sum=False, round_norm=True)
     before = x.clone(), residual.clone()
-    with (
-        vllms.rms_norm.set_priority(["fusednorm", "native"]),
-        vllms.fused_add_rms_norm.set_priority(["fusednorm", "native"]),
-    ):
+    with layers._first(vllms, "fusednorm"):
         assert torch.equal(vllms.rms_norm(x, weight, EPS), fusednorm.rms_norm(x, weight, EPS, round_norm=True))
         assert vllms.rms_norm.dispatch(x, weight, EPS, 256).provider == "native"
         found = vllms.fused_add_rms_norm(x, residual, weight, EPS)
@@ -587,8 +525,7 @@ def test_lowered(vllms):
 
     with (
         torch.inference_mode(),
-        vllms.rms_norm.set_priority(["fusednorm", "native"]),
-        vllms.fused_add_rms_norm.set_priority(["fusednorm", "native"]),
+        layers._first(vllms, "fusednorm"),
         inductor.patch(post_grad_custom_post_pass=lower, fx_graph_cache=False),
     ):
         found = torch.compile(two_layers, fullgraph=True)(x, residual)

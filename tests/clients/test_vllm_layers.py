@@ -18,38 +18,21 @@ if find_spec("vllm") is None:
 pytestmark = pytest.mark.filterwarnings("default")
 
 NAMES = ["SiluAndMul", "GeluAndMul", "RMSNormGated", "GemmaRMSNorm", "Mixer2RMSNormGated", "RotaryEmbedding"]
-BITS_16 = (torch.bfloat16, torch.float16)
+BITS_16, F32 = (torch.bfloat16, torch.float16), torch.float32
 
 
 @pytest.fixture
-def vllms(monkeypatch):
-    """vLLM's operations, tables and platform, as they were before and are to be after; a configuration is set."""
+def vllms(vllms, monkeypatch):
+    """The configuration of vLLM, whose operations, tables and platform are afterwards as before."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.ir import ops
-    from vllm.model_executor import custom_op
     from vllm.model_executor.layers.mamba import mamba_mixer2
-    from vllm.platforms import current_platform
 
-    monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
-    platform = type(current_platform)
-    monkeypatch.setattr(platform, "get_default_ir_op_priority", platform.get_default_ir_op_priority)
-    monkeypatch.setattr(custom_op, "op_registry_oot", {})
-    for op in (ops.rms_norm, ops.fused_add_rms_norm):
-        monkeypatch.setattr(op, "impls", dict(op.impls))
     monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_rank", lambda: 0)
     config = VllmConfig()
     config.compilation_config.custom_ops = ["all"]
     with set_current_vllm_config(config), torch.inference_mode():
         yield config
-
-
-@pytest.fixture
-def said(caplog, monkeypatch):
-    """What the plug-in logs; vLLM's loggers may be cut off from those above."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm.fusednorm")
-    return caplog
 
 
 def replaced():
@@ -121,37 +104,40 @@ def test_what_the_user_disables(vllms):
     assert GeluAndMul("tanh")._forward_method.__name__ == "forward"
 
 
-def _another_attribute(monkeypatch):
-    from vllm.model_executor.layers.layernorm import RMSNormGated
-
-    monkeypatch.setattr(RMSNormGated, "forward_native", lambda self, x, z=None: self.forward_static(x, z, self.gain))
-    return "layernorm.RMSNormGated is not as in the version tested ('RMSNormGated' object has no attribute 'gain')"
+def once(x):
+    return fusednorm.silu_and_mul(x, between=torch.float32)
 
 
-def _another_rounding(monkeypatch):
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    once = staticmethod(lambda x: fusednorm.silu_and_mul(x, between=torch.float32))
-    monkeypatch.setattr(SiluAndMul, "forward_native", once)
-    return "activation.SiluAndMul does not round where it did in the version tested"
+def with_a_gain(self, x, z=None):
+    return self.forward_static(x, z, self.gain)
 
 
-def _another_name(monkeypatch):
-    from vllm.model_executor.layers.mamba import mamba_mixer2
+LAYERS = "vllm.model_executor.layers"
+#: Changes of vLLM, and the words about them.
+CHANGES = (
+    (
+        lambda m: m.setattr(f"{LAYERS}.layernorm.RMSNormGated.forward_native", with_a_gain),
+        "layernorm.RMSNormGated is not as in the version tested ('RMSNormGated' object has no attribute 'gain')",
+    ),
+    (
+        lambda m: m.setattr(f"{LAYERS}.activation.SiluAndMul.forward_native", staticmethod(once)),
+        "activation.SiluAndMul does not round where it did in the version tested",
+    ),
+    (
+        lambda m: m.delattr(f"{LAYERS}.mamba.mamba_mixer2.Mixer2RMSNormGated"),
+        "mamba.mamba_mixer2.Mixer2RMSNormGated is not as in the version tested",
+    ),
+    (
+        lambda m: m.setitem(sys.modules, f"{LAYERS}.rotary_embedding", None),
+        "rotary_embedding.RotaryEmbedding is not as in the version tested",
+    ),
+)
 
-    monkeypatch.delattr(mamba_mixer2, "Mixer2RMSNormGated")
-    return "mamba.mamba_mixer2.Mixer2RMSNormGated is not as in the version tested"
 
-
-def _another_module(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.rotary_embedding", None)
-    return "rotary_embedding.RotaryEmbedding is not as in the version tested"
-
-
-@pytest.mark.parametrize("change", [_another_attribute, _another_rounding, _another_name, _another_module])
-def test_an_unknown_layer_is_left_as_it_was(vllms, said, monkeypatch, change):
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_an_unknown_layer_is_left_as_it_was(vllms, said, monkeypatch, change, words):
     with monkeypatch.context() as patched:
-        words = change(patched)
+        change(patched)
         plugin.register()
     assert f"leaves a layer of vLLM as it was: vllm.model_executor.layers.{words}" in said.text
     missing = set(NAMES) - replaced().keys()
@@ -162,23 +148,20 @@ def test_an_unknown_layer_is_left_as_it_was(vllms, said, monkeypatch, change):
 def test_the_calls_tried_tell_roundings_apart():
     """Of each layer: where a rounding is elsewhere, more than a hundredth of the elements differs."""
     by_name = {layer.name: layer for layer in layers._layers()}
-    (z,) = by_name["SiluAndMul"].arguments
-    assert differing(fusednorm.silu_and_mul(z), fusednorm.silu_and_mul(z, between=torch.float32)) > 0.1
-    assert differing(fusednorm.gelu_tanh_and_mul(z), fusednorm.gelu_tanh_and_mul(z, between=torch.float32)) > 0.1
+    (both,) = by_name["SiluAndMul"].arguments
     x, z = by_name["RMSNormGated"].arguments
     weight = by_name["RMSNormGated"].attributes["weight"]
-    a, b = (fusednorm.rms_norm_gated(x, z, weight, between=between) for between in (None, torch.float32))
-    assert differing(a, b) > 0.1
-    a, b = (fusednorm.rms_norm_gated(x, z, weight, norm_before_gate=False, round_norm=r) for r in (False, True))
-    assert differing(a, b) > 0.1
-    a, b = (fusednorm.fused_add_rms_norm(x, z, weight, weight_offset=1.0, round_sum=r)[0] for r in (False, True))
-    assert differing(a, b) > 0.1
-    positions, x, _ = by_name["RotaryEmbedding"].arguments
+    positions, q, _ = by_name["RotaryEmbedding"].arguments
     halves = by_name["RotaryEmbedding"].attributes["cos_sin_cache"].chunk(2, -1)
-    rotated = [
-        fusednorm.rotate(x.view(16, 4, 64), *halves, positions=positions, round_products=r) for r in (False, True)
-    ]
-    assert differing(*rotated) > 0.1
+    for call in (
+        lambda once: fusednorm.silu_and_mul(both, between=F32 if once else None),
+        lambda once: fusednorm.gelu_tanh_and_mul(both, between=F32 if once else None),
+        lambda once: fusednorm.rms_norm_gated(x, z, weight, between=F32 if once else None),
+        lambda once: fusednorm.rms_norm_gated(x, z, weight, norm_before_gate=False, round_norm=not once),
+        lambda once: fusednorm.fused_add_rms_norm(x, z, weight, weight_offset=1.0, round_sum=not once)[0],
+        lambda once: fusednorm.rotate(q.view(16, 4, 64), *halves, positions=positions, round_products=not once),
+    ):
+        assert differing(call(True), call(False)) > 0.1
 
 
 @pytest.mark.parametrize("dtype", BITS_16)
@@ -304,7 +287,7 @@ def test_norm_of_gemma(vllms, dtype):
         layer.weight.data.copy_(weight)
     kept = x.clone(), residual.clone()
     for provider in ("fusednorm", "fusednorm_default", "native"):
-        with ops.rms_norm.set_priority([provider, "native"]), ops.fused_add_rms_norm.set_priority([provider, "native"]):
+        with layers._first(ops, provider):
             # All bits of the provider that vLLM prefers, whichever that is.
             assert torch.equal(ours(x), theirs(x))
             assert all(map(torch.equal, ours(x, residual), theirs(x, residual)))
@@ -348,9 +331,6 @@ def test_compiled(vllms):
         y, total = norm(gate(q), k)
         return gated(y, total), k
 
-    with (
-        ops.rms_norm.set_priority(["fusednorm", "native"]),
-        ops.fused_add_rms_norm.set_priority(["fusednorm", "native"]),
-    ):
+    with layers._first(ops, "fusednorm"):
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         assert all(map(torch.equal, compiled(qkv), step(qkv)))

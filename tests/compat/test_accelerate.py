@@ -218,6 +218,7 @@ def test_left_to_torch(arguments, calls):
         same(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize(
     "x",
     [

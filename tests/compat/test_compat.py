@@ -17,17 +17,11 @@ from fusednorm import fused_add_rms_norm, rms_norm
 from fusednorm.compat import flag_gems, flashinfer, functional, liger, quack, sgl_kernel, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
-from compat_bounds import agree, disagree
+from compat_bounds import agree, disagree, fp8, same, same_bytes
 
 EPS = 1e-5
 
 dtypes = pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
-
-
-def same(actual, expected):
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert torch.equal(actual, expected)
 
 
 def of(dtype, rows=6, hidden=136, seed=0):
@@ -62,10 +56,6 @@ def test_vllm_weight_of_two_dimensions(dtype, shape):
         same(out, expected)
 
 
-def fp8(v):
-    return v.clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
 def int8(v):
     return v.round().clamp(-128, 127).to(torch.int8)
 
@@ -79,11 +69,6 @@ def dynamic(y, dtype, limit=None):
         return scale, int8(y.float() * (1 / scale))
     scale = (amax / 448.0).clamp(min=1 / (448.0 * 512.0))
     return scale, fp8(y.float() / scale)
-
-
-def same_bytes(actual, expected):
-    assert actual.dtype == expected.dtype
-    same(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @dtypes
@@ -163,29 +148,25 @@ def test_vllm_fp8(dtype):
     x, *_ = of(dtype)
     wide, one = x.float(), torch.tensor([0.0123])
     scale = wide.abs().amax(-1, keepdim=True) / 448.0
-
-    def numbers(v):
-        return v.clamp(-448, 448).to(torch.float8_e4m3fn)
-
     values, found = vllm.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-    same_bytes(values, numbers(wide / scale))
+    same_bytes(values, fp8(wide / scale))
     same(found, scale)
     limit = wide.abs().max() / 2
     values, found = vllm.scaled_fp8_quant(x, None, 9, limit, True)
     same(found[:6], (scale * 448).clamp(max=limit) / 448)
-    same_bytes(values[:6], numbers(wide / found[:6]))
+    same_bytes(values[:6], fp8(wide / found[:6]))
     assert (values.shape, found.shape) == ((9, x.shape[1]), (9, 1))
     values, found = vllm.scaled_fp8_quant(x, scale_ub=torch.tensor(-1.0), use_per_token_if_dynamic=True)
     same(found, torch.full_like(found, 1 / (448.0 * 512.0)))
-    same_bytes(values, numbers(wide / found))
+    same_bytes(values, fp8(wide / found))
     values, found = vllm.scaled_fp8_quant(x)
     same(found, scale.max().view(1))
-    same_bytes(values, numbers(wide * (1 / found)))
+    same_bytes(values, fp8(wide * (1 / found)))
     output = torch.empty_like(values)
     values, found = vllm.scaled_fp8_quant(x, one, output=output, group_shape=(-1, -1))
     assert values is output
     assert found is one
-    same_bytes(values, numbers(wide * (1 / one)))
+    same_bytes(values, fp8(wide * (1 / one)))
     with pytest.raises(ValueError, match=r"group_shape must be None or \(-1, -1\), got \(1, 128\)"):
         vllm.scaled_fp8_quant(x, one, group_shape=(1, 128))
     with pytest.raises(ValueError, match="num_token_padding does not go with output"):
@@ -198,24 +179,20 @@ def test_sgl_kernel_fp8(dtype):
     x[2] = 0
     wide, values = x.float(), torch.empty(6, 256, dtype=torch.float8_e4m3fn)
     scale = wide.abs().amax(-1) / 448.0
-
-    def numbers(v):
-        return v.nan_to_num(0).clamp(-448, 448).to(torch.float8_e4m3fn)
-
     for found in (torch.empty(6), torch.empty(6, 1)):
         sgl_kernel.sgl_per_token_quant_fp8(x, values, found)
         same(found.view(6), scale)
-        same_bytes(values, numbers(wide * (1 / scale[:, None])))
+        same_bytes(values, fp8((wide * (1 / scale[:, None])).nan_to_num(0)))
     found = torch.zeros(1)
     sgl_kernel.sgl_per_tensor_quant_fp8(x, values, found, False)
     same(found, scale.max().view(1))
-    same_bytes(values, numbers(wide * (1 / found)))
+    same_bytes(values, fp8(wide * (1 / found)))
     found = 2 * found
     for static in (True, False):  # a scale that was there and is greater stays
         kept = found.clone()
         sgl_kernel.sgl_per_tensor_quant_fp8(x, values, found, static)
         same(found, kept)
-        same_bytes(values, numbers(wide * (1 / found)))
+        same_bytes(values, fp8(wide * (1 / found)))
     found = torch.zeros(1)
     sgl_kernel.sgl_per_tensor_quant_fp8(x[2:3], values[2:3], found, False)
     assert not found.any()
@@ -225,7 +202,7 @@ def test_sgl_kernel_fp8(dtype):
     found = torch.empty(2, 6).T
     sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0)
     same(found, (amax * (1 / torch.tensor(448.0))).squeeze(-1))
-    same_bytes(values, numbers((groups * (448 / amax)).view(6, 256)))
+    same_bytes(values, fp8((groups * (448 / amax)).view(6, 256)))
     with pytest.raises(ValueError, match="does not support scale_ue8m0; call sgl_kernel's own"):
         sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0, True)
 
@@ -288,33 +265,32 @@ def test_liger(dtype, casting_mode, round_norm):
     for module in (plain, fused):
         module.to(dtype).load_state_dict({"weight": weight.detach()})
 
-    def results(call, parameter, *inputs):
+    def results(parameter, inputs, function, *arguments, **flags):
         """Outputs and gradients."""
-        outputs = call()
+        outputs = function(*inputs, *arguments, **flags)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         given = (dy, d_total)[: len(outputs)]
         before = [tensor.clone() for tensor in given]
         gradients = torch.autograd.grad(outputs, (*inputs, parameter), given)
-        for tensor, copied in zip(given, before, strict=True):
-            same(tensor, copied)  # in_place may not matter
+        assert all(map(torch.equal, given, before)), "in_place may not matter"
         return (*outputs, *gradients)
 
-    expected = results(lambda: rms_norm(x, weight, EPS, **flags), weight, x)
-    for call, parameter in (
-        (lambda: liger.liger_rms_norm(x, weight, EPS, 0.5, casting_mode, False), weight),
-        (lambda: liger.LigerRMSNormFunction.apply(x, weight, EPS, 0.5, casting_mode, True, True), weight),
-        (lambda: plain(x), plain.weight),
+    arguments = (EPS, 0.5, casting_mode)
+    for inputs, function, ours, apply, module in (
+        ((x,), rms_norm, liger.liger_rms_norm, liger.LigerRMSNormFunction.apply, plain),
+        (
+            *((x, residual), fused_add_rms_norm, liger.liger_fused_add_rms_norm),
+            *(liger.LigerFusedAddRMSNormFunction.apply, fused),
+        ),
     ):
-        for actual, wanted in zip(results(call, parameter, x), expected, strict=True):
-            same(actual, wanted)
-    expected = results(lambda: fused_add_rms_norm(x, residual, weight, EPS, **flags), weight, x, residual)
-    for call, parameter in (
-        (lambda: liger.liger_fused_add_rms_norm(x, residual, weight, EPS, 0.5, casting_mode, True), weight),
-        (lambda: liger.LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.5, casting_mode, False), weight),
-        (lambda: fused(x, residual), fused.weight),
-    ):
-        for actual, wanted in zip(results(call, parameter, x, residual), expected, strict=True):
-            same(actual, wanted)
+        expected = results(weight, inputs, function, weight, EPS, **flags)
+        for found in (
+            results(weight, inputs, ours, weight, *arguments, False),
+            results(weight, inputs, apply, weight, *arguments, True),
+            results(module.weight, inputs, module),
+        ):
+            for actual, wanted in zip(found, expected, strict=True):
+                same(actual, wanted)
 
 
 def test_liger_defaults_and_modules():
@@ -450,123 +426,89 @@ def test_the_limit_of_a_scale_while_a_cuda_graph_is_captured(monkeypatch):
 
 X = torch.arange(24.0).reshape(2, 3, 4)
 W = torch.ones(4)
-FP8 = torch.float8_e4m3fn
-INT8_OUT, FP8_OUT, SCALES = torch.empty(2, 3, 4, dtype=torch.int8), torch.empty(2, 3, 4, dtype=FP8), torch.ones(2, 3, 1)
+CROSSED = torch.zeros(2, 4, 3).mT
+I8, FP8 = torch.int8, torch.float8_e4m3fn
+INT8_OUT, FP8_OUT, SCALES = torch.empty(2, 3, 4, dtype=I8), torch.empty(2, 3, 4, dtype=FP8), torch.ones(2, 3, 1)
+
+
+def of_groups(out=None, size=4, eps=1e-10, least=-448.0, greatest=448.0):
+    out = FP8_OUT if out is None else out
+    sgl_kernel.sgl_per_token_group_quant_8bit(X, out, SCALES, size, eps, least, greatest)
+
+
+def with_grad(tensor):
+    return tensor.clone().requires_grad_()
+
+
+ERRORS = {
+    ValueError: [
+        (lambda: vllm.rms_norm(X, X, W[:3], EPS), "weight must have shape [4]"),
+        (lambda: vllm.rms_norm(X[:1], X, W, EPS), "out must have x's shape"),
+        (lambda: vllm.rms_norm(X[:1], X, W.expand(2, 4), EPS), "out must have x's shape"),
+        (lambda: vllm.rms_norm(X, X + 1, W.expand(3, 4), EPS), "so it must have shape [2, 4], got [3, 4]"),
+        (lambda: vllm.rms_norm(X, X + 1, W.expand(2, 3, 4), EPS), "weight must have shape [4]"),
+        (lambda: vllm.fused_add_rms_norm(X, X + 1, W.expand(3, 4), EPS), "one dimension, [N], got shape [3, 4]"),
+        (lambda: vllm.fused_add_rms_norm(X, X, W, EPS), "shares memory"),
+        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, I8, [1, 4], tma_alignment=8), "must be 0 or 4, got 8"),
+        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, BF16, [1, 2]), "quant_dtype must be one of"),
+        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, FP8, [1, 0]), "group_size must be an int that"),
+        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, FP8, [1, 3]), "group_size must be an int that"),
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, BF16), "quant_dtype must be one of"),
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, FP8, W), "scale_ub must have one elem"),
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W.expand(3, 4), EPS, I8), "weight must"),
+        (lambda: vllm.silu_and_mul_per_block_quant(X, 0, FP8), "group_size must be an int that divides the 2"),
+        (lambda: vllm.silu_and_mul_per_block_quant(X, 2, BF16), "quant_dtype must be one of"),
+        (lambda: of_groups(INT8_OUT, least=-128.0, greatest=127.0), "does not support output_q of int8"),
+        (lambda: of_groups(least=-449.0), "fp8_min and fp8_max must lie around 0"),
+        (lambda: of_groups(eps=-1.0), "eps must not be negative, got -1.0"),
+        (lambda: of_groups(size=3), "group_size must be an int that divides the 4 elements"),
+        (lambda: flashinfer.rmsnorm_quant(X + 1, X, W, 1.0), "the dtype of out must be one of torch.int8"),
+        (lambda: flashinfer.rmsnorm(X, W, out=X.mT), "out must have x's shape"),
+        (lambda: flashinfer.fused_add_rmsnorm(X.mT, X.mT + 1, W[:3]), "x is written in place"),
+        (lambda: liger.liger_rms_norm(X, W.expand(3, 4), EPS), "W must have one dimension"),
+        (lambda: liger.liger_fused_add_rms_norm(X, X, W.expand(3, 4), EPS), "W must have one dimension"),
+        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, "none"), "'none' takes the mean of squares in X's"),
+        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, -1), "-1 takes the mean of squares in X's dtype"),
+        (lambda: liger.liger_fused_add_rms_norm(X, X, W, EPS, 0.0, "none"), "pass 'llama' or 'gemma'"),
+        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, "mistral"), "(0 or 1), got 'mistral'"),
+        (lambda: liger.LigerRMSNorm(4, casting_mode="none"), "'none' takes"),
+        (lambda: liger.LigerFusedAddRMSNorm(4, casting_mode="none"), "'none' takes"),
+        (lambda: liger.LigerRMSNorm(4, init_fn="one"), "init_fn must be 'ones' or 'zeros', got 'one'"),
+        (lambda: flag_gems.rms_norm(X, (4,), W.expand(3, 4)), "weight must have the normalized_shape [4]"),
+        (lambda: flag_gems.fused_add_rms_norm(X, X + 1, (4,), W.expand(3, 4)), "must have the normalized_shape [4]"),
+        (lambda: flag_gems.rms_norm(X, (3,), W), "x must end in the dimensions [3]"),
+        (lambda: flag_gems.fused_add_rms_norm(X, X[:, :, :3], (4,), W), "residual must end in"),
+        (lambda: flag_gems.fused_add_rms_norm(CROSSED, X, (3, 4), W.expand(3, 4)), "x is written in place and norm"),
+        (lambda: flag_gems.fused_add_rms_norm(X + 1, CROSSED, (3, 4), W.expand(3, 4)), "residual is written in place"),
+    ],
+    TypeError: [
+        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, FP8, 0.5), "scale_ub must be a torch.Ten"),
+        (lambda: vllm.scaled_fp8_quant(X[0], None, None, W[:1] * torch.nan, True), "scale_ub must be a number, got n"),
+        (lambda: flashinfer.rmsnorm_quant(None, X, W, 1.0), "out must be a torch.Tensor, got NoneType"),
+        (lambda: functional.rms_norm(X.to(torch.complex64), (4,)), "call torch.nn.functional.rms_norm"),
+        (lambda: functional.rms_norm(X, 4), "normalized_shape must be a list or tuple of ints, got 4"),
+        (lambda: functional.rms_norm(X, (3, 4), 1.0), "weight must be a torch.Tensor, got float"),
+        (lambda: functional.rms_norm(X, (3, 4), 1), "weight must be a torch.Tensor, got int; torch.as"),
+        (lambda: functional.rms_norm([1.0], (1,)), "input must be a torch.Tensor, got list"),
+    ],
+    RuntimeError: [
+        (lambda: vllm.fused_add_rms_norm(X, X + 1, with_grad(W), EPS), "torch.no_grad()"),
+        (lambda: flashinfer.rmsnorm(X, with_grad(W), out=X), "out=... arguments"),
+        (lambda: functional.rms_norm(X, (4,), W.expand(3, 4)), "the normalized_shape [4], got shape [3, 4]"),
+        (lambda: functional.rms_norm(X, (4,), W[:3]), "weight must have shape [4]"),
+        (lambda: functional.rms_norm(X, (4,), W.to("meta")), "weight is on meta and x on cpu"),
+        (lambda: functional.rms_norm(X, (3,)), "input must end in the dimensions [3]"),
+        (lambda: functional.rms_norm(X, (2, 4)), "input must end in the dimensions [2, 4]"),
+        (lambda: functional.rms_norm(X, ()), "at least one dimension"),
+        (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), "weight must have the normalized_shape"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: vllm.rms_norm(X, X, W[:3], EPS), ValueError, "weight must have shape [4]"),
-        (
-            lambda: vllm.rms_norm_per_block_quant(X, W, EPS, torch.int8, [1, 4], tma_alignment=8),
-            ValueError,
-            "tma_alignment must be 0 or 4, got 8",
-        ),
-        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, BF16), ValueError, "quant_dtype must be one of"),
-        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, BF16, [1, 2]), ValueError, "quant_dtype must be one of"),
-        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, FP8, [1, 0]), ValueError, "group_size must be an int that"),
-        (lambda: vllm.rms_norm_per_block_quant(X, W, EPS, FP8, [1, 3]), ValueError, "group_size must be an int that"),
-        (
-            lambda: vllm.silu_and_mul_per_block_quant(X, 0, FP8),
-            ValueError,
-            "group_size must be an int that divides the 2",
-        ),
-        (lambda: vllm.silu_and_mul_per_block_quant(X, 2, BF16), ValueError, "quant_dtype must be one of"),
-        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, FP8, 0.5), TypeError, "scale_ub must be a torch.Ten"),
-        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, FP8, W), ValueError, "scale_ub must have one elem"),
-        (
-            lambda: vllm.scaled_fp8_quant(X[0], None, None, W[:1] * torch.nan, True),
-            TypeError,
-            "scale_ub must be a number, got nan",
-        ),
-        (
-            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, INT8_OUT, SCALES, 4, 1e-10, -128.0, 127.0),
-            ValueError,
-            "does not support output_q of int8",
-        ),
-        (
-            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, FP8_OUT, SCALES, 4, 1e-10, -449.0, 448.0),
-            ValueError,
-            "fp8_min and fp8_max must lie around 0",
-        ),
-        (
-            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, FP8_OUT, SCALES, 4, -1.0, -448.0, 448.0),
-            ValueError,
-            "eps must not be negative, got -1.0",
-        ),
-        (
-            lambda: sgl_kernel.sgl_per_token_group_quant_8bit(X, FP8_OUT, SCALES, 3, 1e-10, -448.0, 448.0),
-            ValueError,
-            "group_size must be an int that divides the 4 elements",
-        ),
-        (lambda: flashinfer.rmsnorm_quant(X + 1, X, W, 1.0), ValueError, "the dtype of out must be one of torch.int8"),
-        (lambda: flashinfer.rmsnorm_quant(None, X, W, 1.0), TypeError, "out must be a torch.Tensor, got NoneType"),
-        (lambda: vllm.rms_norm(X[:1], X, W, EPS), ValueError, "out must have x's shape"),
-        (lambda: vllm.rms_norm(X[:1], X, W.expand(2, 4), EPS), ValueError, "out must have x's shape"),
-        (lambda: vllm.rms_norm(X, X + 1, W.expand(3, 4), EPS), ValueError, "so it must have shape [2, 4], got [3, 4]"),
-        (lambda: vllm.rms_norm(X, X + 1, W.expand(2, 3, 4), EPS), ValueError, "weight must have shape [4]"),
-        (
-            lambda: vllm.fused_add_rms_norm(X, X + 1, W.expand(3, 4), EPS),
-            ValueError,
-            "weight must have one dimension, [N], got shape [3, 4]",
-        ),
-        (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W.expand(3, 4), EPS, torch.int8), ValueError, "weight must"),
-        (lambda: liger.liger_rms_norm(X, W.expand(3, 4), EPS), ValueError, "W must have one dimension"),
-        (lambda: liger.liger_fused_add_rms_norm(X, X, W.expand(3, 4), EPS), ValueError, "W must have one dimension"),
-        (lambda: flag_gems.rms_norm(X, (4,), W.expand(3, 4)), ValueError, "weight must have the normalized_shape [4]"),
-        (
-            lambda: flag_gems.fused_add_rms_norm(X, X + 1, (4,), W.expand(3, 4)),
-            ValueError,
-            "weight must have the normalized_shape [4]",
-        ),
-        (
-            lambda: functional.rms_norm(X, (4,), W.expand(3, 4)),
-            RuntimeError,
-            "weight must have the normalized_shape [4], got shape [3, 4]",
-        ),
-        (lambda: functional.rms_norm(X, (4,), W[:3]), RuntimeError, "weight must have shape [4]"),
-        (lambda: functional.rms_norm(X, (4,), W.to("meta")), RuntimeError, "weight is on meta and x on cpu"),
-        (lambda: functional.rms_norm(X.to(torch.complex64), (4,)), TypeError, "call torch.nn.functional.rms_norm"),
-        (lambda: vllm.fused_add_rms_norm(X, X, W, EPS), ValueError, "shares memory"),
-        (lambda: vllm.fused_add_rms_norm(X, X + 1, W.clone().requires_grad_(), EPS), RuntimeError, "torch.no_grad()"),
-        (lambda: flashinfer.rmsnorm(X, W, out=X.mT), ValueError, "out must have x's shape"),
-        (lambda: flashinfer.fused_add_rmsnorm(X.mT, X.mT + 1, W[:3]), ValueError, "x is written in place"),
-        (lambda: flashinfer.rmsnorm(X, W.clone().requires_grad_(), out=X), RuntimeError, "out=... arguments"),
-        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, "none"), ValueError, "'none' takes the mean of squares in X's"),
-        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, -1), ValueError, "-1 takes the mean of squares in X's dtype"),
-        (lambda: liger.liger_fused_add_rms_norm(X, X, W, EPS, 0.0, "none"), ValueError, "pass 'llama' or 'gemma'"),
-        (lambda: liger.liger_rms_norm(X, W, EPS, 0.0, "mistral"), ValueError, "(0 or 1), got 'mistral'"),
-        (lambda: liger.LigerRMSNorm(4, casting_mode="none"), ValueError, "'none' takes"),
-        (lambda: liger.LigerFusedAddRMSNorm(4, casting_mode="none"), ValueError, "'none' takes"),
-        (lambda: liger.LigerRMSNorm(4, init_fn="one"), ValueError, "init_fn must be 'ones' or 'zeros', got 'one'"),
-        (lambda: flag_gems.rms_norm(X, (3,), W), ValueError, "x must end in the dimensions [3]"),
-        (lambda: flag_gems.fused_add_rms_norm(X, X[:, :, :3], (4,), W), ValueError, "residual must end in"),
-        (
-            lambda: flag_gems.fused_add_rms_norm(X.transpose(0, 1), X.transpose(0, 1) + 1, (2, 4), torch.ones(2, 4)),
-            ValueError,
-            "x is written in place and normalised over 2 dimensions together, so it must be contiguous",
-        ),
-        (
-            lambda: flag_gems.fused_add_rms_norm(torch.zeros(2, 3, 4), X.mT.contiguous().mT, (3, 4), torch.ones(3, 4)),
-            ValueError,
-            "residual is written in place and normalised over 2 dimensions together",
-        ),
-        (lambda: functional.rms_norm(X, (3,)), RuntimeError, "input must end in the dimensions [3]"),
-        (lambda: functional.rms_norm(X, (2, 4)), RuntimeError, "input must end in the dimensions [2, 4]"),
-        (lambda: functional.rms_norm(X, ()), RuntimeError, "at least one dimension"),
-        (lambda: functional.rms_norm(X, 4), TypeError, "normalized_shape must be a list or tuple of ints, got 4"),
-        (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), RuntimeError, "weight must have the normalized_shape"),
-        (lambda: functional.rms_norm(X, (3, 4), 1.0), TypeError, "weight must be a torch.Tensor, got float"),
-        (
-            lambda: functional.rms_norm(X, (3, 4), 1),
-            TypeError,
-            "weight must be a torch.Tensor, got int; torch.as",
-        ),
-        (lambda: functional.rms_norm([1.0], (1,)), TypeError, "input must be a torch.Tensor, got list"),
-    ],
+    ("error", "call", "message"), [(error, *each) for error, calls in ERRORS.items() for each in calls]
 )
-def test_errors(call, error, message):
+def test_errors(error, call, message):
     before = X.clone()
     with pytest.raises(error, match=re.escape(message)):
         call()
@@ -604,10 +546,10 @@ def flag_gems_fused(x, residual, weight, eps):
     return (h * reciprocal * weight.float()).to(x.dtype), h.to(x.dtype)
 
 
-def flag_gems_plain(x, weight, eps):
+def flag_gems_plain(x, residual, weight, eps):
     h = x.float()
     reciprocal = 1 / ((h * h).sum(-1, keepdim=True) / h.shape[-1] + eps).sqrt()
-    return (h * reciprocal).to(x.dtype) * weight
+    return (h * reciprocal).to(x.dtype) * weight, None
 
 
 def liger_triton(x, residual, weight, eps, offset, mode):
@@ -619,6 +561,10 @@ def liger_triton(x, residual, weight, eps, offset, mode):
     return (n * (offset + weight.float())).to(x.dtype), total
 
 
+def torchs(x, residual, weight, eps):
+    return torch.nn.functional.rms_norm(x + residual, [256], weight, eps), x + residual
+
+
 def in_place(function):
     def call(x, residual, weight, eps):
         x, residual = x.clone(), residual.clone()
@@ -628,43 +574,61 @@ def in_place(function):
     return call
 
 
-#: The adapter, the peer's formula, and the flags, by which the table in the documentation names the rounding.
-FUSED = {
-    "vLLM": (in_place(vllm.fused_add_rms_norm), vllm_cuda, (True, True, 0.0)),
-    "FlashInfer": (in_place(flashinfer.fused_add_rmsnorm), flashinfer_cuda, (False, False, 0.0)),
-    "FlashInfer Gemma": (
-        in_place(flashinfer.gemma_fused_add_rmsnorm),
-        lambda *given: flashinfer_cuda(*given, weight_bias=1.0),
-        (False, False, 1.0),
-    ),
-    "SGLang": (in_place(sgl_kernel.fused_add_rmsnorm), flashinfer_cuda, (False, False, 0.0)),
-    "FlagGems": (
-        in_place(lambda x, residual, weight, eps: flag_gems.fused_add_rms_norm(x, residual, [256], weight, eps)),
-        flag_gems_fused,
+def vllm_plain(x, weight, eps):
+    out = torch.empty_like(x)
+    vllm.rms_norm(out, x, weight, eps)
+    return out
+
+
+def of_liger(mode, offset):
+    """Its two adapters, and its formula."""
+    return (
+        lambda *given: liger.liger_fused_add_rms_norm(*given, offset, mode),
+        lambda *given: liger.liger_rms_norm(*given, offset, mode),
+        lambda *given: liger_triton(*given, offset, mode),
+    )
+
+
+def gemma_cuda(*given):
+    return flashinfer_cuda(*given, weight_bias=1.0)
+
+
+#: The adapters with and without a residual, the peer's formula, and the flags, by which the table in the documentation
+#: names the rounding. Without a residual a row of zeros takes its place in the formulas, and there is no sum to round.
+PEERS = {
+    "vLLM": (in_place(vllm.fused_add_rms_norm), vllm_plain, vllm_cuda, (True, True, 0.0)),
+    "FlashInfer": (
+        *(in_place(flashinfer.fused_add_rmsnorm), flashinfer.rmsnorm, flashinfer_cuda),
         (False, False, 0.0),
     ),
-    "Liger llama": (
-        lambda *given: liger.liger_fused_add_rms_norm(*given, 0.5, "llama"),
-        lambda *given: liger_triton(*given, 0.5, "llama"),
-        (True, True, 0.5),
+    "FlashInfer Gemma": (
+        *(in_place(flashinfer.gemma_fused_add_rmsnorm), flashinfer.gemma_rmsnorm, gemma_cuda),
+        (False, False, 1.0),
     ),
-    "Liger gemma": (
-        lambda *given: liger.liger_fused_add_rms_norm(*given, 1.0, "gemma"),
-        lambda *given: liger_triton(*given, 1.0, "gemma"),
-        (True, False, 1.0),
+    "FlagGems": (
+        in_place(lambda x, residual, weight, eps: flag_gems.fused_add_rms_norm(x, residual, [256], weight, eps)),
+        *(None, flag_gems_fused, (False, False, 0.0)),
     ),
+    "FlagGems, plain": (
+        None,
+        lambda x, w, eps: flag_gems.rms_norm(x, [256], w, eps),
+        flag_gems_plain,
+        (True, True, 0.0),
+    ),
+    "Liger llama": (*of_liger("llama", 0.5), (True, True, 0.5)),
+    "Liger gemma": (*of_liger("gemma", 1.0), (True, False, 1.0)),
     "torch, x + r": (
         lambda x, residual, weight, eps: (functional.rms_norm(x + residual, [256], weight, eps), x + residual),
-        lambda x, r, weight, eps: (torch.nn.functional.rms_norm(x + r, [256], weight, eps), x + r),
-        (True, False, 0.0),
+        lambda x, weight, eps: functional.rms_norm(x, [256], weight, eps),
+        *(torchs, (True, False, 0.0)),
     ),
 }
 
 
 @dtypes
-@pytest.mark.parametrize("peer", FUSED)
+@pytest.mark.parametrize("peer", [peer for peer, (fused, *_) in PEERS.items() if fused])
 def test_fused_formulas(peer, dtype):
-    adapter, formula, (round_sum, round_norm, offset) = FUSED[peer]
+    adapter, _, formula, (round_sum, round_norm, offset) = PEERS[peer]
     x, residual, weight = of(dtype, 128, 256)
     y, total = adapter(x, residual, weight, EPS)
     wanted, wanted_total = formula(x, residual, weight, EPS)
@@ -678,55 +642,12 @@ def test_fused_formulas(peer, dtype):
         disagree(f"{peer}, {flags}", fused_add_rms_norm(x, residual, weight, EPS, **flags)[0], wanted, differing)
 
 
-def vllm_plain(x, weight, eps):
-    out = torch.empty_like(x)
-    vllm.rms_norm(out, x, weight, eps)
-    return out
-
-
-#: As above, without a residual: a row of zeros takes its place in the formulas.
-PLAIN = {
-    "vLLM": (vllm_plain, lambda x, w, eps: vllm_cuda(x, torch.zeros_like(x), w, eps)[0], True, 0.0),
-    "FlashInfer": (
-        flashinfer.rmsnorm,
-        lambda x, w, eps: flashinfer_cuda(x, torch.zeros_like(x), w, eps)[0],
-        False,
-        0.0,
-    ),
-    "FlashInfer Gemma": (
-        flashinfer.gemma_rmsnorm,
-        lambda x, w, eps: flashinfer_cuda(x, torch.zeros_like(x), w, eps, 1.0)[0],
-        False,
-        1.0,
-    ),
-    "FlagGems": (lambda x, w, eps: flag_gems.rms_norm(x, [256], w, eps), flag_gems_plain, True, 0.0),
-    "Liger llama": (
-        lambda x, w, eps: liger.liger_rms_norm(x, w, eps, 0.5, "llama"),
-        lambda x, w, eps: liger_triton(x, torch.zeros_like(x), w, eps, 0.5, "llama")[0],
-        True,
-        0.5,
-    ),
-    "Liger gemma": (
-        lambda x, w, eps: liger.liger_rms_norm(x, w, eps, 1.0, "gemma"),
-        lambda x, w, eps: liger_triton(x, torch.zeros_like(x), w, eps, 1.0, "gemma")[0],
-        False,
-        1.0,
-    ),
-    "torch": (
-        lambda x, w, eps: functional.rms_norm(x, [256], w, eps),
-        lambda x, w, eps: torch.nn.functional.rms_norm(x, [256], w, eps),
-        False,
-        0.0,
-    ),
-}
-
-
 @dtypes
-@pytest.mark.parametrize("peer", PLAIN)
+@pytest.mark.parametrize("peer", [peer for peer, (_, plain, *_) in PEERS.items() if plain])
 def test_plain_formulas(peer, dtype):
-    adapter, formula, round_norm, offset = PLAIN[peer]
+    _, adapter, formula, (_, round_norm, offset) = PEERS[peer]
     x, _, weight = of(dtype, 128, 256)
-    wanted = formula(x, weight, EPS)
+    wanted, _ = formula(x, torch.zeros_like(x), weight, EPS)
     differing = agree(peer, adapter(x, weight, EPS), wanted, round_norm)
     wrong = {"round_norm": not round_norm, "weight_offset": offset if dtype != F32 else offset + 0.5}
     disagree(f"{peer}, {wrong}", rms_norm(x, weight, EPS, **wrong), wanted, differing)

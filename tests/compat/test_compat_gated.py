@@ -5,7 +5,6 @@ two operations, and are given rows whose squares add up exactly in every order.
 """
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from fusednorm import rms_norm_gated
 from fusednorm.compat import fla, mamba_ssm, sgl_kernel, transformers, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, dtype_name
 from fusednorm.reference import activations
+
+from compat_bounds import fp8, same, same_bytes
 
 E4M3, I8 = torch.float8_e4m3fn, torch.int8
 ROWS, N, GROUP, EPS = 64, 96, 24, 1e-5
@@ -46,12 +47,6 @@ def normed(h, eps=EPS):
 
 def in_groups(h, eps=EPS):
     return normed(h.unflatten(-1, (-1, GROUP)), eps).flatten(-2)
-
-
-def same(found, wanted):
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert torch.equal(found.detach(), wanted.detach())
 
 
 def of(dtype, first=True):
@@ -180,14 +175,6 @@ def test_and_mul(dtype, activation):
     same(out, (a * up.float()).to(dtype))
 
 
-def same_bytes(found, wanted):
-    same(found.view(torch.uint8), wanted.view(torch.uint8))
-
-
-def fp8(v):
-    return v.clamp(-448, 448).to(E4M3)
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
 def test_quantized(dtype):
     both = random(ROWS, 512).to(dtype)
@@ -270,20 +257,3 @@ def test_gradients_and_compilation():
             same(one, wanted)
     same(torch.compile(module, fullgraph=True, backend="aot_eager")(*leaves), found[0][0])
     torch._dynamo.reset()
-
-
-def test_defaults_are_the_peers():
-    """As their sources have them: mamba_ssm 60dadf2e, FLA 0.6.0; transformers' are compared with its own."""
-
-    def defaults(call):
-        found = inspect.signature(call).parameters.values()
-        return {p.name: p.default for p in found if p.default is not p.empty}
-
-    assert defaults(mamba_ssm.rmsnorm_fn) == {"z": None, "eps": 1e-6, "group_size": None, "norm_before_gate": True}
-    of_weight = {"device": None, "dtype": None}
-    assert defaults(mamba_ssm.RMSNorm) == {"eps": 1e-5, "group_size": None, "norm_before_gate": True} | of_weight
-    of_sum = {"residual": None, "prenorm": False, "residual_in_fp32": False}
-    assert defaults(fla.rms_norm_gated) == {"activation": "swish", "eps": 1e-6} | of_sum
-    assert (
-        defaults(fla.FusedRMSNormGated) == {"elementwise_affine": True, "eps": 1e-5, "activation": "swish"} | of_weight
-    )

@@ -1,0 +1,32 @@
+"""vLLM as it was, for tests of the plug-in in this process."""
+
+import logging
+
+import pytest
+
+
+@pytest.fixture
+def vllms(monkeypatch):
+    """vLLM's operations, and its platform, as they were before and are to be after."""
+    import vllm.kernels  # noqa: F401 - adds vLLM's own providers
+    from vllm.ir import ops
+    from vllm.model_executor import custom_op
+    from vllm.platforms import current_platform
+
+    monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    platform = type(current_platform)
+    # Also says that there is nothing of ours yet.
+    monkeypatch.setattr(platform, "get_default_ir_op_priority", platform.get_default_ir_op_priority)
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        assert "fusednorm" not in op.impls
+        monkeypatch.setattr(op, "impls", dict(op.impls))
+    return ops
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """What the plug-in logs; vLLM's loggers may be cut off from those above."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.fusednorm")
+    return caplog
