@@ -17,8 +17,9 @@ import subprocess
 import torch
 from triton.runtime.driver import driver
 
-from fusednorm.backends import triton_cpu, triton_host
 from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind
+from fusednorm.backends.triton import cpu as triton_cpu
+from fusednorm.backends.triton import host as triton_host
 
 #: A processor as LLVM calls it, and what it stands for.
 PROCESSORS = {

@@ -20,8 +20,10 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
-from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.cuda_kernels import fuses
+from fusednorm.backends import cuda
+from fusednorm.backends.cuda import choice as cuda_kernels
+from fusednorm.backends.cuda import compiler as cuda_compiler
+from fusednorm.backends.cuda.choice import fuses
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -667,7 +669,7 @@ def test_many_processes_at_once(tmp_path):
     code = """
     import os, sys
     from pathlib import Path
-    from fusednorm.backends import cuda_compiler
+    from fusednorm.backends.cuda import compiler as cuda_compiler
     path, code = Path(sys.argv[1]) / "kernel.bin", bytes(range(256)) * 4096
     children = []
     for _ in range(4):
@@ -692,8 +694,8 @@ def test_eight_processes_find_an_empty_cache(tmp_path):
     import os, sys
     from pathlib import Path
     from types import SimpleNamespace
-    from fusednorm.backends import cuda_compiler
-    from fusednorm.backends.cuda_kernels import Variant
+    from fusednorm.backends.cuda import compiler as cuda_compiler
+    from fusednorm.backends.cuda.choice import Variant
     code = bytes(range(256)) * 4096
     cuda_compiler.bindings = lambda: (
         SimpleNamespace(cuDriverGetVersion=lambda: (0, 13000)),

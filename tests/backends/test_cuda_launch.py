@@ -12,7 +12,9 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, engine, rms_norm_add_rms_norm
-from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
+from fusednorm.backends import cuda
+from fusednorm.backends.cuda import choice as cuda_kernels
+from fusednorm.backends.cuda import compiler as cuda_compiler
 from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, blocks_of, programs, scratch_of
 from fusednorm.calls import c_abi, fast_path
 from fusednorm.calls.c_enums import Share

@@ -15,7 +15,6 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -24,6 +23,9 @@ from fusednorm.backends.kernel_keys import (
     QuantizerKind,
     RotationKind,
 )
+from fusednorm.backends.triton import cpu as triton_cpu
+from fusednorm.backends.triton import gpu as triton_gpu
+from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.engine.run import backward as differentiate
@@ -37,7 +39,7 @@ import triton.compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fusednorm.backends import triton_kernels
+from fusednorm.backends.triton.kernels import norm as triton_kernels
 
 NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (75, 80, 90, 100, 120)]
 AMD = [GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")]

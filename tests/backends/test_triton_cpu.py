@@ -20,8 +20,11 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
-from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
+from fusednorm.backends import cpu
 from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
+from fusednorm.backends.triton import cpu as triton_cpu
+from fusednorm.backends.triton import cpu_compiler as triton_cpu_host
+from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls import c_abi, fast_path, process
 from fusednorm.calls.call import (
     Around,
@@ -659,7 +662,8 @@ def test_a_fork_waits_until_nothing_is_loaded_and_the_child_goes_on(fake):
 def test_the_end_of_the_process_waits_for_one_kernel_at_most():
     code = """
     import sys, time, torch
-    from fusednorm.backends import triton_cpu, triton_cpu_host
+    from fusednorm.backends.triton import cpu as triton_cpu
+    from fusednorm.backends.triton import cpu_compiler as triton_cpu_host
     def load(variant, only_cached=False):
         print("loads", flush=True)
         time.sleep(0.5)
@@ -742,7 +746,7 @@ def test_code(x, residual):
 
 REAL = """
 import os, sys, time, torch, fusednorm
-from fusednorm.backends import triton_cpu
+from fusednorm.backends.triton import cpu as triton_cpu
 torch.set_num_threads(1)  # a child has none of the others
 x = torch.randn(40, 1000).bfloat16()
 with fusednorm.use_backend("reference"):

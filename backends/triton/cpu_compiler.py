@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusednorm.backends import triton_host
-from fusednorm.backends.triton_host import Variant
+from fusednorm.backends.triton import host as triton_host
+from fusednorm.backends.triton.host import Variant
 from fusednorm.calls.process import BackendError, NotYetError
 
 _lib: Any = None
@@ -105,7 +105,7 @@ class Failure(NamedTuple):
 #: A process that compiles is started with this code: it imports from where this one would.
 _CHILD = (
     "import sys; sys.path[:] = {path!r}; "
-    "from fusednorm.backends import triton_cpu_host; triton_cpu_host.compile_for_parent()"
+    "from fusednorm.backends.triton import cpu_compiler; cpu_compiler.compile_for_parent()"
 )
 
 

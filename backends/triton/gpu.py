@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import triton_host
 from fusednorm.backends.kernel_keys import (
     UNTRIED,
     BackwardKind,
@@ -20,7 +19,8 @@ from fusednorm.backends.kernel_keys import (
     RotationKind,
     ceiling,
 )
-from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
+from fusednorm.backends.triton import host as triton_host
+from fusednorm.backends.triton.host import INTERPRETED, Host, Variant, launcher
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm
 from fusednorm.reference import norm as reference
@@ -133,7 +133,7 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
 
 def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     """The kernel for a kind of call, on GPUs with so many threads in a warp; on this one if None."""
-    from fusednorm.backends import triton_kernels as kernels
+    from fusednorm.backends.triton.kernels import norm as kernels
 
     lanes = lanes or warp_size()
     if kind.quantizer is not None:
@@ -191,7 +191,7 @@ def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
 
 def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) -> Variant:
     """The kernel that quantizes rows, which it may normalise before."""
-    from fusednorm.backends.triton_quantize import quantize_tile
+    from fusednorm.backends.triton.kernels.quantize import quantize_tile
 
     quantization = quantizer.quantization
     rows, segments, depth, width, vector, warps, _ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
@@ -235,7 +235,7 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
     ``weight``: the shares added up.
     """
-    from fusednorm.backends import triton_kernels as kernels
+    from fusednorm.backends.triton.kernels import norm as kernels
 
     dtypes = {"dy": kind.dy, "d_total": kind.d_residual_out, "h": kind.h, "rstd": kind.accumulator}
     dtypes |= {"weight": kind.weight, "dx": kind.dx, "dresidual": kind.dresidual}
@@ -273,7 +273,7 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
 
 def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
     """The kernel of a gate, or of its backward pass, on GPUs with so many threads in a warp; on this one if None."""
-    from fusednorm.backends import triton_gates as kernels
+    from fusednorm.backends.triton.kernels import gates as kernels
 
     tile = min(_OF_GATES, ceiling(max(kind.hidden_size, 16)))
     rows = _OF_GATES // tile
@@ -303,7 +303,7 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
 
 def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     """The kernel that normalises and rotates heads, on GPUs with so many threads in a warp; on this one if None."""
-    from fusednorm.backends.triton_rotate import rotate_tile
+    from fusednorm.backends.triton.kernels.rotate import rotate_tile
 
     size, pairs = ceiling(max(kind.size, 16)), kind.pairs
     # The halving sum of all of a head is that of squares of halves, added up pair by pair, if it is not filled up.

@@ -1,7 +1,7 @@
 """The Triton kernel for GPUs that quantizes rows, which it may normalise before (docs/spec.md, section 9).
 
 A group is what shares a scale. Of the index of an element in its row, the last bits say which element of its group it
-is (``triton_tiles.py``). So a tile is seen as [Q, D, R, G, E] here: D * E elements are a group, or, where a row is one,
+is (``tiles.py``). So a tile is seen as [Q, D, R, G, E] here: D * E elements are a group, or, where a row is one,
 a segment of the row. R counts the rows and their segments. All arithmetic but a norm's is in float32.
 """
 
@@ -10,9 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_kernels import added
-from fusednorm.backends.triton_numbers import narrowed, normalised, quotient, row_of_heads, rows_at, rstd_of, widened
-from fusednorm.backends.triton_scales import (
+from fusednorm.backends.triton.kernels.norm import added
+from fusednorm.backends.triton.kernels.numbers import (
+    narrowed,
+    normalised,
+    quotient,
+    row_of_heads,
+    rows_at,
+    rstd_of,
+    widened,
+)
+from fusednorm.backends.triton.kernels.scales import (
     applied,
     at_least,
     at_most,
@@ -23,7 +31,7 @@ from fusednorm.backends.triton_scales import (
     scale_of,
     zero_point_of,
 )
-from fusednorm.backends.triton_tiles import (
+from fusednorm.backends.triton.kernels.tiles import (
     columns_of_tile,
     gain_at,
     loaded,

@@ -5,8 +5,8 @@ processors have an instruction for a masked access to 16-bit values, and without
 element. What follows a row's last whole tile is read and written in pieces, each twice as long as the next.
 
 Every kernel of a pass takes the same arguments, those of its type in ``cpu/run/triton_programs.c``; an operand that is
-absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else. ``triton_cpu_quantize.py`` and
-``triton_cpu_gates.py`` have the kernels of quantizers and of gates alone.
+absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else. ``cpu_quantize.py`` and
+``cpu_gates.py`` have the kernels of quantizers and of gates alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_gates import activated
-from fusednorm.backends.triton_numbers import (
+from fusednorm.backends.triton.kernels.gates import activated
+from fusednorm.backends.triton.kernels.numbers import (
     gain,
     narrowed,
     normalised,

@@ -108,7 +108,7 @@ def changed(on_cpus: bool = False) -> list[str]:
     """Why this version of Triton, which can be imported and has a driver, cannot be called; empty if it can."""
     import triton
 
-    from fusednorm.backends import triton_kernels
+    from fusednorm.backends.triton.kernels import norm as triton_kernels
 
     used, cure = (_USED, CURE_ON_CPUS) if on_cpus else (_USED_ON_GPUS, _CURE)
     lacked = lacking(triton, used) or lacking(triton_kernels.forward_tile, {"arg_names": ()})
@@ -334,7 +334,7 @@ _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_to
 def _places(
     call: Forward | Backward | Gate | GateBackward, names: tuple[tuple[str, str], ...]
 ) -> dict[str, int | None]:
-    """Where rows lie, as ``rows_at`` in ``triton_numbers.py`` takes it."""
+    """Where rows lie, as ``rows_at`` in ``numbers.py`` takes it."""
     inner = None if call.inner == call.rows else call.inner
     return {"inner": inner, **_places_of(zip(names, call.strides, strict=True), inner)}
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import cuda_compiler
-from fusednorm.backends.cuda_compiler import checked
-from fusednorm.backends.cuda_kernels import (
+from fusednorm.backends.cuda import compiler as cuda_compiler
+from fusednorm.backends.cuda.choice import (
     LONGEST,
     Layout,
     Variant,
@@ -26,6 +25,7 @@ from fusednorm.backends.cuda_kernels import (
     gate_variant,
     rotation_variant,
 )
+from fusednorm.backends.cuda.compiler import checked
 from fusednorm.backends.kernel_keys import (
     UNTRIED,
     BackwardKind,

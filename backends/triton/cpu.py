@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import cpu, triton_host
+from fusednorm.backends import cpu
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -27,8 +27,9 @@ from fusednorm.backends.kernel_keys import (
     ceiling,
     scratch_of,
 )
-from fusednorm.backends.triton_cpu_host import Compiler, Failure, Program, processor
-from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
+from fusednorm.backends.triton import host as triton_host
+from fusednorm.backends.triton.cpu_compiler import Compiler, Failure, Program, processor
+from fusednorm.backends.triton.host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import Share
@@ -106,7 +107,7 @@ def plan(operation: Operation) -> str:
 
 def forward_variant(kind: ForwardKind) -> Variant:
     """The kernel for a kind of call. Flags that change nothing for these dtypes change no kernel."""
-    from fusednorm.backends import triton_cpu_kernels as kernels
+    from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
     if kind.quantizer is not None:
         return _quantizer_variant(kind, kind.quantizer)
@@ -145,7 +146,7 @@ def _norm_flags(kind: ForwardKind, out: torch.dtype | None) -> int:
 
 def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
     """The kernel that quantizes rows, which it may normalise before."""
-    from fusednorm.backends import triton_cpu_quantize as kernels
+    from fusednorm.backends.triton.kernels import cpu_quantize as kernels
 
     quantization, around = quantizer.quantization, kind.around or AroundNorm(None, False, False)
     flags = _flags(
@@ -174,7 +175,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
 
 def gate_variant(kind: GateKind) -> Variant:
     """The kernel of a gate, or of its backward pass."""
-    from fusednorm.backends import triton_cpu_gates as kernels
+    from fusednorm.backends.triton.kernels import cpu_gates as kernels
 
     between = None if kind.between is None else triton_host.type_of(kind.between, bits=True)
     flags = _flags(TWO_LEVELS=kind.two_levels)
@@ -192,7 +193,7 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
 
     ``rows``: the gradients of the rows; ``shares``: each block's share of the weight's; ``weight``: the shares' sum.
     """
-    from fusednorm.backends import triton_cpu_kernels as kernels
+    from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
     def variant(
         function: Any, constants: dict[str, Any], share: Share, per_program: int, used: dict[str, torch.dtype | None]
@@ -230,7 +231,7 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
 
 def _flags(**flags: bool) -> int:
     """Flags of the kernels, added up."""
-    from fusednorm.backends import triton_cpu_kernels as kernels
+    from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
     return sum(getattr(kernels, name).value for name, given in flags.items() if given)
 
