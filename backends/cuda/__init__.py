@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends.cuda import compiler as cuda_compiler
+from fusednorm.backends.cuda import compiler
 from fusednorm.backends.cuda.choice import (
     LONGEST,
     Layout,
@@ -96,21 +96,21 @@ def unavailable() -> list[str]:
     if not torch.cuda.is_available():
         return ["torch finds no NVIDIA GPU; `nvidia-smi` shows what the driver finds"]
     try:
-        driver, nvrtc = cuda_compiler.bindings()
+        driver, nvrtc = compiler.bindings()
         lacked = ", ".join(filter(None, (lacking(driver, DRIVER), lacking(nvrtc, COMPILER))))
         if lacked:
             cure = "update fusednorm, or `pip install 'cuda-bindings>=12.6,<14'`"
             return [f"cuda-bindings {version('cuda-bindings')} lack {lacked}, which fusednorm calls; {cure}"]
-        compiler = cuda_compiler.compiler_version()
+        major, minor = compiler.compiler_version()
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no such library, or it is damaged
         return [f"NVRTC cannot be used ({error}); {_CURE}"]
     try:
-        found = cuda_compiler.driver_version()
+        found = compiler.driver_version()
     except RuntimeError as error:  # the library is missing or damaged, or it lacks the function, or the function fails
         return [f"NVIDIA's driver cannot be used ({error}); `nvidia-smi` shows whether others can use it"]
-    needed = max(_OLDEST_DRIVER, compiler[0] * 1000)  # a driver loads what is compiled for its major version of CUDA
+    needed = max(_OLDEST_DRIVER, major * 1000)  # a driver loads what is compiled for its major version of CUDA
     if found < needed:
-        code = f"code of NVRTC {compiler[0]}.{compiler[1]} needs one for {_cuda(needed)}"
+        code = f"code of NVRTC {major}.{minor} needs one for {_cuda(needed)}"
         cure = "update the driver, or install an older NVRTC and cuda-bindings"
         return [f"the driver is for CUDA {_cuda(found)}, and {code}; {cure}"]
     newest = max(capability(device) for device in range(torch.cuda.device_count()))
@@ -141,7 +141,7 @@ def unsuitable(operation: Operation) -> list[str]:
 @functools.cache
 def _oldest_compiled() -> int:
     """The lowest compute capability for which NVRTC compiles."""
-    return min(cuda_compiler.supported())
+    return min(compiler.supported())
 
 
 def plan(operation: Operation) -> str:
@@ -170,14 +170,14 @@ def _cuda(version: int) -> str:
 @functools.cache
 def _driver_function(name: str) -> int:
     """The address of a function of the driver."""
-    driver, _ = cuda_compiler.bindings()
+    driver, _ = compiler.bindings()
     return int(checked(driver.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0), "cuGetProcAddress"))
 
 
 @functools.cache
 def _primary_context(device: int) -> Any:
     """The context of a device that torch uses; kept for as long as there are kernels, which is for ever."""
-    driver, _ = cuda_compiler.bindings()
+    driver, _ = compiler.bindings()
     return checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
 
 
@@ -203,12 +203,12 @@ def _load(variant: Variant, device: int) -> int:
     found = _functions.get(identity)
     if found is not None:
         return found
-    driver, _ = cuda_compiler.bindings()
+    driver, _ = compiler.bindings()
     with nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
         if not int(checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):  # a thread that has used no GPU yet
             checked(driver.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
         module = checked(
-            driver.cuModuleLoadData(cuda_compiler.from_cache(variant, capability(device))),
+            driver.cuModuleLoadData(compiler.from_cache(variant, capability(device))),
             f"loading the kernel {variant.kernel} (a driver as new as NVRTC, which compiled it, can)",
         )
         function = checked(driver.cuModuleGetFunction(module, variant.kernel.encode()), "cuModuleGetFunction")
@@ -244,7 +244,7 @@ def _launch(
         _hold(packed, device, variants())
         status = path.launch_cuda(packed, stream)
     if status:
-        driver, _ = cuda_compiler.bindings()
+        driver, _ = compiler.bindings()
         raise BackendError(f"the launch of a CUDA kernel failed: {driver.CUresult(status).name}")
 
 

@@ -27,7 +27,7 @@ from fusednorm.backends.kernel_keys import (
     ceiling,
     scratch_of,
 )
-from fusednorm.backends.triton import host as triton_host
+from fusednorm.backends.triton import host
 from fusednorm.backends.triton.cpu_compiler import Compiler, Failure, Program, processor
 from fusednorm.backends.triton.host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
 from fusednorm.calls import c_abi, process
@@ -68,22 +68,22 @@ def unavailable() -> list[str]:
     """Why this machine cannot use the backend."""
     if _MODE is None:
         return [f"FUSEDNORM_PREWARM is {_asked!r}; it must be background, wait (or 1), or off (or 0)"]
-    reasons = triton_host.missing(on_cpus=not INTERPRETED)
+    reasons = host.missing(on_cpus=not INTERPRETED)
     if reasons or INTERPRETED:
         return reasons
-    target, why = triton_host.active_target()
+    target, why = host.active_target()
     if target is None or target.backend != "cpu":
         found = f"no driver ({why})" if target is None else f"a driver for {target.backend}"
-        cure = triton_host.BUILD.replace("a newer one", "one for CPUs")
+        cure = host.BUILD.replace("a newer one", "one for CPUs")
         return [f"Triton has {found} active here, not one for CPUs: {cure}; TRITON_CPU_BACKEND=1 prefers it to a GPU's"]
-    return triton_host.changed(on_cpus=True) or [f"C calls its kernels, and {why}" for why in cpu.unavailable()]
+    return host.changed(on_cpus=True) or [f"C calls its kernels, and {why}" for why in cpu.unavailable()]
 
 
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     if operation.step is not None and operation.step.name == "rotate":
         return cpu.unavailable()
-    return triton_host.too_long(operation.hidden_size)
+    return host.too_long(operation.hidden_size)
 
 
 def plan(operation: Operation) -> str:
@@ -177,7 +177,7 @@ def gate_variant(kind: GateKind) -> Variant:
     """The kernel of a gate, or of its backward pass."""
     from fusednorm.backends.triton.kernels import cpu_gates as kernels
 
-    between = None if kind.between is None else triton_host.type_of(kind.between, bits=True)
+    between = None if kind.between is None else host.type_of(kind.between, bits=True)
     flags = _flags(TWO_LEVELS=kind.two_levels)
     dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
     if kind.d is not None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusednorm.backends.triton import host as triton_host
+from fusednorm.backends.triton import host
 from fusednorm.backends.triton.host import Variant
 from fusednorm.calls.process import BackendError, NotYetError
 
@@ -59,7 +59,7 @@ class Program:
         from triton.runtime.driver import driver
 
         self.variant = variant
-        kernel = triton_host.compiled(variant, driver.active.get_current_target(), only_cached)
+        kernel = host.compiled(variant, driver.active.get_current_target(), only_cached)
         self._check(kernel)
         descriptor, path = tempfile.mkstemp(suffix=".so")
         try:
@@ -87,7 +87,7 @@ class Program:
         if given != ["ptr"] * pointers + numbers + ["i32"] * 6:
             raise BackendError(
                 f"the kernels of this version of Triton take other arguments than fusednorm gives them: {given}; "
-                + triton_host.CURE_ON_CPUS
+                + host.CURE_ON_CPUS
             )
 
     def __call__(self, call: bytes, programs: int) -> None:
@@ -151,7 +151,7 @@ def compile_for_parent() -> None:
         try:
             module, name = named.function
             variant = dataclasses.replace(named, function=getattr(import_module(module), name))
-            triton_host.compiled(variant, driver.active.get_current_target())
+            host.compiled(variant, driver.active.get_current_target())
         except Exception as error:  # a compiler's may be anything
             reason = f"{type(error).__name__}: {error}"
         print(json.dumps(reason), file=answers, flush=True)
@@ -217,7 +217,7 @@ class Compiler:
             variant = self._queue[0]
             try:
                 self._try(variant, only_cached=True)
-            except triton_host.NotCachedError:
+            except host.NotCachedError:
                 self._try(variant, self._by_child(variant))
             self._queue.popleft()
         child, self._child = self._child, None
@@ -241,7 +241,7 @@ class Compiler:
                 if reason:
                     raise BackendError(reason)
                 self.done[variant.identity()] = self._load(variant, only_cached)
-            except triton_host.NotCachedError:
+            except host.NotCachedError:
                 raise
             except Exception as error:  # a compiler's may be anything
                 failure = Failure(reason or f"{type(error).__name__}: {error}")

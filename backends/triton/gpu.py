@@ -19,7 +19,7 @@ from fusednorm.backends.kernel_keys import (
     RotationKind,
     ceiling,
 )
-from fusednorm.backends.triton import host as triton_host
+from fusednorm.backends.triton import host
 from fusednorm.backends.triton.host import INTERPRETED, Host, Variant, launcher
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm
@@ -57,15 +57,15 @@ _ADDED = 32
 
 def unavailable() -> list[str]:
     """Why this machine cannot use the backend."""
-    reasons = triton_host.missing()
+    reasons = host.missing()
     if reasons or INTERPRETED:
         return reasons
-    target, why = triton_host.active_target()
+    target, why = host.active_target()
     if target is None:
         return [f"Triton finds no GPU driver ({why}); `python -m torch.utils.collect_env` shows what torch finds"]
     if target.backend == "cpu":
         return ["Triton's active driver is one for CPUs, which the backend triton_cpu is for"]
-    return triton_host.changed()
+    return host.changed()
 
 
 def unsuitable(operation: Operation) -> list[str]:
@@ -75,7 +75,7 @@ def unsuitable(operation: Operation) -> list[str]:
         return [f"no program has all rows of {size} elements in groups of {step.quantization.per}"]
     if step is not None and step.name == "rotate" and size > reference.SEGMENT:
         return [f"its heads have up to {reference.SEGMENT} elements"]
-    return triton_host.too_long(size)
+    return host.too_long(size)
 
 
 def _quantizes(group: int, hidden_size: int) -> bool:
@@ -95,7 +95,7 @@ def plan(operation: Operation) -> str:
 
 def warp_size() -> int:
     """Threads in a warp of this machine's GPU."""
-    target = None if INTERPRETED else triton_host.active_target()[0]
+    target = None if INTERPRETED else host.active_target()[0]
     return target.warp_size if target is not None and target.warp_size else 32
 
 
@@ -150,7 +150,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         "ACTIVATION": kind.gate and kind.gate.activation,
     }
     if kind.gate is not None and kind.gate.between not in (None, kind.accumulator):
-        constants["PASSED"] = triton_host.type_of(kind.gate.between)
+        constants["PASSED"] = host.type_of(kind.gate.between)
     if tiles == 1:
         constants["ROWS"] = rows
     else:
@@ -285,7 +285,7 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
         function = kernels.gate_backward_tile
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
     bits = _by_bits([*kind.dtypes(), kind.between])
-    between = None if kind.between is None else triton_host.type_of(kind.between, bits)
+    between = None if kind.between is None else host.type_of(kind.between, bits)
     constants = {"ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
     return Variant(
         function,
@@ -315,8 +315,8 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     else:
         form, width = "parts", size
     bits = _by_bits([*kind.dtypes(), kind.between, kind.products])
-    passed = None if kind.between == kind.accumulator else triton_host.type_of(kind.between, bits)
-    products = None if kind.products is None else triton_host.type_of(kind.products, bits)
+    passed = None if kind.between == kind.accumulator else host.type_of(kind.between, bits)
+    products = None if kind.products is None else host.type_of(kind.products, bits)
     rows = max(1, _OF_HEADS // size)
     constants = {
         "SIZE": kind.size,

@@ -108,10 +108,10 @@ def changed(on_cpus: bool = False) -> list[str]:
     """Why this version of Triton, which can be imported and has a driver, cannot be called; empty if it can."""
     import triton
 
-    from fusednorm.backends.triton.kernels import norm as triton_kernels
+    from fusednorm.backends.triton.kernels import norm
 
     used, cure = (_USED, CURE_ON_CPUS) if on_cpus else (_USED_ON_GPUS, _CURE)
-    lacked = lacking(triton, used) or lacking(triton_kernels.forward_tile, {"arg_names": ()})
+    lacked = lacking(triton, used) or lacking(norm.forward_tile, {"arg_names": ()})
     if lacked:
         return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {cure}"]
     return []
