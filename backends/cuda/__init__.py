@@ -7,7 +7,7 @@ A kernel is compiled for the types, the alignment and the class of the row's len
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from fusednorm.backends.cuda.choice import (
 )
 from fusednorm.backends.cuda.compiler import checked
 from fusednorm.backends.kernel_keys import (
+    PACKED,
     UNTRIED,
     BackwardKind,
     ForwardKind,
@@ -34,13 +35,14 @@ from fusednorm.backends.kernel_keys import (
     RotationKind,
     blocks_of,
     check_addresses,
+    kind_of,
     lacking,
     of_one_weight_dtype,
     scratch_of,
 )
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import Gate, GateBackward, NormGated, Quantize, Rotate, device_of
+from fusednorm.calls.call import GateBackward, Rotate, device_of
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
@@ -219,23 +221,17 @@ def _load(variant: Variant, device: int) -> int:
     return int(function)
 
 
-def _hold(packed: bytes, device: int, variants: Mapping[str, Variant]) -> None:
+def _hold(packed: bytes, device: int, variants: Iterable[Variant]) -> None:
     """Compiles and loads the kernels of a kind of call, and has C launch them from now on."""
     _open_launcher()
     early = capability(device) >= 90  # a kernel waits by itself, and may begin before the one before has ended
     kernels = tuple(
-        (_load(v, device), v.threads, v.per_program, v.shared, v.cluster, early, int(v.share))
-        for v in variants.values()
+        (_load(v, device), v.threads, v.per_program, v.shared, v.cluster, early, int(v.share)) for v in variants
     )
     path.hold_cuda(packed, int(_primary_context(device)), kernels)
 
 
-def _launch(
-    packed: bytes,
-    device: int,
-    call: Call,
-    variants: Callable[[], Mapping[str, Variant]],
-) -> None:
+def _launch(packed: bytes, device: int, call: Call, variants: Callable[[], Iterable[Variant]]) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
     stream = _stream(device)
     status = path.launch_cuda(packed, stream)
@@ -256,29 +252,21 @@ def forward(call: ForwardCall) -> None:
 
 def _run(call: ForwardCall | GateBackward) -> None:
     """Launches the one kernel of a call."""
-    packed = _PACKED.get(type(call), c_abi.PACKED[type(call)])(call)
-    _launch(packed, device_of(call).index or 0, call, lambda: _variants(call))
+    device = device_of(call).index
+
+    def variants() -> list[Variant]:
+        kind = kind_of(call)
+        return [_CHOSEN[type(kind)](kind, capability(device))]
+
+    _launch(PACKED[type(call)](call), device or 0, call, variants)
 
 
-#: Calls before which the launcher is given one that says on which GPU they are.
-_PACKED: dict[type, Callable[..., bytes]] = {
-    Gate: c_abi.pack_gate_alone,
-    GateBackward: c_abi.pack_gate_alone,
-    Rotate: c_abi.pack_rotation,
+#: The functions that choose the kernel of a kind of call.
+_CHOSEN: dict[type, Callable[..., Variant]] = {
+    ForwardKind: forward_variant,
+    GateKind: gate_variant,
+    RotationKind: rotation_variant,
 }
-
-
-def _variants(call: ForwardCall | GateBackward) -> dict[str, Variant]:
-    """The kernel of a call, by its name."""
-    found = capability(device_of(call).index)
-    if isinstance(call, Rotate):
-        return {"rotate": rotation_variant(RotationKind.of(call), found)}
-    if isinstance(call, (Gate, GateBackward)):
-        return {"gate": gate_variant(GateKind.of(call), found)}
-    if isinstance(call, Quantize):
-        return {"quantize": forward_variant(ForwardKind.of_quantizer(call), found)}
-    kind = ForwardKind.of_gated(call) if isinstance(call, NormGated) else ForwardKind.of(call)
-    return {"forward": forward_variant(kind, found)}
 
 
 def backward(call: Backward | GateBackward) -> None:
@@ -289,4 +277,8 @@ def backward(call: Backward | GateBackward) -> None:
     device = call.operation.device.index or 0
     partial = scratch_of(call)
     packed = c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial)
-    _launch(packed, device, call, lambda: backward_variants(BackwardKind.of(call, partial), capability(device)))
+
+    def variants() -> Iterable[Variant]:
+        return backward_variants(BackwardKind.of(call, partial), capability(device)).values()
+
+    _launch(packed, device, call, variants)

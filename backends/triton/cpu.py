@@ -12,19 +12,21 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusednorm.backends import cpu
 from fusednorm.backends.kernel_keys import (
+    PACKED,
     BackwardKind,
     ForwardKind,
     GateKind,
     QuantizerKind,
     blocks_of,
     ceiling,
+    kind_of,
     scratch_of,
 )
 from fusednorm.backends.triton import host
@@ -33,11 +35,11 @@ from fusednorm.backends.triton.host import INTERPRETED, Host, Interpreted, Varia
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import Share
-from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
+from fusednorm.calls.call import AroundNorm, Backward, Forward, Gate, NormGated, Quantize, Rotate
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Backward, Call, ForwardCall, Operation
+    from fusednorm.calls.call import Call, ForwardCall, GateBackward, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
@@ -261,7 +263,7 @@ def _in_background() -> bool:
 class _Host(Host):
     """Has kernels compiled when they may be, and has the fast path run those that are there."""
 
-    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Call) -> list[Any]:
+    def _hold(self, key: tuple[Any, ...], variants: Iterable[Variant], call: Call) -> list[Any]:
         global _prewarmed
         if not INTERPRETED and (_in_background() or _MODE == "wait"):
             more = () if _prewarmed else tuple(commonest())
@@ -269,7 +271,7 @@ class _Host(Host):
             if _MODE == "wait":
                 _compiler.ahead(more)
             else:
-                _compiler.later(variants.values(), more)
+                _compiler.later(variants, more)
         held = super()._hold(key, variants, call)
         if fast_path is not None and (packed := _packed_for_fast_path(call)) is not None:
             path.hold_triton(packed, held[0].address)
@@ -281,64 +283,40 @@ def _packed_for_fast_path(call: Call) -> bytes | None:
 
     It knows one dtype for the residual and the sum, one level of rows of a norm alone, and nothing around a norm.
     """
-    if isinstance(call, Gate):
-        return c_abi.pack_gate_alone(call) if _is_short(call.hidden_size) else None
-    if isinstance(call, Quantize):
-        return c_abi.pack_quantize(call) if _is_short(call.hidden_size) else None
-    if isinstance(call, NormGated):
-        return c_abi.pack_norm_gated(call) if _is_short(call.norm.operation.hidden_size) else None
-    if not isinstance(call, Forward) or not _is_short(call.operation.hidden_size):
-        return None
-    return c_abi.pack_forward(call) if not call.operation.features and call.inner == call.rows else None
-
-
-def _is_short(hidden_size: int) -> bool:
-    """Whether rows are among those that share one kernel."""
-    return _segments(hidden_size) == _FEWEST_SEGMENTS
+    if isinstance(call, Forward):
+        taken = not call.operation.features and call.inner == call.rows
+    else:
+        taken = isinstance(call, (Gate, Quantize, NormGated))
+    return PACKED[type(call)](call) if taken and _segments(call.hidden_size) == _FEWEST_SEGMENTS else None
 
 
 class _CompiledHost(_Host):
     """Has C run compiled kernels, which it gives a packed call."""
 
-    def forward(self, call: Forward) -> None:
-        """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
-        _, program = self.for_forward(call)
-        program(c_abi.pack_forward(call, torch.get_num_threads()), call.rows)
-
-    def quantize(self, call: Quantize) -> None:
-        """Runs the kernel that quantizes rows, which it may normalise before; see :class:`Quantize`."""
-        program = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
-        program(c_abi.pack_quantize(call, torch.get_num_threads()), call.rows)
-
-    def gate(self, call: Gate | GateBackward) -> None:
-        """Runs the kernel of a gate, or of its backward pass."""
-        program = self._held_for_gate(call)
-        program(c_abi.pack_gate_alone(call, torch.get_num_threads()), call.rows)
-
-    def norm_gated(self, call: NormGated) -> None:
-        """Runs the kernel that normalises rows and gates them, in the order that the call says."""
-        program = self._held_for(ForwardKind.of_gated(call), call.norm.operation.device, call)
-        program(c_abi.pack_norm_gated(call, torch.get_num_threads()), call.norm.rows)
-
-    def backward(self, call: Backward) -> None:
-        """Runs kernels; see :class:`fusednorm.registry.Backend`."""
-        partial = scratch_of(call)
-        block, blocks = blocks_of(call.rows)
-        packed = c_abi.pack_backward(call, torch.get_num_threads(), block, partial)
-        kind, programs = self.for_backward(call, partial)
-        for program in programs:
-            program(packed, program.variant.programs(call.rows, kind.hidden_size, block, blocks))
+    def run(self, call: Call) -> None:
+        """Runs the kernels of any call; see :class:`fusednorm.registry.Backend`."""
+        threads = torch.get_num_threads()
+        if isinstance(call, Backward):
+            partial = scratch_of(call)
+            block, blocks = blocks_of(call.rows)
+            packed = c_abi.pack_backward(call, threads, block, partial)
+            for program in self.held_for(BackwardKind.of(call, partial), call):
+                program(packed, program.variant.programs(call.rows, call.hidden_size, block, blocks))
+        else:
+            (program,) = self.held_for(kind_of(call), call)
+            program(PACKED[type(call)](call, threads), call.norm.rows if isinstance(call, NormGated) else call.rows)
 
 
 _compiler = Compiler(Program)
 
+_CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
+_CHOOSERS[GateKind] = gate_variant
+
 if INTERPRETED:
-    _host: Host = _Host(
-        forward_variant, backward_variants, Interpreted, pointer_or_null, unaligned=True, gate_variant=gate_variant
-    )
+    _host: Host = _Host(_CHOOSERS, Interpreted, pointer_or_null, unaligned=True)
     fast_path: str | None = None
 else:
-    _host = _CompiledHost(forward_variant, backward_variants, _compiler.now, unaligned=True, gate_variant=gate_variant)
+    _host = _CompiledHost(_CHOOSERS, _compiler.now, unaligned=True)
     #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
     fast_path = path.open_triton_cpu(_FEWEST_SEGMENTS * reference.SEGMENT)
 

@@ -26,7 +26,7 @@ from fusednorm.calls.call import AroundNorm
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fusednorm.calls.call import Operation
 
@@ -353,5 +353,7 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     )
 
 
-_host = Host(forward_variant, backward_variants, launcher, gate_variant=gate_variant, rotation_variant=rotation_variant)
+_CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
+_CHOOSERS |= {GateKind: gate_variant, RotationKind: rotation_variant}
+_host = Host(_CHOOSERS, launcher)
 forward = backward = _host.run

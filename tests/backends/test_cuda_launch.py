@@ -879,7 +879,7 @@ def both_passes(hidden):
 
     def hold_forward(device):
         variant = cuda_kernels.forward_variant(ForwardKind.of(call), cuda.capability(device))
-        cuda._hold(c_abi.pack_forward(on_gpu(call, device)), device, {"forward": variant})
+        cuda._hold(c_abi.pack_forward(on_gpu(call, device)), device, [variant])
 
     yield (
         python_forward,
@@ -902,7 +902,7 @@ def both_passes(hidden):
 
     def hold_backward(device):
         variants = cuda_kernels.backward_variants(BackwardKind.of(back, partial), cuda.capability(device))
-        cuda._hold(c_abi.pack_backward(on_gpu(back, device), 1, 1, partial), device, variants)
+        cuda._hold(c_abi.pack_backward(on_gpu(back, device), 1, 1, partial), device, variants.values())
 
     wanted = reference.gradients(x, None, residual, rstd, weight, 0.0, BF16, None, (True, False, True))
     yield python_backward, fast_backward, (wanted[0], wanted[2]), hold_backward
