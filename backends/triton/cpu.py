@@ -198,13 +198,13 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
     from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
     def variant(
-        function: Any, constants: dict[str, Any], share: Share, per_program: int, used: dict[str, torch.dtype | None]
+        part: str, flags: int, segments: int, share: Share, per_program: int, used: dict[str, torch.dtype | None]
     ) -> Variant:
         names = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "partial", "dweight")
         dtypes = {name: kind.accumulator if name in ("rstd", "partial") else used.get(name) for name in names}
-        constants = {**constants, **_constants()}
+        constants = {"PART": part, "FLAGS": flags, "SEGMENTS": segments, **_constants()}
         return Variant(
-            function,
+            kernels.backward,
             dtypes,
             kind.accumulator,
             constants,
@@ -220,14 +220,12 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
     if kind.dx or kind.dresidual:
         operands = {"d_total": kind.d_residual_out, "weight": kind.weight}
         operands |= {"dx": kind.dx, "dresidual": kind.dresidual}
-        flags = _flags(**{name.upper(): dtype is not None for name, dtype in operands.items()})
-        constants = {"FLAGS": flags + two_levels, "SEGMENTS": _segments(kind.hidden_size)}
-        variants["rows"] = variant(kernels.backward_rows, constants, Share.ROWS, 1, {**read, **operands})
+        flags = two_levels + _flags(**{name.upper(): dtype is not None for name, dtype in operands.items()})
+        segments = _segments(kind.hidden_size)
+        variants["rows"] = variant("rows", flags, segments, Share.ROWS, 1, {**read, **operands})
     if kind.dweight:
-        variants["shares"] = variant(
-            kernels.backward_shares, {"FLAGS": two_levels}, Share.COLUMNS_OF_BLOCKS, TILE, read
-        )
-        variants["weight"] = variant(kernels.backward_weight, {}, Share.COLUMNS, TILE, {"dweight": kind.dweight})
+        variants["shares"] = variant("shares", two_levels, 0, Share.COLUMNS_OF_BLOCKS, TILE, read)
+        variants["weight"] = variant("weight", 0, 0, Share.COLUMNS, TILE, {"dweight": kind.dweight})
     return variants
 
 

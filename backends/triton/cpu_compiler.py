@@ -38,9 +38,9 @@ with contextlib.suppress(ImportError):  # the cpu backend says why
 _log = logging.getLogger("fusednorm")
 
 #: ``cpu/run/triton_programs.c`` gives a kernel so many, by the name of its function: pointers, integers, numbers of the
-#: accumulator's type, and numbers of float32. Kernels without a line are of a backward pass.
-GIVEN = {"forward": (8, 16, 3, 0), "quantize": (9, 22, 3, 5), "gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
-BACKWARD = (9, 11, 1, 0)
+#: accumulator's type, and numbers of float32.
+GIVEN = {"forward": (8, 16, 3, 0), "backward": (9, 11, 1, 0), "quantize": (9, 22, 3, 5)}
+GIVEN |= {"gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
 
 
 def processor() -> str:
@@ -82,7 +82,7 @@ class Program:
         ) or [""]
         given = re.findall(r"(\w+)[^,%]*%\d+", re.sub(r"\w+\([^()]*\)", "", arguments))
         real = "double" if self.variant.accumulator == torch.float64 else "float"
-        pointers, integers, reals, floats = GIVEN.get(kernel.metadata.name, BACKWARD)
+        pointers, integers, reals, floats = GIVEN[kernel.metadata.name]
         numbers = ["i64"] * integers + [real] * reals + ["float"] * floats
         if given != ["ptr"] * pointers + numbers + ["i32"] * 6:
             raise BackendError(

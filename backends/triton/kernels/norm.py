@@ -249,20 +249,7 @@ def forward_wide(
         inside = None if N % TILE == 0 else at < N
         g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
         stored_to = residual_out_row if KEPT else None
-        h = added(
-            x_row,
-            x_scale,
-            first_rstd,
-            g,
-            residual_row,
-            stored_to,
-            at,
-            inside,
-            BETWEEN,
-            ROUND_SUM,
-            ROUND_NORM,
-            A,
-        )
+        h = added(x_row, x_scale, first_rstd, g, residual_row, stored_to, at, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A)
         if GATED == "before":
             h = gated(h, z_row + at, inside, ACTIVATION, A)
         if out is not None:

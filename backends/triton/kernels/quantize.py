@@ -56,98 +56,6 @@ def greatest(keys, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def store_quantized(
-    y,
-    inside,
-    numbers_rows,
-    column,
-    first,
-    rows,
-    scale,
-    zero_point,
-    scale_stride,
-    scale_jump,
-    scale_group_stride,
-    zero_point_stride,
-    zero_point_jump,
-    zero_point_group_stride,
-    inner,
-    qmin,
-    qmax,
-    amax_floor,
-    amax_limit,
-    scale_floor,
-    N: tl.constexpr,
-    NUMBER: tl.constexpr,
-    PER: tl.constexpr,
-    GIVEN: tl.constexpr,
-    SCALE_BY: tl.constexpr,
-    APPLY: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Stores the numbers of a tile of float32, and its scales and zero points."""
-    COMPUTED: tl.constexpr = (ZERO_POINT == "before") | (ZERO_POINT == "after")  # each scale has a zero point
-    E: tl.constexpr = WIDTH if PER == 0 or PER > WIDTH else PER
-    D: tl.constexpr = DEPTH if PER == 0 else (PER // WIDTH if PER > WIDTH else 1)
-    Q: tl.constexpr = DEPTH // D
-    R: tl.constexpr = ROWS * SEGMENTS
-    G: tl.constexpr = WIDTH // E
-    v = tl.reshape(y, (Q, D, R, G, E))
-    multiplier = None
-    zero = None
-    if GIVEN:
-        s = tl.full((1, 1, 1, 1, 1), tl.load(scale), tl.float32)
-        if COMPUTED:
-            zero = tl.full((1, 1, 1, 1, 1), tl.load(zero_point), tl.int32)
-    else:
-        bits = v.to(tl.int32, bitcast=True)
-        there = None if inside is None else tl.reshape(tl.broadcast_to(inside, y.shape), v.shape)
-        OF_ROW: tl.constexpr = SEGMENTS if PER == 0 else 1
-        if COMPUTED:
-            keys = in_order(bits)
-            others = ~keys
-            if there is not None:
-                keys = tl.where(there, keys, -2147483648)
-                others = tl.where(there, others, -2147483648)
-            high = in_order(greatest(keys, OF_ROW)).to(tl.float32, bitcast=True)
-            low = in_order(~greatest(others, OF_ROW)).to(tl.float32, bitcast=True)
-            high, low = ends(high, low)
-            span = high - low
-            steps = tl.full(span.shape, qmax, tl.float32) - qmin
-        else:
-            keys = bits & 0x7FFFFFFF
-            if there is not None:
-                keys = tl.where(there, keys, 0)
-            span = greatest(keys, OF_ROW).to(tl.float32, bitcast=True)
-            span = at_most(at_least(span, amax_floor), amax_limit)
-            steps = tl.full(span.shape, qmax, tl.float32)
-        s = scale_of(span, steps, scale_floor, SCALE_BY)
-        if COMPUTED:
-            zero = zero_point_of(low, s, qmin)
-        elif APPLY == "ratio":
-            multiplier = quotient(tl.full(span.shape, qmax, tl.float32), span, tl.float32)
-        row = first + (tl.arange(0, R) // SEGMENTS)[None, None, :, None, None]
-        begin = (tl.arange(0, R) % SEGMENTS * (DEPTH * WIDTH))[None, None, :, None, None]
-        begin = begin + (tl.arange(0, Q) * (D * WIDTH))[:, None, None, None, None]
-        begin = begin + (tl.arange(0, G) * E)[None, None, None, :, None]
-        number = begin * 0 if PER == 0 else begin // PER
-        mine = (row < rows) & ((begin == 0) if PER == 0 else (begin < N))
-        at = rows_at(scale, row, scale_stride, scale_jump, inner) + number * scale_group_stride
-        tl.store(at, multiplier if MULTIPLIER else s, mask=mine)
-        if COMPUTED:
-            at = rows_at(zero_point, row, zero_point_stride, zero_point_jump, inner) + number * zero_point_group_stride
-            tl.store(at, zero, mask=mine)
-    v = applied(v, s, factor_of(s, multiplier, APPLY), APPLY)
-    found = tl.reshape(numbers_of(v, zero, qmin, qmax, NUMBER, ZERO_POINT), y.shape)
-    tl.store(numbers_rows + column, found, mask=inside)
-
-
-@triton.jit
 def quantize_tile(
     x,
     residual,
@@ -235,37 +143,58 @@ def quantize_tile(
         if out is not None:
             tl.store(rows_at(out, row, out_stride, out_jump, inner) + column, kept, mask=inside)
         y = widened(kept, A)
-    store_quantized(
-        y.to(tl.float32),
-        inside,
-        rows_at(numbers, row, numbers_stride, numbers_jump, inner),
-        column,
-        first,
-        rows,
-        scale,
-        zero_point,
-        scale_stride,
-        scale_jump,
-        scale_group_stride,
-        zero_point_stride,
-        zero_point_jump,
-        zero_point_group_stride,
-        inner,
-        qmin,
-        qmax,
-        amax_floor,
-        amax_limit,
-        scale_floor,
-        N,
-        NUMBER,
-        PER,
-        GIVEN,
-        SCALE_BY,
-        APPLY,
-        MULTIPLIER,
-        ZERO_POINT,
-        ROWS,
-        SEGMENTS,
-        DEPTH,
-        WIDTH,
-    )
+    y = y.to(tl.float32)
+    numbers_rows = rows_at(numbers, row, numbers_stride, numbers_jump, inner)
+    COMPUTED: tl.constexpr = (ZERO_POINT == "before") | (ZERO_POINT == "after")  # each scale has a zero point
+    E: tl.constexpr = WIDTH if PER == 0 or PER > WIDTH else PER
+    D: tl.constexpr = DEPTH if PER == 0 else (PER // WIDTH if PER > WIDTH else 1)
+    Q: tl.constexpr = DEPTH // D
+    R: tl.constexpr = ROWS * SEGMENTS
+    G: tl.constexpr = WIDTH // E
+    v = tl.reshape(y, (Q, D, R, G, E))
+    multiplier, zero = None, None
+    if GIVEN:
+        s = tl.full((1, 1, 1, 1, 1), tl.load(scale), tl.float32)
+        if COMPUTED:
+            zero = tl.full((1, 1, 1, 1, 1), tl.load(zero_point), tl.int32)
+    else:
+        bits = v.to(tl.int32, bitcast=True)
+        there = None if inside is None else tl.reshape(tl.broadcast_to(inside, y.shape), v.shape)
+        OF_ROW: tl.constexpr = SEGMENTS if PER == 0 else 1
+        if COMPUTED:
+            keys = in_order(bits)
+            others = ~keys
+            if there is not None:
+                keys = tl.where(there, keys, -2147483648)
+                others = tl.where(there, others, -2147483648)
+            high = in_order(greatest(keys, OF_ROW)).to(tl.float32, bitcast=True)
+            low = in_order(~greatest(others, OF_ROW)).to(tl.float32, bitcast=True)
+            high, low = ends(high, low)
+            span = high - low
+            steps = tl.full(span.shape, qmax, tl.float32) - qmin
+        else:
+            keys = bits & 0x7FFFFFFF
+            if there is not None:
+                keys = tl.where(there, keys, 0)
+            span = greatest(keys, OF_ROW).to(tl.float32, bitcast=True)
+            span = at_most(at_least(span, amax_floor), amax_limit)
+            steps = tl.full(span.shape, qmax, tl.float32)
+        s = scale_of(span, steps, scale_floor, SCALE_BY)
+        if COMPUTED:
+            zero = zero_point_of(low, s, qmin)
+        elif APPLY == "ratio":
+            multiplier = quotient(tl.full(span.shape, qmax, tl.float32), span, tl.float32)
+        scale_row = first + (tl.arange(0, R) // SEGMENTS)[None, None, :, None, None]
+        begin = (tl.arange(0, R) % SEGMENTS * (DEPTH * WIDTH))[None, None, :, None, None]
+        begin = begin + (tl.arange(0, Q) * (D * WIDTH))[:, None, None, None, None]
+        begin = begin + (tl.arange(0, G) * E)[None, None, None, :, None]
+        number = begin * 0 if PER == 0 else begin // PER
+        mine = (scale_row < rows) & ((begin == 0) if PER == 0 else (begin < N))
+        at = rows_at(scale, scale_row, scale_stride, scale_jump, inner) + number * scale_group_stride
+        tl.store(at, multiplier if MULTIPLIER else s, mask=mine)
+        if COMPUTED:
+            at = rows_at(zero_point, scale_row, zero_point_stride, zero_point_jump, inner)
+            tl.store(at + number * zero_point_group_stride, zero, mask=mine)
+    v = applied(v, s, factor_of(s, multiplier, APPLY), APPLY)
+    found = tl.reshape(numbers_of(v, zero, qmin, qmax, NUMBER, ZERO_POINT), y.shape)
+    tl.store(numbers_rows + column, found, mask=inside)
