@@ -131,6 +131,21 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
     return INTERPRETED or {torch.bfloat16, torch.float16} <= set(dtypes)
 
 
+def _variant(
+    kind: ForwardKind | GateKind | RotationKind,
+    function: Any,
+    dtypes: dict[str, torch.dtype | None],
+    constants: dict[str, Any],
+    warps: int,
+    per_program: int,
+    **more: Any,
+) -> Variant:
+    """A kernel for calls of a kind."""
+    more = {"bits": _by_bits(kind.dtypes()), "two_levels": kind.two_levels} | more
+    aligned = kind.alignment >= 16
+    return Variant(function, dtypes, kind.accumulator, constants, aligned, warps=warps, per_program=per_program, **more)
+
+
 def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     """The kernel for a kind of call, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends.triton.kernels import norm as kernels
@@ -158,28 +173,12 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         constants |= {"KEPT": kept, "TILES": tiles}
     around, absent = _around(kind)
     absent += ("first_eps",) * (kind.first is None) + ("z_stride", "z_jump") * (kind.gate is None)
-    return Variant(
-        kernels.forward_tile if tiles == 1 else kernels.forward_wide,
-        {
-            "x": kind.x,
-            "residual": kind.residual,
-            "weight": kind.weight,
-            "out": kind.out,
-            "residual_out": kind.residual_out,
-            "rstd": kind.accumulator if kind.rstd else None,
-            "first_weight": kind.first and kind.first.weight,
-            "bias": around.bias,
-            "z": kind.gate and kind.gate.z,
-        },
-        kind.accumulator,
-        {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},
-        kind.alignment >= 16,
-        bits=_by_bits(kind.dtypes()),
-        warps=warps,
-        per_program=rows,
-        two_levels=kind.two_levels,
-        absent=absent,
-    )
+    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
+    dtypes |= {"residual_out": kind.residual_out, "rstd": kind.accumulator if kind.rstd else None}
+    dtypes |= {"first_weight": kind.first and kind.first.weight, "bias": around.bias, "z": kind.gate and kind.gate.z}
+    constants |= {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
+    function = kernels.forward_tile if tiles == 1 else kernels.forward_wide
+    return _variant(kind, function, dtypes, constants, warps, rows, absent=absent)
 
 
 def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
@@ -197,9 +196,10 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
     rows, segments, depth, width, vector, warps, _ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     group = quantization.group(kind.hidden_size)
     around, absent = _around(kind)
-    normalised = {"residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
-    normalised |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
-    zero_points = torch.int32 if quantization.computes_zero_point else None
+    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
+    dtypes |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
+    dtypes |= {"numbers": torch.uint8, "scale": torch.float32}
+    dtypes["zero_point"] = torch.int32 if quantization.computes_zero_point else None
     constants = {
         "N": kind.hidden_size,
         "OFFSET": kind.offset,
@@ -215,18 +215,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
         "ZERO_POINT": str(quantization.zero_point or ""),
     }
     constants |= {"ROWS": rows, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
-    return Variant(
-        quantize_tile,
-        {"x": kind.x, **normalised, "numbers": torch.uint8, "scale": torch.float32, "zero_point": zero_points},
-        kind.accumulator,
-        constants,
-        kind.alignment >= 16,
-        bits=_by_bits(kind.dtypes()),
-        warps=warps,
-        per_program=rows,
-        two_levels=kind.two_levels,
-        absent=absent,
-    )
+    return _variant(kind, quantize_tile, dtypes, constants, warps, rows, absent=absent)
 
 
 def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str, Variant]:
@@ -286,19 +275,9 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
     bits = _by_bits([*kind.dtypes(), kind.between])
     between = None if kind.between is None else host.type_of(kind.between, bits)
-    constants = {"ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
-    return Variant(
-        function,
-        dtypes,
-        kind.accumulator,
-        {"N": kind.hidden_size, **constants},
-        kind.alignment >= 16,
-        bits=bits,
-        warps=_OF_GATES // (8 * (lanes or warp_size())),
-        share=share,
-        per_program=per_program,
-        two_levels=kind.two_levels,
-    )
+    constants = {"N": kind.hidden_size, "ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
+    warps = _OF_GATES // (8 * (lanes or warp_size()))
+    return _variant(kind, function, dtypes, constants, warps, per_program, bits=bits, share=share)
 
 
 def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
@@ -331,26 +310,11 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
         "WIDTH": width,
         "VECTOR": 16 // min(dtype.itemsize for dtype in kind.dtypes()) if kind.alignment >= 16 else 1,
     }
-    rstd = kind.accumulator if kind.rstd else None
-    return Variant(
-        rotate_tile,
-        {
-            **dict.fromkeys(("q", "k"), kind.x),
-            **dict.fromkeys(("q_out", "k_out"), kind.out),
-            **dict.fromkeys(("q_weight", "k_weight"), kind.weight),
-            **dict.fromkeys(("q_rstd", "k_rstd"), rstd),
-            "cos": kind.cos,
-            "sin": kind.sin,
-            "positions": kind.position,
-        },
-        kind.accumulator,
-        constants,
-        kind.alignment >= 16,
-        bits=bits,
-        warps=_OF_HEADS // (16 * (lanes or warp_size())),
-        per_program=rows,
-        two_levels=kind.two_levels,
-    )
+    operands = {"": kind.x, "_out": kind.out, "_weight": kind.weight, "_rstd": kind.accumulator if kind.rstd else None}
+    dtypes = {name + of: dtype for of, dtype in operands.items() for name in "qk"}
+    dtypes |= {"cos": kind.cos, "sin": kind.sin, "positions": kind.position}
+    warps = _OF_HEADS // (16 * (lanes or warp_size()))
+    return _variant(kind, rotate_tile, dtypes, constants, warps, rows, bits=bits)
 
 
 _CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
