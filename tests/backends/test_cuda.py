@@ -101,18 +101,24 @@ def instructions_of(code, folder):
     return re.findall(line + r"([A-Z][\w.]+)", listing, re.MULTILINE), [int(offset, 16) for offset in stores]
 
 
+def without_spills(variant, capability, folder):
+    """What :func:`instructions_of` a kernel says; it spills nothing, and takes no more than a block has."""
+    code = cuda_compiler.compiled(variant, capability)
+    registers, stack, shared = resources(code, folder)
+    instructions, offsets = instructions_of(code, folder)
+    assert stack == 0, variant
+    assert not [i for i in instructions if i.startswith(("LDL", "STL"))], variant
+    assert registers * variant.threads <= 65536, variant
+    assert shared <= 48 * 1024, variant
+    return instructions, offsets
+
+
 @compiles
 @pytest.mark.parametrize(("capability", "x", "residual", "size"), MACHINE_CODE, ids=lambda of: str(of).split(".")[-1])
 def test_machine_code(tmp_path, capability, x, residual, size):
     """Accesses of 16 bytes (32 from sm_100 on) to whole sectors, and nothing spilled."""
     for name, variant in variants(x, residual, size, 32, capability).items():
-        code = cuda_compiler.compiled(variant, capability)
-        registers, stack, shared = resources(code, tmp_path)
-        instructions, offsets = instructions_of(code, tmp_path)
-        assert stack == 0, name
-        assert not [i for i in instructions if i.startswith(("LDL", "STL"))], name
-        assert registers * variant.threads <= 65536, name
-        assert shared <= 48 * 1024, name
+        instructions, offsets = without_spills(variant, capability, tmp_path)
         widest = ".256" if capability >= 100 else ".128"
         loads = [i for i in instructions if i.startswith("LDG")]
         stores = [i for i in instructions if i.startswith("STG")]
@@ -129,15 +135,9 @@ def test_machine_code(tmp_path, capability, x, residual, size):
             assert not [offset for offset in offsets if offset % 32], name
 
 
-def without_spills(variant, capability, folder):
-    """Compiles a kernel, which spills nothing; returns a block's bytes of shared memory, and the number of loads."""
-    code = cuda_compiler.compiled(variant, capability)
-    registers, stack, shared = resources(code, folder)
-    instructions, _ = instructions_of(code, folder)
-    assert stack == 0, variant
-    assert not [i for i in instructions if i.startswith(("LDL", "STL"))], variant
-    assert registers * variant.threads <= 65536, variant
-    return shared, sum(i.startswith("LDG") for i in instructions)
+def loads_of(variant, capability, folder):
+    """How many loads a kernel has, which spills nothing."""
+    return sum(i.startswith("LDG") for i in without_spills(variant, capability, folder)[0])
 
 
 @compiles
@@ -158,8 +158,7 @@ def test_machine_code_of_a_norm_before_the_addition(tmp_path, capability, x, res
     for weight, out in ((x, x), (None, None)):
         kind = ForwardKind(x, residual, weight, out, residual, size, True, False, False, False, 32)
         variant = cuda_kernels.forward_variant(kind._replace(first=FirstNorm(x, x)), capability)
-        shared, loads = without_spills(variant, capability, tmp_path)
-        assert shared <= 48 * 1024
+        loads = loads_of(variant, capability, tmp_path)
         bytes_of_lane = 32 * (2 * x.itemsize + residual.itemsize + (0 if weight is None else x.itemsize))
         if variant.kernel == "forward":  # all four operands once, or all three
             assert loads == bytes_of_lane // (32 if capability >= 100 else 16)
@@ -184,7 +183,7 @@ def test_machine_code_of_what_is_around_a_norm(tmp_path, capability, x, residual
     for around in (AroundNorm(x, False, True), AroundNorm(x, True, True)):
         kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 32, around=around)
         variant = cuda_kernels.forward_variant(kind, capability)
-        _, loads = without_spills(variant, capability, tmp_path)
+        loads = loads_of(variant, capability, tmp_path)
         if variant.kernel == "forward":  # a lane has 32 elements of x; where half a warp has a row, of 8 columns
             columns = 8 if size == 128 and not around.of_heads else 32
             read = 32 * (x.itemsize + residual.itemsize) + columns * 2 * x.itemsize
@@ -228,8 +227,7 @@ def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, na
         kind = quantized_kind(x, residual, size, QUANTIZED[name], normalises)
         variant = cuda_kernels.forward_variant(kind, capability)
         assert variant.kernel.startswith("forward" if normalises else "quantize")
-        shared, loads = without_spills(variant, capability, tmp_path)
-        assert shared <= 48 * 1024
+        loads = loads_of(variant, capability, tmp_path)
         if not variant.kernel.endswith("wide"):  # a lane has 32 elements; where half a warp has a row, 8 of the weight
             weight = (8 if size == 128 else 32) * x.itemsize
             read = 32 * (x.itemsize + residual.itemsize) + weight if normalises else 32 * x.itemsize
@@ -292,8 +290,7 @@ def test_machine_code_of_a_norm_with_a_gate(tmp_path, capability, dtype, size):
         gate = GateOfNorm("silu", dtype, between)
         kind = ForwardKind(dtype, None, dtype, dtype, None, size, True, False, False, False, 32, gate=gate)
         variant = cuda_kernels.forward_variant(kind, capability)
-        shared, loads = without_spills(variant, capability, tmp_path)
-        assert shared <= 48 * 1024
+        loads = loads_of(variant, capability, tmp_path)
         if variant.kernel == "forward":  # a lane has 32 elements; where half a warp has a row, 8 of the weight
             read = (32 + 32 + (8 if size == 128 else 32)) * dtype.itemsize
             assert loads == read // (32 if capability >= 100 else 16)
@@ -316,8 +313,7 @@ def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, pairs, in
     rest = (False, False, False, interleaved, size, pairs, 32)
     kind = RotationKind(dtype, dtype, dtype, None, F32, F32, dtype, None, True, *rest)
     variant = cuda_kernels.rotation_variant(kind, capability)
-    shared, loads = without_spills(variant, capability, tmp_path)
-    assert shared <= 48 * 1024
+    loads = loads_of(variant, capability, tmp_path)
     at_once = 32 if capability >= 100 else 16
     of_tables = 2 * 32 if interleaved else 2 * 32 * F32.itemsize // at_once
     assert loads == 2 * 32 * dtype.itemsize // at_once + of_tables
@@ -347,7 +343,7 @@ def test_machine_code_of_a_gate(tmp_path, capability, dtype, activation):
         kind = GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, 32)
         variant = cuda_kernels.gate_variant(kind, capability)
         assert variant.kernel == ("gate" if d is None else "gate_backward")
-        _, loads = without_spills(variant, capability, tmp_path)
+        loads = loads_of(variant, capability, tmp_path)
         assert loads == (2 if d is None else 3)
         ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
         assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
