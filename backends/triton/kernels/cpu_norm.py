@@ -98,13 +98,7 @@ def put(row, at, left, value, SIZE: tl.constexpr):
 
 @triton.jit
 def eight_added(
-    term: tl.constexpr,
-    row,
-    at,
-    FLAGS: tl.constexpr,
-    A: tl.constexpr,
-    APART: tl.constexpr,
-    SIZE: tl.constexpr,
+    term: tl.constexpr, row, at, FLAGS: tl.constexpr, A: tl.constexpr, APART: tl.constexpr, SIZE: tl.constexpr
 ):
     """The terms of eight vectors that begin APART elements from each other, added up as a segment's are: [SIZE]."""
     s0 = term(row, at, None, FLAGS, A, SIZE)
@@ -337,20 +331,7 @@ def differentiate(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZ
 
 @triton.jit
 def share_of_block(
-    dy,
-    h,
-    rstd,
-    begin,
-    end,
-    dy_stride,
-    h_stride,
-    levels,
-    dy_jump,
-    h_jump,
-    at,
-    left,
-    A: tl.constexpr,
-    SIZE: tl.constexpr,
+    dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, A: tl.constexpr, SIZE: tl.constexpr
 ):
     """The share that the rows from ``begin`` to ``end`` add to the weight's gradient."""
     total = tl.zeros((SIZE,), A)
