@@ -1,4 +1,4 @@
-"""The backends of fusednorm, one file each; calling this module lists them.
+"""The backends of fusednorm; calling this module lists them.
 
 A backend is any object with the attributes of :class:`fusednorm.registry.Backend`; here each is a module.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NAMES = ("cpu", "cuda", "triton", "triton_cpu", "reference")
 
 #: The module in this folder that a backend is, where it is not of the backend's name.
-MODULES = {"triton": "triton_gpu"}
+MODULES = {"triton": "triton.gpu", "triton_cpu": "triton.cpu"}
 
 
 class _Backends(ModuleType):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusednorm.calls import c_abi
 from fusednorm.calls.c_enums import Limit, Share
 from fusednorm.calls.call import (
     AroundNorm,
@@ -295,6 +296,26 @@ class RotationKind(NamedTuple):
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but positions and rstd."""
         return [dtype for dtype in (self.x, self.out, self.cos, self.sin, self.weight) if dtype is not None]
+
+
+#: The kinds of calls that one kernel runs.
+_KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind]] = {
+    Forward: ForwardKind.of,
+    Quantize: ForwardKind.of_quantizer,
+    NormGated: ForwardKind.of_gated,
+    Gate: GateKind.of,
+    GateBackward: GateKind.of,
+    Rotate: RotationKind.of,
+}
+
+#: How launchers take calls: some after one that says on which GPU the operands are.
+PACKED: dict[type, Callable[..., bytes]] = {**c_abi.PACKED, Rotate: c_abi.pack_rotation}
+PACKED |= dict.fromkeys((Gate, GateBackward), c_abi.pack_gate_alone)
+
+
+def kind_of(call: Call) -> ForwardKind | GateKind | RotationKind:
+    """The kind of a call that one kernel runs."""
+    return _KINDS[type(call)](call)
 
 
 def of_one_weight_dtype(call: Rotate) -> list[Rotate]:

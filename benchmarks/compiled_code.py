@@ -58,7 +58,7 @@ class Cuda:
 
     def kernels(self, dtype, size, target):
         """The kernels of both passes, all operands of one dtype."""
-        from fusednorm.backends import cuda_kernels
+        from fusednorm.backends.cuda import choice as cuda_kernels
 
         number = int(target.removeprefix("sm_"))
         forward, backward = kinds(dtype, size, 32)
@@ -69,7 +69,7 @@ class Cuda:
 
     def compiled(self, variant, target):
         """Machine code."""
-        from fusednorm.backends import cuda_compiler
+        from fusednorm.backends.cuda import compiler as cuda_compiler
 
         return cuda_compiler.compiled(variant, int(target.removeprefix("sm_")))
 
@@ -110,7 +110,7 @@ class Triton:
 
     def kernels(self, dtype, size, target):
         """The kernels of both passes, all operands of one dtype."""
-        from fusednorm.backends import triton_gpu
+        from fusednorm.backends.triton import gpu as triton_gpu
 
         lanes = self.target(target).warp_size
         forward, backward = kinds(dtype, size, 16)
@@ -118,7 +118,7 @@ class Triton:
 
     def compiled(self, variant, target):
         """What Triton makes of it."""
-        from fusednorm.backends import triton_host
+        from fusednorm.backends.triton import host as triton_host
 
         return triton_host.compiled(variant, self.target(target))
 
@@ -178,7 +178,7 @@ class TritonCpu(Triton):
 
     def kernels(self, dtype, size, target):
         """The kernels of both passes, all operands of one dtype."""
-        from fusednorm.backends import triton_cpu
+        from fusednorm.backends.triton import cpu as triton_cpu
 
         forward, backward = kinds(dtype, size, 1)
         forward = forward._replace(rstd=True)

@@ -157,7 +157,7 @@ ANY_ORDER = """
 
 def add_in_any_order():
     """Has the cuda backend compile kernels whose sums are not the specification's."""
-    from fusednorm.backends import cuda_compiler
+    from fusednorm.backends.cuda import compiler as cuda_compiler
 
     sources, tree = cuda_compiler._sources(), "    add_lanes<COUNT, LANES_PER_ROW / 2>(sums);"
     row_header = sources["row.cuh"].decode()

@@ -130,7 +130,8 @@ def call_of(
 
 def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
     """The table for `cuda`."""
-    from fusednorm.backends import cuda, cuda_compiler
+    from fusednorm.backends import cuda
+    from fusednorm.backends.cuda import compiler as cuda_compiler
     from fusednorm.torch_ops.gradients import normalise
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "machines"))
@@ -181,7 +182,7 @@ def with_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from fusednorm.backends import triton_gpu
+    from fusednorm.backends.triton import gpu as triton_gpu
 
     class Nothing:
         """Triton's launcher, which launches nothing."""

@@ -18,6 +18,7 @@ import argparse
 import fnmatch
 import functools
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -275,14 +276,21 @@ def bench(before, after, asked):
     return [f"bench: {cell}: {ratio:.3f}" for cell, ratio in ratios.items() if ratio > 1.05]
 
 
+def module(now, before):
+    """A module of the backends, by its name and by the one that it had."""
+    try:
+        return importlib.import_module(f"fusednorm.backends.{now}")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"fusednorm.backends.{before}")
+
+
 def calls_of(backend):
     """A commit's own functions that choose the kernel of a forward pass and those of a backward pass."""
     try:
-        from fusednorm.backends import cuda_kernels
         from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind
     except ImportError:  # an older commit: no types for kinds of calls
         return backend.forward_variant, backend.backward_variants
-    chooser = cuda_kernels if backend.__name__.endswith("cuda") else backend
+    chooser = module("cuda.choice", "cuda_kernels") if backend.__name__.endswith("cuda") else backend
 
     def forward(x, residual, weight, out, rstd, size, offset, round_sum, round_norm, alignment, machine):
         kind = ForwardKind(x, residual, weight, out, residual, size, round_sum, round_norm, rstd, offset, alignment)
@@ -348,8 +356,7 @@ def answer_triton(*_):
     os.environ["TRITON_CACHE_DIR"] = cache.name
     from triton.backends.compiler import GPUTarget
 
-    from fusednorm.backends import triton_gpu, triton_host
-
+    triton_gpu, triton_host = module("triton.gpu", "triton_gpu"), module("triton.host", "triton_host")
     found = {}
     for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
         for label, variant in kernels(triton_gpu, target.warp_size, SIZES[1::2]):

@@ -1,4 +1,4 @@
-/* Triton's compiled kernels for CPUs, which backends/triton_cpu.py loads: a kernel is one program of a grid. */
+/* Triton's compiled kernels for CPUs, which backends/triton/cpu.py loads: a kernel is one program of a grid. */
 #ifndef FUSEDNORM_TRITON_PROGRAMS_H
 #define FUSEDNORM_TRITON_PROGRAMS_H
 
@@ -6,7 +6,7 @@
 
 /*
  * Runs `programs` programs of a kernel with a call's operands on torch's threads, with the arithmetic that the spec asks
- * for. Returns 0, or 1 if there are more programs than Triton counts. A kernel takes what backends/triton_cpu_kernels.py
+ * for. Returns 0, or 1 if there are more programs than Triton counts. A kernel takes what backends/triton/kernels/cpu_norm.py
  * writes; Triton's compiler adds six arguments: which program of the grid this is, in three dimensions, and how many
  * there are.
  */

@@ -1,5 +1,5 @@
 /*
- * Launches CUDA kernels that backends/cuda.py has compiled and loaded, for the fast path and for Python alike; knows nothing
+ * Launches CUDA kernels that backends/cuda/ has compiled and loaded, for the fast path and for Python alike; knows nothing
  * of Python's. cuda_norm.c, cuda_gate.c and cuda_rotation.c read calls, cuda.c holds kernels and launches them.
  */
 #ifndef FUSEDNORM_CUDA_H

@@ -1,4 +1,4 @@
-/* Launches Triton's kernels for CPUs that backends/triton_cpu.py has compiled and loaded. */
+/* Launches Triton's kernels for CPUs that backends/triton/cpu.py has compiled and loaded. */
 #include "launch/triton.h"
 #include "abi/gate.h"
 

@@ -66,7 +66,7 @@ def wanted(config):
 
 def interpreted():
     """Whether Triton's interpreter is on."""
-    from fusednorm.backends import triton_host
+    from fusednorm.backends.triton import host as triton_host
 
     return triton_host.INTERPRETED and not triton_host.missing()
 

@@ -56,7 +56,8 @@ def report() -> dict[str, Any]:
 
     A wrong value of a variable is a finding too: in "remarks", or among the reasons of its backend.
     """
-    from fusednorm.backends import cpu, cuda_compiler  # here, because other commands do not need both
+    from fusednorm.backends import cpu
+    from fusednorm.backends.cuda import compiler as cuda_compiler  # here, because other commands do not need both
 
     findings: dict[str, Any] = {
         "fusednorm": fusednorm.__version__,

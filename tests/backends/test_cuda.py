@@ -20,8 +20,10 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
-from fusednorm.backends import cuda, cuda_compiler, cuda_kernels
-from fusednorm.backends.cuda_kernels import fuses
+from fusednorm.backends import cuda
+from fusednorm.backends.cuda import choice as cuda_kernels
+from fusednorm.backends.cuda import compiler as cuda_compiler
+from fusednorm.backends.cuda.choice import fuses
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -99,18 +101,24 @@ def instructions_of(code, folder):
     return re.findall(line + r"([A-Z][\w.]+)", listing, re.MULTILINE), [int(offset, 16) for offset in stores]
 
 
+def without_spills(variant, capability, folder):
+    """What :func:`instructions_of` a kernel says; it spills nothing, and takes no more than a block has."""
+    code = cuda_compiler.compiled(variant, capability)
+    registers, stack, shared = resources(code, folder)
+    instructions, offsets = instructions_of(code, folder)
+    assert stack == 0, variant
+    assert not [i for i in instructions if i.startswith(("LDL", "STL"))], variant
+    assert registers * variant.threads <= 65536, variant
+    assert shared <= 48 * 1024, variant
+    return instructions, offsets
+
+
 @compiles
 @pytest.mark.parametrize(("capability", "x", "residual", "size"), MACHINE_CODE, ids=lambda of: str(of).split(".")[-1])
 def test_machine_code(tmp_path, capability, x, residual, size):
     """Accesses of 16 bytes (32 from sm_100 on) to whole sectors, and nothing spilled."""
     for name, variant in variants(x, residual, size, 32, capability).items():
-        code = cuda_compiler.compiled(variant, capability)
-        registers, stack, shared = resources(code, tmp_path)
-        instructions, offsets = instructions_of(code, tmp_path)
-        assert stack == 0, name
-        assert not [i for i in instructions if i.startswith(("LDL", "STL"))], name
-        assert registers * variant.threads <= 65536, name
-        assert shared <= 48 * 1024, name
+        instructions, offsets = without_spills(variant, capability, tmp_path)
         widest = ".256" if capability >= 100 else ".128"
         loads = [i for i in instructions if i.startswith("LDG")]
         stores = [i for i in instructions if i.startswith("STG")]
@@ -127,15 +135,9 @@ def test_machine_code(tmp_path, capability, x, residual, size):
             assert not [offset for offset in offsets if offset % 32], name
 
 
-def without_spills(variant, capability, folder):
-    """Compiles a kernel, which spills nothing; returns a block's bytes of shared memory, and the number of loads."""
-    code = cuda_compiler.compiled(variant, capability)
-    registers, stack, shared = resources(code, folder)
-    instructions, _ = instructions_of(code, folder)
-    assert stack == 0, variant
-    assert not [i for i in instructions if i.startswith(("LDL", "STL"))], variant
-    assert registers * variant.threads <= 65536, variant
-    return shared, sum(i.startswith("LDG") for i in instructions)
+def loads_of(variant, capability, folder):
+    """How many loads a kernel has, which spills nothing."""
+    return sum(i.startswith("LDG") for i in without_spills(variant, capability, folder)[0])
 
 
 @compiles
@@ -156,8 +158,7 @@ def test_machine_code_of_a_norm_before_the_addition(tmp_path, capability, x, res
     for weight, out in ((x, x), (None, None)):
         kind = ForwardKind(x, residual, weight, out, residual, size, True, False, False, False, 32)
         variant = cuda_kernels.forward_variant(kind._replace(first=FirstNorm(x, x)), capability)
-        shared, loads = without_spills(variant, capability, tmp_path)
-        assert shared <= 48 * 1024
+        loads = loads_of(variant, capability, tmp_path)
         bytes_of_lane = 32 * (2 * x.itemsize + residual.itemsize + (0 if weight is None else x.itemsize))
         if variant.kernel == "forward":  # all four operands once, or all three
             assert loads == bytes_of_lane // (32 if capability >= 100 else 16)
@@ -182,7 +183,7 @@ def test_machine_code_of_what_is_around_a_norm(tmp_path, capability, x, residual
     for around in (AroundNorm(x, False, True), AroundNorm(x, True, True)):
         kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 32, around=around)
         variant = cuda_kernels.forward_variant(kind, capability)
-        _, loads = without_spills(variant, capability, tmp_path)
+        loads = loads_of(variant, capability, tmp_path)
         if variant.kernel == "forward":  # a lane has 32 elements of x; where half a warp has a row, of 8 columns
             columns = 8 if size == 128 and not around.of_heads else 32
             read = 32 * (x.itemsize + residual.itemsize) + columns * 2 * x.itemsize
@@ -226,8 +227,7 @@ def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, na
         kind = quantized_kind(x, residual, size, QUANTIZED[name], normalises)
         variant = cuda_kernels.forward_variant(kind, capability)
         assert variant.kernel.startswith("forward" if normalises else "quantize")
-        shared, loads = without_spills(variant, capability, tmp_path)
-        assert shared <= 48 * 1024
+        loads = loads_of(variant, capability, tmp_path)
         if not variant.kernel.endswith("wide"):  # a lane has 32 elements; where half a warp has a row, 8 of the weight
             weight = (8 if size == 128 else 32) * x.itemsize
             read = 32 * (x.itemsize + residual.itemsize) + weight if normalises else 32 * x.itemsize
@@ -290,8 +290,7 @@ def test_machine_code_of_a_norm_with_a_gate(tmp_path, capability, dtype, size):
         gate = GateOfNorm("silu", dtype, between)
         kind = ForwardKind(dtype, None, dtype, dtype, None, size, True, False, False, False, 32, gate=gate)
         variant = cuda_kernels.forward_variant(kind, capability)
-        shared, loads = without_spills(variant, capability, tmp_path)
-        assert shared <= 48 * 1024
+        loads = loads_of(variant, capability, tmp_path)
         if variant.kernel == "forward":  # a lane has 32 elements; where half a warp has a row, 8 of the weight
             read = (32 + 32 + (8 if size == 128 else 32)) * dtype.itemsize
             assert loads == read // (32 if capability >= 100 else 16)
@@ -314,8 +313,7 @@ def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, pairs, in
     rest = (False, False, False, interleaved, size, pairs, 32)
     kind = RotationKind(dtype, dtype, dtype, None, F32, F32, dtype, None, True, *rest)
     variant = cuda_kernels.rotation_variant(kind, capability)
-    shared, loads = without_spills(variant, capability, tmp_path)
-    assert shared <= 48 * 1024
+    loads = loads_of(variant, capability, tmp_path)
     at_once = 32 if capability >= 100 else 16
     of_tables = 2 * 32 if interleaved else 2 * 32 * F32.itemsize // at_once
     assert loads == 2 * 32 * dtype.itemsize // at_once + of_tables
@@ -345,7 +343,7 @@ def test_machine_code_of_a_gate(tmp_path, capability, dtype, activation):
         kind = GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, 32)
         variant = cuda_kernels.gate_variant(kind, capability)
         assert variant.kernel == ("gate" if d is None else "gate_backward")
-        _, loads = without_spills(variant, capability, tmp_path)
+        loads = loads_of(variant, capability, tmp_path)
         assert loads == (2 if d is None else 3)
         ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
         assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
@@ -424,7 +422,7 @@ VARIANT = cuda_kernels.forward_variant(
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """A cache of its own, and a compiler that counts."""
+    """A cache of its own, and a compiler that counts; ``asked()`` is the number of the code that the cache then has."""
     found = SimpleNamespace(folder=tmp_path / "cache" / "cuda", compiled=0, driver=13000, source=b"one")
 
     def compiled(variant, capability):
@@ -439,11 +437,12 @@ def cache(monkeypatch, tmp_path):
     nvrtc = SimpleNamespace(nvrtcGetSupportedArchs=lambda: (0, [75, 80, 90]))
     monkeypatch.setattr(cuda_compiler, "bindings", lambda: (driver, nvrtc))
     cuda_compiler._warn_once.cache_clear()
+    found.asked = lambda: int(cuda_compiler.from_cache(VARIANT, 90).removeprefix(b"machine code "))
     return found
 
 
 def test_what_was_compiled_is_kept(cache):
-    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
+    assert cache.asked() == cache.asked() == 1
     (file,) = cache.folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert cache.folder.stat().st_mode & 0o777 == 0o700
@@ -451,11 +450,11 @@ def test_what_was_compiled_is_kept(cache):
 
 
 def test_another_source_driver_or_gpu_is_compiled_again(cache):
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     cache.source = b"two"
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     cache.driver = 13010
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     cuda_compiler.from_cache(VARIANT, 80)
     assert cache.compiled == 4
     cuda_compiler.from_cache(VARIANT, 80)
@@ -475,22 +474,20 @@ def test_another_source_driver_or_gpu_is_compiled_again(cache):
     ids=["truncated", "shorter than its checksum", "empty", "one byte wrong", "a wrong checksum", "no code"],
 )
 def test_a_damaged_file_is_compiled_again(cache, spoil):
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     (file,) = cache.folder.iterdir()
     file.write_bytes(spoil(file.read_bytes()))
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
+    assert cache.asked() == cache.asked() == 2
 
 
 def test_a_file_that_was_renamed_is_compiled_again(cache):
     """Its checksum is right, and it was written by this user: but for another kernel."""
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     (file,) = cache.folder.iterdir()
     cuda_compiler.from_cache(VARIANT, 80)
     (other,) = set(cache.folder.iterdir()) - {file}
     os.replace(other, file)
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
+    assert cache.asked() == cache.asked() == 3
 
 
 owned = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's files have no owners")
@@ -498,12 +495,11 @@ owned = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's fil
 
 @owned
 def test_a_file_that_others_can_write_is_compiled_again(cache):
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     (file,) = cache.folder.iterdir()
     for count, mode in enumerate((0o666, 0o620), 2):
         file.chmod(mode)
-        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code %d" % count
-        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code %d" % count
+        assert cache.asked() == cache.asked() == count
 
 
 def given_away(path, monkeypatch):
@@ -516,23 +512,23 @@ def given_away(path, monkeypatch):
 
 @owned
 def test_a_file_of_somebody_else_is_not_loaded(cache, monkeypatch):
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     (file,) = cache.folder.iterdir()
     given_away(file, monkeypatch)
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
+    assert cache.asked() == 2
 
 
 @owned
 @pytest.mark.parametrize("spoil", ["mode", "owner"])
 def test_a_folder_that_others_can_write_is_not_used(cache, caplog, monkeypatch, spoil):
     """Nothing is read there, nothing written; one warning says why, and so does the doctor."""
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     if spoil == "mode":
         cache.folder.chmod(0o777)
     else:
         given_away(cache.folder, monkeypatch)
     for count in (2, 3):
-        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code %d" % count
+        assert cache.asked() == count
     cuda_compiler.from_cache(VARIANT, 80)
     assert len(list(cache.folder.iterdir())) == 1
     (warning,) = (record.getMessage() for record in caplog.records)
@@ -547,18 +543,18 @@ def test_a_folder_that_others_can_write_is_not_used(cache, caplog, monkeypatch, 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="takes a POSIX system")
 def test_what_is_no_file_is_not_loaded(cache, tmp_path):
     """A link, a pipe that nobody writes to, a folder: in place of a compiled kernel."""
-    cuda_compiler.from_cache(VARIANT, 90)
+    cache.asked()
     (file,) = cache.folder.iterdir()
     os.replace(file, tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
+    assert cache.asked() == 2
     assert not file.is_symlink()
     file.unlink()
     os.mkfifo(file)
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
+    assert cache.asked() == 3
     file.unlink()
     file.mkdir()
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 4"
+    assert cache.asked() == 4
     assert [path.name for path in cache.folder.iterdir()] == [file.name]
 
 
@@ -567,12 +563,12 @@ def test_a_folder_behind_a_link(cache, tmp_path, caplog):
     """Used if what it leads to is this user's alone; where it leads nowhere, nothing is kept."""
     cache.folder.parent.mkdir()
     cache.folder.symlink_to(tmp_path / "nowhere")
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
+    assert cache.asked() == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     (tmp_path / "nowhere").mkdir(mode=0o700)
-    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
+    assert cache.asked() == cache.asked() == 2
     (tmp_path / "nowhere").chmod(0o777)
-    assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
+    assert cache.asked() == 3
 
 
 def test_on_a_full_disk_nothing_is_left_behind(cache, caplog):
@@ -581,16 +577,13 @@ def test_on_a_full_disk_nothing_is_left_behind(cache, caplog):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
-        assert [cuda_compiler.from_cache(VARIANT, 90), cuda_compiler.from_cache(VARIANT, 90)] == [
-            b"machine code 1",
-            b"machine code 2",
-        ]
+        assert [cache.asked(), cache.asked()] == [1, 2]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(cache.folder.iterdir()) == []
     (warning,) = (record.getMessage() for record in caplog.records)
     assert "File too large" in warning
-    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 3"
+    assert cache.asked() == cache.asked() == 3
 
 
 @pytest.mark.parametrize(
@@ -621,10 +614,7 @@ def test_rubbish_for_a_cache_folder(cache, caplog, monkeypatch, tmp_path, variab
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert [cuda_compiler.from_cache(VARIANT, 90), cuda_compiler.from_cache(VARIANT, 90)] == [
-        b"machine code 1",
-        b"machine code 2",
-    ]
+    assert [cache.asked(), cache.asked()] == [1, 2]
     assert list(tmp_path.iterdir()) == []
     (warning,) = (record.getMessage() for record in caplog.records)
     for text in (warning, doctor.report()["cache"]["problem"]):
@@ -636,7 +626,7 @@ def test_rubbish_for_a_cache_folder(cache, caplog, monkeypatch, tmp_path, variab
 def test_an_empty_variable_names_no_cache_folder(cache, monkeypatch, tmp_path, value):
     monkeypatch.setenv("FUSEDNORM_CACHE_DIR", value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "été 中 (1)"))
-    assert cuda_compiler.from_cache(VARIANT, 90) == cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
+    assert cache.asked() == cache.asked() == 1
     assert cuda_compiler.cache() == {
         "folder": str(tmp_path / "été 中 (1)" / "fusednorm" / "cuda"),
         "kernels": 1,
@@ -648,8 +638,8 @@ def test_without_a_place_to_write_calls_go_on(cache, caplog):
     cache.folder.parent.mkdir()
     cache.folder.write_text("not a folder")
     with caplog.at_level(logging.WARNING, "fusednorm"):
-        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 1"
-        assert cuda_compiler.from_cache(VARIANT, 90) == b"machine code 2"
+        assert cache.asked() == 1
+        assert cache.asked() == 2
     assert len([r for r in caplog.records if "FUSEDNORM_CACHE_DIR" in r.getMessage()]) == 1
     assert "is no folder" in cuda_compiler.cache()["problem"]
 
@@ -667,7 +657,7 @@ def test_many_processes_at_once(tmp_path):
     code = """
     import os, sys
     from pathlib import Path
-    from fusednorm.backends import cuda_compiler
+    from fusednorm.backends.cuda import compiler as cuda_compiler
     path, code = Path(sys.argv[1]) / "kernel.bin", bytes(range(256)) * 4096
     children = []
     for _ in range(4):
@@ -692,8 +682,8 @@ def test_eight_processes_find_an_empty_cache(tmp_path):
     import os, sys
     from pathlib import Path
     from types import SimpleNamespace
-    from fusednorm.backends import cuda_compiler
-    from fusednorm.backends.cuda_kernels import Variant
+    from fusednorm.backends.cuda import compiler as cuda_compiler
+    from fusednorm.backends.cuda.choice import Variant
     code = bytes(range(256)) * 4096
     cuda_compiler.bindings = lambda: (
         SimpleNamespace(cuDriverGetVersion=lambda: (0, 13000)),

@@ -18,8 +18,12 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.backends import cuda, cuda_kernels, kernel_keys, triton_cpu, triton_gpu, triton_host
-from fusednorm.backends.triton_host import INTERPRETED
+from fusednorm.backends import cuda, kernel_keys
+from fusednorm.backends.cuda import choice as cuda_kernels
+from fusednorm.backends.triton import cpu as triton_cpu
+from fusednorm.backends.triton import gpu as triton_gpu
+from fusednorm.backends.triton import host as triton_host
+from fusednorm.backends.triton.host import INTERPRETED
 from fusednorm.calls.call import Backward, GateBackward, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
 from fusednorm.operations import gate as gates
@@ -78,7 +82,10 @@ class Far:
 
 
 if INTERPRETED:
-    from fusednorm.backends import triton_cpu_gates, triton_cpu_kernels, triton_cpu_quantize, triton_kernels
+    from fusednorm.backends.triton.kernels import cpu_gates as triton_cpu_gates
+    from fusednorm.backends.triton.kernels import cpu_norm as triton_cpu_kernels
+    from fusednorm.backends.triton.kernels import cpu_quantize as triton_cpu_quantize
+    from fusednorm.backends.triton.kernels import norm as triton_kernels
 
     #: The modules of kernels with loops over rows.
     WITH_LOOPS = (triton_kernels, triton_cpu_kernels, triton_cpu_gates, triton_cpu_quantize)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.backends import cuda, triton_gpu
+from fusednorm.backends import cuda
+from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.conformance import oracle_quantized
 from fusednorm.conformance.cases import BF16, F16, F32, Case, differing, operands
 from fusednorm.reference import norm as reference

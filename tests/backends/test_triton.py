@@ -15,7 +15,6 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.backends import triton_cpu, triton_gpu, triton_host
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -24,6 +23,9 @@ from fusednorm.backends.kernel_keys import (
     QuantizerKind,
     RotationKind,
 )
+from fusednorm.backends.triton import cpu as triton_cpu
+from fusednorm.backends.triton import gpu as triton_gpu
+from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.engine.run import backward as differentiate
@@ -37,7 +39,7 @@ import triton.compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fusednorm.backends import triton_kernels
+from fusednorm.backends.triton.kernels import norm as triton_kernels
 
 NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (75, 80, 90, 100, 120)]
 AMD = [GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")]
@@ -282,9 +284,8 @@ def test_a_quantizer(capability, types, size, quantization):
         assert stores.count(vector) - (scales if vector == 4 else 0) == 32 // vector
 
 
-def test_a_launch_of_a_quantizer(launches, monkeypatch):
+def test_a_launch_of_a_quantizer(launches):
     """Limits, floors, strides and other rows never compile again; rows that are too long are not taken."""
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     wide = torch.zeros(9, 4096, dtype=BF16)
     with fusednorm.use_backend("triton"):
         for rows in (2, 9):
@@ -376,9 +377,8 @@ def test_gradients_of_bfloat16_and_float16_are_not_made_in_float16(hidden):
         assert not re.findall(r"(?:add|sub|mul|fma)\.rn\.b?f16", ptx)
 
 
-def test_a_launch_of_gates(launches, monkeypatch):
+def test_a_launch_of_gates(launches):
     """One kernel for each pass and row length; other rows and strides never compile again."""
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     wide = torch.zeros(9, 8192, dtype=BF16)
     with fusednorm.use_backend("triton"):
         for rows in (2, 9):
@@ -466,9 +466,8 @@ def test_products_of_a_rotation_are_not_made_in_float16(x, table):
         assert not re.findall(r"(?:mul|fma)\.rn\.b?f16", ptx)
 
 
-def test_a_launch_of_a_rotation(launches, monkeypatch):
+def test_a_launch_of_a_rotation(launches):
     """One kernel for q and k, and for the way back; other rows, heads, strides, eps and angles never compile again."""
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     weight, table = torch.zeros(128, dtype=BF16), torch.zeros(50, 64)
     with fusednorm.use_backend("triton"):
         for rows, (heads, of_k) in ((2, (16, 8)), (9, (7, 1))):
@@ -492,9 +491,8 @@ def test_a_launch_of_a_rotation(launches, monkeypatch):
     assert (given["rows"], given["eps"]) == (9, 9e-6)
 
 
-def test_heads_that_the_rotation_does_not_take(launches, monkeypatch):
+def test_heads_that_the_rotation_does_not_take(launches):
     """Longer ones: a norm, and torch's operations."""
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     q, table = torch.zeros(3, 2, 2048), torch.zeros(3, 1024)
     with fusednorm.use_backend("triton"):
         fusednorm.qk_norm_rope(q, q, None, None, table, table)
@@ -574,7 +572,7 @@ class Kernel:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """A driver that only writes down what it is given; the kernels "compiled" for it."""
+    """A driver that takes the CPU's memory, and only writes down what it is given; the kernels "compiled" for it."""
     found = SimpleNamespace(calls=[], compiled=[], backend="cuda")
 
     def compiled(variant, target):
@@ -582,6 +580,7 @@ def launches(monkeypatch):
         return Kernel(found)
 
     monkeypatch.setattr(triton_host, "compiled", compiled)
+    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     target = lambda: GPUTarget(found.backend, 90, 32)  # noqa: E731
     monkeypatch.setattr(type(driver), "active", SimpleNamespace(get_current_target=target))
     monkeypatch.setattr(triton_gpu._host, "held", {})
@@ -612,9 +611,8 @@ def test_a_launch(launches):
     assert len(arguments) == len(launches.compiled[0].function.arg_names)
 
 
-def test_a_launch_with_what_is_around_a_norm(launches, monkeypatch):
+def test_a_launch_with_what_is_around_a_norm(launches):
     """The factor, the number of heads and the strides are arguments; other heads never compile again."""
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     x, _, weight = operands(Case(rows=12, hidden=1024).of(BF16))
     with fusednorm.use_backend("triton"):
         for heads in (3, 4):
@@ -649,9 +647,8 @@ def test_rows_eps_and_strides_never_compile_again(launches):
     assert len(launches.compiled) == 2 + 3  # the rows, the blocks' shares of the weight's gradient, and their sum
 
 
-def test_prewarm_compiles_all_that_calls_will_need(launches, monkeypatch):
+def test_prewarm_compiles_all_that_calls_will_need(launches):
     """Compiled for a driver that takes the CPU's memory: afterwards no call of the kind compiles anything."""
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     with fusednorm.use_backend("triton"):
         fusednorm.prewarm(1024, BF16, residual_dtype=F32, weight_offset=1.0, training=True)
         compiled = len(launches.compiled)
@@ -675,8 +672,7 @@ def test_prewarm_compiles_all_that_calls_will_need(launches, monkeypatch):
         ({"x_scale": 0.22}, 4),
     ],
 )
-def test_prewarm_compiles_what_is_around_a_norm(launches, monkeypatch, around, kernels):
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
+def test_prewarm_compiles_what_is_around_a_norm(launches, around, kernels):
     heads, x_scale, dtype = around.get("heads", 1), around.get("x_scale", 1.0), around.get("weight_dtype", BF16)
     with fusednorm.use_backend("triton"):
         fusednorm.prewarm(1024, BF16, **around)
@@ -691,9 +687,8 @@ def test_prewarm_compiles_what_is_around_a_norm(launches, monkeypatch, around, k
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_prewarm_compiles_rotations(launches, monkeypatch, interleaved):
+def test_prewarm_compiles_rotations(launches, interleaved):
     """Of aligned and of other heads, with tables per row and by positions; with gradients, and back."""
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     flags = {"weight_offset": 1.0, "interleaved": interleaved, "round_products": True}
     with fusednorm.use_backend("triton"):
         fusednorm.prewarm(128, BF16, pairs=32, table_dtype=F32, training=True, **flags)
@@ -839,7 +834,6 @@ def test_another_triton_is_a_reason(launches, monkeypatch, change, named):
     assert triton_gpu.unavailable() == []
     change(monkeypatch)
     expected = f"Triton {triton.__version__} lacks {named}, which fusednorm calls; update fusednorm, or `pip install"
-    monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     (reason,) = triton_gpu.unavailable()
     assert reason.startswith(expected)
     launches.backend = "cpu"

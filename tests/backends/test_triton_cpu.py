@@ -20,8 +20,11 @@ import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
-from fusednorm.backends import cpu, triton_cpu, triton_cpu_host, triton_host
+from fusednorm.backends import cpu
 from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
+from fusednorm.backends.triton import cpu as triton_cpu
+from fusednorm.backends.triton import cpu_compiler as triton_cpu_host
+from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls import c_abi, fast_path, process
 from fusednorm.calls.call import (
     Around,
@@ -66,7 +69,7 @@ POINTER, LONG, WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 
 def kernel(name, number, calls):
     """A function with a kernel's arguments that notes them, and what becomes of a subnormal number in its thread."""
-    operands, numbers, reals, floats = triton_cpu_host.GIVEN.get(name, triton_cpu_host.BACKWARD)
+    operands, numbers, reals, floats = triton_cpu_host.GIVEN[name]
     real = [number] * reals + [ctypes.c_float] * floats
     kind = ctypes.CFUNCTYPE(None, *[POINTER] * operands, *[LONG] * numbers, *real, *[WORD] * 6)
     return kind(lambda *given: calls.append((given, sys.float_info.min / 2 * 1.0)))
@@ -90,7 +93,7 @@ def test_c_gives_a_kernel_its_arguments(number, real):
     address = ctypes.cast(forward, POINTER).value
     call = packed([1, 2, 0, 4, 5, 6], range(10, 14), 2, 14, real=real, eps=0.1, weight_offset=1.5)
     assert LIB.fn_run_triton(address, call, 2) == 0
-    backward = kernel("backward_rows", number, calls)
+    backward = kernel("backward", number, calls)
     address = ctypes.cast(backward, POINTER).value
     call = packed(range(1, 10), (10, 11, 12), 13, 16, block=3, real=real, weight_offset=0.1)
     assert LIB.fn_run_triton(address, call, 1) == 0
@@ -329,8 +332,8 @@ ARGUMENTS = {
 def test_c_and_the_kernels_agree_on_the_arguments(variant):
     """Triton's own front end says what a kernel takes; another order in either place would be silent nonsense."""
     name = variant.function.__name__
-    pointers, integers, reals, floats = triton_cpu_host.GIVEN.get(name, triton_cpu_host.BACKWARD)
-    assert ARGUMENTS[name if name in triton_cpu_host.GIVEN else "backward"].split() == list(variant.arguments())
+    pointers, integers, reals, floats = triton_cpu_host.GIVEN[name]
+    assert ARGUMENTS[name].split() == list(variant.arguments())
     kinds = [kind for kind, _ in variant.arguments().values()]
     assert [kind.startswith("*") for kind in kinds] == [True] * pointers + [False] * (integers + reals + floats)
     real = "fp64" if variant.accumulator == F64 else "fp32"
@@ -542,11 +545,7 @@ def test_the_cpu_backend_takes_gradients_until_their_kernels_are_compiled(fake):
     fake.compiling.set()
     until(lambda: len(fake.loaded) == 9)
     differentiate(BACKEND, operation, *given, needs)
-    assert [variant.function.__name__ for variant, _ in fake.calls] == [
-        "backward_rows",
-        "backward_shares",
-        "backward_weight",
-    ]
+    assert [variant.constants["PART"] for variant, _ in fake.calls] == ["rows", "shares", "weight"]
 
 
 def calls_of_every_kind():
@@ -659,7 +658,8 @@ def test_a_fork_waits_until_nothing_is_loaded_and_the_child_goes_on(fake):
 def test_the_end_of_the_process_waits_for_one_kernel_at_most():
     code = """
     import sys, time, torch
-    from fusednorm.backends import triton_cpu, triton_cpu_host
+    from fusednorm.backends.triton import cpu as triton_cpu
+    from fusednorm.backends.triton import cpu_compiler as triton_cpu_host
     def load(variant, only_cached=False):
         print("loads", flush=True)
         time.sleep(0.5)
@@ -742,7 +742,7 @@ def test_code(x, residual):
 
 REAL = """
 import os, sys, time, torch, fusednorm
-from fusednorm.backends import triton_cpu
+from fusednorm.backends.triton import cpu as triton_cpu
 torch.set_num_threads(1)  # a child has none of the others
 x = torch.randn(40, 1000).bfloat16()
 with fusednorm.use_backend("reference"):

@@ -20,7 +20,9 @@ import torch
 import fusednorm
 from fusednorm import __main__ as command
 from fusednorm import environment
-from fusednorm.backends import triton_cpu, triton_gpu, triton_host
+from fusednorm.backends.triton import cpu as triton_cpu
+from fusednorm.backends.triton import gpu as triton_gpu
+from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls import must_be_seen
 from fusednorm.engine import choose
 from fusednorm.tools import check
@@ -72,7 +74,7 @@ def test_variables_that_order_nothing(usual, values):
 def test_every_variable_is_known_to_the_doctor():
     """Those that the sources read: what else begins with FUSEDNORM_ is a typing error, and shown as one."""
     read = set()
-    for path in [*INSTALLED.rglob("*.py"), *Path(fusednorm.backends.__path__[0]).glob("*.py")]:
+    for path in [*INSTALLED.rglob("*.py"), *Path(fusednorm.backends.__path__[0]).rglob("*.py")]:
         if "conformance" not in path.parts:
             read |= set(re.findall(r'environ\.get\("(FUSEDNORM_\w+)"', path.read_text(encoding="utf-8")))
     assert read == set(environment.VARIABLES)
@@ -138,7 +140,7 @@ def test_rubbish_in_fusednorm_prewarm(monkeypatch, value):
 @pytest.mark.parametrize("value", [" 1 ", "1", "TRUE", "off", "", "é"])
 def test_triton_interpret_is_read_as_triton_reads_it(monkeypatch, value):
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    found = runpy.run_path(triton_host.__file__, run_name="fusednorm.backends.triton_host_again")["INTERPRETED"]
+    found = runpy.run_path(triton_host.__file__, run_name="fusednorm.backends.triton.host_again")["INTERPRETED"]
     assert found == (value in ("1", "TRUE"))
 
 
@@ -288,7 +290,7 @@ def test_folders_with_spaces_and_letters_of_all_kinds(usual, tmp_path):
     os.chdir(os.environ["PYTHONPATH"])
     {textwrap.indent(RESULT, "    ").strip()}
     from fusednorm.tools import doctor
-    from fusednorm.backends import cuda_compiler as cuda
+    from fusednorm.backends.cuda import compiler as cuda
     path = cuda.cache_directory() / "kernel.bin"
     cuda._write(path, b"code")
     print(os.path.dirname(fusednorm.__file__) == os.path.abspath("fusednorm"))

@@ -73,7 +73,7 @@ def messages(*patterns):
     return found
 
 
-MESSAGES = messages("fusednorm/**/*.py", "backends/*.py")
+MESSAGES = messages("fusednorm/**/*.py", "backends/**/*.py")
 HEADINGS = re.findall("^### `+(.*?)`+$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
 
 

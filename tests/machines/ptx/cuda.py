@@ -31,7 +31,7 @@ class Compiler:
 
 
 class Driver:
-    """The driver API of two GPUs, as far as backends/cuda.py uses it."""
+    """The driver API of two GPUs, as far as backends/cuda/ uses it."""
 
     CUresult = Status
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
@@ -91,7 +91,7 @@ class Driver:
 
 def install(capability):
     """Has the `cuda` backend launch its kernels in the machine, as on a GPU of this compute capability."""
-    from fusednorm.backends import cuda_compiler
+    from fusednorm.backends.cuda import compiler as cuda_compiler
 
     _, nvrtc = cuda_compiler.bindings()
     stand_in(Driver(), Compiler(nvrtc), capability)
@@ -104,7 +104,8 @@ def stand_in(driver, nvrtc, capability):
     """
     import torch
 
-    from fusednorm.backends import cuda, cuda_compiler
+    from fusednorm.backends import cuda
+    from fusednorm.backends.cuda import compiler as cuda_compiler
     from fusednorm.calls import fast_path
 
     if fast_path.OPEN:

@@ -82,7 +82,7 @@ def install(capability):
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from fusednorm.backends import triton_gpu
+    from fusednorm.backends.triton import gpu as triton_gpu
 
     def stages_to_ptx(compiler=None, stages=None, *rest):
         if stages is not None:

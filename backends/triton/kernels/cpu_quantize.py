@@ -1,7 +1,7 @@
 """Triton's kernel for CPUs that quantizes rows, which it may normalise before (docs/spec.md, section 9).
 
 A program takes one row, group by group: it reads a group once for its scale, and once more, from the cache, for its
-numbers. A group may have any length, so one compiled kernel serves all. ``triton_cpu_kernels.py`` says how rows are
+numbers. A group may have any length, so one compiled kernel serves all. ``cpu_norm.py`` says how rows are
 taken. All arithmetic but a norm's is in float32.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_cpu_kernels import (
+from fusednorm.backends.triton.kernels.cpu_norm import (
     ADD,
     AFTER,
     BEFORE,
@@ -34,8 +34,8 @@ from fusednorm.backends.triton_cpu_kernels import (
     square,
     sum_of_row,
 )
-from fusednorm.backends.triton_numbers import narrowed, quotient, row_of_heads, rows_at, rstd_of, widened
-from fusednorm.backends.triton_scales import (
+from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, row_of_heads, rows_at, rstd_of, widened
+from fusednorm.backends.triton.kernels.scales import (
     applied,
     at_least,
     at_most,

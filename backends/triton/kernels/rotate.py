@@ -13,9 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_gates import between
-from fusednorm.backends.triton_numbers import gain, narrowed, normalised, rows_at, rstd_of, widened
-from fusednorm.backends.triton_tiles import stored, sums_of_segments
+from fusednorm.backends.triton.kernels.gates import between
+from fusednorm.backends.triton.kernels.numbers import gain, narrowed, normalised, rows_at, rstd_of, widened
+from fusednorm.backends.triton.kernels.tiles import stored, sums_of_segments
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_numbers import narrowed, quotient, rows_at, widened
-from fusednorm.backends.triton_tiles import loaded
+from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, rows_at, widened
+from fusednorm.backends.triton.kernels.tiles import loaded
 
 
 @triton.jit

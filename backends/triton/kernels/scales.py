@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_numbers import quotient
+from fusednorm.backends.triton.kernels.numbers import quotient
 
 
 @triton.jit

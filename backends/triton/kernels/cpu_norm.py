@@ -5,8 +5,8 @@ processors have an instruction for a masked access to 16-bit values, and without
 element. What follows a row's last whole tile is read and written in pieces, each twice as long as the next.
 
 Every kernel of a pass takes the same arguments, those of its type in ``cpu/run/triton_programs.c``; an operand that is
-absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else. ``triton_cpu_quantize.py`` and
-``triton_cpu_gates.py`` have the kernels of quantizers and of gates alone.
+absent is a null pointer. ``PROCESSOR`` is the key of compiled code, and nothing else. ``cpu_quantize.py`` and
+``cpu_gates.py`` have the kernels of quantizers and of gates alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_gates import activated
-from fusednorm.backends.triton_numbers import (
+from fusednorm.backends.triton.kernels.gates import activated
+from fusednorm.backends.triton.kernels.numbers import (
     gain,
     narrowed,
     normalised,
@@ -98,13 +98,7 @@ def put(row, at, left, value, SIZE: tl.constexpr):
 
 @triton.jit
 def eight_added(
-    term: tl.constexpr,
-    row,
-    at,
-    FLAGS: tl.constexpr,
-    A: tl.constexpr,
-    APART: tl.constexpr,
-    SIZE: tl.constexpr,
+    term: tl.constexpr, row, at, FLAGS: tl.constexpr, A: tl.constexpr, APART: tl.constexpr, SIZE: tl.constexpr
 ):
     """The terms of eight vectors that begin APART elements from each other, added up as a segment's are: [SIZE]."""
     s0 = term(row, at, None, FLAGS, A, SIZE)
@@ -336,63 +330,8 @@ def differentiate(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZ
 
 
 @triton.jit
-def backward_rows(
-    dy,
-    d_total,
-    h,
-    rstd,
-    weight,
-    dx,
-    dresidual,
-    partial,
-    dweight,
-    dy_stride,
-    d_total_stride,
-    h_stride,
-    inner,
-    dy_jump,
-    d_total_jump,
-    h_jump,
-    rows,
-    block,
-    blocks,
-    hidden_size,
-    weight_offset,
-    A: tl.constexpr,
-    FLAGS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TILE: tl.constexpr,
-    PROCESSOR: tl.constexpr,
-):
-    """The gradients of a row."""
-    number = tl.program_id(0).to(tl.int64)
-    row_rstd = tl.load(rstd + number + tl.arange(0, 1))
-    levels = inner if TWO_LEVELS & FLAGS else None
-    dy_row, h_row = rows_at(dy, number, dy_stride, dy_jump, levels), rows_at(h, number, h_stride, h_jump, levels)
-    row = (dy_row, h_row, row_rstd, weight, weight_offset)
-    total = sum_of_row(product, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
-    c = quotient(total, tl.full((1,), hidden_size, A), A)
-    d_total_row = rows_at(d_total, number, d_total_stride, d_total_jump, levels)
-    dx_row, dresidual_row = dx + number * hidden_size, dresidual + number * hidden_size
-    over_row(differentiate, row, (c, d_total_row, dx_row, dresidual_row), hidden_size, FLAGS, A, TILE // 4)
-
-
-@triton.jit
 def share_of_block(
-    dy,
-    h,
-    rstd,
-    begin,
-    end,
-    dy_stride,
-    h_stride,
-    levels,
-    dy_jump,
-    h_jump,
-    at,
-    left,
-    A: tl.constexpr,
-    SIZE: tl.constexpr,
+    dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, A: tl.constexpr, SIZE: tl.constexpr
 ):
     """The share that the rows from ``begin`` to ``end`` add to the weight's gradient."""
     total = tl.zeros((SIZE,), A)
@@ -401,50 +340,6 @@ def share_of_block(
         xhat = widened(got(h_row, at, left, SIZE), A) * tl.load(rstd + row)
         total += widened(got(dy_row, at, left, SIZE), A) * xhat
     return total
-
-
-@triton.jit
-def backward_shares(
-    dy,
-    d_total,
-    h,
-    rstd,
-    weight,
-    dx,
-    dresidual,
-    partial,
-    dweight,
-    dy_stride,
-    d_total_stride,
-    h_stride,
-    inner,
-    dy_jump,
-    d_total_jump,
-    h_jump,
-    rows,
-    block,
-    blocks,
-    hidden_size,
-    weight_offset,
-    A: tl.constexpr,
-    FLAGS: tl.constexpr,
-    TILE: tl.constexpr,
-    PROCESSOR: tl.constexpr,
-):
-    """A block's share of the weight's gradient, TILE columns per program."""
-    tiles = tl.cdiv(hidden_size, TILE)
-    number = (tl.program_id(0) // tiles).to(tl.int64)
-    at = (tl.program_id(0) % tiles) * TILE
-    begin, end = number * block, tl.minimum(number * block + block, rows)
-    share = partial + number * hidden_size
-    levels = inner if TWO_LEVELS & FLAGS else None
-    if at + TILE <= hidden_size:
-        total = share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, None, A, TILE)
-        put(share, at, None, total, TILE)
-    else:
-        left = hidden_size - at
-        total = share_of_block(dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, A, TILE)
-        put(share, at, left, total, TILE)
 
 
 @triton.jit
@@ -462,7 +357,7 @@ def add_shares(partial, dweight, blocks, hidden_size, at, left, SIZE: tl.constex
 
 
 @triton.jit
-def backward_weight(
+def backward(
     dy,
     d_total,
     h,
@@ -485,12 +380,48 @@ def backward_weight(
     hidden_size,
     weight_offset,
     A: tl.constexpr,
+    PART: tl.constexpr,
+    FLAGS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
-    """The weight's gradient, TILE columns per program."""
-    at = tl.program_id(0) * TILE
-    if at + TILE <= hidden_size:
-        add_shares(partial, dweight, blocks, hidden_size, at, None, TILE)
+    """PART "rows": the gradients of a row. "shares": a block's share of the weight's gradient. "weight": all of that.
+
+    The last two take TILE columns per program.
+    """
+    if PART == "rows":
+        number = tl.program_id(0).to(tl.int64)
+        row_rstd = tl.load(rstd + number + tl.arange(0, 1))
+        levels = inner if TWO_LEVELS & FLAGS else None
+        dy_row, h_row = rows_at(dy, number, dy_stride, dy_jump, levels), rows_at(h, number, h_stride, h_jump, levels)
+        row = (dy_row, h_row, row_rstd, weight, weight_offset)
+        total = sum_of_row(product, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
+        c = quotient(total, tl.full((1,), hidden_size, A), A)
+        d_total_row = rows_at(d_total, number, d_total_stride, d_total_jump, levels)
+        dx_row, dresidual_row = dx + number * hidden_size, dresidual + number * hidden_size
+        over_row(differentiate, row, (c, d_total_row, dx_row, dresidual_row), hidden_size, FLAGS, A, TILE // 4)
+    elif PART == "shares":
+        tiles = tl.cdiv(hidden_size, TILE)
+        number = (tl.program_id(0) // tiles).to(tl.int64)
+        at = (tl.program_id(0) % tiles) * TILE
+        begin, end = number * block, tl.minimum(number * block + block, rows)
+        share = partial + number * hidden_size
+        levels = inner if TWO_LEVELS & FLAGS else None
+        if at + TILE <= hidden_size:
+            total = share_of_block(
+                dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, None, A, TILE
+            )
+            put(share, at, None, total, TILE)
+        else:
+            left = hidden_size - at
+            total = share_of_block(
+                dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, A, TILE
+            )
+            put(share, at, left, total, TILE)
     else:
-        add_shares(partial, dweight, blocks, hidden_size, at, hidden_size - at, TILE)
+        at = tl.program_id(0) * TILE
+        if at + TILE <= hidden_size:
+            add_shares(partial, dweight, blocks, hidden_size, at, None, TILE)
+        else:
+            add_shares(partial, dweight, blocks, hidden_size, at, hidden_size - at, TILE)

@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fusednorm.backends.cuda_kernels import Variant
+from fusednorm.backends.cuda.choice import Variant
 from fusednorm.calls.process import BackendError
 
 #: The CUDA C++ sources, in a checkout and in an install alike.
-SOURCES = Path(__file__).parents[1] / "csrc"
+SOURCES = Path(__file__).parents[2] / "csrc"
 
 _ANOTHER = "FUSEDNORM_CACHE_DIR names a folder for them, by its absolute path, which only you can write to"
 

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusednorm.backends import triton_host
-from fusednorm.backends.triton_host import Variant
+from fusednorm.backends.triton import host
+from fusednorm.backends.triton.host import Variant
 from fusednorm.calls.process import BackendError, NotYetError
 
 _lib: Any = None
@@ -38,9 +38,9 @@ with contextlib.suppress(ImportError):  # the cpu backend says why
 _log = logging.getLogger("fusednorm")
 
 #: ``cpu/run/triton_programs.c`` gives a kernel so many, by the name of its function: pointers, integers, numbers of the
-#: accumulator's type, and numbers of float32. Kernels without a line are of a backward pass.
-GIVEN = {"forward": (8, 16, 3, 0), "quantize": (9, 22, 3, 5), "gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
-BACKWARD = (9, 11, 1, 0)
+#: accumulator's type, and numbers of float32.
+GIVEN = {"forward": (8, 16, 3, 0), "backward": (9, 11, 1, 0), "quantize": (9, 22, 3, 5)}
+GIVEN |= {"gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
 
 
 def processor() -> str:
@@ -59,7 +59,7 @@ class Program:
         from triton.runtime.driver import driver
 
         self.variant = variant
-        kernel = triton_host.compiled(variant, driver.active.get_current_target(), only_cached)
+        kernel = host.compiled(variant, driver.active.get_current_target(), only_cached)
         self._check(kernel)
         descriptor, path = tempfile.mkstemp(suffix=".so")
         try:
@@ -82,12 +82,12 @@ class Program:
         ) or [""]
         given = re.findall(r"(\w+)[^,%]*%\d+", re.sub(r"\w+\([^()]*\)", "", arguments))
         real = "double" if self.variant.accumulator == torch.float64 else "float"
-        pointers, integers, reals, floats = GIVEN.get(kernel.metadata.name, BACKWARD)
+        pointers, integers, reals, floats = GIVEN[kernel.metadata.name]
         numbers = ["i64"] * integers + [real] * reals + ["float"] * floats
         if given != ["ptr"] * pointers + numbers + ["i32"] * 6:
             raise BackendError(
                 f"the kernels of this version of Triton take other arguments than fusednorm gives them: {given}; "
-                + triton_host.CURE_ON_CPUS
+                + host.CURE_ON_CPUS
             )
 
     def __call__(self, call: bytes, programs: int) -> None:
@@ -105,7 +105,7 @@ class Failure(NamedTuple):
 #: A process that compiles is started with this code: it imports from where this one would.
 _CHILD = (
     "import sys; sys.path[:] = {path!r}; "
-    "from fusednorm.backends import triton_cpu_host; triton_cpu_host.compile_for_parent()"
+    "from fusednorm.backends.triton import cpu_compiler; cpu_compiler.compile_for_parent()"
 )
 
 
@@ -151,7 +151,7 @@ def compile_for_parent() -> None:
         try:
             module, name = named.function
             variant = dataclasses.replace(named, function=getattr(import_module(module), name))
-            triton_host.compiled(variant, driver.active.get_current_target())
+            host.compiled(variant, driver.active.get_current_target())
         except Exception as error:  # a compiler's may be anything
             reason = f"{type(error).__name__}: {error}"
         print(json.dumps(reason), file=answers, flush=True)
@@ -217,7 +217,7 @@ class Compiler:
             variant = self._queue[0]
             try:
                 self._try(variant, only_cached=True)
-            except triton_host.NotCachedError:
+            except host.NotCachedError:
                 self._try(variant, self._by_child(variant))
             self._queue.popleft()
         child, self._child = self._child, None
@@ -241,7 +241,7 @@ class Compiler:
                 if reason:
                     raise BackendError(reason)
                 self.done[variant.identity()] = self._load(variant, only_cached)
-            except triton_host.NotCachedError:
+            except host.NotCachedError:
                 raise
             except Exception as error:  # a compiler's may be anything
                 failure = Failure(reason or f"{type(error).__name__}: {error}")

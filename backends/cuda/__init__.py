@@ -7,16 +7,15 @@ A kernel is compiled for the types, the alignment and the class of the row's len
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import cuda_compiler
-from fusednorm.backends.cuda_compiler import checked
-from fusednorm.backends.cuda_kernels import (
+from fusednorm.backends.cuda import compiler
+from fusednorm.backends.cuda.choice import (
     LONGEST,
     Layout,
     Variant,
@@ -26,7 +25,9 @@ from fusednorm.backends.cuda_kernels import (
     gate_variant,
     rotation_variant,
 )
+from fusednorm.backends.cuda.compiler import checked
 from fusednorm.backends.kernel_keys import (
+    PACKED,
     UNTRIED,
     BackwardKind,
     ForwardKind,
@@ -34,13 +35,14 @@ from fusednorm.backends.kernel_keys import (
     RotationKind,
     blocks_of,
     check_addresses,
+    kind_of,
     lacking,
     of_one_weight_dtype,
     scratch_of,
 )
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import Gate, GateBackward, NormGated, Quantize, Rotate, device_of
+from fusednorm.calls.call import GateBackward, Rotate, device_of
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
@@ -96,21 +98,21 @@ def unavailable() -> list[str]:
     if not torch.cuda.is_available():
         return ["torch finds no NVIDIA GPU; `nvidia-smi` shows what the driver finds"]
     try:
-        driver, nvrtc = cuda_compiler.bindings()
+        driver, nvrtc = compiler.bindings()
         lacked = ", ".join(filter(None, (lacking(driver, DRIVER), lacking(nvrtc, COMPILER))))
         if lacked:
             cure = "update fusednorm, or `pip install 'cuda-bindings>=12.6,<14'`"
             return [f"cuda-bindings {version('cuda-bindings')} lack {lacked}, which fusednorm calls; {cure}"]
-        compiler = cuda_compiler.compiler_version()
+        major, minor = compiler.compiler_version()
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no such library, or it is damaged
         return [f"NVRTC cannot be used ({error}); {_CURE}"]
     try:
-        found = cuda_compiler.driver_version()
+        found = compiler.driver_version()
     except RuntimeError as error:  # the library is missing or damaged, or it lacks the function, or the function fails
         return [f"NVIDIA's driver cannot be used ({error}); `nvidia-smi` shows whether others can use it"]
-    needed = max(_OLDEST_DRIVER, compiler[0] * 1000)  # a driver loads what is compiled for its major version of CUDA
+    needed = max(_OLDEST_DRIVER, major * 1000)  # a driver loads what is compiled for its major version of CUDA
     if found < needed:
-        code = f"code of NVRTC {compiler[0]}.{compiler[1]} needs one for {_cuda(needed)}"
+        code = f"code of NVRTC {major}.{minor} needs one for {_cuda(needed)}"
         cure = "update the driver, or install an older NVRTC and cuda-bindings"
         return [f"the driver is for CUDA {_cuda(found)}, and {code}; {cure}"]
     newest = max(capability(device) for device in range(torch.cuda.device_count()))
@@ -141,7 +143,7 @@ def unsuitable(operation: Operation) -> list[str]:
 @functools.cache
 def _oldest_compiled() -> int:
     """The lowest compute capability for which NVRTC compiles."""
-    return min(cuda_compiler.supported())
+    return min(compiler.supported())
 
 
 def plan(operation: Operation) -> str:
@@ -170,14 +172,14 @@ def _cuda(version: int) -> str:
 @functools.cache
 def _driver_function(name: str) -> int:
     """The address of a function of the driver."""
-    driver, _ = cuda_compiler.bindings()
+    driver, _ = compiler.bindings()
     return int(checked(driver.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0), "cuGetProcAddress"))
 
 
 @functools.cache
 def _primary_context(device: int) -> Any:
     """The context of a device that torch uses; kept for as long as there are kernels, which is for ever."""
-    driver, _ = cuda_compiler.bindings()
+    driver, _ = compiler.bindings()
     return checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
 
 
@@ -203,12 +205,12 @@ def _load(variant: Variant, device: int) -> int:
     found = _functions.get(identity)
     if found is not None:
         return found
-    driver, _ = cuda_compiler.bindings()
+    driver, _ = compiler.bindings()
     with nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
         if not int(checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):  # a thread that has used no GPU yet
             checked(driver.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
         module = checked(
-            driver.cuModuleLoadData(cuda_compiler.from_cache(variant, capability(device))),
+            driver.cuModuleLoadData(compiler.from_cache(variant, capability(device))),
             f"loading the kernel {variant.kernel} (a driver as new as NVRTC, which compiled it, can)",
         )
         function = checked(driver.cuModuleGetFunction(module, variant.kernel.encode()), "cuModuleGetFunction")
@@ -219,23 +221,17 @@ def _load(variant: Variant, device: int) -> int:
     return int(function)
 
 
-def _hold(packed: bytes, device: int, variants: Mapping[str, Variant]) -> None:
+def _hold(packed: bytes, device: int, variants: Iterable[Variant]) -> None:
     """Compiles and loads the kernels of a kind of call, and has C launch them from now on."""
     _open_launcher()
     early = capability(device) >= 90  # a kernel waits by itself, and may begin before the one before has ended
     kernels = tuple(
-        (_load(v, device), v.threads, v.per_program, v.shared, v.cluster, early, int(v.share))
-        for v in variants.values()
+        (_load(v, device), v.threads, v.per_program, v.shared, v.cluster, early, int(v.share)) for v in variants
     )
     path.hold_cuda(packed, int(_primary_context(device)), kernels)
 
 
-def _launch(
-    packed: bytes,
-    device: int,
-    call: Call,
-    variants: Callable[[], Mapping[str, Variant]],
-) -> None:
+def _launch(packed: bytes, device: int, call: Call, variants: Callable[[], Iterable[Variant]]) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
     stream = _stream(device)
     status = path.launch_cuda(packed, stream)
@@ -244,7 +240,7 @@ def _launch(
         _hold(packed, device, variants())
         status = path.launch_cuda(packed, stream)
     if status:
-        driver, _ = cuda_compiler.bindings()
+        driver, _ = compiler.bindings()
         raise BackendError(f"the launch of a CUDA kernel failed: {driver.CUresult(status).name}")
 
 
@@ -256,29 +252,21 @@ def forward(call: ForwardCall) -> None:
 
 def _run(call: ForwardCall | GateBackward) -> None:
     """Launches the one kernel of a call."""
-    packed = _PACKED.get(type(call), c_abi.PACKED[type(call)])(call)
-    _launch(packed, device_of(call).index or 0, call, lambda: _variants(call))
+    device = device_of(call).index
+
+    def variants() -> list[Variant]:
+        kind = kind_of(call)
+        return [_CHOSEN[type(kind)](kind, capability(device))]
+
+    _launch(PACKED[type(call)](call), device or 0, call, variants)
 
 
-#: Calls before which the launcher is given one that says on which GPU they are.
-_PACKED: dict[type, Callable[..., bytes]] = {
-    Gate: c_abi.pack_gate_alone,
-    GateBackward: c_abi.pack_gate_alone,
-    Rotate: c_abi.pack_rotation,
+#: The functions that choose the kernel of a kind of call.
+_CHOSEN: dict[type, Callable[..., Variant]] = {
+    ForwardKind: forward_variant,
+    GateKind: gate_variant,
+    RotationKind: rotation_variant,
 }
-
-
-def _variants(call: ForwardCall | GateBackward) -> dict[str, Variant]:
-    """The kernel of a call, by its name."""
-    found = capability(device_of(call).index)
-    if isinstance(call, Rotate):
-        return {"rotate": rotation_variant(RotationKind.of(call), found)}
-    if isinstance(call, (Gate, GateBackward)):
-        return {"gate": gate_variant(GateKind.of(call), found)}
-    if isinstance(call, Quantize):
-        return {"quantize": forward_variant(ForwardKind.of_quantizer(call), found)}
-    kind = ForwardKind.of_gated(call) if isinstance(call, NormGated) else ForwardKind.of(call)
-    return {"forward": forward_variant(kind, found)}
 
 
 def backward(call: Backward | GateBackward) -> None:
@@ -289,4 +277,8 @@ def backward(call: Backward | GateBackward) -> None:
     device = call.operation.device.index or 0
     partial = scratch_of(call)
     packed = c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial)
-    _launch(packed, device, call, lambda: backward_variants(BackwardKind.of(call, partial), capability(device)))
+
+    def variants() -> Iterable[Variant]:
+        return backward_variants(BackwardKind.of(call, partial), capability(device)).values()
+
+    _launch(packed, device, call, variants)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import triton_host
 from fusednorm.backends.kernel_keys import (
     UNTRIED,
     BackwardKind,
@@ -20,13 +19,14 @@ from fusednorm.backends.kernel_keys import (
     RotationKind,
     ceiling,
 )
-from fusednorm.backends.triton_host import INTERPRETED, Host, Variant, launcher
+from fusednorm.backends.triton import host
+from fusednorm.backends.triton.host import INTERPRETED, Host, Variant, launcher
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fusednorm.calls.call import Operation
 
@@ -57,15 +57,15 @@ _ADDED = 32
 
 def unavailable() -> list[str]:
     """Why this machine cannot use the backend."""
-    reasons = triton_host.missing()
+    reasons = host.missing()
     if reasons or INTERPRETED:
         return reasons
-    target, why = triton_host.active_target()
+    target, why = host.active_target()
     if target is None:
         return [f"Triton finds no GPU driver ({why}); `python -m torch.utils.collect_env` shows what torch finds"]
     if target.backend == "cpu":
         return ["Triton's active driver is one for CPUs, which the backend triton_cpu is for"]
-    return triton_host.changed()
+    return host.changed()
 
 
 def unsuitable(operation: Operation) -> list[str]:
@@ -75,7 +75,7 @@ def unsuitable(operation: Operation) -> list[str]:
         return [f"no program has all rows of {size} elements in groups of {step.quantization.per}"]
     if step is not None and step.name == "rotate" and size > reference.SEGMENT:
         return [f"its heads have up to {reference.SEGMENT} elements"]
-    return triton_host.too_long(size)
+    return host.too_long(size)
 
 
 def _quantizes(group: int, hidden_size: int) -> bool:
@@ -95,7 +95,7 @@ def plan(operation: Operation) -> str:
 
 def warp_size() -> int:
     """Threads in a warp of this machine's GPU."""
-    target = None if INTERPRETED else triton_host.active_target()[0]
+    target = None if INTERPRETED else host.active_target()[0]
     return target.warp_size if target is not None and target.warp_size else 32
 
 
@@ -131,9 +131,24 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
     return INTERPRETED or {torch.bfloat16, torch.float16} <= set(dtypes)
 
 
+def _variant(
+    kind: ForwardKind | GateKind | RotationKind,
+    function: Any,
+    dtypes: dict[str, torch.dtype | None],
+    constants: dict[str, Any],
+    warps: int,
+    per_program: int,
+    **more: Any,
+) -> Variant:
+    """A kernel for calls of a kind."""
+    more = {"bits": _by_bits(kind.dtypes()), "two_levels": kind.two_levels} | more
+    aligned = kind.alignment >= 16
+    return Variant(function, dtypes, kind.accumulator, constants, aligned, warps=warps, per_program=per_program, **more)
+
+
 def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     """The kernel for a kind of call, on GPUs with so many threads in a warp; on this one if None."""
-    from fusednorm.backends import triton_kernels as kernels
+    from fusednorm.backends.triton.kernels import norm as kernels
 
     lanes = lanes or warp_size()
     if kind.quantizer is not None:
@@ -150,7 +165,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         "ACTIVATION": kind.gate and kind.gate.activation,
     }
     if kind.gate is not None and kind.gate.between not in (None, kind.accumulator):
-        constants["PASSED"] = triton_host.type_of(kind.gate.between)
+        constants["PASSED"] = host.type_of(kind.gate.between)
     if tiles == 1:
         constants["ROWS"] = rows
     else:
@@ -158,28 +173,12 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         constants |= {"KEPT": kept, "TILES": tiles}
     around, absent = _around(kind)
     absent += ("first_eps",) * (kind.first is None) + ("z_stride", "z_jump") * (kind.gate is None)
-    return Variant(
-        kernels.forward_tile if tiles == 1 else kernels.forward_wide,
-        {
-            "x": kind.x,
-            "residual": kind.residual,
-            "weight": kind.weight,
-            "out": kind.out,
-            "residual_out": kind.residual_out,
-            "rstd": kind.accumulator if kind.rstd else None,
-            "first_weight": kind.first and kind.first.weight,
-            "bias": around.bias,
-            "z": kind.gate and kind.gate.z,
-        },
-        kind.accumulator,
-        {**constants, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector},
-        kind.alignment >= 16,
-        bits=_by_bits(kind.dtypes()),
-        warps=warps,
-        per_program=rows,
-        two_levels=kind.two_levels,
-        absent=absent,
-    )
+    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
+    dtypes |= {"residual_out": kind.residual_out, "rstd": kind.accumulator if kind.rstd else None}
+    dtypes |= {"first_weight": kind.first and kind.first.weight, "bias": around.bias, "z": kind.gate and kind.gate.z}
+    constants |= {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
+    function = kernels.forward_tile if tiles == 1 else kernels.forward_wide
+    return _variant(kind, function, dtypes, constants, warps, rows, absent=absent)
 
 
 def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
@@ -191,15 +190,16 @@ def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
 
 def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) -> Variant:
     """The kernel that quantizes rows, which it may normalise before."""
-    from fusednorm.backends.triton_quantize import quantize_tile
+    from fusednorm.backends.triton.kernels.quantize import quantize_tile
 
     quantization = quantizer.quantization
     rows, segments, depth, width, vector, warps, _ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     group = quantization.group(kind.hidden_size)
     around, absent = _around(kind)
-    normalised = {"residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
-    normalised |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
-    zero_points = torch.int32 if quantization.computes_zero_point else None
+    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
+    dtypes |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
+    dtypes |= {"numbers": torch.uint8, "scale": torch.float32}
+    dtypes["zero_point"] = torch.int32 if quantization.computes_zero_point else None
     constants = {
         "N": kind.hidden_size,
         "OFFSET": kind.offset,
@@ -215,18 +215,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
         "ZERO_POINT": str(quantization.zero_point or ""),
     }
     constants |= {"ROWS": rows, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
-    return Variant(
-        quantize_tile,
-        {"x": kind.x, **normalised, "numbers": torch.uint8, "scale": torch.float32, "zero_point": zero_points},
-        kind.accumulator,
-        constants,
-        kind.alignment >= 16,
-        bits=_by_bits(kind.dtypes()),
-        warps=warps,
-        per_program=rows,
-        two_levels=kind.two_levels,
-        absent=absent,
-    )
+    return _variant(kind, quantize_tile, dtypes, constants, warps, rows, absent=absent)
 
 
 def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str, Variant]:
@@ -235,7 +224,7 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
     ``weight``: the shares added up.
     """
-    from fusednorm.backends import triton_kernels as kernels
+    from fusednorm.backends.triton.kernels import norm as kernels
 
     dtypes = {"dy": kind.dy, "d_total": kind.d_residual_out, "h": kind.h, "rstd": kind.accumulator}
     dtypes |= {"weight": kind.weight, "dx": kind.dx, "dresidual": kind.dresidual}
@@ -273,7 +262,7 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
 
 def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
     """The kernel of a gate, or of its backward pass, on GPUs with so many threads in a warp; on this one if None."""
-    from fusednorm.backends import triton_gates as kernels
+    from fusednorm.backends.triton.kernels import gates as kernels
 
     tile = min(_OF_GATES, ceiling(max(kind.hidden_size, 16)))
     rows = _OF_GATES // tile
@@ -285,25 +274,15 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
         function = kernels.gate_backward_tile
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
     bits = _by_bits([*kind.dtypes(), kind.between])
-    between = None if kind.between is None else triton_host.type_of(kind.between, bits)
-    constants = {"ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
-    return Variant(
-        function,
-        dtypes,
-        kind.accumulator,
-        {"N": kind.hidden_size, **constants},
-        kind.alignment >= 16,
-        bits=bits,
-        warps=_OF_GATES // (8 * (lanes or warp_size())),
-        share=share,
-        per_program=per_program,
-        two_levels=kind.two_levels,
-    )
+    between = None if kind.between is None else host.type_of(kind.between, bits)
+    constants = {"N": kind.hidden_size, "ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
+    warps = _OF_GATES // (8 * (lanes or warp_size()))
+    return _variant(kind, function, dtypes, constants, warps, per_program, bits=bits, share=share)
 
 
 def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     """The kernel that normalises and rotates heads, on GPUs with so many threads in a warp; on this one if None."""
-    from fusednorm.backends.triton_rotate import rotate_tile
+    from fusednorm.backends.triton.kernels.rotate import rotate_tile
 
     size, pairs = ceiling(max(kind.size, 16)), kind.pairs
     # The halving sum of all of a head is that of squares of halves, added up pair by pair, if it is not filled up.
@@ -315,8 +294,8 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     else:
         form, width = "parts", size
     bits = _by_bits([*kind.dtypes(), kind.between, kind.products])
-    passed = None if kind.between == kind.accumulator else triton_host.type_of(kind.between, bits)
-    products = None if kind.products is None else triton_host.type_of(kind.products, bits)
+    passed = None if kind.between == kind.accumulator else host.type_of(kind.between, bits)
+    products = None if kind.products is None else host.type_of(kind.products, bits)
     rows = max(1, _OF_HEADS // size)
     constants = {
         "SIZE": kind.size,
@@ -331,27 +310,14 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
         "WIDTH": width,
         "VECTOR": 16 // min(dtype.itemsize for dtype in kind.dtypes()) if kind.alignment >= 16 else 1,
     }
-    rstd = kind.accumulator if kind.rstd else None
-    return Variant(
-        rotate_tile,
-        {
-            **dict.fromkeys(("q", "k"), kind.x),
-            **dict.fromkeys(("q_out", "k_out"), kind.out),
-            **dict.fromkeys(("q_weight", "k_weight"), kind.weight),
-            **dict.fromkeys(("q_rstd", "k_rstd"), rstd),
-            "cos": kind.cos,
-            "sin": kind.sin,
-            "positions": kind.position,
-        },
-        kind.accumulator,
-        constants,
-        kind.alignment >= 16,
-        bits=bits,
-        warps=_OF_HEADS // (16 * (lanes or warp_size())),
-        per_program=rows,
-        two_levels=kind.two_levels,
-    )
+    operands = {"": kind.x, "_out": kind.out, "_weight": kind.weight, "_rstd": kind.accumulator if kind.rstd else None}
+    dtypes = {name + of: dtype for of, dtype in operands.items() for name in "qk"}
+    dtypes |= {"cos": kind.cos, "sin": kind.sin, "positions": kind.position}
+    warps = _OF_HEADS // (16 * (lanes or warp_size()))
+    return _variant(kind, rotate_tile, dtypes, constants, warps, rows, bits=bits)
 
 
-_host = Host(forward_variant, backward_variants, launcher, gate_variant=gate_variant, rotation_variant=rotation_variant)
+_CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
+_CHOOSERS |= {GateKind: gate_variant, RotationKind: rotation_variant}
+_host = Host(_CHOOSERS, launcher)
 forward = backward = _host.run

@@ -11,15 +11,9 @@ from typing import Any
 
 import torch
 
-from fusednorm.backends.kernel_keys import (
-    BLOCKS_IN_LANE,
-    BackwardKind,
-    ForwardKind,
-    GateKind,
-    RotationKind,
-    ceiling,
-)
+from fusednorm.backends.kernel_keys import BLOCKS_IN_LANE, BackwardKind, ForwardKind, GateKind, RotationKind, ceiling
 from fusednorm.calls.c_enums import Share
+from fusednorm.calls.call import AroundNorm
 from fusednorm.calls.quantization import Quantization
 from fusednorm.reference import norm as reference
 
@@ -47,6 +41,16 @@ _EXTREMES = 2 * 4 * _MOST_WARPS
 _NUMBERS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 _ZERO_POINTS = {None: "NONE", 128: "PLUS_128", "after": "AFTER", "before": "BEFORE"}
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
+
+
+def _types(**dtypes: torch.dtype | None) -> dict[str, str | int]:
+    """Constants of the sources: the types of operands."""
+    return {f"{name}_TYPE": _NAMES[dtype] for name, dtype in dtypes.items()}
+
+
+def _flags(**flags: bool) -> dict[str, str | int]:
+    """Constants of the sources that are 0 or 1."""
+    return {name: int(flag) for name, flag in flags.items()}
 
 
 @dataclass(frozen=True)
@@ -98,15 +102,8 @@ class Layout:
 
     def defines(self) -> dict[str, int]:
         """The constants of the sources."""
-        return {
-            "VECTOR": self.vector,
-            "ALIGNED": self.aligned,
-            "ROW": self.row,
-            "WARPS": self.warps,
-            "CLUSTER": self.cluster,
-            "BLOCKS_ROW": int(self.blocks_row),
-            "FULL": int(self.full),
-        }
+        names = ("vector", "aligned", "row", "warps", "cluster", "blocks_row", "full")
+        return {name.upper(): int(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -134,29 +131,21 @@ class Variant:
 def forward_variant(kind: ForwardKind, capability: int) -> Variant:
     """The kernel for a kind of call on GPUs of a compute capability (times ten)."""
     layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
+    around = kind.around or AroundNorm(None, False, False)
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
-        "X_TYPE": _NAMES[kind.x],
-        "RESIDUAL_TYPE": _NAMES[kind.residual],
-        "RESIDUAL_OUT_TYPE": _NAMES[kind.residual_out],
-        "WEIGHT_TYPE": _NAMES[kind.weight],
-        "OUT_TYPE": _NAMES[kind.out],
-        "NORM_BEFORE_ADD": int(kind.first is not None),
-        "FIRST_WEIGHT_TYPE": _NAMES[kind.first and kind.first.weight],
-        "BETWEEN_TYPE": _NAMES[kind.first.between if kind.first else kind.gate and kind.gate.between],
+        **_types(X=kind.x, RESIDUAL=kind.residual, RESIDUAL_OUT=kind.residual_out, WEIGHT=kind.weight, OUT=kind.out),
+        **_types(FIRST_WEIGHT=kind.first and kind.first.weight, Z=kind.gate and kind.gate.z, BIAS=around.bias),
+        **_types(BETWEEN=kind.first.between if kind.first else kind.gate and kind.gate.between),
         "GATED": 0 if kind.gate is None else 2 if kind.gate.between is None else 1,
-        "Z_TYPE": _NAMES[kind.gate and kind.gate.z],
-        "AROUND": int(any(part is not None for part in (kind.around, kind.quantizer, kind.gate))),
-        "BIAS_TYPE": _NAMES[kind.around and kind.around.bias],
-        "OF_HEADS": int(kind.around is not None and kind.around.of_heads),
-        "SCALED": int(kind.around is not None and kind.around.scaled),
-        "RSTD": int(kind.rstd),
-        "OFFSET": int(kind.offset),
-        "ROUND_SUM": int(kind.round_sum),
-        "ROUND_NORM": int(kind.round_norm),
-        "TWO_LEVELS": int(kind.two_levels),
-        "QUANTIZED": int(kind.quantizer is not None),
-        "KEEPS": int(kind.quantizer is None or kind.quantizer.keeps),
+        **_flags(
+            NORM_BEFORE_ADD=kind.first is not None,
+            AROUND=any(part is not None for part in (kind.around, kind.quantizer, kind.gate)),
+            QUANTIZED=kind.quantizer is not None,
+            KEEPS=kind.quantizer is None or kind.quantizer.keeps,
+        ),
+        **_flags(OF_HEADS=around.of_heads, SCALED=around.scaled, RSTD=kind.rstd, OFFSET=kind.offset),
+        **_flags(ROUND_SUM=kind.round_sum, ROUND_NORM=kind.round_norm, TWO_LEVELS=kind.two_levels),
         **layout.defines(),
     }
     if kind.gate is not None:
@@ -286,15 +275,9 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
     layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
-        "D_TYPE": _NAMES[kind.d],
-        "Y_TYPE": _NAMES[kind.y],
-        "Z_TYPE": _NAMES[kind.z],
-        "OUT_TYPE": _NAMES[kind.out],
-        "DZ_TYPE": _NAMES[kind.dz],
-        "BETWEEN_TYPE": _NAMES[kind.between],
+        **_types(D=kind.d, Y=kind.y, Z=kind.z, OUT=kind.out, DZ=kind.dz, BETWEEN=kind.between),
         "ACTIVATION": kind.activation.upper(),
-        "TWO_LEVELS": int(kind.two_levels),
-        "PACKED": int(kind.packed),
+        **_flags(TWO_LEVELS=kind.two_levels, PACKED=kind.packed),
         "VECTOR": layout.vector,
         "ALIGNED": layout.aligned,
         "WARPS": _WARPS,
@@ -314,22 +297,13 @@ def rotation_variant(kind: RotationKind, capability: int) -> Variant:
     position = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.position]
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[torch.float32],
-        "X_TYPE": _NAMES[kind.x],
-        "OUT_TYPE": _NAMES[kind.out],
-        "WEIGHT_TYPE": _NAMES[kind.weight],
-        "BETWEEN_TYPE": _NAMES[kind.between],
-        "PRODUCTS_TYPE": _NAMES[kind.products],
-        "COS_TYPE": _NAMES[kind.cos],
-        "SIN_TYPE": _NAMES[kind.sin],
+        **_types(X=kind.x, OUT=kind.out, WEIGHT=kind.weight, BETWEEN=kind.between, PRODUCTS=kind.products),
+        **_types(COS=kind.cos, SIN=kind.sin),
         "POSITION_TYPE": position,
-        "NORMALISED": int(kind.normalised),
-        "ROUND_NORM": int(kind.round_norm),
-        "OFFSET": int(kind.offset),
-        "RSTD": int(kind.rstd),
-        "INTERLEAVED": int(kind.interleaved),
+        **_flags(NORMALISED=kind.normalised, ROUND_NORM=kind.round_norm, OFFSET=kind.offset, RSTD=kind.rstd),
+        **_flags(INTERLEAVED=kind.interleaved, TWO_LEVELS=kind.two_levels),
         "SIZE": kind.size,
         "PAIRS": kind.pairs,
-        "TWO_LEVELS": int(kind.two_levels),
         **layout.defines(),
     }
     return Variant("rotate", tuple(defines.items()), layout.warps * 32, 1, Share.ROWS, layout.rows)

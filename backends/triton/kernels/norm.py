@@ -1,6 +1,6 @@
-"""The Triton kernels for GPUs; ``triton_cpu_kernels.py`` has those for CPUs, and ``triton_numbers.py`` what both share.
+"""The Triton kernels for GPUs; ``cpu_norm.py`` has those for CPUs, and ``numbers.py`` what both share.
 
-``triton_tiles.py`` says how rows lie over threads.
+``tiles.py`` says how rows lie over threads.
 
 Every operation here is rounded once: kernels are compiled with ``enable_fp_fusion=False``, quotients and roots are the
 ``_rn`` ones, and a sum adds two numbers at a time. ``A`` is the accumulator type, float32 or float64.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_gates import between, gated
-from fusednorm.backends.triton_numbers import (
+from fusednorm.backends.triton.kernels.gates import between, gated
+from fusednorm.backends.triton.kernels.numbers import (
     halved,
     halved_first,
     narrowed,
@@ -25,7 +25,7 @@ from fusednorm.backends.triton_numbers import (
     scaled,
     widened,
 )
-from fusednorm.backends.triton_tiles import (
+from fusednorm.backends.triton.kernels.tiles import (
     columns_of_tile,
     gain_at,
     loaded,
@@ -249,20 +249,7 @@ def forward_wide(
         inside = None if N % TILE == 0 else at < N
         g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
         stored_to = residual_out_row if KEPT else None
-        h = added(
-            x_row,
-            x_scale,
-            first_rstd,
-            g,
-            residual_row,
-            stored_to,
-            at,
-            inside,
-            BETWEEN,
-            ROUND_SUM,
-            ROUND_NORM,
-            A,
-        )
+        h = added(x_row, x_scale, first_rstd, g, residual_row, stored_to, at, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A)
         if GATED == "before":
             h = gated(h, z_row + at, inside, ACTIVATION, A)
         if out is not None:

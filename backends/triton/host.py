@@ -20,11 +20,9 @@ from torch import Tensor
 
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
-    ForwardKind,
-    GateKind,
-    RotationKind,
     blocks_of,
     check_addresses,
+    kind_of,
     lacking,
     of_one_weight_dtype,
     programs,
@@ -37,6 +35,7 @@ from fusednorm.calls.call import (
     Backward,
     Call,
     Forward,
+    ForwardCall,
     Gate,
     GateBackward,
     Heads,
@@ -45,6 +44,7 @@ from fusednorm.calls.call import (
     Quantize,
     Rotate,
     Strides,
+    device_of,
 )
 from fusednorm.calls.process import BackendError
 
@@ -108,10 +108,10 @@ def changed(on_cpus: bool = False) -> list[str]:
     """Why this version of Triton, which can be imported and has a driver, cannot be called; empty if it can."""
     import triton
 
-    from fusednorm.backends import triton_kernels
+    from fusednorm.backends.triton.kernels import norm
 
     used, cure = (_USED, CURE_ON_CPUS) if on_cpus else (_USED_ON_GPUS, _CURE)
-    lacked = lacking(triton, used) or lacking(triton_kernels.forward_tile, {"arg_names": ()})
+    lacked = lacking(triton, used) or lacking(norm.forward_tile, {"arg_names": ()})
     if lacked:
         return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {cure}"]
     return []
@@ -334,7 +334,7 @@ _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_to
 def _places(
     call: Forward | Backward | Gate | GateBackward, names: tuple[tuple[str, str], ...]
 ) -> dict[str, int | None]:
-    """Where rows lie, as ``rows_at`` in ``triton_numbers.py`` takes it."""
+    """Where rows lie, as ``rows_at`` in ``numbers.py`` takes it."""
     inner = None if call.inner == call.rows else call.inner
     return {"inner": inner, **_places_of(zip(names, call.strides, strict=True), inner)}
 
@@ -360,16 +360,13 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 class Host:
     """The ``forward`` and ``backward`` of a backend: it holds the launchers of each kind of call, and calls them."""
 
-    forward_variant: Callable[[ForwardKind], Variant]
-    #: The variants of a kind of pass, in the order in which they are launched.
-    backward_variants: Callable[[BackwardKind], Mapping[str, Variant]]
+    #: By the type of a kind: the function that chooses its kernel, or its kernels in the order of their launches.
+    choosers: Mapping[type, Callable[[Any], Variant | Mapping[str, Variant]]]
     #: Compiles and loads a variant: a launcher.
     load: Callable[[Variant], Any]
     pointer: Callable[[Tensor | None], Any] = pointer
     #: Whether kernels read operands that begin between two elements.
     unaligned: bool = False
-    gate_variant: Callable[[GateKind], Variant] | None = None
-    rotation_variant: Callable[[RotationKind], Variant] | None = None
     #: The launchers of each kind of call on each device.
     held: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
     #: All launchers: several kinds of calls may share one.
@@ -384,16 +381,11 @@ class Host:
         self.held.clear()
         self.launchers.clear()
 
-    def _hold(
-        self,
-        key: tuple[Any, ...],
-        variants: Mapping[str, Variant],
-        call: Call,
-    ) -> list[Any]:
+    def _hold(self, key: tuple[Any, ...], variants: Iterable[Variant], call: Call) -> list[Any]:
         if not self.unaligned:
             check_addresses(call)
         found = []
-        for variant in variants.values():
+        for variant in variants:
             identity = (key[0], *variant.identity())
             if identity not in self.launchers:
                 self.launchers[identity] = self.load(variant)
@@ -401,22 +393,14 @@ class Host:
         self.held[key] = found
         return found
 
-    def for_forward(self, call: Forward) -> tuple[ForwardKind, Any]:
-        """The kind of a call, and what launches its kernel."""
-        kind = ForwardKind.of(call)
-        return kind, self._held_for(kind, call.operation.device, call)
+    def held_for(self, kind: Any, call: Call) -> list[Any]:
+        """The launchers of the kernels of a call, which is of this kind."""
+        key = (device_of(call).index, kind)
+        return self.held.get(key) or self._hold(key, self._variants(kind), call)
 
-    def _held_for(self, kind: ForwardKind, device: torch.device, call: Forward | Quantize | NormGated) -> Any:
-        """The launcher of the kernel of a kind of call on a device."""
-        key = (device.index, kind)
-        held = self.held.get(key) or self._hold(key, {"forward": self.forward_variant(kind)}, call)
-        return held[0]
-
-    def for_backward(self, call: Backward, partial: Tensor | None) -> tuple[BackwardKind, list[Any]]:
-        """The kind of a pass, and what launches its kernels."""
-        kind = BackwardKind.of(call, partial)
-        key = (call.operation.device.index, kind)
-        return kind, self.held.get(key) or self._hold(key, self.backward_variants(kind), call)
+    def _variants(self, kind: Any) -> Iterable[Variant]:
+        found = self.choosers[type(kind)](kind)
+        return (found,) if isinstance(found, Variant) else found.values()
 
     def _around(self, call: Forward, around: AroundNorm) -> dict[str, Any]:
         """The values that a kernel is given for a bias, rows of heads and a scaled x."""
@@ -453,9 +437,13 @@ class Host:
 
     def forward(self, call: Forward) -> None:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
-        with _current(call.operation.device):
-            _, launch = self.for_forward(call)
-            launch(-(-call.rows // launch.variant.per_program), self._operands(call))
+        self._launch(call, call.rows, self._operands(call))
+
+    def _launch(self, call: ForwardCall | GateBackward, rows: int, values: dict[str, Any]) -> None:
+        """Launches the one kernel of a call."""
+        with _current(device_of(call)):
+            (launch,) = self.held_for(kind_of(call), call)
+            launch(launch.variant.programs(rows, call.hidden_size, 1, rows), values)
 
     def quantize(self, call: Quantize) -> None:
         """Launches the kernel that quantizes rows, which it may normalise before; see :class:`Quantize`."""
@@ -474,26 +462,13 @@ class Host:
         values |= {"scale_group_stride": call.scale_strides[2], "zero_point": self.pointer(call.zero_point)}
         values |= {"zero_point_group_stride": call.zero_point_strides[2]}
         values |= zip(_LIMITS, c_abi.limits(call.quantization, call.dtype), strict=True)
-        with _current(call.out.device):
-            launch = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
-            launch(-(-call.rows // launch.variant.per_program), values)
+        self._launch(call, call.rows, values)
 
     def gate(self, call: Gate | GateBackward) -> None:
         """Launches the kernel of a gate, or of its backward pass."""
         values = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD)
         given = {name: self.pointer(t) for name, t in call._asdict().items() if isinstance(t, Tensor) or t is None}
-        with _current(call.y.device):
-            launch = self._held_for_gate(call)
-            number = launch.variant.programs(call.rows, call.hidden_size, 1, call.rows)
-            launch(number, {**values, **given, "rows": call.rows, "hidden_size": call.hidden_size})
-
-    def _held_for_gate(self, call: Gate | GateBackward) -> Any:
-        """The launcher of the kernel of a kind of gate."""
-        kind = GateKind.of(call)
-        key = (call.y.device.index, kind)
-        assert self.gate_variant is not None
-        (launch,) = self.held.get(key) or self._hold(key, {"gate": self.gate_variant(kind)}, call)
-        return launch
+        self._launch(call, call.rows, {**values, **given, "rows": call.rows, "hidden_size": call.hidden_size})
 
     def norm_gated(self, call: NormGated) -> None:
         """Launches the kernel that normalises rows and gates them, in the order that the call says."""
@@ -501,33 +476,21 @@ class Host:
         values = self._operands(norm)
         jump = None if values["inner"] is None else outer_stride - norm.inner * stride
         values |= {"z": self.pointer(call.z), "z_stride": stride, "z_jump": jump}
-        device = norm.operation.device
-        with _current(device):
-            launch = self._held_for(ForwardKind.of_gated(call), device, call)
-            launch(-(-norm.rows // launch.variant.per_program), values)
+        self._launch(call, norm.rows, values)
 
     def rotate(self, call: Rotate) -> None:
         """Launches the kernel that normalises and rotates the heads of q, or those of q and of k."""
-        assert self.rotation_variant is not None
-        inner, device = None if call.inner == call.rows else call.inner, call.heads[0].x.device
-        norm = call.norm or HeadsNorm(0.0, 0.0, False)
-        values: dict[str, Any] = {
-            "inner": inner,
-            "rows": call.rows,
-            "eps": norm.eps,
-            "weight_offset": norm.weight_offset,
-        }
+        inner, norm = None if call.inner == call.rows else call.inner, call.norm or HeadsNorm(0.0, 0.0, False)
+        values = {"inner": inner, "rows": call.rows, "eps": norm.eps, "weight_offset": norm.weight_offset}
         of_rows = zip(_OF_TABLES, (*call.table_strides, call.position_strides), strict=True)
         values |= _places_of(of_rows, inner)
         values |= {name: self.pointer(getattr(call, name)) for name in ("cos", "sin", "positions")}
         for part in of_one_weight_dtype(call):
-            kind = RotationKind.of(part)
-            key = (device.index, kind)
             # Without k the kernel is given q in its place, and no program of it.
             for name, heads in zip("qk", (part.heads[0], part.heads[-1]), strict=True):
                 values |= self._heads(name, heads, inner)
-            with _current(device):
-                (launch,) = self.held.get(key) or self._hold(key, {"rotate": self.rotation_variant(kind)}, part)
+            with _current(device_of(part)):
+                (launch,) = self.held_for(kind_of(part), part)
                 per_program = launch.variant.per_program
                 launch(sum(-(-call.rows * heads.x.shape[-2] // per_program) for heads in part.heads), values)
 
@@ -546,7 +509,6 @@ class Host:
         partial = scratch_of(call)
         block, blocks = blocks_of(call.rows)
         with _current(call.operation.device):
-            kind, launchers = self.for_backward(call, partial)
             values = {
                 **_places(call, _OF_BACKWARD),
                 "dy": self.pointer(call.dy),
@@ -561,11 +523,11 @@ class Host:
                 "rows": call.rows,
                 "block": block,
                 "blocks": blocks,
-                "hidden_size": kind.hidden_size,
+                "hidden_size": call.hidden_size,
                 "weight_offset": call.weight_offset,
             }
-            for launch in launchers:
-                launch(launch.variant.programs(call.rows, kind.hidden_size, block, blocks), values)
+            for launch in self.held_for(BackwardKind.of(call, partial), call):
+                launch(launch.variant.programs(call.rows, call.hidden_size, block, blocks), values)
 
 
 _METHODS = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_numbers import gain, halved, halved_first, widened
+from fusednorm.backends.triton.kernels.numbers import gain, halved, halved_first, widened
 
 
 @triton.jit

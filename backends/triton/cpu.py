@@ -12,31 +12,34 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends import cpu, triton_host
+from fusednorm.backends import cpu
 from fusednorm.backends.kernel_keys import (
+    PACKED,
     BackwardKind,
     ForwardKind,
     GateKind,
     QuantizerKind,
     blocks_of,
     ceiling,
+    kind_of,
     scratch_of,
 )
-from fusednorm.backends.triton_cpu_host import Compiler, Failure, Program, processor
-from fusednorm.backends.triton_host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
+from fusednorm.backends.triton import host
+from fusednorm.backends.triton.cpu_compiler import Compiler, Failure, Program, processor
+from fusednorm.backends.triton.host import INTERPRETED, Host, Interpreted, Variant, pointer_or_null
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import Share
-from fusednorm.calls.call import AroundNorm, Forward, Gate, GateBackward, NormGated, Quantize, Rotate
+from fusednorm.calls.call import AroundNorm, Backward, Forward, Gate, NormGated, Quantize, Rotate
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Backward, Call, ForwardCall, Operation
+    from fusednorm.calls.call import Call, ForwardCall, GateBackward, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
@@ -67,22 +70,22 @@ def unavailable() -> list[str]:
     """Why this machine cannot use the backend."""
     if _MODE is None:
         return [f"FUSEDNORM_PREWARM is {_asked!r}; it must be background, wait (or 1), or off (or 0)"]
-    reasons = triton_host.missing(on_cpus=not INTERPRETED)
+    reasons = host.missing(on_cpus=not INTERPRETED)
     if reasons or INTERPRETED:
         return reasons
-    target, why = triton_host.active_target()
+    target, why = host.active_target()
     if target is None or target.backend != "cpu":
         found = f"no driver ({why})" if target is None else f"a driver for {target.backend}"
-        cure = triton_host.BUILD.replace("a newer one", "one for CPUs")
+        cure = host.BUILD.replace("a newer one", "one for CPUs")
         return [f"Triton has {found} active here, not one for CPUs: {cure}; TRITON_CPU_BACKEND=1 prefers it to a GPU's"]
-    return triton_host.changed(on_cpus=True) or [f"C calls its kernels, and {why}" for why in cpu.unavailable()]
+    return host.changed(on_cpus=True) or [f"C calls its kernels, and {why}" for why in cpu.unavailable()]
 
 
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     if operation.step is not None and operation.step.name == "rotate":
         return cpu.unavailable()
-    return triton_host.too_long(operation.hidden_size)
+    return host.too_long(operation.hidden_size)
 
 
 def plan(operation: Operation) -> str:
@@ -106,7 +109,7 @@ def plan(operation: Operation) -> str:
 
 def forward_variant(kind: ForwardKind) -> Variant:
     """The kernel for a kind of call. Flags that change nothing for these dtypes change no kernel."""
-    from fusednorm.backends import triton_cpu_kernels as kernels
+    from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
     if kind.quantizer is not None:
         return _quantizer_variant(kind, kind.quantizer)
@@ -145,7 +148,7 @@ def _norm_flags(kind: ForwardKind, out: torch.dtype | None) -> int:
 
 def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
     """The kernel that quantizes rows, which it may normalise before."""
-    from fusednorm.backends import triton_cpu_quantize as kernels
+    from fusednorm.backends.triton.kernels import cpu_quantize as kernels
 
     quantization, around = quantizer.quantization, kind.around or AroundNorm(None, False, False)
     flags = _flags(
@@ -174,9 +177,9 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
 
 def gate_variant(kind: GateKind) -> Variant:
     """The kernel of a gate, or of its backward pass."""
-    from fusednorm.backends import triton_cpu_gates as kernels
+    from fusednorm.backends.triton.kernels import cpu_gates as kernels
 
-    between = None if kind.between is None else triton_host.type_of(kind.between, bits=True)
+    between = None if kind.between is None else host.type_of(kind.between, bits=True)
     flags = _flags(TWO_LEVELS=kind.two_levels)
     dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
     if kind.d is not None:
@@ -192,16 +195,16 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
 
     ``rows``: the gradients of the rows; ``shares``: each block's share of the weight's; ``weight``: the shares' sum.
     """
-    from fusednorm.backends import triton_cpu_kernels as kernels
+    from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
     def variant(
-        function: Any, constants: dict[str, Any], share: Share, per_program: int, used: dict[str, torch.dtype | None]
+        part: str, flags: int, segments: int, share: Share, per_program: int, used: dict[str, torch.dtype | None]
     ) -> Variant:
         names = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "partial", "dweight")
         dtypes = {name: kind.accumulator if name in ("rstd", "partial") else used.get(name) for name in names}
-        constants = {**constants, **_constants()}
+        constants = {"PART": part, "FLAGS": flags, "SEGMENTS": segments, **_constants()}
         return Variant(
-            function,
+            kernels.backward,
             dtypes,
             kind.accumulator,
             constants,
@@ -217,20 +220,18 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
     if kind.dx or kind.dresidual:
         operands = {"d_total": kind.d_residual_out, "weight": kind.weight}
         operands |= {"dx": kind.dx, "dresidual": kind.dresidual}
-        flags = _flags(**{name.upper(): dtype is not None for name, dtype in operands.items()})
-        constants = {"FLAGS": flags + two_levels, "SEGMENTS": _segments(kind.hidden_size)}
-        variants["rows"] = variant(kernels.backward_rows, constants, Share.ROWS, 1, {**read, **operands})
+        flags = two_levels + _flags(**{name.upper(): dtype is not None for name, dtype in operands.items()})
+        segments = _segments(kind.hidden_size)
+        variants["rows"] = variant("rows", flags, segments, Share.ROWS, 1, {**read, **operands})
     if kind.dweight:
-        variants["shares"] = variant(
-            kernels.backward_shares, {"FLAGS": two_levels}, Share.COLUMNS_OF_BLOCKS, TILE, read
-        )
-        variants["weight"] = variant(kernels.backward_weight, {}, Share.COLUMNS, TILE, {"dweight": kind.dweight})
+        variants["shares"] = variant("shares", two_levels, 0, Share.COLUMNS_OF_BLOCKS, TILE, read)
+        variants["weight"] = variant("weight", 0, 0, Share.COLUMNS, TILE, {"dweight": kind.dweight})
     return variants
 
 
 def _flags(**flags: bool) -> int:
     """Flags of the kernels, added up."""
-    from fusednorm.backends import triton_cpu_kernels as kernels
+    from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
     return sum(getattr(kernels, name).value for name, given in flags.items() if given)
 
@@ -260,7 +261,7 @@ def _in_background() -> bool:
 class _Host(Host):
     """Has kernels compiled when they may be, and has the fast path run those that are there."""
 
-    def _hold(self, key: tuple[Any, ...], variants: Mapping[str, Variant], call: Call) -> list[Any]:
+    def _hold(self, key: tuple[Any, ...], variants: Iterable[Variant], call: Call) -> list[Any]:
         global _prewarmed
         if not INTERPRETED and (_in_background() or _MODE == "wait"):
             more = () if _prewarmed else tuple(commonest())
@@ -268,7 +269,7 @@ class _Host(Host):
             if _MODE == "wait":
                 _compiler.ahead(more)
             else:
-                _compiler.later(variants.values(), more)
+                _compiler.later(variants, more)
         held = super()._hold(key, variants, call)
         if fast_path is not None and (packed := _packed_for_fast_path(call)) is not None:
             path.hold_triton(packed, held[0].address)
@@ -280,64 +281,40 @@ def _packed_for_fast_path(call: Call) -> bytes | None:
 
     It knows one dtype for the residual and the sum, one level of rows of a norm alone, and nothing around a norm.
     """
-    if isinstance(call, Gate):
-        return c_abi.pack_gate_alone(call) if _is_short(call.hidden_size) else None
-    if isinstance(call, Quantize):
-        return c_abi.pack_quantize(call) if _is_short(call.hidden_size) else None
-    if isinstance(call, NormGated):
-        return c_abi.pack_norm_gated(call) if _is_short(call.norm.operation.hidden_size) else None
-    if not isinstance(call, Forward) or not _is_short(call.operation.hidden_size):
-        return None
-    return c_abi.pack_forward(call) if not call.operation.features and call.inner == call.rows else None
-
-
-def _is_short(hidden_size: int) -> bool:
-    """Whether rows are among those that share one kernel."""
-    return _segments(hidden_size) == _FEWEST_SEGMENTS
+    if isinstance(call, Forward):
+        taken = not call.operation.features and call.inner == call.rows
+    else:
+        taken = isinstance(call, (Gate, Quantize, NormGated))
+    return PACKED[type(call)](call) if taken and _segments(call.hidden_size) == _FEWEST_SEGMENTS else None
 
 
 class _CompiledHost(_Host):
     """Has C run compiled kernels, which it gives a packed call."""
 
-    def forward(self, call: Forward) -> None:
-        """Runs a kernel; see :class:`fusednorm.registry.Backend`."""
-        _, program = self.for_forward(call)
-        program(c_abi.pack_forward(call, torch.get_num_threads()), call.rows)
-
-    def quantize(self, call: Quantize) -> None:
-        """Runs the kernel that quantizes rows, which it may normalise before; see :class:`Quantize`."""
-        program = self._held_for(ForwardKind.of_quantizer(call), call.out.device, call)
-        program(c_abi.pack_quantize(call, torch.get_num_threads()), call.rows)
-
-    def gate(self, call: Gate | GateBackward) -> None:
-        """Runs the kernel of a gate, or of its backward pass."""
-        program = self._held_for_gate(call)
-        program(c_abi.pack_gate_alone(call, torch.get_num_threads()), call.rows)
-
-    def norm_gated(self, call: NormGated) -> None:
-        """Runs the kernel that normalises rows and gates them, in the order that the call says."""
-        program = self._held_for(ForwardKind.of_gated(call), call.norm.operation.device, call)
-        program(c_abi.pack_norm_gated(call, torch.get_num_threads()), call.norm.rows)
-
-    def backward(self, call: Backward) -> None:
-        """Runs kernels; see :class:`fusednorm.registry.Backend`."""
-        partial = scratch_of(call)
-        block, blocks = blocks_of(call.rows)
-        packed = c_abi.pack_backward(call, torch.get_num_threads(), block, partial)
-        kind, programs = self.for_backward(call, partial)
-        for program in programs:
-            program(packed, program.variant.programs(call.rows, kind.hidden_size, block, blocks))
+    def run(self, call: Call) -> None:
+        """Runs the kernels of any call; see :class:`fusednorm.registry.Backend`."""
+        threads = torch.get_num_threads()
+        if isinstance(call, Backward):
+            partial = scratch_of(call)
+            block, blocks = blocks_of(call.rows)
+            packed = c_abi.pack_backward(call, threads, block, partial)
+            for program in self.held_for(BackwardKind.of(call, partial), call):
+                program(packed, program.variant.programs(call.rows, call.hidden_size, block, blocks))
+        else:
+            (program,) = self.held_for(kind_of(call), call)
+            program(PACKED[type(call)](call, threads), call.norm.rows if isinstance(call, NormGated) else call.rows)
 
 
 _compiler = Compiler(Program)
 
+_CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
+_CHOOSERS[GateKind] = gate_variant
+
 if INTERPRETED:
-    _host: Host = _Host(
-        forward_variant, backward_variants, Interpreted, pointer_or_null, unaligned=True, gate_variant=gate_variant
-    )
+    _host: Host = _Host(_CHOOSERS, Interpreted, pointer_or_null, unaligned=True)
     fast_path: str | None = None
 else:
-    _host = _CompiledHost(forward_variant, backward_variants, _compiler.now, unaligned=True, gate_variant=gate_variant)
+    _host = _CompiledHost(_CHOOSERS, _compiler.now, unaligned=True)
     #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
     fast_path = path.open_triton_cpu(_FEWEST_SEGMENTS * reference.SEGMENT)
 

@@ -1,13 +1,13 @@
-"""Triton's kernels for CPUs of gates alone, forward and backward; ``triton_cpu_kernels.py`` says how rows are taken."""
+"""Triton's kernels for CPUs of gates alone, forward and backward; ``cpu_norm.py`` says how rows are taken."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton_cpu_kernels import DY, DZ, TWO_LEVELS, got, put
-from fusednorm.backends.triton_gates import activated, activated_and_slope, between
-from fusednorm.backends.triton_numbers import narrowed, rows_at, widened
+from fusednorm.backends.triton.kernels.cpu_norm import DY, DZ, TWO_LEVELS, got, put
+from fusednorm.backends.triton.kernels.gates import activated, activated_and_slope, between
+from fusednorm.backends.triton.kernels.numbers import narrowed, rows_at, widened
 
 
 @triton.jit

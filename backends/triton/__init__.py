@@ -1,0 +1,1 @@
+"""Triton's kernels, and the backends ``triton`` and ``triton_cpu``, which compile and launch them."""

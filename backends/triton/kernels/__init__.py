@@ -1,0 +1,1 @@
+"""Kernels in Triton's language: those for CPUs begin with ``cpu_``, and share ``numbers``, ``scales`` and ``gates``."""
