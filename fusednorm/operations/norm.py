@@ -330,7 +330,8 @@ def _composed(
     flags = check_flags(flags, x, residual, out, residual_out)
     factor = number("x_scale", x_scale)
     if must_be_seen.in_one_operator(x, residual, *others):
-        flags = flags._replace(out_dtype=flags.out_dtype or (x.dtype if out is None else out.dtype))
+        if out is not None and out.dtype != x.dtype:
+            flags = flags._replace(out_dtype=out.dtype)
         y, total = _for_inference(x, residual, weight, bias, factor, flags)
         return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
     if given and not (compiling or transformed or _heard_below(x, residual, None, out, residual_out)):

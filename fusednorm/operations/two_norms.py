@@ -290,7 +290,7 @@ def _beyond_fast_path(
             )
             return None, dtensor_bridge.written(residual_out, total)
         numbers = (flags.eps, between, weight_offset, round_sum, round_norm)
-        dtypes = (out_dtype or (x.dtype if out is None else out.dtype), residual_dtype)
+        dtypes = (out_dtype if out is None or out.dtype == x.dtype else out.dtype, residual_dtype)
         both = ops.rms_norm_add_rms_norm_inference
         y, total = both(x, residual, weight, next_weight, eps, *numbers, *dtypes)
         return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)

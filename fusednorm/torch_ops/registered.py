@@ -59,14 +59,14 @@ def where_plain(function: Callable[..., Any], places: Sequence[int]) -> Callable
     """``fast`` of an operator whose function checks everything, memory too; it has operands at these places."""
 
     def fast(*arguments: Any) -> Any:
-        operands = [arguments[place] for place in places if place < len(arguments)]
-        if not must_be_seen.plain(*operands) or must_be_seen.below() or must_be_seen.level_entered():
-            return None
         records = torch.is_grad_enabled()
-        # torch makes zeros of a ZeroTensor on the way to the function.
-        if any(t is not None and ((records and t.requires_grad) or t._is_zerotensor()) for t in operands):
-            return None
-        return function(*arguments)
+        for operand in [arguments[place] for place in places if place < len(arguments)]:
+            if operand is None:
+                continue
+            # torch makes zeros of a ZeroTensor on the way to the function.
+            if not must_be_seen.plain(operand) or (records and operand.requires_grad) or operand._is_zerotensor():
+                return None
+        return None if must_be_seen.below() or must_be_seen.level_entered() else function(*arguments)
 
     return fast
 
