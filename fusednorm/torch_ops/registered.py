@@ -63,8 +63,9 @@ def where_plain(function: Callable[..., Any], places: Sequence[int]) -> Callable
         for operand in [arguments[place] for place in places if place < len(arguments)]:
             if operand is None:
                 continue
-            # torch makes zeros of a ZeroTensor on the way to the function.
-            if not must_be_seen.plain(operand) or (records and operand.requires_grad) or operand._is_zerotensor():
+            if not must_be_seen.plain(operand) or (records and operand.requires_grad):
+                return None
+            if operand.is_meta or operand._is_zerotensor():  # torch calls the fake one, or makes zeros on the way
                 return None
         return None if must_be_seen.below() or must_be_seen.level_entered() else function(*arguments)
 
