@@ -59,13 +59,15 @@ def where_plain(function: Callable[..., Any], places: Sequence[int]) -> Callable
     """``fast`` of an operator whose function checks everything, memory too; it has operands at these places."""
 
     def fast(*arguments: Any) -> Any:
+        operands = [arguments[place] for place in places if place < len(arguments)]
+        if not must_be_seen.plain(*operands):
+            return None
         records = torch.is_grad_enabled()
-        for operand in [arguments[place] for place in places if place < len(arguments)]:
+        for operand in operands:
             if operand is None:
                 continue
-            if not must_be_seen.plain(operand) or (records and operand.requires_grad):
-                return None
-            if operand.is_meta or operand._is_zerotensor():  # torch calls the fake one, or makes zeros on the way
+            # Of a meta tensor torch calls the fake function, and of a ZeroTensor it makes zeros on the way here.
+            if operand.is_meta or operand._is_zerotensor() or (records and operand.requires_grad):
                 return None
         return None if must_be_seen.below() or must_be_seen.level_entered() else function(*arguments)
 

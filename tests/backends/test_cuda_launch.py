@@ -1003,7 +1003,7 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
             value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
 
     def padded(numbers):
-        return c_abi._CALL.pack(*numbers, *[0] * (c_abi._CALL.size // 8 - len(numbers)))
+        return c_abi._pack(*numbers, *[0] * (c_abi._pack.__self__.size // 8 - len(numbers)))
 
     try:
         if around:  # strides of the weight and of the bias, and the bias after all other operands

@@ -83,7 +83,7 @@ def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weig
     numbers = [len(addresses) != 6, 0, 0, threads, rows, rows, hidden, block, 0, 1, eps, weight_offset]
     for i, address in enumerate(addresses):
         numbers += [kind if address else 0, address, 0, stride.get(i, 0)]
-    return c_abi._CALL.pack(*numbers, *[0] * (c_abi._CALL.size // 8 - len(numbers)))
+    return c_abi._pack(*numbers, *[0] * (c_abi._pack.__self__.size // 8 - len(numbers)))
 
 
 @pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
@@ -113,7 +113,7 @@ def test_c_gives_a_kernel_the_jumps_of_the_outer_level():
     for address in (1000, 0, 2000, 3000, 0, 4000):
         level = (500, 8) if address in (1000, 3000) else (0, 0)
         numbers += [c_abi.KINDS[F32] if address else 0, address, *level]
-    call = c_abi._CALL.pack(*numbers, *[0] * (c_abi._CALL.size // 8 - len(numbers)))
+    call = c_abi._pack(*numbers, *[0] * (c_abi._pack.__self__.size // 8 - len(numbers)))
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
     assert [given[8:21] for given, _ in calls] == [(8, 0, 8, 0, 0, 3, 476, 0, 476, 0, 0, 8, 1)] * 6
     assert [given[27] for given, _ in calls] == list(range(6))
