@@ -212,7 +212,7 @@ class NormaliseAffine(torch.autograd.Function):
         found = run.on_fast_path(x, residual, weight, flags, rstd=rstd, bias=bias)
         if found is None:
             found = run.forward(x, residual, weight, flags, rstd=rstd, around=around)
-        flags = check_flags(flags, x, residual, None, None)
+            flags = check_flags(flags, x, residual, None, None)
         operation = operation_of(x, residual, weight, flags, around=around)
         of_one_shape = weight is None or bias is None or weight.shape == bias.shape
         ctx.backend = run.whole_of(operation, _GRADIENTS_OF_ALL) if of_one_shape else None
