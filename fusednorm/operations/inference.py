@@ -68,8 +68,9 @@ def _register(function: Callable[..., Any]) -> None:
     alone = sum(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in names)
 
     def run(*arguments: Any) -> Any:
-        if "quantization" not in names:
-            return function(*arguments[:alone], **dict(zip(names[alone:], arguments[alone:], strict=False)))
+        return function(*arguments[:alone], **dict(zip(names[alone:], arguments[alone:], strict=False)))
+
+    def run_quantized(*arguments: Any) -> Any:
         named = dict(zip(names, arguments, strict=False))
         named["quantization"] = _parsed(named["quantization"])
         given = (named.get("scale"), named.get("zero_point"))  # an operand must not be a result
@@ -91,17 +92,12 @@ def _register(function: Callable[..., Any]) -> None:
         of_tensors = dict(zip(tensors, composed_again(composed, ctx.saved_tensors, incoming, needs), strict=True))
         return tuple(of_tensors.get(place) for place in range(len(names)))
 
-    result = _TYPES[cast(Any, inspect.signature(function).return_annotation)]
-    schema = f"({', '.join(arguments_of.values())}) -> {result}"
-    of_numbers = result == "Tensor[]"  # 8-bit ones, which have no gradients
-    register(
-        f"{function.__name__}_inference",
-        schema,
-        run,
-        run,
-        None if of_numbers else (gradients, keep),
-        where_plain(run, tensors),
+    schema = (
+        f"({', '.join(arguments_of.values())}) -> {_TYPES[cast(Any, inspect.signature(function).return_annotation)]}"
     )
+    quantizes = "quantization" in names  # so that there are no gradients
+    made, differentiated = (run_quantized, None) if quantizes else (run, (gradients, keep))
+    register(f"{function.__name__}_inference", schema, made, made, differentiated, where_plain(made, tensors))
 
 
 for _function in FUNCTIONS:

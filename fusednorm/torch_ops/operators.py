@@ -354,43 +354,22 @@ def _on_fast_path(
     return take(x, residual, weight, out, residual_out, *numbers, rstd, True, None, 1.0)
 
 
-def _rstd_for_plain(x: Tensor) -> Tensor | None:
-    """Memory for rstd; None if the fast path is sure to refuse the call, where a listener would see it being made."""
-    plain = must_be_seen.plain(x) and not (must_be_seen.listening() or must_be_seen.level_entered())
-    return new_rstd(x) if plain and request() in fast_paths else None
-
-
 def _fast_fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: Any,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    out_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    if out_dtype is not None or residual_dtype is not None or (rstd := _rstd_for_plain(x)) is None:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: Any
+) -> tuple[Tensor, Any, Tensor] | None:
+    numbers, dtypes = flags[: run.FAST], flags[run.FAST :]
+    if any(dtype is not None for dtype in dtypes) or request() not in fast_paths:
         return None
-    numbers = (eps, weight_offset, round_sum, round_norm)
+    if not must_be_seen.plain(x) or must_be_seen.listening() or must_be_seen.level_entered():
+        return None  # it is sure to be refused, and a listener would see that memory for rstd is made
+    rstd = new_rstd(x)
     found = _on_fast_path(x, residual, weight, None, None, *numbers, rstd=rstd)
     return None if found is None else (*found, rstd)
 
 
-def _fast_rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: Any,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor] | None:
-    if out_dtype is not None or (rstd := _rstd_for_plain(x)) is None:
-        return None
-    found = _on_fast_path(x, None, weight, None, None, eps, weight_offset, round_sum, round_norm, rstd=rstd)
-    return None if found is None else (found[0], rstd)
+def _fast_rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor] | None:
+    found = _fast_fused_add_rms_norm(x, None, weight, *flags)
+    return None if found is None else (found[0], found[2])
 
 
 def _fast_into(*arguments: Any) -> object:
