@@ -5,7 +5,6 @@
  * None, and Python makes the call.
  */
 #include "python/fast_path.h"
-#include "python/fast_path.h"
 
 static PyObject *plain_types;
 
@@ -33,6 +32,19 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     }
     fn_exchange_api = found;
     Py_RETURN_TRUE;
+}
+
+/* Subclasses of tensors, those without memory and those whose gradients are recorded are not direct, and no call that is heard. */
+static PyObject *is_direct(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    int others = fn_exchange_api ? fn_is_heard() : 1;
+    for (Py_ssize_t i = 0; !others && i < count; i++) {
+        tensor t;
+        struct fn_operand operand;
+        if (!PyObject_TypeCheck(arguments[i], fn_tensor_type)) continue;
+        others = fn_read_memory(arguments[i], &t, &operand) ? fn_records_gradient(&arguments[i], 1) : PyErr_Occurred() ? -1 : 1;
+    }
+    return others < 0 ? NULL : PyBool_FromLong(!others);
 }
 
 static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
@@ -101,6 +113,8 @@ static PyMethodDef methods[] = {
     {"gate_backward", (PyCFunction)(void (*)(void))fn_gate_backward_on_fast_path, METH_FASTCALL,
      "gate_backward(type of device, d, y, z, dy, dz, activation, number of the dtype between)\n--\n\nWhether the gradients of "
      "a gate were written; if not, Python must make the call."},
+    {"is_direct", (PyCFunction)(void (*)(void))is_direct, METH_FASTCALL,
+     "is_direct(*arguments of an operator)\n--\n\nWhether the operator may run past torch's dispatcher."},
     {"forward_on", forward_on, METH_VARARGS,
      "forward_on(cpu, cuda, triton_cpu)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},

@@ -124,6 +124,10 @@ gate_backward: Callable[..., bool] = _fast_path.gate_backward if OPEN else _refu
 #: are rounded before they meet the weight, and the weight's offset.
 norm_gated_backward: Callable[..., bool] = _fast_path.norm_gated_backward if OPEN else _refuse
 
+#: Whether an operator with these arguments may run past torch's dispatcher: its tensors are plain and in memory, and
+#: neither a listener nor autograd must see it.
+is_direct: Callable[..., bool] = _fast_path.is_direct if OPEN else _refuse
+
 #: Types of devices, as DLPack numbers them.
 CPU, CUDA = 1, 2
 

@@ -21,7 +21,7 @@ from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rm
 from fusednorm.operations.rotate import qk_norm_rope, rotate
 from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.torch_ops.gradients import composed_again
-from fusednorm.torch_ops.registered import register, where_plain
+from fusednorm.torch_ops.registered import register
 
 #: The functions that have such an operator. A gate is one operator in each graph, and ``l2_norm`` is ``rms_norm``.
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -67,11 +67,13 @@ def _register(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters
     alone = sum(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in names)
 
-    def run(*arguments: Any) -> Any:
-        return function(*arguments[:alone], **dict(zip(names[alone:], arguments[alone:], strict=False)))
+    def run(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) > alone:
+            named |= dict(zip(names[alone:], arguments[alone:], strict=False))
+        return function(*arguments[:alone], **named)
 
-    def run_quantized(*arguments: Any) -> Any:
-        named = dict(zip(names, arguments, strict=False))
+    def run_quantized(*arguments: Any, **named: Any) -> Any:
+        named |= dict(zip(names, arguments, strict=False))
         named["quantization"] = _parsed(named["quantization"])
         given = (named.get("scale"), named.get("zero_point"))  # an operand must not be a result
         return [t for t in function(**named) if all(t is not one for one in given)]
@@ -97,7 +99,8 @@ def _register(function: Callable[..., Any]) -> None:
     )
     quantizes = "quantization" in names  # so that there are no gradients
     made, differentiated = (run_quantized, None) if quantizes else (run, (gradients, keep))
-    register(f"{function.__name__}_inference", schema, made, made, differentiated, where_plain(made, tensors))
+    operator = register(f"{function.__name__}_inference", schema, made, made, differentiated)
+    operator.direct = made  # which takes named arguments as they are
 
 
 for _function in FUNCTIONS:

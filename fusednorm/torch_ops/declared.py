@@ -14,7 +14,7 @@ from fusednorm.calls.checks import check_needs
 from fusednorm.calls.declared import Declaration, Role
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.registered import register, where_plain
+from fusednorm.torch_ops.registered import register
 
 #: All declared operations, by name.
 DECLARED: dict[str, Operator] = {}
@@ -27,7 +27,7 @@ class Operator:
         declaration: the operation.
         run: computes the results for checked operands in memory, as the formula does; by default the formula.
         run_gradient: the same for its gradient.
-        fast: see :func:`fusednorm.torch_ops.registered.register`.
+        fast: the results of a call that the fast path takes, else None; without checks.
     """
 
     def __init__(
@@ -40,16 +40,15 @@ class Operator:
         self.declaration, self.run = declaration, run or declaration.formula
         self.run_gradient = run_gradient or declaration.gradient
         self.gradient_flags = [] if declaration.gradient is None else declaration.gradient_flags
+        self.fast = fast
         #: The number of operands; the arguments after them are flags.
         self.count = len(declaration.operands)
         self.recorded = _recorded(self)
         name, gradients = declaration.name, None
         if declaration.gradient is not None:
             gradients = (self._gradients, self._keep)
-            plain = where_plain(self._backward, range(len(declaration.backward_tensors)))
-            register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward, None, plain)
-        fast = fast or where_plain(self._forward, range(self.count))
-        register(name, declaration.schema, self._forward, self._fake, gradients, fast)
+            register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
+        register(name, declaration.schema, self._forward, self._fake, gradients, self._direct)
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(declaration)
@@ -58,6 +57,10 @@ class Operator:
         """The results as new tensors, through torch's dispatcher."""
         found = getattr(dtensor_bridge.operations(*arguments[: self.count]), self.declaration.name)(*arguments)
         return found if isinstance(found, tuple) else (found,)
+
+    def _direct(self, *arguments: Any) -> Any:
+        found = None if self.fast is None else self.fast(*arguments)
+        return self._forward(*arguments) if found is None else found
 
     def _forward(self, *arguments: Any) -> Any:
         operands = arguments[: self.count]

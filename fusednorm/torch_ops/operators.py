@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, RMSNorm, operation_of
 from fusednorm.calls.checks import (
     check_dtype,
@@ -25,7 +24,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.quantization import Quantization
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run, run_rotated
-from fusednorm.engine.choose import fast_paths, request, request_of_backward, use_backend
+from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import registered
@@ -338,64 +337,8 @@ _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _on_fast_path(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    *numbers: Any,
-    rstd: Tensor | None = None,
-) -> Any:
-    """Both outputs of a norm by the fast path, which looks for listeners and gradients; None if it refuses the call."""
-    take = fast_paths.get(request())
-    if take is None or (weight is not None and weight.dim() != 1):  # which it takes for a row for each head
-        return None
-    return take(x, residual, weight, out, residual_out, *numbers, rstd, True, None, 1.0)
-
-
-def _fast_fused_add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: Any
-) -> tuple[Tensor, Any, Tensor] | None:
-    numbers, dtypes = flags[: run.FAST], flags[run.FAST :]
-    if any(dtype is not None for dtype in dtypes) or request() not in fast_paths:
-        return None
-    if not must_be_seen.plain(x) or must_be_seen.listening() or must_be_seen.level_entered():
-        return None  # it is sure to be refused, and a listener would see that memory for rstd is made
-    rstd = new_rstd(x)
-    found = _on_fast_path(x, residual, weight, None, None, *numbers, rstd=rstd)
-    return None if found is None else (*found, rstd)
-
-
-def _fast_rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor] | None:
-    found = _fast_fused_add_rms_norm(x, None, weight, *flags)
-    return None if found is None else (found[0], found[2])
-
-
-def _fast_into(*arguments: Any) -> object:
-    return None if _on_fast_path(*arguments) is None else registered.WRITTEN
-
-
-def _fast_fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *numbers: Any) -> object:
-    return _fast_into(x, residual, weight, x, residual, *numbers)
-
-
-def _fast_rms_norm_(x: Tensor, weight: Tensor | None, *numbers: Any) -> object:
-    return _fast_into(x, None, weight, x, None, *numbers)
-
-
-_FAST: dict[str, Callable[..., Any]] = {
-    "fused_add_rms_norm": _fast_fused_add_rms_norm,
-    "rms_norm": _fast_rms_norm,
-    "fused_add_rms_norm_": _fast_fused_add_rms_norm_,
-    "rms_norm_": _fast_rms_norm_,
-    "rotate": run_rotated.rotate_on_fast_path,
-    "backward": registered.where_plain(_backward, range(5)),
-}
-
-
 for _name, (_function, _fake) in _FUNCTIONS.items():
-    register(_name, _SCHEMAS[_name], _function, _fake, _GRADIENTS.get(_name), _FAST.get(_name))
+    register(_name, _SCHEMAS[_name], _function, _fake, _GRADIENTS.get(_name))
 
 #: The schemas of fusednorm's own operators, by name; of those that are in no exported program see ``inference.py``.
 SCHEMAS = {name: schema for name, schema in registered.SCHEMAS.items() if not name.endswith("_inference")}

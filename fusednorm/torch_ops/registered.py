@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fusednorm.calls import must_be_seen
+from fusednorm.calls import fast_path, must_be_seen
 from fusednorm.calls.checks import check_memory
 
 try:
@@ -20,11 +20,20 @@ except ImportError:  # not public: without it the operators have gradients, but 
 # torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
 _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval"), {"Library": torch.library.Library})
 
-#: The answer of what has written the outputs that it was given.
-WRITTEN = object()
-
 #: The schema of each operator, by name.
 SCHEMAS: dict[str, str] = {}
+
+
+class DirectOperator(torch._ops.OpOverload):  # type: ignore[type-arg]
+    """An operator that compiled graphs call past torch's dispatcher, which takes longer than a short call itself."""
+
+    direct: Callable[..., Any]
+
+    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
+        """The results, by the function alone where nobody else must see the call."""
+        if fast_path.is_direct(*arguments, *named.values()):
+            return self.direct(*arguments, **named)
+        return super().__call__(*arguments, **named)
 
 
 def register(
@@ -33,9 +42,9 @@ def register(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
-    fast: Callable[..., Any] | None = None,
-) -> None:
-    """Makes an operator.
+    direct: Callable[..., Any] | None = None,
+) -> DirectOperator:
+    """Makes an operator, and returns it.
 
     Args:
         name: the operator's.
@@ -43,44 +52,35 @@ def register(
         function: computes the results; its operands lie in memory.
         fake: makes results without values.
         gradients: the backward pass, and what is kept for it; None: there are no gradients.
-        fast: the same results for plain tensors in memory, whose gradients nobody records; or None, and ``function``
-            makes them. It is asked first, because a compiled graph waits for torch's dispatcher at each operator. Of an
-            operator without results it returns :data:`WRITTEN`.
+        direct: computes the results of :class:`DirectOperator`; None: ``function``.
     """
     SCHEMAS[name] = schema
     torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    names = [argument.name for argument in getattr(torch.ops.fusednorm, name).default._schema.arguments]
-    torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names, fast))
+    operator = getattr(torch.ops.fusednorm, name).default
+    names = [argument.name for argument in operator._schema.arguments]
+    operator.__class__, operator.direct = DirectOperator, _by_position(direct or function, operator)
+    torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names))
     torch.library.register_fake(f"fusednorm::{name}", fake)
-    _register_autograd(name, gradients, fast)
+    _register_autograd(name, gradients)
+    return cast(DirectOperator, operator)
 
 
-def where_plain(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """``fast`` of an operator whose function checks everything, memory too; it has operands at these places."""
+def _by_position(function: Callable[..., Any], operator: torch._ops.OpOverload[Any, Any]) -> Callable[..., Any]:
+    """The function, which takes arguments by position, for calls that name some of an operator's."""
 
-    def fast(*arguments: Any) -> Any:
-        operands = [arguments[place] for place in places if place < len(arguments)]
-        if not must_be_seen.plain(*operands):
-            return None
-        records = torch.is_grad_enabled()
-        for operand in operands:
-            if operand is None:
-                continue
-            # Of a meta tensor torch calls the fake function, and of a ZeroTensor it makes zeros on the way here.
-            if operand.is_meta or operand._is_zerotensor() or (records and operand.requires_grad):
-                return None
-        return None if must_be_seen.below() or must_be_seen.level_entered() else function(*arguments)
+    @functools.wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        rest = operator._schema.arguments[len(arguments) :] if named else ()
+        return function(*arguments, *(named.get(one.name, one.default_value) for one in rest))
 
-    return fast
+    return called
 
 
-def _of_memory(function: Callable[..., Any], names: list[str], fast: Callable[..., Any] | None) -> Callable[..., Any]:
+def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     """The function of an operator, which sees that all operands of these names are in memory."""
 
     @functools.wraps(function)
     def checked(*arguments: Any) -> Any:
-        if fast is not None and (found := fast(*arguments)) is not None:
-            return None if found is WRITTEN else found
         for name, argument in zip(names, arguments, strict=False):
             if isinstance(argument, Tensor):
                 check_memory(name, argument)
@@ -89,9 +89,7 @@ def _of_memory(function: Callable[..., Any], names: list[str], fast: Callable[..
     return checked
 
 
-def _register_autograd(
-    name: str, given: tuple[Callable[..., Any], Callable[..., Any]] | None, fast: Callable[..., Any] | None
-) -> None:
+def _register_autograd(name: str, given: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
     """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
     operation = getattr(torch.ops.fusednorm, name).default
     gradients, setup_context = given or (None, None)
@@ -102,8 +100,6 @@ def _register_autograd(
     recorded = make_autograd_impl(operation, Info(gradients, setup_context))
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        if fast is not None and not must_be_seen.transforms_active() and (found := fast(*arguments)) is not None:
-            return None if found is WRITTEN else found
         operands = [a for a in arguments if isinstance(a, Tensor)]
         if must_be_seen.has_tangent(*operands):
             lost = "an operand has a tangent of forward-mode differentiation"
