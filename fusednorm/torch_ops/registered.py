@@ -24,7 +24,7 @@ _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval")
 SCHEMAS: dict[str, str] = {}
 
 
-class DirectOperator(torch._ops.OpOverload):  # type: ignore[type-arg]
+class DirectOperator(torch._ops.OpOverload):
     """An operator that compiled graphs call past torch's dispatcher, which takes longer than a short call itself."""
 
     direct: Callable[..., Any]
