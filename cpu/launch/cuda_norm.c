@@ -177,7 +177,7 @@ static size_t pack(const work *w, char *to) {
     for (int i = 0; i < f->operands; i++) append(to, &at, &c->operand[i].address, sizeof(uintptr_t));
     for (int i = 0; i < f->operands; i++) {
         if (!(f->of_rows >> i & 1)) continue;
-        const int64_t jump = fn_jump(c, i);
+        const int64_t jump = fn_jump_of(c, &c->operand[i]);
         append(to, &at, &c->operand[i].stride, sizeof(int64_t));
         if (two_levels) append(to, &at, &jump, sizeof(int64_t));
     }
