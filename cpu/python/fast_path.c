@@ -5,7 +5,6 @@
  * None, and Python makes the call.
  */
 #include "python/fast_path.h"
-#include "python/fast_path.h"
 
 static PyObject *plain_types;
 
@@ -37,10 +36,9 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
 
 static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
     (void)module;
-    unsigned long long run, rotate;
-    if (!PyArg_ParseTuple(arguments, "KK", &run, &rotate)) return NULL;
+    unsigned long long run;
+    if (!PyArg_ParseTuple(arguments, "K", &run)) return NULL;
     fn_run_on_cpu = (fn_run_fn *)(uintptr_t)run;
-    fn_rotate_on_cpu = (fn_run_rotation_fn *)(uintptr_t)rotate;
     Py_RETURN_NONE;
 }
 
@@ -76,7 +74,7 @@ static PyMethodDef methods[] = {
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, increment_version, "
      "is_inference_mode_enabled, questions, variables, function modes, addresses in C++, what is asked of operands)\n--\n\n"
      "Whether this version of the exchange API is understood."},
-    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_run and fn_run_rotation)\n--\n\nLets CPU tensors through."},
+    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_quantizer", fn_open_quantizer, METH_VARARGS,
      "open_quantizer(keywords of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nLets "
      "calls with a quantizer through."},

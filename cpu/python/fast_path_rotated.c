@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "machine/pages.h"
-
 /* Python's arguments. K and its weight are None where q alone is rotated. */
 enum {
     Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITIONS, Q_OUT, K_OUT, TENSORS,
@@ -132,10 +130,10 @@ static fn_extent memory_of(const struct given *g, const struct fn_rotation *r, i
     const int64_t item = t->dtype.bits / 8;
     int64_t elements = 1, row = 1;
     for (int i = 0; i < t->ndim; i++) elements += (t->shape[i] - 1) * t->strides[i];
-    if (operand != Q && operand != K && operand != Q_OUT && operand != K_OUT) return (fn_extent){o->address, 1, 0, elements * item};
+    const int of_heads = operand == Q || operand == K || operand == Q_OUT || operand == K_OUT;
+    if (!of_heads || r->inner != r->rows) return (fn_extent){o->kind, o->address, 1, 0, elements * item};
     for (int i = t->ndim - 2; i < t->ndim; i++) row += (t->shape[i] - 1) * t->strides[i];
-    if (r->inner != r->rows) return (fn_extent){o->address, 1, 0, elements * item};
-    return (fn_extent){o->address, r->rows, o->stride * item, row * item};
+    return (fn_extent){o->kind, o->address, r->rows, o->stride * item, row * item};
 }
 
 /* Whether two rows, or two heads of a row, of an output share memory, as far as that is cheap to tell. */
@@ -199,19 +197,20 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
 }
 
 /* Allocates the outputs that are not given. Returns 0, or nonzero if one does not lie as Python allocates it, or -1. */
-static int allocate(PyObject *const *arguments, PyObject *outputs[FN_SETS], struct given *g) {
+static int allocate(PyObject *const *arguments, output outputs[FN_SETS], struct given *g) {
     for (int set = 0; set < FN_SETS; set++) {
-        const int out = Q_OUT + set;
-        if (g->has[out] || !g->has[Q + set]) {
-            outputs[set] = Py_NewRef(arguments[out]);
+        const int x = Q + set, out = Q_OUT + set;
+        outputs[set].given = g->has[out];
+        if (g->has[out] || !g->has[x]) {
+            outputs[set].object = Py_NewRef(arguments[out]);
             continue;
         }
-        outputs[set] = fn_empty_like(arguments[Q + set]);
-        if (!outputs[set]) return -1;
-        if (!fn_read_memory(outputs[set], &g->t[out], &g->o[out])) return PyErr_Occurred() ? -1 : 1;
-        const int64_t elements = fn_elements(&g->t[out]);
-        if (elements < 0) return 1;
-        if (g->t[out].device.type == DL_CPU) fn_expect_writes(g->o[out].address, elements * fn_element_size(g->o[out].kind));
+        const int failed = fn_take_output(&outputs[set], Py_None, arguments[x], &g->t[x], 0, NULL);
+        if (failed) return failed;
+        if (fn_elements(&outputs[set].t) < 0) return 1;
+        g->t[out] = outputs[set].t;
+        g->o[out] = outputs[set].o;
+        g->o[out].stride = 0; /* found for all operands together */
         g->has[out] = 1;
     }
     return 0;
@@ -239,60 +238,37 @@ static void fill_in(const struct given *g, struct fn_rotation *r) {
     }
 }
 
-/* Runs the call: 0, nonzero if there was no memory, or -1 with a Python error. */
-static int run_in_c(struct fn_rotation *r) {
-    int64_t heads = 0;
-    for (int set = 0; set < r->sets; set++) heads += r->heads[set].count;
-    const int64_t elements = r->rows * heads * r->size;
-    const int threads = fn_threads(r->rows, elements);
-    if (threads < 0) return -1;
-    r->threads = threads;
-    PyThreadState *state = elements >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
-    const int failed = fn_rotate_on_cpu(r);
-    if (state) PyEval_RestoreThread(state);
-    return failed;
-}
-
-/* Launches the kernel that is held for such a call: 0, or nonzero if there is none. */
-static int launch(const struct fn_rotation *r, int32_t device) {
-    struct {
-        struct fn_call call;
-        struct fn_rotation rotation; /* follows the call in memory, as fn_launch_cuda expects it */
-    } given;
-    void *stream;
-    /* A kernel knows one dtype of weights. */
-    if (r->sets == FN_SETS && r->heads[0].weight_kind != r->heads[1].weight_kind) return 1;
-    if (!fn_exchange_api->current_stream || fn_exchange_api->current_stream(DL_CUDA, device, &stream)) return 1;
-    memset(&given.call, 0, sizeof given.call);
-    given.call.flags = FN_ROTATION_ONLY;
-    given.call.device = device;
-    given.rotation = *r;
-    return fn_launch_cuda(&given.call, stream) != FN_LAUNCHED;
-}
-
 PyObject *fn_rotate(PyObject *const *arguments, long devices) {
     struct given g;
-    struct fn_rotation r;
-    if (!read_arguments(arguments, &g, &r)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    struct {
+        struct fn_call call;
+        struct fn_rotation rotation; /* follows the call in memory, as kernels expect it */
+    } rotated;
+    struct fn_call *c = &rotated.call;
+    struct fn_rotation *r = &rotated.rotation;
+    if (!read_arguments(arguments, &g, r)) return fn_refuse();
     const int32_t device = g.t[Q].device.type;
-    if ((device != DL_CPU && device != DL_CUDA) || !(devices >> device & 1) || (device == DL_CPU && !fn_rotate_on_cpu))
-        return Py_NewRef(Py_None);
+    if ((device != DL_CPU && device != DL_CUDA) || !(devices >> device & 1)) return fn_refuse();
     int others = fn_is_heard();
     if (!others) others = fn_records_gradient(arguments, TENSORS);
-    if (others) return others < 0 ? NULL : Py_NewRef(Py_None);
-    PyObject *result = NULL, *outputs[FN_SETS] = {NULL, NULL};
-    const int written[FN_SETS] = {g.has[Q_OUT], g.has[K_OUT]};
+    if (others) return fn_refuse();
+    output outputs[FN_SETS] = {{.object = NULL}, {.object = NULL}};
     int failed = allocate(arguments, outputs, &g);
-    if (!failed) failed = fn_refuses_writes(outputs, written, FN_SETS);
-    if (!failed) failed = !find_levels(&g, &r) || ((written[0] || written[1]) && outputs_overlap(&g, &r));
+    if (!failed) failed = fn_refuses_writes(outputs, FN_SETS);
+    if (!failed) failed = !find_levels(&g, r) || ((outputs[0].given || outputs[1].given) && outputs_overlap(&g, r));
     if (!failed) {
-        fill_in(&g, &r);
-        if (g.has[POSITIONS] && device == DL_CPU) failed = !are_rows(&r, g.t[COS].shape[0]);
+        fill_in(&g, r);
+        if (g.has[POSITIONS] && device == DL_CPU) failed = !are_rows(r, g.t[COS].shape[0]);
     }
-    if (!failed) failed = device == DL_CPU ? run_in_c(&r) : launch(&r, g.t[Q].device.id);
-    if (!failed) failed = fn_count_writes(outputs, written, FN_SETS);
-    if (!failed) result = PyTuple_Pack(FN_SETS, outputs[0], outputs[1]);
-    else if (failed > 0) result = PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    for (int set = 0; set < FN_SETS; set++) Py_XDECREF(outputs[set]);
-    return result;
+    /* A kernel for GPUs knows one dtype of weights. */
+    if (!failed && device == DL_CUDA && r->sets == FN_SETS) failed = r->heads[0].weight_kind != r->heads[1].weight_kind;
+    if (!failed) {
+        memset(c, 0, sizeof *c);
+        c->flags = FN_ROTATION_ONLY;
+        c->device = g.t[Q].device.id;
+        c->rows = r->rows;
+        c->hidden = r->heads[0].count * r->size + r->heads[1].count * r->size;
+        failed = fn_run_on_device(c, &g.t[Q], 0);
+    }
+    return fn_hand_out(outputs, FN_SETS, failed);
 }

@@ -144,10 +144,10 @@ def forward_on(devices: set[str]) -> FastPath:
 
 def open_cpu() -> str | None:
     """Lets CPU tensors through to the C library; returns their type of device, None if there is no fast path."""
-    run, rotate = _address("fn_run"), _address("fn_run_rotation")
-    if run is None or rotate is None:
+    address = _address("fn_run")
+    if address is None:
         return None
-    _fast_path.open_cpu(run, rotate)
+    _fast_path.open_cpu(address)
     return "cpu"
 
 
