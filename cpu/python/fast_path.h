@@ -151,6 +151,7 @@ struct fn_quantized {
     int64_t passed_kind;
 };
 enum { FN_QUANTIZER_ARGUMENTS = 6 };
+void fn_open_quantizer(PyObject *keywords); /* a tuple: for a dtype of each enum fn_byte_kind, and for scales */
 /* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_quantized *given);
 /*
@@ -185,7 +186,6 @@ PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments,
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
-PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments);
 PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_launch_held(PyObject *module, PyObject *arguments);

@@ -14,17 +14,9 @@ enum { PACKED, BETWEEN_IS_F32, NORMALISES, SCALE, OUT, SCALE_OUT };
 /* DLPack's codes for what a quantizer writes, in the order of enum fn_byte_kind. */
 static const uint8_t codes[] = {0, 1, 10, 12};
 
-static PyObject *dtypes[5]; /* keywords for each kind, and for scales */
+static PyObject *dtypes; /* keywords for each kind, and for scales */
 
-PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments) {
-    (void)module;
-    PyObject *found[5];
-    if (!PyArg_ParseTuple(arguments, "O!O!O!O!O!", &PyDict_Type, &found[0], &PyDict_Type, &found[1], &PyDict_Type, &found[2],
-                          &PyDict_Type, &found[3], &PyDict_Type, &found[4]))
-        return NULL;
-    for (int i = 0; i < 5; i++) dtypes[i] = Py_NewRef(found[i]);
-    Py_RETURN_NONE;
-}
+void fn_open_quantizer(PyObject *keywords) { dtypes = Py_NewRef(keywords); }
 
 static int is_of(const tensor *t, int64_t kind) {
     return t->dtype.code == codes[kind] && t->dtype.bits == 8 && t->dtype.lanes == 1;
@@ -67,7 +59,7 @@ static int take_outputs(PyObject *const *arguments, PyObject *x, const tensor *x
     struct fn_quantizer *q = &given->quantizer;
     const int64_t groups = q->group ? c->hidden / q->group : 1;
     output *out = &outputs[0], *scale = &outputs[1];
-    int failed = fn_take_output(out, arguments[OUT], x, x_tensor, 0, dtypes[q->kind]);
+    int failed = fn_take_output(out, arguments[OUT], x, x_tensor, 0, PyTuple_GetItem(dtypes, (Py_ssize_t)q->kind));
     if (failed) return failed;
     if (!is_of(&out->t, q->kind) || !fn_same_shape(&out->t, x_tensor)) return 1;
     q->out = out->o.address, q->out_stride = out->o.stride;
@@ -75,7 +67,7 @@ static int take_outputs(PyObject *const *arguments, PyObject *x, const tensor *x
         scale->object = Py_NewRef(arguments[SCALE]);
         return 0;
     }
-    failed = fn_take_output(scale, arguments[SCALE_OUT], x, x_tensor, groups, dtypes[4]);
+    failed = fn_take_output(scale, arguments[SCALE_OUT], x, x_tensor, groups, PyTuple_GetItem(dtypes, 4));
     if (failed) return failed;
     if (scale->o.kind != FN_F32 || !fn_same_rows(&scale->t, x_tensor, groups)) return 1;
     q->scale = scale->o.address, q->scale_stride = fn_step(&scale->o), q->scale_group_stride = 4;
