@@ -248,8 +248,7 @@ typedef int fn_run_fn(const struct fn_call *call);
 fn_run_fn fn_run;
 
 /* Normalises and rotates heads, as a `struct fn_rotation` says, under the same conditions; returns as fn_run does. */
-typedef int fn_run_rotation_fn(const void *packed);
-fn_run_rotation_fn fn_run_rotation;
+int fn_run_rotation(const void *packed);
 
 /* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
 void fn_run_gate(const void *packed);
