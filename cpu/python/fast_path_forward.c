@@ -172,7 +172,7 @@ PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments,
     output outputs[2];
     outputs[0].object = outputs[1].object = NULL;
     int failed = allocate(arguments, t, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
-    if (!failed) failed = overlap(c, first);
+    if (!failed) failed = (outputs[0].given || outputs[1].given) && overlap(c, first);
     if (!failed) failed = fn_refuses_writes(outputs, 2);
     if (!failed && quantizes) {
         Py_DECREF(outputs[0].object);
