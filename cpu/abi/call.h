@@ -77,10 +77,15 @@ static inline const struct fn_quantizer *fn_quantizer_after(const struct fn_call
     return last->flags & (FN_QUANTIZED | FN_QUANTIZE_ONLY) ? (const struct fn_quantizer *)(last + 1) : NULL;
 }
 
-/* Row i of an operand begins i * stride + i / inner * jump elements after its address. */
-static inline int64_t fn_jump(const struct fn_call *c, int operand) {
-    const struct fn_operand *o = &c->operand[operand];
-    return c->inner == c->rows ? 0 : o->outer_stride - c->inner * o->stride;
+/* The bytes from a row of an operand to the next one. */
+static inline int64_t fn_step(const struct fn_operand *o) { return o->stride * fn_element_size(o->kind); }
+
+/* Row i begins i * stride + i / inner * jump elements after the address; of rows of the call's, and of one of its operands. */
+static inline int64_t fn_jump(const struct fn_call *c, int64_t outer_stride, int64_t stride) {
+    return c->inner == c->rows ? 0 : outer_stride - c->inner * stride;
+}
+static inline int64_t fn_jump_of(const struct fn_call *c, const struct fn_operand *o) {
+    return fn_jump(c, o->outer_stride, o->stride);
 }
 
 /* Blocks of rows, each of which adds up its share of the weight's gradient; 0 where their length is not given. */

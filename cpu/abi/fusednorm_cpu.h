@@ -215,6 +215,13 @@ static inline int64_t fn_first_row(int64_t rows, int thread, int threads) {
 /* threads.c */
 typedef void fn_task(void *argument, int thread, int threads);
 void fn_parallel(fn_task *task, void *argument, int threads);
+/*
+ * Divides rows among at most so many threads, which take their shares with the spec's arithmetic: one thread where there are
+ * few elements. `buffer` has so many bytes for each thread, on a 64-byte border; none if that is 0. Returns 0, or 1 if there
+ * was no memory for buffers.
+ */
+typedef void fn_share(const void *argument, int64_t begin, int64_t end, char *buffer);
+int fn_divide(fn_share *share, const void *argument, int64_t rows, int64_t elements, int64_t threads, size_t buffer_bytes);
 const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
 void fn_after_fork(void); /* this process is a forked child: from now on everything runs on the calling thread */
 
@@ -241,8 +248,7 @@ typedef int fn_run_fn(const struct fn_call *call);
 fn_run_fn fn_run;
 
 /* Normalises and rotates heads, as a `struct fn_rotation` says, under the same conditions; returns as fn_run does. */
-typedef int fn_run_rotation_fn(const void *packed);
-fn_run_rotation_fn fn_run_rotation;
+int fn_run_rotation(const void *packed);
 
 /* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
 void fn_run_gate(const void *packed);

@@ -1,7 +1,8 @@
 /*
  * sigmoid, silu and gelu_tanh as docs/spec.md, section 10, defines them, and their slopes. gate_body.h includes this file
  * once for each type, with the constants of tests/exponential.py: REAL is the type, WHOLE an unsigned integer of its size,
- * and OF gives a name its suffix. All of it is plain C on one element, which compilers turn into vectors.
+ * and OF gives a name its suffix; these three end with the file. All of it is plain C on one element, which compilers turn
+ * into vectors.
  */
 
 /* One of two numbers by masks: a choice by "?" between floats keeps GCC from making vectors. */
@@ -16,25 +17,25 @@ struct OF(exponential) {
 };
 
 FN_INLINE struct OF(exponential) OF(exponential)(REAL t) {
-    static const REAL c[] = COEFFICIENTS;
-    enum { PAIRS = sizeof c / sizeof *c / 2 };
-    t = OF(chosen)(t < LEAST, LEAST, t);
-    const REAL shifted = t * LOG2_E + ROUNDER, k = shifted - ROUNDER;
-    const REAL r = (t - k * LN2_HIGH) - k * LN2_LOW, square = r * r;
+    const REAL *const c = OF(coefficients);
+    enum { PAIRS = sizeof OF(coefficients) / sizeof(REAL) / 2 };
+    t = OF(chosen)(t < OF(least), OF(least), t);
+    const REAL shifted = t * OF(log2_e) + OF(rounder), k = shifted - OF(rounder);
+    const REAL r = (t - k * OF(ln2_high)) - k * OF(ln2_low), square = r * r;
     REAL p = c[2 * PAIRS - 1] * r + c[2 * PAIRS - 2];
     for (int i = PAIRS - 2; i >= 0; i--) p = p * square + (c[2 * i + 1] * r + c[2 * i]);
-    const WHOLE whole = OF(bits_of)(shifted) - OF(bits_of)(ROUNDER) + 2 * BIAS, half = whole >> 1;
-    return (struct OF(exponential)){p * square + r + 1, OF(number_of)(half << MANTISSA),
-                                    OF(number_of)((whole - half) << MANTISSA)};
+    const WHOLE whole = OF(bits_of)(shifted) - OF(bits_of)(OF(rounder)) + 2 * OF(bias), half = whole >> 1;
+    return (struct OF(exponential)){p * square + r + 1, OF(number_of)(half << OF(mantissa)),
+                                    OF(number_of)((whole - half) << OF(mantissa))};
 }
 
 /* z * sigmoid(v); in `e`, exp(-v), or exp(v) where v is low. */
 FN_INLINE REAL OF(product)(REAL z, REAL v, REAL *e) {
-    const int low = v < LOW;
+    const int low = v < OF(low);
     /* low ? v : -v, by the sign's bit: GCC 12 fails to make vectors of SVE of a choice between the two. */
     const WHOLE other_sign = (WHOLE)!low << (8 * sizeof(WHOLE) - 1);
     const struct OF(exponential) x = OF(exponential)(OF(number_of)(OF(bits_of)(v) ^ other_sign));
-    const REAL within = OF(chosen)(z < LEAST, LEAST, z);
+    const REAL within = OF(chosen)(z < OF(least), OF(least), z);
     *e = x.p * x.first * x.second;
     /* Not z * e: where e is subnormal, it has lost bits. z - z is 0, or NaN for an infinity. */
     return OF(chosen)(low, within * x.p * x.first * x.second + (z - z), z) / (1 + *e);
@@ -55,7 +56,7 @@ FN_INLINE REAL OF(activated)(int activation, REAL z) {
 /* The same, and in `slope` the derivative. */
 FN_INLINE REAL OF(activated_and_slope)(int activation, REAL z, REAL *slope) {
     const REAL v = activation == FN_GELU_TANH ? OF(argument)(z) : z;
-    const int low = v < LOW;
+    const int low = v < OF(low);
     REAL e;
     const REAL f = OF(product)(activation == FN_SIGMOID ? 1 : z, v, &e);
     const REAL s = OF(chosen)(low, e, 1) / (1 + e), rest = OF(chosen)(low, 1, e * s);
@@ -84,3 +85,6 @@ static FN_NOINLINE void OF(activate)(int activation, const REAL *restrict z, int
     else EACH(FN_GELU_TANH);
 #undef EACH
 }
+#undef REAL
+#undef WHOLE
+#undef OF

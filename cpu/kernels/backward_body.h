@@ -177,9 +177,9 @@ static int kind_of_rows(const struct fn_backward_job *job) {
     int kind = job->dy_kind;
     int same = job->h_kind == kind && (!job->dx || job->dx_kind == kind) && !job->dresidual &&
                (!job->d_total || job->d_total_kind == kind);
-#if defined(BF16_BY_PARITY)
-    if (kind == BF16 && (!job->weight || job->weight_kind == BF16) && (!job->dbias || job->bias_kind == BF16)) kind = BF16P;
-#endif
+    if (ALL_BF16 == BF16P && kind == BF16 && (!job->weight || job->weight_kind == BF16) &&
+        (!job->dbias || job->bias_kind == BF16))
+        kind = BF16P;
     return same ? kind : NONE;
 }
 

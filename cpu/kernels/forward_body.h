@@ -20,14 +20,10 @@ struct plan {
 };
 
 static int by_parity(const struct fn_forward_job *job) {
-#if defined(BF16_BY_PARITY)
-    return job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
+    return ALL_BF16 == BF16P && job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
            (job->residual_kind == FN_NONE || job->residual_kind == FN_BF16) &&
            (job->weight_kind == FN_NONE || job->weight_kind == FN_BF16) &&
            (job->bias_kind == FN_NONE || job->bias_kind == FN_BF16);
-#else
-    return (void)job, 0;
-#endif
 }
 
 static struct plan plan_of(const struct fn_forward_job *job) {
@@ -136,9 +132,8 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
     first_pass(p, &first, &batch);
     previous.rstd = batch.rstd[0];
     previous.h = p->residual ? first.residual_out : first.x;
-    const int residual = p->residual != NONE, norm = p->norm != NONE;
-    if (affine) affine_overlaps[p->x][residual][norm][affine->as_is](job, begin + 1, end, &previous, scratch, affine);
-    else overlaps[p->x][residual][norm](job, begin + 1, end, &previous, scratch);
+    const int bias = !affine ? NONE : affine->as_is ? BF16P : F32;
+    overlaps[p->x][p->residual != NONE][p->norm != NONE][bias](job, begin + 1, end, &previous, scratch, affine);
     batch.rstd[0] = previous.rstd;
     batch.h = previous.h;
     second_pass(p, &last, &batch);
@@ -195,7 +190,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     }
     const int is_short = job->hidden < FN_SEGMENT, few = end - begin < ONE_KIND_ROWS;
     int one_kind = !few && p.x == p.out && p.h == p.out && !p.keep &&
-                   overlaps[p.x][0][0] && /* BF16 has none where BF16P has */
+                   overlaps[p.x][0][0][NONE] && /* BF16 has none where BF16P has */
                    (is_short || job->overlaps);
     struct affine rows;
     const struct affine *affine = NULL;
@@ -205,10 +200,9 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     }
     if (one_kind && !is_short)
         forward_overlapped(&p, job, begin, end, scratch, affine);
-    else if (one_kind && !job->bypass_cache && affine)
-        affine_shorts[p.x][p.residual != NONE][p.norm != NONE](job, begin, end, affine);
     else if (one_kind && !job->bypass_cache)
-        shorts[p.x][p.residual != NONE][p.norm != NONE](job, begin, end, float_weight(job, &p, scratch));
+        shorts[p.x][p.residual != NONE][p.norm != NONE][affine != NULL](job, begin, end,
+                                                                       affine ? NULL : float_weight(job, &p, scratch), affine);
     else
         forward_batched(&p, job, begin, end, scratch, affine);
     if (STREAMS && job->bypass_cache) u_stream_end();

@@ -37,6 +37,15 @@ static int64_t batch_rows(const struct fn_forward_job *job) {
     return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
 }
 
+/* Row k of a job, without extra outputs and room for sums. */
+FN_INLINE struct row row_at(int residual, const struct fn_forward_job *job, int64_t k) {
+    return (struct row){
+        .x = job->x + k * job->x_stride,
+        .residual = residual == NONE ? NULL : job->residual + k * job->residual_stride,
+        .residual_out = residual == NONE ? NULL : job->residual_out + k * job->residual_out_stride,
+    };
+}
+
 /* First pass over the rows. */
 FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forward_job *job, struct batch *batch) {
     int from_memory = job->from_memory;
@@ -46,13 +55,9 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
             .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
             .residual_out = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL,
         };
-        const struct row row = {
-            .x = job->x + k * job->x_stride,
-            .residual = residual == NONE ? NULL : job->residual + k * job->residual_stride,
-            .residual_out = residual == NONE ? NULL : job->residual_out + k * job->residual_out_stride,
-            .extra = extra.h || extra.residual_out ? &extra : NULL,
-            .sums = batch->sums,
-        };
+        struct row row = row_at(residual, job, k);
+        row.extra = extra.h || extra.residual_out ? &extra : NULL;
+        row.sums = batch->sums;
         batch->rstd[k] = sum_row(x, residual, round_sum, from_memory, &row, hidden, NONE, NONE, NULL);
     }
 }
@@ -141,11 +146,7 @@ FN_INLINE void short_rows(int kind, int residual, int norm, int affine, int64_t 
     for (int64_t m = begin; m < end; m += batch) {
         int64_t rows = end - m < batch ? end - m : batch;
         for (int64_t k = 0; k < rows; k++) {
-            const struct row row = {
-                .x = job->x + (m + k) * job->x_stride,
-                .residual = residual == NONE ? NULL : job->residual + (m + k) * job->residual_stride,
-                .residual_out = residual == NONE ? NULL : job->residual_out + (m + k) * job->residual_out_stride,
-            };
+            const struct row row = row_at(residual, job, m + k);
             u_store(F32, units, k * UNIT, UNIT, sum_short_row(kind, residual, &row, hidden));
         }
         for (int64_t k = rows; k < BATCH; k++) u_store(F32, units, k * UNIT, UNIT, u_set1(0)); /* no rows */
@@ -173,11 +174,7 @@ FN_INLINE void short_rows(int kind, int residual, int norm, int affine, int64_t 
 /* Rows [begin, end): the sum alone. */
 FN_INLINE void add_rows(int x, int residual, const struct fn_forward_job *job, int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++) {
-        const struct row row = {
-            .x = job->x + m * job->x_stride,
-            .residual = job->residual + m * job->residual_stride,
-            .residual_out = job->residual_out + m * job->residual_out_stride,
-        };
+        const struct row row = row_at(residual, job, m);
         int64_t i = 0;
         for (; i + UNIT <= job->hidden; i += UNIT) add_residual(x, residual, ROUNDED, UNCACHED, &row, u_index(i), UNIT);
         if (i < job->hidden) add_residual(x, residual, ROUNDED, UNCACHED, &row, i, (int)(job->hidden - i));

@@ -14,86 +14,48 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
     return value;
 }
 
-#define bits_of_float bits_of_f32
-#define number_of_float f32_of_bits
 #define REAL float
 #define WHOLE uint32_t
 #define OF(name) name##_float
-#define MANTISSA 23
-#define BIAS 127
-#define LEAST -110.0f
-#define LOW -80.0f
-#define ROUNDER 12582912.0f /* 1.5 * 2^23 */
-#define LOG2_E 0x1.715476p+0f
-#define LN2_HIGH 0x1.62e4p-1f
-#define LN2_LOW 0x1.7f7d1cp-20f
-#define COEFFICIENTS \
-    {0.5f, 0x1.55553cp-3f, 0x1.5554f2p-5f, 0x1.1136aep-7f, 0x1.6d40a6p-10f, 0x1.6c3104p-13f}
+#define bits_of_float bits_of_f32
+#define number_of_float f32_of_bits
+enum { mantissa_float = 23, bias_float = 127 };
+static const float least_float = -110.0f, low_float = -80.0f, rounder_float = 12582912.0f; /* 1.5 * 2^23 */
+static const float log2_e_float = 0x1.715476p+0f, ln2_high_float = 0x1.62e4p-1f, ln2_low_float = 0x1.7f7d1cp-20f;
+static const float coefficients_float[] = {0.5f,           0x1.55553cp-3f,  0x1.5554f2p-5f,
+                                           0x1.1136aep-7f, 0x1.6d40a6p-10f, 0x1.6c3104p-13f};
 #include "kernels/activations.h"
 #include "kernels/usual_gates.h"
-#undef REAL
-#undef WHOLE
-#undef OF
-#undef MANTISSA
-#undef BIAS
-#undef LEAST
-#undef LOW
-#undef ROUNDER
-#undef LOG2_E
-#undef LN2_HIGH
-#undef LN2_LOW
-#undef COEFFICIENTS
 
-#define bits_of_double bits_of_f64
-#define number_of_double f64_of_bits
 #define REAL double
 #define WHOLE uint64_t
 #define OF(name) name##_double
-#define MANTISSA 52
-#define BIAS 1023
-#define LEAST -760.0
-#define LOW -680.0
-#define ROUNDER 6755399441055744.0 /* 1.5 * 2^52 */
-#define LOG2_E 0x1.71547652b82fep+0
-#define LN2_HIGH 0x1.62e42fefa38p-1
-#define LN2_LOW 0x1.ef35793c7673p-45
-#define COEFFICIENTS                                                                                              \
-    {0.5, 0x1.5555555555556p-3, 0x1.5555555555557p-5, 0x1.1111111110e61p-7, 0x1.6c16c16c156cdp-10,                \
-     0x1.a01a01a183f68p-13, 0x1.a01a01ab4b9c3p-16, 0x1.71de34f283766p-19, 0x1.27e4d0cd3dd2bp-22,                  \
-     0x1.ae7757c5bb063p-26, 0x1.1f849744516fbp-29, 0x1.4816247897b6bp-33}
+#define bits_of_double bits_of_f64
+#define number_of_double f64_of_bits
+enum { mantissa_double = 52, bias_double = 1023 };
+static const double least_double = -760.0, low_double = -680.0, rounder_double = 6755399441055744.0; /* 1.5 * 2^52 */
+static const double log2_e_double = 0x1.71547652b82fep+0, ln2_high_double = 0x1.62e42fefa38p-1;
+static const double ln2_low_double = 0x1.ef35793c7673p-45;
+static const double coefficients_double[] = {
+    0.5, 0x1.5555555555556p-3, 0x1.5555555555557p-5, 0x1.1111111110e61p-7, 0x1.6c16c16c156cdp-10, 0x1.a01a01a183f68p-13,
+    0x1.a01a01ab4b9c3p-16, 0x1.71de34f283766p-19, 0x1.27e4d0cd3dd2bp-22, 0x1.ae7757c5bb063p-26, 0x1.1f849744516fbp-29,
+    0x1.4816247897b6bp-33};
 #include "kernels/activations.h"
-#undef REAL
-#undef WHOLE
-#undef OF
-
-/* bfloat16 where all operands are of it: their elements may then lie by parity, as they are in one order (see kinds.h). */
-#if defined(BF16_BY_PARITY)
-enum { GATE_BF16 = BF16P };
-#else
-enum { GATE_BF16 = BF16 };
-#endif
 
 /*
- * Units of a kind that may be known only when the program runs: operands of one kind have loops of their own, and for the
- * others a branch for each unit costs less than a loop for each pair of kinds.
+ * The same as load_any, to store and to round. No outputs bypass the cache: gates compute longer than memory takes, and from
+ * memory such stores took twice the time.
  */
-FN_INLINE U gate_load(int64_t kind, const void *row, int64_t i, int n) {
-    if (kind == F32) return u_load(F32, row, i, n);
-    if (kind == F16) return u_load(F16, row, i, n);
-    if (kind == BF16) return u_load(BF16, row, i, n);
-    return u_load(GATE_BF16, row, i, n);
-}
-/* No outputs bypass the cache: gates compute longer than memory takes, and from memory such stores took twice the time. */
-FN_INLINE void gate_store(int64_t kind, void *row, int64_t i, int n, U value) {
+FN_INLINE void store_any(int64_t kind, void *row, int64_t i, int n, U value) {
     if (kind == F32) u_store(F32, row, i, n, value);
     else if (kind == F16) u_store(F16, row, i, n, value);
     else if (kind == BF16) u_store(BF16, row, i, n, value);
-    else u_store(GATE_BF16, row, i, n, value);
+    else u_store(ALL_BF16, row, i, n, value);
 }
-FN_INLINE U gate_round(int64_t kind, U value) {
+FN_INLINE U round_any(int64_t kind, U value) {
     if (kind == F16) return u_round(F16, value);
     if (kind == BF16) return u_round(BF16, value);
-    if (kind == GATE_BF16) return u_round(GATE_BF16, value);
+    if (kind == ALL_BF16) return u_round(ALL_BF16, value);
     return value;
 }
 
@@ -109,17 +71,17 @@ FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
 
 FN_INLINE void gate_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
                          const float *a, int64_t i, int n) {
-    const U y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n), f = gate_round(between, u_load(F32, a, i, UNIT));
-    gate_store(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f));
+    const U y = load_any(KIND(FN_GATED), at[FN_GATED], i, n), f = round_any(between, u_load(F32, a, i, UNIT));
+    store_any(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f));
 }
 
 FN_INLINE void gate_backward_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
                                   const float *a, const float *slope, int64_t i, int n) {
-    const U d = gate_load(KIND(FN_GATE_D), at[FN_GATE_D], i, n), y = gate_load(KIND(FN_GATED), at[FN_GATED], i, n);
-    const U f = gate_round(between, u_load(F32, a, i, UNIT)), da = gate_round(between, u_mul(d, y));
+    const U d = load_any(KIND(FN_GATE_D), at[FN_GATE_D], i, n), y = load_any(KIND(FN_GATED), at[FN_GATED], i, n);
+    const U f = round_any(between, u_load(F32, a, i, UNIT)), da = round_any(between, u_mul(d, y));
     const U dz = u_mul(da, u_load(F32, slope, i, UNIT));
-    if (at[FN_GATED_D]) gate_store(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f));
-    if (at[FN_GATE_DZ]) gate_store(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz);
+    if (at[FN_GATED_D]) store_any(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f));
+    if (at[FN_GATE_DZ]) store_any(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz);
 }
 #undef KIND
 
@@ -149,7 +111,7 @@ static void activate_tile(const struct fn_gate *g, int kind, const void *gate, i
     const int activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
     const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0;
     const float *const z = as_it_is ? gate : widened;
-    if (kind == BF16) widen_gate(GATE_BF16, gate, n, widened);
+    if (kind == BF16) widen_gate(ALL_BF16, gate, n, widened);
     else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, widened);
     else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, widened);
     else if (!as_it_is) widen_gate(F32, gate, n, widened);
@@ -180,7 +142,7 @@ static void gate_float(const struct fn_gate *g, char *const *at, int n, float *k
         if (g->between != NONE) gate_units(kind, kind, g, at, a, slope, n);      \
         else gate_units(kind, NONE, g, at, a, slope, n);                         \
     } while (0)
-    if (kind == BF16) OF_ONE_KIND(GATE_BF16);
+    if (kind == BF16) OF_ONE_KIND(ALL_BF16);
     else if (kind == F16) OF_ONE_KIND(F16);
     else if (kind == F32) OF_ONE_KIND(F32);
     else gate_units(NONE, g->between, g, at, a, slope, n);
@@ -228,8 +190,8 @@ FN_INLINE void normalise_row_again(int parts, int64_t h, int64_t norm, int64_t o
                                    void *y) {
     for (int64_t i = 0; i < n; i += UNIT) {
         const int left = n - i < UNIT ? (int)(n - i) : UNIT;
-        const U normed = gate_round(norm, u_mul(gate_load(h, row->h, i, left), u_set1(row->rstd)));
-        gate_store(out, y, i, left, weighted(parts, normed, row, i));
+        const U normed = round_any(norm, u_mul(load_any(h, row->h, i, left), u_set1(row->rstd)));
+        store_any(out, y, i, left, weighted(parts, normed, row, i));
     }
 }
 
@@ -244,7 +206,7 @@ static void normalise_again(const struct fn_backward_job *job, int64_t m, void *
     for (int64_t head = 0; head < job->heads; head++, rows += bytes) {
         const struct gradient_row row = operands_of(job, m * job->heads + head, gains);
         if (!by_parity) normalise_row_again(parts, job->h_kind, norm, job->dy_kind, &row, job->hidden, rows);
-        else if (norm == NONE) normalise_row_again(parts, GATE_BF16, NONE, GATE_BF16, &row, job->hidden, rows);
-        else normalise_row_again(parts, GATE_BF16, GATE_BF16, GATE_BF16, &row, job->hidden, rows);
+        else if (norm == NONE) normalise_row_again(parts, ALL_BF16, NONE, ALL_BF16, &row, job->hidden, rows);
+        else normalise_row_again(parts, ALL_BF16, ALL_BF16, ALL_BF16, &row, job->hidden, rows);
     }
 }

@@ -74,6 +74,13 @@
 #define u_index(i) (i)
 #endif
 
+/* bfloat16 where all operands are of it: their elements may then lie by parity, as they are in one order (see kinds.h). */
+#if defined(BF16_BY_PARITY)
+#define ALL_BF16 BF16P
+#else
+#define ALL_BF16 BF16
+#endif
+
 enum { BATCH = 8 }; /* the most rows that go through the passes together */
 
 /* Otherwise GCC unrolls a loop so far that its vectors no longer fit the registers. */
@@ -137,16 +144,27 @@ static float halve_sums(float *sums, int64_t count) {
 
 #include "kernels/kernel_f64.h"
 
+/*
+ * A unit of a kind that may be known only when the program runs: operands of one kind have loops of their own, and for the
+ * others a branch for each unit costs less than a loop for each pair of kinds.
+ */
+FN_INLINE U load_any(int64_t kind, const void *row, int64_t i, int n) {
+    if (kind == F32) return u_load(F32, row, i, n);
+    if (kind == F16) return u_load(F16, row, i, n);
+    if (kind == BF16) return u_load(BF16, row, i, n);
+    return u_load(ALL_BF16, row, i, n);
+}
+
+/* A row of float64, rounded. */
+FN_INLINE void round_to_f32(const char *row, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++) out[i] = (float)f64_at(row, i);
+}
+
 /* The gain (weight + offset), or a bias, as float, in whole units; filled if there is none. */
 static void widen_weight(int kind, const void *weight, float offset, float fill, int64_t hidden, float *g) {
     for (int64_t i = 0; i < hidden; i += UNIT) {
         int n = hidden - i < UNIT ? (int)(hidden - i) : UNIT;
-        U u;
-        if (kind == NONE) u = u_set1(fill);
-        else if (kind == F32) u = u_load(F32, weight, i, n);
-        else if (kind == F16) u = u_load(F16, weight, i, n);
-        else if (kind == BF16) u = u_load(BF16, weight, i, n);
-        else u = u_load(BF16P, weight, i, n);
+        U u = kind == NONE ? u_set1(fill) : load_any(kind, weight, i, n);
         if (offset != 0 && kind != NONE) u = u_add(u, u_set1(offset));
         u_store(F32, g, i, UNIT, u);
     }

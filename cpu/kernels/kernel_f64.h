@@ -4,21 +4,13 @@
  */
 
 static void widen_to_f64(int kind, const void *row, double *out, int64_t n) {
-    const char *p = row;
     if (kind == FN_F64) {
-        memcpy(out, p, (size_t)n * sizeof *out);
+        memcpy(out, row, (size_t)n * sizeof *out);
     } else if (kind == FN_F32) {
-        for (int64_t i = 0; i < n; i++) {
-            float value;
-            memcpy(&value, p + 4 * i, sizeof value);
-            out[i] = value;
-        }
+        for (int64_t i = 0; i < n; i++) out[i] = f32_at(row, i);
     } else {
-        for (int64_t i = 0; i < n; i++) {
-            uint16_t half;
-            memcpy(&half, p + 2 * i, sizeof half);
-            out[i] = kind == FN_F16 ? f32_from_f16(half) : f32_from_bf16(half);
-        }
+        for (int64_t i = 0; i < n; i++)
+            out[i] = kind == FN_F16 ? f32_from_f16(half_at(row, i)) : f32_from_bf16(half_at(row, i));
     }
 }
 

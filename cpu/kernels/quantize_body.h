@@ -15,25 +15,14 @@ enum { CUT, TAME, ZERO };
  * `widen_row` makes rows of float of them.
  */
 FN_INLINE float element(int kind, const char *row, int64_t i) {
-    uint16_t half;
-    float value;
-    if (kind == BF16) {
-        memcpy(&half, row + i * (int64_t)sizeof half, sizeof half);
-        return f32_from_bf16(half);
-    }
-    memcpy(&value, row + i * (int64_t)sizeof value, sizeof value);
-    return value;
+    return kind == BF16 ? f32_from_bf16(half_at(row, i)) : f32_at(row, i);
 }
 
 /* n elements as float; float64 is rounded. */
 static void widen_row(int kind, const char *y, int64_t n, float *wide) {
     int64_t i = 0;
     if (kind == FN_F64) {
-        for (; i < n; i++) {
-            double value;
-            memcpy(&value, y + i * (int64_t)sizeof value, sizeof value);
-            wide[i] = (float)value;
-        }
+        round_to_f32(y, n, wide);
     } else if (kind == FN_BF16) {
         for (; i < n; i++) wide[i] = element(BF16, y, i);
     } else {
@@ -54,9 +43,7 @@ static float greatest_magnitude(int kind, const char *y, int64_t n) {
     }
     uint16_t greatest = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint16_t bits;
-        memcpy(&bits, y + i * (int64_t)sizeof bits, sizeof bits);
-        bits &= 0x7fff;
+        const uint16_t bits = half_at(y, i) & 0x7fff;
         greatest = bits > greatest ? bits : greatest;
     }
     return kind == BF16 ? f32_from_bf16(greatest) : f32_from_f16(greatest);

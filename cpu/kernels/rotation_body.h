@@ -15,25 +15,18 @@ struct table {
 
 /* Whether rows are read by parity. */
 static int rotates_by_parity(const struct fn_rotation *r) {
-#if defined(BF16_BY_PARITY)
-    return r->between == FN_BF16 && r->out_kind == FN_BF16 && (r->products == FN_NONE || r->products == FN_BF16);
-#else
-    return (void)r, 0;
-#endif
+    return ALL_BF16 == BF16P && r->between == FN_BF16 && r->out_kind == FN_BF16 &&
+           (r->products == FN_NONE || r->products == FN_BF16);
 }
 
 /* A row of a table as float; of float64 by one rounding. */
 static void widen_table(int64_t kind, const void *from, int64_t n, float *to) {
     if (kind == FN_F64) {
-        for (int64_t i = 0; i < n; i++) {
-            double value;
-            memcpy(&value, (const char *)from + i * (int64_t)sizeof value, sizeof value);
-            to[i] = (float)value;
-        }
+        round_to_f32(from, n, to);
         for (; n % UNIT; n++) to[n] = 0;
-        return;
+    } else {
+        widen_weight((int)kind, from, 0, 0, n, to);
     }
-    widen_weight((int)kind, from, 0, 0, n, to);
 }
 
 /* One element for each pair, in the order of rows that are read by parity; `from` and `to` have whole units. */
@@ -165,11 +158,7 @@ typedef void turn_fn(struct turning);
     [kind][products != NONE][out] = {turn_halves_##kind##_##products##_##out, turn_pairs_##kind##_##products##_##out},
 /* Rows of one kind, and those that a norm passes on as float. */
 #define TURNS_OF(fn, kind) fn(kind, NONE, kind) fn(kind, kind, kind)
-#if defined(BF16_BY_PARITY)
-#define TURNS(fn) fn(F32, NONE, F32) TURNS_OF(fn, F16) TURNS_OF(fn, BF16P) fn(F32, NONE, F16) fn(F32, NONE, BF16)
-#else
-#define TURNS(fn) fn(F32, NONE, F32) TURNS_OF(fn, F16) TURNS_OF(fn, BF16) fn(F32, NONE, F16) fn(F32, NONE, BF16)
-#endif
+#define TURNS(fn) fn(F32, NONE, F32) TURNS_OF(fn, F16) TURNS_OF(fn, ALL_BF16) fn(F32, NONE, F16) fn(F32, NONE, BF16)
 TURNS(TURN)
 static turn_fn *const turns[KINDS][2][KINDS][2] = {[NONE] = {{{NULL}}}, TURNS(TURN_ENTRY)};
 

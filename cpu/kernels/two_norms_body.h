@@ -158,10 +158,8 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
 #define TWO_NORMS_OF(fn, kind) fn(kind, NONE, kind) fn(kind, NONE, F32) fn(kind, kind, kind)
 #if ROW_BY_ROW
 #define TWO_NORMS(fn)
-#elif defined(BF16_BY_PARITY)
-#define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, BF16P)
 #else
-#define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, BF16)
+#define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, ALL_BF16)
 #endif
 
 /* The passes of one combination. They are functions of their own: inlined into one, they made compiling half as long again. */

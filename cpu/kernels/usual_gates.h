@@ -38,8 +38,8 @@ FN_INLINE int reduce(int activation, int backward, const float *restrict z, int 
             const int32_t place = (int32_t)bits_of_f32(v);
             v = f32_of_bits((uint32_t)(place < most ? place : most));
         }
-        const float shifted = v * -LOG2_E + ROUNDER, k = shifted - ROUNDER;
-        rest[i] = (v + k * LN2_HIGH) + k * LN2_LOW;
+        const float shifted = v * -log2_e_float + rounder_float, k = shifted - rounder_float;
+        rest[i] = (v + k * ln2_high_float) + k * ln2_low_float;
         power[i] = bits_of_f32(shifted) << 23;
     }
     if (backward) return greatest <= (int32_t)least;
@@ -48,7 +48,7 @@ FN_INLINE int reduce(int activation, int backward, const float *restrict z, int 
 
 /* exp(-v) of both halves. */
 FN_INLINE float usual_exponential(float r, uint32_t power) {
-    static const float c[] = COEFFICIENTS;
+    const float *const c = coefficients_float;
     const float square = r * r;
     float p = ((c[4] - c[5] * r) * square + (c[2] - c[3] * r)) * square + (c[0] - c[1] * r);
     return f32_of_bits(bits_of_f32(p * square - r + 1) + power);

@@ -55,17 +55,56 @@ typedef struct {
     _Alignas(8) char arguments[ARGUMENT_BYTES];
 } launch;
 
-/* Appends a value to a kernel's arguments, where a compiler would put it. */
-static inline void append(char *to, size_t *at, const void *value, size_t size) {
-    *at = (*at + size - 1) / size * size;
-    if (*at + size <= ARGUMENT_BYTES) memcpy(to + *at, value, size);
-    *at += size;
+/* The arguments of a launch while they are written, and of how many bytes all that was written so far is a multiple. */
+typedef struct {
+    launch *of;
+    size_t length;
+    int64_t inner; /* the rows of the inner level, 0 where all rows lie in one */
+    uint64_t alignment; /* its lowest bit */
+    int between; /* whether an operand begins between two elements */
+} arguments;
+
+/* Appends a value, where a compiler would put it. */
+static inline void append(arguments *to, const void *value, size_t size) {
+    to->length = (to->length + size - 1) / size * size;
+    if (to->length + size <= ARGUMENT_BYTES) memcpy(to->of->arguments + to->length, value, size);
+    to->length += size;
 }
 
-static inline void append_real(char *to, size_t *at, double value, int wide) {
+static inline void append_integer(arguments *to, int64_t value) { append(to, &value, sizeof value); }
+
+static inline void append_real(arguments *to, double value, int wide) {
     const float narrow = (float)value;
-    if (wide) append(to, at, &value, sizeof value);
-    else append(to, at, &narrow, sizeof narrow);
+    if (wide) append(to, &value, sizeof value);
+    else append(to, &narrow, sizeof narrow);
+}
+
+/* Appends an address. `steps` has the bits of all strides, in elements, that lead from it to other rows. */
+static inline void append_address(arguments *to, uintptr_t address, int64_t steps, int64_t kind) {
+    const int item = fn_element_size(kind);
+    append(to, &address, sizeof address);
+    if (!item || !address) return; /* there is no such operand, or it is in registers */
+    to->alignment |= address | (uint64_t)(steps * item);
+    to->between |= address % (uintptr_t)item != 0;
+}
+
+/* Appends the strides of rows, in the form that kernels take. */
+static inline void append_strides(arguments *to, int64_t outer_stride, int64_t stride) {
+    append_integer(to, stride);
+    if (to->inner) append_integer(to, outer_stride - to->inner * stride);
+}
+
+static inline arguments begin_arguments(launch *l, int64_t rows, int64_t inner) {
+    arguments to = {.of = l, .inner = inner == rows ? 0 : inner, .alignment = FN_MOST_ALIGNED};
+    memset(&l->key, 0, sizeof l->key);
+    if (to.inner) append_integer(&to, inner);
+    return to;
+}
+
+/* Whether kernels may be held for a call with these arguments, and its alignment in the key. */
+static inline int end_arguments(const arguments *to) {
+    to->of->key.alignment = (int32_t)(to->alignment & -to->alignment);
+    return !to->between && to->length <= ARGUMENT_BYTES;
 }
 
 /*

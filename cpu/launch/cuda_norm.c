@@ -75,144 +75,94 @@ static int64_t narrowest(const struct fn_call *c) {
     return least;
 }
 
-/*
- * The bytes of which every row of every operand begins at a multiple; 0 where one begins between two elements. An operand
- * without an address is in registers.
- */
-static int32_t alignment_of(const work *w) {
-    const struct fn_call *c = w->call;
-    const form *f = &forms[c->pass];
-    const struct fn_operand none = {.kind = FN_NONE}, more[] = {w->first ? w->first->operand[FN_WEIGHT] : none, bias_of(c)};
-    uint64_t low = FN_MOST_ALIGNED;
-    for (int i = 0; i < 2; i++) {
-        const int item = fn_element_size(more[i].kind);
-        if (!item) continue;
-        if (more[i].address % (uintptr_t)item != 0) return 0;
-        low |= more[i].address | (uint64_t)(more[i].stride * item);
-    }
-    if (has_heads(c)) low |= (uint64_t)(c->operand[FN_WEIGHT].stride * fn_element_size(c->operand[FN_WEIGHT].kind));
-    for (int i = 0; i < f->operands; i++) {
-        const struct fn_operand *o = &c->operand[i];
-        const int item = fn_element_size(o->kind);
-        if (!item || !o->address) continue;
-        if (o->address % (uintptr_t)item != 0) return 0;
-        low |= o->address;
-        if (f->of_rows >> i & 1) low |= (uint64_t)((o->stride | o->outer_stride) * item);
-    }
-    if (w->gate) {
-        const struct fn_operand *z = &w->gate->operand[FN_GATE];
-        const int item = fn_element_size(z->kind);
-        if (z->address % (uintptr_t)item != 0) return 0;
-        low |= z->address | (uint64_t)((z->stride | z->outer_stride) * item);
-    }
-    if (w->quantizer) {
-        const struct fn_quantizer *q = w->quantizer;
-        if ((q->scale | q->zero_point) % 4 != 0) return 0;
-        low |= (q->out | (uint64_t)(q->out_stride | q->out_outer_stride)) * (uint64_t)narrowest(c);
-    }
-    return (int32_t)(low & -low);
-}
-
-static key key_of(const work *w, int32_t alignment) {
+static void fill_in_key(const work *w, key *k) {
     const struct fn_call *c = w->call;
     const form *f = &forms[c->pass];
     int at = 0;
-    key k;
-    memset(&k, 0, sizeof k);
-    k.hidden = c->hidden;
+    k->hidden = c->hidden;
     for (int i = 0; i < f->operands; i++)
-        if (f->decide >> i & 1) k.kinds |= c->operand[i].kind << 4 * at++;
-    if (w->first) k.kinds |= (w->first->operand[FN_WEIGHT].kind | w->first->operand[FN_OUT].kind << 4) << 4 * at;
-    k.kinds |= bias_of(c).kind << 4 * (at + 2);
+        if (f->decide >> i & 1) k->kinds |= c->operand[i].kind << 4 * at++;
+    if (w->first) k->kinds |= (w->first->operand[FN_WEIGHT].kind | w->first->operand[FN_OUT].kind << 4) << 4 * at;
+    k->kinds |= bias_of(c).kind << 4 * (at + 2);
     if (w->gate) {
-        k.kinds |= (w->between | w->gate->operand[FN_GATE].kind << 12) << 4 * (at + 1);
-        k.gate = 1 + (int32_t)w->gate->activation;
+        k->kinds |= (w->between | w->gate->operand[FN_GATE].kind << 12) << 4 * (at + 1);
+        k->gate = 1 + (int32_t)w->gate->activation;
     }
-    k.device = (int32_t)c->device;
+    k->device = (int32_t)c->device;
     const int normalises = !(c->flags & FN_QUANTIZE_ONLY); /* without a norm its flags say nothing */
-    k.options = normalises ? (int32_t)c->flags & (FN_ROUND_SUM | FN_ROUND_NORM) : 0;
-    k.options |= (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
-    k.options |= (has_heads(c) ? OF_HEADS : 0) | (w->scaling ? SCALED : 0);
-    if (c->pass == FN_BACKWARD) k.options |= BACKWARD;
-    else if (c->operand[FN_RSTD].kind) k.options |= RSTD;
-    k.alignment = alignment;
+    k->options = normalises ? (int32_t)c->flags & (FN_ROUND_SUM | FN_ROUND_NORM) : 0;
+    k->options |= (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
+    k->options |= (has_heads(c) ? OF_HEADS : 0) | (w->scaling ? SCALED : 0);
+    if (c->pass == FN_BACKWARD) k->options |= BACKWARD;
+    else if (c->operand[FN_RSTD].kind) k->options |= RSTD;
     if (w->quantizer) {
-        k.group = w->quantizer->group;
-        k.quantizer = 1 | (!normalises || c->operand[FN_OUT].address ? 2 : 0) | (int32_t)w->quantizer->kind << 2;
-        k.quantizer |= (int32_t)w->quantizer->flags << 4 | normalises << 16;
+        k->group = w->quantizer->group;
+        k->quantizer = 1 | (!normalises || c->operand[FN_OUT].address ? 2 : 0) | (int32_t)w->quantizer->kind << 2;
+        k->quantizer |= (int32_t)w->quantizer->flags << 4 | normalises << 16;
     }
-    return k;
 }
 
 /* Appends the arguments of a quantizer. Strides are given in bytes, and scales and zero points have four. */
-static void append_quantizer(char *to, size_t *at, const struct fn_quantizer *q, int two_levels) {
-    const int64_t strides[3][2] = {{q->out_outer_stride, q->out_stride},
-                                   {q->scale_outer_stride / 4, q->scale_stride / 4},
-                                   {q->zero_point_outer_stride / 4, q->zero_point_stride / 4}};
-    const int64_t of_groups[2] = {q->scale_group_stride / 4, q->zero_point_group_stride / 4};
+static void append_quantizer(arguments *to, const struct fn_quantizer *q, int64_t narrowest) {
     const double reals[] = {q->qmin, q->qmax, q->amax_floor, q->amax_limit, q->scale_floor};
-    append(to, at, &q->out, sizeof(uintptr_t));
-    append(to, at, &q->scale, sizeof(uintptr_t));
-    append(to, at, &q->zero_point, sizeof(uintptr_t));
-    for (int i = 0; i < 3; i++) {
-        const int64_t jump = strides[i][0] - q->inner * strides[i][1];
-        append(to, at, &strides[i][1], sizeof(int64_t));
-        if (two_levels) append(to, at, &jump, sizeof(int64_t));
-    }
-    for (int i = 0; i < 2; i++) append(to, at, &of_groups[i], sizeof(int64_t));
-    for (int i = 0; i < 5; i++) append_real(to, at, reals[i], 0);
+    append(to, &q->out, sizeof(uintptr_t));
+    append(to, &q->scale, sizeof(uintptr_t));
+    append(to, &q->zero_point, sizeof(uintptr_t));
+    to->between |= (q->scale | q->zero_point) % 4 != 0;
+    to->alignment |= (q->out | (uint64_t)(q->out_stride | q->out_outer_stride)) * (uint64_t)narrowest;
+    append_strides(to, q->out_outer_stride, q->out_stride);
+    append_strides(to, q->scale_outer_stride / 4, q->scale_stride / 4);
+    append_strides(to, q->zero_point_outer_stride / 4, q->zero_point_stride / 4);
+    append_integer(to, q->scale_group_stride / 4);
+    append_integer(to, q->zero_point_group_stride / 4);
+    for (int i = 0; i < 5; i++) append_real(to, reals[i], 0);
 }
 
-/* Writes a kernel's arguments: the structures `Arguments` of csrc/forward.cuh and csrc/backward.cuh. Returns their length. */
-static size_t pack(const work *w, char *to) {
+/* Writes a kernel's arguments: the structures `Arguments` of csrc/forward.cuh and csrc/backward.cuh. */
+static void write(const work *w, arguments *to) {
     const struct fn_call *c = w->call;
+    const struct fn_operand *o = c->operand;
     const form *f = &forms[c->pass];
     const int backward = c->pass == FN_BACKWARD;
     const int64_t numbers[] = {c->rows, c->block, fn_blocks(c)};
     const int32_t hidden = (int32_t)c->hidden;
     const double reals[] = {c->eps, c->weight_offset};
-    const int two_levels = c->inner != c->rows;
-    size_t at = 0;
-    if (two_levels) append(to, &at, &c->inner, sizeof(int64_t));
-    for (int i = 0; i < f->operands; i++) append(to, &at, &c->operand[i].address, sizeof(uintptr_t));
     for (int i = 0; i < f->operands; i++) {
-        if (!(f->of_rows >> i & 1)) continue;
-        const int64_t jump = fn_jump(c, i);
-        append(to, &at, &c->operand[i].stride, sizeof(int64_t));
-        if (two_levels) append(to, &at, &jump, sizeof(int64_t));
+        const int64_t of_heads = has_heads(c) && i == FN_WEIGHT ? o[i].stride : 0;
+        append_address(to, o[i].address, f->of_rows >> i & 1 ? o[i].stride | o[i].outer_stride : of_heads, o[i].kind);
     }
-    for (int i = 0; i < (backward ? 3 : 1); i++) append(to, &at, &numbers[i], sizeof(int64_t));
-    append(to, &at, &hidden, sizeof hidden);
-    for (int i = backward; i < 2; i++) append_real(to, &at, reals[i], is_wide(c));
+    for (int i = 0; i < f->operands; i++)
+        if (f->of_rows >> i & 1) append_strides(to, o[i].outer_stride, o[i].stride);
+    for (int i = 0; i < (backward ? 3 : 1); i++) append_integer(to, numbers[i]);
+    append(to, &hidden, sizeof hidden);
+    for (int i = backward; i < 2; i++) append_real(to, reals[i], is_wide(c));
     if (w->first) {
-        append(to, &at, &w->first->operand[FN_WEIGHT].address, sizeof(uintptr_t));
-        append_real(to, &at, w->first->eps, is_wide(c));
+        const struct fn_operand *weight = &w->first->operand[FN_WEIGHT];
+        append_address(to, weight->address, weight->stride, weight->kind);
+        append_real(to, w->first->eps, is_wide(c));
     } else if (!backward) { /* a kernel without anything around the norm reads none of it */
-        append(to, &at, &c->operand[FN_BIAS].address, sizeof(uintptr_t));
-        append(to, &at, &c->heads, sizeof(int64_t));
-        append(to, &at, &c->operand[FN_WEIGHT].stride, sizeof(int64_t));
-        append(to, &at, &c->operand[FN_BIAS].stride, sizeof(int64_t));
-        append_real(to, &at, w->scaling ? w->scaling->eps : 1, is_wide(c));
+        append_address(to, o[FN_BIAS].address, o[FN_BIAS].stride, o[FN_BIAS].kind);
+        append_integer(to, c->heads);
+        append_integer(to, o[FN_WEIGHT].stride);
+        append_integer(to, o[FN_BIAS].stride);
+        append_real(to, w->scaling ? w->scaling->eps : 1, is_wide(c));
     }
     if (w->gate) {
         const struct fn_operand *z = &w->gate->operand[FN_GATE];
-        const int64_t jump = z->outer_stride - c->inner * z->stride;
-        append(to, &at, &z->address, sizeof(uintptr_t));
-        append(to, &at, &z->stride, sizeof(int64_t));
-        if (two_levels) append(to, &at, &jump, sizeof(int64_t));
+        append_address(to, z->address, z->stride | z->outer_stride, z->kind);
+        append_strides(to, z->outer_stride, z->stride);
     }
-    if (w->quantizer) append_quantizer(to, &at, w->quantizer, two_levels);
-    return at;
+    if (w->quantizer) append_quantizer(to, w->quantizer, narrowest(c));
 }
 
 int fn_cuda_norm(const struct fn_call *calls, launch *l) {
     work w;
     read_work(calls, &w);
-    const int32_t alignment = alignment_of(&w);
-    if (!alignment) return 0;
-    l->key = key_of(&w, alignment);
+    arguments to = begin_arguments(l, w.call->rows, w.call->inner);
+    write(&w, &to);
+    fill_in_key(&w, &l->key);
     l->rows = w.call->rows;
     l->hidden = w.call->hidden;
     l->block = w.call->block;
-    return pack(&w, l->arguments) <= ARGUMENT_BYTES;
+    return end_arguments(&to);
 }

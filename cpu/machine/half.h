@@ -19,6 +19,23 @@ FN_INLINE float f32_of_bits(uint32_t bits) {
     return value;
 }
 
+/* Elements of a row, which may be unaligned. */
+FN_INLINE float f32_at(const char *row, int64_t i) {
+    float value;
+    memcpy(&value, row + i * (int64_t)sizeof value, sizeof value);
+    return value;
+}
+FN_INLINE double f64_at(const char *row, int64_t i) {
+    double value;
+    memcpy(&value, row + i * (int64_t)sizeof value, sizeof value);
+    return value;
+}
+FN_INLINE uint16_t half_at(const char *row, int64_t i) {
+    uint16_t half;
+    memcpy(&half, row + i * (int64_t)sizeof half, sizeof half);
+    return half;
+}
+
 FN_INLINE float f32_from_bf16(uint16_t half) { return f32_of_bits((uint32_t)half << 16); }
 
 /* Adding just under half a unit, and one more where the unit is odd, rounds to nearest even. */

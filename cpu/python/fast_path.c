@@ -6,24 +6,23 @@
  */
 #include "python/fast_path.h"
 
-static PyObject *plain_types;
-
 static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *capsule, *types[2], *callables[6], *asked[4], *operands;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO!O!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+    PyObject *capsule, *types[2], *callables[6], *asked[4], *operands, *dtypes;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO!O!O!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
                           &callables[2], &callables[3], &callables[4], &callables[5], &PyTuple_Type, &asked[0], &PyTuple_Type,
-                          &asked[1], &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3], &PyTuple_Type, &operands))
+                          &asked[1], &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3], &PyTuple_Type, &operands,
+                          &PyTuple_Type, &dtypes))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* other packages set other objects under this name */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!found) return NULL;
     if (found->version.major != DL_MAJOR || !found->tensor_from) Py_RETURN_FALSE;
-    plain_types = PyTuple_Pack(2, types[0], types[1]); /* keeps them alive, as this module is never unloaded */
-    if (!plain_types || !fn_open_autograd(types[0], callables[0], callables[4], callables[5])) return NULL;
-    fn_tensor_type = (PyTypeObject *)types[0];
-    fn_parameter_type = (PyTypeObject *)types[1];
+    if (!fn_open_autograd(types[0], callables[0], callables[4], callables[5])) return NULL;
+    fn_tensor_type = (PyTypeObject *)Py_NewRef(types[0]);
+    fn_parameter_type = (PyTypeObject *)Py_NewRef(types[1]);
     fn_open_threads(callables[1]);
+    fn_open_quantizer(dtypes);
     fn_open_outputs(callables[2], callables[3]);
     if (!fn_open_operands(operands)) return NULL;
     if (!fn_open_listeners(asked[0], asked[1], asked[2], asked[3])) {
@@ -49,10 +48,9 @@ static PyObject *is_direct(PyObject *module, PyObject *const *arguments, Py_ssiz
 
 static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
     (void)module;
-    unsigned long long run, rotate;
-    if (!PyArg_ParseTuple(arguments, "KK", &run, &rotate)) return NULL;
+    unsigned long long run;
+    if (!PyArg_ParseTuple(arguments, "K", &run)) return NULL;
     fn_run_on_cpu = (fn_run_fn *)(uintptr_t)run;
-    fn_rotate_on_cpu = (fn_run_rotation_fn *)(uintptr_t)rotate;
     Py_RETURN_NONE;
 }
 
@@ -86,12 +84,9 @@ static PyObject *forward_on(PyObject *module, PyObject *arguments) {
 static PyMethodDef methods[] = {
     {"open", open_fast_path, METH_VARARGS,
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, increment_version, "
-     "is_inference_mode_enabled, questions, variables, function modes, addresses in C++, what is asked of operands)\n--\n\n"
-     "Whether this version of the exchange API is understood."},
-    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(addresses of fn_run and fn_run_rotation)\n--\n\nLets CPU tensors through."},
-    {"open_quantizer", fn_open_quantizer, METH_VARARGS,
-     "open_quantizer(keywords of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nLets "
-     "calls with a quantizer through."},
+     "is_inference_mode_enabled, questions, variables, function modes, addresses in C++, what is asked of operands, keywords "
+     "of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nWhether this version of the exchange API is understood."},
+    {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
      "open_cuda(addresses of cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent)\n--\n\n"
      "Lets tensors on NVIDIA GPUs through; forgets the kernels held."},

@@ -50,17 +50,30 @@ int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o); /* also of a
 int fn_read_memory(PyObject *object, tensor *t, struct fn_operand *o);
 int fn_open_operands(PyObject *found); /* keeps what fusednorm/calls/fast_path.py found in torch; 0 with a Python error */
 int fn_is_inference(PyObject *object); /* whether a tensor was made in inference mode; -1 with a Python error */
+/*
+ * Reads tensors on one device of this type, those without a bit in `required` only if they are not None: then they have no
+ * kind. Returns 0 as fn_read does.
+ */
+int fn_read_all(PyObject *const *objects, int count, unsigned required, long device_type, tensor *t, struct fn_operand *o);
 int fn_same_shape(const tensor *a, const tensor *b);
+int fn_same_rows(const tensor *a, const tensor *b, int64_t last); /* the same, but for a's last size, which is this one */
 int fn_same_device(const tensor *a, const tensor *b);
 int64_t fn_elements(const tensor *t); /* -1 if there are gaps between them */
-/* An operand's memory: rows of `bytes` bytes, `step` bytes apart. */
+void fn_take_rows(struct fn_call *c, const tensor *x); /* x's rows, all in one level, on x's device */
+/* An operand's memory: rows of `bytes` bytes, `step` bytes apart. Of kind FN_NONE: there is no such operand. */
 typedef struct {
+    int64_t kind;
     uintptr_t begin;
     int64_t rows, step, bytes;
 } fn_extent;
 fn_extent fn_extent_of(const struct fn_call *c, int operand);
 fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden);
 int fn_apart(fn_extent a, fn_extent b); /* whether they share no memory, as far as that is cheap to tell */
+/*
+ * Whether the rows of the operand all[out], which is written, share no memory with each other nor with the operands before
+ * it, unless it is exactly one of the first `in_place`, or there is no such operand.
+ */
+int fn_may_write(const fn_extent *all, int out, int in_place);
 
 /* fast_path_interpreter.c */
 /* A function of torch's with one argument or none. Where it is C's own, C calls it: Python would take as long again. */
@@ -73,21 +86,34 @@ PyObject *fn_call_function(const function *f, PyObject *argument);
 /* 1 or 0, or -1 with a Python error: of an object, which it releases; and of a function without arguments. */
 int fn_truth(PyObject *new_reference);
 int fn_answer(const function *question);
+/* The results of functions for Python: None, where Python must make the call; whether a call was made, as fn_run_in_c tells. */
+PyObject *fn_refuse(void);
+PyObject *fn_was_made(int failed);
+int fn_takes(const char *function, Py_ssize_t count, int wanted); /* 0 with a Python error */
 /* Around the tables of kernels that are held, where the interpreter has no lock of its own. */
 void fn_lock(void);
 void fn_unlock(void);
 /* Reads calls, FN_PACKED at most, as fusednorm/calls/c_abi.py packs them; returns 0 with a Python error. */
 int fn_unpack(PyObject *bytes, struct fn_call *calls);
 void fn_open_threads(PyObject *found); /* torch.get_num_threads */
-int fn_threads(int64_t rows, int64_t elements); /* -1 with a Python error */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
 
 /* fast_path_outputs.c */
 void fn_open_outputs(PyObject *like, PyObject *empty); /* torch.empty_like and torch.Tensor.new_empty */
-PyObject *fn_empty_like(PyObject *x); /* NULL with a Python error, as from the next one */
-/* A new tensor like x, of this shape and of these keywords unless they are NULL; or the one given. NULL with a Python error. */
-PyObject *fn_output(PyObject *given, PyObject *x, PyObject *shape, PyObject *keywords);
-PyObject *fn_shape(const tensor *x, int64_t last); /* x's shape with another last size; NULL with a Python error */
+/* An output: the tensor that the caller gave, or a new one. */
+typedef struct {
+    PyObject *object; /* a reference of its own, or NULL */
+    int given;
+    tensor t;
+    struct fn_operand o;
+} output;
+/*
+ * Takes the tensor given, or makes one like x; with another last size unless that is 0, and of these keywords unless they are
+ * NULL. Returns 0, nonzero if it is no tensor on x's device whose rows are one stride apart, or -1 with a Python error.
+ */
+int fn_take_output(output *out, PyObject *given, PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords);
+/* Ends a call that failed or not: the outputs in a tuple, or one alone; or None if Python must make the call. */
+PyObject *fn_hand_out(output *outputs, int count, int failed);
 
 /* fast_path_listeners.c */
 /* Keeps the tuples of fusednorm/calls/must_be_seen.py; whether they are of its form. */
@@ -101,10 +127,10 @@ int fn_open_autograd(PyObject *tensor_type, PyObject *grad_enabled, PyObject *in
 int fn_requires_gradient(PyObject *operand); /* which may be None; -1 with a Python error */
 /* Whether autograd would have to know of a call with these operands, some of them None; -1 with a Python error. */
 int fn_records_gradient(PyObject *const *operands, Py_ssize_t count);
-/* 0 if these outputs that the caller gave may be written; nonzero if Python refuses that, or -1 with a Python error. */
-int fn_refuses_writes(PyObject *const *outputs, const int *written, int count);
+/* 0 if the outputs that the caller gave may be written; nonzero if Python refuses that, or -1 with a Python error. */
+int fn_refuses_writes(const output *outputs, int count);
 /* Tells autograd which outputs were written that the caller gave; returns 0, or -1 with a Python error. */
-int fn_count_writes(PyObject *const *outputs, const int *written, int count);
+int fn_count_writes(const output *outputs, int count);
 
 /* cuda_launch.c; launches the kernels that are held for such a call, or for a chain, and the quantizer after it. */
 enum { FN_LAUNCHED, FN_NOT_HELD = -1 }; /* else the driver's status */
@@ -115,7 +141,6 @@ int fn_run_triton_kernel(struct fn_call *c); /* nonzero if it refuses, or -1 wit
 
 /* fast_path_devices.c */
 extern fn_run_fn *fn_run_on_cpu; /* NULL until it is open */
-extern fn_run_rotation_fn *fn_rotate_on_cpu;
 /* Runs a call whose x is this tensor, by Triton's kernels or by the kernels of x's device; returns as fn_run_in_c does. */
 int fn_run_on_device(struct fn_call *c, const tensor *x, int triton);
 
@@ -126,6 +151,7 @@ struct fn_quantized {
     int64_t passed_kind;
 };
 enum { FN_QUANTIZER_ARGUMENTS = 6 };
+void fn_open_quantizer(PyObject *keywords); /* a tuple: for a dtype of each enum fn_byte_kind, and for scales */
 /* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_quantized *given);
 /*
@@ -133,7 +159,7 @@ int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_qua
  * Python must make the call.
  */
 PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
-                      PyObject *residual_out, int residual_written, int triton);
+                      output *residual_out, int triton);
 
 /* fast_path_gated.c */
 struct fn_gated {
@@ -160,7 +186,6 @@ PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments,
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
-PyObject *fn_open_quantizer(PyObject *module, PyObject *arguments);
 PyObject *fn_open_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_hold_cuda(PyObject *module, PyObject *arguments);
 PyObject *fn_launch_held(PyObject *module, PyObject *arguments);

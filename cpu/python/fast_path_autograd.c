@@ -29,9 +29,9 @@ int fn_records_gradient(PyObject *const *operands, Py_ssize_t count) {
     return records < 0 ? records : 0;
 }
 
-int fn_refuses_writes(PyObject *const *outputs, const int *written, int count) {
+int fn_refuses_writes(const output *outputs, int count) {
     for (int i = 0; i < count; i++) {
-        const int inference = written[i] ? fn_is_inference(outputs[i]) : 0;
+        const int inference = outputs[i].given ? fn_is_inference(outputs[i].object) : 0;
         if (inference < 0) return -1;
         if (inference) {
             const int allowed = fn_answer(&is_inference_mode_enabled);
@@ -41,13 +41,13 @@ int fn_refuses_writes(PyObject *const *outputs, const int *written, int count) {
     return 0;
 }
 
-int fn_count_writes(PyObject *const *outputs, const int *written, int count) {
+int fn_count_writes(const output *outputs, int count) {
     int number = 0;
-    for (int i = 0; i < count; i++) number += written[i];
+    for (int i = 0; i < count; i++) number += outputs[i].given;
     if (!number) return 0;
     PyObject *all = PyTuple_New(number);
     for (int i = count; all && i-- > 0;)
-        if (written[i] && PyTuple_SetItem(all, --number, Py_NewRef(outputs[i]))) Py_CLEAR(all);
+        if (outputs[i].given && PyTuple_SetItem(all, --number, Py_NewRef(outputs[i].object))) Py_CLEAR(all);
     PyObject *none = all ? fn_call_function(&increment_version, all) : NULL;
     Py_XDECREF(all);
     Py_XDECREF(none);

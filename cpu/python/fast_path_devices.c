@@ -2,7 +2,6 @@
 #include "python/fast_path.h"
 
 fn_run_fn *fn_run_on_cpu;
-fn_run_rotation_fn *fn_rotate_on_cpu;
 
 int fn_run_on_device(struct fn_call *c, const tensor *x, int triton) {
     if (triton) return fn_run_triton_kernel(c);

@@ -1,6 +1,5 @@
 /* The forward pass on the fast path: from Python's arguments to outputs. */
 #include "launch/triton.h"
-#include "machine/pages.h"
 #include "python/fast_path.h"
 
 /*
@@ -25,26 +24,14 @@ static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
     return fn_records_gradient(operands, number);
 }
 
-/* None: Python must make the call. */
-static PyObject *refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
-
 /* Whether the outputs' rows share memory with each other, or with an operand other than exactly x or the residual. */
 static int overlap(const struct fn_call *c, const struct fn_call *first) {
-    const struct fn_operand *o = c->operand;
-    for (int out = FN_OUT; out <= FN_RESIDUAL_OUT; out++) {
-        if (!o[out].kind) continue;
-        fn_extent a = fn_extent_of(c, out);
-        if (a.rows > 1 && a.step < a.bytes) return 1;
-        for (int i = FN_X; i < out; i++) {
-            if (!o[i].kind) continue;
-            fn_extent b = fn_extent_of(c, i);
-            int same = a.begin == b.begin && a.step == b.step && o[out].kind == o[i].kind;
-            if (!(same && i < FN_WEIGHT) && !fn_apart(a, b)) return 1;
-        }
-        if (o[FN_BIAS].kind && !fn_apart(a, fn_extent_of(c, FN_BIAS))) return 1;
-        if (first && first->operand[FN_WEIGHT].kind && !fn_apart(a, fn_extent_of(first, FN_WEIGHT))) return 1;
-    }
-    return 0;
+    enum { IN_PLACE = 2, OUT = 5, RESIDUAL_OUT };
+    const fn_extent none = {.kind = FN_NONE}, first_weight = first ? fn_extent_of(first, FN_WEIGHT) : none;
+    const fn_extent all[] = {fn_extent_of(c, FN_X),    fn_extent_of(c, FN_RESIDUAL), fn_extent_of(c, FN_WEIGHT),
+                             fn_extent_of(c, FN_BIAS), first_weight,                 fn_extent_of(c, FN_OUT),
+                             fn_extent_of(c, FN_RESIDUAL_OUT)};
+    return !fn_may_write(all, OUT, IN_PLACE) || !fn_may_write(all, RESIDUAL_OUT, IN_PLACE);
 }
 
 /* Whether a weight or a bias fits x: a row for all heads, or a row for each of x's last dimension but one. */
@@ -79,11 +66,7 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     }
     if (o[FN_RESIDUAL_OUT].kind && o[FN_RESIDUAL_OUT].kind != o[FN_RESIDUAL].kind) return 0;
     c->pass = FN_FORWARD;
-    c->device = t[FN_X].device.id;
-    c->hidden = t[FN_X].shape[t[FN_X].ndim - 1];
-    c->rows = 1;
-    for (int i = 0; i < t[FN_X].ndim - 1; i++) c->rows *= t[FN_X].shape[i];
-    c->inner = c->rows;
+    fn_take_rows(c, &t[FN_X]);
     c->block = c->following = 0;
     c->heads = 1;
     const int public = arguments[ASK] == Py_True; /* the operators of torch.ops have one row for all heads */
@@ -129,20 +112,20 @@ static void scale_first(double factor, const struct fn_call *next, struct fn_cal
     c->eps = factor;
 }
 
-/* Allocates the outputs that are not given. Returns 0, or nonzero if one is no plain tensor, or -1 with a Python error. */
-static int allocate(PyObject *const *arguments, PyObject *outputs[2], struct fn_call *c, int normalises) {
+/* Allocates the outputs that are not given; returns as fn_take_output does. */
+static int allocate(PyObject *const *arguments, const tensor *t, output outputs[2], struct fn_call *c, int normalises) {
     const int wanted[2] = {normalises, c->operand[FN_RESIDUAL].kind != FN_NONE};
-    for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
-        struct fn_operand *o = &c->operand[i];
-        if (o->kind || !wanted[i - FN_OUT]) {
-            outputs[i - FN_OUT] = Py_NewRef(arguments[i]);
+    for (int i = 0; i < 2; i++) {
+        struct fn_operand *o = &c->operand[FN_OUT + i];
+        output *out = &outputs[i];
+        if (o->kind || !wanted[i]) {
+            out->object = Py_NewRef(arguments[FN_OUT + i]);
+            out->given = o->kind != FN_NONE;
             continue;
         }
-        tensor t;
-        PyObject *output = outputs[i - FN_OUT] = fn_empty_like(arguments[i - FN_OUT]);
-        if (!output) return -1;
-        if (!fn_read(output, &t, o)) return PyErr_Occurred() ? -1 : 1;
-        if (t.device.type == DL_CPU) fn_expect_writes(o->address, c->rows * c->hidden * fn_element_size(o->kind));
+        const int failed = fn_take_output(out, Py_None, arguments[i], &t[i], 0, NULL);
+        if (failed) return failed;
+        *o = out->o;
     }
     return 0;
 }
@@ -162,13 +145,13 @@ PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments,
     const int quantizes = count == ARGUMENTS_OF_QUANTIZER, gates = count == ARGUMENTS_OF_GATE;
     if (quantizes) c = &quantized.call;
     if (gates) c = &gated.call;
-    if (!read_arguments(arguments, t, c)) return refuse();
-    if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &t[FN_X], &quantized)) return refuse();
-    if (gates && !fn_read_gate(arguments + ARGUMENTS, &t[FN_X], &gated)) return refuse();
+    if (!read_arguments(arguments, t, c)) return fn_refuse();
+    if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &t[FN_X], &quantized)) return fn_refuse();
+    if (gates && !fn_read_gate(arguments + ARGUMENTS, &t[FN_X], &gated)) return fn_refuse();
     const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
     if (count == ARGUMENTS_OF_CHAIN) {
         first = calls;
-        if (!read_first_norm(arguments, &t[FN_X], c, first)) return refuse();
+        if (!read_first_norm(arguments, &t[FN_X], c, first)) return fn_refuse();
     } else if (x_scale != 1) {
         first = calls;
         scale_first(x_scale, c, first);
@@ -176,33 +159,26 @@ PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments,
     const int32_t device = t[FN_X].device.type;
     const long taken = PyLong_AsLong(devices);
     const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
-    if (device > DL_CUDA || !(triton || taken >> device & 1)) return refuse();
-    if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return refuse();
+    if (device > DL_CUDA || !(triton || taken >> device & 1)) return fn_refuse();
+    if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return fn_refuse();
     int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
     if (!others) others = records_gradient(arguments, count);
     /* A gate's output must not require a gradient, whether gradients are recorded or not. */
     if (!others && gates) others = fn_requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
     if (others < 0) return NULL;
-    if (others || (triton && !gates && !quantizes && !fn_triton_has(c))) return refuse();
+    if (others || (triton && !gates && !quantizes && !fn_triton_has(c))) return fn_refuse();
     if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated, triton);
 
-    PyObject *result = NULL, *outputs[2] = {NULL, NULL};
-    const int written[2] = {c->operand[FN_OUT].kind != FN_NONE, c->operand[FN_RESIDUAL_OUT].kind != FN_NONE};
-    int failed = allocate(arguments, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
-    if (!failed) failed = overlap(c, first);
-    if (!failed) failed = fn_refuses_writes(outputs, written, 2);
+    output outputs[2];
+    outputs[0].object = outputs[1].object = NULL;
+    int failed = allocate(arguments, t, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
+    if (!failed) failed = (outputs[0].given || outputs[1].given) && overlap(c, first);
+    if (!failed) failed = fn_refuses_writes(outputs, 2);
     if (!failed && quantizes) {
-        result = fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs[1], written[1], triton);
-        Py_XDECREF(outputs[0]);
-        Py_XDECREF(outputs[1]);
-        return result;
+        Py_DECREF(outputs[0].object);
+        return fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, &outputs[1], triton);
     }
     if (first) c->operand[FN_X] = first->operand[FN_OUT];
     if (!failed) failed = fn_run_on_device(first ? first : c, &t[FN_X], triton);
-    if (!failed) failed = fn_count_writes(outputs, written, 2);
-    if (!failed) result = PyTuple_Pack(2, outputs[0], outputs[1]);
-    else if (failed > 0) result = refuse();
-    Py_XDECREF(outputs[0]);
-    Py_XDECREF(outputs[1]);
-    return result;
+    return fn_hand_out(outputs, 2, failed);
 }

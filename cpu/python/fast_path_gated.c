@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "machine/pages.h"
-
 /*
  * Python's arguments, after those of every forward pass. HOW: a number of enum fn_gate_order; with FN_AND_MUL, Z has the rows,
  * or it is None, and x holds both. GROUP: the elements of a row that are normalised together, or None.
@@ -56,15 +54,13 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
 
 /* Whether an output that is given lies apart from the weight and from each row operand, unless it is that operand. */
 static int may_be_written(const struct fn_gated *given, const struct fn_operand *out) {
+    enum { IN_PLACE = 2, OUTPUT };
     const struct fn_call *c = &given->call;
-    const fn_extent o = fn_extent_of_rows(out, c->rows, c->hidden);
-    if (o.rows > 1 && o.step < o.bytes) return 0;
-    for (int i = FN_GATED; i <= FN_GATE; i++) {
-        const struct fn_operand *operand = &given->gate.operand[i];
-        const int same = operand->address == out->address && operand->stride == out->stride && operand->kind == out->kind;
-        if (!same && !fn_apart(o, fn_extent_of_rows(operand, c->rows, c->hidden))) return 0;
-    }
-    return !c->operand[FN_WEIGHT].kind || fn_apart(o, fn_extent_of(c, FN_WEIGHT));
+    const struct fn_operand *rows[] = {&given->gate.operand[FN_GATED], &given->gate.operand[FN_GATE], out};
+    fn_extent of[3];
+    for (int i = 0; i < 3; i++) of[i] = fn_extent_of_rows(rows[i], c->rows, c->hidden);
+    const fn_extent all[] = {of[0], of[1], fn_extent_of(c, FN_WEIGHT), of[2]};
+    return fn_may_write(all, OUTPUT, IN_PLACE);
 }
 
 /* The strides of an operand's groups, of which the rows are to be normalised. */
@@ -112,27 +108,17 @@ static void put_together(struct fn_gated *given, const struct fn_operand *out) {
 
 PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given, int triton) {
     struct fn_call *c = &given->call;
-    const int is_given = arguments[OUT] != Py_None, halves = c->hidden != x_tensor->shape[x_tensor->ndim - 1];
-    tensor t;
-    struct fn_operand o;
-    PyObject *shape = is_given || !halves ? NULL : fn_shape(x_tensor, c->hidden), *result = NULL;
-    int failed = 1;
-    PyObject *out = fn_output(arguments[OUT], x, shape, NULL);
-    if (!out || !fn_read(out, &t, &o) || t.ndim != x_tensor->ndim || t.shape[t.ndim - 1] != c->hidden) goto end;
-    for (int i = 0; i < t.ndim - 1; i++)
-        if (t.shape[i] != x_tensor->shape[i]) goto end;
-    if (!fn_same_device(&t, x_tensor) || (o.kind == FN_F64 && !given->gate.wide)) goto end;
-    if (is_given && !may_be_written(given, &o)) goto end;
-    if (fn_refuses_writes(&out, &is_given, 1)) goto end;
-    if (!is_given && t.device.type == DL_CPU) fn_expect_writes(o.address, c->rows * c->hidden * fn_element_size(o.kind));
-    put_together(given, &o);
-    failed = fn_run_on_device(c, x_tensor, triton);
-    if (!failed) failed = fn_count_writes(&out, &is_given, 1);
-    if (!failed) result = Py_NewRef(out);
-end:
-    Py_XDECREF(out);
-    Py_XDECREF(shape);
-    return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+    const int halves = c->hidden != x_tensor->shape[x_tensor->ndim - 1];
+    output out;
+    int failed = fn_take_output(&out, arguments[OUT], x, x_tensor, halves ? c->hidden : 0, NULL);
+    if (!failed) failed = !out.o.kind || !fn_same_rows(&out.t, x_tensor, c->hidden) || (out.o.kind == FN_F64 && !given->gate.wide);
+    if (!failed) failed = out.given && !may_be_written(given, &out.o);
+    if (!failed) failed = fn_refuses_writes(&out, 1);
+    if (!failed) {
+        put_together(given, &out.o);
+        failed = fn_run_on_device(c, x_tensor, triton);
+    }
+    return fn_hand_out(&out, 1, failed);
 }
 
 /*
@@ -147,32 +133,22 @@ PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *argum
     struct fn_call *c = &given.call;
     struct fn_gate *g = &given.gate;
     tensor t[FN_GATE_OPERANDS];
-    if (count != BACKWARD_ARGUMENTS) {
-        PyErr_Format(PyExc_TypeError, "gate_backward takes %d arguments, got %zd", BACKWARD_ARGUMENTS, count);
-        return NULL;
-    }
+    if (!fn_takes("gate_backward", count, BACKWARD_ARGUMENTS)) return NULL;
     memset(&given, 0, sizeof given);
     g->pass = FN_BACKWARD;
     g->activation = activation_of(arguments[BACKWARD_ACTIVATION]);
     g->between = PyLong_AsLongLong(arguments[BACKWARD_BETWEEN]);
     const long device = PyLong_AsLong(arguments[DEVICE]);
+    const unsigned required = 1 << FN_GATE_D | 1 << FN_GATED | 1 << FN_GATE;
     int taken = fn_exchange_api && (device != DL_CPU || fn_run_on_cpu) && g->activation >= 0 && !PyErr_Occurred();
-    for (int i = 0; taken && i < FN_GATE_OPERANDS; i++) {
-        struct fn_operand *o = &g->operand[i];
-        if (i >= FN_GATED_D && arguments[FIRST + i] == Py_None) continue;
-        taken = fn_read(arguments[FIRST + i], &t[i], o) && t[i].ndim && t[i].device.type == device &&
-                fn_same_device(&t[i], &t[0]) && fn_same_shape(&t[i], &t[0]);
-        g->wide |= o->kind == FN_F64 && (i == FN_GATED || i == FN_GATE);
-    }
-    if (!taken) return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    taken = taken && fn_read_all(arguments + FIRST, FN_GATE_OPERANDS, required, device, t, g->operand) && t[0].ndim;
+    for (int i = 0; taken && i < FN_GATE_OPERANDS; i++) taken = !g->operand[i].kind || fn_same_shape(&t[i], &t[0]);
+    if (!taken) return fn_was_made(1);
+    g->wide = g->operand[FN_GATED].kind == FN_F64 || g->operand[FN_GATE].kind == FN_F64;
     c->flags = FN_GATE_ONLY;
-    c->device = t[0].device.id;
-    c->hidden = g->hidden = t[0].shape[t[0].ndim - 1];
-    c->rows = 1;
-    for (int i = 0; i < t[0].ndim - 1; i++) c->rows *= t[0].shape[i];
-    g->rows = g->inner = c->rows;
-    const int failed = fn_run_on_device(c, &t[0], 0);
-    return failed < 0 ? NULL : PyBool_FromLong(!failed);
+    fn_take_rows(c, &t[0]);
+    g->rows = g->inner = c->rows, g->hidden = c->hidden;
+    return fn_was_made(fn_run_on_device(c, &t[0], 0));
 }
 
 /* Python's arguments of a norm with a gate in a backward pass: tensors, of which some may be None, and these. */
@@ -182,15 +158,11 @@ enum { NORM_GATED_ACTIVATION = TENSORS, NORM_GATED_HOW, ROUNDS_NORM, OFFSET, NOR
 /* Reads the tensors. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_tensors(PyObject *const *arguments, struct fn_operand *o, struct fn_call *c) {
     tensor t[TENSORS];
-    for (int i = 0; i < TENSORS; i++) {
-        o[i] = (struct fn_operand){.kind = FN_NONE};
-        if (i >= OF_WEIGHT && arguments[i] == Py_None) continue;
-        if (!fn_read(arguments[i], &t[i], &o[i]) || t[i].device.type != DL_CPU || !t[i].ndim) return 0;
-    }
+    const unsigned required = 1 << OF_D | 1 << OF_X | 1 << OF_Z | 1 << OF_RSTD;
     const tensor *x = &t[OF_X];
-    c->hidden = x->shape[x->ndim - 1];
-    c->rows = c->heads = 1;
-    for (int i = 0; i < x->ndim - 1; i++) c->rows *= x->shape[i];
+    if (!fn_read_all(arguments, TENSORS, required, DL_CPU, t, o) || !x->ndim) return 0;
+    fn_take_rows(c, x);
+    c->heads = 1;
     if (o[OF_WEIGHT].kind && t[OF_WEIGHT].ndim == 2) c->heads = t[OF_WEIGHT].shape[0];
     for (int i = 0; i < TENSORS; i++) {
         if (!o[i].kind) continue;
@@ -208,21 +180,15 @@ PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const 
     struct fn_call *c = &given.call;
     struct fn_gate *g = &given.gate;
     struct fn_operand o[TENSORS];
-    if (count != NORM_GATED_ARGUMENTS) {
-        PyErr_Format(PyExc_TypeError, "norm_gated_backward takes %d arguments, got %zd", NORM_GATED_ARGUMENTS, count);
-        return NULL;
-    }
+    if (!fn_takes("norm_gated_backward", count, NORM_GATED_ARGUMENTS)) return NULL;
     memset(&given, 0, sizeof given);
     const long how = PyLong_AsLong(arguments[NORM_GATED_HOW]);
     c->weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
     g->activation = activation_of(arguments[NORM_GATED_ACTIVATION]);
     if (PyErr_Occurred()) return NULL;
-    if (!fn_exchange_api || !fn_run_on_cpu || g->activation < 0 || !read_tensors(arguments, o, c))
-        return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    if (!fn_exchange_api || !fn_run_on_cpu || g->activation < 0 || !read_tensors(arguments, o, c)) return fn_was_made(1);
     c->pass = g->pass = FN_BACKWARD;
-    c->inner = c->rows;
-    g->rows = g->inner = c->rows;
-    g->hidden = c->hidden;
+    g->rows = g->inner = c->rows, g->hidden = c->hidden;
     g->wide = o[OF_RSTD].kind == FN_F64;
     if (arguments[ROUNDS_NORM] == Py_True) c->flags = FN_ROUND_NORM;
     const int norm_first = how % FN_BETWEEN_IS_F32 == FN_NORM_FIRST;
@@ -243,6 +209,5 @@ PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const 
         c->operand[FN_DX] = o[OF_DX].kind || o[OF_DZ].kind ? passed : absent;
         g->operand[FN_GATE_D] = passed, g->operand[FN_GATED] = o[OF_X], g->operand[FN_GATED_D] = o[OF_DX];
     }
-    const int failed = fn_run_in_c(c, fn_run_on_cpu);
-    return failed < 0 ? NULL : PyBool_FromLong(!failed);
+    return fn_was_made(fn_run_in_c(c, fn_run_on_cpu));
 }

@@ -27,6 +27,15 @@ int fn_truth(PyObject *new_reference) {
 
 int fn_answer(const function *question) { return fn_truth(fn_call_function(question, NULL)); }
 
+PyObject *fn_refuse(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
+
+PyObject *fn_was_made(int failed) { return PyErr_Occurred() ? NULL : PyBool_FromLong(!failed); }
+
+int fn_takes(const char *function, Py_ssize_t count, int wanted) {
+    if (count != wanted) PyErr_Format(PyExc_TypeError, "%s takes %d arguments, got %zd", function, wanted, count);
+    return count == wanted;
+}
+
 int fn_unpack(PyObject *bytes, struct fn_call *calls) {
     const size_t size = (size_t)PyBytes_Size(bytes);
     if (size >= sizeof *calls && size <= FN_PACKED * sizeof *calls) {
@@ -48,7 +57,7 @@ int fn_unpack(PyObject *bytes, struct fn_call *calls) {
 }
 
 /* As many as torch has, where more than one pays. */
-int fn_threads(int64_t rows, int64_t elements) {
+static int threads_for(int64_t rows, int64_t elements) {
     if (rows == 1 || elements < FN_PARALLEL_ELEMENTS) return 1;
     PyObject *number = PyObject_CallNoArgs(get_num_threads);
     if (!number) return -1;
@@ -59,7 +68,7 @@ int fn_threads(int64_t rows, int64_t elements) {
 
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run) {
     if (!run) return 1;
-    c->threads = fn_threads(c->rows, c->rows * c->hidden);
+    c->threads = threads_for(c->rows, c->rows * c->hidden);
     if (c->threads < 0) return -1;
     /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
     PyThreadState *state = c->rows * c->hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;

@@ -29,12 +29,7 @@ int fn_open_operands(PyObject *found) {
     return 1;
 }
 
-static int ask(PyObject *question, PyObject *object) {
-    PyObject *found = PyObject_CallFunctionObjArgs(question, object, NULL);
-    const int value = found ? PyObject_IsTrue(found) : -1;
-    Py_XDECREF(found);
-    return value;
-}
+static int ask(PyObject *question, PyObject *object) { return fn_truth(PyObject_CallFunctionObjArgs(question, object, NULL)); }
 
 int fn_is_inference(PyObject *object) {
     return torch.place ? torch.is_inference((char *)object + torch.place) : ask(torch.is_inference_in_python, object);
@@ -93,6 +88,15 @@ int fn_read_any(PyObject *object, tensor *t, struct fn_operand *o) {
 
 int fn_read(PyObject *object, tensor *t, struct fn_operand *o) { return fn_read_any(object, t, o) && o->kind; }
 
+int fn_read_all(PyObject *const *objects, int count, unsigned required, long device_type, tensor *t, struct fn_operand *o) {
+    for (int i = 0; i < count; i++) {
+        o[i] = (struct fn_operand){.kind = FN_NONE};
+        if (objects[i] == Py_None && !(required >> i & 1)) continue;
+        if (!fn_read(objects[i], &t[i], &o[i]) || t[i].device.type != device_type || !fn_same_device(&t[i], &t[0])) return 0;
+    }
+    return 1;
+}
+
 int64_t fn_elements(const tensor *t) {
     int64_t elements = 1;
     for (int i = t->ndim - 1; i >= 0; i--) {
@@ -109,13 +113,27 @@ int fn_same_shape(const tensor *a, const tensor *b) {
     return 1;
 }
 
+int fn_same_rows(const tensor *a, const tensor *b, int64_t last) {
+    if (a->ndim != b->ndim || a->shape[a->ndim - 1] != last) return 0;
+    for (int i = 0; i < a->ndim - 1; i++)
+        if (a->shape[i] != b->shape[i]) return 0;
+    return 1;
+}
+
 int fn_same_device(const tensor *a, const tensor *b) {
     return a->device.type == b->device.type && a->device.id == b->device.id;
 }
 
+void fn_take_rows(struct fn_call *c, const tensor *x) {
+    c->device = x->device.id;
+    c->hidden = x->shape[x->ndim - 1];
+    c->rows = 1;
+    for (int i = 0; i < x->ndim - 1; i++) c->rows *= x->shape[i];
+    c->inner = c->rows;
+}
+
 fn_extent fn_extent_of_rows(const struct fn_operand *o, int64_t rows, int64_t hidden) {
-    const int64_t item = fn_element_size(o->kind);
-    return (fn_extent){o->address, rows, o->stride * item, hidden * item};
+    return (fn_extent){o->kind, o->address, rows, fn_step(o), hidden * fn_element_size(o->kind)};
 }
 
 fn_extent fn_extent_of(const struct fn_call *c, int i) {
@@ -131,4 +149,16 @@ int fn_apart(fn_extent a, fn_extent b) {
     int64_t between = (int64_t)(b.begin - a.begin) % a.step;
     if (between < 0) between += a.step;
     return a.bytes <= between && between + b.bytes <= a.step;
+}
+
+int fn_may_write(const fn_extent *all, int out, int in_place) {
+    const fn_extent a = all[out];
+    if (!a.kind) return 1;
+    if (a.rows > 1 && a.step < a.bytes) return 0;
+    for (int i = 0; i < out; i++) {
+        const fn_extent b = all[i];
+        const int same = i < in_place && a.begin == b.begin && a.step == b.step && a.kind == b.kind;
+        if (b.kind && !same && !fn_apart(a, b)) return 0;
+    }
+    return 1;
 }

@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "machine/pages.h"
-
 /* Python's arguments. K and its weight are None where q alone is rotated. */
 enum {
     Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITIONS, Q_OUT, K_OUT, TENSORS,
@@ -15,24 +13,31 @@ _Static_assert((int)ARGUMENTS == (int)FN_ROTATION_ARGUMENTS, "fast_path_forward.
 enum { DL_INT = 0 };
 
 /* The operands whose rows are rows of heads; tables and positions may have one row for several. */
-static const int in_rows[] = {Q, K, Q_OUT, K_OUT, COS, SIN, POSITIONS};
+enum { IN_ROWS = 7 };
+static const int in_rows[IN_ROWS] = {Q, K, Q_OUT, K_OUT, COS, SIN, POSITIONS};
 
 /* What was read of Python's arguments. */
 struct given {
     tensor t[TENSORS];
-    struct fn_operand o[TENSORS]; /* without a kind where the operand is absent; the strides of rows in two levels */
-    int has[TENSORS];
+    struct fn_operand o[TENSORS]; /* without an address where the operand is absent; the strides of rows in two levels */
 };
+
+static int has(const struct given *g, int operand) { return g->o[operand].address != 0; }
 
 static int64_t last_of(const tensor *t, int back) { return t->shape[t->ndim - back]; }
 
 /* Whether the numbers of an operand's last dimension are adjacent. */
 static int is_dense(const tensor *t) { return t->ndim > 0 && t->strides[t->ndim - 1] == 1; }
 
-/* The stride of a dimension before the heads, counted from the last such dimension; 0 where one row is for several. */
+/*
+ * The stride of a dimension before the heads, counted from the last such dimension; 0 where one row is for several, of an
+ * absent operand, and of tables whose rows positions choose.
+ */
 static int64_t stride_of(const struct given *g, int operand, int back) {
     const tensor *t = &g->t[operand];
-    const int after = operand == POSITIONS ? 0 : operand == COS || operand == SIN ? 1 : 2, at = t->ndim - 1 - after - back;
+    const int is_table = operand == COS || operand == SIN;
+    if (!has(g, operand) || (is_table && has(g, POSITIONS))) return 0;
+    const int after = operand == POSITIONS ? 0 : is_table ? 1 : 2, at = t->ndim - 1 - after - back;
     return at < 0 || t->shape[at] == 1 ? 0 : t->strides[at];
 }
 
@@ -53,27 +58,23 @@ static int find_levels(struct given *g, struct fn_rotation *r) {
         const int64_t length = q->shape[q->ndim - 3 - back];
         if (length == 1) continue;
         int follows = levels > 0;
-        for (size_t k = 0; k < sizeof in_rows / sizeof *in_rows && follows; k++) {
-            const int i = in_rows[k];
-            const int64_t before = levels == 1 ? g->o[i].stride : g->o[i].outer_stride;
-            if (g->has[i] && !((i == COS || i == SIN) && g->has[POSITIONS]) && stride_of(g, i, back) != before * size[levels - 1])
-                follows = 0;
+        for (int k = 0; k < IN_ROWS && follows; k++) {
+            const struct fn_operand *o = &g->o[in_rows[k]];
+            follows = stride_of(g, in_rows[k], back) == (levels == 1 ? o->stride : o->outer_stride) * size[levels - 1];
         }
-        if (!follows) {
-            if (levels == 2) return 0;
-            for (size_t k = 0; k < sizeof in_rows / sizeof *in_rows; k++) {
-                const int i = in_rows[k];
-                const int64_t stride = g->has[i] ? stride_of(g, i, back) : 0;
-                if (levels == 0) g->o[i].stride = stride;
-                else g->o[i].outer_stride = stride;
-            }
-            size[levels++] = length;
-        } else {
+        if (follows) {
             size[levels - 1] *= length;
+            continue;
         }
+        if (levels == 2) return 0;
+        for (int k = 0; k < IN_ROWS; k++) {
+            struct fn_operand *o = &g->o[in_rows[k]];
+            *(levels == 0 ? &o->stride : &o->outer_stride) = stride_of(g, in_rows[k], back);
+        }
+        size[levels++] = length;
     }
-    if (g->has[POSITIONS])
-        for (int i = COS; i <= SIN; i++) g->o[i].stride = g->t[i].strides[0], g->o[i].outer_stride = 0;
+    if (has(g, POSITIONS))
+        for (int i = COS; i <= SIN; i++) g->o[i].stride = g->t[i].strides[0];
     r->inner = size[0];
     r->rows = size[0] * size[1];
     return 1;
@@ -89,28 +90,28 @@ static int all_fit(const struct given *g) {
     const tensor *t = g->t, *q = &t[Q];
     if (q->ndim < 2 || q->shape[q->ndim - 1] < 2) return 0;
     for (int i = Q; i < TENSORS; i++)
-        if (g->has[i] && !fn_same_device(&t[i], q)) return 0;
-    if (g->has[K]) {
+        if (has(g, i) && !fn_same_device(&t[i], q)) return 0;
+    if (has(g, K)) {
         if (t[K].ndim != q->ndim || last_of(&t[K], 1) != last_of(q, 1) || g->o[K].kind != g->o[Q].kind) return 0;
         for (int i = 0; i < q->ndim - 2; i++)
             if (t[K].shape[i] != q->shape[i]) return 0;
     }
     for (int set = 0; set < FN_SETS; set++) {
         const int x = Q + set, weight = Q_WEIGHT + set, out = Q_OUT + set;
-        if (!g->has[x] && (g->has[weight] || g->has[out])) return 0;
-        if (g->has[x] && !is_dense(&t[x])) return 0;
-        if (g->has[out] && (!is_dense(&t[out]) || g->o[out].kind != g->o[x].kind || !fn_same_shape(&t[out], &t[x]))) return 0;
-        if (!g->has[weight]) continue;
+        if (!has(g, x) && (has(g, weight) || has(g, out))) return 0;
+        if (has(g, x) && !is_dense(&t[x])) return 0;
+        if (has(g, out) && (!is_dense(&t[out]) || g->o[out].kind != g->o[x].kind || !fn_same_shape(&t[out], &t[x]))) return 0;
+        if (!has(g, weight)) continue;
         if (!g->o[weight].kind || fn_elements(&t[weight]) < 0 || !fits(&t[weight], &t[x])) return 0;
         if (g->o[weight].kind == FN_F64 && g->o[x].kind != FN_F64) return 0;
     }
-    if (g->has[COS] != g->has[SIN] || (g->has[POSITIONS] && !g->has[COS])) return 0;
-    if (!g->has[COS]) return 1;
+    if (has(g, COS) != has(g, SIN) || (has(g, POSITIONS) && !has(g, COS))) return 0;
+    if (!has(g, COS)) return 1;
     const int64_t pairs = t[COS].ndim ? last_of(&t[COS], 1) : 0;
     if (pairs < 1 || 2 * pairs > last_of(q, 1) || !fn_same_shape(&t[SIN], &t[COS])) return 0;
     for (int i = COS; i <= SIN; i++)
-        if (!g->o[i].kind || !is_dense(&t[i]) || (g->has[POSITIONS] ? t[i].ndim != 2 : !expands(&t[i], 1, q))) return 0;
-    if (!g->has[POSITIONS]) return 1;
+        if (!g->o[i].kind || !is_dense(&t[i]) || (has(g, POSITIONS) ? t[i].ndim != 2 : !expands(&t[i], 1, q))) return 0;
+    if (!has(g, POSITIONS)) return 1;
     const tensor *p = &t[POSITIONS];
     return p->dtype.code == DL_INT && p->dtype.lanes == 1 && (p->dtype.bits == 32 || p->dtype.bits == 64) && expands(p, 0, q);
 }
@@ -132,10 +133,10 @@ static fn_extent memory_of(const struct given *g, const struct fn_rotation *r, i
     const int64_t item = t->dtype.bits / 8;
     int64_t elements = 1, row = 1;
     for (int i = 0; i < t->ndim; i++) elements += (t->shape[i] - 1) * t->strides[i];
-    if (operand != Q && operand != K && operand != Q_OUT && operand != K_OUT) return (fn_extent){o->address, 1, 0, elements * item};
+    const int of_heads = operand == Q || operand == K || operand == Q_OUT || operand == K_OUT;
+    if (!of_heads || r->inner != r->rows) return (fn_extent){o->kind, o->address, 1, 0, elements * item};
     for (int i = t->ndim - 2; i < t->ndim; i++) row += (t->shape[i] - 1) * t->strides[i];
-    if (r->inner != r->rows) return (fn_extent){o->address, 1, 0, elements * item};
-    return (fn_extent){o->address, r->rows, o->stride * item, row * item};
+    return (fn_extent){o->kind, o->address, r->rows, o->stride * item, row * item};
 }
 
 /* Whether two rows, or two heads of a row, of an output share memory, as far as that is cheap to tell. */
@@ -151,12 +152,12 @@ static int overlaps_itself(const struct given *g, const struct fn_rotation *r, i
 /* Whether what the caller wants written shares memory with another operand, other than exactly what it takes the place of. */
 static int outputs_overlap(const struct given *g, const struct fn_rotation *r) {
     for (int out = Q_OUT; out <= K_OUT; out++) {
-        if (!g->has[out]) continue;
+        if (!has(g, out)) continue;
         if (overlaps_itself(g, r, out)) return 1;
         const fn_extent a = memory_of(g, r, out);
         const int x = out - Q_OUT;
         for (int i = Q; i < out; i++) {
-            if (!g->has[i]) continue;
+            if (!has(g, i)) continue;
             const struct fn_operand *o = &g->o[i], *w = &g->o[out];
             const int same = i == x && o->address == w->address && o->stride == w->stride && o->outer_stride == w->outer_stride &&
                              g->t[i].strides[g->t[i].ndim - 2] == g->t[out].strides[g->t[out].ndim - 2];
@@ -172,16 +173,15 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
     for (int i = NORM; i < ARGUMENTS; i++)
         if (!PyBool_Check(arguments[i])) return 0;
     for (int i = Q; i < TENSORS; i++) {
-        g->has[i] = arguments[i] != Py_None;
         g->o[i] = (struct fn_operand){.kind = FN_NONE};
-        if (!g->has[i]) continue;
+        if (arguments[i] == Py_None) continue;
         if (i >= Q_OUT && arguments[i] == arguments[i - Q_OUT]) g->t[i] = g->t[i - Q_OUT], g->o[i] = g->o[i - Q_OUT];
         else if (!fn_read_memory(arguments[i], &g->t[i], &g->o[i])) return 0;
     }
-    if (!g->has[Q] || !g->o[Q].kind || !all_fit(g)) return 0;
-    const int normalises = arguments[NORM] == Py_True, rotates = g->has[COS];
+    if (!has(g, Q) || !g->o[Q].kind || !all_fit(g)) return 0;
+    const int normalises = arguments[NORM] == Py_True, rotates = has(g, COS);
     const int64_t kind = g->o[Q].kind;
-    if (!(normalises || rotates) || (!normalises && (g->has[Q_WEIGHT] || g->has[K_WEIGHT]))) return 0;
+    if (!(normalises || rotates) || (!normalises && (has(g, Q_WEIGHT) || has(g, K_WEIGHT)))) return 0;
     if (arguments[BETWEEN_IS_F32] == Py_True && kind == FN_F64) return 0;
     memset(r, 0, sizeof *r);
     /* Without a norm its arguments say nothing. */
@@ -192,27 +192,27 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
     r->products = arguments[ROUND_PRODUCTS] == Py_True ? r->between : FN_NONE;
     r->size = last_of(&g->t[Q], 1);
     r->pairs = rotates ? last_of(&g->t[COS], 1) : 0;
-    r->sets = g->has[K] ? 2 : 1;
+    r->sets = has(g, K) ? 2 : 1;
     r->eps = normalises ? PyFloat_AsDouble(arguments[EPS]) : 0;
     r->weight_offset = normalises ? PyFloat_AsDouble(arguments[WEIGHT_OFFSET]) : 0;
     return 1;
 }
 
 /* Allocates the outputs that are not given. Returns 0, or nonzero if one does not lie as Python allocates it, or -1. */
-static int allocate(PyObject *const *arguments, PyObject *outputs[FN_SETS], struct given *g) {
+static int allocate(PyObject *const *arguments, output outputs[FN_SETS], struct given *g) {
     for (int set = 0; set < FN_SETS; set++) {
-        const int out = Q_OUT + set;
-        if (g->has[out] || !g->has[Q + set]) {
-            outputs[set] = Py_NewRef(arguments[out]);
+        const int x = Q + set, out = Q_OUT + set;
+        outputs[set].given = has(g, out);
+        if (has(g, out) || !has(g, x)) {
+            outputs[set].object = Py_NewRef(arguments[out]);
             continue;
         }
-        outputs[set] = fn_empty_like(arguments[Q + set]);
-        if (!outputs[set]) return -1;
-        if (!fn_read_memory(outputs[set], &g->t[out], &g->o[out])) return PyErr_Occurred() ? -1 : 1;
-        const int64_t elements = fn_elements(&g->t[out]);
-        if (elements < 0) return 1;
-        if (g->t[out].device.type == DL_CPU) fn_expect_writes(g->o[out].address, elements * fn_element_size(g->o[out].kind));
-        g->has[out] = 1;
+        const int failed = fn_take_output(&outputs[set], Py_None, arguments[x], &g->t[x], 0, NULL);
+        if (failed) return failed;
+        if (fn_elements(&outputs[set].t) < 0) return 1;
+        g->t[out] = outputs[set].t;
+        g->o[out] = outputs[set].o;
+        g->o[out].stride = 0; /* found for all operands together */
     }
     return 0;
 }
@@ -220,7 +220,7 @@ static int allocate(PyObject *const *arguments, PyObject *outputs[FN_SETS], stru
 static void fill_in(const struct given *g, struct fn_rotation *r) {
     const struct fn_operand *o = g->o;
     r->cos = o[COS], r->sin = o[SIN];
-    if (g->has[POSITIONS]) {
+    if (has(g, POSITIONS)) {
         r->position_size = g->t[POSITIONS].dtype.bits / 8;
         r->positions = o[POSITIONS].address;
         r->positions_outer_stride = o[POSITIONS].outer_stride, r->positions_stride = o[POSITIONS].stride;
@@ -234,65 +234,42 @@ static void fill_in(const struct given *g, struct fn_rotation *r) {
             .out = o[out].address, .out_outer_stride = o[out].outer_stride, .out_stride = o[out].stride,
             .out_head_stride = g->t[out].strides[g->t[out].ndim - 2],
             .weight_kind = o[weight].kind, .weight = o[weight].address,
-            .weight_stride = g->has[weight] && g->t[weight].ndim == 2 && g->t[weight].shape[0] > 1 ? r->size : 0,
+            .weight_stride = has(g, weight) && g->t[weight].ndim == 2 && g->t[weight].shape[0] > 1 ? r->size : 0,
         };
     }
 }
 
-/* Runs the call: 0, nonzero if there was no memory, or -1 with a Python error. */
-static int run_in_c(struct fn_rotation *r) {
-    int64_t heads = 0;
-    for (int set = 0; set < r->sets; set++) heads += r->heads[set].count;
-    const int64_t elements = r->rows * heads * r->size;
-    const int threads = fn_threads(r->rows, elements);
-    if (threads < 0) return -1;
-    r->threads = threads;
-    PyThreadState *state = elements >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
-    const int failed = fn_rotate_on_cpu(r);
-    if (state) PyEval_RestoreThread(state);
-    return failed;
-}
-
-/* Launches the kernel that is held for such a call: 0, or nonzero if there is none. */
-static int launch(const struct fn_rotation *r, int32_t device) {
-    struct {
-        struct fn_call call;
-        struct fn_rotation rotation; /* follows the call in memory, as fn_launch_cuda expects it */
-    } given;
-    void *stream;
-    /* A kernel knows one dtype of weights. */
-    if (r->sets == FN_SETS && r->heads[0].weight_kind != r->heads[1].weight_kind) return 1;
-    if (!fn_exchange_api->current_stream || fn_exchange_api->current_stream(DL_CUDA, device, &stream)) return 1;
-    memset(&given.call, 0, sizeof given.call);
-    given.call.flags = FN_ROTATION_ONLY;
-    given.call.device = device;
-    given.rotation = *r;
-    return fn_launch_cuda(&given.call, stream) != FN_LAUNCHED;
-}
-
 PyObject *fn_rotate(PyObject *const *arguments, long devices) {
     struct given g;
-    struct fn_rotation r;
-    if (!read_arguments(arguments, &g, &r)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    struct {
+        struct fn_call call;
+        struct fn_rotation rotation; /* follows the call in memory, as kernels expect it */
+    } rotated;
+    struct fn_call *c = &rotated.call;
+    struct fn_rotation *r = &rotated.rotation;
+    if (!read_arguments(arguments, &g, r)) return fn_refuse();
     const int32_t device = g.t[Q].device.type;
-    if ((device != DL_CPU && device != DL_CUDA) || !(devices >> device & 1) || (device == DL_CPU && !fn_rotate_on_cpu))
-        return Py_NewRef(Py_None);
+    if ((device != DL_CPU && device != DL_CUDA) || !(devices >> device & 1)) return fn_refuse();
     int others = fn_is_heard();
     if (!others) others = fn_records_gradient(arguments, TENSORS);
-    if (others) return others < 0 ? NULL : Py_NewRef(Py_None);
-    PyObject *result = NULL, *outputs[FN_SETS] = {NULL, NULL};
-    const int written[FN_SETS] = {g.has[Q_OUT], g.has[K_OUT]};
+    if (others) return fn_refuse();
+    output outputs[FN_SETS] = {{.object = NULL}, {.object = NULL}};
     int failed = allocate(arguments, outputs, &g);
-    if (!failed) failed = fn_refuses_writes(outputs, written, FN_SETS);
-    if (!failed) failed = !find_levels(&g, &r) || ((written[0] || written[1]) && outputs_overlap(&g, &r));
+    if (!failed) failed = fn_refuses_writes(outputs, FN_SETS);
+    if (!failed) failed = !find_levels(&g, r) || ((outputs[0].given || outputs[1].given) && outputs_overlap(&g, r));
     if (!failed) {
-        fill_in(&g, &r);
-        if (g.has[POSITIONS] && device == DL_CPU) failed = !are_rows(&r, g.t[COS].shape[0]);
+        fill_in(&g, r);
+        if (has(&g, POSITIONS) && device == DL_CPU) failed = !are_rows(r, g.t[COS].shape[0]);
     }
-    if (!failed) failed = device == DL_CPU ? run_in_c(&r) : launch(&r, g.t[Q].device.id);
-    if (!failed) failed = fn_count_writes(outputs, written, FN_SETS);
-    if (!failed) result = PyTuple_Pack(FN_SETS, outputs[0], outputs[1]);
-    else if (failed > 0) result = PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    for (int set = 0; set < FN_SETS; set++) Py_XDECREF(outputs[set]);
-    return result;
+    /* A kernel for GPUs knows one dtype of weights. */
+    if (!failed && device == DL_CUDA && r->sets == FN_SETS) failed = r->heads[0].weight_kind != r->heads[1].weight_kind;
+    if (!failed) {
+        memset(c, 0, sizeof *c);
+        c->flags = FN_ROTATION_ONLY;
+        c->device = g.t[Q].device.id;
+        c->rows = r->rows;
+        c->hidden = r->heads[0].count * r->size + r->heads[1].count * r->size;
+        failed = fn_run_on_device(c, &g.t[Q], 0);
+    }
+    return fn_hand_out(outputs, FN_SETS, failed);
 }

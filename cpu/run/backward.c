@@ -211,9 +211,13 @@ static size_t prepare_gate(struct call *call, const struct fn_call *c, int threa
         add_ahead(gradients, &of_gate[FN_GATE_DZ], c->hidden);
         add_ahead(gradients, gating->first ? &of_gate[FN_GATED_D] : &o[FN_DX], c->hidden);
     }
-    gating->passed_bytes = (size_t)((gating->chunk * row * item + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
+    gating->passed_bytes = (size_t)fn_round_up(gating->chunk * row * item, FN_ALIGNMENT);
     const int64_t kept = gating->first ? fn_gate_kept(gating->gate, gating->chunk * call->job.heads) * item : 0;
     return 2 * gating->passed_bytes + (size_t)kept;
+}
+
+static int64_t bytes_of_jump(const struct fn_call *c, int operand) {
+    return fn_jump_of(c, &c->operand[operand]) * fn_element_size(c->operand[operand].kind);
 }
 
 int fn_backward(const struct fn_call *c) {
@@ -232,12 +236,9 @@ int fn_backward(const struct fn_call *c) {
                 .bias_kind = (int)o[FN_DBIAS].kind,
                 .norm_kind = c->flags & FN_ROUND_NORM && !wide ? (int)o[FN_H].kind : FN_NONE, .hidden = hidden,
                 .heads = heads, .gain_stride = fn_float_row(hidden),
-                .dy_stride = o[FN_DY].stride * fn_element_size(o[FN_DY].kind),
-                .d_total_stride = o[FN_D_RESIDUAL_OUT].stride * fn_element_size(o[FN_D_RESIDUAL_OUT].kind),
-                .h_stride = o[FN_H].stride * fn_element_size(o[FN_H].kind),
-                .dy_jump = fn_jump(c, FN_DY) * fn_element_size(o[FN_DY].kind),
-                .d_total_jump = fn_jump(c, FN_D_RESIDUAL_OUT) * fn_element_size(o[FN_D_RESIDUAL_OUT].kind),
-                .h_jump = fn_jump(c, FN_H) * fn_element_size(o[FN_H].kind), .inner = c->inner,
+                .dy_stride = fn_step(&o[FN_DY]), .d_total_stride = fn_step(&o[FN_D_RESIDUAL_OUT]),
+                .h_stride = fn_step(&o[FN_H]), .dy_jump = bytes_of_jump(c, FN_DY),
+                .d_total_jump = bytes_of_jump(c, FN_D_RESIDUAL_OUT), .h_jump = bytes_of_jump(c, FN_H), .inner = c->inner,
                 .dx_stride = hidden * fn_element_size(o[FN_DX].kind),
                 .dresidual_stride = hidden * fn_element_size(o[FN_DRESIDUAL].kind),
                 .weight_offset = fn_without_payload(c->weight_offset)},
@@ -269,7 +270,7 @@ int fn_backward(const struct fn_call *c) {
     size_t sums_bytes = parameters ? (size_t)call.subtrees * call.row_bytes : 0;
     char *allocated = malloc(sums_bytes + call.thread_bytes * (size_t)threads + FN_ALIGNMENT);
     if (!allocated) return 1;
-    call.sums = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
+    call.sums = (char *)fn_round_up((int64_t)(uintptr_t)allocated, FN_ALIGNMENT);
     call.scratch = call.sums + sums_bytes;
     fn_expect_writes(o[FN_DX].address, c->rows * call.job.dx_stride); /* gradients are always new */
     fn_expect_writes(o[FN_DRESIDUAL].address, c->rows * call.job.dresidual_stride);

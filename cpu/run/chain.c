@@ -1,12 +1,6 @@
 /* Forward passes: one call, or a chain of calls, a block of rows after the other, divided among threads. */
 #include "abi/fusednorm_cpu.h"
-
-#include <stdlib.h>
-
 #include "machine/ieee.h"
-
-/* Buffers up to this size lie on the stack of the thread that uses them. */
-enum { STACK_SCRATCH = 48 * 1024 };
 
 /* One call of a chain. */
 struct part {
@@ -23,9 +17,7 @@ struct chain {
     struct part part[FN_CHAIN];
     int count;
     int64_t block; /* rows */
-    size_t passed_bytes; /* of a block's rows between two parts */
-    size_t thread_bytes; /* a thread's buffer: the passed rows, then the kernels' scratch */
-    char *buffers; /* one per thread, or NULL: on the stack */
+    size_t passed_bytes; /* of a block's rows between two parts; a thread's buffer has them, then the kernels' scratch */
     const struct fn_kernels *kernels; /* the quantizer's */
     const struct fn_quantizer *quantizer; /* takes the rows of the last part, or those of x if there is no part; or NULL */
     const struct fn_gate *gate; /* takes the rows of the last part, or passes its rows to the first part; or NULL */
@@ -62,10 +54,9 @@ static void run_rows(const struct part *part, const struct fn_forward_job *given
 static void quantize_rows(const struct chain *chain, const struct fn_call *c, int operand, int64_t begin, int64_t end,
                           const char *first, void *scratch) {
     const struct fn_operand *o = &c->operand[operand];
-    const int64_t item = fn_element_size(o->kind), jump = fn_jump(c, operand) * item;
+    const int64_t step = fn_step(o), jump = fn_jump_of(c, o) * fn_element_size(o->kind);
     for (int64_t m = begin; m < end; m++) {
-        const char *row = first ? first + (m - begin) * o->stride * item
-                                : fn_row((const char *)o->address, m, o->stride * item, jump, c->inner);
+        const char *row = first ? first + (m - begin) * step : fn_row((const char *)o->address, m, step, jump, c->inner);
         chain->kernels->quantize_row(chain->quantizer, (int)o->kind, row, c->hidden, m, scratch);
     }
 }
@@ -100,7 +91,8 @@ static void run_blocks(const struct chain *chain, int64_t begin, int64_t end, ch
     }
 }
 
-static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t end, char *buffer) {
+static void run_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
+    const struct chain *chain = argument;
     const struct part *part = chain->part;
     void *scratch = buffer + chain->passed_bytes;
     const int one_level = part->given->inner == part->given->rows;
@@ -113,21 +105,6 @@ static void run_part_of_rows(const struct chain *chain, int64_t begin, int64_t e
         run_blocks(chain, begin, end, buffer, scratch);
 }
 
-static void run_on_stack(const struct chain *chain, int64_t begin, int64_t end) {
-    _Alignas(64) char buffer[STACK_SCRATCH];
-    run_part_of_rows(chain, begin, end, buffer);
-}
-
-static void run_thread(void *argument, int thread, int threads) {
-    const struct chain *chain = argument;
-    const int64_t rows = chain->part[0].given->rows;
-    int64_t begin = fn_first_row(rows, thread, threads), end = fn_first_row(rows, thread + 1, threads);
-    fn_fp_state state = fn_enter_ieee();
-    if (chain->buffers) run_part_of_rows(chain, begin, end, chain->buffers + (size_t)thread * chain->thread_bytes);
-    else run_on_stack(chain, begin, end);
-    fn_leave_ieee(state);
-}
-
 static void prepare(struct part *part, const struct fn_call *c) {
     const struct fn_operand *o = c->operand;
     *part = (struct part){
@@ -137,14 +114,11 @@ static void prepare(struct part *part, const struct fn_call *c) {
                 .residual = (const char *)o[FN_RESIDUAL].address, .weight = (const void *)o[FN_WEIGHT].address,
                 .out = (char *)o[FN_OUT].address, .residual_out = (char *)o[FN_RESIDUAL_OUT].address,
                 .rstd = (void *)o[FN_RSTD].address, .hidden = c->hidden,
-                .x_stride = o[FN_X].stride * fn_element_size(o[FN_X].kind),
-                .residual_stride = o[FN_RESIDUAL].stride * fn_element_size(o[FN_RESIDUAL].kind),
-                .out_stride = o[FN_OUT].stride * fn_element_size(o[FN_OUT].kind),
-                .residual_out_stride = o[FN_RESIDUAL_OUT].stride * fn_element_size(o[FN_RESIDUAL_OUT].kind),
+                .x_stride = fn_step(&o[FN_X]), .residual_stride = fn_step(&o[FN_RESIDUAL]),
+                .out_stride = fn_step(&o[FN_OUT]), .residual_out_stride = fn_step(&o[FN_RESIDUAL_OUT]),
                 .eps = fn_without_payload(c->eps), .weight_offset = fn_without_payload(c->weight_offset),
                 .bias_kind = (int)o[FN_BIAS].kind, .bias = (const void *)o[FN_BIAS].address, .heads = c->heads,
-                .weight_stride = o[FN_WEIGHT].stride * fn_element_size(o[FN_WEIGHT].kind),
-                .bias_stride = o[FN_BIAS].stride * fn_element_size(o[FN_BIAS].kind)},
+                .weight_stride = fn_step(&o[FN_WEIGHT]), .bias_stride = fn_step(&o[FN_BIAS])},
         .kernels = fn_kernels_for((int)o[FN_X].kind),
     };
     const int64_t read = fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind);
@@ -175,7 +149,6 @@ int fn_forward(const struct fn_call *calls, int count) {
     chain.count = flags & FN_QUANTIZE_ONLY ? 0 : count;
     chain.block = 0;
     chain.passed_bytes = 0;
-    chain.buffers = NULL;
     chain.part[0].given = calls;
     if (chain.quantizer) {
         scratch_bytes = (size_t)(4 * fn_float_row(calls->hidden));
@@ -204,16 +177,5 @@ int fn_forward(const struct fn_call *calls, int count) {
         const int64_t passed = chain.block * row_bytes, gain = 4 * fn_float_row(calls->hidden);
         chain.passed_bytes = (size_t)fn_round_up(passed > gain ? passed : gain, FN_ALIGNMENT);
     }
-    int threads = calls->threads < rows ? (int)calls->threads : (int)rows;
-    if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;
-    chain.thread_bytes = chain.passed_bytes + scratch_bytes;
-    void *allocated = NULL;
-    if (chain.thread_bytes > STACK_SCRATCH) {
-        allocated = malloc(chain.thread_bytes * (size_t)threads + FN_ALIGNMENT);
-        if (!allocated) return 1;
-        chain.buffers = (char *)(((uintptr_t)allocated + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT);
-    }
-    fn_parallel(run_thread, &chain, threads);
-    free(allocated);
-    return 0;
+    return fn_divide(run_share, &chain, rows, elements, calls->threads, chain.passed_bytes + scratch_bytes);
 }

@@ -1,7 +1,5 @@
 /* Divides the elements of a gate among threads, and passes rows that follow each other to the kernels as one. */
 #include "abi/fusednorm_cpu.h"
-#include "machine/ieee.h"
-#include "machine/target.h"
 
 const struct fn_ahead fn_nothing_ahead = {0};
 
@@ -62,18 +60,17 @@ struct work {
     int64_t per_row; /* tiles */
 };
 
-static void run_thread(void *argument, int thread, int threads) {
+/* Tiles [begin, end). */
+static void run_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
     const struct work *work = argument;
     const struct fn_gate *g = &work->gate;
-    const int64_t tiles = g->rows * work->per_row, end = fn_first_row(tiles, thread + 1, threads);
-    fn_fp_state state = fn_enter_ieee();
-    for (int64_t tile = fn_first_row(tiles, thread, threads), next; tile < end; tile = next) {
+    (void)buffer;
+    for (int64_t tile = begin, next; tile < end; tile = next) {
         const int64_t row = tile / work->per_row, first = row * work->per_row;
         next = first + work->per_row < end ? first + work->per_row : end;
         const int64_t last = (next - first) * FN_GATE_TILE;
         run_elements(work->run, g, row, (tile - first) * FN_GATE_TILE, last < g->hidden ? last : g->hidden, NULL, &fn_nothing_ahead);
     }
-    fn_leave_ieee(state);
 }
 
 void fn_run_gate(const void *packed) {
@@ -84,5 +81,5 @@ void fn_run_gate(const void *packed) {
         g->rows = g->inner = 1;
     }
     work.per_row = (g->hidden + FN_GATE_TILE - 1) / FN_GATE_TILE;
-    fn_parallel(run_thread, &work, g->rows * g->hidden < FN_PARALLEL_ELEMENTS ? 1 : (int)g->threads);
+    fn_divide(run_share, &work, g->rows * work.per_row, g->rows * g->hidden, g->threads, 0);
 }

@@ -3,9 +3,6 @@
  * q and k of a row are rotated with one row of the tables, which is widened once.
  */
 #include "abi/fusednorm_cpu.h"
-
-#include <stdlib.h>
-
 #include "machine/ieee.h"
 
 /* So many bytes of normalised rows lie between the norm and the rotation, or those of one row of heads. */
@@ -17,9 +14,7 @@ struct run {
     struct fn_forward_job norm[FN_SETS]; /* of the first row's heads */
     int64_t block; /* rows */
     int passes; /* whether normalised rows are passed on in the thread's buffer: they are of another kind than out */
-    size_t passed_bytes[FN_SETS], table_bytes;
-    size_t thread_bytes; /* a thread's buffer: a row of the tables, the passed rows, then the kernels' scratch */
-    char *buffers; /* one per thread, or NULL: on the stack */
+    size_t passed_bytes[FN_SETS], table_bytes; /* a thread's buffer: a row of the tables, the passed rows, the kernels' scratch */
 };
 
 /* A row in two levels. A division takes as long as rotating half a head. */
@@ -69,7 +64,8 @@ static const void *row_of(const struct fn_rotation *r, const struct fn_operand *
     return (const char *)table->address + i * fn_element_size(table->kind);
 }
 
-static void run_rows(const struct run *run, int64_t begin, int64_t end, char *buffer) {
+static void run_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
+    const struct run *run = argument;
     const struct fn_rotation *r = run->r;
     const int64_t passed_row = r->size * fn_element_size(r->between);
     char *const passed[] = {buffer + run->table_bytes, buffer + run->table_bytes + run->passed_bytes[0]};
@@ -96,24 +92,7 @@ static void run_rows(const struct run *run, int64_t begin, int64_t end, char *bu
     }
 }
 
-/* Buffers up to this size lie on the stack of the thread that uses them. */
-enum { STACK_BYTES = 48 * 1024 };
-
-static void run_on_stack(const struct run *run, int64_t begin, int64_t end) {
-    _Alignas(64) char buffer[STACK_BYTES];
-    run_rows(run, begin, end, buffer);
-}
-
-static void run_thread(void *argument, int thread, int threads) {
-    const struct run *run = argument;
-    const int64_t begin = fn_first_row(run->r->rows, thread, threads), end = fn_first_row(run->r->rows, thread + 1, threads);
-    const fn_fp_state state = fn_enter_ieee();
-    if (run->buffers) run_rows(run, begin, end, run->buffers + (size_t)thread * run->thread_bytes);
-    else run_on_stack(run, begin, end);
-    fn_leave_ieee(state);
-}
-
-static size_t aligned(size_t bytes) { return (bytes + FN_ALIGNMENT - 1) / FN_ALIGNMENT * FN_ALIGNMENT; }
+static size_t aligned(size_t bytes) { return (size_t)fn_round_up((int64_t)bytes, FN_ALIGNMENT); }
 
 /* The norm of a set's heads; returns the bytes of its scratch. */
 static size_t prepare(struct run *run, int set, int from_memory) {
@@ -158,17 +137,6 @@ int fn_run_rotation(const void *packed) {
         const size_t bytes = there ? prepare(&run, set, elements * fn_element_size(r->x_kind) >= FN_FROM_MEMORY_BYTES) : 0;
         if (bytes > scratch) scratch = bytes;
     }
-    run.thread_bytes = run.table_bytes + run.passed_bytes[0] + run.passed_bytes[1] + aligned(scratch);
-    int threads = r->threads < r->rows ? (int)r->threads : (int)r->rows;
-    if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;
-    void *allocated = NULL;
-    run.buffers = NULL;
-    if (run.thread_bytes > STACK_BYTES) {
-        allocated = malloc(run.thread_bytes * (size_t)threads + FN_ALIGNMENT);
-        if (!allocated) return 1;
-        run.buffers = (char *)aligned((uintptr_t)allocated);
-    }
-    fn_parallel(run_thread, &run, threads);
-    free(allocated);
-    return 0;
+    const size_t bytes = run.table_bytes + run.passed_bytes[0] + run.passed_bytes[1] + aligned(scratch);
+    return fn_divide(run_share, &run, r->rows, elements, r->threads, bytes);
 }

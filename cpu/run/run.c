@@ -8,5 +8,10 @@ int fn_run(const struct fn_call *call) {
         fn_run_gate(&gate);
         return 0;
     }
+    if (call->flags & FN_ROTATION_ONLY) {
+        struct fn_rotation rotation = *(const struct fn_rotation *)(call + 1);
+        rotation.threads = call->threads;
+        return fn_run_rotation(&rotation);
+    }
     return call->pass == FN_BACKWARD ? fn_backward(call) : fn_forward(call, 1 + (int)call->following);
 }

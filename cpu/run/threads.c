@@ -10,7 +10,10 @@
 #include <pthread.h>
 #endif
 
+#include <stdlib.h>
+
 #include "abi/fusednorm_cpu.h"
+#include "machine/ieee.h"
 
 #if defined(_WIN32)
 
@@ -76,3 +79,44 @@ const char *fn_openmp_path(void) {
 }
 
 #endif
+
+/* Buffers up to this size lie on the stack of the thread that uses them. */
+enum { STACK_BYTES = 48 * 1024 };
+
+struct division {
+    fn_share *share;
+    const void *argument;
+    int64_t rows;
+    size_t buffer_bytes;
+    char *buffers; /* one per thread, or NULL: on the stack, or none */
+};
+
+static void run_on_stack(const struct division *d, int64_t begin, int64_t end) {
+    _Alignas(FN_ALIGNMENT) char buffer[STACK_BYTES];
+    d->share(d->argument, begin, end, buffer);
+}
+
+static void run_share(void *argument, int thread, int threads) {
+    const struct division *d = argument;
+    const int64_t begin = fn_first_row(d->rows, thread, threads), end = fn_first_row(d->rows, thread + 1, threads);
+    fn_fp_state state = fn_enter_ieee();
+    if (d->buffers) d->share(d->argument, begin, end, d->buffers + (size_t)thread * d->buffer_bytes);
+    else if (d->buffer_bytes) run_on_stack(d, begin, end);
+    else d->share(d->argument, begin, end, NULL);
+    fn_leave_ieee(state);
+}
+
+int fn_divide(fn_share *share, const void *argument, int64_t rows, int64_t elements, int64_t threads, size_t buffer_bytes) {
+    struct division d = {share, argument, rows, buffer_bytes, NULL};
+    void *allocated = NULL;
+    if (threads > rows) threads = rows;
+    if (threads < 1 || elements < FN_PARALLEL_ELEMENTS) threads = 1;
+    if (buffer_bytes > STACK_BYTES) {
+        allocated = malloc(buffer_bytes * (size_t)threads + FN_ALIGNMENT);
+        if (!allocated) return 1;
+        d.buffers = (char *)fn_round_up((int64_t)(uintptr_t)allocated, FN_ALIGNMENT);
+    }
+    fn_parallel(run_share, &d, (int)threads);
+    free(allocated);
+    return 0;
+}

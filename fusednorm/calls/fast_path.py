@@ -35,6 +35,10 @@ _IN_CPP = (
 )
 
 
+#: The dtypes of a quantizer's numbers, in the order that C knows them, and of its scales.
+_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
+
+
 def _place_of_tensor() -> int:
     """Bytes before the pointer to torch's tensor in a Python object; 0 where C++ functions cannot be asked."""
     tensor = torch.empty(0)
@@ -67,16 +71,12 @@ def _open(exchange_api: object) -> bool:
             must_be_seen.FUNCTION_MODES,
             must_be_seen.in_cpp(*must_be_seen.IN_CPP),
             (_place_of_tensor(), must_be_seen.in_cpp(*_IN_CPP), _in_memory_as_is, torch.Tensor.is_inference),
+            tuple({"dtype": dtype} for dtype in _DTYPES),
         )
     )
 
 
 _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-
-
-def _open_quantizer() -> None:
-    dtypes = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
-    _fast_path.open_quantizer(*({"dtype": dtype} for dtype in dtypes))
 
 
 #: The arguments of a forward pass after x, for a call without a norm.
@@ -90,8 +90,6 @@ COMPILED = _fast_path is not None
 
 #: Whether there is a fast path.
 OPEN = COMPILED and _api is not None and not must_be_seen.MISSING and _open(_api)
-if OPEN:
-    _open_quantizer()
 
 
 def why_closed() -> str:
@@ -148,10 +146,10 @@ def forward_on(devices: set[str]) -> FastPath:
 
 def open_cpu() -> str | None:
     """Lets CPU tensors through to the C library; returns their type of device, None if there is no fast path."""
-    run, rotate = _address("fn_run"), _address("fn_run_rotation")
-    if run is None or rotate is None:
+    address = _address("fn_run")
+    if address is None:
         return None
-    _fast_path.open_cpu(run, rotate)
+    _fast_path.open_cpu(address)
     return "cpu"
 
 
