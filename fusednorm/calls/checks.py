@@ -367,7 +367,7 @@ def _usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
             return False
-        if not tensor.numel() or (in_memory and not memory.in_memory(tensor)):
+        if not tensor.numel() or (in_memory and not memory.all_in_memory(tensor)):
             return False
         if i and (tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape)):
             return False
@@ -395,7 +395,7 @@ def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | 
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """That all its elements are in memory."""
-    if memory.in_memory(tensor):
+    if memory.all_in_memory(tensor):
         return
     if type(tensor) not in _PLAIN:
         cure = "pass the tensor that it wraps (of a DTensor, its to_local())"
@@ -495,7 +495,7 @@ def _usual_gradients(
         return False
     if rstd.layout is not torch.strided or rstd.dtype != torch.float32:
         return False
-    return rstd.shape == h.shape[:-1] and rstd.device == h.device and memory.in_memory(rstd)
+    return rstd.shape == h.shape[:-1] and rstd.device == h.device and memory.all_in_memory(rstd)
 
 
 def _expands(tensor: Tensor, to: Tensor) -> bool:

@@ -47,7 +47,7 @@ def _place_of_tensor() -> int:
 def _in_memory_as_is(tensor: torch.Tensor) -> bool:
     """Whether memory holds all elements as they are, where C++ cannot be asked. No listener must see this."""
     heard = any(ask() for ask in must_be_seen.QUESTIONS) or must_be_seen.override()
-    return not heard and memory.in_memory(tensor) and not tensor.is_neg()
+    return not heard and memory.all_in_memory(tensor) and not tensor.is_neg()
 
 
 def _open(exchange_api: object) -> bool:
