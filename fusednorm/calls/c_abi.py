@@ -49,7 +49,7 @@ _pack, _pack_seven, _pack_four, _pack_one = (
 )
 _QUANTIZATION, _RESULTS = struct.Struct("=3q5d"), struct.Struct("=12q")
 _GATE, _ROTATION = struct.Struct("=28q"), struct.Struct("=11q2d38q")
-_ABSENT = (0, 0, 0, 0)
+_ABSENT: tuple[int, ...] = (0, 0, 0, 0)
 
 
 def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
     flags = round_sum * ROUND_SUM + round_norm * ROUND_NORM
     numbers = (device.index or 0, threads, rows, inner, hidden_size, 0)
     before, first, around, heads, weight_stride, bias = b"", operation.first, operation.around, 1, 0, _ABSENT
-    given: tuple[int, ...] = (KINDS[x_type], x.data_ptr(), *x_strides)
+    given = (KINDS[x_type], x.data_ptr(), *x_strides)
     if first is not None:
         passed = _passed(first.between, inner, hidden_size)
         norm = (*given, *_ABSENT, *_operand(call.first_weight), *passed)
@@ -86,7 +86,7 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
             before = _pack_four(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *given, *2 * _ABSENT, *passed)
             given = passed
     if out is not None:
-        to: tuple[int, ...] = (KINDS[out_type], out.data_ptr(), *out_strides)
+        to = (KINDS[out_type], out.data_ptr(), *out_strides)
     else:
         to = _ABSENT if out_type is None else _passed(out_type, inner, hidden_size)
     # Written out, because this is a tenth of a short call.
