@@ -72,7 +72,7 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
     flags = round_sum * ROUND_SUM + round_norm * ROUND_NORM
     numbers = (device.index or 0, threads, rows, inner, hidden_size, 0)
     before, first, around, heads, weight_stride, bias = b"", operation.first, operation.around, 1, 0, _ABSENT
-    given = (KINDS[x_type], x.data_ptr(), *x_strides)
+    given: tuple[int, ...] = (KINDS[x_type], x.data_ptr(), *x_strides)
     if first is not None:
         passed = _passed(first.between, inner, hidden_size)
         norm = (*given, *_ABSENT, *_operand(call.first_weight), *passed)
@@ -86,7 +86,7 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
             before = _pack_four(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *given, *2 * _ABSENT, *passed)
             given = passed
     if out is not None:
-        to = (KINDS[out_type], out.data_ptr(), *out_strides)
+        to: tuple[int, ...] = (KINDS[out_type], out.data_ptr(), *out_strides)
     else:
         to = _ABSENT if out_type is None else _passed(out_type, inner, hidden_size)
     # Written out, because this is a tenth of a short call.
