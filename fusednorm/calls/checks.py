@@ -462,7 +462,8 @@ def check_gradients(
     ``asked``: the dtypes of x, the residual, out and residual_out, None where there is none or it is the default.
     """
     x_dtype = asked[0]
-    if in_memory and _usual_gradients(dy, d_residual_out, h, rstd, weight, asked) and len(needs) == 3:
+    narrow = all(dtype is None or dtype in FLOATS[:3] for dtype in (h.dtype, *asked))
+    if narrow and in_memory and len(needs) == 3 and _usual((h, dy, weight, d_residual_out)) and _usual_rstd(rstd, h):
         return
     operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
     names = ("x_dtype", "residual_dtype", "out_dtype", "residual_out_dtype")
@@ -496,21 +497,12 @@ def check_gradients(
             check_memory(name, operand)
 
 
-def _usual_gradients(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    asked: tuple[torch.dtype | None, ...],
-) -> bool:
-    """Whether all of this fits, and nothing is float64: the usual case."""
-    if h.dtype is torch.float64 or not all(dtype is None or dtype in FLOATS[:3] for dtype in asked):
-        return False
-    if not _usual((h, dy, weight, d_residual_out, None)) or type(rstd) not in _PLAIN or rstd.is_nested:
+def _usual_rstd(rstd: Tensor, h: Tensor) -> bool:
+    """Whether these numbers fit rows that are not float64; see :func:`_usual`."""
+    if type(rstd) not in _PLAIN or rstd.is_nested or rstd.layout is not torch.strided:
         return False
     fits = rstd.shape == h.shape[:-1] and rstd.dtype == torch.float32 and rstd.device == h.device
-    return fits and rstd.layout is torch.strided and memory.all_in_memory(rstd)
+    return fits and memory.all_in_memory(rstd)
 
 
 def _expands(tensor: Tensor, to: Tensor) -> bool:

@@ -73,12 +73,6 @@ def _open(exchange_api: object) -> bool:
 
 _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
-
-def _open_quantizer() -> None:
-    dtypes = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
-    _fast_path.open_quantizer(*({"dtype": dtype} for dtype in dtypes))
-
-
 #: The arguments of a forward pass after x, for a call without a norm.
 NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)
 
@@ -91,7 +85,8 @@ COMPILED = _fast_path is not None
 #: Whether there is a fast path.
 OPEN = COMPILED and _api is not None and not must_be_seen.MISSING and _open(_api)
 if OPEN:
-    _open_quantizer()
+    _bytes = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+    _fast_path.open_quantizer(*({"dtype": dtype} for dtype in (*_bytes, torch.float32)))
 
 
 def why_closed() -> str:

@@ -132,23 +132,13 @@ def in_one_level(call: Forward) -> Iterator[Forward]:
     if call.inner == call.rows:
         yield call
         return
-    x, residual, weight, out, residual_out = (t if t is None else t.contiguous() for t in call[:5])
-    n = call.operation.hidden_size
-    assert x is not None
-    assert out is not None
-    yield call._replace(
-        x=x,
-        residual=residual,
-        weight=weight,
-        out=out,
-        residual_out=residual_out,
-        inner=call.rows,
-        strides=((0, n),) * 4,
-    )
-    if out is not call.out:
-        call.out.copy_(out)  # type: ignore[union-attr]
-    if residual_out is not None and residual_out is not call.residual_out:
-        call.residual_out.copy_(residual_out)  # type: ignore[union-attr]
+    names = ("x", "residual", "weight", "out", "residual_out")
+    given = {name: tensor for name in names if (tensor := getattr(call, name)) is not None}
+    copies = {name: tensor.contiguous() for name, tensor in given.items()}
+    yield call._replace(**copies, inner=call.rows, strides=((0, call.hidden_size),) * 4)
+    for name in ("out", "residual_out"):
+        if name in given and copies[name] is not given[name]:
+            given[name].copy_(copies[name])
 
 
 class Memory(NamedTuple):
