@@ -21,6 +21,7 @@ from fusednorm.operations.listed import Listed, every
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.console import progress
 from fusednorm.tools.measure.clock import Clock, Contender, Run
+from fusednorm.tools.measure.workloads import as_tuple
 
 #: Hidden sizes of Qwen2-0.5B, Llama-3.2-1B, Llama-3-8B, Llama-2-13B and Llama-3-70B.
 HIDDEN_SIZES = (896, 2048, 4096, 5120, 8192)
@@ -32,6 +33,8 @@ DTYPES = {
     "float32": (torch.float32, torch.float32),
     "mixed": (torch.bfloat16, torch.float32),
 }
+#: The operation that is compared at all shapes; it has gradients of x, the residual and the weight.
+FUSED = every()["fused_add_rms_norm"]
 #: The number of rows of a batch that are computed alone too.
 ALONE = 5
 #: Gradients are compared in batches of at most this many elements, because the reference takes long for them.
@@ -110,26 +113,15 @@ def _forward(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
     return [torch.cat(outputs) for outputs in zip(*parts, strict=True)]
 
 
-def _gradients(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, the residual and the weight, for the outputs' gradients x, reversed, and the residual."""
-    leaves = x, residual, weight = tuple(t.detach().requires_grad_() for t in (x, residual, weight))
-    outputs = fusednorm.fused_add_rms_norm(x, residual, weight)
-    return torch.autograd.grad(outputs, leaves, (x.detach().flip(0), residual.detach()))
-
-
 def _outputs_and_gradients(listed: Listed, operands: Iterable[Tensor]) -> list[Tensor]:
     """The outputs of an operation; if it has gradients, outputs again where they are recorded, and all gradients."""
-
-    def outputs_of(*tensors: Tensor) -> list[Tensor]:
-        found = listed.function(**listed.of_sample(*tensors))
-        return [found] if isinstance(found, Tensor) else list(found)
-
-    alone = outputs_of(*operands)
+    alone = as_tuple(listed.function(**listed.of_sample(*operands)))
     if not listed.differentiable:
-        return alone
+        return [*alone]
     leaves = [t.detach().requires_grad_() for t in operands]
-    outputs = outputs_of(*leaves)
-    incoming = [output.detach().flip(0) for output in outputs]
+    outputs = as_tuple(listed.function(**listed.of_sample(*leaves)))
+    # Numbers that do not depend on an output: if it is wrong, gradients may still be right.
+    incoming = [torch.linspace(-1, 1, output.numel()).view(output.shape).to(output) for output in outputs]
     gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True)
     return [*alone, *outputs, *(gradient for gradient in gradients if gradient is not None)]
 
@@ -173,7 +165,8 @@ def _result(subject: Subject, dtype: str, operands: list[Tensor], wanted: dict[s
             "row": 0,
         }
         if wanted["gradients"] is not None:
-            differing["gradients"] = _differing(_gradients(x, residual, weight), wanted["gradients"])
+            found = _outputs_and_gradients(FUSED, (x, residual, weight))
+            differing["gradients"] = _differing(found[-3:], wanted["gradients"])
         for row in {part * (len(x) - 1) // (ALONE - 1) for part in range(ALONE)}:
             one = slice(row, row + 1)
             alone = fusednorm.fused_add_rms_norm(x[one], residual[one], weight)
@@ -193,7 +186,8 @@ def results(which: list[Subject], time_all: bool) -> Iterator[Result]:
         operands = _operands(dtype, rows, hidden_size, generator)
         with fusednorm.use_backend("reference"):
             small = rows * hidden_size <= MOST_WITH_GRADIENTS
-            wanted = {"forward": _forward(*operands), "gradients": _gradients(*operands) if small else None}
+            gradients = _outputs_and_gradients(FUSED, operands)[-3:] if small else None
+            wanted = {"forward": _forward(*operands), "gradients": gradients}
         for subject in which:
             yield _result(subject, dtype, operands, wanted, time_all or (rows, hidden_size) == TIMED)
 
