@@ -465,10 +465,11 @@ def check_gradients(
     narrow = all(dtype is None or dtype in FLOATS[:3] for dtype in (h.dtype, *asked))
     if narrow and in_memory and len(needs) == 3 and _usual((h, dy, weight, d_residual_out)) and _usual_rstd(rstd, h):
         return
-    operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
+    given = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
+    operands = {name: operand for name, operand in given.items() if operand is not None}
     names = ("x_dtype", "residual_dtype", "out_dtype", "residual_out_dtype")
     dtypes = {name: dtype for name, dtype in zip(names, asked, strict=True) if dtype is not None}
-    dtypes |= {name: operand.dtype for name, operand in operands.items() if operand is not None}
+    dtypes |= {name: operand.dtype for name, operand in operands.items()}
     cure = "pass the forward pass's operands and their dtypes"
     for name, dtype in dtypes.items():
         _check_float(name, dtype, x_dtype, "x", narrow=cure)
@@ -483,8 +484,6 @@ def check_gradients(
     shapes = {"rstd": h.shape[:-1], "weight": h.shape[-1:]}  # the others have that of h
     reasons = {"rstd": "a number for each row of h", "weight": "the last dimension of h"}
     for name, operand in operands.items():
-        if operand is None:
-            continue
         check_dense(name, operand)
         check_device(name, operand, h, "h")
         shape = shapes.get(name, h.shape)
