@@ -72,14 +72,12 @@ def _check_floats(name: str, operand: object, x: Tensor, x_name: str, cure: str 
         refuse_type(name, operand, cure)
     convert = cure or f"convert it, for instance {name}.to(torch.float32)"
     narrow = cure or f"convert {x_name} with {x_name}.double(), or {name} with {name}.float()"
-    _check_float(name, operand.dtype, x.dtype, x_name, f"; {convert}", narrow)
+    _check_float(name, operand.dtype, x.dtype, x_name, narrow, f"; {convert}")
     check_dense(name, operand, cure)
     check_device(name, operand, x, x_name, cure)
 
 
-def _check_float(
-    name: str, dtype: torch.dtype, of_x: torch.dtype, x_name: str, convert: str = "", narrow: str = ""
-) -> None:
+def _check_float(name: str, dtype: torch.dtype, of_x: torch.dtype, x_name: str, narrow: str, convert: str = "") -> None:
     """A dtype of floating point, float64 for a float64 x only; and the cures of both."""
     if dtype not in FLOATS:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {str(dtype)[6:]}{convert}")
@@ -148,7 +146,7 @@ def check_dtype(name: str, dtype: torch.dtype, x: Tensor | None, x_name: str = "
         )
     if x is not None:
         narrow = f"convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
-        _check_float(name, dtype, x.dtype, x_name, narrow=narrow)
+        _check_float(name, dtype, x.dtype, x_name, narrow)
 
 
 def check_needs(needs: list[bool], of: tuple[str, ...]) -> None:
@@ -472,7 +470,7 @@ def check_gradients(
     dtypes |= {name: operand.dtype for name, operand in operands.items()}
     cure = "pass the forward pass's operands and their dtypes"
     for name, dtype in dtypes.items():
-        _check_float(name, dtype, x_dtype, "x", narrow=cure)
+        _check_float(name, dtype, x_dtype, "x", cure)
     if rstd.dtype != accumulator(x_dtype):
         raise TypeError(
             f"rstd must be {str(accumulator(x_dtype))[6:]}, the forward pass's where x_dtype is {str(x_dtype)[6:]}, "

@@ -51,7 +51,7 @@ class Implementation(NamedTuple):
         """As ``build``, for an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
         return self.build if op == "add_norm" else self.others.get(op)
 
-    def pure(self, weight: Tensor, eps: float, op: str = "add_norm") -> Callable[[Tensor, Tensor], Tensor]:
+    def pure(self, weight: Tensor, eps: float, op: str) -> Callable[[Tensor, Tensor], Tensor]:
         """Returns a call: x and the residual -> the first output of an operation, which writes to neither."""
         build, operation = self.of(op), OPERATIONS[op]
         assert build is not None
