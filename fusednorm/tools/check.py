@@ -80,13 +80,6 @@ class Result(NamedTuple):
     #: The time of a call with ``out=`` and ``residual_out=``; None if it was not timed.
     seconds: float | None = None
 
-    @property
-    def gigabytes_per_second(self) -> float:
-        """The speed of memory: x and the residual are read, the sum and y are written, the weight is read once."""
-        x, residual = (dtype.itemsize for dtype in DTYPES[self.dtype])
-        elements = self.rows * self.hidden_size
-        return (2 * elements * (x + residual) + self.hidden_size * residual) / (self.seconds or 1) / 1e9
-
 
 def subjects(backends: Iterable[str] | None = None) -> list[Subject]:
     """The subjects of this machine: each backend, on each of its devices, in each variant.
@@ -306,19 +299,12 @@ def _operations(done: list[Result]) -> Table:
 
 def _cases(done: list[Result]) -> Table:
     """A line for each case."""
-    table = Table("backend", "dtype", "rows", "size", "bits", "time", "GB/s", padding=(0, 1, 0, 0))
-    for column in (2, 3, 5, 6):
+    table = Table("backend", "dtype", "rows", "size", "bits", "time", padding=(0, 1, 0, 0))
+    for column in (2, 3, 5):
         table.columns[column].justify = "right"
     for result in done:
         wrong = [f"{promise}: {count} differ" for promise, count in result.differing.items() if count]
         bits = f"[red]{', '.join(wrong)}[/]" if wrong else "[green]exact[/]" if result.differing else "-"
-        table.add_row(
-            escape(str(result.subject)),
-            result.dtype,
-            str(result.rows),
-            str(result.hidden_size),
-            bits,
-            _microseconds(result.seconds),
-            "" if result.seconds is None else f"{result.gigabytes_per_second:.2f}",
-        )
+        shape = str(result.rows), str(result.hidden_size)
+        table.add_row(escape(str(result.subject)), result.dtype, *shape, bits, _microseconds(result.seconds))
     return table
