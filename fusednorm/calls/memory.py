@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -45,11 +44,22 @@ def rows_of(tensor: Tensor) -> Rows | None:
     *sizes, hidden = tensor.shape
     if contiguous:
         return Rows(1, tensor.numel() // hidden, 0, hidden)
-    levels = two_levels(sizes, [tensor.stride()[:-1]])
-    if levels is None:
-        return None
-    inner, [(outer_stride, stride)] = levels
-    return Rows(math.prod(sizes) // inner, inner, outer_stride, stride)
+    # As two_levels of one operand, which takes longer: this is a part of every call on views.
+    inner, stride, outer, outer_stride = 1, hidden, 1, 0
+    for size, step in zip(reversed(sizes), tensor.stride()[-2::-1], strict=True):
+        if size == 1:
+            continue
+        if outer > 1:
+            if step != outer * outer_stride:
+                return None  # a third level
+            outer *= size
+        elif inner == 1:
+            inner, stride = size, step
+        elif step == inner * stride:
+            inner *= size
+        else:
+            outer, outer_stride = size, step
+    return Rows(outer, inner, outer_stride, stride)
 
 
 def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, list[Strides]] | None:
