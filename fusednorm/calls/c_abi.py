@@ -44,12 +44,12 @@ GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY = _flags[5:]
 NORMALISED, INTERLEAVED = (flag.value for flag in RotationFlag)
 
 # All fields of C's structures have 8 bytes. Each of a call's nine operands has four; the last ones may be left out.
-_pack, _pack_seven, _pack_six, _pack_one = (
-    struct.Struct(f"=10q2d{4 * operands}q{32 * (9 - operands)}x").pack for operands in (9, 7, 6, 1)
+_pack, _pack_seven, _pack_four, _pack_one = (
+    struct.Struct(f"=10q2d{4 * operands}q{32 * (9 - operands)}x").pack for operands in (9, 7, 4, 1)
 )
 _QUANTIZATION, _RESULTS = struct.Struct("=3q5d"), struct.Struct("=12q")
 _GATE, _ROTATION = struct.Struct("=28q"), struct.Struct("=11q2d38q")
-_ABSENT = (0, 0, 0, 0)
+_ABSENT: tuple[int, ...] = (0, 0, 0, 0)
 
 
 def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...]:
@@ -68,35 +68,36 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
     """
     x, residual, weight, out, residual_out, rstd, operation, rows, inner, strides, eps, weight_offset = call[:12]
     device, x_type, residual_type, weight_type, out_type, hidden_size, round_sum, round_norm, total_type = operation[:9]
-    if operation.first is not None:
-        return _pack_chain(call, threads)
-    if operation.around is not None:
-        return _pack_around(call, threads, more_flags)
     x_strides, residual_strides, out_strides, total_strides = strides
+    flags = round_sum * ROUND_SUM + round_norm * ROUND_NORM
+    numbers = (device.index or 0, threads, rows, inner, hidden_size, 0)
+    before, first, around, heads, weight_stride, bias = b"", operation.first, operation.around, 1, 0, _ABSENT
+    given: tuple[int, ...] = (KINDS[x_type], x.data_ptr(), *x_strides)
+    if first is not None:
+        passed = _passed(first.between, inner, hidden_size)
+        norm = (*given, *_ABSENT, *_operand(call.first_weight), *passed)
+        before = _pack_four(0, flags, *numbers, 1, 1, call.first_eps, weight_offset, *norm)
+        given = passed
+    elif around is not None:
+        heads, weight_stride = call.heads, _from_head_to_head(weight)
+        bias = _operand(call.bias, (0, _from_head_to_head(call.bias)))
+        if around.scaled:
+            passed = _passed(x_type, inner, hidden_size)
+            before = _pack_four(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *given, *2 * _ABSENT, *passed)
+            given = passed
+    if out is not None:
+        to: tuple[int, ...] = (KINDS[out_type], out.data_ptr(), *out_strides)
+    else:
+        to = _ABSENT if out_type is None else _passed(out_type, inner, hidden_size)
     # Written out, because this is a tenth of a short call.
-    return _pack_six(
-        *(
-            0,
-            round_sum * ROUND_SUM + round_norm * ROUND_NORM + more_flags,
-            device.index or 0,
-            threads,
-            rows,
-            inner,
-            hidden_size,
-            0,
-            0,
-            1,
-        ),
-        *(eps, weight_offset, KINDS[x_type], x.data_ptr(), *x_strides),
+    return before + _pack_seven(
+        *(0, flags + more_flags, *numbers, 0, heads, eps, weight_offset, *given),
         *(_ABSENT if residual is None else (KINDS[residual_type], residual.data_ptr(), *residual_strides)),
-        *(_ABSENT if weight is None else (KINDS[weight_type], weight.data_ptr(), 0, 0)),
-        *(
-            (KINDS[out_type], out.data_ptr(), *out_strides)
-            if out is not None
-            else _passed(out_type, inner, hidden_size)
-        ),
+        *(_ABSENT if weight is None else (KINDS[weight_type], weight.data_ptr(), 0, weight_stride)),
+        *to,
         *(_ABSENT if residual_out is None else (KINDS[total_type], residual_out.data_ptr(), *total_strides)),
         *(_ABSENT if rstd is None else _operand(rstd)),
+        *bias,
     )
 
 
@@ -105,52 +106,9 @@ def _passed(dtype: torch.dtype | None, inner: int, hidden_size: int) -> tuple[in
     return KINDS[dtype], 0, inner * hidden_size, hidden_size
 
 
-def _pack_chain(call: Forward, threads: int) -> bytes:
-    """A norm of x before the addition, and the addition, with the norm after it if there is one."""
-    operation, inner = call.operation, call.inner
-    first = operation.first
-    assert first is not None
-    x_strides, residual_strides, out_strides, total_strides = call.strides
-    flags, device = operation.round_sum * ROUND_SUM + operation.round_norm * ROUND_NORM, operation.device.index or 0
-    passed = _passed(first.between, inner, operation.hidden_size)
-
-    def packed(following: int, eps: float, *operands: tuple[int, ...]) -> bytes:
-        numbers = (0, flags, device, threads, call.rows, inner, operation.hidden_size, 0, following, 1)
-        return _pack_six(*numbers, eps, call.weight_offset, *itertools.chain(*operands))
-
-    return packed(
-        *(1, call.first_eps, _operand(call.x, x_strides), _ABSENT, _operand(call.first_weight), passed),
-        *(_ABSENT, _ABSENT),
-    ) + packed(
-        *(0, call.eps, passed, _operand(call.residual, residual_strides), _operand(call.weight)),
-        *(_operand(call.out, out_strides), _operand(call.residual_out, total_strides), _operand(call.rstd)),
-    )
-
-
-def _pack_around(call: Forward, threads: int, more_flags: int) -> bytes:
-    """A norm with a bias, rows of heads or a scaled x; where x is scaled, that is a call before the norm's."""
-    operation, inner = call.operation, call.inner
-    x_strides, residual_strides, out_strides, total_strides = call.strides
-    flags, device = operation.round_sum * ROUND_SUM + operation.round_norm * ROUND_NORM, operation.device.index or 0
-    numbers = (device, threads, call.rows, inner, operation.hidden_size, 0)
-    weight, bias = (
-        _operand(t, (0, 0 if t is None or t.dim() == 1 else operation.hidden_size)) for t in (call.weight, call.bias)
-    )
-    x: tuple[int, ...] = (KINDS[operation.x], call.x.data_ptr(), *x_strides)
-    before = b""
-    if operation.around is not None and operation.around.scaled:
-        scaled = _passed(operation.x, inner, operation.hidden_size)
-        before = _pack_six(0, SCALE_ONLY, *numbers, 1, 1, call.x_scale, 0.0, *x, *2 * _ABSENT, *scaled, *2 * _ABSENT)
-        x = scaled
-    out = _passed(operation.out, inner, operation.hidden_size) if call.out is None else _operand(call.out, out_strides)
-    return before + _pack_seven(
-        *(0, flags + more_flags, *numbers, 0, call.heads, call.eps, call.weight_offset, *x),
-        *_operand(call.residual, residual_strides),
-        *weight,
-        *out,
-        *_operand(call.residual_out, total_strides),
-        *(*_operand(call.rstd), *bias),
-    )
+def _from_head_to_head(weight: Tensor | None) -> int:
+    """The stride of a weight, or a bias, with a row for each head; else 0."""
+    return 0 if weight is None or weight.dim() == 1 else weight.shape[1]
 
 
 def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Tensor | None = None) -> bytes:
@@ -292,7 +250,7 @@ def _heads(heads: Heads) -> tuple[int, ...]:
     x, out, weight, x_strides, out_strides, rstd = heads
     of_weight = 0, 0, 0
     if weight is not None:
-        of_weight = KINDS[weight.dtype], weight.data_ptr(), 0 if weight.dim() == 1 else weight.shape[1]
+        of_weight = KINDS[weight.dtype], weight.data_ptr(), _from_head_to_head(weight)
     of_rstd = 0 if rstd is None else rstd.data_ptr()
     return x.shape[-2], x.data_ptr(), *x_strides, out.data_ptr(), *out_strides, *of_weight, of_rstd
 

@@ -39,48 +39,62 @@ def check_operands(
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
     if not is_dynamo_compiling() and _usual((x, residual, weight, out, residual_out), in_memory):
         return
-    operands = {x_name: x, residual_name: residual, weight_name: weight, "out": out, "residual_out": residual_out}
+    operands: dict[str, Any] = {x_name: x, residual_name: residual, weight_name: weight}
+    operands |= {"out": out, "residual_out": residual_out}
     # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
-    like = {"out": x_name, "residual_out": residual_name}
-    anew = {name: f"allocate it with torch.empty_like({other})" for name, other in like.items()}
+    anew = {"out": f"allocate it with torch.empty_like({x_name})"}
+    anew["residual_out"] = f"allocate it with torch.empty_like({residual_name})"
     for name, tensor in operands.items():
         if tensor is None and name != x_name:
             continue
-        if not isinstance(tensor, Tensor):
-            refuse_type(name, tensor, anew.get(name))
-        if tensor.dtype not in FLOATS:
-            cure = anew.get(name, f"convert it, for instance {name}.to(torch.float32)")
-            raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, got {str(tensor.dtype)[6:]}; {cure}"
-            )
-        if tensor.dtype == torch.float64 and x.dtype != torch.float64:
-            cure = anew.get(name, f"convert {x_name} with {x_name}.double(), or {name} with {name}.float()")
-            raise TypeError(
-                f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
-                f"{x_name}: {cure}"
-            )
-        check_dense(name, tensor, anew.get(name, f"{name}.to_dense() makes one"))
-        check_device(name, tensor, x, x_name, anew.get(name))
+        _check_floats(name, tensor, x, x_name, anew.get(name))
         if name == x_name:
-            if tensor.dim() == 0 or tensor.shape[-1] == 0:
-                raise ValueError(f"{name} must be [..., N] with N of at least 1, got shape {list(tensor.shape)}")
+            if x.dim() == 0 or x.shape[-1] == 0:
+                raise ValueError(f"{name} must be [..., N] with N of at least 1, got shape {list(x.shape)}")
         elif name == weight_name:
-            if tensor.shape != x.shape[-1:]:
-                raise ValueError(
-                    f"{name} must have shape [{x.shape[-1]}], the last dimension of {x_name} {list(x.shape)}, "
-                    f"got {list(tensor.shape)}"
-                )
+            _check_row(name, tensor, x, x_name)
         elif tensor.shape != x.shape:
             whose = f"the {name}" if name == "residual" else name
             cure = anew.get(name, f"pass a row of {whose} for each row of {x_name}")
             if name == residual_name and _expands(tensor, x):
                 cure = f"expand it with {name}.expand_as({x_name})"
             raise ValueError(f"{name} must have {x_name}'s shape {list(x.shape)}, got {list(tensor.shape)}; {cure}")
-        if name in like:
+        if name in anew:
             check_placed(next(called for called, t in operands.items() if t is tensor), tensor)
     for name, tensor in operands.items():
         if tensor is not None and in_memory:
             check_memory(name, tensor)
+
+
+def _check_floats(name: str, operand: object, x: Tensor, x_name: str, cure: str | None = None) -> None:
+    """That it is a dense tensor of floating point on x's device; ``cure`` takes the place of a cure for each fault."""
+    if not isinstance(operand, Tensor):
+        refuse_type(name, operand, cure)
+    convert = cure or f"convert it, for instance {name}.to(torch.float32)"
+    narrow = cure or f"convert {x_name} with {x_name}.double(), or {name} with {name}.float()"
+    _check_float(name, operand.dtype, x.dtype, x_name, narrow, f"; {convert}")
+    check_dense(name, operand, cure)
+    check_device(name, operand, x, x_name, cure)
+
+
+def _check_float(name: str, dtype: torch.dtype, of_x: torch.dtype, x_name: str, narrow: str, convert: str = "") -> None:
+    """A dtype of floating point, float64 for a float64 x only; and the cures of both."""
+    if dtype not in FLOATS:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {str(dtype)[6:]}{convert}")
+    if dtype == torch.float64 and of_x != torch.float64:
+        raise TypeError(
+            f"{name} is float64 while {x_name} is {str(of_x)[6:]}; float64 is computed in only for a float64 {x_name}: "
+            f"{narrow}"
+        )
+
+
+def _check_row(name: str, weight: Tensor, x: Tensor, x_name: str) -> None:
+    """That it has the elements of one row."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{name} must have shape [{x.shape[-1]}], the last dimension of {x_name} {list(x.shape)}, "
+            f"got {list(weight.shape)}"
+        )
 
 
 def check_placed(name: str, output: Tensor) -> None:
@@ -130,11 +144,9 @@ def check_dtype(name: str, dtype: torch.dtype, x: Tensor | None, x_name: str = "
             f"{name} must be torch.float16, bfloat16, float32 or float64, got {dtype!r}; "
             + (cure or f"pass one of these, such as {x_name}.dtype")
         )
-    if x is not None and dtype == torch.float64 and x.dtype != torch.float64:
-        raise TypeError(
-            f"{name} is float64 while {x_name} is {str(x.dtype)[6:]}; float64 is computed in only for a float64 "
-            f"{x_name}: convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
-        )
+    if x is not None:
+        narrow = f"convert {x_name} with {x_name}.double(), or pass {name}=torch.float32"
+        _check_float(name, dtype, x.dtype, x_name, narrow)
 
 
 def check_needs(needs: list[bool], of: tuple[str, ...]) -> None:
@@ -182,16 +194,17 @@ def check_affine(
     for name, operand in ((weight_name, weight), ("bias", bias)):
         if operand is None:
             continue
-        row = operand
-        if isinstance(operand, Tensor) and operand.dim() == 2:
-            check_dense(name, operand, f"{name}.to_dense() makes one")
+        of_heads = isinstance(operand, Tensor) and operand.dim() == 2
+        if of_heads:
+            check_dense(name, operand)
             if operand.shape != x.shape[-2:]:
                 raise ValueError(
                     f"{name} has two dimensions, a row for each head, so it must have the shape of {x_name}'s last two "
                     f"{list(x.shape[-2:])}, got {list(operand.shape)}; pass [{x.shape[-1]}] for one row for all heads"
                 )
-            row = operand.new_empty(x.shape[-1])  # each row is to fit as one for all heads does
-        check_operands(x, None, row, None, None, in_memory=False, x_name=x_name, weight_name=name)
+        _check_floats(name, operand, x, x_name)
+        if not of_heads:
+            _check_row(name, operand, x, x_name)
         if in_memory:
             check_memory(name, operand)
 
@@ -310,13 +323,18 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
     memories = {name: Memory.of(tensor) for name, tensor in present.items()}
     names = list(present)
     for name in [name for name in outputs if name in present]:
+        instead = f"pass {name}.clone() and take the results that the call returns"
         if memories[name].overlaps_itself():
-            raise ValueError(f"{name} has elements that share memory, so it cannot be written; {_instead(name)}")
+            raise ValueError(f"{name} has elements that share memory, so it cannot be written; {instead}")
         for other in names[: names.index(name)]:
             may_be_one = other in inputs and (own is None or other in own.get(name, ()))
             one = may_be_one and _same_elements(present[name], present[other])
             if not one and share_memory(memories[name], memories[other]):
-                _refuse_overlap(name, other, "" if other in inputs else _instead(name))
+                raise ValueError(
+                    f"{name} shares memory with {other}, and writing the one would change the other; only exactly the "
+                    "same rows may serve as input and output; "
+                    + (f"pass {other}.clone()" if other in inputs else instead)
+                )
 
 
 def _clearly_apart(read: Collection[Tensor | None], written: Collection[Tensor | None]) -> bool:
@@ -367,18 +385,19 @@ def _usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
             return False
-        if not tensor.numel() or (in_memory and not memory.in_memory(tensor)):
+        if not tensor.numel() or (in_memory and not memory.all_in_memory(tensor)):
             return False
         if i and (tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape)):
             return False
     return len(shape) > 0
 
 
-def check_dense(name: str, tensor: Tensor, cure: str) -> None:
+def check_dense(name: str, tensor: Tensor, cure: str | None = None) -> None:
     """That it is neither nested nor sparse."""
     if tensor.is_nested:
         refuse_nested(name)
     if tensor.layout != torch.strided:
+        cure = cure or f"{name}.to_dense() makes one"
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; {cure}")
 
 
@@ -395,7 +414,7 @@ def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | 
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """That all its elements are in memory."""
-    if memory.in_memory(tensor):
+    if memory.all_in_memory(tensor):
         return
     if type(tensor) not in _PLAIN:
         cure = "pass the tensor that it wraps (of a DTensor, its to_local())"
@@ -441,24 +460,21 @@ def check_gradients(
     ``asked``: the dtypes of x, the residual, out and residual_out, None where there is none or it is the default.
     """
     x_dtype = asked[0]
-    if in_memory and _usual_gradients(dy, d_residual_out, h, rstd, weight, asked) and len(needs) == 3:
+    narrow = all(dtype is None or dtype in FLOATS[:3] for dtype in (h.dtype, *asked))
+    if narrow and in_memory and len(needs) == 3 and _usual((h, dy, weight, d_residual_out)) and _usual_rstd(rstd, h):
         return
-    operands = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
+    given = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
+    operands = {name: operand for name, operand in given.items() if operand is not None}
     names = ("x_dtype", "residual_dtype", "out_dtype", "residual_out_dtype")
     dtypes = {name: dtype for name, dtype in zip(names, asked, strict=True) if dtype is not None}
-    dtypes |= {name: operand.dtype for name, operand in operands.items() if operand is not None}
+    dtypes |= {name: operand.dtype for name, operand in operands.items()}
+    cure = "pass the forward pass's operands and their dtypes"
     for name, dtype in dtypes.items():
-        if dtype not in FLOATS:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {str(dtype)[6:]}")
-        if dtype == torch.float64 and x_dtype != torch.float64:
-            raise TypeError(
-                f"{name} is float64 while x is {str(x_dtype)[6:]}; float64 is computed in only for a float64 x: pass "
-                "the forward pass's operands and their dtypes"
-            )
+        _check_float(name, dtype, x_dtype, "x", cure)
     if rstd.dtype != accumulator(x_dtype):
         raise TypeError(
             f"rstd must be {str(accumulator(x_dtype))[6:]}, the forward pass's where x_dtype is {str(x_dtype)[6:]}, "
-            f"got {str(rstd.dtype)[6:]}; pass the forward pass's operands and their dtypes"
+            f"got {str(rstd.dtype)[6:]}; {cure}"
         )
     check_needs(needs, ("x", "residual", "weight"))
     if h.dim() == 0 or h.shape[-1] == 0:
@@ -466,9 +482,7 @@ def check_gradients(
     shapes = {"rstd": h.shape[:-1], "weight": h.shape[-1:]}  # the others have that of h
     reasons = {"rstd": "a number for each row of h", "weight": "the last dimension of h"}
     for name, operand in operands.items():
-        if operand is None:
-            continue
-        check_dense(name, operand, f"{name}.to_dense() makes one")
+        check_dense(name, operand)
         check_device(name, operand, h, "h")
         shape = shapes.get(name, h.shape)
         if operand.shape != shape:
@@ -480,22 +494,12 @@ def check_gradients(
             check_memory(name, operand)
 
 
-def _usual_gradients(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    asked: tuple[torch.dtype | None, ...],
-) -> bool:
-    """Whether all of this fits, and nothing is float64: the usual case."""
-    if h.dtype is torch.float64 or not all(dtype is None or dtype in FLOATS[:3] for dtype in asked):
+def _usual_rstd(rstd: Tensor, h: Tensor) -> bool:
+    """Whether these numbers fit rows that are not float64; see :func:`_usual`."""
+    if type(rstd) not in _PLAIN or rstd.is_nested or rstd.layout is not torch.strided:
         return False
-    if not _usual((h, dy, weight, d_residual_out, None)) or type(rstd) not in _PLAIN or rstd.is_nested:
-        return False
-    if rstd.layout is not torch.strided or rstd.dtype != torch.float32:
-        return False
-    return rstd.shape == h.shape[:-1] and rstd.device == h.device and memory.in_memory(rstd)
+    fits = rstd.shape == h.shape[:-1] and rstd.dtype == torch.float32 and rstd.device == h.device
+    return fits and memory.all_in_memory(rstd)
 
 
 def _expands(tensor: Tensor, to: Tensor) -> bool:
@@ -595,29 +599,15 @@ def check_written(
     check_apart(outputs, {"next_weight": next_weight}, {})
 
 
-def _instead(name: str) -> str:
-    """The cure for an output that cannot be written."""
-    return f"pass {name}.clone() and take the results that the call returns"
-
-
-def _refuse_overlap(name: str, other: str, cure: str = "") -> NoReturn:
-    raise ValueError(
-        f"{name} shares memory with {other}, and writing the one would change the other; only exactly the same rows "
-        f"may serve as input and output; {cure or f'pass {other}.clone()'}"
-    )
-
-
-def requires_grad(x: Tensor, residual: Tensor | None, weight: Tensor | None, *others: Tensor | None) -> bool:
+def requires_grad(*operands: Tensor | None) -> bool:
     """Whether an operand requires grad."""
     try:
-        return (
-            x.requires_grad
-            or (residual is not None and residual.requires_grad)
-            or (weight is not None and weight.requires_grad)
-            or (others != () and any(operand is not None and operand.requires_grad for operand in others))
-        )
+        for operand in operands:
+            if operand is not None and operand.requires_grad:
+                return True
     except AttributeError:  # not a tensor, which the checks to come report
-        return False
+        pass
+    return False
 
 
 def refuse_grad(name: str) -> NoReturn:

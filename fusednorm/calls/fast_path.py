@@ -51,7 +51,7 @@ def _place_of_tensor() -> int:
 def _in_memory_as_is(tensor: torch.Tensor) -> bool:
     """Whether memory holds all elements as they are, where C++ cannot be asked. No listener must see this."""
     heard = any(ask() for ask in must_be_seen.QUESTIONS) or must_be_seen.override()
-    return not heard and memory.in_memory(tensor) and not tensor.is_neg()
+    return not heard and memory.all_in_memory(tensor) and not tensor.is_neg()
 
 
 def _open(exchange_api: object) -> bool:
@@ -77,7 +77,6 @@ def _open(exchange_api: object) -> bool:
 
 
 _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-
 
 #: The arguments of a forward pass after x, for a call without a norm.
 NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)

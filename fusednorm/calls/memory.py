@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -44,19 +44,22 @@ def rows_of(tensor: Tensor) -> Rows | None:
     *sizes, hidden = tensor.shape
     if contiguous:
         return Rows(1, tensor.numel() // hidden, 0, hidden)
-    strides = tensor.stride()[:-1]
-    levels: list[list[int]] = []  # number of rows and stride, the innermost level first
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+    # As two_levels of one operand, which takes longer: this is a part of every call on views.
+    inner, stride, outer, outer_stride = 1, hidden, 1, 0
+    for size, step in zip(reversed(sizes), tensor.stride()[-2::-1], strict=True):
         if size == 1:
             continue
-        if levels and stride == levels[-1][0] * levels[-1][1]:
-            levels[-1][0] *= size
+        if outer > 1:
+            if step != outer * outer_stride:
+                return None  # a third level
+            outer *= size
+        elif inner == 1:
+            inner, stride = size, step
+        elif step == inner * stride:
+            inner *= size
         else:
-            levels.append([size, stride])
-    if len(levels) > 2:
-        return None
-    (inner, stride), (outer, outer_stride) = [*levels, [1, hidden], [1, 0]][:2] if levels else ([1, hidden], [1, 0])
-    return Rows(outer, inner, 0 if outer == 1 else outer_stride, stride)
+            outer, outer_stride = size, step
+    return Rows(outer, inner, outer_stride, stride)
 
 
 def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, list[Strides]] | None:
@@ -66,22 +69,25 @@ def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[
     """
     if 0 in sizes:  # strides of no rows say nothing
         return 1, [(0, 0) for _ in strides]
-    levels: list[tuple[int, tuple[int, ...]]] = []  # number of rows and their strides, the innermost level first
-    for size, steps in zip(reversed(sizes), reversed(list(zip(*strides, strict=True))), strict=True):
+    inner, outer = 1, 1
+    steps = outer_steps = [0] * len(strides)
+    for size, *here in zip(sizes[::-1], *(of_operand[::-1] for of_operand in strides), strict=True):
         if size == 1:
             continue
-        if levels and steps == tuple(levels[-1][0] * step for step in levels[-1][1]):
-            levels[-1] = levels[-1][0] * size, levels[-1][1]
+        if outer > 1:
+            if here != [outer * step for step in outer_steps]:
+                return None  # a third level
+            outer *= size
+        elif inner == 1:
+            inner, steps = size, here
+        elif here == [inner * step for step in steps]:
+            inner *= size
         else:
-            levels.append((size, steps))
-    if len(levels) > 2:
-        return None
-    nothing = (1, (0,) * len(strides))
-    (inner, steps), (_, outer_steps) = [*levels, nothing, nothing][:2]
+            outer, outer_steps = size, here
     return inner, list(zip(outer_steps, steps, strict=True))
 
 
-def in_memory(tensor: Tensor) -> bool:
+def all_in_memory(tensor: Tensor) -> bool:
     """Whether memory holds all elements of a tensor that has a storage, as those of tracers and sparse ones have not.
 
     A storage may have been freed or made shorter (FSDP does so between passes), and that of a ZeroTensor is empty.
@@ -90,13 +96,9 @@ def in_memory(tensor: Tensor) -> bool:
         return True
     if tensor.data_ptr() == 0:
         return False
-    elements = tensor.numel() if tensor.is_contiguous() else _elements_to_the_last(tensor)
+    contiguous = tensor.is_contiguous()
+    elements = tensor.numel() if contiguous else _extent(zip(tensor.stride(), tensor.shape, strict=True), 1)
     return (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
-
-
-def _elements_to_the_last(tensor: Tensor) -> int:
-    """Elements of memory from the first one of a tensor to the last one."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def packed(tensor: Tensor) -> Tensor:
@@ -140,23 +142,13 @@ def in_one_level(call: Forward) -> Iterator[Forward]:
     if call.inner == call.rows:
         yield call
         return
-    x, residual, weight, out, residual_out = (t if t is None else t.contiguous() for t in call[:5])
-    n = call.operation.hidden_size
-    assert x is not None
-    assert out is not None
-    yield call._replace(
-        x=x,
-        residual=residual,
-        weight=weight,
-        out=out,
-        residual_out=residual_out,
-        inner=call.rows,
-        strides=((0, n),) * 4,
-    )
-    if out is not call.out:
-        call.out.copy_(out)  # type: ignore[union-attr]
-    if residual_out is not None and residual_out is not call.residual_out:
-        call.residual_out.copy_(residual_out)  # type: ignore[union-attr]
+    names = ("x", "residual", "weight", "out", "residual_out")
+    given = {name: tensor for name in names if (tensor := getattr(call, name)) is not None}
+    copies = {name: tensor.contiguous() for name, tensor in given.items()}
+    yield call._replace(**copies, inner=call.rows, strides=((0, call.hidden_size),) * 4)
+    for name in ("out", "residual_out"):
+        if name in given and copies[name] is not given[name]:
+            given[name].copy_(copies[name])
 
 
 class Memory(NamedTuple):
@@ -201,8 +193,8 @@ class Memory(NamedTuple):
         return addresses.sort().values
 
 
-def _extent(levels: Sequence[tuple[int, int]], run: int) -> int:
-    """Bytes from the first byte of so many levels to behind the last one."""
+def _extent(levels: Iterable[tuple[int, int]], run: int) -> int:
+    """The bytes, or elements, from the first one of a run to behind the last one; strides and sizes lead to others."""
     return run + sum((size - 1) * stride for stride, size in levels)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Backward, BackwardCall, Forward, ForwardCall
+from fusednorm.calls.call import Backward, BackwardCall, Call, Forward, ForwardCall
 
 if TYPE_CHECKING:
     from fusednorm.engine.choose import Backend
@@ -60,32 +60,25 @@ class FirstCalls:
 
     def forward(self, call: ForwardCall) -> None:
         """A forward pass all of whose outputs the caller gave; or a call with another step, which is not checked."""
-        if not isinstance(call, Forward):
-            with raised_by(self._name, "forward"):
-                found: object = self._backend.forward(call)  # type: ignore[func-returns-value]
-            self._hold("forward", found, {})
-            return
-        self.forward_into([t for t in (call.out, call.residual_out, call.rstd) if t is not None])(call)
+        if isinstance(call, Forward):
+            self.forward_into([t for t in (call.out, call.residual_out, call.rstd) if t is not None])(call)
+        else:
+            self._run("forward", call, ())
 
     def _first_forward(self, given: Sequence[Tensor], call: Forward) -> None:
-        outputs = {"out": call.out, "residual_out": call.residual_out, "rstd": call.rstd}
-        filled = {name: _filled(output) for name, output in outputs.items() if _may_be_filled(output, given)}
-        with raised_by(self._name, "forward"):
-            found: object = self._backend.forward(call)  # type: ignore[func-returns-value]
-        self._hold("forward", found, filled)
+        self._run("forward", call, ("out", "residual_out", "rstd"), given)
         self._forward = self._backend.forward
 
     def _first_backward(self, call: BackwardCall) -> None:
-        names = _OF_BACKWARD if isinstance(call, Backward) else ("dx", "dweight", "dy", "dz")
-        outputs = {name: getattr(call, name, None) for name in names}
-        filled = {name: _filled(output) for name, output in outputs.items() if _may_be_filled(output, ())}
-        with raised_by(self._name, "backward"):
-            found: object = self._backend.backward(call)  # type: ignore[func-returns-value]
-        self._hold("backward", found, filled)
+        self._run("backward", call, _OF_BACKWARD if isinstance(call, Backward) else ("dx", "dweight", "dy", "dz"))
         self.backward = self._backend.backward
 
-    def _hold(self, function: str, found: object, filled: dict[str, tuple[Tensor, int]]) -> None:
-        """Raises where a pass returned something, or left elements of a new output unwritten."""
+    def _run(self, function: str, call: Call, outputs: Sequence[str], given: Sequence[Tensor] = ()) -> None:
+        """Runs a pass, and raises where it returned something, or left elements of a new output unwritten."""
+        tensors = {name: getattr(call, name, None) for name in outputs}
+        filled = {name: _filled(output) for name, output in tensors.items() if _may_be_filled(output, given)}
+        with raised_by(self._name, function):
+            found: object = getattr(self._backend, function)(call)
         if found is not None:
             raise TypeError(
                 f"backend {self._name!r} returned {described(found)} from {function}; it must write the outputs that "

@@ -216,21 +216,17 @@ def _refusal(name: str, operation: Operation) -> list[str]:
     device = operation.device.type
     if device not in backend.DEVICES and "any" not in backend.DEVICES:
         return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
-    return _reasons(name, "unavailable") or _unknown(backend, operation) or _reasons(name, "unsuitable", operation)
+    if reasons := _reasons(name, "unavailable"):
+        return reasons
+    for feature in operation.features:  # which may be younger than the backend
+        if feature not in getattr(backend, "KNOWS", frozenset()):
+            return [f"its kernels have no {feature}"]
+    return _reasons(name, "unsuitable", operation)
 
 
 def _takes(name: str, operation: Operation) -> bool:
     """Whether a backend can take a call."""
     return not _refusal(name, operation)
-
-
-def _unknown(backend: Backend, operation: Operation) -> list[str]:
-    """Why a backend cannot take an operation that may be younger than the backend; empty if it can."""
-    known: frozenset[str] = getattr(backend, "KNOWS", frozenset())
-    for feature in operation.features:
-        if feature not in known:
-            return [f"its kernels have no {feature}"]
-    return []
 
 
 def _plan(name: str, operation: Operation) -> str:

@@ -10,7 +10,7 @@ import argparse
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fusednorm.version import SPEC_VERSION, __version__
@@ -110,15 +110,7 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
     ahead.add_argument(
         "--hidden-sizes", nargs="+", type=_count, default=[4096], metavar="N", help="elements of a row (default: 4096)"
     )
-    ahead.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=DTYPES,
-        default=list(DTYPES),
-        metavar="DTYPE",
-        help=f"dtypes of x, the residual and the weight: {', '.join(DTYPES)} (default: all)",
-    )
-    ahead.add_argument("--device", default="cpu", help="the tensors' device (default: cpu)")
+    _tensors(ahead, "compile for")
     ahead.add_argument("--training", action="store_true", help="compile for gradients too")
     ahead.add_argument(
         "--norm-before-add", action="store_true", help="compile rms_norm_add and rms_norm_add_rms_norm too"
@@ -134,7 +126,7 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
         "measure the errors of every implementation on this machine in ulp, and whether its bits stay the same",
         "The exit status is 1 if fusednorm itself fails or its bits change; other implementations do not matter.",
     )
-    _common(beside, PEERS, PEERS, DTYPES)
+    _common(beside, PEERS, ())
     beside.add_argument(
         "--hidden-size", type=_count, default=4096, metavar="N", help="elements of a row (default 4096)"
     )
@@ -150,8 +142,7 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
         "compare fusednorm's bits, then time fusednorm, a copy, and every other implementation on this machine",
         "With --json FILE the same command continues an interrupted run.",
     )
-    others_timed = [name for name in PEERS if name != "fusednorm"]
-    _common(speed, others_timed, [name for name in others_timed if name not in SLOW_PEERS], DTYPES)
+    _common(speed, [name for name in PEERS if name != "fusednorm"], SLOW_PEERS)
     speed.add_argument("--quick", action="store_true", help="three shapes in bfloat16, forward only: about a minute")
     speed.add_argument(
         "--backends",
@@ -194,30 +185,29 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
     return parser
 
 
-def _common(
-    parser: argparse.ArgumentParser, peers: Iterable[str], by_default: Iterable[str], dtypes: Sequence[str]
-) -> None:
-    """Adds the options that compare and bench share."""
+def _common(parser: argparse.ArgumentParser, peers: Sequence[str], on_request: Sequence[str]) -> None:
+    """Adds the options that compare and bench share; peers that are measured on request are not by default."""
+    by_default = [name for name in peers if name not in on_request]
     parser.add_argument(
         "--peers",
         nargs="*",
-        choices=list(peers),
-        default=list(by_default),
+        choices=peers,
+        default=by_default,
         metavar="NAME",
         help="measure these implementations: none or some of "
-        f"{', '.join(peers)} (default: {'all' if by_default is peers else ', '.join(by_default)})",
+        f"{', '.join(peers)} (default: {', '.join(by_default) if on_request else 'all'})",
     )
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=dtypes,
-        metavar="DTYPE",
-        help=f"measure only these dtypes: {', '.join(dtypes)} (default: all)",
-    )
-    parser.add_argument("--device", default="cpu", help="compute on this device, as torch names it (default: cpu)")
+    _tensors(parser, "measure only")
     parser.add_argument("--wide", action="store_true", help="print every figure, in tables of up to 150 columns")
     parser.add_argument("--json", dest="json_file", type=writable, metavar="FILE", help="write all results to FILE")
     parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw them to FILE.png, FILE.svg or FILE.pdf")
+
+
+def _tensors(parser: argparse.ArgumentParser, doing: str) -> None:
+    """Adds the dtypes and the device of tensors."""
+    dtypes = f"{doing} these dtypes: {', '.join(DTYPES)} (default: all)"
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, metavar="DTYPE", help=dtypes)
+    parser.add_argument("--device", default="cpu", help="compute on this device, as torch names it (default: cpu)")
 
 
 def shape(text: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from fusednorm.calls import devices, process
 from fusednorm.engine import choose
 from fusednorm.tools import check, console, doctor
 from fusednorm.tools.agree import difference
-from fusednorm.tools.cli import INTERRUPTED, UNUSABLE, UnusableError
+from fusednorm.tools.cli import DTYPES, INTERRUPTED, UNUSABLE, UnusableError
 from fusednorm.tools.measure import bench, compare, train, workloads
 from fusednorm.tools.measure.bench import WrongBitsError
 
@@ -121,7 +121,7 @@ def prewarm(arguments: argparse.Namespace, screen: Console) -> int:
     names = arguments.backend
     _runs_on(names or (), arguments.device)
     with fusednorm.use_backend(names) if names else contextlib.nullcontext():
-        for dtype, hidden_size in itertools.product(arguments.dtypes, arguments.hidden_sizes):
+        for dtype, hidden_size in itertools.product(arguments.dtypes or DTYPES, arguments.hidden_sizes):
             kind = getattr(torch, dtype)
             begin = time.perf_counter()
             more = {"training": arguments.training, "norm_before_add": arguments.norm_before_add}

@@ -43,12 +43,8 @@ def _choice(device: torch.device) -> dict[str, Any]:
         explanation = fusednorm.explain(operand, operand, operand[0])
     except fusednorm.BackendError as error:
         return {"device": str(device), "error": str(error)}
-    return {
-        "device": str(device),
-        "backend": explanation.backend,
-        "plan": explanation.plan,
-        "passed_over": explanation.passed_over,
-    }
+    names = ("backend", "plan", "passed_over")
+    return {"device": str(device)} | {name: getattr(explanation, name) for name in names}
 
 
 def report() -> dict[str, Any]:

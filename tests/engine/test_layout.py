@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.backends import cpu
-from fusednorm.calls.memory import Memory, Rows, common_levels, overlaps_itself, packed, rows_of, share_memory
+from fusednorm.calls.memory import (
+    Memory,
+    Rows,
+    common_levels,
+    overlaps_itself,
+    packed,
+    rows_of,
+    share_memory,
+    two_levels,
+)
 from fusednorm.reference import norm as reference
 
 BACKENDS = [*(["cpu"] if not cpu.unavailable() else []), "reference"]
@@ -78,6 +87,22 @@ def test_rows_of_is_exact(data):
     assert found == view.reshape(-1, hidden_size).int().tolist()
     every = [element for row in found for element in row]
     assert overlaps_itself(view) == (len(set(every)) < len(every))
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_two_levels_are_exact(data):
+    """Against the first element of every row, for two operands whose rows have up to four dimensions."""
+    sizes = data.draw(st.lists(counts, max_size=4))
+    steps = [[data.draw(st.sampled_from([0, 1, 2, 4, 8, 12, 16])) for _ in sizes] for _ in range(2)]
+    levels = two_levels(sizes, steps)
+    if levels is None:
+        assert len([size for size in sizes if size > 1]) > 2
+        return
+    inner, strides_of_both = levels
+    for of_operand, (outer_stride, stride) in zip(steps, strides_of_both, strict=True):
+        begins = whole.as_strided(sizes, of_operand).flatten().int().tolist()
+        assert begins == [i // inner * outer_stride + i % inner * stride for i in range(len(begins))]
 
 
 def test_levels_that_are_one_are_found_as_one():

@@ -23,6 +23,8 @@ from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple, every_measur
 #: operation of fusednorm/tools/measure/workloads.py: its inputs -> its outputs.
 Call = Callable[..., Any]
 
+#: A weight, [N], and eps -> a call, which is valid for the current number of torch's threads.
+Build = Callable[[Tensor, float], Call]
 
 EPS = 1e-6
 
@@ -37,20 +39,19 @@ class Implementation(NamedTuple):
     version: str
     #: The intermediate results that its source rounds: the "sum", the row before the weight is applied ("norm").
     rounds: str
-    #: A weight, [N], and eps -> a call, which is valid for the current number of torch's threads.
-    build: Callable[[Tensor, float], Call]
+    build: Build
     #: Whether a call writes y to x, and the sum to the residual; a call that quantizes then overwrites both.
     in_place: bool = False
     #: Whether a call has gradients.
     gradients: bool = False
     #: As ``build``, for operations other than "add_norm".
-    others: Mapping[str, Callable[[Tensor, float], Call]] = {}
+    others: Mapping[str, Build] = {}
 
-    def of(self, op: str) -> Callable[[Tensor, float], Call] | None:
+    def of(self, op: str) -> Build | None:
         """As ``build``, for an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
         return self.build if op == "add_norm" else self.others.get(op)
 
-    def pure(self, weight: Tensor, eps: float, op: str = "add_norm") -> Callable[[Tensor, Tensor], Tensor]:
+    def pure(self, weight: Tensor, eps: float, op: str) -> Callable[[Tensor, Tensor], Tensor]:
         """Returns a call: x and the residual -> the first output of an operation, which writes to neither."""
         build, operation = self.of(op), OPERATIONS[op]
         assert build is not None
@@ -100,7 +101,7 @@ def _imported(module: str, package: str) -> Any:
     return importlib.import_module(module)
 
 
-def _of(function: Call) -> Callable[[Tensor, float], Call]:
+def _of(function: Call) -> Build:
     """Builds calls of a function of x, the residual, the weight and eps."""
     return lambda weight, eps: lambda x, residual: function(x, residual, weight, eps)
 
@@ -113,19 +114,19 @@ def ours(device: torch.device) -> list[Implementation]:
     def implementation(round_sum: bool, round_norm: bool) -> Implementation:
         function = functools.partial(fusednorm.fused_add_rms_norm, round_sum=round_sum, round_norm=round_norm)
         rounds = ", ".join(["sum"] * round_sum + ["norm"] * round_norm) or "nothing"
-        others = {op: of(op) for op in OPERATIONS if op != "add_norm" and (round_sum, round_norm) == (True, False)}
-        return Implementation("fusednorm", version, rounds, _of(function), others=others)
+        return Implementation("fusednorm", version, rounds, _of(function), others=usual if rounds == "sum" else {})
 
-    def of(op: str) -> Callable[[Tensor, float], Call]:
+    def of(op: str) -> Build:
         return lambda weight, eps: OPERATIONS[op].calls(weight, eps).new
 
+    usual = {op: of(op) for op in OPERATIONS}
     return [implementation(*flags) for flags in ((True, False), (True, True), (False, False), (False, True))]
 
 
 def _of_formulas(name: str, rounds: str, compile_it: Callable[[Call], Call]) -> list[Implementation]:
     """The formulas in torch."""
 
-    def of(formula: Call) -> Callable[[Tensor, float], Call]:
+    def of(formula: Call) -> Build:
         return lambda weight, eps: compile_it(lambda *given: formula(*given, weight, eps))
 
     others = {op: of(one.formula) for op, one in every_measured().items() if one.formula is not None}
