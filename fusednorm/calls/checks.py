@@ -205,20 +205,8 @@ def check_one_row(name: str, weight: Tensor | None) -> None:
         )
 
 
-def check_quantization(
-    quantization: Quantization,
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    in_memory: bool,
-    *,
-    given: bool = True,
-    x_name: str = "x",
-) -> None:
-    """How to quantize, and what goes with it; the value of a scale too, where it is in a CPU's memory.
-
-    ``given``: whether the operands that it needs are there.
-    """
+def check_quantization(quantization: Quantization, x: Tensor) -> None:
+    """That it is a quantization, whose groups divide the rows of x."""
     check_is_quantization(quantization)
     hidden_size = x.shape[-1]
     if hidden_size % quantization.group(hidden_size):
@@ -226,17 +214,22 @@ def check_quantization(
             f"quantization has groups of {quantization.per} elements, which do not divide rows of {hidden_size}; pass "
             "a quantization with another per, or pad the rows"
         )
-    if not given:
-        return
-    static = quantization.per == "tensor"
-    wanted = {"scale": (scale, static, torch.float32), "zero_point": (zero_point, static, torch.int32)}
-    if not quantization.computes_zero_point:
-        wanted["zero_point"] = (zero_point, False, torch.int32)
-    for name, (tensor, needed, dtype) in wanted.items():
-        if tensor is None and not needed:
+
+
+def check_given(
+    quantization: Quantization,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    x: Tensor,
+    x_name: str,
+    in_memory: bool,
+) -> None:
+    """What a quantization has the caller give; the value of a scale too, where it is in a CPU's memory."""
+    for name, tensor, dtype in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
+        if not quantization.given or (name == "zero_point" and not quantization.computes_zero_point):
+            if tensor is not None:
+                raise TypeError(f"{name} is given, and {quantization} has none to be given; leave it out")
             continue
-        if not needed:
-            raise TypeError(f"{name} is given, and {quantization} has none to be given; leave it out")
         cure = f"pass torch.tensor([value], dtype={dtype}, device={x_name}.device)"
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor for per='tensor', got {type(tensor).__name__}; {cure}")

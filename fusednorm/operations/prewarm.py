@@ -96,7 +96,7 @@ def prewarm(
     given: dict[str, Any] = {}
     if quantization is not None:
         check_is_quantization(quantization)
-        if quantization.per == "tensor":
+        if quantization.given:
             given["scale"] = torch.ones(1, device=device)
             if quantization.computes_zero_point:
                 given["zero_point"] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -99,7 +99,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "norm": (run(TOKEN), quantizer.quantized(y, TOKEN)),
         "fused": (run(TOKEN, residual=RESIDUAL), quantizer.quantized(rms_norm(total, WEIGHT), TOKEN)),
         "in place": (run(TOKEN, residual=sums, residual_out=sums), quantizer.quantized(rms_norm(total, WEIGHT), TOKEN)),
-        "scale": (run(STATIC, scale=ONE), quantizer.quantized(y, STATIC, ONE)),
+        "scale": (run(STATIC, scale=ONE), (*quantizer.quantized(y, STATIC, ONE), ONE)),
         "unrounded": (
             run(TOKEN, half, between=True),
             quantizer.quantized(rms_norm(half, WEIGHT, out_dtype=F32), TOKEN),
