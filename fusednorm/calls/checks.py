@@ -297,7 +297,12 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
             check_memory(name, tensor)
     check_may_be_written(outputs)
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
-    if _clearly_apart(inputs.values(), outputs.values()):
+    may_be = {name: inputs if own is None else own.get(name, ()) for name in outputs}
+    # An input that is an output lies where that does.
+    elsewhere = [
+        t for other, t in inputs.items() if not any(t is one and other in may_be[name] for name, one in outputs.items())
+    ]
+    if _clearly_apart(elsewhere, outputs.values()):
         return
     present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
     memories = {name: Memory.of(tensor) for name, tensor in present.items()}
@@ -306,8 +311,7 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
         if memories[name].overlaps_itself():
             raise ValueError(f"{name} has elements that share memory, so it cannot be written; {_instead(name)}")
         for other in names[: names.index(name)]:
-            may_be_one = other in inputs and (own is None or other in own.get(name, ()))
-            one = may_be_one and _same_elements(present[name], present[other])
+            one = other in inputs and other in may_be[name] and _same_elements(present[name], present[other])
             if not one and share_memory(memories[name], memories[other]):
                 _refuse_overlap(name, other, "" if other in inputs else _instead(name))
 
