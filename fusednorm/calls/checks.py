@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import memory
 from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
 from fusednorm.calls.memory import Memory, Rows, overlaps_itself, rows_of, share_memory
-from fusednorm.calls.quantization import MOST, Quantization, _fields_of
+from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
@@ -226,7 +226,7 @@ def check_given(
 ) -> None:
     """What a quantization has the caller give; the value of a scale too, where it is in a CPU's memory."""
     for name, tensor, dtype in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
-        if not quantization.given or (name == "zero_point" and not quantization.computes_zero_point):
+        if not is_given(quantization) or (name == "zero_point" and not quantization.computes_zero_point):
             if tensor is not None:
                 raise TypeError(f"{name} is given, and {quantization} has none to be given; leave it out")
             continue

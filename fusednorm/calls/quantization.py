@@ -42,11 +42,11 @@ _EXCLUDED: dict[str, Callable[[Quantization], bool]] = {
     "zero_point goes with int8 and uint8": lambda q: q.zero_point is not None and q.dtype.is_floating_point,
     "zero_point=128 goes with uint8": lambda q: q.zero_point == 128 and q.dtype != torch.uint8,
     "apply='ratio' has no scale to be given: use per='row' or a group": (
-        lambda q: q.apply == "ratio" and (q.given or q.computes_zero_point)
+        lambda q: q.apply == "ratio" and (is_given(q) or q.computes_zero_point)
     ),
     "apply='ratio' does not use the scale: leave out scale_floor": lambda q: q.apply == "ratio" and q.scale_floor != 0,
     "returns='multiplier' goes with apply='ratio'": lambda q: q.returns == "multiplier" and q.apply != "ratio",
-    "layout is for scales of groups and rows, not for per='tensor'": lambda q: q.layout != "row" and q.given,
+    "layout is for scales of groups and rows, not for per='tensor'": lambda q: q.layout != "row" and is_given(q),
     "amax_floor and amax_limit do not go with a computed zero_point, which has no amax": (
         lambda q: q.computes_zero_point and (q.amax_floor != 0 or q.amax_limit != math.inf)
     ),
@@ -153,24 +153,9 @@ class Quantization:
         )
 
     @property
-    def given(self) -> bool:
-        """Whether the caller gives the scale, one for all rows, and the zero point if there is one."""
-        return self.per == "tensor"
-
-    @property
     def computes_zero_point(self) -> bool:
         """Whether there are zero points, which are results unless they are given."""
         return self.zero_point in ("after", "before")
-
-    @property
-    def computed(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of scales and zero points, as far as they are computed; :meth:`groups` is their shape."""
-        dtypes = (torch.float32, torch.int32)
-        return () if self.given else dtypes if self.computes_zero_point else dtypes[:1]
-
-    def groups(self, shape: Sequence[int]) -> list[int]:
-        """The shape of scales and zero points that are computed for rows of [..., N]: [..., groups]."""
-        return [*shape[:-1], shape[-1] // self.group(shape[-1])]
 
     @functools.cached_property
     def packed(self) -> tuple[bytes, ...]:
@@ -205,6 +190,22 @@ class Quantization:
 
 
 Quantization.__module__ = "fusednorm.quantizations"  # where users find it, and what was saved names
+
+
+def is_given(quantization: Quantization) -> bool:
+    """Whether the caller gives the scale, one for all rows, and the zero point if there is one."""
+    return quantization.per == "tensor"
+
+
+def computed_by(quantization: Quantization) -> tuple[torch.dtype, ...]:
+    """The dtypes of scales and zero points, as far as they are computed; :func:`groups_of` has their shape."""
+    dtypes = (torch.float32, torch.int32)
+    return () if is_given(quantization) else dtypes if quantization.computes_zero_point else dtypes[:1]
+
+
+def groups_of(quantization: Quantization, shape: Sequence[int]) -> list[int]:
+    """The shape of scales and zero points that are computed for rows of [..., N]: [..., groups]."""
+    return [*shape[:-1], shape[-1] // quantization.group(shape[-1])]
 
 
 def _fields_of(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from fusednorm.calls.call import Flags, Forward, Quantize, Step, operation_of
 from fusednorm.calls.checks import check_flags
 from fusednorm.calls.memory import ABSENT, in_levels, packed
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import Quantization, groups_of, is_given
 from fusednorm.engine import run
 
 
@@ -34,9 +34,9 @@ class Quantizing(NamedTuple):
         """The numbers, the scales and the zero points for rows of [..., N]: as given, or new memory."""
         q, scale, zero_point = self.quantization, self.scale_out, self.zero_point_out
         out = run.new_like(like, q.dtype) if self.out is None else self.out
-        if q.given:
+        if is_given(q):
             return out, cast(Tensor, self.scale), self.zero_point
-        groups = q.groups(like.shape)
+        groups = groups_of(q, like.shape)
         if zero_point is None and q.computes_zero_point:
             zero_point = laid_out(groups, torch.int32, like, q)
         return out, laid_out(groups, torch.float32, like, q) if scale is None else scale, zero_point
@@ -81,7 +81,7 @@ def forward(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tupl
     out, scale, zero_point = quantizing.memory(x)
     if residual is not None and residual_out is None:
         residual_out = run.new_like(residual, operation.residual_out)
-    of_groups = (None, None) if quantization.given else (_rows(scale), _rows(zero_point))
+    of_groups = (None, None) if is_given(quantization) else (_rows(scale), _rows(zero_point))
     written = (out, normed_out, residual_out, *of_groups)
     (*as_lie, x_rows, residual_rows), inner, strides = in_levels((*written, x, residual))
     if any(found is not tensor for found, tensor in zip(as_lie, written, strict=True)):
@@ -91,7 +91,7 @@ def forward(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tupl
     for tensor in given:
         if tensor is not None:
             increment_version(tensor)
-    results = [t for t in (out, scale, None if quantization.given else zero_point, residual_out) if t is not None]
+    results = [t for t in (out, scale, None if is_given(quantization) else zero_point, residual_out) if t is not None]
     y, y_strides, before, size = x_rows, of_x, None, operation.hidden_size
     rows = x.numel() // size
     if norm is not None:
@@ -99,7 +99,7 @@ def forward(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tupl
         y, y_strides, weight = None, ABSENT, None if weight is None else packed(weight)
         numbers = (rows, inner, (of_x, of_residual, of_normed, of_total), flags.eps, flags.weight_offset)
         before = Forward(x_rows, residual_rows, weight, normed_out, residual_out, None, operation, *numbers)
-    if quantization.given:
+    if is_given(quantization):
         scale, zero_point = packed(scale), None if zero_point is None else packed(zero_point)
     scale_strides, zero_point_strides = (*of_scale, _group_stride(scale)), (*of_zero_point, _group_stride(zero_point))
     if rows:

@@ -22,7 +22,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import NO_NORM, FastPath
 from fusednorm.calls.must_be_seen import Listener
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given
 from fusednorm.engine import run_quantized
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_quantized import Norm, Quantizing
@@ -315,12 +315,12 @@ class _Call:
         given = {name: t for name, t in zip(_OUTPUTS, outputs, strict=True) if t is not None}
         if not given:
             return
-        rows, groups = list(x.shape), [1] if quantization.given else quantization.groups(x.shape)
+        rows, groups = list(x.shape), [1] if is_given(quantization) else groups_of(quantization, x.shape)
         wanted = {"out": (rows, quantization.dtype), "scale_out": (groups, torch.float32)}
         wanted |= {"zero_point_out": (groups, torch.int32), "normed_out": (rows, x.dtype)}
         for name, (shape, dtype) in wanted.items():
             check_output(name, given.get(name), shape, dtype, x, x_name)
-        if quantization.given and ("scale_out" in given or "zero_point_out" in given):
+        if is_given(quantization) and ("scale_out" in given or "zero_point_out" in given):
             raise TypeError(
                 "scale_out or zero_point_out is given, and scale is too; leave out what would be a copy of it"
             )
@@ -371,7 +371,7 @@ class _Call:
         if self.listener is Listener.DISPATCHER:
             quantize_rows = dtensor_bridge.operations(y, scale, zero_point).quantize
             numbers, *of_groups = quantize_rows(y, str(quantization), scale, zero_point)
-            return self._written(numbers, *of_groups[: len(quantization.computed)], laid_out=False)
+            return self._written(numbers, *of_groups[: len(computed_by(quantization))], laid_out=False)
         return self._written(*quantizer.quantized(y, quantization, scale, zero_point), laid_out=False)
 
     def _written(self, numbers: Tensor, *others: Tensor, laid_out: bool = True) -> tuple[Tensor, ...]:
@@ -383,8 +383,8 @@ class _Call:
             laid_out: whether scales and zero points lie as the quantization's layout asks for.
         """
         quantization, scale, _, out, scale_out, zero_point_out, _, residual_out = self.quantizing
-        results = [dtensor_bridge.written(out, numbers), *([cast(Tensor, scale)] if quantization.given else [])]
-        memory = [*(scale_out, zero_point_out)[: len(quantization.computed)], residual_out]
+        results = [dtensor_bridge.written(out, numbers), *([cast(Tensor, scale)] if is_given(quantization) else [])]
+        memory = [*(scale_out, zero_point_out)[: len(computed_by(quantization))], residual_out]
         for given, new in zip(memory, others, strict=False):
             new = new if laid_out or given is not None else _laid_out(new, quantization)
             results.append(dtensor_bridge.written(given, new))

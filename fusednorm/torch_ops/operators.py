@@ -23,7 +23,7 @@ from fusednorm.calls.checks import (
     check_operands,
     check_quantization,
 )
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import Quantization, computed_by, groups_of
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run, run_rotated
 from fusednorm.engine.choose import fast_paths, request, request_of_backward, use_backend
@@ -222,7 +222,7 @@ def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded
 
 def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
-    computed, groups = len(quantization.computed), quantization.groups(y.shape)
+    computed, groups = len(computed_by(quantization)), groups_of(quantization, y.shape)
     shapes = [y.shape, *[groups] * computed, *[[0]] * (2 - computed)]
     dtypes = (quantization.dtype, torch.float32, torch.int32)
     return tuple(y.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
