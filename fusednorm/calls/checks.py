@@ -224,7 +224,7 @@ def check_given(
     x_name: str,
     in_memory: bool,
 ) -> None:
-    """What a quantization has the caller give; the value of a scale too, where it is in a CPU's memory."""
+    """The scale and zero point that a quantization has the caller give; their values too, in a CPU's memory."""
     for name, tensor, dtype in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
         if not is_given(quantization) or (name == "zero_point" and not quantization.computes_zero_point):
             if tensor is not None:
