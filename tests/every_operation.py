@@ -92,6 +92,7 @@ MORE = {
         partly(fusednorm.rms_norm_quant, quantization=Quantization(torch.float8_e4m3fn, per=2, layout="column")),
         {"x": X, "weight": WEIGHT},
     ),
+    "given scale, quantized": (fusednorm.fused_add_rms_norm_quant, ADDED | GIVEN | RESIDUAL_OUT),
     "rows of tables": (fusednorm.rotate, ROTATED | {"cos": COS, "sin": SIN}),
     "one row of tables": (fusednorm.rotate, ROTATED | {"cos": COS[0], "sin": SIN[0]}),
     "q and k": (

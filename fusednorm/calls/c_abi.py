@@ -172,11 +172,11 @@ def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
         y = _operand(call.y, call.y_strides)
         packed = _only(QUANTIZE_ONLY, call.out, threads, call.rows, call.inner, call.hidden_size, x=y)
     out, scale, zero_point = call.out, call.scale, call.zero_point
-    results = _RESULTS.pack(
-        *(call.inner, out.data_ptr(), *call.out_strides),
-        *(scale.data_ptr(), *(4 * stride for stride in call.scale_strides)),
-        *((0, 0, 0, 0) if zero_point is None else (zero_point.data_ptr(), *(4 * s for s in call.zero_point_strides))),
-    )
+    outer, inner, group = call.scale_strides
+    of_scale = scale.data_ptr(), 4 * outer, 4 * inner, 4 * group
+    outer, inner, group = call.zero_point_strides
+    of_zero_point = 0 if zero_point is None else zero_point.data_ptr(), 4 * outer, 4 * inner, 4 * group
+    results = _RESULTS.pack(call.inner, out.data_ptr(), *call.out_strides, *of_scale, *of_zero_point)
     return packed + call.quantization.packed[KINDS[call.dtype]] + results
 
 

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import memory
 from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
 from fusednorm.calls.memory import Memory, Rows, overlaps_itself, rows_of, share_memory
-from fusednorm.calls.quantization import MOST, Quantization, _fields_of
+from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
@@ -218,20 +218,8 @@ def check_one_row(name: str, weight: Tensor | None) -> None:
         )
 
 
-def check_quantization(
-    quantization: Quantization,
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    in_memory: bool,
-    *,
-    given: bool = True,
-    x_name: str = "x",
-) -> None:
-    """How to quantize, and what goes with it; the value of a scale too, where it is in a CPU's memory.
-
-    ``given``: whether the operands that it needs are there.
-    """
+def check_quantization(quantization: Quantization, x: Tensor) -> None:
+    """That it is a quantization, whose groups divide the rows of x."""
     check_is_quantization(quantization)
     hidden_size = x.shape[-1]
     if hidden_size % quantization.group(hidden_size):
@@ -239,17 +227,22 @@ def check_quantization(
             f"quantization has groups of {quantization.per} elements, which do not divide rows of {hidden_size}; pass "
             "a quantization with another per, or pad the rows"
         )
-    if not given:
-        return
-    static = quantization.per == "tensor"
-    wanted = {"scale": (scale, static, torch.float32), "zero_point": (zero_point, static, torch.int32)}
-    if not quantization.computes_zero_point:
-        wanted["zero_point"] = (zero_point, False, torch.int32)
-    for name, (tensor, needed, dtype) in wanted.items():
-        if tensor is None and not needed:
+
+
+def check_given(
+    quantization: Quantization,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    x: Tensor,
+    x_name: str,
+    in_memory: bool,
+) -> None:
+    """The scale and zero point that a quantization has the caller give; their values too, in a CPU's memory."""
+    for name, tensor, dtype in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
+        if not is_given(quantization) or (name == "zero_point" and not quantization.computes_zero_point):
+            if tensor is not None:
+                raise TypeError(f"{name} is given, and {quantization} has none to be given; leave it out")
             continue
-        if not needed:
-            raise TypeError(f"{name} is given, and {quantization} has none to be given; leave it out")
         cure = f"pass torch.tensor([value], dtype={dtype}, device={x_name}.device)"
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor for per='tensor', got {type(tensor).__name__}; {cure}")
@@ -317,7 +310,12 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
             check_memory(name, tensor)
     check_may_be_written(outputs)
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
-    if _clearly_apart(inputs.values(), outputs.values()):
+    may_be = {name: inputs if own is None else own.get(name, ()) for name in outputs}
+    # An input that is an output lies where that does.
+    elsewhere = [
+        t for other, t in inputs.items() if not any(t is one and other in may_be[name] for name, one in outputs.items())
+    ]
+    if _clearly_apart(elsewhere, outputs.values()):
         return
     present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
     memories = {name: Memory.of(tensor) for name, tensor in present.items()}
@@ -327,8 +325,7 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
         if memories[name].overlaps_itself():
             raise ValueError(f"{name} has elements that share memory, so it cannot be written; {instead}")
         for other in names[: names.index(name)]:
-            may_be_one = other in inputs and (own is None or other in own.get(name, ()))
-            one = may_be_one and _same_elements(present[name], present[other])
+            one = other in inputs and other in may_be[name] and _same_elements(present[name], present[other])
             if not one and share_memory(memories[name], memories[other]):
                 raise ValueError(
                     f"{name} shares memory with {other}, and writing the one would change the other; only exactly the "

@@ -123,6 +123,17 @@ def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | 
 
 def in_levels(operands: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[Strides]]:
     """Operands that are only read, copied where their rows do not lie in the same two levels as the others'."""
+    one_level: list[Strides] = []
+    for tensor in operands:
+        if tensor is None:
+            one_level.append(ABSENT)
+        elif tensor.is_contiguous() and not tensor.is_neg():
+            one_level.append((0, tensor.shape[-1]))
+            inner = tensor.numel() // tensor.shape[-1]
+        else:
+            break
+    else:  # the usual case
+        return list(operands), inner, one_level
     inner, strides = common_levels([None if tensor is None else rows_of(tensor) for tensor in operands])
     found: list[Tensor | None] = []
     for i, tensor in enumerate(operands):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -82,6 +83,25 @@ def in_cpp(*names: str) -> tuple[int, ...]:
         if all(hasattr(library, name) for name in names):
             return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names)
     return (0,) * len(names)
+
+
+class Listener(Enum):
+    """The kinds of listeners, in the order in which they see a call."""
+
+    #: See :func:`override`, :func:`seen` and :func:`transform`.
+    OVERRIDE, DISPATCHER, TRANSFORM = range(3)
+
+
+def listener(*operands: Tensor | None) -> Listener | None:
+    """The first listener that must see a call, all of whose operands these are; None, the usual case: there is none."""
+    elsewhere = is_dynamo_compiling() or MISSING or FUNCTION_MODES[0]() or transforms_active() or level_entered()
+    if not (elsewhere or _in_batches() or listening()) and plain(*operands):
+        return None
+    if override(*operands):
+        return Listener.OVERRIDE
+    if seen(*operands):
+        return Listener.DISPATCHER
+    return Listener.TRANSFORM if transform(*operands) else None
 
 
 def override(*operands: Tensor | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,6 +34,22 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "floor_dtype": (None, "input"),
     "returns": ("scale", "multiplier"),
     "layout": ("row", "column", "column_padded"),
+}
+
+
+#: Fields that exclude each other: the reason, and whether a quantization has them.
+_EXCLUDED: dict[str, Callable[[Quantization], bool]] = {
+    "zero_point goes with int8 and uint8": lambda q: q.zero_point is not None and q.dtype.is_floating_point,
+    "zero_point=128 goes with uint8": lambda q: q.zero_point == 128 and q.dtype != torch.uint8,
+    "apply='ratio' has no scale to be given: use per='row' or a group": (
+        lambda q: q.apply == "ratio" and (is_given(q) or q.computes_zero_point)
+    ),
+    "apply='ratio' does not use the scale: leave out scale_floor": lambda q: q.apply == "ratio" and q.scale_floor != 0,
+    "returns='multiplier' goes with apply='ratio'": lambda q: q.returns == "multiplier" and q.apply != "ratio",
+    "layout is for scales of groups and rows, not for per='tensor'": lambda q: q.layout != "row" and is_given(q),
+    "amax_floor and amax_limit do not go with a computed zero_point, which has no amax": (
+        lambda q: q.computes_zero_point and (q.amax_floor != 0 or q.amax_limit != math.inf)
+    ),
 }
 
 
@@ -83,10 +100,18 @@ class Quantization:
         if self.per not in ("tensor", "row") and not whole_group:
             raise ValueError(f"per must be 'tensor', 'row' or the elements of a group, at least 1, got {self.per!r}")
         for name in ("amax_floor", "amax_limit", "scale_floor", "qmin", "qmax"):
-            self._check_number(name, getattr(self, name))
+            value, is_limit = getattr(self, name), name in ("qmin", "qmax")
+            if value is None and is_limit:
+                continue
+            if type(value) not in (int, float) or value != value:  # a NaN
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if value < 0 and not is_limit:
+                raise ValueError(f"{name} must not be negative, got {value!r}")
         # Made once: a compiler cannot make text of numbers that it takes for inputs, as those in attributes.
         object.__setattr__(self, "_text", self._named())
-        self._check_together()
+        for reason, wrong in _EXCLUDED.items():
+            if wrong(self):
+                raise ValueError(f"fields of a quantization exclude each other: {reason}; got {self}")
         self._check_range()
 
     def _named(self) -> str:
@@ -97,59 +122,29 @@ class Quantization:
                 named.append((field.name, str(value)))
         return " ".join(f"{name}={value}" for name, value in named)
 
-    @staticmethod
-    def _check_number(name: str, value: object) -> None:
-        if value is None and name in ("qmin", "qmax"):
-            return
-        if type(value) not in (int, float) or value != value:  # a NaN
-            raise TypeError(f"{name} must be a number, got {value!r}")
-        if name not in ("qmin", "qmax") and value < 0:  # type: ignore[operator]
-            raise ValueError(f"{name} must not be negative, got {value!r}")
-
     def _check_range(self) -> None:
-        lowest, highest = RANGES[self.dtype]
-        if self.zero_point == 128:
-            lowest, highest = lowest - 128, highest - 128
-        least, greatest = self.range
+        (lowest, highest), (least, greatest), dtype = self._of_dtype, self.range, str(self.dtype)[6:]
+        got = f"got {least:g} and {greatest:g}"
         if not lowest <= least <= 0 < greatest <= highest:
-            raise ValueError(
-                f"qmin and qmax must lie around 0, within {lowest:g} and {highest:g}, got {least:g} and {greatest:g}"
-            )
+            raise ValueError(f"qmin and qmax must lie around 0, within {lowest:g} and {highest:g}, {got}")
         if self.dtype.is_floating_point and least == 0:
-            raise ValueError(f"qmin of {str(self.dtype)[6:]} must be less than 0, got {least:g}")
+            raise ValueError(f"qmin of {dtype} must be less than 0, got {least:g}")
         mantissa, least_exponent = FLOAT8.get(self.dtype, (0, 0))
         for number in (least, greatest):
             exponent = max(math.frexp(number)[1] - 1, least_exponent) if mantissa else 0
             if math.ldexp(number, mantissa - exponent) % 1:
-                raise ValueError(
-                    f"qmin and qmax must be numbers of {str(self.dtype)[6:]}, got {least:g} and {greatest:g}"
-                )
+                raise ValueError(f"qmin and qmax must be numbers of {dtype}, {got}")
 
-    def _check_together(self) -> None:
-        """Which fields exclude each other."""
-        computed = self.zero_point in ("after", "before")
-        excluded = {
-            "zero_point goes with int8 and uint8": self.zero_point is not None and self.dtype.is_floating_point,
-            "zero_point=128 goes with uint8": self.zero_point == 128 and self.dtype != torch.uint8,
-            "apply='ratio' has no scale to be given: use per='row' or a group": self.apply == "ratio"
-            and (self.per == "tensor" or computed),
-            "apply='ratio' does not use the scale: leave out scale_floor": self.apply == "ratio" and self.scale_floor,
-            "returns='multiplier' goes with apply='ratio'": self.returns == "multiplier" and self.apply != "ratio",
-            "layout is for scales of groups and rows, not for per='tensor'": self.layout != "row"
-            and self.per == "tensor",
-            "amax_floor and amax_limit do not go with a computed zero_point, which has no amax": computed
-            and (self.amax_floor or self.amax_limit != math.inf),
-        }
-        for reason, wrong in excluded.items():
-            if wrong:
-                raise ValueError(f"fields of a quantization exclude each other: {reason}; got {self}")
+    @property
+    def _of_dtype(self) -> tuple[float, float]:
+        """The least and the greatest number of the dtype, before a zero point of 128 is added."""
+        lowest, highest = RANGES[self.dtype]
+        return (lowest - 128, highest - 128) if self.zero_point == 128 else (lowest, highest)
 
     @property
     def range(self) -> tuple[float, float]:
         """The least and the greatest number, before a zero point is added."""
-        lowest, highest = RANGES[self.dtype]
-        if self.zero_point == 128:
-            lowest, highest = lowest - 128, highest - 128
+        lowest, highest = self._of_dtype
         if self.dtype.is_floating_point and self.qmax is not None and self.qmin is None:
             lowest = -self.qmax
         return (
@@ -159,7 +154,7 @@ class Quantization:
 
     @property
     def computes_zero_point(self) -> bool:
-        """Whether a zero point is one of the results."""
+        """Whether there are zero points, which are results unless they are given."""
         return self.zero_point in ("after", "before")
 
     @functools.cached_property
@@ -195,6 +190,22 @@ class Quantization:
 
 
 Quantization.__module__ = "fusednorm.quantizations"  # where users find it, and what was saved names
+
+
+def is_given(quantization: Quantization) -> bool:
+    """Whether the caller gives the scale, one for all rows, and the zero point if there is one."""
+    return quantization.per == "tensor"
+
+
+def computed_by(quantization: Quantization) -> tuple[torch.dtype, ...]:
+    """The dtypes of scales and zero points, as far as they are computed; :func:`groups_of` has their shape."""
+    dtypes = (torch.float32, torch.int32)
+    return () if is_given(quantization) else dtypes if quantization.computes_zero_point else dtypes[:1]
+
+
+def groups_of(quantization: Quantization, shape: Sequence[int]) -> list[int]:
+    """The shape of scales and zero points that are computed for rows of [..., N]: [..., groups]."""
+    return [*shape[:-1], shape[-1] // quantization.group(shape[-1])]
 
 
 def _fields_of(text: str) -> dict[str, Any]:

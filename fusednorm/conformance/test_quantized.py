@@ -59,6 +59,29 @@ def compare(agree, found, wanted, quantization, about):
         agree(tensor.long(), points, f"{about}: zero point")
 
 
+def check_alone(agree, y, quantization, about="", **more):
+    """Compares the rows that a quantizer makes of y with the oracle's; returns them with what is beside them."""
+    found = fusednorm.quantize(y, quantization, **more)
+    compare(agree, found, oracle_quantized.quantized(y, quantization, **more), quantization, f"{quantization} {about}")
+    return found
+
+
+def check_after_norm(agree, tensors, quantization, about, normed=None, eps=1e-6, **flags):
+    """The same after a norm: of x, the residual or None, and the weight or None. ``normed`` receives the rows."""
+    x, residual, weight = tensors
+    *wanted, rows, total = oracle_quantized.after_norm(x, residual, weight, eps, quantization, **flags)
+    if residual is None:
+        found = fusednorm.rms_norm_quant(x, weight, eps, quantization=quantization, normed_out=normed, **flags)
+    else:
+        *found, found_total = fusednorm.fused_add_rms_norm_quant(
+            x, residual, weight, eps, quantization=quantization, normed_out=normed, **flags
+        )
+        agree(found_total, torch.from_numpy(total).to(residual), f"{quantization} {about}: sum")
+    compare(agree, found, wanted, quantization, f"{quantization} {about}")
+    if normed is not None:
+        agree(normed, torch.from_numpy(rows).to(x), f"{quantization} {about}: rows")
+
+
 @pytest.mark.promise("same bits")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.left_out("triton_cpu")
@@ -67,11 +90,8 @@ def test_every_quantization(mode, agree, name):
     """All kinds of data and dtypes."""
     quantization = ALL[name]
     for dtype, data, hidden in covering(DTYPES, ("normal", *DATA), (384, 1152), turn=list(ALL).index(name)):
-        case = Case(6, hidden, data=data).of(dtype)
-        y, *_ = operands(case)
-        found = fusednorm.quantize(y, quantization, **given(quantization))
-        about = f"{quantization}, {dtype_name(dtype)} {data} {hidden}"
-        compare(agree, found, oracle_quantized.quantized(y, quantization, **given(quantization)), quantization, about)
+        y, *_ = operands(Case(6, hidden, data=data).of(dtype))
+        check_alone(agree, y, quantization, f"{dtype_name(dtype)} {data} {hidden}", **given(quantization))
 
 
 @pytest.mark.promise("same bits")
@@ -87,24 +107,12 @@ def test_after_a_norm(mode, agree, name):
             continue
         case = Case(5, 384, x, residual, weight, data="outliers")
         tensors = operands(case)
-        flags = {"round_norm": round_norm, "weight_offset": offset}
+        flags = {"round_norm": round_norm, "weight_offset": offset, "between": between, **given(quantization)}
         if residual is not None:
             flags["round_sum"] = round_sum
-        wanted = oracle_quantized.after_norm(
-            *tensors, 1e-6, quantization, between=between, **flags, **given(quantization)
-        )
-        present = [tensor for index, tensor in enumerate(tensors) if index != 1 or residual is not None]
-        function = fusednorm.rms_norm_quant if residual is None else fusednorm.fused_add_rms_norm_quant
-        normed = torch.empty_like(tensors[0])
-        found = function(
-            *present, quantization=quantization, between=between, normed_out=normed, **flags, **given(quantization)
-        )
-        about = f"{quantization}, {case}, {between}, {flags}"
-        if residual is not None:
-            *found, total = found
-            agree(total, torch.from_numpy(wanted[4]).to(residual), f"{about}: sum")
-        compare(agree, found, wanted[:3], quantization, about)
-        agree(normed, torch.from_numpy(wanted[3]).to(x), f"{about}: rows")
+        else:
+            tensors = (tensors[0], None, tensors[2])
+        check_after_norm(agree, tensors, quantization, f"{case}, {flags}", torch.empty_like(tensors[0]), **flags)
 
 
 @pytest.mark.promise("same bits")
@@ -150,15 +158,8 @@ def test_sizes_of_rows(mode, agree, hidden):
         (BF16, Quantization(E5M2, per="tensor", apply="reciprocal")),
     ):
         tensors = operands(Case(3, hidden).of(dtype))
-        more = given(quantization)
-        y = tensors[0].abs()
-        found = fusednorm.quantize(y, quantization, **more)
-        wanted = oracle_quantized.quantized(y, quantization, **more)
-        compare(agree, found, wanted, quantization, f"{quantization}, alone")
-        *found, total = fusednorm.fused_add_rms_norm_quant(*tensors, quantization=quantization, **more)
-        wanted = oracle_quantized.after_norm(*tensors, 1e-6, quantization, **more)
-        compare(agree, found, wanted[:3], quantization, f"{quantization}, after a norm")
-        agree(total, torch.from_numpy(wanted[4]).to(total), f"{quantization}: sum")
+        check_alone(agree, tensors[0].abs(), quantization, "alone", **given(quantization))
+        check_after_norm(agree, tensors, quantization, "after a norm", **given(quantization))
 
 
 @pytest.mark.promise("fused equals unfused")
@@ -184,16 +185,16 @@ def test_separate_calls(mode, agree, dtype, between):
 @pytest.mark.left_out("triton_cpu")
 def test_separate_gates(mode, agree, dtype):
     gate, up, _ = operands(Case(6, 256).of(dtype))
+    products = {None: fusednorm.silu_and_mul(gate, up), F32: fusednorm.gate(up, gate, out_dtype=F32)}
     for quantization in (ALL["VLLM_FP8_TOKEN"], ALL["columns"], ALL["VLLM_INT8_TOKEN_AZP_CPU"]):
-        for between, product in (
-            (None, fusednorm.silu_and_mul(gate, up)),
-            (F32, fusednorm.gate(up, gate, out_dtype=F32)),
-        ):
+        for between, product in products.items():
             wanted = fusednorm.quantize(product, quantization)
-            memory = {"out": torch.empty_like(wanted[0]), "scale_out": torch.empty_like(wanted[1])}
-            found = fusednorm.silu_and_mul_quant(gate, up, quantization=quantization, between=between, **memory)
-            assert found[0] is memory["out"]
-            assert found[1] is memory["scale_out"]
+            out, scale_out = (torch.empty_like(t) for t in wanted[:2])
+            found = fusednorm.silu_and_mul_quant(
+                gate, up, quantization=quantization, between=between, out=out, scale_out=scale_out
+            )
+            assert found[0] is out
+            assert found[1] is scale_out
             agree(bytes_of(found), bytes_of(wanted), str(quantization))
 
 
@@ -237,9 +238,7 @@ def test_computed_zero_points(mode, agree, how):
     rows += [[number] * 4 for number in (0.0, 5.0, -5.0)]
     y = torch.tensor(rows)
     for dtype in (U8, I8):
-        quantization = Quantization(dtype, zero_point=how)
-        wanted = oracle_quantized.quantized(y, quantization)
-        compare(agree, fusednorm.quantize(y, quantization), wanted, quantization, f"{quantization}")
+        check_alone(agree, y, Quantization(dtype, zero_point=how))
 
 
 @pytest.mark.promise("same bits")
@@ -261,9 +260,7 @@ def test_every_boundary_of_rounding(mode, agree, dtype):
         (within, Quantization(dtype), {}),
         (within.bfloat16(), Quantization(dtype), {}),
     ):
-        rows = rows.unsqueeze(0).to(torch.get_default_device())
-        found = fusednorm.quantize(rows, quantization, **more)
-        compare(agree, found, oracle_quantized.quantized(rows, quantization, **more), quantization, "boundaries")
+        found = check_alone(agree, rows.unsqueeze(0).to(torch.get_default_device()), quantization, **more)
         assert found[1].item() == 1
 
 
@@ -274,10 +271,8 @@ def test_numbers_of_every_size(mode, agree, dtype):
     powers = (2.0 ** torch.arange(-149, 128, dtype=F64, device="cpu")).float()
     points = torch.cat((powers, 1.5 * powers, torch.tensor([0.0, math.inf, math.nan], device="cpu")))
     y = torch.cat((points, -points)).unsqueeze(0).to(torch.get_default_device())
-    scale = torch.ones(1)
     for quantization in (Quantization(dtype, per="tensor"), Quantization(dtype, per="tensor", qmax=96)):
-        found = fusednorm.quantize(y, quantization, scale=scale)
-        compare(agree, found, oracle_quantized.quantized(y, quantization, scale), quantization, str(quantization))
+        check_alone(agree, y, quantization, scale=torch.ones(1))
 
 
 @pytest.mark.promise("same bits")
@@ -287,12 +282,9 @@ def test_the_smallest_scales(mode, agree, dtype, apply):
     """Of groups of the least numbers: scales that are 0 or subnormal, and factors that are infinite."""
     amax = (2.0 ** torch.arange(-149, -100, dtype=F64, device="cpu")).float()
     y = torch.stack((amax, -amax, amax / 2, amax * 0), -1).to(torch.get_default_device())
-    quantization = Quantization(dtype, apply=apply)
-    found = fusednorm.quantize(y, quantization)
-    compare(agree, found, oracle_quantized.quantized(y, quantization), quantization, str(quantization))
-    numbers = found[0].float()
-    assert not numbers[(found[1] == 0).flatten()].any()
-    assert (found[1] == 0).any()
+    numbers, scale = check_alone(agree, y, Quantization(dtype, apply=apply))
+    assert not numbers.float()[(scale == 0).flatten()].any()
+    assert (scale == 0).any()
 
 
 @pytest.mark.promise("same bits")
@@ -302,10 +294,7 @@ def test_given_zero_points_are_whole_numbers(mode, agree, how):
     quantization, scale = Quantization(I8, per="tensor", zero_point=how), torch.ones(1)
     for point in (-7, 2**24 + 1, -(2**24) - 3, 2**30 - 1, 1 - 2**30):
         y = torch.tensor([[-point + 5.0, -point - 90.0, 0.0, math.inf, -math.inf, math.nan, -1e9, 1e9]])
-        given_point = torch.tensor([point], dtype=torch.int32)
-        found = fusednorm.quantize(y, quantization, scale=scale, zero_point=given_point)
-        wanted = oracle_quantized.quantized(y, quantization, scale, given_point)
-        compare(agree, found, wanted, quantization, f"{quantization}, {point}")
+        check_alone(agree, y, quantization, scale=scale, zero_point=torch.tensor([point], dtype=torch.int32))
 
 
 @pytest.mark.promise("same bits")
@@ -313,10 +302,7 @@ def test_nothing_behind_a_group_counts(mode, agree):
     """Elements of one sign, with zero points; and a row whose rstd is infinite, which would make NaN of zeros."""
     y = operands(Case(2, 70).of(F32))[0].abs() + 1
     for sign, per in ((1, "row"), (-1, "row"), (1, 10), (-1, 10)):
-        quantization = Quantization(I8, per=per, zero_point="after")
-        found = fusednorm.quantize(sign * y, quantization)
-        wanted = oracle_quantized.quantized(sign * y, quantization)
-        compare(agree, found, wanted, quantization, f"{sign}, {quantization}")
+        check_alone(agree, sign * y, Quantization(I8, per=per, zero_point="after"), f"{sign}")
     infinite, quantization = torch.full((1, 70), math.inf), Quantization(I8)
     found = fusednorm.rms_norm_quant(torch.full((1, 70), 1e-30), eps=0.0, quantization=quantization)
     compare(agree, found, oracle_quantized.quantized(infinite, quantization), quantization, "infinite")

@@ -291,10 +291,11 @@ def serving(operation: Operation, step: Step, select_rows: Callable[[Operation],
     ``select_rows`` selects the backend of the rows; it is asked at the first call.
     """
     key = request(), operation, step
-    if key not in _selected:
+    try:
+        return _selected[key]
+    except KeyError:
         backend, explanation = select_rows(operation), choose(operation)
-        _selected[key] = backend if explanation.takes(step) else None
-    return _selected[key]
+        return _selected.setdefault(key, backend if explanation.takes(step) else None)
 
 
 def request_of_backward() -> str:

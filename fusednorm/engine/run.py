@@ -26,7 +26,6 @@ from fusednorm.calls.memory import ABSENT, Rows, common_levels, in_levels, packe
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, fast_paths, request, select, selected, serving
-from fusednorm.engine.run_quantized import Results
 from fusednorm.engine.substitutes import Composition
 
 #: So many flags the fast path takes; the others must have their defaults.
@@ -89,15 +88,12 @@ def forward(
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
     before: Before | None = None,
-    then: Results | None = None,
     around: Around | None = None,
 ) -> tuple[Any, Any]:
     """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
     ``rstd`` ([...] of the accumulator type) receives 1 / sqrt(mean of squares + eps). ``before``: a norm of x before
     the addition; the weight and eps are then of the norm after it. ``around``: a bias, rows of heads and a factor of x.
-    ``then``: where a quantizer writes, if the backend has one in the same call; ``then.done`` is then True, and rows
-    have memory only in ``out``. Else the caller must quantize the rows that this returns.
     """
     name = "weight" if before is None else "next_weight"
     check_operands(x, residual, weight if around is None else None, out, residual_out, weight_name=name)
@@ -150,8 +146,8 @@ def forward(
         weights = {name: weight, "bias": bias} | ({} if first_weight is None else {"weight": first_weight})
         check_apart(outputs, {"x": x, "residual": residual, **weights}, dict.fromkeys(outputs, ("x", "residual")))
     # The levels of what is written come first: inputs can be copied.
-    inner, (out_strides, total_strides, *then_strides, x_strides, residual_strides) = common_levels(
-        (out_rows, total_rows, *(() if then is None else then.levels), x_rows, residual_rows)
+    inner, (out_strides, total_strides, x_strides, residual_strides) = common_levels(
+        (out_rows, total_rows, x_rows, residual_rows)
     )
     if total_strides is None and residual_out is not None:
         refuse_layout("residual_out", residual_out, "the same two levels of strides as out")
@@ -161,10 +157,7 @@ def forward(
         residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
 
     backend = backend_of(operation)
-    quantizes = False
-    if then is not None and rows and then.fits(tuple(then_strides)):
-        quantizes = whole_of(operation, Step("quantize", then.quantization)) is not None
-    if out is None and operation.out is not None and not quantizes:
+    if out is None and operation.out is not None:
         out = new_like(x, operation.out)
     if residual is not None and residual_out is None:
         residual_out = new_like(residual, operation.residual_out)
@@ -191,11 +184,8 @@ def forward(
             bias,
             x_scale,
         )
-        if quantizes and then is not None:
-            backend.forward(then.call(None, ABSENT, call, inner, tuple(then_strides)))
-        else:
-            run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
-            run(call)
+        run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
+        run(call)
     return out, residual_out
 
 

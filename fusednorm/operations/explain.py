@@ -90,7 +90,7 @@ def explain(
     check_between(between, x)
     flags = check_flags(Flags(1e-6, 0.0, round_sum, round_norm, out_dtype, residual_dtype), x, residual, out, None)
     if quantization is not None:
-        check_quantization(quantization, x, None, None, in_memory=False, given=False)
+        check_quantization(quantization, x)
         flags = flags._replace(out_dtype=between)
     if function is l2_norm:  # its weight is made in the call
         weight = x.new_empty(x.shape[-1:], dtype=accumulator(x.dtype))

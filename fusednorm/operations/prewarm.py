@@ -12,7 +12,7 @@ import torch
 from fusednorm.calls.checks import check_is_quantization
 from fusednorm.calls.devices import present
 from fusednorm.calls.process import waiting_for_kernels
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import Quantization, is_given
 from fusednorm.operations.gate import gate, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.listed import of_function
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
@@ -96,7 +96,7 @@ def prewarm(
     given: dict[str, Any] = {}
     if quantization is not None:
         check_is_quantization(quantization)
-        if quantization.per == "tensor":
+        if is_given(quantization):
             given["scale"] = torch.ones(1, device=device)
             if quantization.computes_zero_point:
                 given["zero_point"] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags, Step, operation_of
+from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import (
     check_apart,
     check_between,
+    check_given,
     check_operands,
     check_output,
     check_quantization,
     refuse_type,
-    requires_grad,
 )
 from fusednorm.calls.fast_path import NO_NORM, FastPath
-from fusednorm.calls.quantization import Quantization
-from fusednorm.engine import run, run_quantized
+from fusednorm.calls.must_be_seen import Listener
+from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given
+from fusednorm.engine import run_quantized
 from fusednorm.engine.choose import fast_paths, request
-from fusednorm.engine.run_quantized import Results
+from fusednorm.engine.run_quantized import Norm, Quantizing
 from fusednorm.operations.gate import gate as gated
 from fusednorm.operations.gate import halves, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
@@ -69,16 +70,13 @@ def quantize(
         result = take(y, *NO_NORM, quantization.packed, False, False, scale, out, scale_out)
         if result is not None:
             return result
-    operands = (y, scale, zero_point, out, scale_out, zero_point_out)
-    if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(quantize, operands, locals())
-    check_operands(y, None, None, None, None, in_memory=must_be_seen.in_memory(y), x_name="y")
-    outputs = Outputs(out, scale_out, zero_point_out)
-    _check("quantize", y, quantization, scale, zero_point, outputs, {"y": y})
-    if must_be_seen.in_one_operator(*operands):
-        found = torch.ops.fusednorm.quantize_inference(y, str(quantization), scale, zero_point)
-        return _written(found, quantization, scale, outputs)
-    return _quantized(y, quantization, scale, zero_point, outputs)
+    call = _Call(quantize, {"y": y}, Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out), {})
+    if call.listener is Listener.OVERRIDE:
+        return call.handed_over()
+    check_operands(y, None, None, None, None, in_memory=call.in_memory, x_name="y")
+    call.check(y)
+    found = call.in_one_operator()
+    return call.of_rows(y) if found is None else found
 
 
 def rms_norm_quant(
@@ -129,25 +127,9 @@ def rms_norm_quant(
         )
         if result is not None:
             return result
-    operands = (x, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out)
-    flags: dict[str, Any] = {"weight_offset": weight_offset, "round_norm": round_norm}
-    if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(rms_norm_quant, operands, locals())
-    check_operands(x, None, weight, None, None, in_memory=must_be_seen.in_memory(x, weight))
-    check_between(between, x)
-    outputs = Outputs(out, scale_out, zero_point_out, normed_out)
-    _check("rms_norm_quant", x, quantization, scale, zero_point, outputs, {"x": x, "weight": weight})
-    if normed_out is None and must_be_seen.in_one_operator(*operands):
-        numbers = (scale, zero_point, between, weight_offset, round_norm)
-        found = torch.ops.fusednorm.rms_norm_quant_inference(x, weight, eps, str(quantization), *numbers)
-        return _written(found, quantization, scale, outputs)
-    if not _in_two_calls(outputs, between, x, weight, scale, zero_point):
-        results = _results(x, quantization, scale, zero_point, outputs)
-        asked = Flags(eps, weight_offset, True, round_norm, between)
-        y, _ = run.forward(x, None, weight, asked, normed_out, then=results)
-        return _returned(results) if results.done else _quantized(y, quantization, scale, zero_point, outputs)
-    y = rms_norm(x, weight, eps, out_dtype=between, **flags)
-    return _quantized(y, quantization, scale, zero_point, outputs)
+    flags = {"eps": eps, "between": between, "weight_offset": weight_offset, "round_norm": round_norm}
+    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out)
+    return _Call(rms_norm_quant, {"x": x, "weight": weight}, quantizing, flags).of_norm()
 
 
 def fused_add_rms_norm_quant(
@@ -211,34 +193,12 @@ def fused_add_rms_norm_quant(
             )
             if result is not None:
                 return result
-    operands = (x, residual, weight, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
-    flags: dict[str, Any] = {
-        "weight_offset": weight_offset,
-        "round_sum": round_sum,
-        "round_norm": round_norm,
-        "residual_out": residual_out,
-        "residual_dtype": residual_dtype,
-    }
-    if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(fused_add_rms_norm_quant, operands, locals())
-    in_memory = must_be_seen.in_memory(x, residual, weight, residual_out)
-    check_operands(x, residual, weight, None, residual_out, in_memory=in_memory)
-    check_between(between, x)
-    outputs = Outputs(out, scale_out, zero_point_out, normed_out, residual_out)
-    inputs = {"x": x, "residual": residual, "weight": weight}
-    _check("fused_add_rms_norm_quant", x, quantization, scale, zero_point, outputs, inputs)
-    if normed_out is None and must_be_seen.in_one_operator(*operands):
-        numbers = (scale, zero_point, between, weight_offset, round_sum, round_norm, residual_dtype)
-        operator = torch.ops.fusednorm.fused_add_rms_norm_quant_inference
-        return _written(operator(x, residual, weight, eps, str(quantization), *numbers), quantization, scale, outputs)
-    if not _in_two_calls(outputs, between, x, residual, weight, scale, zero_point):
-        results = _results(x, quantization, scale, zero_point, outputs)
-        asked = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype)
-        y, total = run.forward(x, residual, weight, asked, normed_out, residual_out, then=results)
-        found = _returned(results) if results.done else _quantized(y, quantization, scale, zero_point, outputs)
-        return *found, total
-    y, total = fused_add_rms_norm(x, residual, weight, eps, out_dtype=between, **flags)
-    return *_quantized(y, quantization, scale, zero_point, outputs), total
+    flags: dict[str, Any] = {"eps": eps, "between": between, "weight_offset": weight_offset}
+    flags |= {"round_sum": round_sum, "round_norm": round_norm, "residual_dtype": residual_dtype}
+    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
+    return _Call(
+        fused_add_rms_norm_quant, {"x": x, "residual": residual, "weight": weight}, quantizing, flags
+    ).of_norm()
 
 
 def silu_and_mul_quant(
@@ -274,32 +234,17 @@ def silu_and_mul_quant(
         TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.silu_and_mul`.
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
-    operands = (gate, up, scale, zero_point, out, scale_out, zero_point_out)
-    if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(silu_and_mul_quant, operands, locals())
+    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
+    call = _Call(silu_and_mul_quant, {"gate": gate, "up": up}, quantizing, {"between": between})
+    if call.listener is Listener.OVERRIDE:
+        return call.handed_over()
     z, y = halves(gate) if up is None else (gate, up)
-    check_operands(z, y, None, None, None, in_memory=must_be_seen.in_memory(z, y), x_name="gate", residual_name="up")
+    check_operands(z, y, None, None, None, in_memory=call.in_memory, x_name="gate", residual_name="up")
     check_between(between, z, "gate")
-    outputs = Outputs(out, scale_out, zero_point_out)
-    _check("silu_and_mul_quant", z, quantization, scale, zero_point, outputs, {"gate": gate, "up": up})
-    if must_be_seen.in_one_operator(*operands):
-        numbers = (scale, zero_point, between)
-        found = torch.ops.fusednorm.silu_and_mul_quant_inference(gate, up, str(quantization), *numbers)
-        return _written(found, quantization, scale, outputs)
-    product = silu_and_mul(z, y) if between is None else gated(y, z, out_dtype=between)
-    return _quantized(product, quantization, scale, zero_point, outputs)
-
-
-def _written(
-    found: Sequence[Tensor], quantization: Quantization, scale: Tensor | None, outputs: Outputs
-) -> tuple[Tensor, ...]:
-    """The results of a function, of those of its operator, which returns no scale or zero point that is given."""
-    values, *others = found
-    given = [outputs.scale_out] if quantization.per != "tensor" else []
-    given += [outputs.zero_point_out] if quantization.computes_zero_point else []
-    results = [dtensor_bridge.written(*one) for one in zip((*given, outputs.residual_out), others, strict=False)]
-    values = dtensor_bridge.written(outputs.out, values)
-    return (values, cast(Tensor, scale), *results) if quantization.per == "tensor" else (values, *results)
+    call.check(z)
+    if (found := call.in_one_operator()) is not None:
+        return found
+    return call.of_rows(silu_and_mul(z, y) if between is None else gated(y, z, out_dtype=between))
 
 
 def _taken_by(
@@ -321,126 +266,140 @@ def _taken_by(
     return take if between is None or between is torch.float32 else None
 
 
-def _in_two_calls(outputs: Outputs, between: torch.dtype | None, *operands: Tensor | None) -> bool:
-    """Whether the norm and the quantizer are called one after the other, because torch must see both.
-
-    Also where ``normed_out`` wants other rows than the quantizer.
-    """
-    if between is not None and outputs.normed_out is not None:
-        return True
-    return must_be_seen.seen(*operands, *outputs) or must_be_seen.transform(*operands, *outputs)
-
-
 #: The inputs that outputs may be. Scales of groups of one element are not among them: they are written before the
 #: numbers, which are then read again.
 _OWN = {"normed_out": ("x", "residual"), "residual_out": ("x", "residual")}
+_OUTPUTS = ("out", "scale_out", "zero_point_out", *_OWN)
 
 
-class Outputs(NamedTuple):
-    """Where the caller wants results; None: new memory."""
+class _Call:
+    """A call beyond the fast path.
 
-    out: Tensor | None = None
-    scale_out: Tensor | None = None
-    zero_point_out: Tensor | None = None
-    normed_out: Tensor | None = None
-    residual_out: Tensor | None = None
+    Args:
+        function: the public function.
+        inputs: its operands, by name, the rows first.
+        quantizing: its quantizer.
+        flags: its other arguments, by name.
+    """
 
+    def __init__(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: dict[str, Any],
+        quantizing: Quantizing,
+        flags: dict[str, Any],
+    ) -> None:
+        self.function, self.inputs, self.quantizing, self.flags = function, inputs, quantizing, flags
+        self.quantization, *tensors = quantizing
+        self.operands = (*inputs.values(), *tensors)
+        self.listener = must_be_seen.listener(*self.operands)
+        self.in_memory = self.listener is None
 
-def _check(
-    name: str,
-    x: Tensor,
-    quantization: Quantization,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    outputs: Outputs,
-    inputs: dict[str, Tensor | None],
-) -> None:
-    """All that must fit before anything is written. The inputs are those of the function, by name, the rows first."""
-    x_name = next(iter(inputs))
-    if is_grad_enabled() and requires_grad(x, None, None, *inputs.values()):
-        raise RuntimeError(
-            f"{name}(): one of the arguments requires grad, and 8-bit numbers have no gradients; call it under "
-            f"torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train without the "
-            "quantization"
+    def handed_over(self) -> tuple[Tensor, ...]:
+        """The results of whatever overrides the function."""
+        values = {**self.inputs, **self.flags, **self.quantizing._asdict()}
+        return must_be_seen.handed_over(self.function, self.operands, values)
+
+    def check(self, x: Tensor) -> None:
+        """All that must fit before anything is written, but the inputs, which do; x has their rows."""
+        x_name = next(iter(self.inputs))
+        if is_grad_enabled() and any(t is not None and t.requires_grad for t in self.inputs.values()):
+            raise RuntimeError(
+                f"{self.function.__name__}(): one of the arguments requires grad, and 8-bit numbers have no gradients; "
+                f"call it under torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train "
+                "without the quantization"
+            )
+        quantization, scale, zero_point, *outputs = self.quantizing
+        check_quantization(quantization, x)
+        check_given(quantization, scale, zero_point, x, x_name, self.in_memory)
+        given = {name: t for name, t in zip(_OUTPUTS, outputs, strict=True) if t is not None}
+        if not given:
+            return
+        rows, groups = list(x.shape), [1] if is_given(quantization) else groups_of(quantization, x.shape)
+        wanted = {"out": (rows, quantization.dtype), "scale_out": (groups, torch.float32)}
+        wanted |= {"zero_point_out": (groups, torch.int32), "normed_out": (rows, x.dtype)}
+        for name, (shape, dtype) in wanted.items():
+            check_output(name, given.get(name), shape, dtype, x, x_name)
+        if is_given(quantization) and ("scale_out" in given or "zero_point_out" in given):
+            raise TypeError(
+                "scale_out or zero_point_out is given, and scale is too; leave out what would be a copy of it"
+            )
+        if "zero_point_out" in given and not quantization.computes_zero_point:
+            raise TypeError(f"zero_point_out is given, and {quantization} computes no zero points; leave it out")
+        if self.in_memory:
+            check_apart(given, {**self.inputs, "scale": scale, "zero_point": zero_point}, _OWN)
+
+    def in_one_operator(self) -> tuple[Tensor, ...] | None:
+        """The results of the operator that is all of the function: ``inference.py``; None where others are called."""
+        (quantization, scale, zero_point, *_), normed_out = self.quantizing, self.quantizing.normed_out
+        if self.in_memory or normed_out is not None or not must_be_seen.in_one_operator(*self.operands):
+            return None
+        operator = getattr(torch.ops.fusednorm, f"{self.function.__name__}_inference")
+        found = operator(
+            **self.inputs, quantization=str(quantization), scale=scale, zero_point=zero_point, **self.flags
         )
-    in_memory = must_be_seen.in_memory(x, scale, zero_point, *outputs)
-    check_quantization(quantization, x, scale, zero_point, in_memory, x_name=x_name)
-    groups = [*x.shape[:-1], x.shape[-1] // quantization.group(x.shape[-1])]
-    shape = [1] if quantization.per == "tensor" else groups
-    check_output("out", outputs.out, list(x.shape), quantization.dtype, x, x_name)
-    check_output("scale_out", outputs.scale_out, shape, torch.float32, x, x_name)
-    check_output("zero_point_out", outputs.zero_point_out, shape, torch.int32, x, x_name)
-    check_output("normed_out", outputs.normed_out, list(x.shape), x.dtype, x, x_name)
-    if quantization.per == "tensor" and (outputs.scale_out is not None or outputs.zero_point_out is not None):
-        raise TypeError("scale_out or zero_point_out is given, and scale is too; leave out what would be a copy of it")
-    if outputs.zero_point_out is not None and not quantization.computes_zero_point:
-        raise TypeError(f"zero_point_out is given, and {quantization} computes no zero points; leave it out")
-    if in_memory:
-        check_apart(outputs._asdict(), {**inputs, "scale": scale, "zero_point": zero_point}, _OWN)
+        return self._written(*found)
+
+    def of_norm(self) -> tuple[Tensor, ...]:
+        """The results of a norm of x, and with a residual the sum."""
+        if self.listener is Listener.OVERRIDE:
+            return self.handed_over()
+        x, residual, weight = self.inputs["x"], self.inputs.get("residual"), self.inputs["weight"]
+        residual_out, between = self.quantizing.residual_out, self.flags["between"]
+        check_operands(x, residual, weight, None, residual_out, in_memory=self.in_memory)
+        check_between(between, x)
+        self.check(x)
+        if (found := self.in_one_operator()) is not None:
+            return found
+        flags = {name: value for name, value in self.flags.items() if name != "between"}
+        if self.in_memory and (between is None or self.quantizing.normed_out is None):
+            norm = Norm(residual, weight, Flags(out_dtype=between, **flags))
+            if (found := run_quantized.forward(x, self.quantizing, norm)) is not None:
+                return found
+        if residual is None:
+            return self.of_rows(rms_norm(x, weight, out_dtype=between, **flags))
+        y, total = fused_add_rms_norm(x, residual, weight, out_dtype=between, residual_out=residual_out, **flags)
+        return *self.of_rows(y), total
+
+    def of_rows(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The results for the rows that are quantized."""
+        quantization, scale, zero_point, *_ = self.quantizing
+        if (normed_out := self.quantizing.normed_out) is not None:
+            dtensor_bridge.written(normed_out, reference.rounded(y, normed_out.dtype))
+        if self.in_memory and (found := run_quantized.forward(y, self.quantizing)) is not None:
+            return found
+        if self.listener is Listener.DISPATCHER:
+            quantize_rows = dtensor_bridge.operations(y, scale, zero_point).quantize
+            numbers, *of_groups = quantize_rows(y, str(quantization), scale, zero_point)
+            return self._written(numbers, *of_groups[: len(computed_by(quantization))], laid_out=False)
+        return self._written(*quantizer.quantized(y, quantization, scale, zero_point), laid_out=False)
+
+    def _written(self, numbers: Tensor, *others: Tensor, laid_out: bool = True) -> tuple[Tensor, ...]:
+        """The results, in the caller's memory where that is given.
+
+        Args:
+            numbers: [..., N].
+            others: scales and zero points that are computed; behind them may be the sum.
+            laid_out: whether scales and zero points lie as the quantization's layout asks for.
+        """
+        quantization, scale, _, out, scale_out, zero_point_out, _, residual_out = self.quantizing
+        results = [dtensor_bridge.written(out, numbers), *([cast(Tensor, scale)] if is_given(quantization) else [])]
+        memory = [*(scale_out, zero_point_out)[: len(computed_by(quantization))], residual_out]
+        for given, new in zip(memory, others, strict=False):
+            new = new if laid_out or given is not None else _laid_out(new, quantization)
+            results.append(dtensor_bridge.written(given, new))
+        return tuple(results)
 
 
-def _quantized(
-    y: Tensor, quantization: Quantization, scale: Tensor | None, zero_point: Tensor | None, outputs: Outputs
-) -> tuple[Tensor, ...]:
-    """The results for checked operands, in the caller's memory where that is given."""
-    if outputs.normed_out is not None and outputs.normed_out is not y:
-        dtensor_bridge.written(outputs.normed_out, reference.rounded(y, outputs.normed_out.dtype))
-    if must_be_seen.seen(y, scale, zero_point, *outputs):
-        found = dtensor_bridge.operations(y, scale, zero_point).quantize(y, str(quantization), scale, zero_point)
-        return _copied(found, quantization, scale, outputs)
-    results = _results(y, quantization, scale, zero_point, outputs)
-    if not must_be_seen.transform(y, scale, zero_point):
-        backend = run.whole_of(operation_of(y, None, None, Flags()), Step("quantize", quantization))
-        if run_quantized.quantize(y, results, backend):
-            return _returned(results)
-    return _copied(quantizer.quantized(y, quantization, scale, zero_point), quantization, scale, outputs)
-
-
-def _results(
-    x: Tensor, quantization: Quantization, scale: Tensor | None, zero_point: Tensor | None, outputs: Outputs
-) -> Results:
-    """Where the results of a quantizer go."""
-    given = quantization.per == "tensor"
-    return Results(
-        *(x.shape, x.device, quantization, outputs.out),
-        scale if given else outputs.scale_out,
-        zero_point if given else outputs.zero_point_out,
-    )
-
-
-def _returned(results: Results) -> tuple[Tensor, ...]:
-    """The results of the public functions."""
-    if results.quantization.per != "tensor" and results.zero_point is not None:
-        return results.out, results.scale, results.zero_point
-    return results.out, results.scale
-
-
-def _copied(
-    found: tuple[Tensor, Tensor, Tensor | None],
-    quantization: Quantization,
-    scale: Tensor | None,
-    outputs: Outputs,
-) -> tuple[Tensor, ...]:
-    """New results, copied to the caller's memory where that is given, and scales laid out."""
-    values, new_scale, new_zero_point = found
-    values = dtensor_bridge.written(outputs.out, values)
-    if quantization.per == "tensor":
-        return values, cast(Tensor, scale)
-    laid = [_laid_out(new_scale, quantization, outputs.scale_out)]
-    if quantization.computes_zero_point:
-        laid.append(_laid_out(cast(Tensor, new_zero_point), quantization, outputs.zero_point_out))
-    return values, *laid
-
-
-def _laid_out(of_groups: Tensor, quantization: Quantization, given: Tensor | None) -> Tensor:
-    """Scales or zero points, [..., groups], in the caller's memory, or where the layout asks for them.
+def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
+    """Scales or zero points, [..., groups], where the layout asks for them.
 
     A transform of ``torch.func`` lays its batches out itself.
     """
-    if given is not None or quantization.layout == "row" or must_be_seen.transformed(of_groups):
-        return dtensor_bridge.written(given, of_groups)
+    if quantization.layout == "row" or must_be_seen.transformed(of_groups):
+        return of_groups
 
     def formula(found: Tensor) -> tuple[Tensor]:
-        return (run_quantized.laid_out(tuple(found.shape), found.dtype, found.device, quantization).copy_(found),)
+        return (run_quantized.laid_out(found.shape, found.dtype, found, quantization).copy_(found),)
 
     return cast(Tensor, dtensor_bridge.on_rows(formula, (of_groups,))[0])

@@ -5,7 +5,7 @@ All arithmetic is in float32. A float64 value is rounded to float32 first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,18 +18,10 @@ if TYPE_CHECKING:
     from fusednorm.calls.quantization import Quantization
 
 
-class Quantized(NamedTuple):
-    """The numbers, [..., N]; scales and zero points, [..., groups], or as given for one scale of all."""
-
-    values: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-
-
 def quantized(
     y: Tensor, quantization: Quantization, scale: Tensor | None = None, zero_point: Tensor | None = None
-) -> Quantized:
-    """The numbers, the scales and the zero points, as the specification writes them.
+) -> tuple[Tensor, ...]:
+    """The numbers, [..., N], and the scales and zero points that are computed, [..., groups].
 
     Args:
         y: [..., N], float16, bfloat16, float32 or float64.
@@ -67,10 +59,9 @@ def quantized(
         v = v * factor.unsqueeze(-1)
     v = torch.where((s == 0).unsqueeze(-1), 0.0, v)
     found = _stored(v, quantization, None if zero is None else zero.unsqueeze(-1)).reshape(y.shape)
-    if scale is not None:
-        return Quantized(found, scale, zero_point)
     returned = multiplier if quantization.returns == "multiplier" and multiplier is not None else s
-    return Quantized(found, returned, zero)
+    computed = [] if scale is not None else [returned] if zero is None else [returned, zero]
+    return found, *computed
 
 
 def greatest_magnitude(v: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from fusednorm.calls.call import Flags, RMSNorm, operation_of
 from fusednorm.calls.checks import (
     check_dtype,
     check_flags,
+    check_given,
     check_gradients,
     check_operands,
     check_quantization,
 )
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import Quantization, computed_by, groups_of
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run, run_rotated
 from fusednorm.engine.choose import request, request_of_backward, use_backend
@@ -146,21 +147,18 @@ def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded_to: torch.dtype |
     check_dtype("dtype", dtype, None)
 
 
-def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
-    found = quantizer.quantized(y, quantization, scale, zero_point)
-    nothing = y.new_empty(0)  # an operand must not be a result
-    new_scale = nothing.to(torch.float32) if found.scale is scale else found.scale
-    new_zero_point = found.zero_point
-    if new_zero_point is None or new_zero_point is zero_point:
-        new_zero_point = nothing.to(torch.int32)
-    return found.values, new_scale, new_zero_point
+    numbers, *computed = quantizer.quantized(y, quantization, scale, zero_point)
+    nothing = [y.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int32)]
+    return numbers, *computed, *nothing[len(computed) :]
 
 
 def _check_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> Quantization:
     check_operands(y, None, None, None, None, in_memory=False, x_name="y")
     quantization = Quantization.parse(text)
-    check_quantization(quantization, y, scale, zero_point, in_memory=False, x_name="y")
+    check_quantization(quantization, y)
+    check_given(quantization, scale, zero_point, y, "y", in_memory=False)
     return quantization
 
 
@@ -221,17 +219,12 @@ def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _fake_quantize(
-    y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
-    groups = (0,) if scale is not None else (*y.shape[:-1], y.shape[-1] // quantization.group(y.shape[-1]))
-    computed = scale is None and quantization.computes_zero_point
-    return (
-        y.new_empty(y.shape, dtype=quantization.dtype),
-        y.new_empty(groups, dtype=torch.float32),
-        y.new_empty(groups if computed else (0,), dtype=torch.int32),
-    )
+    computed, groups = len(computed_by(quantization)), groups_of(quantization, y.shape)
+    shapes = [y.shape, *[groups] * computed, *[[0]] * (2 - computed)]
+    dtypes = (quantization.dtype, torch.float32, torch.int32)
+    return tuple(y.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
 def _fake_backward(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.declared import Declaration, Role
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import Quantization, computed_by
 from fusednorm.torch_ops.declared import DECLARED
 
 try:
@@ -205,8 +205,8 @@ def _quantize(schema: OpSchema) -> Any:
     schema.get_mesh_from_args()
     operands = _placed(schema)
     rows, quantization = _rows(operands["y"]), Quantization.parse(cast(str, schema.args_schema[1]))
-    computed = quantization.per != "tensor"
-    outputs = _gradients(rows, (rows, rows, rows), (True, computed, computed and quantization.computes_zero_point))
+    computed = len(computed_by(quantization))
+    outputs = _gradients(rows, (rows,) * 3, (True, computed > 0, computed > 1))
     return _strategy(outputs, operands, rows)
 
 

@@ -99,7 +99,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "norm": (run(TOKEN), quantizer.quantized(y, TOKEN)),
         "fused": (run(TOKEN, residual=RESIDUAL), quantizer.quantized(rms_norm(total, WEIGHT), TOKEN)),
         "in place": (run(TOKEN, residual=sums, residual_out=sums), quantizer.quantized(rms_norm(total, WEIGHT), TOKEN)),
-        "scale": (run(STATIC, scale=ONE), quantizer.quantized(y, STATIC, ONE)),
+        "scale": (run(STATIC, scale=ONE), (*quantizer.quantized(y, STATIC, ONE), ONE)),
         "unrounded": (
             run(TOKEN, half, between=True),
             quantizer.quantized(rms_norm(half, WEIGHT, out_dtype=F32), TOKEN),
@@ -279,6 +279,15 @@ def test_empty():
         assert (values.shape, scale.shape) == ((0, 128), (0, 128 // quantization.group(128)))
         *found, _ = fused_add_rms_norm_quant(X[:0], RESIDUAL[:0], WEIGHT, quantization=quantization)
         assert same(found[:2], (values, scale))
+
+
+def test_outputs_lie_in_any_way():
+    """Rows that no kernel writes are written by copies."""
+    out, normed = torch.zeros(128, 6, dtype=I8).T, torch.zeros(128, 6).T
+    found = rms_norm_quant(X, WEIGHT, quantization=TOKEN, out=out, normed_out=normed)
+    assert found[0] is out
+    assert same(found, rms_norm_quant(X, WEIGHT, quantization=TOKEN))
+    assert torch.equal(normed, rms_norm(X, WEIGHT))
 
 
 def test_between_leaves_out_both_roundings():
