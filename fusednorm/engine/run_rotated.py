@@ -13,7 +13,6 @@ from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, 
 from fusednorm.calls.memory import packed, two_levels
 from fusednorm.engine import run
 from fusednorm.engine.choose import Chosen, fast_paths, request
-from fusednorm.reference import rotation
 
 #: Cosines and sines, [..., K] of a shape that expands to the rows of heads, and None; or both [P, K], and positions.
 #: Without cosines nothing is rotated.
@@ -145,18 +144,3 @@ def on_fast_path(heads: Sequence[Tensor], tables: Tables, how: Rotation) -> Any:
     q, k = (*heads, None)[:2]
     rounds = how.products is not None
     return take(q, k, None, None, *tables, None, None, 0.0, 0.0, False, how.interleaved, rounds, False, False)
-
-
-def rotate_on_fast_path(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Tensor | None:
-    """:func:`rotate`, if the fast path takes the call."""
-    found = on_fast_path([x], (cos, sin, None), Rotation(*how))
-    return None if found is None else found[0]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Tensor:
-    """Rotated heads, in new memory; see :func:`fusednorm.torch_ops.steps.rotate`."""
-    result = rotate_on_fast_path(x, cos, sin, *how)
-    if result is not None:
-        return result
-    found = forward([Head(x)], (cos, sin, None), Rotation(*how))
-    return rotation.rotated(x, cos, sin, *how) if found is None else found[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -145,8 +145,8 @@ def qk_norm_rope(
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
     if must_be_seen.override(*operands.values(), q_out, k_out):
         return must_be_seen.handed_over(qk_norm_rope, (*operands.values(), q_out, k_out), locals())
-    flags = {"norm": norm, "interleaved": interleaved, "round_products": round_products, "between": between}
-    flags |= {"eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
+    flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
+    flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
     new_q, new_k = _run("qk_norm_rope", operands, (q_out, k_out), flags)
     return new_q, new_k
 
@@ -207,16 +207,14 @@ def qk_norm_rope_(
     tables = {"cos": cos, "sin": sin, "positions": positions}
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
     if must_be_seen.override(*operands.values()):
-        return must_be_seen.handed_over(qk_norm_rope_, operands.values(), locals())
-    flags = {"norm": norm, "interleaved": interleaved, "round_products": round_products, "between": between}
-    flags |= {"eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
+        return must_be_seen.handed_over(qk_norm_rope_, (*operands.values(),), locals())
+    flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
+    flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
     new_q, new_k = _run("qk_norm_rope", operands, (q, k), flags)
     return new_q, new_k
 
 
-def _run(
-    name: str, operands: dict[str, Tensor | None], outputs: Sequence[Tensor | None], flags: dict[str, Any]
-) -> list[Tensor]:
+def _run(name: str, operands: dict[str, Any], outputs: Sequence[Tensor | None], flags: dict[str, Any]) -> list[Tensor]:
     """Rotated heads of x, or of q and k, for a public function; ``flags`` are its arguments that are no operands."""
     for flag in ("norm", "interleaved", "round_products"):
         if flag in flags:
@@ -225,9 +223,7 @@ def _run(
     names = ["x"] if name == "rotate" else ["q", "k"]
     in_memory = must_be_seen.in_memory(*operands.values(), *outputs)
     _check_operands(names, operands, of_norm, in_memory)
-    heads = [
-        Head(cast(Tensor, operands[x]), operands.get(f"{x}_weight"), out) for x, out in zip(names, outputs, strict=True)
-    ]
+    heads = [Head(operands[x], operands.get(f"{x}_weight"), out) for x, out in zip(names, outputs, strict=True)]
     for x, head in zip(names, heads, strict=True):
         check_between(between, head.x, x)
     records = is_grad_enabled() and requires_grad(heads[0].x, None, None, *operands.values(), *outputs)
@@ -242,16 +238,15 @@ def _run(
     found: Sequence[Tensor] | None = None
     if in_memory:
         found = (recorded if records else run_rotated.forward)(heads, tables, how)
-    if found is None:
-        if must_be_seen.in_one_operator(*operands.values(), *outputs):
-            found = getattr(torch.ops.fusednorm, f"{name}_inference")(**operands, **flags)
-            found = [found] if name == "rotate" else found
-        else:
-            found = composed(heads, tables, how)
+    if found is None and must_be_seen.in_one_operator(*operands.values(), *outputs):
+        results = getattr(torch.ops.fusednorm, f"{name}_inference")(**operands, **flags)
+        found = results if isinstance(results, tuple) else (results,)
+    elif found is None:
+        found = composed(heads, tables, how)
     return [dtensor_bridge.written(head.out, new) for head, new in zip(heads, found, strict=True)]
 
 
-def _check_operands(names: list[str], operands: dict[str, Tensor | None], norm: bool, in_memory: bool) -> None:
+def _check_operands(names: list[str], operands: dict[str, Any], norm: bool, in_memory: bool) -> None:
     """That heads of these names, their weights and the tables fit each other."""
     for name in names:
         check_heads(name, operands[name], in_memory)
@@ -275,9 +270,7 @@ def _check_operands(names: list[str], operands: dict[str, Tensor | None], norm: 
         raise TypeError("norm is False and cos and sin are None, so there is nothing to do; leave out only one of both")
 
 
-def _check_outputs(
-    name: str, heads: list[Head], operands: dict[str, Tensor | None], records: bool, in_memory: bool
-) -> None:
+def _check_outputs(name: str, heads: list[Head], operands: dict[str, Any], records: bool, in_memory: bool) -> None:
     """That outputs look like their heads and lie apart from what they are not, and that no gradients are recorded."""
     if all(head.out is None for head in heads):
         return
