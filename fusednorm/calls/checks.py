@@ -37,7 +37,7 @@ def check_operands(
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
-    if not is_dynamo_compiling() and _usual((x, residual, weight, out, residual_out), in_memory):
+    if not is_dynamo_compiling() and usual((x, residual, weight, out, residual_out), in_memory):
         return
     operands = {x_name: x, residual_name: residual, weight_name: weight, "out": out, "residual_out": residual_out}
     # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
@@ -353,7 +353,7 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
     return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype) and strides[0] == strides[1]
 
 
-def _usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
+def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
     if x is None or type(x) not in _PLAIN or x.is_nested:
@@ -491,7 +491,7 @@ def _usual_gradients(
     """Whether all of this fits, and nothing is float64: the usual case."""
     if h.dtype is torch.float64 or not all(dtype is None or dtype in FLOATS[:3] for dtype in asked):
         return False
-    if not _usual((h, dy, weight, d_residual_out, None)) or type(rstd) not in _PLAIN or rstd.is_nested:
+    if not usual((h, dy, weight, d_residual_out, None)) or type(rstd) not in _PLAIN or rstd.is_nested:
         return False
     if rstd.layout is not torch.strided or rstd.dtype != torch.float32:
         return False

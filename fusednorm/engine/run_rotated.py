@@ -99,13 +99,12 @@ def forward(
     inner, (of_cos, of_sin, of_positions, *of_heads) = levels
     if positions is not None and cos is not None and sin is not None:
         of_cos, of_sin = (0, cos.stride(0)), (0, sin.stride(0))
+    increment_version([new for new, head in zip(found, heads, strict=True) if new is head.out])
     sets = []
     for at, (x, out, weight) in enumerate(zip(inputs, found, weights, strict=True)):
         if weight is not None:  # a weight with one row is that of all heads
             weight = packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
         of_x, of_out = of_heads[at], of_heads[at + len(heads)]
-        if out is heads[at].out:
-            increment_version(out)
         if x.numel():
             strides = (*of_x, x.stride(-2)), (*of_out, out.stride(-2))
             sets.append(Heads(x, out, weight, *strides, heads[at].rstd))

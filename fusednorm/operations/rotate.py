@@ -20,7 +20,7 @@ from fusednorm.calls.checks import (
     check_output,
     refuse_grad,
     refuse_type,
-    requires_grad,
+    usual,
 )
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run_rotated
@@ -224,9 +224,11 @@ def _run(name: str, operands: dict[str, Any], outputs: Sequence[Tensor | None], 
     in_memory = must_be_seen.in_memory(*operands.values(), *outputs)
     _check_operands(names, operands, of_norm, in_memory)
     heads = [Head(operands[x], operands.get(f"{x}_weight"), out) for x, out in zip(names, outputs, strict=True)]
-    for x, head in zip(names, heads, strict=True):
-        check_between(between, head.x, x)
-    records = is_grad_enabled() and requires_grad(heads[0].x, None, None, *operands.values(), *outputs)
+    if between is not None:
+        for x in names:
+            check_between(between, operands[x], x)
+    differentiable = [t for t in (*operands.values(), *outputs) if getattr(t, "requires_grad", False)]
+    records = is_grad_enabled() and bool(differentiable)
     _check_outputs(name, heads, operands, records, in_memory)
     norm, tables = None, (operands["cos"], operands["sin"], operands["positions"])
     passed = between if of_norm and tables[0] is not None else None
@@ -248,8 +250,12 @@ def _run(name: str, operands: dict[str, Any], outputs: Sequence[Tensor | None], 
 
 def _check_operands(names: list[str], operands: dict[str, Any], norm: bool, in_memory: bool) -> None:
     """That heads of these names, their weights and the tables fit each other."""
+    unusual = []  # whose weight is to be looked at by itself
     for name in names:
-        check_heads(name, operands[name], in_memory)
+        x, weight = operands[name], operands.get(f"{name}_weight")
+        if not in_memory or not usual((x, None, weight, None, None)) or x.dim() < 2:
+            check_heads(name, x, in_memory)
+            unusual.append(name)
     x, y = operands[names[0]], operands[names[-1]]
     if x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:
         raise ValueError(
@@ -260,7 +266,8 @@ def _check_operands(names: list[str], operands: dict[str, Any], norm: bool, in_m
         weight = operands.get(f"{name}_weight")
         if weight is not None and not norm:
             raise TypeError(f"{name}_weight is given, and norm=False leaves out what it belongs to; pass None")
-        check_affine(operands[name], weight, None, in_memory=in_memory, x_name=name, weight_name=f"{name}_weight")
+        if name in unusual:
+            check_affine(operands[name], weight, None, in_memory=in_memory, x_name=name, weight_name=f"{name}_weight")
     cos, sin, positions = operands["cos"], operands["sin"], operands["positions"]
     if cos is not None or sin is not None or len(names) == 1:
         check_tables(cos, sin, positions, x, in_memory=in_memory, x_name=names[0])
@@ -272,12 +279,14 @@ def _check_operands(names: list[str], operands: dict[str, Any], norm: bool, in_m
 
 def _check_outputs(name: str, heads: list[Head], operands: dict[str, Any], records: bool, in_memory: bool) -> None:
     """That outputs look like their heads and lie apart from what they are not, and that no gradients are recorded."""
-    if all(head.out is None for head in heads):
+    first, last = heads[0], heads[-1]
+    if first.out is None and last.out is None:
         return
-    in_place = name != "rotate" and all(head.out is head.x for head in heads)
+    in_place = name != "rotate" and first.out is first.x and last.out is last.x
     names = ["q", "k"] if in_place else ["out"] if name == "rotate" else ["q_out", "k_out"]
     for output, like_name, (x, _, out, _) in zip(names, operands, heads, strict=False):
-        check_output(output, out, list(x.shape), x.dtype, x, like_name)
+        if not in_memory or out is not x:
+            check_output(output, out, list(x.shape), x.dtype, x, like_name)
     if records:
         refuse_grad(f"{name}_" if in_place else name)
     if in_memory:

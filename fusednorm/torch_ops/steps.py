@@ -109,12 +109,11 @@ def _rotate_back(
     return cos, -sin, interleaved, rounded_to, x_dtype
 
 
-def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, rounded_to: Any, dtype: Any, **_: Any) -> None:
+def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, rounded_to: Any, **_: Any) -> None:
     check_heads("x", x, False)
     check_tables(cos, sin, None, x, in_memory=False)
     if rounded_to is not None:
         check_dtype("rounded_to", rounded_to, None)
-    check_dtype("dtype", dtype, None)
 
 
 ROTATE = Operator(
