@@ -72,7 +72,8 @@ class Listed(NamedTuple):
         roles = [*self.operands.values()]
         made: dict[str, Tensor | None] = {}
         for place, (name, role) in enumerate(self.operands.items()):
-            made[name] = _tensors(role, Role.TABLE in roles, x, other, weight)[role in roles[:place]]
+            first, later = _tensors(role, Role.TABLE in roles, x, other, weight)
+            made[name] = later if role in roles[:place] else first
         return made
 
     def of_sample(self, x: Tensor, other: Tensor, weight: Tensor) -> dict[str, Any]:
