@@ -91,7 +91,7 @@ def head_size(hidden_size: int) -> int:
 
 
 def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor | None) -> Sequence[Tensor | None]:
-    """What the first operand with this role is, and each later one; ``heads``: where rows are heads."""
+    """The first operand with this role, and each later one; ``heads``: where rows are heads."""
     size = head_size(x.shape[-1])
     match role:
         case Role.ROWS:
