@@ -37,7 +37,7 @@ def check_operands(
     weight_name: str = "weight",
 ) -> None:
     """Types, dtypes, devices and shapes; and that there is memory, if there must be."""
-    if not is_dynamo_compiling() and _usual((x, residual, weight, out, residual_out), in_memory):
+    if not is_dynamo_compiling() and usual((x, residual, weight, out, residual_out), in_memory):
         return
     operands: dict[str, Any] = {x_name: x, residual_name: residual, weight_name: weight}
     operands |= {"out": out, "residual_out": residual_out}
@@ -368,7 +368,7 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
     return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype) and strides[0] == strides[1]
 
 
-def _usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
+def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
     if x is None or type(x) not in _PLAIN or x.is_nested:
@@ -458,7 +458,7 @@ def check_gradients(
     """
     x_dtype = asked[0]
     narrow = all(dtype is None or dtype in FLOATS[:3] for dtype in (h.dtype, *asked))
-    if narrow and in_memory and len(needs) == 3 and _usual((h, dy, weight, d_residual_out)) and _usual_rstd(rstd, h):
+    if narrow and in_memory and len(needs) == 3 and usual((h, dy, weight, d_residual_out)) and _usual_rstd(rstd, h):
         return
     given = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
     operands = {name: operand for name, operand in given.items() if operand is not None}
@@ -492,7 +492,7 @@ def check_gradients(
 
 
 def _usual_rstd(rstd: Tensor, h: Tensor) -> bool:
-    """Whether these numbers fit rows that are not float64; see :func:`_usual`."""
+    """Whether these numbers fit rows that are not float64; see :func:`usual`."""
     if type(rstd) not in _PLAIN or rstd.is_nested or rstd.layout is not torch.strided:
         return False
     fits = rstd.shape == h.shape[:-1] and rstd.dtype == torch.float32 and rstd.device == h.device

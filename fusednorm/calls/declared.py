@@ -40,6 +40,9 @@ class Role(Enum):
     NUMBERS = "numbers"
     #: [...], int32 or int64: for each row the place of one of its elements. It has no gradient.
     IDS = "ids"
+    #: [..., K], where the first operand is [..., H, N]: numbers for each row of heads. It has no gradient, and the
+    #: operation's own check says what else it must be.
+    TABLE = "table"
 
 
 class Operand(NamedTuple):
@@ -79,6 +82,10 @@ class Declaration:
     #: operations, linear in the incoming gradients. Its parameters have the names of the gradients' operator; it has
     #: the flags that it needs. None: the operation has no gradients.
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
+    #: In place of a gradient, where the result is linear in the first operand and the others have no gradient: (the
+    #: first operand's dtype, *others, *flags) -> others and flags, with which the operation takes the incoming gradient
+    #: back. Either may then be float64 alone.
+    transposed: Callable[..., tuple[Any, ...]] | None = None
     #: So many dimensions at the end stay on one rank: a row, or all heads, or nothing.
     joined: int = 1
     #: Whether an operand of rows that is float64 decides that all is computed in float64; else the first operand does.
@@ -103,7 +110,7 @@ class Declaration:
     @property
     def places(self) -> list[int]:
         """The places of the operands that have gradients."""
-        return [place for place, operand in enumerate(self.operands) if operand.role is not Role.IDS]
+        return [place for place, operand in enumerate(self.operands) if operand.role not in (Role.IDS, Role.TABLE)]
 
     @property
     def with_gradient(self) -> tuple[Operand, ...]:
@@ -213,6 +220,8 @@ class Declaration:
         name, rows = self.decider(operands)
         if self.check is not None:
             self.check(*operands, **flags)
+        if self.transposed is not None:
+            rows = None
         return tuple(_checked_flag(flag, self.flags[flag], value, rows, name) for flag, value in flags.items())
 
 
@@ -228,7 +237,7 @@ def check_role(name: str, role: Role, tensor: Tensor, rows: Any, rows_name: str,
         check_operands(rows, tensor, None, None, None, in_memory=in_memory, x_name=rows_name, residual_name=name)
     elif role is Role.WEIGHT:
         check_affine(rows, tensor, None, in_memory=in_memory, x_name=rows_name, weight_name=name)
-    else:
+    elif role is not Role.TABLE:
         check_dense(name, tensor, f"{name}.to_dense() makes one")
         check_device(name, tensor, rows, rows_name)
         if role is Role.IDS and tensor.dtype not in (torch.int32, torch.int64):

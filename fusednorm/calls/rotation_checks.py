@@ -71,6 +71,8 @@ def check_tables(
 
 def _check_expands(name: str, shape: torch.Size, rows: list[int], cure: str) -> None:
     """That a shape expands to that of rows of heads."""
+    if list(shape) == rows:
+        return
     missing = len(rows) - len(shape)
     if missing < 0 or any(size != row and size != 1 for size, row in zip(shape, rows[missing:], strict=True)):
         raise ValueError(f"{name} must have rows of shape {rows}, or one that expands to it, got {list(shape)}; {cure}")

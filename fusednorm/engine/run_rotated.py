@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, Strides, operation_of
-from fusednorm.calls.memory import ABSENT, packed, two_levels
+from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, operation_of
+from fusednorm.calls.memory import packed, two_levels
 from fusednorm.engine import run
 from fusednorm.engine.choose import Chosen, fast_paths, request
-from fusednorm.reference import rotation
+
+#: Cosines and sines, [..., K] of a shape that expands to the rows of heads, and None; or both [P, K], and positions.
+#: Without cosines nothing is rotated.
+Tables: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Head(NamedTuple):
@@ -23,99 +26,107 @@ class Head(NamedTuple):
     x: Tensor
     #: [D], [H, D] or None.
     weight: Tensor | None = None
-    #: [..., H, D], which receives the results; None: new memory.
+    #: [..., H, D], which receives the results if a kernel can write there; None: new memory.
     out: Tensor | None = None
     #: [..., H] of the accumulator type, contiguous, which receives ``1 / sqrt(mean(x^2) + eps)``; or None.
     rstd: Tensor | None = None
 
 
-class Turn(NamedTuple):
-    """How heads are rotated."""
+class Rotation(NamedTuple):
+    """How heads are normalised and rotated: all arguments that are no operands. They have been checked."""
 
-    #: [..., K], of a shape that expands to the rows of heads; or [P, K], with positions. None: nothing is rotated.
-    cos: Tensor | None
-    sin: Tensor | None
-    positions: Tensor | None
     interleaved: bool
     #: The dtype that products are rounded to before two are added, or None.
     products: torch.dtype | None
+    #: Of new results; None: that of x.
+    dtype: torch.dtype | None = None
+    #: Of the norm of each head before, whose ``out_dtype`` is that of what is rotated; None: there is no norm.
+    norm: Flags | None = None
 
 
-def rotator_of(
-    heads: Sequence[Head],
-    norm: HeadsNorm | None,
-    between: torch.dtype | None,
-    others: Sequence[torch.dtype | None] = (),
-) -> Chosen | None:
-    """The backend that normalises and rotates all these heads in one call; None if there is none.
-
-    ``others``: the dtypes of products and of results, where they are not those of x.
-    """
-    found = []
+def rotator_of(heads: Sequence[Head], how: Rotation) -> Chosen | None:
+    """The backend that normalises and rotates all these heads in one call; None if there is none."""
+    operations = []
     for x, weight, *_ in heads:
-        flags, around = Flags(), None
-        if norm is not None:
-            flags = Flags(norm.eps, norm.weight_offset, True, norm.round_norm, between)
-            around = Around(None, 1.0)
-        dtypes = (x.dtype, *(dtype for dtype in others if dtype is not None))
-        found.append(run.whole_of(operation_of(x, None, weight, flags, around=around), Step("rotate", None, dtypes)))
-    same_kind = all(backend is found[0] for backend in found) and len({head.x.dtype for head in heads}) == 1
-    return found[0] if same_kind else None
+        around = Around(None, 1.0) if weight is not None and weight.dim() == 2 else None
+        operations.append(operation_of(x, None, weight, how.norm or Flags(), around=around))
+    first, last = operations[0], operations[-1]
+    if last.x != first.x:
+        return None
+    step = Step("rotate", None, tuple([dtype for dtype in (first.x, how.products, how.dtype) if dtype is not None]))
+    backend = run.whole_of(first, step)
+    return backend if last == first or run.whole_of(last, step) is backend else None
 
 
 def forward(
-    heads: Sequence[Head],
-    norm: HeadsNorm | None,
-    between: torch.dtype | None,
-    turn: Turn,
-    dtype: torch.dtype | None = None,
-    backend: Chosen | None = None,
-) -> list[Tensor] | None:
-    """The results for checked operands; None, with nothing done, if no backend can rotate them.
+    heads: Sequence[Head], tables: Tables, how: Rotation, backend: Chosen | None = None
+) -> Sequence[Tensor] | None:
+    """The results for checked operands, new ones where they are not in ``out``.
 
-    ``between``: the dtype that normalised heads are rounded to before they are rotated, and ``dtype``: that of new
-    results; x's if None. ``backend``: None: that of :func:`rotator_of`.
+    None, with nothing done, if no backend can rotate them. ``backend``: None: that of :func:`rotator_of`.
     """
-    backend = backend or rotator_of(heads, norm, between, (turn.products, dtype))
+    backend = backend or rotator_of(heads, how)
     if backend is None:
         return None
-    first, operands = heads[0].x, [*(head.x for head in heads), *(head.weight for head in heads), *turn[:3]]
-    rows = first.shape[:-2]
-    found = [
-        out
-        if out is not None and _can_be_written(out, [t for i, t in enumerate(operands) if t is not None and i != at])
-        else torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-        for at, (x, _, out, _) in enumerate(heads)
-    ]
-    inputs = [_dense(head.x) for head in heads]
-    tables = [t if t is None else _dense(t) for t in (turn.cos, turn.sin)]
-    in_rows = [*found, *inputs]
-    if turn.positions is not None:
-        as_is = turn.positions.resolve_neg()
-        turn = turn._replace(positions=as_is)
-        in_rows.append(as_is.expand(rows))
-    elif tables[0] is not None and tables[1] is not None:
-        tables = [t if t is None else t.expand(*rows, t.shape[-1]) for t in tables]
-        in_rows += [t for t in tables if t is not None]
-    levels = two_levels(rows, [t.stride()[: len(rows)] for t in in_rows])
+    (cos, sin, positions), rows = tables, heads[0].x.shape[:-2]
+    inputs, weights = [head.x for head in heads], [head.weight for head in heads]
+    read = [t.data_ptr() for t in (*inputs, *weights, *tables) if t is not None]
+    found: list[Tensor] = []
+    for x, _, out, _ in heads:
+        # A kernel can write where no operand begins but the heads that it replaces.
+        if out is None or _dense(out) is not out or read.count(out.data_ptr()) > (out.data_ptr() == x.data_ptr()):
+            out = run.new_like(x, how.dtype or x.dtype)
+        found.append(out)
+    inputs = [_dense(x) for x in inputs]
+    in_rows = [t.stride()[:-2] for t in (*inputs, *found)]
+    of_tables = [(0,) * len(rows)] * 3
+    if cos is not None and sin is not None:
+        cos, sin = _dense(cos), _dense(sin)
+        if positions is not None:
+            positions = positions.resolve_neg().expand(rows)
+            of_tables[2] = positions.stride()
+        else:
+            cos, sin = cos.expand(*rows, cos.shape[-1]), sin.expand(*rows, sin.shape[-1])
+            of_tables[:2] = cos.stride()[:-1], sin.stride()[:-1]
+    levels = two_levels(rows, (*of_tables, *in_rows))
     if levels is None:  # what is only read can be copied, and what is written can be written afterwards
-        in_memory = [t if t is None or turn.positions is not None else t.contiguous() for t in tables]
-        positions = None if turn.positions is None else turn.positions.expand(rows).contiguous()
-        turn = turn._replace(cos=in_memory[0], sin=in_memory[1], positions=positions)
         alone = [Head(packed(x), weight, None, rstd) for x, weight, _, rstd in heads]
-        done = forward(alone, norm, between, turn, dtype, backend)
-        assert done is not None
-        found = done
-    else:
-        for out, head in zip(found, heads, strict=True):
-            if out is head.out:
-                increment_version(out)
-        if any(t.numel() for t in found):
-            backend.forward(_call(heads, inputs, found, tables, norm, between or first.dtype, turn, *levels))
-    return [
-        new if head.out is None or head.out is new else head.out.copy_(new)
-        for new, head in zip(found, heads, strict=True)
-    ]
+        if positions is not None:
+            positions = positions.contiguous()
+        elif cos is not None and sin is not None:
+            cos, sin = cos.contiguous(), sin.contiguous()
+        return forward(alone, (cos, sin, positions), how, backend)
+    inner, (of_cos, of_sin, of_positions, *of_heads) = levels
+    if positions is not None and cos is not None and sin is not None:
+        of_cos, of_sin = (0, cos.stride(0)), (0, sin.stride(0))
+    increment_version([new for new, head in zip(found, heads, strict=True) if new is head.out])
+    sets = []
+    for at, (x, out, weight) in enumerate(zip(inputs, found, weights, strict=True)):
+        if weight is not None:  # a weight with one row is that of all heads
+            weight = packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
+        of_x, of_out = of_heads[at], of_heads[at + len(heads)]
+        if x.numel():
+            strides = (*of_x, x.stride(-2)), (*of_out, out.stride(-2))
+            sets.append(Heads(x, out, weight, *strides, heads[at].rstd))
+    if sets:
+        norm, x = how.norm, inputs[0]
+        call = Rotate(
+            heads=tuple(sets),
+            norm=None if norm is None else HeadsNorm(norm.eps, norm.weight_offset, norm.round_norm),
+            between=(norm and norm.out_dtype) or x.dtype,
+            products=how.products,
+            interleaved=how.interleaved,
+            cos=cos,
+            sin=sin,
+            table_strides=(of_cos, of_sin),
+            positions=positions,
+            position_strides=of_positions,
+            size=x.shape[-1],
+            rows=rows.numel(),
+            inner=inner,
+        )
+        backend.forward(call)
+    return found
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -124,76 +135,11 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if adjacent and not tensor.is_neg() else packed(tensor)
 
 
-def _can_be_written(out: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether a kernel can write to an output that shares no memory with operands, or all of it with one of them."""
-    return _dense(out) is out and all(t.data_ptr() != out.data_ptr() for t in others)
-
-
-def _call(
-    heads: Sequence[Head],
-    inputs: Sequence[Tensor],
-    found: Sequence[Tensor],
-    tables: Sequence[Tensor | None],
-    norm: HeadsNorm | None,
-    between: torch.dtype,
-    turn: Turn,
-    inner: int,
-    strides: Sequence[Strides],
-) -> Rotate:
-    """The call; ``strides`` has those of the results, of the inputs, and of the positions or of both tables."""
-    sets = []
-    for at, (x, out) in enumerate(zip(inputs, found, strict=True)):
-        weight = heads[at].weight
-        if weight is not None:  # a weight with one row is that of all heads
-            weight = packed(weight if weight.dim() == 1 or len(weight) > 1 else weight[0])
-        x_strides, out_strides = strides[len(found) + at], strides[at]
-        if x.numel():
-            sets.append(
-                Heads(
-                    *(x, out, weight, (*x_strides, x.stride(-2)), (*out_strides, out.stride(-2))),
-                    heads[at].rstd,
-                )
-            )
-    of_rows = strides[2 * len(found) :] or [ABSENT, ABSENT]
-    of_tables, of_positions = (of_rows[0], of_rows[-1]), ABSENT
-    if turn.positions is not None:
-        first, second = ((0, 0 if t is None else t.stride(0)) for t in tables)
-        of_tables, of_positions = (first, second), of_rows[0]
-    return Rotate(
-        heads=tuple(sets),
-        norm=norm,
-        between=between,
-        products=turn.products,
-        interleaved=turn.interleaved,
-        cos=tables[0],
-        sin=tables[1],
-        table_strides=of_tables,
-        positions=turn.positions,
-        position_strides=of_positions,
-        size=inputs[0].shape[-1],
-        rows=inputs[0].shape[:-2].numel(),
-        inner=inner,
-    )
-
-
-def rotate_on_fast_path(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: torch.dtype
-) -> Tensor | None:
-    """:func:`rotate`, if the fast path takes the call."""
-    take = fast_paths.get(request())
-    if take is None or dtype is not x.dtype or products not in (None, dtype):
+def on_fast_path(heads: Sequence[Tensor], tables: Tables, how: Rotation) -> Any:
+    """Rotated heads in new memory, without a norm, if the fast path takes the call; a tuple for q and for k."""
+    take, dtype = fast_paths.get(request()), heads[0].dtype
+    if take is None or how.dtype not in (None, dtype) or how.products not in (None, dtype):
         return None
-    absent = (None,) * 3
-    result = take(x, *absent, cos, sin, *absent, 0.0, 0.0, False, interleaved, products is not None, False, False)
-    return None if result is None else result[0]
-
-
-def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, products: torch.dtype | None, dtype: torch.dtype
-) -> Tensor:
-    """Rotated heads, in new memory; see :func:`fusednorm.torch_ops.steps.rotate`."""
-    result = rotate_on_fast_path(x, cos, sin, interleaved, products, dtype)
-    if result is not None:
-        return result
-    found = forward([Head(x)], None, None, Turn(cos, sin, None, interleaved, products), dtype)
-    return rotation.rotated(x, cos, sin, interleaved, products, dtype) if found is None else found[0]
+    q, k = (*heads, None)[:2]
+    rounds = how.products is not None
+    return take(q, k, None, None, *tables, None, None, 0.0, 0.0, False, how.interleaved, rounds, False, False)

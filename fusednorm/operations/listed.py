@@ -6,8 +6,7 @@ An operation that is declared is listed by its declaration. The others have an e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,23 +30,14 @@ from fusednorm.operations.two_norms import (
 )
 
 
-class OfHeads(Enum):
-    """The roles of operands that no declaration has yet, for rows as heads of :func:`head_size` elements."""
-
-    HEADS = "rows"
-    WEIGHT = "the weight of a head"
-    COSINES = "cosines of a row's angles"
-    SINES = "sines of a row's angles"
-
-
 class Listed(NamedTuple):
     """An operation, and a call of it."""
 
     function: Callable[..., Any]
     #: The twin that works in place.
     in_place: Callable[..., Any] | None
-    #: By the names of the function's arguments.
-    operands: Mapping[str, Role | OfHeads]
+    #: By the names of the function's arguments. Where there are tables, rows are heads of :func:`head_size` elements.
+    operands: Mapping[str, Role]
     #: With the operands that the twin overwrites.
     results: tuple[Result, ...]
     #: The plain operations in their order, with commas between; empty for a declared operation.
@@ -79,16 +69,17 @@ class Listed(NamedTuple):
 
     def tensors(self, x: Tensor, other: Tensor, weight: Tensor | None) -> dict[str, Tensor | None]:
         """Operands by name, of rows [M, N], of others, and of a weight [N] or None."""
+        roles = [*self.operands.values()]
         made: dict[str, Tensor | None] = {}
-        for name, role in self.operands.items():
-            first = role not in [self.operands[before] for before in made]
-            made[name] = _tensor(role, first, x, other, weight)
+        for place, (name, role) in enumerate(self.operands.items()):
+            first, later = _tensors(role, Role.TABLE in roles, x, other, weight)
+            made[name] = later if role in roles[:place] else first
         return made
 
     def of_sample(self, x: Tensor, other: Tensor, weight: Tensor) -> dict[str, Any]:
         """All arguments of the sample's call."""
         more = {
-            name: _tensor(value, True, x, other, weight) if isinstance(value, Role) else value
+            name: _tensors(value, False, x, other, weight)[0] if isinstance(value, Role) else value
             for name, value in self.sample.items()
         }
         return self.tensors(x, other, weight) | more
@@ -99,31 +90,26 @@ def head_size(hidden_size: int) -> int:
     return 128 if hidden_size % 128 == 0 else hidden_size
 
 
-def _tensor(role: Role | OfHeads, first: bool, x: Tensor, other: Tensor, weight: Tensor | None) -> Tensor | None:
-    """An operand; ``first``: of those with this role."""
+def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor | None) -> Sequence[Tensor | None]:
+    """The first operand with this role, and each later one; ``heads``: where rows are heads."""
     size = head_size(x.shape[-1])
     match role:
         case Role.ROWS:
-            return x if first else other
+            return [t.view(len(x), -1, size) for t in (x, x.flip(0))] if heads else (x, other)
         case Role.WEIGHT:
-            return weight
+            return (weight[:size], weight[-size:]) if heads and weight is not None else (weight, weight)
         case Role.NUMBERS:
-            return other[:, 0]
+            return (other[:, 0],) * 2
         case Role.IDS:
-            return torch.arange(len(x), device=x.device) % x.shape[-1]
-        case OfHeads.HEADS:
-            return (x if first else x.flip(0)).view(len(x), -1, size)
-        case OfHeads.WEIGHT:
-            return None if weight is None else weight[:size] if first else weight[-size:]
-    cosines, sines = other.detach()[:, :size].chunk(2, -1)
-    return cosines if role is OfHeads.COSINES else sines
+            return (torch.arange(len(x), device=x.device) % x.shape[-1],) * 2
+    return other.detach()[:, :size].chunk(2, -1)
 
 
 _X, _WEIGHT, _BIAS = {"x": Role.ROWS}, {"weight": Role.WEIGHT}, {"bias": Role.WEIGHT}
 _ADDED = _X | {"residual": Role.ROWS}
 _GATE_AND_UP = {"gate": Role.ROWS, "up": Role.ROWS}
-_TABLES = {"cos": OfHeads.COSINES, "sin": OfHeads.SINES}
-_HEADS = {"q": OfHeads.HEADS, "k": OfHeads.HEADS, "q_weight": OfHeads.WEIGHT, "k_weight": OfHeads.WEIGHT}
+_TABLES = {"cos": Role.TABLE, "sin": Role.TABLE}
+_HEADS = {"q": Role.ROWS, "k": Role.ROWS, "q_weight": Role.WEIGHT, "k_weight": Role.WEIGHT}
 _Y, _SUM = Result(overwrites="x"), Result("residual_out", overwrites="residual")
 _NUMBERS = (Result(), Result("scale_out", Role.NUMBERS))
 
@@ -157,7 +143,7 @@ ENTRIES = (
     Listed(silu_and_mul, None, _GATE_AND_UP, (Result(),), "gate"),
     Listed(gelu_tanh_and_mul, None, _GATE_AND_UP, (Result(),), "gate"),
     Listed(rms_norm_gated, rms_norm_gated_, _X | {"gate": Role.ROWS} | _WEIGHT, (_Y,), "norm, gate"),
-    Listed(rotate, None, {"x": OfHeads.HEADS} | _TABLES, (Result(),), "rotate"),
+    Listed(rotate, None, _X | _TABLES, (Result(),), "rotate"),
     Listed(
         qk_norm_rope,
         qk_norm_rope_,

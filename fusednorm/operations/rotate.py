@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags, HeadsNorm
+from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import (
     check_affine,
     check_apart,
@@ -19,13 +20,14 @@ from fusednorm.calls.checks import (
     check_output,
     refuse_grad,
     refuse_type,
+    usual,
 )
-from fusednorm.calls.rotation_checks import check_heads, check_tables, rows_for
+from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run_rotated
 from fusednorm.engine.choose import fast_paths, request
-from fusednorm.engine.run_rotated import Head, Turn
-from fusednorm.operations.autograd_rotated import NormalisedAndRotated, RotationFlags, composed, rotator_with_gradients
-from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.engine.run_rotated import Head, Rotation
+from fusednorm.operations.autograd_rotated import composed, recorded
+from fusednorm.torch_ops import dtensor_bridge
 
 
 def rotate(
@@ -71,27 +73,11 @@ def rotate(
             )
             if result is not None:
                 return result[0]
-    operands = (x, cos, sin, positions, out)
-    if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(rotate, operands, locals())
-    in_memory = must_be_seen.in_memory(*operands)
-    check_heads("x", x, in_memory)
-    check_flag("interleaved", interleaved)
-    check_flag("round_products", round_products)
-    rounded_to = x.dtype if round_products else None
-    check_tables(cos, sin, positions, x, in_memory=in_memory)
-    inputs = {"x": x, "cos": cos, "sin": sin, "positions": positions}
-    _check_outputs("rotate", {"out": (out, "x")}, inputs, in_memory)
-    if in_memory and not (is_grad_enabled() and x.requires_grad):
-        turn = Turn(cos, sin, positions, interleaved, rounded_to)
-        found = run_rotated.forward([Head(x, None, out)], None, None, turn)
-        if found is not None:
-            return found[0]
-    if must_be_seen.in_one_operator(*operands):
-        found = torch.ops.fusednorm.rotate_inference(x, cos, sin, positions, interleaved, round_products)
-        return dtensor_bridge.written(out, found)
-    tables = rows_for(cos, positions, x), rows_for(sin, positions, x)
-    return dtensor_bridge.written(out, steps.rotate(x, *tables, interleaved, rounded_to, x.dtype))
+    operands = {"x": x, "cos": cos, "sin": sin, "positions": positions}
+    if must_be_seen.override(*operands.values(), out):
+        return must_be_seen.handed_over(rotate, (*operands.values(), out), locals())
+    (rotated,) = _run("rotate", operands, (out,), {"interleaved": interleaved, "round_products": round_products})
+    return rotated
 
 
 def qk_norm_rope(
@@ -155,46 +141,14 @@ def qk_norm_rope(
             )
             if result is not None:
                 return result
-    operands = (q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out)
-    if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(qk_norm_rope, operands, locals())
-    flags = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
-    for name, flag in flags.items():
-        check_flag(name, flag)
-    in_memory = must_be_seen.in_memory(*operands)
-    _check_heads_and_tables(q, k, q_weight, k_weight, cos, sin, positions, norm, in_memory)
-    for name, heads in (("q", q), ("k", k)):
-        check_between(between, heads, name)
-    names = ("q", "k", "q_weight", "k_weight", "cos", "sin", "positions")
-    in_place = q_out is q and k_out is k
-    _check_outputs(
-        "qk_norm_rope_" if in_place else "qk_norm_rope",
-        {"q" if in_place else "q_out": (q_out, "q"), "k" if in_place else "k_out": (k_out, "k")},
-        dict(zip(names, operands[:7], strict=True)),
-        in_memory,
-    )
-    of_norm = None
-    if norm:
-        asked = check_flags(Flags(eps, weight_offset, True, round_norm), q, None, None, None)
-        of_norm = HeadsNorm(asked.eps, asked.weight_offset, asked.round_norm)
-    passed = None if of_norm is None or cos is None else between
-    how = RotationFlags(of_norm, passed, interleaved, round_products)
-    inputs = operands[:7]
-    if in_memory:
-        if not (is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)):
-            sets = Head(q, q_weight, q_out), Head(k, k_weight, k_out)
-            found = run_rotated.forward(sets, how.norm, how.between, how.turn(q, cos, sin, positions))
-            if found is not None:
-                return found[0], found[1]
-        elif rotate := rotator_with_gradients(inputs, how):
-            found = NormalisedAndRotated.apply(*inputs, how, rotate)  # type: ignore[no-untyped-call]
-            return cast("tuple[Tensor, Tensor]", found)
-    if must_be_seen.in_one_operator(*operands):
-        numbers = (norm, positions, interleaved, round_products, between, weight_offset, round_norm)
-        results = torch.ops.fusednorm.qk_norm_rope_inference(*operands[:6], eps, *numbers)
-    else:
-        results = composed(*inputs, how)
-    return dtensor_bridge.written(q_out, results[0]), dtensor_bridge.written(k_out, results[1])
+    tables = {"cos": cos, "sin": sin, "positions": positions}
+    operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
+    if must_be_seen.override(*operands.values(), q_out, k_out):
+        return must_be_seen.handed_over(qk_norm_rope, (*operands.values(), q_out, k_out), locals())
+    flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
+    flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
+    new_q, new_k = _run("qk_norm_rope", operands, (q_out, k_out), flags)
+    return new_q, new_k
 
 
 def qk_norm_rope_(
@@ -250,75 +204,90 @@ def qk_norm_rope_(
             )
             if result is not None:
                 return result
-    operands = (q, k, q_weight, k_weight, cos, sin, positions)
-    if not is_dynamo_compiling() and must_be_seen.override(*operands):
-        return must_be_seen.handed_over(qk_norm_rope_, operands, locals())
-    return qk_norm_rope(
-        q,
-        k,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        eps,
-        norm=norm,
-        positions=positions,
-        interleaved=interleaved,
-        round_products=round_products,
-        between=between,
-        weight_offset=weight_offset,
-        round_norm=round_norm,
-        q_out=q,
-        k_out=k,
-    )
+    tables = {"cos": cos, "sin": sin, "positions": positions}
+    operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
+    if must_be_seen.override(*operands.values()):
+        return must_be_seen.handed_over(qk_norm_rope_, (*operands.values(),), locals())
+    flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
+    flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
+    new_q, new_k = _run("qk_norm_rope", operands, (q, k), flags)
+    return new_q, new_k
 
 
-def _check_heads_and_tables(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    norm: bool,
-    in_memory: bool,
-) -> None:
-    """That q and k, their weights and the tables fit each other."""
-    for name, heads in (("q", q), ("k", k)):
-        check_heads(name, heads, in_memory)
-    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+def _run(name: str, operands: dict[str, Any], outputs: Sequence[Tensor | None], flags: dict[str, Any]) -> list[Tensor]:
+    """Rotated heads of x, or of q and k, for a public function; ``flags`` are its arguments that are no operands."""
+    for flag in ("norm", "interleaved", "round_products"):
+        if flag in flags:
+            check_flag(flag, flags[flag])
+    of_norm, between = flags.get("norm", False), flags.get("between")
+    names = ["x"] if name == "rotate" else ["q", "k"]
+    in_memory = must_be_seen.in_memory(*operands.values(), *outputs)
+    _check_operands(names, operands, of_norm, in_memory)
+    heads = [Head(operands[x], operands.get(f"{x}_weight"), out) for x, out in zip(names, outputs, strict=True)]
+    if between is not None:
+        for x in names:
+            check_between(between, operands[x], x)
+    differentiable = [t for t in (*operands.values(), *outputs) if getattr(t, "requires_grad", False)]
+    records = is_grad_enabled() and bool(differentiable)
+    _check_outputs(name, heads, operands, records, in_memory)
+    norm, tables = None, (operands["cos"], operands["sin"], operands["positions"])
+    passed = between if of_norm and tables[0] is not None else None
+    if of_norm:
+        asked = Flags(flags["eps"], flags["weight_offset"], True, flags["round_norm"], passed)
+        norm = check_flags(asked, heads[0].x, None, None, None)
+    products = (passed or heads[0].x.dtype) if flags["round_products"] else None
+    how = Rotation(flags["interleaved"], products, None, norm)
+    found: Sequence[Tensor] | None = None
+    if in_memory:
+        found = (recorded if records else run_rotated.forward)(heads, tables, how)
+    if found is None and must_be_seen.in_one_operator(*operands.values(), *outputs):
+        results = getattr(torch.ops.fusednorm, f"{name}_inference")(**operands, **flags)
+        found = results if isinstance(results, tuple) else (results,)
+    elif found is None:
+        found = composed(heads, tables, how)
+    return [dtensor_bridge.written(head.out, new) for head, new in zip(heads, found, strict=True)]
+
+
+def _check_operands(names: list[str], operands: dict[str, Any], norm: bool, in_memory: bool) -> None:
+    """That heads of these names, their weights and the tables fit each other."""
+    unusual = []  # whose weight is to be looked at by itself
+    for name in names:
+        x, weight = operands[name], operands.get(f"{name}_weight")
+        if not in_memory or not usual((x, None, weight, None, None)) or x.dim() < 2:
+            check_heads(name, x, in_memory)
+            unusual.append(name)
+    x, y = operands[names[0]], operands[names[-1]]
+    if x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:
         raise ValueError(
-            f"k must have q's shape {list(q.shape)} but for the number of heads, got {list(k.shape)}; pass both as "
+            f"k must have q's shape {list(x.shape)} but for the number of heads, got {list(y.shape)}; pass both as "
             "[..., H, D]"
         )
-    for name, heads, weight in (("q", q, q_weight), ("k", k, k_weight)):
+    for name in names:
+        weight = operands.get(f"{name}_weight")
         if weight is not None and not norm:
             raise TypeError(f"{name}_weight is given, and norm=False leaves out what it belongs to; pass None")
-        check_affine(heads, weight, None, in_memory=in_memory, x_name=name, weight_name=f"{name}_weight")
-    if cos is not None or sin is not None:
-        check_tables(cos, sin, positions, q, in_memory=in_memory, x_name="q")
+        if name in unusual:
+            check_affine(operands[name], weight, None, in_memory=in_memory, x_name=name, weight_name=f"{name}_weight")
+    cos, sin, positions = operands["cos"], operands["sin"], operands["positions"]
+    if cos is not None or sin is not None or len(names) == 1:
+        check_tables(cos, sin, positions, x, in_memory=in_memory, x_name=names[0])
     elif positions is not None:
         raise TypeError("positions are given without tables; pass cos and sin, or leave out positions")
     elif not norm:
         raise TypeError("norm is False and cos and sin are None, so there is nothing to do; leave out only one of both")
 
 
-def _check_outputs(
-    name: str,
-    outputs: dict[str, tuple[Tensor | None, str]],
-    inputs: dict[str, Tensor | None],
-    in_memory: bool,
-) -> None:
-    """Outputs of the function of that name: for each the tensor or None, and the input that it must look like."""
-    given = {output: tensor for output, (tensor, _) in outputs.items() if tensor is not None}
-    if not given:
+def _check_outputs(name: str, heads: list[Head], operands: dict[str, Any], records: bool, in_memory: bool) -> None:
+    """That outputs look like their heads and lie apart from what they are not, and that no gradients are recorded."""
+    first, last = heads[0], heads[-1]
+    if first.out is None and last.out is None:
         return
-    for output, (tensor, like_name) in outputs.items():
-        like = cast(Tensor, inputs[like_name])
-        check_output(output, tensor, list(like.shape), like.dtype, like, like_name)
-    operands = (*given.values(), *inputs.values())
-    if is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
-        refuse_grad(name)
+    in_place = name != "rotate" and first.out is first.x and last.out is last.x
+    names = ["q", "k"] if in_place else ["out"] if name == "rotate" else ["q_out", "k_out"]
+    for output, like_name, (x, _, out, _) in zip(names, operands, heads, strict=False):
+        if not in_memory or out is not x:
+            check_output(output, out, list(x.shape), x.dtype, x, like_name)
+    if records:
+        refuse_grad(f"{name}_" if in_place else name)
     if in_memory:
-        check_apart(given, inputs)
+        check_apart(dict(zip(names, [head.out for head in heads], strict=True)), operands)

@@ -43,10 +43,13 @@ class Operator:
         self.fast = fast
         #: The number of operands; the arguments after them are flags.
         self.count = len(declaration.operands)
+        #: The operands that gradients take.
+        self.taken = slice(0 if declaration.transposed is None else 1, self.count)
         self.recorded = _recorded(self)
         name, gradients = declaration.name, None
-        if declaration.gradient is not None:
+        if declaration.gradient is not None or declaration.transposed is not None:
             gradients = (self._gradients, self._keep)
+        if declaration.gradient is not None:
             register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
         register(name, declaration.schema, self._forward, self._fake, gradients, self._direct)
         DECLARED[name] = self
@@ -57,6 +60,12 @@ class Operator:
         """The results as new tensors, through torch's dispatcher."""
         found = getattr(dtensor_bridge.operations(*arguments[: self.count]), self.declaration.name)(*arguments)
         return found if isinstance(found, tuple) else (found,)
+
+    def with_gradients(self, *arguments: Any) -> Any:
+        """The results, one or a tuple, for operands that have been checked: through torch's dispatcher if it must."""
+        if must_be_seen.seen(*arguments[: self.count]):
+            return _one_or_more(self(*arguments))
+        return cast(Any, self.recorded).apply(*arguments)
 
     def _direct(self, *arguments: Any) -> Any:
         found = None if self.fast is None else self.fast(*arguments)
@@ -115,8 +124,8 @@ class Operator:
         """Keeps operands, and the results that are kept."""
         results = output if isinstance(output, tuple) else (output,)
         kept = results[len(self.declaration.returned) :]
-        ctx.save_for_backward(*inputs[: self.count], *kept)
-        ctx.flags = inputs[self.count :]
+        ctx.save_for_backward(*inputs[self.taken], *kept)
+        ctx.flags, ctx.dtype = inputs[self.count :], inputs[0].dtype
         asked = dict(zip(self.declaration.flags, ctx.flags, strict=True))
         ctx.gradient_flags = [asked[flag] for flag in self.gradient_flags]
         ctx.mark_non_differentiable(*kept)
@@ -129,6 +138,11 @@ class Operator:
         """A gradient or None for each argument."""
         declaration = self.declaration
         incoming = incoming[: len(declaration.returned)]
+        if declaration.transposed is not None:
+            arguments = (*incoming, *declaration.transposed(ctx.dtype, *ctx.saved_tensors, *ctx.flags))
+            dtensor_bridge.check_kept(incoming, ctx.saved_tensors)
+            found = self(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
+            return found, *[None] * (len(arguments) - 1)
         operands, kept = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
         needs = [ctx.needs_input_grad[place] for place in declaration.places]
         seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
@@ -190,7 +204,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             operator._keep(ctx, inputs, output)
-            ctx.save_for_forward(*inputs[: operator.count])
+            ctx.save_for_forward(*inputs[operator.taken])
 
         @staticmethod
         def backward(ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
@@ -199,6 +213,8 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             with outer_levels():
+                if declaration.transposed is not None:
+                    return operator.with_gradients(tangents[0], *primals(ctx), *ctx.flags)
                 return _one_or_more(_tangents(declaration, primals(ctx), ctx.flags, ctx.gradient_flags, tangents))
 
     class OfFormula(Differentiable):

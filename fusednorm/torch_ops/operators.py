@@ -23,8 +23,7 @@ from fusednorm.calls.checks import (
     check_quantization,
 )
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of
-from fusednorm.calls.rotation_checks import check_heads, check_tables
-from fusednorm.engine import run, run_rotated
+from fusednorm.engine import run
 from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
@@ -45,8 +44,6 @@ _SCHEMAS = {
     "into": f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
     "add": "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor",
     "scale": "(Tensor x, float factor) -> Tensor",
-    "rotate": "(Tensor x, Tensor cos, Tensor sin, bool interleaved, ScalarType? rounded_to, ScalarType dtype) "
-    "-> Tensor",
     "quantize": "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",
     "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
     "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
@@ -134,19 +131,6 @@ def _scale(x: Tensor, factor: float) -> Tensor:
     return reference.scaled(x, factor).contiguous()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
-    _check_rotate(x, cos, sin, rounded_to, dtype)
-    return run_rotated.rotate(x, cos, sin, interleaved, rounded_to, dtype).contiguous()
-
-
-def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded_to: torch.dtype | None, dtype: torch.dtype) -> None:
-    check_heads("x", x, False)
-    check_tables(cos, sin, None, x, in_memory=False)
-    if rounded_to is not None:
-        check_dtype("rounded_to", rounded_to, None)
-    check_dtype("dtype", dtype, None)
-
-
 def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
     numbers, *computed = quantizer.quantized(y, quantization, scale, zero_point)
@@ -214,11 +198,6 @@ def _fake_scale(x: Tensor, factor: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: torch.dtype) -> Tensor:
-    _check_rotate(x, cos, sin, rounded_to, dtype)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
     computed, groups = len(computed_by(quantization)), groups_of(quantization, y.shape)
@@ -260,7 +239,6 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "into": (_into, _fake_into),
     "add": (_add, _fake_add),
     "scale": (_scale, _fake_scale),
-    "rotate": (_rotate, _fake_rotate),
     "quantize": (_quantize, _fake_quantize),
     "backward": (_backward, _fake_backward),
 }
@@ -309,24 +287,12 @@ def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
     ctx.factor = inputs[1]
 
 
-def _gradients_of_rotation(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    return torch.ops.fusednorm.rotate(dy, cos, -sin, *ctx.how, ctx.x_dtype), *[None] * 5
-
-
-def _keep_rotation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, *ctx.how, _ = inputs
-    ctx.x_dtype = x.dtype
-    ctx.save_for_backward(cos, sin)
-
-
 #: Backward pass, and what is kept for it, of the operations that have one.
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_add_rms_norm": (_gradients_of_fused, _keep_fused),
     "rms_norm": (_gradients_of_norm, _keep_norm),
     "add": (_gradients_of_sum, _keep_sum),
     "scale": (_gradients_of_scale, _keep_scale),
-    "rotate": (_gradients_of_rotation, _keep_rotation),
 }
 
 

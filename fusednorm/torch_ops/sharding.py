@@ -188,18 +188,6 @@ def _refuse_placement(name: str, spec: DTensorSpec, schema: OpSchema) -> NoRetur
     )
 
 
-def _rotate(schema: OpSchema) -> Any:
-    """The heads stay where they are, and the tables' rows lie with theirs; a head itself is joined."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    x = operands["x"]
-    heads = _rows(x)
-    tables = DTensorSpec(
-        x.mesh, tuple(p if getattr(p, "dim", x.ndim) < x.ndim - 2 else Replicate() for p in heads.placements)
-    )
-    return OpStrategy([OpSpec(heads, [heads, tables, tables], [[0.0]] * 3)])
-
-
 def _quantize(schema: OpSchema) -> Any:
     """Numbers, and what is computed for each row, stay where the rows are."""
     schema.get_mesh_from_args()
@@ -243,8 +231,14 @@ def register_declared(declaration: Declaration) -> None:
         _register(backward, partial(_declared_backward, declaration), RuntimeSchemaInfo(first))
 
 
-def _of_role(role: Role, rows: DTensorSpec, of_weight: Callable[[DTensorSpec], DTensorSpec]) -> DTensorSpec:
-    return of_weight(rows) if role is Role.WEIGHT else rows
+def _of_role(role: Role, operand: DTensorSpec, rows: DTensorSpec) -> DTensorSpec:
+    """Where an operand lies: with the rows, whole on each rank, or, a table, with the rows of heads."""
+    if role is Role.TABLE:
+        heads = operand.ndim - 1
+        return DTensorSpec(
+            rows.mesh, tuple(p if getattr(p, "dim", heads) < heads else Replicate() for p in rows.placements)
+        )
+    return _replicated(rows) if role is Role.WEIGHT else rows
 
 
 def _rows_of(declaration: Declaration, operands: dict[str, DTensorSpec]) -> DTensorSpec:
@@ -260,7 +254,7 @@ def _declared(declaration: Declaration, schema: OpSchema) -> Any:
     operands, roles = _placed(schema), declaration.roles()
     rows = _rows_of(declaration, operands)
     outputs = (rows,) * len(declaration.results) if len(declaration.results) > 1 else rows
-    inputs = [_of_role(roles[name], rows, _replicated) for name in operands]
+    inputs = [_of_role(roles[name], operand, rows) for name, operand in operands.items()]
     return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
 
@@ -269,9 +263,9 @@ def _declared_backward(declaration: Declaration, schema: OpSchema) -> Any:
     schema.get_mesh_from_args()
     operands, roles = _placed(schema), declaration.roles()
     rows, needs = _rows_of(declaration, operands), cast(Sequence[bool], schema.args_schema[-1])
-    placed = tuple(_of_role(operand.role, rows, _shares) for operand in declaration.with_gradient)
+    placed = tuple(_shares(rows) if one.role is Role.WEIGHT else rows for one in declaration.with_gradient)
     outputs = _gradients(rows, placed, needs)
-    inputs = [_of_role(roles[name], rows, _replicated) for name in operands]
+    inputs = [_of_role(roles[name], operand, rows) for name, operand in operands.items()]
     return OpStrategy([OpSpec(outputs if len(outputs) > 1 else outputs[0], inputs, [[0.0]] * len(inputs))])
 
 
@@ -285,7 +279,6 @@ _register("into", _in_place)
 _register("add", _forward, RuntimeSchemaInfo(static_argnum=2))
 _register("scale", _forward)
 _register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
-_register("rotate", _rotate, RuntimeSchemaInfo(static_argnum=5))
 _register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
 for _operator in DECLARED.values():
     register_declared(_operator.declaration)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.checks import check_activation
+from fusednorm.calls.checks import check_activation, check_dtype
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
+from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run, run_gated, run_rotated
 from fusednorm.engine.run_gated import Gating
+from fusednorm.engine.run_rotated import Head, Rotation
 from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -84,6 +86,51 @@ GATE = Operator(
 )
 
 
+def _rotate(*arguments: Any) -> tuple[Tensor]:
+    return (rotation.rotated(*arguments),)
+
+
+def _rotate_on_fast_path(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Tensor | None:
+    found = run_rotated.on_fast_path([x], (cos, sin, None), Rotation(*how))
+    return None if found is None else cast(Tensor, found[0])
+
+
+def _run_rotate(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> tuple[Tensor]:
+    rotated = _rotate_on_fast_path(x, cos, sin, *how)
+    if rotated is None:
+        found = run_rotated.forward([Head(x)], (cos, sin, None), Rotation(*how))
+        rotated = rotation.rotated(x, cos, sin, *how) if found is None else found[0]
+    return (rotated,)
+
+
+def _rotate_back(
+    x_dtype: torch.dtype, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: torch.dtype | None, _: torch.dtype
+) -> tuple[Any, ...]:
+    return cos, -sin, interleaved, rounded_to, x_dtype
+
+
+def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, rounded_to: Any, **_: Any) -> None:
+    check_heads("x", x, False)
+    check_tables(cos, sin, None, x, in_memory=False)
+    if rounded_to is not None:
+        check_dtype("rounded_to", rounded_to, None)
+
+
+ROTATE = Operator(
+    Declaration(
+        "rotate",
+        operands=(Operand("x"), Operand("cos", Role.TABLE), Operand("sin", Role.TABLE)),
+        results=(Result(dtype="dtype"),),
+        flags={"interleaved": False, "rounded_to": None, "dtype": torch.dtype},
+        formula=_rotate,
+        transposed=_rotate_back,
+        check=_check_rotate,
+    ),
+    _run_rotate,
+    fast=_rotate_on_fast_path,
+)
+
+
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.added`."""
     if must_be_seen.seen(x, residual):
@@ -107,52 +154,11 @@ def affine(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """n * gain + bias, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.affine`."""
-    operands = (n, weight, bias)
-    arguments = (*operands, weight_offset, rounded_to, out_dtype)
-    if must_be_seen.seen(*operands):
-        return AFFINE(*arguments)[0]
-    return cast(Tensor, cast(Any, AFFINE.recorded).apply(*arguments))
+    return cast(Tensor, AFFINE.with_gradients(n, weight, bias, weight_offset, rounded_to, out_dtype))
 
 
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: torch.dtype | None, dtype: torch.dtype
 ) -> Tensor:
     """Rotated heads, [..., H, D], rounded once to a dtype; see :func:`fusednorm.reference.rotation.rotated`."""
-    arguments = (x, cos, sin, interleaved, rounded_to, dtype)
-    if must_be_seen.seen(x, cos, sin):
-        return cast(Tensor, dtensor_bridge.operations(x, cos, sin).rotate(*arguments))
-    return cast(Tensor, Rotate.apply(*arguments))  # type: ignore[no-untyped-call]
-
-
-class Rotate(torch.autograd.Function):
-    """:func:`rotate` with the specification's gradient."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        """See :func:`rotate`."""
-        x, cos, sin, *_ = arguments
-        rotated = rotation.rotated if must_be_seen.transformed(x, cos, sin) else run_rotated.rotate
-        return rotated(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps the tables."""
-        x, cos, sin, *ctx.how = inputs
-        ctx.x_dtype = x.dtype
-        ctx.save_for_backward(cos, sin)
-        ctx.save_for_forward(cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The transpose: back by the same angles."""
-        cos, sin = ctx.saved_tensors
-        dtensor_bridge.check_kept((dy,), (cos, sin))
-        interleaved, rounded_to, _ = ctx.how
-        return rotate(dy, cos, -sin, interleaved, rounded_to, ctx.x_dtype), *[None] * 5
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        """The rotation of the tangent."""
-        return rotate(tangent, *ctx.saved_tensors, *ctx.how)
+    return cast(Tensor, ROTATE.with_gradients(x, cos, sin, interleaved, rounded_to, dtype))

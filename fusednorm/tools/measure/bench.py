@@ -16,7 +16,6 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm.calls.declared import Role
-from fusednorm.operations.listed import OfHeads
 from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError, shape
@@ -144,7 +143,7 @@ class Bench:
         """The inputs; of gradients, as many tensors as a call reads and writes."""
         generator = torch.Generator().manual_seed(0)
 
-        def of_role(role: Role | OfHeads) -> Tensor:
+        def of_role(role: Role) -> Tensor:
             if role is Role.IDS:
                 return torch.randint(cell.hidden_size, (cell.rows,), generator=generator)
             shape = (cell.rows,) if role is Role.NUMBERS else (cell.rows, cell.hidden_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fusednorm import Quantization, quantizations
 from fusednorm.calls.declared import Role
 from fusednorm.operations.declared import PUBLIC
-from fusednorm.operations.listed import Listed, OfHeads, every, head_size
+from fusednorm.operations.listed import Listed, every, head_size
 
 
 class Calls(NamedTuple):
@@ -43,7 +43,7 @@ class Measured(NamedTuple):
     repeats: bool = True
 
     @property
-    def inputs(self) -> dict[str, Role | OfHeads]:
+    def inputs(self) -> dict[str, Role]:
         """The operands that a call takes; it knows the others, such as a weight, which all norms share."""
         return {name: role for name, role in self.listed.operands.items() if role not in _CONSTANT}
 
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     @property
     def weighted(self) -> bool:
         """Whether it has a weight."""
-        return bool({Role.WEIGHT, OfHeads.WEIGHT} & {*self.listed.operands.values()})
+        return Role.WEIGHT in self.listed.operands.values()
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
     def nbytes(self, rows: int, hidden_size: int, itemsize: int) -> int:
         """The bytes of the operands that a call takes and of those that it returns, without numbers of a row."""
-        large = sum(role in (Role.ROWS, OfHeads.HEADS) for role in self.inputs.values()) + self.rows
+        large = sum(role is Role.ROWS for role in self.inputs.values()) + self.rows
         quantized = self.quantization is not None
         return rows * hidden_size * (itemsize * (large - quantized) + quantized)
 
@@ -82,11 +82,12 @@ class Measured(NamedTuple):
         time of a short call.
         """
         size = head_size(len(weight))
-        cosines, sines = _tables(size, weight)
-        of_role = {OfHeads.WEIGHT: weight[:size], OfHeads.COSINES: cosines, OfHeads.SINES: sines, Role.WEIGHT: weight}
+        heads = Role.TABLE in self.listed.operands.values()
+        tables = iter(_tables(size, weight))
         known: dict[str, Any] = {"eps": eps, "shape": (-1, len(weight) // size, size), **self.flags}
-        known |= {name: of_role[role] for name, role in self.listed.operands.items() if role in _CONSTANT}
-        heads = OfHeads.HEADS in self.inputs.values()
+        for name, role in self.listed.operands.items():
+            if role in _CONSTANT:
+                known[name] = next(tables) if role is Role.TABLE else weight[:size] if heads else weight
 
         def call(function: Callable[..., Any], outputs: tuple[str, ...] = ()) -> Any:
             takes = (*self.inputs, *outputs)
@@ -108,7 +109,7 @@ class Measured(NamedTuple):
 
 
 #: The roles of operands that all calls have in common.
-_CONSTANT = (Role.WEIGHT, OfHeads.WEIGHT, OfHeads.COSINES, OfHeads.SINES)
+_CONSTANT = (Role.WEIGHT, Role.TABLE)
 
 
 def _arguments(
