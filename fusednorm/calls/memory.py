@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fusednorm.calls.call import Forward, Strides
+
+_Operand = TypeVar("_Operand", bound="Tensor | None")
 
 #: The strides of an operand that is absent.
 ABSENT: Strides = (0, 0)
@@ -121,7 +123,7 @@ def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | 
     return inner, strides
 
 
-def in_levels(operands: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[Strides]]:
+def in_levels(operands: Sequence[_Operand]) -> tuple[list[_Operand], int, list[Strides]]:
     """Operands that are only read, copied where their rows do not lie in the same two levels as the others'."""
     one_level: list[Strides] = []
     for tensor in operands:
@@ -135,12 +137,11 @@ def in_levels(operands: Sequence[Tensor | None]) -> tuple[list[Tensor | None], i
     else:  # the usual case
         return list(operands), inner, one_level
     inner, strides = common_levels([None if tensor is None else rows_of(tensor) for tensor in operands])
-    found: list[Tensor | None] = []
+    found: list[Any] = [*operands]
     for i, tensor in enumerate(operands):
         if tensor is not None and strides[i] is None:
-            tensor = packed(tensor)
+            found[i] = packed(tensor)
             strides[i] = (inner * tensor.shape[-1], tensor.shape[-1])
-        found.append(tensor)
     return found, inner, [(0, 0) if s is None else s for s in strides]
 
 

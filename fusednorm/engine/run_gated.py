@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,23 +23,23 @@ from fusednorm.calls.call import (
     accumulator,
     operation_of,
 )
-from fusednorm.calls.checks import check_flags, check_kept
+from fusednorm.calls.checks import check_kept
 from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
-from fusednorm.calls.memory import in_levels, overlaps_itself, packed, rows_of
+from fusednorm.calls.memory import ABSENT, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine import fast_path, run
 from fusednorm.engine.choose import Chosen, fast_paths, request
 from fusednorm.reference import activations
 
 
 class Gating(NamedTuple):
-    """A gate's function and roundings."""
+    """A gate's function and roundings: the flags of ``torch.ops.fusednorm.gate``."""
 
     #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`.
-    activation: str
+    activation: str = "silu"
     #: The dtype that the function's value is rounded to before it is multiplied, or None.
-    between: torch.dtype | None
-    #: The dtype of the result.
-    out_dtype: torch.dtype
+    between: torch.dtype | None = None
+    #: The dtype of the result; gradients do not need it.
+    out_dtype: torch.dtype | None = None
 
 
 def backend_of(y: Tensor, step: str) -> Chosen | None:
@@ -48,170 +49,48 @@ def backend_of(y: Tensor, step: str) -> Chosen | None:
 
 def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
     """The result for checked operands, in new memory or in ``out``."""
-    if out is None and (found := on_fast_path(y, z, *gating)) is not None:
+    if out is None and (found := on_fast_path(y, z, gating)) is not None:
         return found
     backend = backend_of(y, "gate")
+    if backend is None or not _can_be_written(out):
+        found = activations.gated(y, z, *cast(Any, gating)) if backend is None else forward(y, z, gating)
+        return found if out is None else out.copy_(found)
+    out, (y_rows, z_rows), inner, (of_out, of_y, of_z) = _laid_out(out, cast(torch.dtype, gating.out_dtype), y, z)
     rows = y.shape[:-1].numel()
-    if out is not None:
-        increment_version(out)
-        if backend is None or not _can_be_written(out):
-            return out.copy_(forward(y, z, gating))
-    if backend is None:
-        return activations.gated(y, z, *gating)
-    if out is None:
-        out = torch.empty(y.shape, dtype=gating.out_dtype, device=y.device)
-    (written, y_rows, z_rows), inner, strides = in_levels((out, y, z))
-    assert written is out  # the first operand's levels are everyone's
-    assert y_rows is not None
-    assert z_rows is not None
     if rows:
-        lie = (strides[1], strides[2], strides[0])
-        backend.forward(Gate(y_rows, z_rows, out, *gating[:2], y.shape[-1], rows, inner, lie))
+        numbers = y.shape[-1], rows, inner, (of_y, of_z, of_out)
+        backend.forward(Gate(y_rows, z_rows, out, gating.activation, gating.between, *numbers))
     return out
 
 
-def on_fast_path(
-    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype
-) -> Tensor | None:
+def _can_be_written(out: Tensor | None) -> bool:
+    """Whether rows of an output, if one is given, lie as a kernel can write them."""
+    return out is None or (rows_of(out) is not None and not overlaps_itself(out))
+
+
+def _laid_out(out: Tensor | None, dtype: torch.dtype, *rows: Tensor) -> tuple[Tensor, list[Tensor], int, list[Strides]]:
+    """An output that can be written, or a new one; rows that are read; and how all lie, the output first."""
+    if out is None:
+        out = torch.empty(rows[0].shape, dtype=dtype, device=rows[0].device)
+    else:
+        increment_version(out)
+    (_, *found), inner, strides = in_levels((out, *rows))
+    return out, found, inner, strides
+
+
+def on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
     """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
     take = fast_paths.get(request())
+    between, out_dtype = gating.between, gating.out_dtype
     if take is None or between is torch.float32:
         return None
     if between is None and out_dtype == y.dtype:
-        found: Any = take(y, *NO_NORM, z, activation, ALONE, None, None)
+        found: Any = take(y, *NO_NORM, z, gating.activation, ALONE, None, None)
     elif between in (None, z.dtype) and out_dtype == z.dtype:
-        found = take(z, *NO_NORM, y, activation, AND_MUL + BETWEEN_IS_F32 * (between is None), None, None)
+        found = take(z, *NO_NORM, y, gating.activation, AND_MUL + BETWEEN_IS_F32 * (between is None), None, None)
     else:
         return None
     return cast("Tensor | None", found)
-
-
-class NormAndGate(NamedTuple):
-    """The arguments of a norm and a gate, one after the other."""
-
-    #: eps, the weight's offset and ``round_norm``.
-    flags: Flags
-    activation: str
-    norm_first: bool
-    #: With the norm first: the dtype that normalised rows are rounded to, None if that is x's.
-    between: torch.dtype | None
-
-    @property
-    def order(self) -> int:
-        """Which comes first, and whether float32 passes between, as the fast path takes it."""
-        return (NORM_FIRST if self.norm_first else GATE_FIRST) + BETWEEN_IS_F32 * (self.between is not None)
-
-    def operation(self, x: Tensor, weight: Tensor | None) -> RMSNorm:
-        """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
-        out = self.between if self.norm_first and self.between is not None else x.dtype
-        found = operation_of(x, None, weight, self.flags._replace(out_dtype=out), around=Around(None, 1.0))
-        return found if self.norm_first else found._replace(x=accumulator(x.dtype))
-
-
-def _of_heads(weight: Tensor | None) -> Tensor | None:
-    """A contiguous weight; one with a single row is [N], the weight of all rows."""
-    return weight if weight is None else packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
-
-
-def norm_gated(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor | None,
-    asked: NormAndGate,
-    out: Tensor | None,
-    rstd: Tensor | None = None,
-) -> Tensor | None:
-    """A norm and a gate in one call, for checked operands: the rows, in new memory of x's dtype or in ``out``.
-
-    None if the backend has no function for it. ``weight`` may have a row for each head. ``rstd``, [...] of the
-    accumulator type, receives that of the rows which are normalised.
-    """
-    if rstd is not None and (take := fast_paths.get(request())) is not None:  # else it has refused the call already
-        eps, offset, _, rounds, *_ = asked.flags
-        how = (z, asked.activation, asked.order, None, out)
-        found: Any = take(x, None, weight, None, None, eps, offset, True, rounds, rstd, False, None, 1.0, *how)
-        if found is not None:
-            return cast(Tensor, found)
-    asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
-    weight = _of_heads(weight)
-    operation = asked.operation(x, weight)
-    backend = run.whole_of(operation, Step("norm_gated"))
-    if backend is None:
-        return None
-    if out is not None:
-        increment_version(out)
-        if not _can_be_written(out):
-            found = norm_gated(x, z, weight, asked, None)
-            return None if found is None else out.copy_(found)
-    written = run.new_like(x, x.dtype) if out is None else out
-    (_, x_rows, z_rows), inner, (out_strides, x_strides, z_strides) = in_levels((written, x, z))
-    assert x_rows is not None
-    assert z_rows is not None
-    rows = x.shape[:-1].numel()
-    if rows:
-        strides = (x_strides, (0, 0), out_strides, (0, 0))
-        norm = Forward(
-            *(x_rows, None, weight, written, None, rstd, operation, rows, inner, strides),
-            *(asked.flags.eps, asked.flags.weight_offset),
-        )
-        backend.forward(NormGated(norm, z_rows, z_strides, asked.activation, asked.norm_first))
-    return written
-
-
-def gradients_of(x: Tensor, weight: Tensor | None, asked: NormAndGate) -> tuple[NormAndGate, Chosen | None]:
-    """The same with checked flags, and the backend of such rows, if it has the gradients of both in one call."""
-    asked = asked._replace(flags=check_flags(asked.flags, x, None, None, None))
-    return asked, run.whole_of(asked.operation(x, _of_heads(weight)), Step("norm_gated_backward"))
-
-
-def norm_gated_backward(
-    backend: Chosen,
-    d: Tensor,
-    x: Tensor,
-    z: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    asked: NormAndGate,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, the gate and the weight, new tensors, as far as they are needed; else None."""
-    dx, dz, dweight = (
-        run.new_like(t, t.dtype) if need and t is not None else None
-        for t, need in zip((x, z, weight), needs, strict=True)
-    )
-    rows = x.shape[:-1].numel()
-    if rows == 0:
-        return dx, dz, None if dweight is None else dweight.zero_()
-    offset = asked.flags.weight_offset
-    how = (asked.activation, asked.order, asked.flags.round_norm, offset)
-    if fast_path.norm_gated_backward(backend, d, x, z, rstd, weight, dx, dz, dweight, *how):
-        return dx, dz, dweight
-    check_kept((d,), (x, z, rstd, weight))
-    (d_rows, x_rows, z_rows), inner, (d_strides, x_strides, z_strides) = in_levels((d, x, z))
-    assert d_rows is not None
-    assert x_rows is not None
-    assert z_rows is not None
-    weight = _of_heads(weight)
-    backend.backward(
-        NormGatedBackward(
-            *(d_rows, x_rows, z_rows, packed(rstd), weight, dx, dz, dweight, asked.operation(x, weight)),
-            *(asked.activation, asked.norm_first, rows, inner, (d_strides, x_strides, z_strides), offset),
-        )
-    )
-    return dx, dz, dweight
-
-
-def _can_be_written(out: Tensor) -> bool:
-    """Whether rows of an output lie as a kernel can write them."""
-    return rows_of(out) is not None and not overlaps_itself(out)
-
-
-def _in_levels_of(written: Tensor, inner: int) -> Strides:
-    """The strides of a tensor whose rows lie in one level."""
-    rows = rows_of(written)
-    strides = None if rows is None else rows.in_levels_of(inner)
-    assert strides is not None
-    return strides
 
 
 def backward(
@@ -219,26 +98,127 @@ def backward(
 ) -> None:
     """Writes the gradients of y and z, new tensors whose rows lie in one level; None for one that is not needed."""
     dy, dz = into
+    activation, between = gating.activation, gating.between
     if not d.numel():
         return
-    if backend is not None and fast_path.gate_backward(backend, d, y, z, dy, dz, *gating[:2]):
+    if backend is not None and fast_path.gate_backward(backend, d, y, z, dy, dz, activation, between):
         return
     check_kept((d,), (y, z))
     if backend is None:
-        found = activations.gate_gradients(d, y, z, *gating[:2], (dy is not None, dz is not None))
+        found = activations.gate_gradients(d, y, z, activation, between, (dy is not None, dz is not None))
         for output, gradient in zip(into, found, strict=True):
             if output is not None and gradient is not None:
                 output.copy_(gradient)
         return
-    rows, hidden_size = d.shape[:-1].numel(), d.shape[-1]
-    (d_rows, y_rows, z_rows), inner, (d_strides, y_strides, z_strides) = in_levels((d, y, z))
-    assert d_rows is not None
-    assert y_rows is not None
-    assert z_rows is not None
-    dy_strides, dz_strides = ((0, 0) if t is None else _in_levels_of(t, inner) for t in into)
-    backend.backward(
-        GateBackward(
-            *(d_rows, y_rows, z_rows, dy, dz, *gating[:2], hidden_size, rows, inner),
-            (d_strides, y_strides, z_strides, dy_strides, dz_strides),
+    operands, inner, strides = in_levels((d, y, z, dy, dz))
+    rest = (activation, between, d.shape[-1], d.shape[:-1].numel(), inner, tuple(strides))
+    backend.backward(GateBackward(*cast(Any, operands), *cast(Any, rest)))
+
+
+def rows_and_gate(operands: Sequence[Any]) -> Any:
+    """y and z, of both or of one tensor that holds both: z in its first half."""
+    return operands if len(operands) == 2 else operands[0].chunk(2, -1)[::-1]
+
+
+def gradients(
+    backend: Chosen | None, d: Tensor, operands: Sequence[Tensor], gating: Gating, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of y and z, or of one tensor that holds both, as far as they are needed."""
+    found = tuple(run.new_like(t, t.dtype) if need else None for t, need in zip(operands, needs, strict=True))
+    y, z = rows_and_gate(operands)
+    backward(backend, d, y, z, gating, rows_and_gate(found))
+    return found
+
+
+class GatedNorm(NamedTuple):
+    """The arguments of ``rms_norm_gated`` that are no operands, in its order; ``group_size`` is of rows in memory."""
+
+    eps: float
+    group_size: int | None
+    norm_before_gate: bool
+    activation: str
+    round_norm: bool
+    between: torch.dtype | None
+    weight_offset: float
+
+    @property
+    def order(self) -> int:
+        """Which comes first, and whether float32 passes between, as the fast path takes it."""
+        return (NORM_FIRST if self.norm_before_gate else GATE_FIRST) + BETWEEN_IS_F32 * (self.between is not None)
+
+    def operation(self, x: Tensor, weight: Tensor | None) -> RMSNorm:
+        """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
+        flags = Flags(round_norm=self.round_norm, out_dtype=self.between or x.dtype)
+        found = operation_of(x, None, weight, flags, around=Around(None, 1.0))
+        return found if self.norm_before_gate else found._replace(x=accumulator(x.dtype))
+
+
+def _of_heads(weight: Tensor | None) -> Tensor | None:
+    """A contiguous weight; one with a single row is [N], the weight of all rows."""
+    return weight if weight is None else packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
+
+
+def backend_of_gradients(x: Tensor, weight: Tensor | None, how: GatedNorm) -> Chosen | None:
+    """The backend of such rows, if it has the gradients of a norm and a gate in one call."""
+    return run.whole_of(how.operation(x, _of_heads(weight)), Step("norm_gated_backward"))
+
+
+def norm_gated(
+    x: Tensor, z: Tensor, weight: Tensor | None, how: GatedNorm, out: Tensor | None, rstd: Tensor | None = None
+) -> Tensor | None:
+    """A norm and a gate in one call, for checked operands and flags: the rows, in new memory or in ``out``.
+
+    None if the backend has no function for it. ``weight`` may have a row for each head. ``rstd``, [...] of the
+    accumulator type, receives that of the rows which are normalised.
+    """
+    if rstd is not None and (take := fast_paths.get(request())) is not None:  # else it has refused the call already
+        norm = (x, None, weight, None, None, how.eps, how.weight_offset, True, how.round_norm, rstd, False, None, 1.0)
+        taken: Any = take(*norm, z, how.activation, how.order, None, out)
+        if taken is not None:
+            return cast(Tensor, taken)
+    weight = _of_heads(weight)
+    operation = how.operation(x, weight)
+    backend = run.whole_of(operation, Step("norm_gated"))
+    if backend is None:
+        return None
+    if not _can_be_written(out):
+        return cast(Tensor, out).copy_(cast(Tensor, norm_gated(x, z, weight, how, None)))
+    out, (x_rows, z_rows), inner, (of_out, of_x, of_z) = _laid_out(out, x.dtype, x, z)
+    rows = x.shape[:-1].numel()
+    if rows:
+        strides = (of_x, ABSENT, of_out, ABSENT)
+        call = Forward(
+            *(x_rows, None, weight, out, None, rstd, operation, rows, inner, strides, how.eps, how.weight_offset)
         )
-    )
+        backend.forward(NormGated(call, z_rows, of_z, how.activation, how.norm_before_gate))
+    return out
+
+
+def norm_gated_backward(
+    backend: Chosen,
+    d: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    how: GatedNorm,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of x, the gate and the weight, new tensors, as far as they are needed; else None."""
+    dx, dz, dweight = found = [
+        run.new_like(t, t.dtype) if need and t is not None else None
+        for t, need in zip((x, z, weight), needs, strict=True)
+    ]
+    rows = x.shape[:-1].numel()
+    if rows == 0 and dweight is not None:
+        dweight.zero_()
+    flags = (how.activation, how.order, how.round_norm, how.weight_offset)
+    if rows == 0 or fast_path.norm_gated_backward(backend, d, x, z, rstd, weight, *found, *flags):
+        return found
+    check_kept((d,), (x, z, rstd, weight))
+    (d, x, z), inner, strides = in_levels((d, x, z))
+    weight = _of_heads(weight)
+    numbers: Any = (how.activation, how.norm_before_gate, rows, inner, tuple(strides), how.weight_offset)
+    operation = how.operation(x, weight)
+    backend.backward(NormGatedBackward(d, x, z, packed(rstd), weight, dx, dz, dweight, operation, *numbers))
+    return found

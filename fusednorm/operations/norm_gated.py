@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -9,12 +10,14 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import (
     check_activation,
     check_apart,
     check_between,
     check_flag,
     check_operands,
+    number,
     refuse_grad,
     refuse_type,
     requires_grad,
@@ -22,8 +25,11 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
 from fusednorm.engine import run_gated
 from fusednorm.engine.choose import fast_paths, request
-from fusednorm.operations.autograd_gated import GatedNormFlags, NormalisedAndGated, composed
-from fusednorm.torch_ops import dtensor_bridge
+from fusednorm.engine.run_gated import GatedNorm
+from fusednorm.operations.gate import gate as gated
+from fusednorm.operations.norm import rms_norm
+from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.torch_ops.gradients import composed_again, new_rstd
 
 
 def rms_norm_gated(
@@ -66,18 +72,8 @@ def rms_norm_gated(
         ValueError: shapes or devices do not fit; ``group_size`` does not divide N; there is no such activation.
         BackendError: the requested backends cannot take the call.
     """
-    found = _on_fast_path(
-        x, gate, weight, eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset, None
-    )
-    if found is not None:
-        return found
-    operands = (x, gate, weight)
-    if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(rms_norm_gated, operands, locals())
-    _check(*operands, group_size, norm_before_gate, activation, between)
-    how = GatedNormFlags(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
-    found = _in_one_call(*operands, how, None, is_grad_enabled() and requires_grad(*operands))
-    return composed(*operands, how) if found is None else found
+    how = (eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset)
+    return _rows(rms_norm_gated, x, gate, weight, how, None)
 
 
 def rms_norm_gated_(
@@ -93,19 +89,10 @@ def rms_norm_gated_(
     between: torch.dtype | None = None,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """:func:`rms_norm_gated` in place: the rows land in ``x``.
+    """:func:`rms_norm_gated` in place, with its arguments: the rows land in ``x``.
 
-    Args:
-        x: [..., N]; each row contiguous, in at most two levels of strides.
-        gate: see :func:`rms_norm_gated`, as for the rest; may be x itself, and else shares no memory with it.
-        weight: see :func:`rms_norm_gated`.
-        eps: see :func:`rms_norm_gated`.
-        group_size: see :func:`rms_norm_gated`.
-        norm_before_gate: see :func:`rms_norm_gated`.
-        activation: see :func:`rms_norm_gated`.
-        round_norm: see :func:`rms_norm_gated`.
-        between: see :func:`rms_norm_gated`.
-        weight_offset: see :func:`rms_norm_gated`.
+    Each row of x is contiguous, and rows lie in at most two levels of strides. The gate may be x itself, and else
+    shares no memory with it.
 
     Returns:
         ``x``.
@@ -114,90 +101,61 @@ def rms_norm_gated_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`rms_norm_gated`.
     """
-    found = _on_fast_path(
-        x, gate, weight, eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset, x
-    )
-    if found is not None:
-        return found
+    how = (eps, group_size, norm_before_gate, activation, round_norm, between, weight_offset)
+    return _rows(rms_norm_gated_, x, gate, weight, how, x)
+
+
+def _rows(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    flags: tuple[Any, ...],
+    out: Tensor | None,
+) -> Tensor:
+    """The public function, whose flags are the fields of :class:`GatedNorm`; ``out`` is x if it works in place."""
+    if not is_dynamo_compiling():
+        eps, group_size, first, activation, round_norm, between, offset = flags  # of a tuple: a class takes 0.5 us more
+        take: Any = fast_paths.get(request())
+        usual = type(first) is bool and (between is None or (first and between is torch.float32))
+        if take is not None and usual:
+            order = NORM_FIRST if first else GATE_FIRST
+            found: Tensor | None = take(
+                *(x, None, weight, None, None, eps, offset, True, round_norm, None, True, None, 1.0, gate, activation),
+                *(order if between is None else order + BETWEEN_IS_F32, group_size, out),
+            )
+            if found is not None:
+                return found
+    how = GatedNorm(*flags)
     operands = (x, gate, weight)
     if must_be_seen.override(*operands):
-        return must_be_seen.handed_over(rms_norm_gated_, operands, locals())
-    _check(*operands, group_size, norm_before_gate, activation, between, x)
-    if is_grad_enabled() and requires_grad(*operands):
-        refuse_grad("rms_norm_gated_")
-    if not (must_be_seen.transformed(*operands) or must_be_seen.seen(*operands)):
-        check_apart({"x": x}, {"gate": gate, "weight": weight})
-    how = GatedNormFlags(eps, weight_offset, round_norm, group_size, norm_before_gate, activation, between)
-    return dtensor_bridge.written(x, composed(*operands, how)) if _in_one_call(*operands, how, x, False) is None else x
+        values = {"x": x, "gate": gate, "weight": weight, **how._asdict()}
+        return must_be_seen.handed_over(function, operands, values)
+    in_memory = must_be_seen.in_memory(*operands)
+    _check(*operands, how, out, in_memory)
+    records = is_grad_enabled() and requires_grad(*operands)
+    if out is not None and records:
+        refuse_grad(function.__name__)
+    if in_memory:
+        if out is not None:
+            check_apart({"x": x}, {"gate": gate, "weight": weight})
+        found = _in_one_call(*operands, how, out, records)
+        if found is not None:
+            return found if out is None else out
+    return dtensor_bridge.written(out, composed(*operands, how))
 
 
-def _on_fast_path(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-    round_norm: bool,
-    between: torch.dtype | None,
-    weight_offset: float,
-    out: Tensor | None,
-) -> Tensor | None:
-    """The rows by the fast path, if that takes the call."""
-    if is_dynamo_compiling() or type(norm_before_gate) is not bool:
-        return None
-    if between is not None and not (norm_before_gate and between is torch.float32):
-        return None
-    take = fast_paths.get(request())
-    if take is None:
-        return None
-    how = NORM_FIRST if norm_before_gate else GATE_FIRST
-    found: Any = take(
-        *(x, None, weight, None, None, eps, weight_offset, True, round_norm, None, True, None, 1.0),
-        *(gate, activation, how if between is None else how + BETWEEN_IS_F32, group_size, out),
-    )
-    return cast("Tensor | None", found)
-
-
-def _in_one_call(
-    x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNormFlags, out: Tensor | None, records: bool
-) -> Tensor | None:
-    """The rows, by a backend that has a norm and a gate in one call; None if torch must see both, or there is none."""
-    if must_be_seen.seen(x, gate, weight) or must_be_seen.transformed(x, gate, weight):
-        return None
-    groups, gates, weights, into = how.in_groups(x, gate, weight, out)
-    assert groups is not None
-    assert gates is not None
-    if records:
-        asked, backend = run_gated.gradients_of(groups, weights, how.norm_and_gate)
-        if backend is None:
-            return None
-        return cast(Tensor, NormalisedAndGated.apply(x, gate, weight, how, asked, backend))  # type: ignore[no-untyped-call]
-    found = run_gated.norm_gated(groups, gates, weights, how.norm_and_gate, into)
-    return found if found is None or how.whole(x) else found.flatten(-2)
-
-
-def _check(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-    between: torch.dtype | None,
-    out: Tensor | None = None,
-) -> None:
-    """That operands and flags fit each other."""
+def _check(x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNorm, out: Tensor | None, in_memory: bool) -> None:
+    """That operands and flags fit each other, but for numbers and ``round_norm``."""
     if gate is None:
         refuse_type("gate", gate)
-    check_operands(x, gate, weight, out, None, in_memory=must_be_seen.in_memory(x, gate, weight), residual_name="gate")
-    check_between(between, x)
-    check_activation(activation)
-    check_flag("norm_before_gate", norm_before_gate)
-    if between is not None and not norm_before_gate:
+    check_operands(x, gate, weight, out, None, in_memory=in_memory, residual_name="gate")
+    check_between(how.between, x)
+    check_activation(how.activation)
+    check_flag("norm_before_gate", how.norm_before_gate)
+    if how.between is not None and not how.norm_before_gate:
         raise TypeError("between is given with norm_before_gate=False, where nothing is rounded between; leave it out")
-    check_group_size(group_size, x.shape[-1])
+    check_group_size(how.group_size, x.shape[-1])
 
 
 def check_group_size(
@@ -208,3 +166,94 @@ def check_group_size(
         raise ValueError(
             f"group_size must be an int that divides the {hidden_size} elements of a row, got {group_size!r}; {cure}"
         )
+
+
+def _in_groups(how: GatedNorm, x: Tensor, *others: Tensor | None) -> list[Any]:
+    """[..., N] as [..., N / group_size, group_size], where parts of rows are normalised."""
+    size = how.group_size
+    if size is None or size == x.shape[-1]:
+        return [x, *others]
+    groups = x.shape[-1] // size
+    return [
+        t if t is None else torch.unflatten(dtensor_bridge.parts_of_groups(t, groups), -1, (groups, size))
+        for t in (x, *others)
+    ]
+
+
+def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNorm) -> Tensor:
+    """The rows by plain operations one after the other: docs/spec.md, section 10."""
+    if must_be_seen.in_one_operator(x, gate, weight):
+        return cast(Tensor, torch.ops.fusednorm.rms_norm_gated_inference(x, gate, weight, *how))
+    if how.norm_before_gate:
+        y = _normed(x, weight, how, how.between)
+        return gated(y, gate, activation=how.activation, out_dtype=None if how.between is None else x.dtype)
+    wide = accumulator(x.dtype)
+    h = gated(x, gate, activation=how.activation, out_dtype=wide)  # not rounded
+    if weight is None or x.dtype == wide or not how.round_norm:  # then nothing is rounded before the end
+        return _normed(h, weight, how, x.dtype)
+    # Rounded to x's dtype, and not to that of h.
+    n = _normed(h, None, how._replace(weight_offset=0.0, round_norm=False), wide)
+    return steps.affine(n, weight, None, how.weight_offset, x.dtype, x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor | None, how: GatedNorm, dtype: torch.dtype | None) -> Tensor:
+    """The norm of rows in ``dtype``; or of each group, which is a head with a weight of its own."""
+    groups, weights = _in_groups(how, x, weight)
+    flags: dict[str, Any] = {"weight_offset": how.weight_offset, "round_norm": how.round_norm, "out_dtype": dtype}
+    y = rms_norm(groups, weights, how.eps, **flags)
+    if groups is x:
+        return y
+    y = y.flatten(-2)
+    return dtensor_bridge.as_placed(y, y)  # so its gradient comes in whole groups too
+
+
+def _in_one_call(
+    x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNorm, out: Tensor | None, records: bool
+) -> Tensor | None:
+    """The rows, new or in ``out``, by a backend that has a norm and a gate in one call; None if there is none."""
+    how = how._replace(eps=number("eps", how.eps), weight_offset=number("weight_offset", how.weight_offset))
+    check_flag("round_norm", how.round_norm)
+    groups, gates, weights, into = _in_groups(how, x, gate, weight, out)
+    if records:
+        backend = run_gated.backend_of_gradients(groups, weights, how)
+        if backend is None:
+            return None
+        return cast(Tensor, NormalisedAndGated.apply(x, gate, weight, how, backend))  # type: ignore[no-untyped-call]
+    found = run_gated.norm_gated(groups, gates, weights, how, into)
+    return found if found is None or groups is x else found.flatten(-2)
+
+
+class NormalisedAndGated(torch.autograd.Function):
+    """(x, gate, weight or None, how, the backend of gradients) -> the rows, in one call of a backend.
+
+    The operands and rstd are kept, and nothing that passes between the norm and the gate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """See :func:`composed`."""
+        x, gate, weight, ctx.how, ctx.backend = inputs
+        groups, gates, weights = _in_groups(ctx.how, x, gate, weight)
+        rstd = new_rstd(groups)
+        found = run_gated.norm_gated(groups, gates, weights, ctx.how, None, rstd)
+        assert found is not None
+        ctx.save_for_backward(x, gate, weight, rstd)
+        return found.resize_(x.shape)  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the composition, by the function of the backend that the forward pass had."""
+        x, gate, weight, rstd = ctx.saved_tensors
+        needs, how = ctx.needs_input_grad[:3], ctx.how
+        if must_be_seen.differentiated_again() or must_be_seen.below(d, x, gate, weight):
+            dtensor_bridge.check_kept((d,), (x, gate, weight))
+
+            def again(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor]:
+                return (composed(x, gate, weight, how),)
+
+            return *composed_again(again, (x, gate, weight), (d,), needs), None, None
+        ds, groups, gates, weights = _in_groups(how, d, x, gate, weight)
+        found = run_gated.norm_gated_backward(ctx.backend, ds, groups, gates, weights, rstd, how, needs)
+        if groups is not x:
+            found = [t if t is None else t.view(like.shape) for t, like in zip(found, (x, gate, weight), strict=True)]
+        return *found, None, None

@@ -6,17 +6,16 @@ operations would leave out roundings between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.checks import check_activation, check_dtype
+from fusednorm.calls.checks import check_activation, check_dtype, check_operands
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.rotation_checks import check_heads, check_tables
-from fusednorm.engine import run, run_gated, run_rotated
+from fusednorm.engine import run_gated, run_rotated
 from fusednorm.engine.run_gated import Gating
 from fusednorm.engine.run_rotated import Head, Rotation
 from fusednorm.reference import activations, rotation
@@ -24,38 +23,28 @@ from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.declared import Operator
 
-
-def _affine(*arguments: Any) -> tuple[Tensor]:
-    return (reference.affine(*arguments),)
-
-
 AFFINE = Operator(
     Declaration(
         "affine",
         operands=(Operand("n"), Operand("weight", Role.WEIGHT, True), Operand("bias", Role.WEIGHT, True)),
         results=(Result(dtype="out_dtype"),),
         flags={"weight_offset": 0.0, "rounded_to": None, "out_dtype": torch.dtype},
-        formula=_affine,
+        formula=lambda *arguments: (reference.affine(*arguments),),
         gradient=reference.affine_gradients,
     )
 )
 
 
-def _gate(*arguments: Any) -> tuple[Tensor]:
-    return (activations.gated(*arguments),)
-
-
 def _run_gate(y: Tensor, z: Tensor, *gating: Any) -> tuple[Tensor]:
+    first, second = (z, y) if z.dtype == torch.float64 else (y, z)  # of a transform's batches, which nobody has checked
+    check_operands(first, second, None, None, None, x_name="y", residual_name="z", in_memory=False)
     return (run_gated.forward(y, z, Gating(*gating)),)
 
 
-def _run_gate_backward(
-    d: Tensor, y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    need_y, need_z = needs
-    into = (run.new_like(y, y.dtype) if need_y else None, run.new_like(z, z.dtype) if need_z else None)
-    run_gated.backward(run_gated.backend_of(y, "gate_backward"), d, y, z, Gating(activation, between, d.dtype), into)
-    return into
+def _run_gate_backward(d: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    *flags, needs = rest
+    gating = Gating(**dict(zip(GATE.gradient_flags, flags, strict=True)))
+    return run_gated.gradients(run_gated.backend_of(y, "gate_backward"), d, (y, z), gating, needs)
 
 
 def _check_gate(y: Tensor, z: Tensor, *, activation: str, between: torch.dtype | None, **_: Any) -> None:
@@ -73,8 +62,8 @@ GATE = Operator(
         "gate",
         operands=(Operand("y"), Operand("z")),
         results=(Result(dtype="out_dtype"),),
-        flags={"activation": "silu", "between": None, "out_dtype": torch.dtype},
-        formula=_gate,
+        flags=Gating._field_defaults | {"out_dtype": torch.dtype},
+        formula=lambda *arguments: (activations.gated(*arguments),),
         gradient=activations.gate_gradients,
         joined=0,
         any_decides=True,
@@ -82,7 +71,7 @@ GATE = Operator(
     ),
     _run_gate,
     _run_gate_backward,
-    run_gated.on_fast_path,
+    lambda y, z, *gating: run_gated.on_fast_path(y, z, Gating(*gating)),
 )
 
 

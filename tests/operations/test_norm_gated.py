@@ -43,7 +43,7 @@ def test_what_is_refused_is_named(call, error, words):
 def as_composition(monkeypatch, *operands_of_rows, **flags):
     """``rms_norm_gated`` as the plain operations one after the other."""
     with monkeypatch.context() as patch:
-        patch.setattr(norm_gated, "_on_fast_path", lambda *_: None)
+        patch.setattr(norm_gated, "fast_paths", {})
         patch.setattr(norm_gated, "_in_one_call", lambda *_: None)
         return rms_norm_gated(*operands_of_rows, **flags)
 
@@ -58,8 +58,9 @@ def test_one_call_of_c(monkeypatch, way, dtype):
     heads = [t.unflatten(0, (10, 13))[:, 2:9] for t in (x, z)]  # in two levels of strides
     between = (None, F32) if dtype != F64 else (None,)
     others = {"round_norm": True, "weight_offset": 0.5, "activation": "gelu_tanh"}
-    one_call, on_fast_path = norm_gated._in_one_call, norm_gated._on_fast_path
-    taken = []
+    one_call, taken = norm_gated._in_one_call, []
+    with fusednorm.use_backend("cpu"):
+        rms_norm_gated(x, z)  # which opens the fast path
 
     def noted(call):
         def run(*arguments):
@@ -69,6 +70,7 @@ def test_one_call_of_c(monkeypatch, way, dtype):
 
         return run
 
+    by_c = {} if way == "Python" else {name: noted(take) for name, take in norm_gated.fast_paths.items()}
     for group, first, passed, threads in itertools.product((None, 32), (True, False), between, (1, 3)):
         for operands_of_rows in ((x, z), (x.contiguous(), z.contiguous()), (x[:1], z[:1]), heads):
             flags = {"group_size": group, "norm_before_gate": first, **others}
@@ -78,9 +80,7 @@ def test_one_call_of_c(monkeypatch, way, dtype):
             torch.set_num_threads(threads)
             with monkeypatch.context() as patch, fusednorm.use_backend("cpu"):
                 patch.setattr(norm_gated, "_in_one_call", noted(one_call))
-                patch.setattr(
-                    norm_gated, "_on_fast_path", (lambda *_: None) if way == "Python" else noted(on_fast_path)
-                )
+                patch.setattr(norm_gated, "fast_paths", by_c)
                 taken.clear()
                 assert rms_norm_gated(*operands_of_rows, weight, **flags).equal(wanted)
                 assert taken[0] == (way == "Python" or (operands_of_rows is not heads and bool(cpu.fast_path)))
