@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from promises import is_sharded
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,7 +48,6 @@ from fusednorm import (
     silu_and_mul_quant,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
-from fusednorm.conformance.declared import is_sharded
 
 from ranks import on_ranks
 

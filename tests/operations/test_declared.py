@@ -10,12 +10,12 @@ import sys
 import pytest
 import torch
 from every_operation import Named
+from promises import PROMISES
 from torch import Tensor
 
 import fusednorm
 from fusednorm.__main__ import main
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
-from fusednorm.conformance.declared import PROMISES
 from fusednorm.operations.declared import PUBLIC, Operation
 from fusednorm.operations.listed import every
 from fusednorm.reference import norm as reference
