@@ -227,9 +227,9 @@ def test_quantization(sharding):
 @on_ranks(2)
 @pytest.mark.parametrize("operation", ["SCALED", "PICK", "DIVIDED"])
 def test_declared_operations(operation):
-    import test_declared  # on each rank, which declares the operations there
+    import toys  # on each rank, which declares the operations there
 
-    is_sharded(getattr(test_declared, operation), everywhere())
+    is_sharded(getattr(toys, operation), everywhere())
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
