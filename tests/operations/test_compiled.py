@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, MORE, partly, without_outputs
+from every_operation import FUNCTIONS, MORE, function_of, partly, without_outputs
 from torch._dynamo.testing import CompileCounter
 
 import fusednorm
@@ -37,9 +37,9 @@ NORM = {"x": X, "residual": X, "weight": torch.ones(6)}
 #: others of the same kind.
 CALLS = {}
 for name, operands in FUNCTIONS.items():
-    CALLS[name] = getattr(fusednorm, name), without_outputs(operands)
+    CALLS[name] = function_of(name), without_outputs(operands)
     if len(without_outputs(operands)) < len(operands):
-        CALLS[f"{name} with outputs"] = getattr(fusednorm, name), operands
+        CALLS[f"{name} with outputs"] = function_of(name), operands
 CALLS |= MORE
 #: Their rows have one length. The peers' classes, and of their functions those that do more than to pass arguments on.
 MODULES = {

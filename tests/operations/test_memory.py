@@ -9,9 +9,17 @@ import warnings
 
 import pytest
 import torch
-from every_operation import DIFFERENTIATED, FUNCTIONS, OPERATORS, called, clones, tensors, without_outputs, written_by
-
-import fusednorm
+from every_operation import (
+    DIFFERENTIATED,
+    FUNCTIONS,
+    OPERATORS,
+    called,
+    clones,
+    function_of,
+    tensors,
+    without_outputs,
+    written_by,
+)
 
 
 def freed(t):
@@ -79,7 +87,7 @@ ELSEWHERE = (lambda t: t.to("meta"), fake, lambda t: t.to(torch.complex64).conj(
 
 def public(name):
     """A function that takes operands by name, its operands, and the names of those that it writes."""
-    return getattr(fusednorm, name), FUNCTIONS[name], written_by(name)
+    return function_of(name), FUNCTIONS[name], written_by(name)
 
 
 def operator(name):
@@ -180,7 +188,7 @@ def recorded(name):
     operands = clones(without_outputs(FUNCTIONS[name]))
     for key in DIFFERENTIATED[name]:
         operands[key].requires_grad_()
-    return called(getattr(fusednorm, name), operands), operands
+    return called(function_of(name), operands), operands
 
 
 @pytest.mark.parametrize("again", [False, True])
