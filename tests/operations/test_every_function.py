@@ -96,17 +96,22 @@ def test_what_is_written(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # of each graph of linearize
 @pytest.mark.parametrize("name", [*DIFFERENTIATED, *IN_PLACE])
 def test_tangents_of_what_is_written(name):
     """Under a transform, whose tensors have no addresses that could be compared; and values are those without it."""
     keys = have_gradients(FUNCTIONS[name])
     operands = tuple(FUNCTIONS[name][key] for key in keys)
+    directions = tuple(t.flip(0) for t in operands)
 
     def values_and_tangents(name, others):
         def of_clones(*given):
             return tuple(call(name, clones(others) | clones(dict(zip(keys, given, strict=True)))))
 
-        return torch.func.jvp(of_clones, operands, tuple(t.flip(0) for t in operands))
+        values, tangents = torch.func.jvp(of_clones, operands, directions)
+        if name in DIFFERENTIATED:
+            assert same(torch.func.linearize(of_clones, *operands)[1](*directions), tangents)
+        return values, tangents
 
     found = values_and_tangents(name, FUNCTIONS[name])
     new = without_outputs(FUNCTIONS[name.removesuffix("_")])
@@ -202,7 +207,7 @@ def test_a_tensor_as_two_operands(name):
 
 
 @functions
-def test_fewer_rows(name):
+def test_one_row_and_no_rows(name):
     """One row has the bits that it has among others. Results and gradients of no rows have their shapes."""
     function, operands = function_of(name), clones(FUNCTIONS[name])
     rows = [key for key in tensors(operands) if operands[key].shape[0] == 4 and key not in ("cos", "sin")]
@@ -235,6 +240,11 @@ def test_a_batch_of_calls(name):
     wanted = [torch.stack(outputs) for outputs in zip(*one_by_one, strict=True)]
     assert same(torch.vmap(of_rows, in_dims=1)(*batch), wanted)
     assert same(torch.vmap(of_rows)(*(t.transpose(0, 1).contiguous() for t in batch)), wanted)
+    if name not in IN_PLACE:  # one operand alone is a batch
+        rows = [operands[key] for key in keys[1:]]
+        one_by_one = [of_rows(batch[0][:, i], *rows) for i in range(3)]
+        wanted = [torch.stack(outputs) for outputs in zip(*one_by_one, strict=True)]
+        assert same(torch.vmap(of_rows, (1, *[None] * len(rows)))(batch[0], *rows), wanted)
     if function in PUBLIC:  # others become several operations
         traced = make_fx(torch.vmap(of_rows, in_dims=1))(*batch)
         assert any(str(node.target).startswith("fusednorm.") for node in traced.graph.nodes)
