@@ -163,26 +163,15 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         assert all(map(torch.equal, run(between=True, products=True), run()))  # float32 is not rounded
     out = torch.full((3, 4, 16), 7.0)
     unusual = {
-        "no tensor": lambda: run([1.0]),
-        "no q": lambda: run(None),
-        "one dimension": lambda: run(torch.ones(16), torch.ones(16)),
         "no rows": lambda: run(q[:0], k[:0]),
-        "every other number": lambda: run(torch.ones(3, 4, 32)[..., ::2], out=(out, None)),
         "rows in three levels": lambda: run(
             torch.ones(2, 3, 4, 5, 16)[:, :2, :3, :4], torch.ones(2, 2, 3, 2, 16), tables=(cos[0], sin[0])
         ),
-        "k of other rows": lambda: run(k=torch.ones(2, 2, 16), out=(out, None)),
-        "k of another size": lambda: run(k=torch.ones(3, 2, 8), out=(out, None)),
-        "k of another type": lambda: run(k=k.half(), out=(out, None)),
         "a weight for a missing k": lambda: run(k=None, weights=(None, weight), out=(out, None)),
         "a weight without a norm": lambda: run(norm=False, out=(out, None)),
-        "a weight of another size": lambda: run(weights=(torch.ones(8), None), out=(out, None)),
         "a weight of other heads": lambda: run(weights=(torch.ones(2, 16), None), out=(out, None)),
-        "a weight with gaps": lambda: run(weights=(torch.ones(32)[::2], None), out=(out, None)),
-        "a wider weight": lambda: run(weights=(weight.double(), None), out=(out, None)),
         "nothing to do": lambda: run(weights=(None, None), tables=(None, None), norm=False, out=(out, None)),
         "one table": lambda: run(tables=(cos, None), out=(out, None)),
-        "integers as tables": lambda: run(tables=(cos.int(), sin.int()), out=(out, None)),
         "tables that are too wide": lambda: run(tables=(torch.ones(3, 9),) * 2, out=(out, None)),
         "tables of other rows": lambda: run(tables=(cos[:2], sin[:2]), out=(out, None)),
         "tables of a row too many": lambda: run(tables=(cos[None, None], sin[None, None]), out=(out, None)),
@@ -190,24 +179,13 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "a gradient of a table": lambda: run(tables=(cos.clone().requires_grad_(), sin), out=(out, None)),
         "positions beyond the table": lambda: run(positions=positions + 1, out=(out, None)),
         "positions before the table": lambda: run(positions=positions - 1, out=(out, None)),
-        "positions of other rows": lambda: run(positions=positions[:2], out=(out, None)),
-        "positions of another type": lambda: run(positions=positions.short(), out=(out, None)),
         "positions without tables": lambda: run(tables=(None, None), positions=positions, out=(out, None)),
         "positions in a table of three dimensions": lambda: run(
             tables=(cos[None], sin[None]), positions=positions, out=(out, None)
         ),
-        "a gradient": lambda: run(grad, out=(out, None)),
-        "a subclass": lambda: run(q.as_subclass(Mine), out=(out, None)),
         "float64 to float32": lambda: run(q.double(), k.double(), between=True),
         "eps of another type": lambda: run(numbers=(1, 0.0), out=(out, None)),
         "a flag of another type": lambda: run(interleaved=1, out=(out, None)),
-        "an output of another shape": lambda: run(out=(out, torch.ones(3, 4, 16))),
-        "an output of another type": lambda: run(out=(out, k.half())),
-        "an output that overlaps": lambda: run(out[:, :3], out[:, 3:], weights=(None, None), out=(out[:, 1:], None)),
-        "an output in the place of k": lambda: run(q, out, weights=(None, None), out=(out, None)),
-        "both outputs": lambda: run(q, q, weights=(None, None), out=(out, out)),
-        "an output in the place of a table": lambda: run(tables=(out[0, :3, :8],) * 2, out=(out, None)),
-        "an output with itself": lambda: run(out=(out[:1].expand(3, 4, 16), None)),
         "heads of an output with themselves": lambda: run(out=(out[:, :1].expand(3, 4, 16), None)),
     }
     for name, call in unusual.items():

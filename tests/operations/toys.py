@@ -17,10 +17,11 @@ def scaled_norm(x, weight, factor, eps):
 def scaled_norm_gradient(d, x, weight, factor, eps, needs):
     a = reference.accumulator(x.dtype)
     h, d = x.to(a), d.to(a) * reference.constant(factor, x.new_empty((), dtype=a))
-    rstd = ((h * h).mean(-1, keepdim=True) + eps).rsqrt()
+    rstd = reference.rstd_of(h, eps).unsqueeze(-1)
     n = h * rstd
     dn = d if weight is None else d * weight.to(a)
-    dx = reference.rounded((dn - n * (dn * n).mean(-1, keepdim=True)) * rstd, x.dtype) if needs[0] else None
+    mean = reference.treesum(dn * n).unsqueeze(-1) / x.shape[-1]
+    dx = reference.rounded((dn - n * mean) * rstd, x.dtype) if needs[0] else None
     if weight is None or not needs[1]:
         return dx, None
     return dx, reference.rounded(reference.rowsum((d * n).reshape(-1, x.shape[-1])), weight.dtype)
@@ -88,7 +89,7 @@ def divided(x):
 
 def divided_gradient(d, x, s, needs):
     wide, d, s = x.to(s.dtype), d.to(s.dtype), s.unsqueeze(-1)
-    return (reference.rounded(d / s - 2 * wide * (d * wide).sum(-1, keepdim=True) / (s * s), x.dtype),)
+    return (reference.rounded(d / s - 2 * wide * reference.treesum(d * wide).unsqueeze(-1) / (s * s), x.dtype),)
 
 
 #: Its gradient takes a result that callers do not see.
