@@ -25,6 +25,14 @@ WRONG = {
     "one row of memory": lambda t: t[:1].expand(t.shape),
     "no dimension": lambda t: t.flatten()[0],
 }
+#: Words of the error of some kinds where the operand is read: what was given, and its cure.
+SAID = {
+    "no tensor": "must be a torch.Tensor.*, got int",
+    "an array": r"must be a torch.Tensor.*, got ndarray; .*(torch\.as_tensor|pass )",
+    "an integer": "got int16",
+    "sparse": r"must be a dense tensor, got.*sparse.*(\.to_dense\(\)|pass )",
+    "nested": r"must be a dense tensor, got a nested one.*values\(\)",
+}
 #: Right, though another shape: the only operand with rows, one element without a dimension, one position for all.
 FITS = {("rms_norm_", "x", "rows")} | {(key, "no dimension") for key in ("scale", "zero_point", "positions")}
 #: The operand that decides the dtype of the computation, if no output is given, and tables, of any dtype.
@@ -69,6 +77,7 @@ def test_a_bad_operand_is_named(name, wrong):
         if not (key in OF_ROWS and wrong in ("a device", "rows", "columns")):
             named = "k_out" if (name, key, wrong) == ("qk_norm_rope", "k", "wider") else key  # of k's dtype
             assert re.match(rf"{named} (must|is|has two|has elements)\b", message), (key, message)
+            assert key.endswith("out") or re.search(SAID.get(wrong, ""), message), (key, message)
     assert all(operands[key].equal(before[key]) for key in tensors(operands))
 
 

@@ -212,9 +212,7 @@ def test_gradients_without_memory_are_refused(name, kind, again):
             torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in READ if kind is not inference]
-)
+@pytest.mark.parametrize("kind", [kind for kind in READ if kind is not inference])
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_incoming_gradients_are_read_wherever_they_lie(name, kind):
     outputs, operands = recorded(name)
