@@ -28,7 +28,7 @@ WRONG = {
 #: Words of the error of some kinds where the operand is read: what was given, and its cure.
 SAID = {
     "no tensor": "must be a torch.Tensor.*, got int",
-    "an array": r"must be a torch.Tensor.*, got ndarray; .*(torch\.as_tensor|pass )",
+    "an array": r"must be a torch.Tensor.*, got ndarray; .*(torch\.as_tensor|pass |leave it out)",
     "an integer": "got int16",
     "sparse": r"must be a dense tensor, got.*sparse.*(\.to_dense\(\)|pass )",
     "nested": r"must be a dense tensor, got a nested one.*values\(\)",

@@ -283,22 +283,3 @@ def test_vllm():
     assert 0 < (steps > 0).float().mean() < 0.01
     near = (found - wanted).abs() <= 2**-7 * wanted.abs() + 2**-20
     assert near.all()
-
-
-def test_tensor_parallel_heads():
-    """DTensors: heads and rows stay on their ranks; tables are whole on each."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        for placement, of_tables in ((Shard(2), Replicate()), (Shard(0), Shard(0)), (Replicate(), Replicate())):
-            q, k = (DTensor.from_local(t, mesh, [placement], run_check=False) for t in (Q, K))
-            tables = [DTensor.from_local(t.expand(3, 4, 8), mesh, [of_tables], run_check=False) for t in (COS, SIN)]
-            weight = DTensor.from_local(WEIGHT, mesh, [Replicate()], run_check=False)
-            found = qk_norm_rope(q, k, weight, weight, *tables)
-            assert all(t.placements == (placement,) for t in found)
-            assert same([t.to_local() for t in found], qk_norm_rope(Q, K, WEIGHT, WEIGHT, COS, SIN))
-    finally:
-        torch.distributed.destroy_process_group()
