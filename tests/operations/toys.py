@@ -17,7 +17,7 @@ def scaled_norm(x, weight, factor, eps):
 def scaled_norm_gradient(d, x, weight, factor, eps, needs):
     a = reference.accumulator(x.dtype)
     h, d = x.to(a), d.to(a) * reference.constant(factor, x.new_empty((), dtype=a))
-    rstd = reference.rstd_of(h, eps).unsqueeze(-1)
+    rstd = (reference.treesum(h * h).unsqueeze(-1) / x.shape[-1] + eps).rsqrt()
     n = h * rstd
     dn = d if weight is None else d * weight.to(a)
     mean = reference.treesum(dn * n).unsqueeze(-1) / x.shape[-1]
