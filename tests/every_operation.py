@@ -242,6 +242,11 @@ def gradients(outputs, leaves, **flags):
     return torch.autograd.grad(outputs, leaves, [t.detach().cos() for t in outputs], retain_graph=True, **flags)
 
 
+def same(a, b):
+    """Whether tensors have the same dtypes and the same numbers."""
+    return all(p.dtype == q.dtype and torch.equal(p.float(), q.float()) for p, q in zip(a, b, strict=True))
+
+
 class Named(TorchFunctionMode):
     """Keeps the functions that it sees."""
 

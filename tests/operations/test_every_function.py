@@ -15,6 +15,7 @@ from every_operation import (
     function_of,
     gradients,
     have_gradients,
+    same,
     tensors,
     without_outputs,
     written_by,
@@ -35,10 +36,6 @@ calls = pytest.mark.parametrize("name", CALLS)
 
 def call(name, operands):
     return called(function_of(name), operands)
-
-
-def same(a, b):
-    return all(p.dtype == q.dtype and torch.equal(p.float(), q.float()) for p, q in zip(a, b, strict=True))
 
 
 def test_every_function_in_place_is_here():

@@ -20,6 +20,7 @@ from every_operation import (
     function_of,
     gradients,
     recorded,
+    same,
     tensors,
     without_outputs,
     written_by,
@@ -78,10 +79,6 @@ def program(name):
 
 def ours(operations):
     return [operation for operation in map(str, operations) if operation.startswith(("fusednorm.", "fusednorm::"))]
-
-
-def same(a, b):
-    return all(p.dtype == q.dtype and torch.equal(p.float(), q.float()) for p, q in zip(a, b, strict=True))
 
 
 def test_torchs_cpp_is_asked():

@@ -86,23 +86,27 @@ WITHOUT = {"quantize": {"quantization": str(VLLM_INT8_TOKEN_CPU)}, "affine": {"w
 
 
 def narrow(operands):
-    """In bfloat16, but for what an operator has in the type of the computation."""
+    """In bfloat16, but for what an operator has in the type of the computation, and for its results."""
     others = {key: value for key, value in operands.items() if key not in ("rstd", "n", "s", "scale")}
-    halved = {key: t.bfloat16() for key, t in others.items() if getattr(t, "dtype", None) is F32}
-    return operands | halved | {key: BF16 for key, value in others.items() if value is F32}
+    return operands | {key: t.bfloat16() for key, t in others.items() if getattr(t, "dtype", None) is F32}
+
+
+def narrow_results(operands):
+    """Results in bfloat16."""
+    return operands | {key: BF16 for key, value in operands.items() if value is F32}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.14
 @pytest.mark.parametrize("name", OPERATORS)
 def test_torchs_checks(name):
-    """Of schemas, autograd, fake tensors and tracing: in two dtypes, and without optional tensors."""
+    """Of schemas, autograd, fake tensors and tracing: with several dtypes, and without optional tensors."""
     operator, whole = getattr(torch.ops.fusednorm, name).default, OPERATORS[name]
     absent = {a.name: None for a in operator._schema.arguments if str(a.type) == "Optional[Tensor]"}
     if "needs" in whole:
         absent["needs"] = [True] + [False] * (len(whole["needs"]) - 1)
     recorded = not (operator._schema.is_mutable or "backward" in name or name == "quantize")
-    for given in (whole, narrow(whole), whole | absent | WITHOUT.get(name, {})):
+    for given in (whole, narrow(whole), narrow_results(whole), whole | absent | WITHOUT.get(name, {})):
         for with_gradients in (False, True)[: 1 + recorded]:
             operands = clones(given)
             for key in have_gradients(given) if with_gradients else ():
