@@ -89,7 +89,11 @@ def test_torchs_cpp_is_asked():
 
 @functions
 def test_a_function_mode_sees_the_function_that_was_called(name):
-    """That one alone, also where it calls another one; and so does a mode around that mode."""
+    """That one alone, also where it calls another one; and so does a mode around that mode.
+
+    Python looks at attributes of operands, which the mode then sees too.
+    """
+    public = [function_of(name) for name in FUNCTIONS]
     expected = call(name, clones(FUNCTIONS[name]))
     for device in (None, "cpu", "meta"):  # with torch's own mode below, which set_default_device leaves on
         torch.set_default_device(device)
@@ -99,12 +103,13 @@ def test_a_function_mode_sees_the_function_that_was_called(name):
                 found = call(name, operands)
         finally:
             torch.set_default_device(None)
-        assert mode.functions == [function_of(name)]
+        assert [function for function in mode.functions if function in public] == [function_of(name)]
         assert same(found, expected)
     operands = clones(FUNCTIONS[name])
     with Named() as outer, Named() as inner:
         call(name, operands)
-    assert inner.functions[0] is outer.functions[0] is function_of(name)
+    for mode in (inner, outer):
+        assert next(function for function in mode.functions if function in public) is function_of(name)
 
 
 @functions
