@@ -3,6 +3,7 @@
 import inspect
 
 import torch
+import toys  # noqa: F401 - declares them
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -143,37 +144,56 @@ def of_role(role, count):
     return {Role.ROWS: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2], Role.NUMBERS: rows[:, 0]}[role].clone()
 
 
-#: Functions and operators of a single operand, which no other one tells its shape or its device; and the operand.
-ALONE = {"scale": "x"}
-#: The operand of a declared operator that decides the type of the computation, so that it may be float64 alone.
-DECIDES = {}
-# Declared operations, by their declarations.
-for operation in dict.fromkeys(PUBLIC.values()):
-    if not set(operation.functions) <= set(fusednorm.__all__):  # a test has declared it for itself
-        continue
-    declaration, roles = operation.declaration, operation.declaration.roles()
-    operands = {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
-    DECIDES |= dict.fromkeys((declaration.name, f"{declaration.name}_backward"), next(iter(operands)))
-    if len(operands) == 1:
-        ALONE |= dict.fromkeys((declaration.name, *operation.functions), *operands)
-    for name, function in operation.functions.items():
-        taken = inspect.signature(function).parameters
-        outputs = {one.name: torch.zeros(4, 6) for one in declaration.returned if one.name in taken}
-        FUNCTIONS[name] = operands | outputs
-        if name.endswith("_"):
-            IN_PLACE[name] = tuple(one.overwrites for one in declaration.returned)
-    given = {name: F32 if default is torch.dtype else default for name, default in declaration.flags.items()}
-    OPERATORS[declaration.name] = operands | given
-    if declaration.gradient is not None:
-        given = {name: given[name] for name in declaration.gradient_flags}
-        tensors_of = {name: of_role(roles[name], count) for count, name in enumerate(declaration.backward_tensors)}
-        needs = [True] * len(declaration.with_gradient)
-        OPERATORS[f"{declaration.name}_backward"] = tensors_of | given | {"needs": needs}
+def right(name, operands, roles, first="x"):
+    """Changes of one operand that fit the others: the name, the operand, the kind. The first one decides dtypes."""
+    others = [key for key in tensors(operands) if key != first]
+    opposed = {roles[key] for key in others}
+    fit = {"wider": True, "a device": not others, "columns": not {Role.ROWS, Role.WEIGHT} & opposed}
+    fit["rows"] = fit["one dimension more"] = opposed <= {Role.WEIGHT}
+    heads = {(name, key, "one dimension more") for key in others if roles[key] is Role.WEIGHT}
+    return heads | {(name, first, kind) for kind, fits in fit.items() if fits}
 
 
 def tensors(operands):
     """The names of those operands that are tensors."""
     return [key for key, t in operands.items() if isinstance(t, torch.Tensor)]
+
+
+#: The changes of operands of declared functions and operators that are right.
+RIGHT = right("scale", OPERATORS["scale"], {"x": Role.ROWS})
+# Declared operations, by their declarations.
+for operation in dict.fromkeys(PUBLIC.values()):
+    declaration = operation.declaration
+    roles = declaration.roles() | {one.name: one.role for one in declaration.returned}
+    operands = {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
+    for name, function in operation.functions.items():
+        outputs = {one.name: torch.zeros_like(of_role(one.role, 0)) for one in declaration.returned}
+        taken = inspect.signature(function).parameters
+        FUNCTIONS[name] = operands | {key: t for key, t in outputs.items() if key in taken}
+        RIGHT |= right(name, FUNCTIONS[name], roles, next(iter(operands)))
+        if name.endswith("_"):
+            IN_PLACE[name] = tuple(one.overwrites for one in declaration.returned)
+            continue
+        samples = [flags for flags in declaration.samples if flags]
+        MORE |= {f"{name} with {' '.join(flags)}": (partly(function, **flags), operands) for flags in samples}
+        needed = {one.name: operands[one.name] for one in declaration.operands if not one.optional}
+        if len(needed) < len(operands):
+            MORE[f"{name} without optional operands"] = (function, needed)
+    given = {name: F32 if default is torch.dtype else default for name, default in declaration.flags.items()}
+    of_operators = {declaration.name: operands | given}
+    if declaration.gradient is not None:
+        given = {name: given[name] for name in declaration.gradient_flags}
+        given["needs"] = [True] * len(declaration.with_gradient)
+        kept = {name: of_role(roles[name], count) for count, name in enumerate(declaration.backward_tensors)}
+        of_operators[f"{declaration.name}_backward"] = kept | given
+    for name, arguments in of_operators.items():
+        OPERATORS[name] = arguments
+        RIGHT |= right(name, arguments, roles, next(iter(operands)))
+
+
+def function_of(name):
+    """The public function of that name, of the library or a toy."""
+    return getattr(fusednorm, name, None) or next(one for one in PUBLIC if one.__name__ == name)
 
 
 def clones(operands, convert=torch.clone):
@@ -191,8 +211,9 @@ def written_by(name):
 
 def have_gradients(operands):
     """The names of those operands that may have a gradient."""
-    others = ("cos", "sin", "positions", "scale", "zero_point", "quantization")
-    return [key for key in without_outputs(operands) if key not in others]
+    others = ("cos", "sin", "scale")
+    given = without_outputs(operands)
+    return [key for key in tensors(given) if given[key].is_floating_point() and key not in others]
 
 
 #: The functions that have gradients, and the names of those operands that have some.
@@ -207,6 +228,24 @@ def called(function, operands):
     """What a function returns, in a list."""
     found = function(**operands)
     return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+def recorded(name):
+    """The outputs of a function whose operands require gradients, and these."""
+    operands = clones(without_outputs(FUNCTIONS[name]))
+    leaves = [operands[key].requires_grad_() for key in DIFFERENTIATED[name]]
+    return called(function_of(name), operands), leaves
+
+
+def gradients(outputs, leaves, **flags):
+    """Those of one output or of several; the graph is kept."""
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    return torch.autograd.grad(outputs, leaves, [t.detach().cos() for t in outputs], retain_graph=True, **flags)
+
+
+def same(a, b):
+    """Whether tensors have the same dtypes and the same numbers."""
+    return all(p.dtype == q.dtype and torch.equal(p.float(), q.float()) for p, q in zip(a, b, strict=True))
 
 
 class Named(TorchFunctionMode):

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from every_operation import DIFFERENTIATED, FUNCTIONS, IN_PLACE, called, clones, function_of, recorded, without_outputs
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,7 +34,6 @@ from fusednorm import (
     fused_add_rms_norm_quant,
     gate,
     gate_,
-    l2_norm,
     rms_norm,
     rms_norm_,
     rms_norm_add,
@@ -47,7 +47,6 @@ from fusednorm import (
     silu_and_mul_quant,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
-from fusednorm.conformance.declared import is_sharded
 
 from ranks import on_ranks
 
@@ -187,14 +186,6 @@ def test_compositions(sharding):
 
 
 @on_ranks(2)
-def test_l2_norm():
-    """Its weight, which no caller gives, is on every rank."""
-    x = tensors(4, 6)[0]
-    for sharding in (Shard(1), Shard(2), Replicate()):
-        same(l2_norm(placed(x, sharding)), l2_norm(x))
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_quantization(sharding):
     """Numbers, scales and zero points stay where the rows are: of norms, and of gates with one operand or two."""
@@ -224,12 +215,46 @@ def test_quantization(sharding):
         assert scales.to_local().stride() == alone.stride(), "they are laid out on each rank"
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("operation", ["SCALED", "PICK", "DIVIDED"])
-def test_declared_operations(operation):
-    import test_declared  # on each rank, which declares the operations there
+def sharded(name, operands, sharding):
+    """Operands whose rows lie there; tables, weights and scales are whole on each rank."""
+    others = ("cos", "sin", "weight", "next_weight", "bias", "q_weight", "k_weight")
 
-    is_sharded(getattr(test_declared, operation), everywhere())
+    def at(key, t):
+        rows = t.shape[0] == 4 and key not in others and t.dim() > getattr(sharding, "dim", 0)
+        return placed(t.clone(), sharding if rows else Replicate())
+
+    return {key: at(key, t) if isinstance(t, torch.Tensor) else t for key, t in operands.items()}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function(name, sharding):
+    """The bits of one process. Rows, and their numbers, stay where they are; parts of rows are joined."""
+    function, operands = function_of(name), FUNCTIONS[name]
+    if sharding == Shard(1):
+        if name in IN_PLACE:  # they refuse to move what they write
+            return
+        operands = without_outputs(operands)
+    expected = called(function, clones(operands))
+    parts = sharded(name, operands, sharding)
+    outputs, moved = collectives(lambda: called(function, parts))
+    assert sharding == Shard(1) or moved == {}
+    for found, wanted in zip(outputs, expected, strict=True):
+        assert found.full_tensor().dtype == wanted.dtype
+        assert torch.equal(found.full_tensor().float(), wanted.float())
+        assert sharding == Shard(1) or wanted.shape[0] != 4 or found.placements == (sharding,)
+    if name in DIFFERENTIATED:
+        outputs, leaves = recorded(name)
+        wanted = torch.autograd.grad(outputs, leaves, [t.detach().cos() for t in outputs])
+        parts = sharded(name, {key: t.detach() for key, t in zip(DIFFERENTIATED[name], leaves, strict=True)}, sharding)
+        parts = {key: t.requires_grad_() for key, t in parts.items()}
+        results = called(function, sharded(name, without_outputs(operands), sharding) | parts)
+        incoming = [placed(t.detach().cos(), *y.placements) for t, y in zip(outputs, results, strict=True)]
+        for found, whole in zip(torch.autograd.grad(results, list(parts.values()), incoming), wanted, strict=True):
+            assert found.shape == whole.shape
+            if whole.shape[0] == 4:  # ranks' shares of a weight's gradient are added in their order
+                same(found, whole)
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, called, clones, without_outputs
+from every_operation import FUNCTIONS, called, clones, function_of, without_outputs
 
 import fusednorm
 from fusednorm.backends import reference
@@ -65,7 +65,7 @@ def calls(name):
     """The function's operands alone, and with each flag."""
     operands = without_outputs(FUNCTIONS[name])
     yield operands
-    for flag in inspect.signature(getattr(fusednorm, name)).parameters:
+    for flag in inspect.signature(function_of(name)).parameters:
         if flag in FLAGS and not (flag == "between" and operands.get("norm_before_gate") is False):
             yield operands | {flag: FLAGS[flag]}
 
@@ -77,11 +77,11 @@ def test_a_backend_of_an_older_version(name, old):
     for operands in calls(name):
         try:
             with fusednorm.use_backend("reference"):
-                wanted = called(getattr(fusednorm, name), clones(operands))
+                wanted = called(function_of(name), clones(operands))
         except (TypeError, ValueError):  # a flag that these operands cannot have
             continue
         with fusednorm.use_backend("old"):
-            found = called(getattr(fusednorm, name), clones(operands))
+            found = called(function_of(name), clones(operands))
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, wanted, strict=True)), operands
         compared += 1
     assert compared > 0

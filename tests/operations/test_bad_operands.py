@@ -5,9 +5,10 @@ import re
 
 import pytest
 import torch
-from every_operation import ALONE, FUNCTIONS, clones, tensors, written_by
+from every_operation import FUNCTIONS, RIGHT, clones, function_of, tensors, written_by
 
-import fusednorm
+from fusednorm.operations.declared import PUBLIC
+from fusednorm.operations.listed import every
 
 WRONG = {
     "no tensor": lambda t: 3,
@@ -24,14 +25,22 @@ WRONG = {
     "one row of memory": lambda t: t[:1].expand(t.shape),
     "no dimension": lambda t: t.flatten()[0],
 }
+#: Words of the error of some kinds where the operand is read: what was given, and its cure.
+SAID = {
+    "no tensor": "must be a torch.Tensor.*, got int",
+    "an array": r"must be a torch.Tensor.*, got ndarray; .*(torch\.as_tensor|pass |leave it out)",
+    "an integer": "got int16",
+    "sparse": r"must be a dense tensor, got.*sparse.*(\.to_dense\(\)|pass )",
+    "nested": r"must be a dense tensor, got a nested one.*values\(\)",
+}
 #: Right, though another shape: the only operand with rows, one element without a dimension, one position for all.
 FITS = {("rms_norm_", "x", "rows")} | {(key, "no dimension") for key in ("scale", "zero_point", "positions")}
 #: The operand that decides the dtype of the computation, if no output is given, and tables, of any dtype.
 FITS |= {(name, key, "wider") for name in FUNCTIONS for key in ("cos", "sin", next(iter(FUNCTIONS[name])))}
 FITS |= {("qk_norm_rope_", "k", "wider")}
-FITS |= {(*one, kind) for one in ALONE.items() for kind in ("a device", "rows", "columns") if one[0].endswith("_")}
+FITS |= RIGHT
 #: What is right alone, and then does not fit the others, which are named.
-OF_ROWS = {"x", "y", "q", "k", "gate", "residual", "up", "cos", "sin", *ALONE.values()}
+OF_ROWS = {"x", "y", "q", "k", "gate", "residual", "up", "cos", "sin", "ids"}
 #: Wrong values of arguments that are no operands.
 FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch.ones(1), 10**400))
 FLAGS |= dict.fromkeys(("round_sum", "round_norm", "norm", "interleaved", "round_products"), (2, None, "no"))
@@ -39,6 +48,9 @@ FLAGS |= {"norm_before_gate": (2, None), "group_size": (0, 4, 2.0), "activation"
 FLAGS |= {"next_eps": ("1", 1j), "quantization": ("int8", None)}
 FLAGS |= {"out_dtype": (torch.int8, "float32", torch.float64), "residual_dtype": (torch.int8, torch.float64)}
 FLAGS |= {"between": (torch.float16, torch.float64, "float32")}
+for operation in PUBLIC.values():
+    for flags, *_ in operation.declaration.refused:
+        FLAGS |= {flag: (*FLAGS.get(flag, ()), value) for flag, value in flags.items()}
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -54,7 +66,7 @@ def refused(function, operands):
 @functions
 def test_a_bad_operand_is_named(name, wrong):
     """And nothing is written, also where a call before opened the fast path."""
-    function, operands = getattr(fusednorm, name), clones(FUNCTIONS[name])
+    function, operands = function_of(name), clones(FUNCTIONS[name])
     function(**clones(operands))
     before = clones(operands)
     required = [key for key, p in inspect.signature(function).parameters.items() if p.default is p.empty]
@@ -65,13 +77,14 @@ def test_a_bad_operand_is_named(name, wrong):
         if not (key in OF_ROWS and wrong in ("a device", "rows", "columns")):
             named = "k_out" if (name, key, wrong) == ("qk_norm_rope", "k", "wider") else key  # of k's dtype
             assert re.match(rf"{named} (must|is|has two|has elements)\b", message), (key, message)
+            assert key.endswith("out") or re.search(SAID.get(wrong, ""), message), (key, message)
     assert all(operands[key].equal(before[key]) for key in tensors(operands))
 
 
 @functions
 def test_a_bad_flag_is_named(name):
     """And nothing is written."""
-    function, operands = getattr(fusednorm, name), clones(FUNCTIONS[name])
+    function, operands = function_of(name), clones(FUNCTIONS[name])
     before = clones(operands)
     for flag in set(inspect.signature(function).parameters) & set(FLAGS):
         for value in FLAGS[flag]:
@@ -82,7 +95,7 @@ def test_a_bad_flag_is_named(name):
 @functions
 def test_memory_that_is_shared_with_what_is_written_is_refused(name):
     """Of operands that begin a few bytes after it, or there, if they are written too or have another size."""
-    function = getattr(fusednorm, name)
+    function = function_of(name)
     for key in written_by(name):
         for other in tensors(FUNCTIONS[name]):
             if other == key:
@@ -101,8 +114,7 @@ def test_memory_that_is_shared_with_what_is_written_is_refused(name):
 
 
 def test_every_function_with_operands_is_here():
-    operations = set(fusednorm.__all__) - {"accelerate_torch", "backends", "contract", "explain", "prewarm"}
-    operations -= {"quantizations", "register_backend", "use_backend"}
-    assert set(FUNCTIONS) == {name for name in operations if name[0].islower()}
-    arguments = {key for name in FUNCTIONS for key in inspect.signature(getattr(fusednorm, name)).parameters}
+    operations = {name for one in every().values() for name in (one.name, one.in_place and one.in_place.__name__)}
+    assert set(FUNCTIONS) == operations - {None}
+    arguments = {key for name in FUNCTIONS for key in inspect.signature(function_of(name)).parameters}
     assert arguments == {*FLAGS, *(key for name in FUNCTIONS for key in tensors(FUNCTIONS[name]))}

@@ -43,7 +43,6 @@ def quantised():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: rms_norm([1.0]), TypeError, says("x must be a torch.Tensor, got list", "torch.as_tensor")),
         (
             lambda: fused_add_rms_norm(X, None, X[0]),
             TypeError,
@@ -55,17 +54,6 @@ def quantised():
             says("weight must be a torch.Tensor, got list; ", "torch's", "fusednorm.compat.functional.rms_norm"),
         ),
         (lambda: rms_norm(X, X.shape[-1:]), TypeError, says("weight", "got Size", "fusednorm.compat.functional")),
-        (
-            lambda: rms_norm(X.int()),
-            TypeError,
-            says("x must be float16, bfloat16, float32 or float64, got int32", ".to("),
-        ),
-        (
-            lambda: rms_norm(X, out=X.double()),
-            TypeError,
-            says("out is float64 while x is float32", "torch.empty_like(x)"),
-        ),
-        (lambda: rms_norm(X.to_sparse()), TypeError, says("x must be a dense tensor", "sparse", "x.to_dense()")),
         (
             lambda: fused_add_rms_norm(X, X, residual_out=X.half()),
             TypeError,
@@ -119,11 +107,8 @@ def quantised():
             TypeError,
             says("round_sum must be True or False, got 'no'; pass round_sum=True or round_sum=False"),
         ),
-        (lambda: rms_norm(X, round_norm=tensor(True)), TypeError, says("round_norm must be", "got tensor(True)")),
         (lambda: rms_norm(quantised()), TypeError, says("x must be float16", "got quint8")),
         (lambda: rms_norm(X, X[0].to_mkldnn()), TypeError, says("weight must be a dense tensor", "to_dense()")),
-        (lambda: rms_norm(X.to_sparse_csr()), TypeError, says("x must be a dense tensor", "sparse_csr")),
-        (lambda: rms_norm(nested(torch.jagged)), TypeError, says("x must be a dense tensor, got a nested", "values()")),
         (lambda: rms_norm(nested(torch.strided)), TypeError, says("x must be a dense tensor, got a nested one")),
         (lambda: rms_norm(tensor(1.0).expand(2**40), out=None), RuntimeError, says("memory")),
         (lambda: rms_norm(tensor([1.0]).expand(2**40, 1)), RuntimeError, says("memory")),
@@ -298,39 +283,18 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         assert outputs is not None, name
         assert (outputs[1] is None) == (name in ("norm", "detached")), name
     unusual = {
-        "no tensor": lambda out: run([1.0], out=out),
-        "nothing": lambda out: run(None, x, out=out),
         "rows that are not one stride apart": lambda out: run(torch.ones(2, 3, 8)[:, :2]),
-        "every other element": lambda out: run(torch.ones(3, 16)[:, ::2], out=out),
-        "transposed": lambda out: run(torch.ones(8, 3).t(), out=out),
-        "residual of another shape": lambda out: run(x, torch.ones(8, 3), out=out),
-        "weight of another size": lambda out: run(x, None, torch.ones(7), out=out),
         "weight of two dimensions": lambda out: run(x, None, torch.ones(1, 8), out=out),
-        "meta": lambda out: run(x.to("meta"), out=out),
-        "sparse": lambda out: run(x.to_sparse(), out=out),
-        "integers": lambda out: run(x.int(), out=out),
-        "complex": lambda out: run(x.to(torch.complex64), out=out),
-        "float64 weight": lambda out: run(x, None, x[0].double(), out=out),
-        "subclass": lambda out: run(x.as_subclass(type("Mine", (torch.Tensor,), {})), out=out),
-        "gradient": lambda out: run(grad, out=out),
-        "gradient of the weight": lambda out: run(x, None, grad[0], out=out),
         "no rows": lambda out: run(x[:0], out=out[:0]),
-        "scalar": lambda out: run(x[0, 0], out=out),
         "eps of another type": lambda out: run(x, eps=1, out=out),
         "offset of another type": lambda out: run(x, offset=torch.ones(()), out=out),
         "overlap": lambda out: run(out[:2], out=out[1:]),
         "overlap of columns": lambda out: run(out[:, :5], out=out[:, 4:]),
-        "overlap of an output with itself": lambda out: run(x, out=out[:1].expand(3, 8)),
-        "overlap of the outputs": lambda out: run(x, x, None, out, out),
-        "overlap with the weight": lambda out: run(x, None, out[1], out),
-        "overlap with the bias": lambda out: run(x, None, None, out, bias=out[1]),
         "bias of other heads": lambda out: run(x, None, x, out, bias=torch.ones(2, 8)),
-        "gradient of the bias": lambda out: run(x, out=out, bias=grad[0]),
         "scale of another type": lambda out: run(x, x, out=out, x_scale=1),
         "rstd of another type": lambda out: run(x, rstd=torch.empty(3).double(), out=out),
         "rstd of another size": lambda out: run(x, rstd=torch.empty(2), out=out),
         "rstd with gaps": lambda out: run(x, rstd=torch.empty(3, 2)[:, 0], out=out),
-        "residual_out of another type": lambda out: run(x, x.half(), None, out, x.clone()),
         "residual_out without residual": lambda out: run(x, None, None, out, out),
     }
     for name, call in unusual.items():
@@ -459,31 +423,6 @@ def test_large_new_outputs_ask_for_huge_pages():
         rms_norm(x.detach(), out=out)
         assert torch.equal(out, rms_norm(x.detach()))
         assert "hg" not in _flags(out)
-
-
-@pytest.mark.parametrize("columns", [8, 16])
-def test_autograd_notices_writes(columns):
-    """With and without gaps between the rows: what a gradient needs cannot be overwritten unnoticed."""
-    weight = torch.ones(3, columns, requires_grad=True)
-    for write in (
-        lambda t, other: fused_add_rms_norm_(t, other),
-        lambda t, other: fused_add_rms_norm_(other, t),
-        lambda t, other: rms_norm_(t),
-        lambda t, other: rms_norm(other, out=t),
-        lambda t, other: fused_add_rms_norm(other, other, residual_out=t),
-    ):
-        for _ in range(2):
-            t, other = torch.rand(3, columns), torch.rand(3, columns)
-            loss = (weight * t).sum()
-            version = t._version
-            with torch.no_grad():
-                write(t[:, :8], other[:, :8])
-            assert t._version > version
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-    with torch.inference_mode():
-        t = torch.rand(3, columns)
-        rms_norm_(t[:, :8])
 
 
 def test_import_is_fast_and_light():

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, MORE, without_outputs
+from every_operation import FUNCTIONS, MORE, function_of, without_outputs
 
 import fusednorm
 from fusednorm.operations import inference
 
 NAMES = [function.__name__ for function in inference.FUNCTIONS]
 #: Calls of functions that have such an operator or work in place, with operands by name.
-CALLS = {name: (getattr(fusednorm, name), operands) for name, operands in FUNCTIONS.items()}
-CALLS |= {f"{name}, new": (getattr(fusednorm, name), without_outputs(FUNCTIONS[name])) for name in FUNCTIONS} | MORE
+CALLS = {name: (function_of(name), operands) for name, operands in FUNCTIONS.items()}
+CALLS |= {f"{name}, new": (function_of(name), without_outputs(FUNCTIONS[name])) for name in FUNCTIONS} | MORE
 
 
 def halves(operands):
@@ -60,7 +60,7 @@ def test_a_compiled_call_is_one_operator(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_operator_is_the_function(name):
     """Results, and gradients, which a graph has where somebody asks later; torch's own check of an operator."""
-    function, operands = getattr(fusednorm, name), halves(without_outputs(FUNCTIONS[name]))
+    function, operands = function_of(name), halves(without_outputs(FUNCTIONS[name]))
     operator = getattr(torch.ops.fusednorm, f"{name}_inference")
     wanted, found = function(**operands), operator(**asked(operands))
     wanted, found = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (wanted, found))

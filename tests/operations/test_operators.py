@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-from every_operation import ALONE, DECIDES, OPERATORS, clones
+from every_operation import BF16, F32, OPERATORS, RIGHT, WEIGHT, clones, have_gradients
 
-from fusednorm.torch_ops.operators import SCHEMAS
+from fusednorm.quantizations import VLLM_INT8_TOKEN_CPU
+from fusednorm.torch_ops.registered import SCHEMAS
 
 #: Wrong tensors. Nested ones are missing: these refuse all operators, in torch's words.
 TENSORS = {
@@ -30,8 +31,7 @@ OTHERS = {
 FITS = {("rms_norm", "x", "rows"), ("rms_norm_", "x", "rows"), ("affine", "n", "rows")}
 FITS |= {(name, "x", kind) for name in ("rms_norm", "rms_norm_") for kind in ("wider", "one dimension more")}
 FITS |= {(name, "x", "wider") for name in ("fused_add_rms_norm", "fused_add_rms_norm_", "into", "add")}
-KINDS = ("wider", "rows", "columns", "one dimension more", "a device")
-FITS |= {(*one, kind) for one in ALONE.items() for kind in KINDS} | {(*one, "wider") for one in DECIDES.items()}
+FITS |= RIGHT
 FITS |= {("affine", "n", "one dimension more"), ("affine", "n", "wider"), ("affine_backward", "n", "wider")}
 FITS |= {(name, key, "one dimension more") for name in ("affine", "affine_backward") for key in ("weight", "bias")}
 FITS |= {("rotate", "x", kind) for kind in ("wider", "columns", "one dimension more")}
@@ -81,8 +81,41 @@ def test_right_arguments_fit(name):
             operator(**arguments | {key: TENSORS[kind](arguments[key])})
 
 
+#: What a call without optional tensors has in their place, where that is not None alone.
+WITHOUT = {"quantize": {"quantization": str(VLLM_INT8_TOKEN_CPU)}, "affine": {"weight": WEIGHT}}
+
+
+def narrow(operands):
+    """In bfloat16, but for what an operator has in the type of the computation, and for its results."""
+    others = {key: value for key, value in operands.items() if key not in ("rstd", "n", "s", "scale")}
+    return operands | {key: t.bfloat16() for key, t in others.items() if getattr(t, "dtype", None) is F32}
+
+
+def narrow_results(operands):
+    """Results in bfloat16."""
+    return operands | {key: BF16 for key, value in operands.items() if value is F32}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.14
+@pytest.mark.parametrize("name", OPERATORS)
+def test_torchs_checks(name):
+    """Of schemas, autograd, fake tensors and tracing: with several dtypes, and without optional tensors."""
+    operator, whole = getattr(torch.ops.fusednorm, name).default, OPERATORS[name]
+    absent = {a.name: None for a in operator._schema.arguments if str(a.type) == "Optional[Tensor]"}
+    if "needs" in whole:
+        absent["needs"] = [True] + [False] * (len(whole["needs"]) - 1)
+    recorded = not (operator._schema.is_mutable or "backward" in name or name == "quantize")
+    for given in (whole, narrow(whole), narrow_results(whole), whole | absent | WITHOUT.get(name, {})):
+        for with_gradients in (False, True)[: 1 + recorded]:
+            operands = clones(given)
+            for key in have_gradients(given) if with_gradients else ():
+                operands[key].requires_grad_()
+            torch.library.opcheck(operator, (), operands)
+
+
 def test_every_operator_is_here():
-    assert set(OPERATORS) == set(SCHEMAS)
+    assert set(OPERATORS) == {name for name in SCHEMAS if not name.endswith("_inference")}
     for name, arguments in OPERATORS.items():
         schema = getattr(torch.ops.fusednorm, name).default._schema
         assert set(arguments) == {argument.name for argument in schema.arguments}

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusednorm import qk_norm_rope, qk_norm_rope_, rms_norm, rotate
+from fusednorm import qk_norm_rope, rms_norm, rotate
 from fusednorm.calls import fast_path
 from fusednorm.conformance.cases import BF16, F32, Case, operands
 
@@ -64,14 +63,6 @@ def test_what_is_refused_is_named(call, error, words):
     assert QKV.equal(kept)
 
 
-@pytest.mark.parametrize("call", [lambda a, b: qk_norm_rope_(a, a), lambda a, b: qk_norm_rope(a, a, q_out=b, k_out=b)])
-def test_a_tensor_that_would_be_both_outputs_is_refused(call):
-    tensors = torch.ones(4, 16), torch.ones(4, 16)
-    with pytest.raises(ValueError, match=r"k(_out)? shares memory with q(_out)?,"):
-        call(*tensors)
-    assert all(bool((t == 1).all()) for t in tensors)
-
-
 @pytest.mark.parametrize(
     ("k_is_q", "q_out", "k_out"),
     [
@@ -106,10 +97,6 @@ def test_an_output_that_is_the_weight():
     q, k, weight = torch.randn(16, 128), torch.randn(16, 128), torch.randn(16, 128)
     wanted = [t.clone() for t in qk_norm_rope(q, k, weight, None)]
     assert all(map(torch.equal, qk_norm_rope(q, k, weight, None, q_out=weight), wanted))
-
-
-class Mine(torch.Tensor):
-    """A subclass, as users write them."""
 
 
 def test_the_fast_path_takes_what_is_usual_and_nothing_else():
@@ -163,26 +150,15 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         assert all(map(torch.equal, run(between=True, products=True), run()))  # float32 is not rounded
     out = torch.full((3, 4, 16), 7.0)
     unusual = {
-        "no tensor": lambda: run([1.0]),
-        "no q": lambda: run(None),
-        "one dimension": lambda: run(torch.ones(16), torch.ones(16)),
         "no rows": lambda: run(q[:0], k[:0]),
-        "every other number": lambda: run(torch.ones(3, 4, 32)[..., ::2], out=(out, None)),
         "rows in three levels": lambda: run(
             torch.ones(2, 3, 4, 5, 16)[:, :2, :3, :4], torch.ones(2, 2, 3, 2, 16), tables=(cos[0], sin[0])
         ),
-        "k of other rows": lambda: run(k=torch.ones(2, 2, 16), out=(out, None)),
-        "k of another size": lambda: run(k=torch.ones(3, 2, 8), out=(out, None)),
-        "k of another type": lambda: run(k=k.half(), out=(out, None)),
         "a weight for a missing k": lambda: run(k=None, weights=(None, weight), out=(out, None)),
         "a weight without a norm": lambda: run(norm=False, out=(out, None)),
-        "a weight of another size": lambda: run(weights=(torch.ones(8), None), out=(out, None)),
         "a weight of other heads": lambda: run(weights=(torch.ones(2, 16), None), out=(out, None)),
-        "a weight with gaps": lambda: run(weights=(torch.ones(32)[::2], None), out=(out, None)),
-        "a wider weight": lambda: run(weights=(weight.double(), None), out=(out, None)),
         "nothing to do": lambda: run(weights=(None, None), tables=(None, None), norm=False, out=(out, None)),
         "one table": lambda: run(tables=(cos, None), out=(out, None)),
-        "integers as tables": lambda: run(tables=(cos.int(), sin.int()), out=(out, None)),
         "tables that are too wide": lambda: run(tables=(torch.ones(3, 9),) * 2, out=(out, None)),
         "tables of other rows": lambda: run(tables=(cos[:2], sin[:2]), out=(out, None)),
         "tables of a row too many": lambda: run(tables=(cos[None, None], sin[None, None]), out=(out, None)),
@@ -190,24 +166,13 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "a gradient of a table": lambda: run(tables=(cos.clone().requires_grad_(), sin), out=(out, None)),
         "positions beyond the table": lambda: run(positions=positions + 1, out=(out, None)),
         "positions before the table": lambda: run(positions=positions - 1, out=(out, None)),
-        "positions of other rows": lambda: run(positions=positions[:2], out=(out, None)),
-        "positions of another type": lambda: run(positions=positions.short(), out=(out, None)),
         "positions without tables": lambda: run(tables=(None, None), positions=positions, out=(out, None)),
         "positions in a table of three dimensions": lambda: run(
             tables=(cos[None], sin[None]), positions=positions, out=(out, None)
         ),
-        "a gradient": lambda: run(grad, out=(out, None)),
-        "a subclass": lambda: run(q.as_subclass(Mine), out=(out, None)),
         "float64 to float32": lambda: run(q.double(), k.double(), between=True),
         "eps of another type": lambda: run(numbers=(1, 0.0), out=(out, None)),
         "a flag of another type": lambda: run(interleaved=1, out=(out, None)),
-        "an output of another shape": lambda: run(out=(out, torch.ones(3, 4, 16))),
-        "an output of another type": lambda: run(out=(out, k.half())),
-        "an output that overlaps": lambda: run(out[:, :3], out[:, 3:], weights=(None, None), out=(out[:, 1:], None)),
-        "an output in the place of k": lambda: run(q, out, weights=(None, None), out=(out, None)),
-        "both outputs": lambda: run(q, q, weights=(None, None), out=(out, out)),
-        "an output in the place of a table": lambda: run(tables=(out[0, :3, :8],) * 2, out=(out, None)),
-        "an output with itself": lambda: run(out=(out[:1].expand(3, 4, 16), None)),
         "heads of an output with themselves": lambda: run(out=(out[:, :1].expand(3, 4, 16), None)),
     }
     for name, call in unusual.items():
@@ -239,12 +204,6 @@ def test_positions_of_a_fixed_shape_beside_rows_of_any():
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     assert torch.equal(compiled(Q[:, 0], COS, SIN), call(Q[:, 0], COS, SIN))
-
-
-def test_operator():
-    rows = COS.expand(3, 4, 8), SIN.expand(3, 4, 8)
-    for interleaved, rounded_to, dtype in ((False, None, BF16), (True, BF16, F32)):
-        opcheck(torch.ops.fusednorm.rotate.default, (Q.contiguous(), *rows, interleaved, rounded_to, dtype))
 
 
 # What other libraries compute
@@ -324,22 +283,3 @@ def test_vllm():
     assert 0 < (steps > 0).float().mean() < 0.01
     near = (found - wanted).abs() <= 2**-7 * wanted.abs() + 2**-20
     assert near.all()
-
-
-def test_tensor_parallel_heads():
-    """DTensors: heads and rows stay on their ranks; tables are whole on each."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        for placement, of_tables in ((Shard(2), Replicate()), (Shard(0), Shard(0)), (Replicate(), Replicate())):
-            q, k = (DTensor.from_local(t, mesh, [placement], run_check=False) for t in (Q, K))
-            tables = [DTensor.from_local(t.expand(3, 4, 8), mesh, [of_tables], run_check=False) for t in (COS, SIN)]
-            weight = DTensor.from_local(WEIGHT, mesh, [Replicate()], run_check=False)
-            found = qk_norm_rope(q, k, weight, weight, *tables)
-            assert all(t.placements == (placement,) for t in found)
-            assert same([t.to_local() for t in found], qk_norm_rope(Q, K, WEIGHT, WEIGHT, COS, SIN))
-    finally:
-        torch.distributed.destroy_process_group()
