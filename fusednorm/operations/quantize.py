@@ -326,7 +326,7 @@ class _Call:
             )
         if "zero_point_out" in given and not quantization.computes_zero_point:
             raise TypeError(f"zero_point_out is given, and {quantization} computes no zero points; leave it out")
-        if self.in_memory:
+        if self.in_memory or must_be_seen.in_memory(x, scale, zero_point, *outputs):  # a tangent may be of the weight
             check_apart(given, {**self.inputs, "scale": scale, "zero_point": zero_point}, _OWN)
 
     def in_one_operator(self) -> tuple[Tensor, ...] | None:
