@@ -124,16 +124,16 @@ class Quantization:
 
     def _check_range(self) -> None:
         (lowest, highest), (least, greatest), dtype = self._of_dtype, self.range, str(self.dtype)[6:]
-        got = f"got {least:g} and {greatest:g}"
         if not lowest <= least <= 0 < greatest <= highest:
-            raise ValueError(f"qmin and qmax must lie around 0, within {lowest:g} and {highest:g}, {got}")
+            within = f"within {lowest:g} and {highest:g}"
+            raise ValueError(f"qmin and qmax must lie around 0, {within}, got {least:g} and {greatest:g}")
         if self.dtype.is_floating_point and least == 0:
             raise ValueError(f"qmin of {dtype} must be less than 0, got {least:g}")
         mantissa, least_exponent = FLOAT8.get(self.dtype, (0, 0))
         for number in (least, greatest):
             exponent = max(math.frexp(number)[1] - 1, least_exponent) if mantissa else 0
             if math.ldexp(number, mantissa - exponent) % 1:
-                raise ValueError(f"qmin and qmax must be numbers of {dtype}, {got}")
+                raise ValueError(f"qmin and qmax must be numbers of {dtype}, got {least:g} and {greatest:g}")
 
     @property
     def _of_dtype(self) -> tuple[float, float]:
