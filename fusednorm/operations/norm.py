@@ -27,7 +27,7 @@ from fusednorm.calls.checks import (
 from fusednorm.engine import run
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.torch_ops import dtensor_bridge, steps
-from fusednorm.torch_ops.gradients import Normalise, NormaliseAffine, Transformed
+from fusednorm.torch_ops.gradients import Normalise, Transformed
 
 
 def fused_add_rms_norm(
@@ -278,11 +278,8 @@ def beyond_fast_path(call: NormCall) -> tuple[Any, Any]:
     if in_memory and not records:
         around = None if alone or before is not None else Around(bias, x_scale)
         return run.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
-    if alone and in_memory:
-        y, total, _ = Normalise.apply(x, residual, weight, *flags)  # type: ignore[no-untyped-call]
-        return y, total
     if in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
-        found = NormaliseAffine.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+        found = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
         return cast(tuple[Tensor, Any], found)
     if not alone:
         call = _checked(call, compiling or transformed, in_memory)
