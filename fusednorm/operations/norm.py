@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Around, Before, Flags, accumulator, operation_of
+from fusednorm.calls.call import Around, Before, Flags, accumulator
 from fusednorm.calls.checks import (
     NAMES,
     check_affine,
@@ -382,11 +382,20 @@ def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
             refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
         return dtensor_bridge.new_outputs(x, residual, weight, flags)[:2]
-    operation = operation_of(x, residual, weight, check_flags(flags, x, residual, out, residual_out), out)
+    check_flags(flags, x, residual, out, residual_out)
     if out is None and residual_out is not None:
-        out = torch.empty_like(residual_out, dtype=operation.out, memory_format=torch.contiguous_format)
+        dtype = flags.out_dtype or x.dtype
+        out = torch.empty_like(residual_out, dtype=dtype, memory_format=torch.contiguous_format)
     assert out is not None
     if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(out, dtype=operation.residual_out, memory_format=torch.contiguous_format)
-    dtensor_bridge.write(name, x, residual, weight, out, residual_out, flags)
+        dtype = flags.residual_dtype or residual.dtype
+        residual_out = torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
+    ops = dtensor_bridge.operations(x, residual, weight, out, residual_out)
+    numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
+    if name == "rms_norm_":
+        ops.rms_norm_(x, weight, *numbers)
+    elif name == "fused_add_rms_norm_":
+        ops.fused_add_rms_norm_(x, residual, weight, *numbers)
+    else:
+        ops.into(x, residual, weight, out, residual_out, *numbers)
     return out, residual_out
