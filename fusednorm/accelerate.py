@@ -85,7 +85,7 @@ def _beyond_fast_path(
         return _torchs(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
     with _CPU:
         flags = Flags(_EPS[input.dtype] if eps is None else eps)
-        y, _ = norm.beyond_fast_path("rms_norm", False, rows, None, row, None, None, flags)
+        y: Tensor = norm.beyond_fast_path(norm.NormCall("rms_norm", rows, None, row, flags))[0]
     return y if len(shape) == 1 else y.view(input.shape)
 
 

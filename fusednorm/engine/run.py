@@ -28,9 +28,8 @@ from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, fast_paths, request, select, selected, serving
 from fusednorm.engine.substitutes import Composition
 
-#: So many flags the fast path takes; the others must have their defaults.
+#: So many flags the fast path takes; the others are dtypes, which must be the usual ones.
 FAST = 4
-DEFAULTS = Flags()[FAST:]
 
 
 def backend_of(operation: Operation) -> Chosen:
@@ -60,7 +59,7 @@ def on_fast_path(
 ) -> tuple[Tensor, Any] | None:
     """As :func:`forward`, if the fast path takes the call. The caller knows that no mode must see it."""
     take = fast_paths.get(request())
-    if take is None or flags[FAST:] != DEFAULTS:
+    if take is None or flags.residual_dtype is not None or flags.out_dtype not in (None, x.dtype):
         return None
     return take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False, bias, 1.0)
 
@@ -116,21 +115,12 @@ def forward(
     hidden_size = operation.hidden_size
     rows = x.numel() // hidden_size
 
-    in_place, total_in_place = out is x, residual_out is not None and residual_out is residual
     new = Rows(1, rows, 0, hidden_size)
-    x_rows = new if _is_packed(x) else rows_of(x)
-    if x_rows is None:
-        if in_place or residual_out is x:
-            refuse_layout("x", x)
-        x, x_rows = packed(x), new
+    x, x_rows = _to_read("x", x, new, out, residual_out)
     residual_rows = total_rows = None
     if residual is not None:
         total_rows = new
-        residual_rows = new if _is_packed(residual) else rows_of(residual)
-        if residual_rows is None:
-            if total_in_place or out is residual:
-                refuse_layout("residual", residual)
-            residual, residual_rows = packed(residual), new
+        residual, residual_rows = _to_read("residual", residual, new, out, residual_out)
     if weight is not None:
         weight = packed(weight)
 
@@ -189,9 +179,16 @@ def forward(
     return out, residual_out
 
 
-def _is_packed(tensor: Tensor) -> bool:
-    """The usual case of :func:`rows_of`, whose answer is then known: it takes a quarter of the time."""
-    return tensor.is_contiguous() and not tensor.is_neg()
+def _to_read(name: str, tensor: Tensor, new: Rows, *written: Tensor | None) -> tuple[Tensor, Rows]:
+    """An operand and its rows; of one whose rows lie otherwise than kernels read them a copy, with ``new`` ones."""
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor, new  # the usual case of :func:`rows_of`, which takes four times as long
+    rows = rows_of(tensor)
+    if rows is not None:
+        return tensor, rows
+    if any(tensor is one for one in written):
+        refuse_layout(name, tensor)
+    return packed(tensor), new
 
 
 def new_like(like: Tensor, dtype: torch.dtype | None) -> Tensor:

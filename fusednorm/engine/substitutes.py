@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import BackwardCall, Forward, ForwardCall, Operation, Quantize, Strides
+from fusednorm.calls.call import BackwardCall, Forward, ForwardCall, Operation, Quantize
 from fusednorm.calls.process import NotYetError
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.reference import norm as reference
@@ -49,6 +49,11 @@ def _within(operation: Operation) -> Operation:
     return alone._replace(weight=None, out=operation.accumulator, round_norm=False)
 
 
+def _taken(operation: Operation, takes: Callable[[Operation], bool]) -> tuple[Operation, ...]:
+    """A part of an operation, or the parts that serve it."""
+    return (operation,) if takes(operation) else Composition.parts(operation, takes) or (operation,)
+
+
 class Composition:
     """A backend in the calls of one operation, which it serves by :meth:`parts`."""
 
@@ -63,12 +68,9 @@ class Composition:
         """
         if operation.first is not None:
             norm, rest = _first_norm_and_rest(operation)
-            if rest is None:
-                return (norm,)
-            return norm, *((rest,) if takes(rest) else Composition.parts(rest, takes) or (rest,))
+            return (norm,) if rest is None else (norm, *_taken(rest, takes))
         if operation.around is not None:
-            norm = _within(operation)
-            return (norm,) if takes(norm) else Composition.parts(norm, takes) or (norm,)
+            return _taken(_within(operation), takes)
         if operation.residual_out == operation.residual:
             return ()
         stored = operation.residual_out
@@ -113,28 +115,26 @@ class Composition:
             return
         assert call.residual is not None
         assert call.residual_out is not None
-        operation, packed = call.operation, (call.inner * call.operation.hidden_size, call.operation.hidden_size)
+        operation, run = call.operation, self._backend.forward
+        packed = (call.inner * operation.hidden_size, operation.hidden_size)
         x_strides, _, out_strides, total_strides = call.strides
-        parts = self._parts
+        part, *later = self._parts
         if _widens(operation):
-            self._run(
-                call,
-                parts[0],
-                call.x,
-                call.residual.to(operation.residual_out, memory_format=torch.contiguous_format),
-                call.residual_out,
-                (x_strides, packed, out_strides, total_strides),
-            )
+            residual = call.residual.to(operation.residual_out, memory_format=torch.contiguous_format)
+            strides = (x_strides, packed, out_strides, total_strides)
+            run(call._replace(operation=part, residual=residual, strides=strides))
             return
         # The exact sum, in place of the residual, and the row that it gives if it is not to be rounded.
         total = call.residual.to(operation.accumulator, copy=True, memory_format=torch.contiguous_format)
-        self._run(call, parts[0], call.x, total, total, (x_strides, packed, out_strides, packed))
+        strides = (x_strides, packed, out_strides, packed)
+        run(call._replace(operation=part, residual=total, residual_out=total, strides=strides))
         call.residual_out.copy_(reference.rounded(total, call.residual_out.dtype))
-        if operation.round_sum:
+        for part in later:
             # -0 + s is s for every s, a zero of either sign too. One row of -0 stands for all.
             nothing = torch.full((operation.hidden_size,), -0.0, dtype=operation.x, device=operation.device)
-            stored = (call.residual_out, call.residual_out, ((0, 0), total_strides, out_strides, total_strides))
-            self._run(call, parts[1], nothing.expand(call.x.shape), *stored)
+            strides = ((0, 0), total_strides, out_strides, total_strides)
+            x = nothing.expand(call.x.shape)
+            run(call._replace(operation=part, x=x, residual=call.residual_out, strides=strides))
 
     def _forward_apart(self, call: Forward) -> None:
         """Writes the outputs of an addition after a norm, whose rows it keeps."""
@@ -153,44 +153,34 @@ class Composition:
         if rest is None:
             call.residual_out.copy_(reference.added(rows, call.residual, call.residual_out.dtype))
             return
-        serving = self._backend if self._parts[1:] == (rest,) else Composition(self._backend, self._parts[1:])
-        serving.forward(
+        self._serving(rest, self._parts[1:]).forward(
             call._replace(x=rows, operation=rest, strides=(packed, *call.strides[1:]), first_weight=None, first_eps=0.0)
         )
 
     def _forward_within(self, call: Forward) -> None:
         """Writes the outputs of a norm between torch's operations."""
         operation, norm = call.operation, _within(call.operation)
-        serving = self._backend if self._parts == (norm,) else Composition(self._backend, self._parts)
-        x, (x_strides, residual_strides, out_strides, total_strides) = call.x, call.strides
+        serving = self._serving(norm, self._parts)
         packed = (call.inner * norm.hidden_size, norm.hidden_size)
+        inner = call._replace(operation=norm, bias=None, x_scale=1.0)
         if operation.around is not None and operation.around.scaled:
-            x, x_strides = reference.scaled(x, call.x_scale).contiguous(), packed
-        inner = call._replace(operation=norm, x=x, bias=None, x_scale=1.0)
+            x = reference.scaled(call.x, call.x_scale).contiguous()
+            inner = inner._replace(x=x, strides=(packed, *call.strides[1:]))
         if not _is_affine(operation):
-            serving.forward(inner._replace(strides=(x_strides, residual_strides, out_strides, total_strides)))
+            serving.forward(inner)
             return
-        rows = torch.empty(x.shape, dtype=norm.out, device=norm.device)
-        strides = (x_strides, residual_strides, packed, total_strides)
+        rows = torch.empty(call.x.shape, dtype=norm.out, device=norm.device)
+        strides = (*inner.strides[:2], packed, call.strides[3])
         serving.forward(inner._replace(weight=None, out=rows, weight_offset=0.0, strides=strides))
         assert call.out is not None
         assert operation.out is not None
-        rounded_to = x.dtype if operation.round_norm else None
+        rounded_to = operation.x if operation.round_norm else None
         y = reference.affine(rows, call.weight, call.bias, call.weight_offset, rounded_to, operation.out)
         call.out.copy_(y)
 
-    def _run(
-        self,
-        call: Forward,
-        part: Operation,
-        x: Tensor,
-        residual: Tensor,
-        residual_out: Tensor,
-        strides: tuple[Strides, Strides, Strides, Strides],
-    ) -> None:
-        self._backend.forward(
-            call._replace(operation=part, x=x, residual=residual, residual_out=residual_out, strides=strides)
-        )
+    def _serving(self, operation: Operation, parts: tuple[Operation, ...]) -> Any:
+        """The backend for an operation that is a part of this one, or has parts of its own."""
+        return self._backend if parts == (operation,) else Composition(self._backend, parts)
 
     def backward(self, call: BackwardCall) -> None:
         """The gradients take operands of any dtypes."""

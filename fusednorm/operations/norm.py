@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Around, Flags, accumulator, operation_of
+from fusednorm.calls.call import Around, Before, Flags, accumulator
 from fusednorm.calls.checks import (
     NAMES,
     check_affine,
+    check_between,
     check_flags,
     check_operands,
     check_written,
@@ -26,7 +27,7 @@ from fusednorm.calls.checks import (
 from fusednorm.engine import run
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.torch_ops import dtensor_bridge, steps
-from fusednorm.torch_ops.gradients import Normalise, NormaliseAffine, Transformed
+from fusednorm.torch_ops.gradients import Normalise, Transformed
 
 
 def fused_add_rms_norm(
@@ -79,8 +80,7 @@ def fused_add_rms_norm(
     """
     if residual is None:
         refuse_type("residual", residual)
-    compiling = is_dynamo_compiling()
-    if not compiling:
+    if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None and out_dtype is None and residual_dtype is None:
             result = take(
@@ -104,9 +104,9 @@ def fused_add_rms_norm(
         if must_be_seen.override(*operands):
             return must_be_seen.handed_over(fused_add_rms_norm, operands, locals())
     flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-    if bias is not None or x_scale != 1.0 or _of_heads(weight):
-        return _composed("fused_add_rms_norm", compiling, x, residual, weight, bias, x_scale, out, residual_out, flags)
-    return beyond_fast_path("fused_add_rms_norm", compiling, x, residual, weight, out, residual_out, flags)
+    return beyond_fast_path(
+        NormCall("fused_add_rms_norm", x, residual, weight, flags, out, residual_out, bias, x_scale)
+    )
 
 
 def fused_add_rms_norm_(
@@ -143,8 +143,7 @@ def fused_add_rms_norm_(
     """
     if residual is None:
         refuse_type("residual", residual)
-    compiling = is_dynamo_compiling()
-    if not compiling:
+    if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None:
             result = take(
@@ -156,9 +155,7 @@ def fused_add_rms_norm_(
         if must_be_seen.override(*operands):
             return must_be_seen.handed_over(fused_add_rms_norm_, operands, locals())
     flags = Flags(eps, weight_offset, round_sum, round_norm)
-    if bias is not None or x_scale != 1.0 or _of_heads(weight):
-        return _composed("fused_add_rms_norm_", compiling, x, residual, weight, bias, x_scale, x, residual, flags)
-    return beyond_fast_path("fused_add_rms_norm_", compiling, x, residual, weight, x, residual, flags)
+    return beyond_fast_path(NormCall("fused_add_rms_norm_", x, residual, weight, flags, x, residual, bias, x_scale))
 
 
 def rms_norm(
@@ -191,8 +188,7 @@ def rms_norm(
         RuntimeError: ``out`` is given and an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
-    compiling = is_dynamo_compiling()
-    if not compiling:
+    if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None and out_dtype is None:
             result = take(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
@@ -201,9 +197,7 @@ def rms_norm(
         if must_be_seen.override(x, weight, bias, out):
             return must_be_seen.handed_over(rms_norm, (x, weight, bias, out), locals())
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
-    if bias is not None or _of_heads(weight):
-        return _composed("rms_norm", compiling, x, None, weight, bias, 1.0, out, None, flags)[0]
-    return beyond_fast_path("rms_norm", compiling, x, None, weight, out, None, flags)[0]
+    return cast(Tensor, beyond_fast_path(NormCall("rms_norm", x, None, weight, flags, out, None, bias))[0])
 
 
 def rms_norm_(
@@ -232,8 +226,7 @@ def rms_norm_(
         RuntimeError: an operand requires grad.
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
-    compiling = is_dynamo_compiling()
-    if not compiling:
+    if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None:
             result = take(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
@@ -242,164 +235,167 @@ def rms_norm_(
         if must_be_seen.override(x, weight, bias):
             return must_be_seen.handed_over(rms_norm_, (x, weight, bias), locals())
     flags = Flags(eps, weight_offset, True, round_norm)
-    if bias is not None or _of_heads(weight):
-        return _composed("rms_norm_", compiling, x, None, weight, bias, 1.0, x, None, flags)[0]
-    return beyond_fast_path("rms_norm_", compiling, x, None, weight, x, None, flags)[0]
+    return cast(Tensor, beyond_fast_path(NormCall("rms_norm_", x, None, weight, flags, x, None, bias))[0])
 
 
-def beyond_fast_path(
-    name: str,
-    compiling: bool,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    flags: Flags,
-) -> tuple[Tensor, Any]:
-    """Both outputs of the public function of that name, through whatever part of torch must see the call.
+class NormCall(NamedTuple):
+    """A call of a public function that normalises; nothing of it has been checked."""
 
-    ``compiling`` says whether ``torch.compile`` traces the call.
+    #: The name of the function.
+    name: str
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    flags: Flags
+    out: Tensor | None = None
+    residual_out: Tensor | None = None
+    bias: Tensor | None = None
+    x_scale: float = 1.0
+    #: A norm of x before the addition; the weight, and the eps of the flags, are then of the norm after it.
+    before: Before | None = None
+
+
+def beyond_fast_path(call: NormCall) -> tuple[Any, Any]:
+    """Both outputs of a call (the first None if no norm follows the addition, the second None without a residual).
+
+    One call of a backend. Where gradients are recorded or a part of torch must see the call, a norm alone is a function
+    of autograd or an operator, and all else plain operations, one after the other: docs/spec.md, section 8.
     """
+    name, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
+    operands: tuple[Any, ...] = (x, residual, weight)
     new = out is None and residual_out is None
-    if not new and is_grad_enabled() and requires_grad(x, residual, weight, out, residual_out):
+    alone = before is None and bias is None and x_scale == 1.0 and getattr(weight, "ndim", 1) != 2
+    if not new:
+        operands += (out, residual_out)
+    if not alone:
+        operands += (bias, None if before is None else before.weight)
+    records = is_grad_enabled() and requires_grad(*operands)
+    if records and not new:
         refuse_grad(name)
-    if not compiling and must_be_seen.transform(x, residual, weight, out, residual_out):
-        return _transformed(x, residual, weight, out, residual_out, flags)
-    if new and must_be_seen.in_one_operator(x, residual, weight):
-        return _for_inference(x, residual, weight, None, 1.0, flags)
-    if compiling or _heard_below(x, residual, weight, out, residual_out):
-        return _dispatched(name, x, residual, weight, out, residual_out, flags)
-    if new and is_grad_enabled() and requires_grad(x, residual, weight):
-        y, total, _ = Normalise.apply(x, residual, weight, *flags)  # type: ignore[no-untyped-call]
-        return y, total
-    return run.forward(x, residual, weight, flags, out, residual_out)
-
-
-def _for_inference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, x_scale: float, flags: Flags
-) -> tuple[Tensor, Any]:
-    """Both outputs by the operator that is all of the public function: ``inference.py``."""
-    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
-    if residual is None:
-        norm = torch.ops.fusednorm.rms_norm_inference
-        return norm(x, weight, eps, bias, weight_offset, round_norm, out_dtype), None
-    numbers = (x_scale, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-    return cast(
-        tuple[Tensor, Any], torch.ops.fusednorm.fused_add_rms_norm_inference(x, residual, weight, eps, bias, *numbers)
-    )
-
-
-def _of_heads(weight: Tensor | None) -> bool:
-    """Whether a weight has a row for each head."""
-    return getattr(weight, "ndim", 1) == 2
-
-
-def _composed(
-    name: str,
-    compiling: bool,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    x_scale: float,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    flags: Flags,
-) -> tuple[Tensor, Any]:
-    """Both outputs of the public function of that name: docs/spec.md, section 8.
-
-    One call of a backend; or, where gradients are wanted or a part of torch must see the call, plain operations.
-    """
-    written = {"out": out, "residual_out": residual_out}
-    given = {key: tensor for key, tensor in written.items() if tensor is not None}
-    others = (weight, bias, *given.values())
-    records = is_grad_enabled() and requires_grad(x, residual, *others)
-    if given and records:
-        refuse_grad(name)
-    transformed = not compiling and must_be_seen.transform(x, residual, *others)
-    in_memory = not (compiling or transformed or must_be_seen.below(x, residual, *others))
+    compiling = is_dynamo_compiling()
+    transformed = not compiling and must_be_seen.transform(*operands)
+    in_memory = not (compiling or transformed or must_be_seen.below(*operands))
     if in_memory and not records:
-        return run.forward(x, residual, weight, flags, out, residual_out, around=Around(bias, x_scale))
-    if in_memory and type(x_scale) is float and x_scale == 1.0:
-        found = NormaliseAffine.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+        around = None if alone or before is not None else Around(bias, x_scale)
+        return run.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
+    if in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
+        found = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
         return cast(tuple[Tensor, Any], found)
-    if not (compiling or transformed):
-        check_operands(x, residual, None, out, residual_out, in_memory=in_memory)
-        check_affine(x, weight, bias, in_memory=in_memory)
-    flags = check_flags(flags, x, residual, out, residual_out)
-    factor = number("x_scale", x_scale)
-    if must_be_seen.in_one_operator(x, residual, *others):
-        if out is not None and out.dtype != x.dtype:
-            flags = flags._replace(out_dtype=out.dtype)
-        y, total = _for_inference(x, residual, weight, bias, factor, flags)
-        return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
-    if given and not (compiling or transformed or _heard_below(x, residual, None, out, residual_out)):
-        check_written(x, residual, out, residual_out)
-    if factor != 1.0:
-        x = steps.scale(x, factor)
-    if bias is None and not _of_heads(weight):
-        return beyond_fast_path(name.rstrip("_"), compiling, x, residual, weight, out, residual_out, flags)
-    if in_memory:
-        found = NormaliseAffine.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
-        return cast(tuple[Tensor, Any], found)
-    out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
-    rounded_to, offset = x.dtype if flags.round_norm else None, flags.weight_offset
-    flags = Flags(flags.eps, 0.0, flags.round_sum, False, accumulator(x.dtype), flags.residual_dtype)
-    rows, total = beyond_fast_path(name.rstrip("_"), compiling, x, residual, None, None, None, flags)
-    y = steps.affine(rows, weight, bias, offset, rounded_to, out_dtype)
+    if not alone:
+        call = _checked(call, compiling or transformed, in_memory)
+    elif transformed:
+        return _transformed(call)
+    if (new or not alone) and must_be_seen.in_one_operator(*operands):
+        return _in_one_operator(call)
+    return _dispatched(call, compiling) if alone else _composed(call)
+
+
+def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:
+    """A call that plain operations will serve, and which know operands by other names; its numbers are floats.
+
+    ``traced``: whether a compiler or a transform shows operands as the plain operations can check them alone.
+    """
+    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
+    next_weight = None if before is None else weight
+    operands = (x, residual, next_weight, out, residual_out)
+    if not traced:
+        check_operands(*operands, in_memory=in_memory, weight_name="next_weight")
+        if before is None:
+            check_affine(x, weight, bias, in_memory=in_memory)
+    if before is not None:
+        check_between(before.between, x)
+    flags, x_scale = check_flags(flags, x, residual, out, residual_out), number("x_scale", x_scale)
+    given = out is not None or residual_out is not None
+    if given and not (traced or must_be_seen.below(*operands)):
+        check_written(x, residual, out, residual_out, next_weight)
+    return call._replace(flags=flags, x_scale=x_scale)
+
+
+def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
+    """Both outputs by the operator that is all of the public function: ``inference.py``."""
+    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
+    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
+    if out is not None and out.dtype != x.dtype:
+        out_dtype = out.dtype
+    ops = torch.ops.fusednorm
+    y: Any = None
+    total: Any = None
+    numbers: tuple[Any, ...] = (weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    if before is not None and before.followed:
+        both = ops.rms_norm_add_rms_norm_inference
+        y, total = both(x, residual, before.weight, weight, before.eps, eps, before.between, *numbers)
+    elif before is not None:
+        numbers = (weight_offset, round_norm, residual_dtype)
+        total = ops.rms_norm_add_inference(x, residual, before.weight, eps, before.between, *numbers)
+    elif residual is not None:
+        y, total = ops.fused_add_rms_norm_inference(x, residual, weight, eps, bias, x_scale, *numbers)
+    else:
+        y = ops.rms_norm_inference(x, weight, eps, bias, weight_offset, round_norm, out_dtype)
     return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 
-def _heard_below(*operands: Tensor | None) -> bool:
-    """Whether the call must go through torch's dispatcher. The operands are those of :data:`NAMES`."""
-    if must_be_seen.plain(*operands):
-        return must_be_seen.listening()
-    for name, tensor in zip(NAMES, operands, strict=True):
-        if must_be_seen.overrides_operations(tensor) and cast(Tensor, tensor).is_nested:
-            refuse_nested(name)  # it would override our operation, and not know it
-    return must_be_seen.below(*operands)
+def _composed(call: NormCall) -> tuple[Any, Any]:
+    """Both outputs by plain operations, one after the other; those that are given take a copy at the end."""
+    name, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
+    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
+    name, wide = name.rstrip("_"), accumulator(x.dtype)
+    out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
+    y: Any = None
+    if before is not None:
+        first = Flags(before.eps, weight_offset, True, round_norm, before.between)
+        rows, _ = beyond_fast_path(NormCall("rms_norm", x, None, before.weight, first))
+        if before.followed:
+            flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+            y, total = beyond_fast_path(NormCall("fused_add_rms_norm", rows, residual, weight, flags))
+        else:
+            assert residual is not None
+            total = steps.add(rows, residual, residual_dtype or residual.dtype)
+    elif x_scale != 1.0:
+        return beyond_fast_path(call._replace(name=name, x=steps.scale(x, x_scale), x_scale=1.0))
+    else:
+        flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)
+        rows, total = beyond_fast_path(NormCall(name, x, residual, None, flags))
+        y = steps.affine(rows, weight, bias, weight_offset, x.dtype if round_norm else None, out_dtype)
+    return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 
-def _transformed(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    flags: Flags,
-) -> tuple[Tensor, Any]:
-    """Both outputs under ``torch.func`` or forward-mode differentiation; those that are given take a copy."""
+def _transformed(call: NormCall) -> tuple[Tensor, Any]:
+    """Both outputs of a norm alone under ``torch.func`` or forward-mode differentiation; given ones take a copy."""
     apply: Any = Transformed.apply
     if "torch._dynamo" in sys.modules:  # else it would try to compile what it finds below a call that it left alone
         apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-    y, total, _ = apply(x, residual, weight, *flags)
-    for name, given, new in (("out", out, y), ("residual_out", residual_out, total)):
+    y, total, _ = apply(call.x, call.residual, call.weight, *call.flags)
+    for name, given, new in (("out", call.out, y), ("residual_out", call.residual_out, total)):
         if given is not None and given.dtype != new.dtype:
             raise NotImplementedError(
                 f"{name} must have the dtype {str(new.dtype)[6:]} under torch.func and forward-mode differentiation, "
                 f"got {str(given.dtype)[6:]}; call the function without {name} and convert what it returns"
             )
-    return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
+    return dtensor_bridge.written(call.out, y), dtensor_bridge.written(call.residual_out, total)
 
 
-def _dispatched(
-    name: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    flags: Flags,
-) -> tuple[Tensor, Any]:
-    """Both outputs of the public function of that name, through torch's dispatcher."""
+def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
+    """Both outputs of a norm alone, through torch's dispatcher."""
+    name, x, residual, weight, flags, out, residual_out, *_ = call
+    for called, tensor in zip(NAMES, (x, residual, weight, out, residual_out), strict=True):
+        if not compiling and isinstance(tensor, Tensor) and tensor.is_nested:
+            refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
         return dtensor_bridge.new_outputs(x, residual, weight, flags)[:2]
-    operation = operation_of(x, residual, weight, check_flags(flags, x, residual, out, residual_out), out)
+    check_flags(flags, x, residual, out, residual_out)
     if out is None and residual_out is not None:
-        out = torch.empty_like(residual_out, dtype=operation.out, memory_format=torch.contiguous_format)
+        dtype = flags.out_dtype or x.dtype
+        out = torch.empty_like(residual_out, dtype=dtype, memory_format=torch.contiguous_format)
     assert out is not None
     if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(out, dtype=operation.residual_out, memory_format=torch.contiguous_format)
-    dtensor_bridge.write(name, x, residual, weight, out, residual_out, flags)
+        dtype = flags.residual_dtype or residual.dtype
+        residual_out = torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
+    ops = dtensor_bridge.operations(x, residual, weight, out, residual_out)
+    numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
+    if name == "rms_norm_":
+        ops.rms_norm_(x, weight, *numbers)
+    elif name == "fused_add_rms_norm_":
+        ops.fused_add_rms_norm_(x, residual, weight, *numbers)
+    else:
+        ops.into(x, residual, weight, out, residual_out, *numbers)
     return out, residual_out

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Before, Flags
-from fusednorm.calls.checks import (
-    check_between,
-    check_flags,
-    check_operands,
-    check_written,
-    number,
-    refuse_grad,
-    refuse_type,
-    requires_grad,
-)
-from fusednorm.engine import run
+from fusednorm.calls.checks import number, refuse_type
 from fusednorm.engine.choose import fast_paths, request
-from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
-from fusednorm.torch_ops import dtensor_bridge, steps
+from fusednorm.operations.norm import NormCall, beyond_fast_path
 
 
 def rms_norm_add_rms_norm(
@@ -90,7 +79,8 @@ def rms_norm_add_rms_norm(
             return must_be_seen.handed_over(rms_norm_add_rms_norm, operands, locals())
     flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     before = Before(weight, eps, between, True)
-    return _beyond_fast_path("rms_norm_add_rms_norm", x, residual, next_weight, out, residual_out, flags, before)
+    call = NormCall("rms_norm_add_rms_norm", x, residual, next_weight, flags, out, residual_out, before=before)
+    return beyond_fast_path(call)
 
 
 def rms_norm_add_rms_norm_(
@@ -144,7 +134,8 @@ def rms_norm_add_rms_norm_(
             return must_be_seen.handed_over(rms_norm_add_rms_norm_, operands, locals())
     flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm)
     before = Before(weight, eps, between, True)
-    return _beyond_fast_path("rms_norm_add_rms_norm_", x, residual, next_weight, x, residual, flags, before)
+    call = NormCall("rms_norm_add_rms_norm_", x, residual, next_weight, flags, x, residual, before=before)
+    return beyond_fast_path(call)
 
 
 def rms_norm_add(
@@ -198,7 +189,8 @@ def rms_norm_add(
             return must_be_seen.handed_over(rms_norm_add, operands, locals())
     flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
     before = Before(weight, eps, between, False)
-    return _beyond_fast_path("rms_norm_add", x, residual, None, None, residual_out, flags, before)[1]
+    call = NormCall("rms_norm_add", x, residual, None, flags, None, residual_out, before=before)
+    return cast(Tensor, beyond_fast_path(call)[1])
 
 
 def rms_norm_add_(
@@ -245,76 +237,8 @@ def rms_norm_add_(
             return must_be_seen.handed_over(rms_norm_add_, operands, locals())
     flags = Flags(eps, weight_offset, True, round_norm)
     before = Before(weight, eps, between, False)
-    return _beyond_fast_path("rms_norm_add_", x, residual, None, None, residual, flags, before)[1]
-
-
-def _beyond_fast_path(
-    name: str,
-    x: Tensor,
-    residual: Tensor,
-    next_weight: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    flags: Flags,
-    before: Before,
-) -> tuple[Any, Tensor]:
-    """Both outputs of the public function of that name (the first None if no norm follows the addition).
-
-    One call of a backend; or, where gradients are wanted or a part of torch must see the call, the plain operations one
-    after the other.
-    """
-    operands = (x, residual, before.weight, next_weight, out, residual_out)
-    given = {key: t for key, t in (("out", out), ("residual_out", residual_out)) if t is not None}
-    records = is_grad_enabled() and requires_grad(*operands)
-    compiling = is_dynamo_compiling()
-    transformed = not compiling and must_be_seen.transform(*operands)
-    if not (records or compiling or transformed or must_be_seen.below(*operands)):
-        return run.forward(x, residual, next_weight, flags, out, residual_out, None, before)
-    # The plain operations check their operands, but know some of them by other names.
-    if not (compiling or transformed):
-        in_memory = not must_be_seen.below(*operands)
-        check_operands(x, residual, next_weight, out, residual_out, in_memory=in_memory, weight_name="next_weight")
-    check_between(before.between, x)
-    if given and records:
-        refuse_grad(name)
-    flags = check_flags(flags, x, residual, out, residual_out)
-    if given and not (compiling or transformed or must_be_seen.below(x, residual, next_weight, *given.values())):
-        check_written(x, residual, out, residual_out, next_weight)
-    weight, eps, between, followed = before
-    _, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
-    if must_be_seen.in_one_operator(*operands):
-        ops = torch.ops.fusednorm
-        if not followed:
-            total = ops.rms_norm_add_inference(
-                x, residual, weight, eps, between, weight_offset, round_norm, residual_dtype
-            )
-            return None, dtensor_bridge.written(residual_out, total)
-        numbers = (flags.eps, between, weight_offset, round_sum, round_norm)
-        dtypes = (out_dtype if out is None or out.dtype == x.dtype else out.dtype, residual_dtype)
-        both = ops.rms_norm_add_rms_norm_inference
-        y, total = both(x, residual, weight, next_weight, eps, *numbers, *dtypes)
-        return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
-    y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
-    if not followed:
-        total = steps.add(y, residual, residual_dtype or residual.dtype)
-        return None, dtensor_bridge.written(residual_out, total)
-    if out_dtype is None:
-        out_dtype = x.dtype if out is None else out.dtype  # and not that of what passes between the operations
-    later = not (compiling or transformed)  # DTensors that are given may lie elsewhere than the rows
-    y, total = fused_add_rms_norm(
-        y,
-        residual,
-        next_weight,
-        flags.eps,
-        weight_offset=weight_offset,
-        round_sum=round_sum,
-        round_norm=round_norm,
-        out=None if later else out,
-        residual_out=None if later else residual_out,
-        out_dtype=out_dtype,
-        residual_dtype=residual_dtype,
-    )
-    return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
+    call = NormCall("rms_norm_add_", x, residual, None, flags, None, residual, before=before)
+    return cast(Tensor, beyond_fast_path(call)[1])
 
 
 def _second(eps: float, next_eps: float | None) -> float:

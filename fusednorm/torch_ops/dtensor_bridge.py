@@ -79,37 +79,15 @@ def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None])
         checks.check_kept(incoming, kept)
 
 
-def _numbers(flags: Flags) -> tuple[float, float, bool, bool]:
-    """The flags that all operators take. Before 2.10 torch's compiler knows no slices of a NamedTuple."""
-    return flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm
-
-
 def new_outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """New outputs and rstd."""
+    # Before 2.10 torch's compiler knows no slices of a NamedTuple.
+    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
+    numbers = (eps, weight_offset, round_sum, round_norm)
+    ops = operations(x, residual, weight)
     if residual is None:
-        norm = operations(x, weight).rms_norm
-        y, rstd = norm(x, weight, *_numbers(flags), flags.out_dtype)
+        y, rstd = ops.rms_norm(x, weight, *numbers, out_dtype)
         return y, None, rstd
-    dtypes = flags.out_dtype, flags.residual_dtype
-    return operations(x, residual, weight).fused_add_rms_norm(x, residual, weight, *_numbers(flags), *dtypes)  # type: ignore[no-any-return]
-
-
-def write(
-    name: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor,
-    residual_out: Tensor | None,
-    flags: Flags,
-) -> None:
-    """The outputs of the public function of that name, into memory that is given."""
-    ops = operations(x, residual, weight, out, residual_out)
-    if name == "rms_norm_":
-        ops.rms_norm_(x, weight, *_numbers(flags))
-    elif name == "fused_add_rms_norm_":
-        ops.fused_add_rms_norm_(x, residual, weight, *_numbers(flags))
-    else:
-        ops.into(x, residual, weight, out, residual_out, *_numbers(flags))
+    return ops.fused_add_rms_norm(x, residual, weight, *numbers, out_dtype, residual_dtype)  # type: ignore[no-any-return]

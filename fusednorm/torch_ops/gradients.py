@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,6 @@ from fusednorm.calls.checks import check_flags
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.run import backend_of
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.dtensor_bridge import new_outputs, on_rows
@@ -67,24 +65,29 @@ def normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: 
 
 def keep(
     ctx: Any,
-    operation: RMSNorm,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     flags: Flags,
     outputs: tuple[Tensor, Tensor | None, Tensor],
+    bias: Tensor | None = None,
 ) -> None:
-    """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again."""
+    """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again.
+
+    ``outputs``: the rows, the sum and rstd.
+    """
     _, total, rstd = outputs
     unrounded = total is not None and not flags.round_sum and total.dtype != rstd.dtype
-    ctx.save_for_backward(rstd, weight, *((x, residual) if unrounded else (x,) if total is None else (total,)))
+    terms = (x, residual) if unrounded else (x,) if total is None else (total,)
+    ctx.save_for_backward(rstd, weight, bias, *terms)
     ctx.set_materialize_grads(False)
-    ctx.flags, ctx.operation = flags, operation
+    ctx.around = _around(weight, bias)
+    ctx.flags, ctx.operation = flags, operation_of(x, residual, weight, flags, around=ctx.around)
 
 
-def mark_constant(ctx: Any, total: Tensor | None, rstd: Tensor) -> None:
-    """Marks the outputs without gradients: rstd, and the sum where neither x nor the residual needs any."""
-    ctx.mark_non_differentiable(*(rstd,) if total is None or any(ctx.needs_input_grad[:2]) else (total, rstd))
+def _around(weight: Tensor | None, bias: Tensor | None) -> Around | None:
+    """A bias or rows of heads, if there are any."""
+    return None if bias is None and getattr(weight, "ndim", 1) != 2 else Around(bias, 1.0)
 
 
 def composed_again(
@@ -125,70 +128,59 @@ def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
 
 
 def gradients(
-    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: tuple[bool, bool, bool], backend: Chosen | None
+    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: Sequence[bool], backend: Chosen | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The specification's formulas: by the backend, or through torch's dispatcher if a mode or a tensor must see them.
+    """The gradients of x, the residual, the weight and the bias, None where not needed: the specification's formulas.
 
-    Without a backend always through the dispatcher. The reference computes gradients that are differentiated again.
+    By the backend, or through torch's dispatcher if a mode or a tensor must see them, and always without a backend. The
+    reference computes gradients that are differentiated again, and those of a bias and of rows of heads where the
+    backend has those of a norm alone. The normalised rows are not kept: ``h * rstd`` makes the same bits again.
     """
-    rstd, weight, *terms = ctx.saved_tensors
-    operation, flags = ctx.operation, ctx.flags
+    rstd, weight, bias, *terms = ctx.saved_tensors
     if dy is None and d_total is None:
-        return None, None, None
+        return None, None, None, None
     h = _normalised(terms, rstd.dtype)
+    again = must_be_seen.differentiated_again()
+    if again or must_be_seen.below(dy, d_total, h, rstd, weight, bias):
+        backend = None
+    operation, eps, weight_offset = ctx.operation, ctx.flags.eps, ctx.flags.weight_offset
+    dweight = dbias = None
+    if ctx.around is not None:
+        if backend is not None and dy is not None and ctx.in_one_call:
+            return run.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
+        need_rows = needs[0] or needs[1]
+        if dy is not None:
+            dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight, bias))
+            h = h.to(rstd.dtype)
+            r = Rstd.apply(h, eps) if again else rstd  # type: ignore[no-untyped-call]
+            of_all = (dy, h * r.unsqueeze(-1), weight, bias, weight_offset, (need_rows, needs[2], needs[3]))
+            dy, dweight, dbias = reference.affine_gradients(*of_all)
+        if not need_rows:
+            return None, None, dweight, dbias
+        operation, weight, weight_offset, needs = _norm_alone(operation), None, 0.0, (needs[0], needs[1], False)
+    needs = (needs[0], needs[1], needs[2])
+    found: tuple[Tensor | None, ...]
     if dy is None:
         dy = torch.zeros_like(h, dtype=operation.out)
-    # rstd, which is kept without derivatives, is made again with them.
-    if must_be_seen.differentiated_again():
+    if again:
         dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight))
 
         def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
-            again = Rstd.apply(h.to(rstd.dtype), flags.eps)  # type: ignore[no-untyped-call]
-            operands = (dy, d_total, h, again, weight, flags.weight_offset)
+            # rstd, which is kept without derivatives, is made again with them.
+            r = Rstd.apply(h.to(rstd.dtype), eps)  # type: ignore[no-untyped-call]
+            operands = (dy, d_total, h, r, weight, weight_offset)
             return reference.gradients(*operands, operation.x, operation.residual, needs)
 
-        return on_rows(formula, (dy, d_total, h), (weight,))
-    operands = (dy, d_total, h, rstd, weight, flags.weight_offset)
-    if backend is not None and not must_be_seen.below(dy, d_total, h, rstd, weight):
-        return run.backward(backend, operation, *operands, needs)[:3]
-    found = torch.ops.fusednorm.backward(
-        *(*operands, operation.x, operation.residual, flags.round_sum, flags.round_norm, list(needs)),
-        *(operation.out, operation.residual_out),
-    )
-    return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None, Tensor]) -> None:
-    """Keeps what the backward pass needs, and the backend that it takes: the one in force now."""
-    x, residual, weight, *flags = inputs
-    operation = operation_of(x, residual, weight, Flags(*flags))
-    keep(ctx, operation, x, residual, weight, Flags(*flags), outputs)
-    ctx.backend = backend_of(operation)
-
-
-class Normalise(torch.autograd.Function):
-    """(x, residual or None, weight or None, *flags) -> (y, residual_out, rstd).
-
-    Without a residual, residual_out is None. rstd has no gradient: it is an output because ``torch.func`` lets only
-    inputs and outputs be kept.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
-        x, residual, weight, *flags = inputs
-        outputs = normalise(x, residual, weight, Flags(*flags))
-        _remember(ctx, inputs, outputs)
-        mark_constant(ctx, *outputs[1:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """See :func:`gradients`."""
-        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend), *[None] * len(Flags._fields)
-
-
-_GRADIENTS_OF_ALL = Step("affine_backward")
+        found = on_rows(formula, (dy, d_total, h), (weight,))
+    elif backend is not None:
+        found = run.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs)
+    else:
+        found = torch.ops.fusednorm.backward(
+            *(dy, d_total, h, rstd, weight, weight_offset, operation.x, operation.residual),
+            *(operation.round_sum, operation.round_norm, list(needs), operation.out, operation.residual_out),
+        )
+        found = tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+    return found[0], found[1], found[2] if dweight is None else dweight, dbias
 
 
 def _norm_alone(operation: RMSNorm) -> RMSNorm:
@@ -196,67 +188,59 @@ def _norm_alone(operation: RMSNorm) -> RMSNorm:
     return operation._replace(weight=None, out=operation.accumulator, round_norm=False, around=None)
 
 
-class NormaliseAffine(torch.autograd.Function):
-    """(x, residual or None, weight, bias, *flags) -> (y, residual_out or None): docs/spec.md, section 8.
+def _remember(
+    ctx: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    flags: Flags,
+    outputs: tuple[Tensor, Tensor | None, Tensor],
+    bias: Tensor | None = None,
+) -> None:
+    """:func:`keep`, and the backend that the backward pass takes: the one in force now."""
+    keep(ctx, x, residual, weight, flags, outputs, bias)
+    if ctx.around is None:
+        ctx.backend = run.backend_of(ctx.operation)
+        return
+    of_one_shape = weight is None or bias is None or weight.shape == bias.shape
+    whole = run.whole_of(ctx.operation, Step("affine_backward")) if of_one_shape else None
+    ctx.in_one_call = whole is not None
+    ctx.backend = whole or run.backend_of(_norm_alone(ctx.operation))
 
-    The normalised rows, of the accumulator type, are not kept: ``h * rstd`` makes the same bits again. A backend that
-    has the gradients of all that makes one call of each pass.
+
+class Normalise(torch.autograd.Function):
+    """(x, residual or None, weight or None, bias or None, *flags) -> (y, residual_out or None).
+
+    A backend that has the gradients of a bias too, and of rows of heads, makes one call of each pass.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """See :func:`fusednorm.reference.norm.affine`."""
+        """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
         x, residual, weight, bias, *rest = inputs
-        flags = Flags(*rest)
-        rstd, around = new_rstd(x) if isinstance(x, Tensor) else None, Around(bias, 1.0)
+        flags, rstd = Flags(*rest), new_rstd(x)
         found = run.on_fast_path(x, residual, weight, flags, rstd=rstd, bias=bias)
         if found is None:
-            found = run.forward(x, residual, weight, flags, rstd=rstd, around=around)
+            found = run.forward(x, residual, weight, flags, rstd=rstd, around=_around(weight, bias))
             flags = check_flags(flags, x, residual, None, None)
-        operation = operation_of(x, residual, weight, flags, around=around)
-        of_one_shape = weight is None or bias is None or weight.shape == bias.shape
-        ctx.backend = run.whole_of(operation, _GRADIENTS_OF_ALL) if of_one_shape else None
-        ctx.in_one_call = ctx.backend is not None
-        of_norm = Flags(flags.eps, 0.0, flags.round_sum, False, operation.accumulator, flags.residual_dtype)
         y, total = found
-        assert rstd is not None
-        keep(ctx, operation, x, residual, None, of_norm, (y, total, rstd))
-        ctx.backend = ctx.backend or backend_of(_norm_alone(operation))
-        ctx.weight_offset = flags.weight_offset
-        ctx.save_for_backward(*ctx.to_save, weight, bias)
-        if residual is not None and not any(ctx.needs_input_grad[:2]):
+        _remember(ctx, x, residual, weight, flags, (y, total, rstd), bias)
+        if total is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return y, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        """See :func:`fusednorm.reference.norm.affine_gradients`, and :func:`gradients`."""
-        *kept, weight, bias = ctx.saved_tensors
-        need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
-        of_norm = SimpleNamespace(saved_tensors=kept, operation=_norm_alone(ctx.operation), flags=ctx.flags)
-        dx = dresidual = dn = dweight = dbias = None
-        if dy is not None:
-            rstd, _, *terms = kept
-            h = _normalised(terms, rstd.dtype)
-            others = (dy, d_total, h, rstd, weight, bias)
-            if ctx.in_one_call and not (must_be_seen.differentiated_again() or must_be_seen.below(*others)):
-                needs = ctx.needs_input_grad[:4]
-                found = run.backward(ctx.backend, ctx.operation, *others[:-1], ctx.weight_offset, needs, bias)
-                return *found, *[None] * len(Flags._fields)
-            dtensor_bridge.check_kept((dy, d_total), others[2:])
-            h = h.to(rstd.dtype)
-            if must_be_seen.differentiated_again():
-                rstd = Rstd.apply(h, ctx.flags.eps)  # type: ignore[no-untyped-call]
-            needs = (need_x or need_residual, need_weight, need_bias)
-            n = h * rstd.unsqueeze(-1)
-            dn, dweight, dbias = reference.affine_gradients(dy, n, weight, bias, ctx.weight_offset, needs)
-        if need_x or need_residual:
-            dx, dresidual, _ = gradients(of_norm, dn, d_total, (need_x, need_residual, False), ctx.backend)
-        return dx, dresidual, dweight, dbias, *[None] * len(Flags._fields)
+        """See :func:`gradients`."""
+        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:4], ctx.backend), *[None] * len(Flags._fields)
 
 
-class Transformed(Normalise):
-    """The same for ``torch.func`` and forward mode, which want the context apart: it takes 15 us longer."""
+class Transformed(torch.autograd.Function):
+    """A norm alone for ``torch.func`` and forward mode, which want the context apart: it takes 15 us longer.
+
+    (x, residual or None, weight or None, *flags) -> (y, residual_out or None, rstd). rstd has no gradient: it is an
+    output because ``torch.func`` lets only inputs and outputs be kept.
+    """
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -268,9 +252,15 @@ class Transformed(Normalise):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
         """See :func:`keep`."""
-        _remember(ctx, inputs, output)
+        x, residual, weight, *flags = inputs
+        _remember(ctx, x, residual, weight, Flags(*flags), output)
         ctx.mark_non_differentiable(output[2])  # the sum may have a tangent, of which this context does not know
-        ctx.save_for_forward(*inputs[:3])
+        ctx.save_for_forward(x, residual, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        """See :func:`gradients`."""
+        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend)[:3], *[None] * len(Flags._fields)
 
     @staticmethod
     def jvp(

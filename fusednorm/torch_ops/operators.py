@@ -6,9 +6,9 @@ subclasses) use them; a plain call does not, because torch's dispatcher would co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,37 +29,12 @@ from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import registered
 from fusednorm.torch_ops.dtensor_bridge import on_rows
-from fusednorm.torch_ops.gradients import gradients, keep, mark_constant, new_rstd, normalise
+from fusednorm.torch_ops.gradients import gradients, keep, new_rstd, normalise
 from fusednorm.torch_ops.registered import register
 
-_FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
-_DTYPES = "ScalarType? out_dtype=None, ScalarType? residual_dtype=None"
 
-_SCHEMAS = {
-    "fused_add_rms_norm": f"(Tensor x, Tensor residual, Tensor? weight, {_FLAGS}, {_DTYPES}) "
-    "-> (Tensor, Tensor, Tensor)",
-    "rms_norm": f"(Tensor x, Tensor? weight, {_FLAGS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
-    "fused_add_rms_norm_": f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
-    "rms_norm_": f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
-    "into": f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
-    "add": "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor",
-    "scale": "(Tensor x, float factor) -> Tensor",
-    "quantize": "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",
-    "backward": "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
-    "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
-    "ScalarType? out_dtype=None, ScalarType? residual_out_dtype=None) -> (Tensor, Tensor, Tensor)",
-}
-
-
-def _fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Any, Tensor]:
     return normalise(x, residual, weight, Flags(*flags))
-
-
-def _rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor]:
-    y, _, rstd = normalise(x, None, weight, Flags(*flags))
-    return y, rstd
 
 
 def _into(
@@ -77,53 +52,52 @@ def _check_pair(residual: Tensor | None, residual_out: Tensor | None) -> None:
         raise ValueError("residual and residual_out go together: pass both, or None for both")
 
 
-def _fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any) -> None:
-    _into(x, residual, weight, x, residual, *flags)
+class _OfGradients(NamedTuple):
+    """The arguments of the operator of gradients."""
+
+    dy: Tensor
+    d_residual_out: Tensor | None
+    h: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    weight_offset: float
+    x_dtype: torch.dtype
+    residual_dtype: torch.dtype | None
+    round_sum: bool
+    round_norm: bool
+    needs: list[bool]
+    out_dtype: torch.dtype | None = None
+    residual_out_dtype: torch.dtype | None = None
 
 
-def _rms_norm_(x: Tensor, weight: Tensor | None, *flags: Any) -> None:
-    _into(x, None, weight, x, None, *flags)
+def _of_gradients(arguments: tuple[Any, ...], in_memory: bool) -> _OfGradients:
+    """The arguments, which are checked."""
+    of = _OfGradients(*arguments)
+    dtypes = (of.x_dtype, of.residual_dtype, of.out_dtype, of.residual_out_dtype)
+    check_gradients(of.dy, of.d_residual_out, of.h, of.rstd, of.weight, dtypes, of.needs, in_memory=in_memory)
+    return of
 
 
-def _backward(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_offset: float,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    round_sum: bool,
-    round_norm: bool,
-    needs: list[bool],
-    out_dtype: torch.dtype | None = None,
-    residual_out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtypes = (x_dtype, residual_dtype, out_dtype, residual_out_dtype)
-    check_gradients(dy, d_residual_out, h, rstd, weight, dtypes, needs)
-    weight_dtype = None if weight is None else weight.dtype
-    operands_dtypes = (x_dtype, residual_dtype, weight_dtype, out_dtype or x_dtype)
-    residual_out_dtype = None if residual_dtype is None else residual_out_dtype or residual_dtype
-    operation = RMSNorm(h.device, *operands_dtypes, h.shape[-1], round_sum, round_norm, residual_out_dtype)
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of = _of_gradients(arguments, in_memory=True)
+    h, weight = of.h, of.weight
+    operation = RMSNorm(
+        *(h.device, of.x_dtype, of.residual_dtype, None if weight is None else weight.dtype),
+        *(of.out_dtype or of.x_dtype, h.shape[-1], of.round_sum, of.round_norm),
+        None if of.residual_dtype is None else of.residual_out_dtype or of.residual_dtype,
+    )
     requested = request_of_backward()
     with nullcontext() if requested == request() else use_backend(requested):
         backend = run.backend_of(operation)
-    need_x, need_residual, need_weight = needs
-    operands = (dy, d_residual_out, h, rstd, weight, weight_offset)
-    found = run.backward(backend, operation, *operands, (need_x, need_residual, need_weight))
+    found = run.backward(backend, operation, of.dy, of.d_residual_out, h, of.rstd, weight, of.weight_offset, of.needs)
     dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found[:3])
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 
 
 def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-    _check_add(x, residual, dtype)
-    return reference.added(x, residual, dtype).contiguous()
-
-
-def _check_add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> None:
     check_operands(x, residual, None, None, None, in_memory=False)
     check_dtype("dtype", dtype, x)
+    return reference.added(x, residual, dtype).contiguous()
 
 
 def _scale(x: Tensor, factor: float) -> Tensor:
@@ -150,10 +124,10 @@ def _check_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tens
 
 
 def _fake_normalise(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: Any
 ) -> tuple[Tensor, Any, Tensor]:
     check_operands(x, residual, weight, None, None, in_memory=False)
-    operation = operation_of(x, residual, weight, check_flags(flags, x, residual, None, None))
+    operation = operation_of(x, residual, weight, check_flags(Flags(*flags), x, residual, None, None))
     y, total = (
         None if like is None else torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
         for like, dtype in zip((x, residual), (operation.out, operation.residual_out), strict=True)
@@ -162,40 +136,11 @@ def _fake_normalise(
     return y, total, new_rstd(x)
 
 
-def _fake_fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, *flags: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_normalise(x, residual, weight, Flags(*flags))
-
-
-def _fake_rms_norm(x: Tensor, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Tensor]:
-    y, _, rstd = _fake_normalise(x, None, weight, Flags(*flags))
-    return y, rstd
-
-
 def _fake_into(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *_: Any
 ) -> None:
     _check_pair(residual, residual_out)
     check_operands(x, residual, weight, out, residual_out, in_memory=False)
-
-
-def _fake_fused_add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor | None, *_: Any) -> None:
-    _fake_into(x, residual, weight, x, residual)
-
-
-def _fake_rms_norm_(x: Tensor, weight: Tensor | None, *_: Any) -> None:
-    _fake_into(x, None, weight, x, None)
-
-
-def _fake_add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-    _check_add(x, residual, dtype)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _fake_scale(x: Tensor, factor: float) -> Tensor:
-    check_operands(x, None, None, None, None, in_memory=False)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
@@ -206,65 +151,14 @@ def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tenso
     return tuple(y.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
-def _fake_backward(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_offset: float,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    round_sum: bool,
-    round_norm: bool,
-    needs: list[bool],
-    out_dtype: torch.dtype | None = None,
-    residual_out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtypes = (x_dtype, residual_dtype, out_dtype, residual_out_dtype)
-    check_gradients(dy, d_residual_out, h, rstd, weight, dtypes, needs, in_memory=False)
-    need_x, need_residual, need_weight = needs
+def _fake_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of = _of_gradients(arguments, in_memory=False)
+    h, weight, (need_x, need_residual, need_weight) = of.h, of.weight, of.needs
     return (
-        h.new_empty(h.shape, dtype=x_dtype) if need_x else h.new_empty(0),
-        h.new_empty(h.shape, dtype=residual_dtype) if need_residual and residual_dtype else h.new_empty(0),
+        h.new_empty(h.shape, dtype=of.x_dtype) if need_x else h.new_empty(0),
+        h.new_empty(h.shape, dtype=of.residual_dtype) if need_residual and of.residual_dtype else h.new_empty(0),
         torch.empty_like(weight) if need_weight and weight is not None else h.new_empty(0),
     )
-
-
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "fused_add_rms_norm": (_fused_add_rms_norm, _fake_fused_add_rms_norm),
-    "rms_norm": (_rms_norm, _fake_rms_norm),
-    "fused_add_rms_norm_": (_fused_add_rms_norm_, _fake_fused_add_rms_norm_),
-    "rms_norm_": (_rms_norm_, _fake_rms_norm_),
-    "into": (_into, _fake_into),
-    "add": (_add, _fake_add),
-    "scale": (_scale, _fake_scale),
-    "quantize": (_quantize, _fake_quantize),
-    "backward": (_backward, _fake_backward),
-}
-
-
-def _gradients_of_fused(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], None), *[None] * len(Flags._fields)
-
-
-def _gradients_of_norm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, _none, dweight = gradients(ctx, dy, None, (need_x, False, need_weight), None)
-    return dx, dweight, *[None] * (len(Flags._fields) - 1)
-
-
-def _keep_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, residual, weight, *flags = inputs
-    asked = Flags(*flags)
-    keep(ctx, operation_of(x, residual, weight, asked), x, residual, weight, asked, output)
-    mark_constant(ctx, *output[1:])
-
-
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, *flags = inputs
-    asked = Flags(*flags)
-    keep(ctx, operation_of(x, None, weight, asked), x, None, weight, asked, (output[0], None, output[1]))
 
 
 def _gradients_of_sum(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
@@ -287,17 +181,83 @@ def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
     ctx.factor = inputs[1]
 
 
-#: Backward pass, and what is kept for it, of the operations that have one.
-_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "fused_add_rms_norm": (_gradients_of_fused, _keep_fused),
-    "rms_norm": (_gradients_of_norm, _keep_norm),
-    "add": (_gradients_of_sum, _keep_sum),
-    "scale": (_gradients_of_scale, _keep_scale),
-}
+def _register_norm(name: str, schema: str, in_place_schema: str, has_residual: bool) -> None:
+    """Makes a norm's operator, and that in place. Without a residual, they have no place for it, nor for the sum."""
+
+    def complete(given: Sequence[Any]) -> Any:
+        return given if has_residual else (given[0], None, *given[1:])
+
+    def asked(found: Sequence[Any]) -> Any:
+        return found if has_residual else (found[0], *found[2:])
+
+    def new(function: Callable[..., Any]) -> Callable[..., Any]:
+        def results(*arguments: Any) -> Any:
+            return asked(function(*complete(arguments)))
+
+        return results
+
+    def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+        def written(*arguments: Any) -> Any:
+            x, residual, weight, *numbers = complete(arguments)
+            return function(x, residual, weight, x, residual, *numbers)
+
+        return written
+
+    def keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        x, residual, weight, *flags = complete(inputs)
+        _, total, rstd = outputs = complete(output)
+        keep(ctx, x, residual, weight, Flags(*flags), outputs)
+        # The sum has no gradient where neither x nor the residual needs any.
+        ctx.mark_non_differentiable(*(rstd,) if total is None or any(ctx.needs_input_grad[:2]) else (total, rstd))
+
+    def gradients_of_norm(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, d_total, _ = complete(incoming)
+        needs = [bool(need) for need in complete(ctx.needs_input_grad)[:3]]
+        found = asked(gradients(ctx, dy, d_total, needs)[:3])
+        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+
+    register(name, schema, new(_normalise), new(_fake_normalise), (gradients_of_norm, keep_norm))
+    register(f"{name}_", in_place_schema, in_place(_into), in_place(_fake_into))
 
 
-for _name, (_function, _fake) in _FUNCTIONS.items():
-    register(_name, _SCHEMAS[_name], _function, _fake, _GRADIENTS.get(_name))
+_FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
+
+_register_norm(
+    "fused_add_rms_norm",
+    f"(Tensor x, Tensor residual, Tensor? weight, {_FLAGS}, ScalarType? out_dtype=None, ScalarType? "
+    "residual_dtype=None) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
+    has_residual=True,
+)
+_register_norm(
+    "rms_norm",
+    f"(Tensor x, Tensor? weight, {_FLAGS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
+    f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
+    has_residual=False,
+)
+register(
+    "into",
+    f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
+    _into,
+    _fake_into,
+)
+register(
+    "backward",
+    "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
+    "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
+    "ScalarType? out_dtype=None, ScalarType? residual_out_dtype=None) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+# Out of torch's operations, so that they are their own fakes.
+register("add", "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor", _add, _add, (_gradients_of_sum, _keep_sum))
+register("scale", "(Tensor x, float factor) -> Tensor", _scale, _scale, (_gradients_of_scale, _keep_scale))
+register(
+    "quantize",
+    "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",
+    _quantize,
+    _fake_quantize,
+)
 
 #: The schemas of fusednorm's own operators, by name; of those that are in no exported program see ``inference.py``.
 SCHEMAS = {name: schema for name, schema in registered.SCHEMAS.items() if not name.endswith("_inference")}

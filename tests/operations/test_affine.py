@@ -115,7 +115,7 @@ def test_calls_beyond_the_fast_path(monkeypatch):
             wanted = separately(x, residual, weight, bias, x_scale, flags)
             alone = separately(x, None, weight, bias, 1.0, flags) if x_scale == 1.0 else None
             with monkeypatch.context() as patch:
-                patch.setattr(norm, "beyond_fast_path", None)
+                patch.setattr(norm, "_composed", None)
                 assert same(fused_add_rms_norm(x, residual, weight, bias=bias, x_scale=x_scale, **flags), wanted)
                 if alone is not None:
                     assert torch.equal(rms_norm(x, weight, bias=bias, **flags), *alone)
