@@ -137,13 +137,13 @@ class Operator:
     def gradients(self, ctx: Any, incoming: Sequence[Tensor], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
         """A gradient or None for each argument."""
         declaration = self.declaration
-        incoming = incoming[: len(declaration.returned)]
+        incoming, saved = incoming[: len(declaration.returned)], ctx.saved_tensors  # a checkpoint lets it be asked once
         if declaration.transposed is not None:
-            arguments = (*incoming, *declaration.transposed(ctx.dtype, *ctx.saved_tensors, *ctx.flags))
-            dtensor_bridge.check_kept(incoming, ctx.saved_tensors)
+            arguments = (*incoming, *declaration.transposed(ctx.dtype, *saved, *ctx.flags))
+            dtensor_bridge.check_kept(incoming, saved)
             found = self(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
             return found, *[None] * (len(arguments) - 1)
-        operands, kept = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
+        operands, kept = saved[: self.count], saved[self.count :]
         needs = [ctx.needs_input_grad[place] for place in declaration.places]
         seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
         if must_be_seen.differentiated_again():

@@ -21,6 +21,7 @@ from every_operation import (
     written_by,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import fusednorm
 from fusednorm.engine import choose
@@ -166,6 +167,18 @@ def test_gradients_are_derivatives(name):
     function, leaves = leaves_of(name, torch.float64)
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@calls
+def test_gradients_of_a_checkpoint(name, backend):
+    """It makes the call again, and lets what a call kept be asked for once."""
+    function, leaves = leaves_of(name, torch.float32)
+    with fusednorm.use_backend(backend):
+        wanted = gradients(called_with(function, leaves), leaves)
+        found = called_with(lambda *given: checkpoint(function, *given, use_reentrant=False), leaves)
+        found = torch.autograd.grad(found, leaves, [t.detach().cos() for t in found])
+    assert same(found, wanted)
 
 
 @calls
