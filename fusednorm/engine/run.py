@@ -105,10 +105,7 @@ def forward(
     flags = check_flags(flags, x, residual, out, residual_out)
     if around is not None:
         check_affine(x, weight, around.bias, in_memory=True)
-        # A weight with one row is the weight of all rows.
-        weight, bias = (
-            t if t is None else packed(t if t.shape[0] != 1 else t.reshape(-1)) for t in (weight, around.bias)
-        )
+        weight, bias = of_heads(weight), of_heads(around.bias)
         x_scale = number("x_scale", around.x_scale)
         around = Around(bias, x_scale)
     operation = operation_of(x, residual, weight, flags, out, before, around)
@@ -191,6 +188,11 @@ def _to_read(name: str, tensor: Tensor, new: Rows, *written: Tensor | None) -> t
     return packed(tensor), new
 
 
+def of_heads(weight: Tensor | None) -> Tensor | None:
+    """A contiguous weight or bias; one with a single row is [N], that of all rows. Of a contiguous one it is a view."""
+    return weight if weight is None else packed(weight if weight.shape[0] != 1 else weight.reshape(-1))
+
+
 def new_like(like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A new contiguous tensor of the same shape."""
     if dtype is like.dtype and like.is_contiguous():
@@ -238,10 +240,7 @@ def backward(
     (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
     assert dy_rows is not None
     assert h_rows is not None
-    # A weight with one row is the weight of all rows.
-    weight, of_weight, of_bias = (
-        t if t is None else packed(t if t.shape[0] != 1 else t.view(-1)) for t in (weight, dweight, dbias)
-    )
+    weight, of_weight, of_bias = of_heads(weight), of_heads(dweight), of_heads(dbias)
     backend.backward(
         Backward(
             *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, of_weight, operation, rows, inner),

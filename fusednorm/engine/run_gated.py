@@ -71,7 +71,7 @@ def _can_be_written(out: Tensor | None) -> bool:
 def _laid_out(out: Tensor | None, dtype: torch.dtype, *rows: Tensor) -> tuple[Tensor, list[Tensor], int, list[Strides]]:
     """An output that can be written, or a new one; rows that are read; and how all lie, the output first."""
     if out is None:
-        out = torch.empty(rows[0].shape, dtype=dtype, device=rows[0].device)
+        out = run.new_like(rows[0], dtype)
     else:
         increment_version(out)
     (_, *found), inner, strides = in_levels((out, *rows))
@@ -153,14 +153,9 @@ class GatedNorm(NamedTuple):
         return found if self.norm_before_gate else found._replace(x=accumulator(x.dtype))
 
 
-def _of_heads(weight: Tensor | None) -> Tensor | None:
-    """A contiguous weight; one with a single row is [N], the weight of all rows."""
-    return weight if weight is None else packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
-
-
 def backend_of_gradients(x: Tensor, weight: Tensor | None, how: GatedNorm) -> Chosen | None:
     """The backend of such rows, if it has the gradients of a norm and a gate in one call."""
-    return run.whole_of(how.operation(x, _of_heads(weight)), Step("norm_gated_backward"))
+    return run.whole_of(how.operation(x, run.of_heads(weight)), Step("norm_gated_backward"))
 
 
 def norm_gated(
@@ -176,7 +171,7 @@ def norm_gated(
         taken: Any = take(*norm, z, how.activation, how.order, None, out)
         if taken is not None:
             return cast(Tensor, taken)
-    weight = _of_heads(weight)
+    weight = run.of_heads(weight)
     operation = how.operation(x, weight)
     backend = run.whole_of(operation, Step("norm_gated"))
     if backend is None:
@@ -217,7 +212,7 @@ def norm_gated_backward(
         return found
     check_kept((d,), (x, z, rstd, weight))
     (d, x, z), inner, strides = in_levels((d, x, z))
-    weight = _of_heads(weight)
+    weight = run.of_heads(weight)
     numbers: Any = (how.activation, how.norm_before_gate, rows, inner, tuple(strides), how.weight_offset)
     operation = how.operation(x, weight)
     backend.backward(NormGatedBackward(d, x, z, packed(rstd), weight, dx, dz, dweight, operation, *numbers))

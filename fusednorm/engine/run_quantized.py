@@ -67,7 +67,7 @@ def forward(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tupl
 
     None if several calls must serve them: the backend has no such call, or operands lie otherwise than it can write.
     """
-    quantization, *_, normed_out, residual_out = quantizing
+    quantization, normed_out, residual_out = quantizing.quantization, quantizing.normed_out, quantizing.residual_out
     residual, weight, flags = norm or _NO_NORM
     if norm is None:
         normed_out = residual_out = None
@@ -77,7 +77,7 @@ def forward(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tupl
     backend = run.whole_of(operation, Step("quantize", quantization))
     if backend is None:
         return None
-    given = (*quantizing[3:6], normed_out, residual_out)
+    given = (quantizing.out, quantizing.scale_out, quantizing.zero_point_out, normed_out, residual_out)
     out, scale, zero_point = quantizing.memory(x)
     if residual is not None and residual_out is None:
         residual_out = run.new_like(residual, operation.residual_out)

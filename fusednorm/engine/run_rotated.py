@@ -102,12 +102,10 @@ def forward(
     increment_version([new for new, head in zip(found, heads, strict=True) if new is head.out])
     sets = []
     for at, (x, out, weight) in enumerate(zip(inputs, found, weights, strict=True)):
-        if weight is not None:  # a weight with one row is that of all heads
-            weight = packed(weight if weight.shape[0] > 1 else weight.reshape(-1))
         of_x, of_out = of_heads[at], of_heads[at + len(heads)]
         if x.numel():
             strides = (*of_x, x.stride(-2)), (*of_out, out.stride(-2))
-            sets.append(Heads(x, out, weight, *strides, heads[at].rstd))
+            sets.append(Heads(x, out, run.of_heads(weight), *strides, heads[at].rstd))
     if sets:
         norm, x = how.norm, inputs[0]
         call = Rotate(

@@ -220,8 +220,8 @@ def _run(
 class Gated(torch.autograd.Function):
     """(gating, y, z), or (gating, [..., 2 * N] of z and then y), -> y times a function of z.
 
-    For calls that nothing but autograd must see: it takes 25 us less than ``GATE.recorded``, and the gradient of a
-    tensor that holds both is written where it belongs.
+    For calls that nothing but autograd must see: a short one takes a third of the time of ``GATE.recorded``, and the
+    gradient of a tensor that holds both is written where it belongs.
     """
 
     @staticmethod

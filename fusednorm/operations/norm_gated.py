@@ -23,6 +23,7 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.calls.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
+from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import run_gated
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_gated import GatedNorm
@@ -128,10 +129,11 @@ def _rows(
                 return found
     how = GatedNorm(*flags)
     operands = (x, gate, weight)
-    if must_be_seen.override(*operands):
+    listener = must_be_seen.listener(*operands)
+    if listener is Listener.OVERRIDE:
         values = {"x": x, "gate": gate, "weight": weight, **how._asdict()}
         return must_be_seen.handed_over(function, operands, values)
-    in_memory = must_be_seen.in_memory(*operands)
+    in_memory = listener is None
     _check(*operands, how, out, in_memory)
     records = is_grad_enabled() and requires_grad(*operands)
     if out is not None and records:

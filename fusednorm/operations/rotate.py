@@ -22,6 +22,7 @@ from fusednorm.calls.checks import (
     refuse_type,
     usual,
 )
+from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run_rotated
 from fusednorm.engine.choose import fast_paths, request
@@ -74,9 +75,11 @@ def rotate(
             if result is not None:
                 return result[0]
     operands = {"x": x, "cos": cos, "sin": sin, "positions": positions}
-    if must_be_seen.override(*operands.values(), out):
+    listener = must_be_seen.listener(*operands.values(), out)
+    if listener is Listener.OVERRIDE:
         return must_be_seen.handed_over(rotate, (*operands.values(), out), locals())
-    (rotated,) = _run("rotate", operands, (out,), {"interleaved": interleaved, "round_products": round_products})
+    flags = {"interleaved": interleaved, "round_products": round_products}
+    (rotated,) = _run("rotate", operands, (out,), flags, listener is None)
     return rotated
 
 
@@ -143,11 +146,12 @@ def qk_norm_rope(
                 return result
     tables = {"cos": cos, "sin": sin, "positions": positions}
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
-    if must_be_seen.override(*operands.values(), q_out, k_out):
+    listener = must_be_seen.listener(*operands.values(), q_out, k_out)
+    if listener is Listener.OVERRIDE:
         return must_be_seen.handed_over(qk_norm_rope, (*operands.values(), q_out, k_out), locals())
     flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
     flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
-    new_q, new_k = _run("qk_norm_rope", operands, (q_out, k_out), flags)
+    new_q, new_k = _run("qk_norm_rope", operands, (q_out, k_out), flags, listener is None)
     return new_q, new_k
 
 
@@ -206,29 +210,30 @@ def qk_norm_rope_(
                 return result
     tables = {"cos": cos, "sin": sin, "positions": positions}
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
-    if must_be_seen.override(*operands.values()):
+    listener = must_be_seen.listener(*operands.values())
+    if listener is Listener.OVERRIDE:
         return must_be_seen.handed_over(qk_norm_rope_, (*operands.values(),), locals())
     flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
     flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
-    new_q, new_k = _run("qk_norm_rope", operands, (q, k), flags)
+    new_q, new_k = _run("qk_norm_rope", operands, (q, k), flags, listener is None)
     return new_q, new_k
 
 
-def _run(name: str, operands: dict[str, Any], outputs: Sequence[Tensor | None], flags: dict[str, Any]) -> list[Tensor]:
+def _run(
+    name: str, operands: dict[str, Any], outputs: Sequence[Tensor | None], flags: dict[str, Any], in_memory: bool
+) -> list[Tensor]:
     """Rotated heads of x, or of q and k, for a public function; ``flags`` are its arguments that are no operands."""
     for flag in ("norm", "interleaved", "round_products"):
         if flag in flags:
             check_flag(flag, flags[flag])
     of_norm, between = flags.get("norm", False), flags.get("between")
     names = ["x"] if name == "rotate" else ["q", "k"]
-    in_memory = must_be_seen.in_memory(*operands.values(), *outputs)
     _check_operands(names, operands, of_norm, in_memory)
     heads = [Head(operands[x], operands.get(f"{x}_weight"), out) for x, out in zip(names, outputs, strict=True)]
     if between is not None:
         for x in names:
             check_between(between, operands[x], x)
-    differentiable = [t for t in (*operands.values(), *outputs) if getattr(t, "requires_grad", False)]
-    records = is_grad_enabled() and bool(differentiable)
+    records = is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (*operands.values(), *outputs))
     _check_outputs(name, heads, operands, records, in_memory)
     norm, tables = None, (operands["cos"], operands["sin"], operands["positions"])
     passed = between if of_norm and tables[0] is not None else None

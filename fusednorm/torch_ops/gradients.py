@@ -188,17 +188,8 @@ def _norm_alone(operation: RMSNorm) -> RMSNorm:
     return operation._replace(weight=None, out=operation.accumulator, round_norm=False, around=None)
 
 
-def _remember(
-    ctx: Any,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    flags: Flags,
-    outputs: tuple[Tensor, Tensor | None, Tensor],
-    bias: Tensor | None = None,
-) -> None:
-    """:func:`keep`, and the backend that the backward pass takes: the one in force now."""
-    keep(ctx, x, residual, weight, flags, outputs, bias)
+def _keep_backend(ctx: Any, weight: Tensor | None, bias: Tensor | None = None) -> None:
+    """Keeps, after :func:`keep`, the backend that the backward pass takes: the one in force now."""
     if ctx.around is None:
         ctx.backend = run.backend_of(ctx.operation)
         return
@@ -224,7 +215,8 @@ class Normalise(torch.autograd.Function):
             found = run.forward(x, residual, weight, flags, rstd=rstd, around=_around(weight, bias))
             flags = check_flags(flags, x, residual, None, None)
         y, total = found
-        _remember(ctx, x, residual, weight, flags, (y, total, rstd), bias)
+        keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
+        _keep_backend(ctx, weight, bias)
         if total is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return y, total
@@ -253,7 +245,8 @@ class Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
         """See :func:`keep`."""
         x, residual, weight, *flags = inputs
-        _remember(ctx, x, residual, weight, Flags(*flags), output)
+        keep(ctx, x, residual, weight, Flags(*flags), output)
+        _keep_backend(ctx, weight)
         ctx.mark_non_differentiable(output[2])  # the sum may have a tangent, of which this context does not know
         ctx.save_for_forward(x, residual, weight)
 
