@@ -1,10 +1,18 @@
-"""Draws the figures of ``bench`` and ``compare``. Needs matplotlib."""
+"""Draws the figures that ``fusednorm bench`` or ``compare`` wrote with ``--json``. Needs matplotlib.
+
+python benchmarks/plot.py FIGURES.json PICTURE.svg
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import json
+import sys
+from pathlib import Path
 from typing import Any
+
+import matplotlib
+from matplotlib import pyplot, ticker
 
 from fusednorm.tools.console import measured_on, of_threads
 from fusednorm.tools.measure.tables import microseconds
@@ -19,7 +27,6 @@ def plot(found: dict[str, Any], path: str) -> None:
     Of :attr:`.cells.Results.found`, which has at least one cell, only the largest number of threads is drawn. The
     suffix of the path is .png, .svg or another of matplotlib's formats.
     """
-    pyplot = _pyplot()
     threads = max((cell["threads"] or 0 for cell in found["cells"]), default=0)
     cells = [cell for cell in found["cells"] if (cell["threads"] or 0) == threads]
     ops = list(dict.fromkeys(cell["op"] for cell in cells))
@@ -51,13 +58,14 @@ def plot(found: dict[str, Any], path: str) -> None:
     pyplot.close(figure)
 
 
-def plot_errors(found: dict[str, Any], classes: Sequence[str], path: str) -> None:
+def plot_errors(found: dict[str, Any], path: str) -> None:
     """Draws the histograms of :func:`.compare.report`, which has at least one finding, and whether bits change."""
-    pyplot = _pyplot()
     by_dtype = {
-        dtype: list(group) for dtype, group in itertools.groupby(found["findings"], key=lambda finding: finding.dtype)
+        dtype: list(group) for dtype, group in itertools.groupby(found["findings"], key=lambda one: one["dtype"])
     }
-    names = [f"{finding.name} ({finding.rounds})" for finding in next(iter(by_dtype.values()))]
+    first = next(iter(by_dtype.values()))
+    names = [f"{finding['name']} ({finding['rounds']})" for finding in first]
+    classes = next(finding["histogram"] for finding in found["findings"] if not finding["error"])
     colours = pyplot.get_cmap("viridis_r")([place / (len(classes) - 1) for place in range(len(classes))])
     figure, panels = pyplot.subplots(
         1,
@@ -72,18 +80,18 @@ def plot_errors(found: dict[str, Any], classes: Sequence[str], path: str) -> Non
         left = [0.0] * len(findings)
         for label, colour in zip(classes, colours, strict=True):
             shares = [
-                0.0 if finding.error else 100 * finding.histogram[label] / sum(finding.histogram.values())
+                0.0 if finding["error"] else 100 * finding["histogram"][label] / sum(finding["histogram"].values())
                 for finding in findings
             ]
             errors.barh(range(len(names)), shares, left=left, color=colour, label=label)
             left = [a + b for a, b in zip(left, shares, strict=True)]
         errors.set(title=f"{dtype}: error in ulp", xlabel="elements, %", xlim=(0, 100))
         for at, finding in enumerate(findings):
-            if finding.error:
+            if finding["error"]:
                 errors.text(50, at, "failed", ha="center", va="center", color="firebrick")
                 continue
-            threads_differ = finding.differing_threads
-            answers = (finding.differing_runs, finding.differing_batches, threads_differ)
+            threads_differ = finding["differing_threads"]
+            answers = (finding["differing_runs"], finding["differing_batches"], threads_differ)
             for column, differing in enumerate(answers):
                 text, colour = ("–", "black") if differing is None else ("no", "red") if differing else ("yes", "green")
                 changes.text(column, at, text, ha="center", va="center", color=colour, weight="bold", size="small")
@@ -101,17 +109,6 @@ def plot_errors(found: dict[str, Any], classes: Sequence[str], path: str) -> Non
     )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    """Matplotlib without a screen. In SVG text stays text: small files that can be searched."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -139,8 +136,6 @@ def _fastest(cells: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
 
 def _draw_roofline(panel: Any, cells: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
     """Draws speeds below that of a copy, because the operation does little more than move bytes."""
-    from matplotlib import ticker
-
     roof = _fastest(cells, "copy")
     panel.fill_between(*zip(*roof, strict=True), color="0.9", label="a copy of as many bytes")
     for name, style in styles.items():
@@ -169,3 +164,16 @@ def _draw_overhead(panel: Any, cells: list[dict[str, Any]], styles: dict[str, di
     panel.bar_label(bars, [f"{value:.1f}" for value in values], padding=3)
     panel.set(title=f"one row of {cell['hidden_size']}, {cell['dtype']}: a call", xlabel="microseconds")
     panel.set_xlim(0, 1.25 * max(values))
+
+
+def main() -> None:
+    """Reads the command line and does it."""
+    _, figures, picture = sys.argv
+    matplotlib.use("Agg")  # without a screen
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: small files that can be searched
+    found = json.loads(Path(figures).read_text(encoding="utf-8"))
+    (plot if "cells" in found else plot_errors)(found, picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,6 @@
-"""Trains a small mixture-of-experts language model with each norm: ``python -m fusednorm bench --train``.
+"""Trains a small mixture-of-experts language model with each norm, and prints tokens per second.
+
+    python benchmarks/train.py [--size 60M] [--minutes 1] [--device cuda] [--threads 2] [--json FILE]
 
 The models have the same initial weights and see the same tokens; only their norms differ: an addition and
 ``torch.nn.RMSNorm``, Liger's fused norm where it runs, and ``fusednorm.AddRMSNorm``. They take turns of one step.
@@ -25,9 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fusednorm
-from fusednorm.tools import doctor
-from fusednorm.tools.cli import UnusableError
-from fusednorm.tools.console import measured_on, of_threads, print_markdown, progress
+from fusednorm.tools import console, doctor
+from fusednorm.tools.console import measured_on, of_threads, print_markdown
 from fusednorm.tools.measure import peers
 from fusednorm.tools.measure.bench import WrongBitsError
 from fusednorm.tools.measure.clock import Clock
@@ -198,10 +199,8 @@ class Trainer:
         return time.perf_counter() - begin
 
 
-def train(size: Size, device: torch.device, minutes: float, *, trained: Callable[[float], object]) -> dict[str, Any]:
+def train(size: Size, device: torch.device, minutes: float) -> dict[str, Any]:
     """Trains the model with every norm, and measures tokens per second in timed steps for so many minutes.
-
-    ``trained`` is called with the elapsed share of the time.
 
     Raises:
         WrongBitsError: two runs with fusednorm did not have the same losses.
@@ -221,8 +220,7 @@ def train(size: Size, device: torch.device, minutes: float, *, trained: Callable
         del again
         seconds: dict[str, list[float]] = {name: [] for name in trainers}
         begin = time.monotonic()
-        while (over := (time.monotonic() - begin) / (60 * minutes)) < 1 or len(seconds["torch"]) < LEAST_STEPS:
-            trained(over)
+        while time.monotonic() - begin < 60 * minutes or len(seconds["torch"]) < LEAST_STEPS:
             for name, trainer in trainers.items():
                 seconds[name].append(trainer.step())
     finally:
@@ -273,22 +271,25 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: [yellow]not measured[/]: {escape(reason)}")
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Trains, prints, writes; returns the exit status.
-
-    Raises:
-        WrongBitsError: two runs with fusednorm had other losses.
-        UnusableError: a picture is asked for.
-    """
-    if arguments.plot:
-        raise UnusableError("--train draws nothing: leave out --plot")
-    minutes = arguments.minutes or 1.0
+def main() -> None:
+    """Reads the command line and does it."""
+    parser = argparse.ArgumentParser(description="Trains a mixture of experts with each norm.")
+    parser.add_argument("--size", choices=SIZES, help="number of parameters (default 60M, on a CPU 4M)")
+    parser.add_argument("--minutes", type=float, default=1.0, metavar="M", help="time steps for M minutes (default 1)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="as torch names it")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch's number of threads, on a CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    screen = console.console()
+    screen.print(f"steps are timed for {arguments.minutes:g} minutes, after a few untimed ones")
     size = SIZES[arguments.size or ("4M" if arguments.device.type == "cpu" else "60M")]
-    console.print(f"steps are timed for {minutes:g} minutes, after a few untimed ones")
-    with progress(console) as bar:
-        task = bar.add_task("training", total=1.0)
-        found = train(size, arguments.device, minutes, trained=lambda over: bar.update(task, completed=over))
-    show(found, console)
-    if arguments.json_file:
-        Path(arguments.json_file).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return 0
+    found = train(size, arguments.device, arguments.minutes)
+    show(found, screen)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,6 @@ So a question about the commands and a typing error are answered at once: ``fuse
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,8 +30,6 @@ PEERS = (
 )
 #: Peers that are timed on request only: they consist of several torch operations, and tell little about a kernel.
 SLOW_PEERS = ("transformers", "vllm-ir")
-#: Of the models of ``bench --train``, in ``train.py``.
-SIZES = ("60M", "4M", "40k")
 
 #: Exit statuses: the user interrupted the command; its arguments cannot be used, or nothing was measured.
 INTERRUPTED, UNUSABLE = 130, 2
@@ -161,16 +158,7 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
     speed.add_argument(
         "--threads", type=_count, metavar="N", help="torch's number of threads, on a CPU (default: as torch chooses)"
     )
-    speed.add_argument(
-        "--minutes",
-        type=_minutes,
-        metavar="M",
-        help="start no further shape after M minutes; with --train: time steps for M minutes (default 1)",
-    )
-    speed.add_argument("--train", action="store_true", help="time training a mixture of experts with each norm")
-    speed.add_argument(
-        "--size", choices=SIZES, help="number of parameters of the model of --train (default 60M, on a CPU 4M)"
-    )
+    speed.add_argument("--minutes", type=_minutes, metavar="M", help="start no further shape after M minutes")
     runs = command(
         "difference",
         "compare two runs of a model step by step: the share of equal bits",
@@ -200,7 +188,6 @@ def _common(parser: argparse.ArgumentParser, peers: Sequence[str], on_request: S
     _tensors(parser, "measure only")
     parser.add_argument("--wide", action="store_true", help="print every figure, in tables of up to 150 columns")
     parser.add_argument("--json", dest="json_file", type=writable, metavar="FILE", help="write all results to FILE")
-    parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw them to FILE.png, FILE.svg or FILE.pdf")
 
 
 def _tensors(parser: argparse.ArgumentParser, doing: str) -> None:
@@ -245,12 +232,3 @@ def writable(text: str) -> str:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
     return text
-
-
-def _picture(text: str) -> str:
-    """Checks that a picture can be drawn to a file."""
-    if not text.endswith((".png", ".svg", ".pdf")):
-        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib, or '.[plot]' in the checkout")
-    return writable(text)

@@ -20,7 +20,7 @@ from fusednorm.engine import choose
 from fusednorm.tools import check, console, doctor
 from fusednorm.tools.agree import difference
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UNUSABLE, UnusableError
-from fusednorm.tools.measure import bench, compare, train, workloads
+from fusednorm.tools.measure import bench, compare, workloads
 from fusednorm.tools.measure.bench import WrongBitsError
 
 
@@ -68,8 +68,6 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
                     raise UnusableError(f"--threads is for CPUs: leave it out with --device {arguments.device}")
                 torch.set_num_threads(arguments.threads)
             with process.waiting_for_kernels():
-                if arguments.train:
-                    return train.run(arguments, screen)
                 _runs_on(arguments.backends or (), arguments.device)
                 return bench.run(arguments, screen)
     if arguments.json:

@@ -11,7 +11,7 @@ from fusednorm.tools import cli
 from fusednorm.tools.cli import UnusableError
 from fusednorm.tools.console import console
 from fusednorm.tools.measure import bench as benchmark
-from fusednorm.tools.measure import cells, clock, peers, plots, tables, train
+from fusednorm.tools.measure import cells, clock, peers, tables
 from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, OPS
 
 HIDDEN, ROWS = 128, 80
@@ -309,16 +309,6 @@ def test_status_is_1_where_bits_are_wrong(called, monkeypatch, capsys):
     assert capsys.readouterr().err == "add_norm: other bits\n"
 
 
-def test_plot(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    bench = peer(monkeypatch, formula)
-    results = cells.Results(bench.machine(), None)
-    for op in OPS:
-        results.add(cell(op, rows=2 if op == "norm" else 1), bench.measure(cell(op)))
-    plots.plot(results.found, str(tmp_path / "found.png"))
-    assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.fixture
 def made_up_times(monkeypatch):
     """Contenders whose calls take these microseconds, or fail."""
@@ -416,42 +406,3 @@ def test_what_takes_long_is_said(monkeypatch):
     assert "fusednorm out= is compared" in said
     assert said[-1] == "all are timed"
     assert bench.minutes(12) > benchmark.Bench(CPU, None, []).minutes(12) > 0
-
-
-# Training
-
-
-def test_training(run, tmp_path):
-    file = tmp_path / "trained.json"
-    # Two seconds, some 200 steps: within the first ten the batches differ by more than the model learns.
-    done = run(*THERE, "--train", "--size", "40k", "--minutes", "0.03", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    assert "two runs with fusednorm had the same losses" in done.stdout
-    assert "Liger: not measured" in done.stdout
-    found = json.loads(file.read_text())
-    assert found["norms"].keys() == {"torch", "fusednorm"}
-    for figures in found["norms"].values():
-        assert figures["tokens_per_second"] > 0
-        assert figures["steps"] >= train.LEAST_STEPS
-        assert figures["last_loss"] < figures["first_loss"]
-
-
-def test_models_have_the_sizes_that_they_are_named_after():
-    with torch.device("meta"):
-        counts = {
-            name: sum(p.numel() for p in train.Model(size, train.Unfused).parameters())
-            for name, size in train.SIZES.items()
-        }
-    assert {name: float(f"{count:.1g}") for name, count in counts.items()} == {"60M": 6e7, "4M": 4e6, "40k": 4e4}
-
-
-def test_a_norm_that_changes_from_run_to_run_is_noticed(monkeypatch):
-    class Random(train.Unfused):
-        def forward(self, x, residual):
-            y, total = super().forward(x, residual)
-            return y + 1e-3 * torch.rand_like(y), total
-
-    monkeypatch.setattr(train, "norms", lambda device: ({"torch": train.Unfused, "fusednorm": Random}, {}))
-    with pytest.raises(benchmark.WrongBitsError, match="two runs differ"):
-        train.train(train.SIZES["40k"], CPU, 0.001, trained=lambda over: None)
-    assert not torch.are_deterministic_algorithms_enabled()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fusednorm.conformance.cases import BF16, F16, F32, F64
 from fusednorm.tools import cli
-from fusednorm.tools.measure import compare, peers, plots, workloads
+from fusednorm.tools.measure import compare, peers, workloads
 
 HIDDEN = 64
 ROWS, BATCHES = compare.ROWS, compare.BATCHES
@@ -301,10 +301,3 @@ def test_tables_fit(monkeypatch, wide, width):
         *f"4 of 4 {batches} of {batches} 2 of 2".split(),
     ]
     assert max(map(len, lines)) <= width
-
-
-def test_plot(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    found = measured(monkeypatch, formula, batch_dependent, failing, dtypes=cli.DTYPES)
-    plots.plot_errors(found, compare.CLASSES, str(tmp_path / "found.png"))
-    assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"

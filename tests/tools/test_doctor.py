@@ -1,6 +1,5 @@
 """``python -m fusednorm``: what it finds, and that its proof can fail."""
 
-import importlib.util
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from fusednorm.calls import fast_path
 from fusednorm.engine import choose
 from fusednorm.operations.listed import every
 from fusednorm.tools import check, cli, commands, doctor
-from fusednorm.tools.measure import bench, clock, compare, peers, train, workloads
+from fusednorm.tools.measure import bench, clock, compare, peers, workloads
 
 
 def printed(command, **console):
@@ -287,9 +286,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
         (["compare", "--hidden-size", "0"], "'0' is no whole number of at least 1"),
         (["compare", "--json", "/nonexistent/x.json"], f"'/nonexistent/x.json' {NOWHERE}"),
         (["bench", "--json", "/"], "'/' cannot be written: Is a directory"),
-        (["compare", "--plot", "x.xyz"], "'x.xyz' must end in .png, .svg or .pdf"),
-        (["bench", "--train", "--unknown"], "unrecognized arguments: --unknown"),
-        (["bench", "--train", "--plot", "found.svg"], "--train draws nothing: leave out --plot"),
+        (["bench", "--unknown"], "unrecognized arguments: --unknown"),
         (["bench", "--shapes", "4096"], "'4096' is no shape: rows x hidden size, such as 1x4096"),
         (["bench", "--shapes", "0x64"], "'0x64' is no shape"),
         (["bench", "--peers", "nobody"], "invalid choice: 'nobody'"),
@@ -307,14 +304,6 @@ def test_commands_refuse_in_a_sentence(called, monkeypatch, capsys, arguments, m
     monkeypatch.setattr(compare, "report", None)
     assert called(*arguments) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["bench", "compare"])
-def test_plot_names_what_it_needs(called, monkeypatch, capsys, command):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert called(command, "--plot", "found.svg") == 2
-    cure = "pip install matplotlib, or '.[plot]' in the checkout"
-    assert f"argument --plot: it needs matplotlib: {cure}" in capsys.readouterr().err
 
 
 def test_files_are_tried_and_left_alone(monkeypatch, tmp_path):
@@ -394,4 +383,3 @@ def test_names_on_the_command_line_are_those_that_are_measured():
     assert tuple(workloads.OPERATIONS) == cli.OPERATIONS
     assert tuple(workloads.OPS) == cli.OPS
     assert tuple(peers.PEERS) == cli.PEERS
-    assert tuple(train.SIZES) == cli.SIZES

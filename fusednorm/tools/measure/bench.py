@@ -20,7 +20,7 @@ from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError, shape
 from fusednorm.tools.console import progress
-from fusednorm.tools.measure import plots, tables
+from fusednorm.tools.measure import tables
 from fusednorm.tools.measure.cells import CPU_SHAPES, GPU_SHAPES, IN_PLACE, Cell, Results
 from fusednorm.tools.measure.clock import Clock, Contender, Run, copy, halves
 from fusednorm.tools.measure.peers import COMPILED, EPS, Implementation, implementations, in_a_line
@@ -288,6 +288,4 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         why = "interrupted" if interrupted else "the minutes are over"
         again = "the same command continues" if arguments.json_file else "with --json FILE the next run would continue"
         say(f"{why}: {len(todo) - measured} of {len(wanted)} were left out; {again}")
-    if arguments.plot and results.found["cells"]:
-        plots.plot(results.found, arguments.plot)
     return INTERRUPTED if interrupted else 0

@@ -23,7 +23,6 @@ from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
 from fusednorm.tools.console import measured_on
-from fusednorm.tools.measure import plots
 from fusednorm.tools.measure.peers import COMPILED, EPS, PEERS, Implementation, implementations, in_a_line
 from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
@@ -283,8 +282,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json_file:
         written = json.dumps(found, indent=1, default=dataclasses.asdict)
         Path(arguments.json_file).write_text(written, encoding="utf-8")
-    if arguments.plot and found["findings"]:
-        plots.plot_errors(found, CLASSES, arguments.plot)
     if any(finding.name == "fusednorm" and not finding.constant for finding in found["findings"]):
         return 1
     if found["interrupted"]:

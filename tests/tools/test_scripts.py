@@ -1,0 +1,46 @@
+"""Scripts of benchmarks/ that pages name: training with each norm, and pictures of figures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(*arguments):
+    done = subprocess.run([sys.executable, "-P", *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_training(tmp_path):
+    """The loss falls, and two runs agree."""
+    file = tmp_path / "trained.json"
+    # Two seconds, some 200 steps: within the first ten the batches differ by more than the model learns.
+    printed = run(SCRIPTS / "train.py", "--size", "40k", "--minutes", "0.03", "--json", file)
+    assert "two runs with fusednorm had the same losses" in printed
+    assert "0.04 million parameters" in printed
+    assert "Liger: not measured" in printed
+    found = json.loads(file.read_text())
+    assert found["norms"].keys() == {"torch", "fusednorm"}
+    for figures in found["norms"].values():
+        assert figures["last_loss"] < figures["first_loss"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "--shapes", "1x64", "2x64", "--ops", "norm", "--peers", "eager"),
+        ("compare", "--hidden-size", "32", "--peers", "fusednorm", "eager", "onnxruntime"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_pictures(tmp_path, command):
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    file, picture = tmp_path / "found.json", tmp_path / "found.png"
+    run("-m", "fusednorm", *command, "--json", file)
+    run(SCRIPTS / "plot.py", file, picture)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
