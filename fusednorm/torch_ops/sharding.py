@@ -6,9 +6,10 @@ The import of this module registers the rules. It takes about two seconds if not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -101,18 +102,6 @@ def _rows(*operands: DTensorSpec, whole: int = 1) -> DTensorSpec:
     return DTensorSpec(operands[0].mesh, tuple(found[0] if found else Replicate() for found in shardings))
 
 
-#: The operands without a row for each row of the call.
-_WHOLE = ("weight", "scale", "zero_point")
-
-
-def _strategy(
-    outputs: tuple[DTensorSpec, ...] | DTensorSpec | None, operands: dict[str, DTensorSpec], rows: DTensorSpec
-) -> Any:
-    """The only strategy: operands with rows have the placement ``rows``; every rank has the others whole."""
-    inputs = [_replicated(rows) if name in _WHOLE else rows for name in operands]
-    return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
-
-
 def _replicated(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim)
 
@@ -157,45 +146,12 @@ def _of_ranks(local: Tensor, mesh: DeviceMesh, placements: Any, shape: torch.Siz
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _forward(schema: OpSchema) -> Any:
-    """Every output has the placement of the operands' rows."""
-    schema.get_mesh_from_args()  # refuses operands on different meshes
-    operands = _placed(schema)
-    rows = _rows(*(operands[name] for name in ("x", "residual") if name in operands))
-    outputs = len(schema.op._schema.returns)
-    return _strategy((rows,) * outputs if outputs > 1 else rows, operands, rows)
-
-
-def _in_place(schema: OpSchema) -> Any:
-    """Written operands keep their placements: out and residual_out where there are any, else x and residual."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    names = ("out", "residual_out") if "out" in operands else ("x", "residual")
-    written = {name: operands[name] for name in names if name in operands}
-    rows = _rows(*written.values())
-    for name, spec in written.items():
-        if spec.placements != rows.placements:
-            _refuse_placement(name, spec, schema)
-    return _strategy(None, operands, rows)
-
-
-def _refuse_placement(name: str, spec: DTensorSpec, schema: OpSchema) -> NoReturn:
-    other = {"x": "residual", "residual": "x", "out": "residual_out", "residual_out": "out"}[name]
+def _refuse_placement(name: str, spec: DTensorSpec, other: str) -> NoReturn:
     raise ValueError(
         f"{name} is written in place, so it cannot be redistributed, and its placements are {list(spec.placements)}; "
         f"expected are Replicate, or Shard of a dimension before the last, the same as those of {other}; call the "
         f"function that returns new tensors, or redistribute {name} before"
     )
-
-
-def _quantize(schema: OpSchema) -> Any:
-    """Numbers, and what is computed for each row, stay where the rows are."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    rows, quantization = _rows(operands["y"]), Quantization.parse(cast(str, schema.args_schema[1]))
-    computed = len(computed_by(quantization))
-    outputs = _gradients(rows, (rows,) * 3, (True, computed > 0, computed > 1))
-    return _strategy(outputs, operands, rows)
 
 
 def _shares(rows: DTensorSpec) -> DTensorSpec:
@@ -205,30 +161,41 @@ def _shares(rows: DTensorSpec) -> DTensorSpec:
     )
 
 
-def _gradients(rows: DTensorSpec, placed: tuple[DTensorSpec, ...], needs: Sequence[bool]) -> tuple[DTensorSpec, ...]:
-    """A gradient that is not needed is an empty tensor, the same on every rank."""
-    return tuple(spec if need else _replicated(rows) for spec, need in zip(placed, needs, strict=True))
+@dataclass(frozen=True)
+class _Rule:
+    """The only strategy of an operator: operands with rows meet in one placement, and every rank has the others whole.
 
+    Results lie where the rows are; the gradient of a weight is a sum, of which each rank with other rows has a share.
+    """
 
-def _backward(schema: OpSchema) -> Any:
-    """Gradients of rows have the rows' placement; the weight's gradient is Partial on dimensions that shard rows."""
-    schema.get_mesh_from_args()
-    operands = _placed(schema)
-    rows = _rows(*(operands[name] for name in ("h", "dy", "d_residual_out") if name in operands))
-    needs = cast(Sequence[bool], schema.args_schema[10])
-    return _strategy(_gradients(rows, (rows, rows, _shares(rows)), needs), operands, rows)
+    #: Of each tensor that the operator takes, by name; rows of the first ones decide where rows meet.
+    roles: Mapping[str, Role]
+    #: Of what it returns.
+    results: Sequence[Role] = (Role.ROWS,)
+    #: (arguments) -> whether there is each result; one that there is not is an empty tensor, the same on every rank.
+    present: Callable[[Sequence[Any]], Sequence[bool]] | None = None
+    #: So many dimensions at the end stay on one rank, by the operands.
+    joined: Callable[[Mapping[str, DTensorSpec]], int] = lambda _: 1
+    #: Operands that are written, in pairs: they keep their placements.
+    written: tuple[str, str] | tuple[()] = ()
 
-
-def _register(name: str, rule: Callable[[OpSchema], Any], schema_info: RuntimeSchemaInfo | None = None) -> None:
-    _register_rule(getattr(torch.ops.fusednorm, name).default, rule, schema_info)
-
-
-def register_declared(declaration: Declaration) -> None:
-    """Registers the rules of a declared operation and of its gradients."""
-    _register(declaration.name, partial(_declared, declaration), RuntimeSchemaInfo(len(declaration.operands)))
-    if declaration.gradient is not None:
-        backward, first = f"{declaration.name}_backward", len(declaration.backward_tensors)
-        _register(backward, partial(_declared_backward, declaration), RuntimeSchemaInfo(first))
+    def __call__(self, schema: OpSchema) -> Any:
+        schema.get_mesh_from_args()  # refuses operands on different meshes
+        operands = _placed(schema)
+        deciding = [name for name, role in self.roles.items() if role is Role.ROWS and name in operands]
+        if self.written:
+            deciding = [name for name in self.written if name in operands]
+        rows = _rows(*(operands[name] for name in deciding), whole=self.joined(operands))
+        for name in deciding if self.written else ():
+            if operands[name].placements != rows.placements:
+                _refuse_placement(name, operands[name], next(one for one in self.written if one != name))
+        results = tuple(_shares(rows) if role is Role.WEIGHT else rows for role in self.results)
+        if self.present is not None:
+            there = self.present(schema.args_schema)
+            results = tuple(spec if one else _replicated(rows) for spec, one in zip(results, there, strict=True))
+        inputs = [_of_role(self.roles[name], operand, rows) for name, operand in operands.items()]
+        outputs = None if self.written else results if len(results) > 1 else results[0]
+        return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
 
 def _of_role(role: Role, operand: DTensorSpec, rows: DTensorSpec) -> DTensorSpec:
@@ -241,44 +208,47 @@ def _of_role(role: Role, operand: DTensorSpec, rows: DTensorSpec) -> DTensorSpec
     return _replicated(rows) if role is Role.WEIGHT else rows
 
 
-def _rows_of(declaration: Declaration, operands: dict[str, DTensorSpec]) -> DTensorSpec:
-    """The common placement of rows; those of weights with a row for each head have whole heads."""
+def _register(name: str, rule: _Rule, static_argnum: int = 100) -> None:
+    """Registers a rule. DTensor keeps its decisions, and tells calls apart by all arguments from ``static_argnum`` on.
+
+    They determine the dtypes of the outputs, or which of them there are.
+    """
+    _register_rule(getattr(torch.ops.fusednorm, name).default, rule, RuntimeSchemaInfo(static_argnum))
+
+
+def register_declared(declaration: Declaration) -> None:
+    """Registers the rules of a declared operation and of its gradients."""
     roles = declaration.roles()
-    with_rows = (spec for name, spec in operands.items() if roles[name] is Role.ROWS)
-    return _rows(*with_rows, whole=declaration.joined_of([operands.get(one.name) for one in declaration.operands]))
+
+    def joined(operands: Mapping[str, DTensorSpec]) -> int:
+        return declaration.joined_of([operands.get(one.name) for one in declaration.operands])
+
+    rule = _Rule(roles, [result.role for result in declaration.results], joined=joined)
+    _register(declaration.name, rule, len(declaration.operands))
+    if declaration.gradient is not None:
+        taken, results = declaration.backward_tensors, [one.role for one in declaration.with_gradient]
+        rule = _Rule({name: roles[name] for name in taken}, results, lambda arguments: arguments[-1], joined)
+        _register(f"{declaration.name}_backward", rule, len(taken))
 
 
-def _declared(declaration: Declaration, schema: OpSchema) -> Any:
-    """Results lie where the rows are."""
-    schema.get_mesh_from_args()
-    operands, roles = _placed(schema), declaration.roles()
-    rows = _rows_of(declaration, operands)
-    outputs = (rows,) * len(declaration.results) if len(declaration.results) > 1 else rows
-    inputs = [_of_role(roles[name], operand, rows) for name, operand in operands.items()]
-    return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
+def _numbers(arguments: Sequence[Any]) -> Sequence[bool]:
+    """Whether a quantizer computes scales and zero points, beside the numbers."""
+    computed = len(computed_by(Quantization.parse(arguments[1])))
+    return True, computed > 0, computed > 1
 
 
-def _declared_backward(declaration: Declaration, schema: OpSchema) -> Any:
-    """Gradients lie where the rows are; of a weight each rank with other rows has a share."""
-    schema.get_mesh_from_args()
-    operands, roles = _placed(schema), declaration.roles()
-    rows, needs = _rows_of(declaration, operands), cast(Sequence[bool], schema.args_schema[-1])
-    placed = tuple(_shares(rows) if one.role is Role.WEIGHT else rows for one in declaration.with_gradient)
-    outputs = _gradients(rows, placed, needs)
-    inputs = [_of_role(roles[name], operand, rows) for name, operand in operands.items()]
-    return OpStrategy([OpSpec(outputs if len(outputs) > 1 else outputs[0], inputs, [[0.0]] * len(inputs))])
-
-
-# DTensor keeps its decisions. It tells calls apart by their DTensors and all arguments from `static_argnum` on. These
-# determine the dtypes of the outputs, or which of them there are.
-_register("fused_add_rms_norm", _forward, RuntimeSchemaInfo(static_argnum=7))
-_register("rms_norm", _forward, RuntimeSchemaInfo(static_argnum=6))
-_register("fused_add_rms_norm_", _in_place)
-_register("rms_norm_", _in_place)
-_register("into", _in_place)
-_register("add", _forward, RuntimeSchemaInfo(static_argnum=2))
-_register("scale", _forward)
-_register("backward", _backward, RuntimeSchemaInfo(static_argnum=6))
-_register("quantize", _quantize, RuntimeSchemaInfo(static_argnum=1))
+_NORM = {"x": Role.ROWS, "residual": Role.ROWS, "weight": Role.WEIGHT}
+_OUTPUTS = {"out": Role.ROWS, "residual_out": Role.ROWS}
+_GRADIENTS = {"h": Role.ROWS, "dy": Role.ROWS, "d_residual_out": Role.ROWS, "rstd": Role.NUMBERS, "weight": Role.WEIGHT}
+_QUANTIZED = {"y": Role.ROWS, "scale": Role.WEIGHT, "zero_point": Role.WEIGHT}
+_register("fused_add_rms_norm", _Rule(_NORM, [Role.ROWS] * 3), static_argnum=7)
+_register("rms_norm", _Rule(_NORM, [Role.ROWS] * 2), static_argnum=6)
+_register("fused_add_rms_norm_", _Rule(_NORM, written=("x", "residual")))
+_register("rms_norm_", _Rule(_NORM, written=("x", "residual")))
+_register("into", _Rule(_NORM | _OUTPUTS, written=("out", "residual_out")))
+_register("add", _Rule(_NORM), static_argnum=2)
+_register("scale", _Rule(_NORM))
+_register("backward", _Rule(_GRADIENTS, [*_NORM.values()], lambda arguments: arguments[10]), static_argnum=6)
+_register("quantize", _Rule(_QUANTIZED, [Role.ROWS] * 3, _numbers), static_argnum=1)
 for _operator in DECLARED.values():
     register_declared(_operator.declaration)
