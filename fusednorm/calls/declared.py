@@ -59,8 +59,10 @@ class Result(NamedTuple):
     #: The argument that takes memory for it.
     name: str = "out"
     role: Role = Role.ROWS
-    #: The flag that says its dtype; without one, or where that is None, it is the first operand's.
+    #: The flag that says its dtype; without one, or where that is None, it is that of the operand ``like``.
     dtype: str | None = None
+    #: None: the first operand.
+    like: str | None = None
     #: The operand that the twin in place overwrites with it.
     overwrites: str | None = None
     #: Whether it is kept for the gradients, and not returned. It has the accumulator type.
@@ -82,6 +84,8 @@ class Declaration:
     #: operations, linear in the incoming gradients. Its parameters have the names of the gradients' operator; it has
     #: the flags that it needs. None: the operation has no gradients.
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
+    #: Whether the gradient is an operator, ``NAME_backward``; else the operator of the operation has its own.
+    gradient_operator: bool = True
     #: In place of a gradient, where the result is linear in the first operand and the others have no gradient: (the
     #: first operand's dtype, *others, *flags) -> others and flags, with which the operation takes the incoming gradient
     #: back. Either may then be float64 alone.
@@ -92,6 +96,8 @@ class Declaration:
     any_decides: bool = False
     #: (*operands, flags by name): raises where flags do not fit; the operator of gradients has not all of them.
     check: Callable[..., None] | None = None
+    #: (operands, flags, in_memory) -> flags: all checks, in place of those by roles, in words of the operation's own.
+    checks: Callable[..., tuple[Any, ...]] | None = None
     #: Flags of calls that tests make, on operands of each role.
     samples: Sequence[Mapping[str, Any]] = ({},)
     #: Flags that are refused, each with the error and words of its text.
@@ -120,8 +126,12 @@ class Declaration:
     @property
     def schema(self) -> str:
         """The schema of the operator."""
-        arguments = (*self._operands_in_schema, *map(self._in_schema, self.flags))
-        return f"({', '.join(arguments)}) -> {_tensors(len(self.results))}"
+        flags = list(map(self._in_schema, self.flags))
+        for place, default in reversed([*enumerate(self.flags.values())]):
+            if default is not None:
+                break
+            flags[place] += "=None"
+        return f"({', '.join((*self._operands_in_schema, *flags))}) -> {_tensors(len(self.results))}"
 
     @property
     def backward_schema(self) -> str:
@@ -159,7 +169,8 @@ class Declaration:
 
     def _in_schema(self, flag: str) -> str:
         types = {float: "float", int: "int", bool: "bool", str: "str", type(None): "ScalarType?", type: "ScalarType"}
-        return f"{types[type(self.flags[flag])]} {flag}"
+        # A compiler makes a constant of a float, and the eps of l2_norm follows the hidden size.
+        return f"{'Scalar' if flag == 'eps' else types[type(self.flags[flag])]} {flag}"
 
     def roles(self) -> dict[str, Role]:
         """The role of each tensor of both operators, by name."""
@@ -187,12 +198,14 @@ class Declaration:
         shapes = {Role.ROWS: rows.shape, Role.WEIGHT: rows.shape[-1:]}
         return shapes.get(role, rows.shape[:-1])
 
-    def dtype(self, result: Result, rows: Tensor, flags: Sequence[Any]) -> torch.dtype:
+    def dtype(self, result: Result, operands: Sequence[Any], flags: Sequence[Any]) -> torch.dtype:
         """The dtype of a result."""
+        names = [operand.name for operand in self.operands]
+        of_like: torch.dtype = operands[0 if result.like is None else names.index(result.like)].dtype
         if result.kept:
-            return accumulator(rows.dtype)
-        asked = None if result.dtype is None else dict(zip(self.flags, flags, strict=True))[result.dtype]
-        return rows.dtype if asked is None else asked
+            return accumulator(of_like)
+        asked = None if result.dtype is None else dict(zip(self.flags, flags, strict=False)).get(result.dtype)
+        return of_like if asked is None else asked
 
     def checked(self, operands: Sequence[Tensor | None], flags: Sequence[Any], *, in_memory: bool) -> tuple[Any, ...]:
         """Checks operands and flags; returns the flags, numbers as floats.
@@ -200,6 +213,8 @@ class Declaration:
         Raises:
             TypeError, ValueError: the operand or the flag, its value, what was expected, and the cure.
         """
+        if self.checks is not None:
+            return self.checks(operands, flags, in_memory)
         names = [operand.name for operand in self.operands]
         self.check_tensors(dict(zip(names, operands, strict=True)), in_memory)
         return self.checked_flags(operands, dict(zip(self.flags, flags, strict=True)))

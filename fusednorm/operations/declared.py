@@ -95,7 +95,7 @@ class Operation:
             name = (result.overwrites or "") if in_place else result.name
             shape, dtype = (
                 declaration.shape(result.role, cast(Tensor, rows)),
-                declaration.dtype(result, cast(Tensor, rows), flags),
+                declaration.dtype(result, [*operands.values()], flags),
             )
             check_output(name, tensor, list(shape), dtype, cast(Tensor, rows), rows_name)
             called[name] = tensor

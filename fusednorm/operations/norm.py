@@ -27,7 +27,9 @@ from fusednorm.calls.checks import (
 from fusednorm.engine import run
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.torch_ops import dtensor_bridge, steps
-from fusednorm.torch_ops.gradients import Normalise, Transformed
+from fusednorm.torch_ops.declared import Operator
+from fusednorm.torch_ops.gradients import Normalise
+from fusednorm.torch_ops.operators import FUSED_ADD_RMS_NORM, RMS_NORM
 
 
 def fused_add_rms_norm(
@@ -361,10 +363,12 @@ def _composed(call: NormCall) -> tuple[Any, Any]:
 
 def _transformed(call: NormCall) -> tuple[Tensor, Any]:
     """Both outputs of a norm alone under ``torch.func`` or forward-mode differentiation; given ones take a copy."""
-    apply: Any = Transformed.apply
+    operator, arguments = _operator_of(call)
+    apply: Any = operator.recorded.apply
     if "torch._dynamo" in sys.modules:  # else it would try to compile what it finds below a call that it left alone
         apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-    y, total, _ = apply(call.x, call.residual, call.weight, *call.flags)
+    y, *others = apply(*arguments)
+    total: Any = None if call.residual is None else others[0]
     for name, given, new in (("out", call.out, y), ("residual_out", call.residual_out, total)):
         if given is not None and given.dtype != new.dtype:
             raise NotImplementedError(
@@ -374,6 +378,16 @@ def _transformed(call: NormCall) -> tuple[Tensor, Any]:
     return dtensor_bridge.written(call.out, y), dtensor_bridge.written(call.residual_out, total)
 
 
+def _operator_of(call: NormCall) -> tuple[Operator, tuple[Any, ...]]:
+    """The operator of a norm alone, and its arguments."""
+    # Before 2.10 torch's compiler knows no slices of a NamedTuple.
+    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = call.flags
+    numbers = (eps, weight_offset, round_sum, round_norm, out_dtype)
+    if call.residual is None:
+        return RMS_NORM, (call.x, call.weight, *numbers)
+    return FUSED_ADD_RMS_NORM, (call.x, call.residual, call.weight, *numbers, residual_dtype)
+
+
 def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
     """Both outputs of a norm alone, through torch's dispatcher."""
     name, x, residual, weight, flags, out, residual_out, *_ = call
@@ -381,7 +395,9 @@ def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
         if not compiling and isinstance(tensor, Tensor) and tensor.is_nested:
             refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
-        return dtensor_bridge.new_outputs(x, residual, weight, flags)[:2]
+        operator, arguments = _operator_of(call)
+        y, *others = operator(*arguments)
+        return y, None if residual is None else others[0]
     check_flags(flags, x, residual, out, residual_out)
     if out is None and residual_out is not None:
         dtype = flags.out_dtype or x.dtype

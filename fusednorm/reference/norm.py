@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.calls.call import accumulator
+from fusednorm.calls.forward_mode import outer_levels, primals
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fusednorm.calls.call import Backward, Forward
@@ -171,6 +174,44 @@ def rstd_of(h: Tensor, eps: float) -> Tensor:
     return torch.ones_like(r) / r
 
 
+def differentiable_rstd(h: Tensor, eps: float) -> Tensor:
+    """:func:`rstd_of` with derivatives, out of operations that can be differentiated again."""
+    return Rstd.apply(h, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Rstd(torch.autograd.Function):
+    """(h, eps) -> 1 / sqrt(mean(h^2) + eps)."""
+
+    @staticmethod
+    def forward(h: Tensor, eps: float) -> Tensor:
+        """``h`` is [..., N] of the accumulator type; the result is [...]."""
+        return rstd_of(h, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps both."""
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, d_rstd: Tensor) -> tuple[Tensor, None]:
+        """``-rstd^3 * h / N``."""
+        h, rstd = ctx.saved_tensors
+        return (d_rstd * -(rstd**3) / h.shape[-1]).unsqueeze(-1) * h, None
+
+    @staticmethod
+    def jvp(ctx: Any, h_tangent: Tensor, _: None) -> Tensor:
+        """``-rstd^3 * mean(h * h_tangent)``."""
+        with outer_levels():
+            h, rstd = primals(ctx)
+            return -(rstd**3) * (h * h_tangent).mean(-1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], h: Tensor, eps: float) -> tuple[Tensor, int]:
+        """A batch of rows is rows."""
+        return differentiable_rstd(h.movedim(in_dims[0], 0), eps), 0
+
+
 def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Tensor | None:
     """``g`` of the specification: the weight plus its offset, in the accumulator type."""
     if weight is None:
@@ -189,6 +230,7 @@ def outputs(
     round_norm: bool,
     out_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
+    rstd_of: Callable[[Tensor, float], Tensor] = rstd_of,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The normalised rows, the sum (None without a residual), and rstd, as the specification writes them.
 
@@ -202,6 +244,7 @@ def outputs(
         round_norm: round the normalised row to x's dtype before multiplying by the weight.
         out_dtype: the dtype that the normalised rows are rounded to.
         residual_dtype: the dtype that the sum is rounded to; None without a residual.
+        rstd_of: :func:`rstd_of`, or :func:`differentiable_rstd`.
 
     Returns:
         [..., N], [..., N] or None, and [...] of the accumulator type: ``1 / sqrt(mean(h^2) + eps)``.

@@ -30,6 +30,9 @@ class Operator:
         fast: the results of a call that the fast path takes, else None; without checks.
     """
 
+    #: Why batches of weights are refused under ``vmap``; None: the formula takes them.
+    one_weight: str | None = None
+
     def __init__(
         self,
         declaration: Declaration,
@@ -48,8 +51,8 @@ class Operator:
         self.recorded = _recorded(self)
         name, gradients = declaration.name, None
         if declaration.gradient is not None or declaration.transposed is not None:
-            gradients = (self._gradients, self._keep)
-        if declaration.gradient is not None:
+            gradients = (self._gradients, self.keep)
+        if declaration.gradient is not None and declaration.gradient_operator:
             register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
         register(name, declaration.schema, self._forward, self._fake, gradients, self._direct)
         DECLARED[name] = self
@@ -78,7 +81,7 @@ class Operator:
 
     def _fake(self, *arguments: Any) -> Any:
         declaration, operands = self.declaration, arguments[: self.count]
-        flags = declaration.checked(operands, arguments[self.count :], in_memory=False)
+        flags = self.declaration.checked(operands, arguments[self.count :], in_memory=False)
         rows = operands[0]
         return _one_or_more(
             tuple(
@@ -86,7 +89,7 @@ class Operator:
                 if result.role is Role.ROWS
                 else rows.new_empty(declaration.shape(result.role, rows), dtype=dtype)
                 for result in declaration.results
-                for dtype in (declaration.dtype(result, rows, flags),)
+                for dtype in (declaration.dtype(result, operands, flags),)
             )
         )
 
@@ -120,7 +123,7 @@ class Operator:
             )
         )
 
-    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any, through_dispatcher: bool = True) -> None:
         """Keeps operands, and the results that are kept."""
         results = output if isinstance(output, tuple) else (output,)
         kept = results[len(self.declaration.returned) :]
@@ -145,19 +148,18 @@ class Operator:
             return found, *[None] * (len(arguments) - 1)
         operands, kept = saved[: self.count], saved[self.count :]
         needs = [ctx.needs_input_grad[place] for place in declaration.places]
+        flags = ctx.gradient_flags
         seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
         if must_be_seen.differentiated_again():
             dtensor_bridge.check_kept(incoming, operands)
-            found = self._again(incoming, operands, ctx.flags, ctx.gradient_flags, needs)
+            found = self._again(incoming, operands, ctx.flags, flags, needs)
         elif seen:
             ops = dtensor_bridge.operations(*incoming, *operands)
-            found = getattr(ops, f"{declaration.name}_backward")(
-                *incoming, *operands, *kept, *ctx.gradient_flags, needs
-            )
+            found = getattr(ops, f"{declaration.name}_backward")(*incoming, *operands, *kept, *flags, needs)
             found = found if isinstance(found, tuple) else (found,)
         else:
             dtensor_bridge.check_kept(incoming, (*operands, *kept))
-            found = cast(Any, self.run_gradient)(*incoming, *operands, *kept, *ctx.gradient_flags, needs)
+            found = cast(Any, self.run_gradient)(*incoming, *operands, *kept, *flags, needs)
         gradients: list[Tensor | None] = [None] * (self.count + len(ctx.flags))
         for place, need, gradient in zip(declaration.places, needs, found, strict=True):
             gradients[place] = gradient if need else None
@@ -203,8 +205,9 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            operator._keep(ctx, inputs, output)
+            operator.keep(ctx, inputs, output, through_dispatcher=False)
             ctx.save_for_forward(*inputs[operator.taken])
+            ctx.arguments = inputs[operator.count :]
 
         @staticmethod
         def backward(ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
@@ -214,8 +217,8 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         def jvp(ctx: Any, *tangents: Any) -> Any:
             with outer_levels():
                 if declaration.transposed is not None:
-                    return operator.with_gradients(tangents[0], *primals(ctx), *ctx.flags)
-                return _one_or_more(_tangents(declaration, primals(ctx), ctx.flags, ctx.gradient_flags, tangents))
+                    return operator.with_gradients(tangents[0], *primals(ctx), *ctx.arguments)
+                return _one_or_more(_tangents(operator, primals(ctx), ctx.arguments, tangents))
 
     class OfFormula(Differentiable):
         """By the formula, which torch maps over batches of weights."""
@@ -240,6 +243,8 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
             roles = [operand.role for operand in declaration.operands]
             if any(role is Role.WEIGHT and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
+                if operator.one_weight is not None:
+                    raise NotImplementedError(operator.one_weight)
                 found = torch.vmap(OfFormula.apply, in_dims)(*arguments)
             else:  # a batch of calls is one call with a dimension more
                 rows = [
@@ -259,15 +264,12 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
 
 
 def _tangents(
-    declaration: Declaration,
-    operands: Sequence[Any],
-    flags: Sequence[Any],
-    gradient_flags: Sequence[Any],
-    tangents: Sequence[Any],
+    operator: Operator, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """Tangents of the results: the transpose of the gradient, which is linear in the incoming gradients."""
-    rows = operands[0]
-    places = declaration.places
+    declaration, rows = operator.declaration, operands[0]
+    places, asked = declaration.places, dict(zip(declaration.flags, flags, strict=True))
+    gradient_flags = [asked[flag] for flag in operator.gradient_flags]
     needs = [tangents[place] is not None for place in places]
     kept = declaration.formula(*operands, *flags)[len(declaration.returned) :] if declaration.kept else ()
 
@@ -276,7 +278,7 @@ def _tangents(
         return tuple(g for g, need in zip(found, needs, strict=True) if need)
 
     zeros = [
-        rows.new_zeros(declaration.shape(result.role, rows), dtype=declaration.dtype(result, rows, flags))
+        rows.new_zeros(declaration.shape(result.role, rows), dtype=declaration.dtype(result, operands, flags))
         for result in declaration.returned
     ]
     _, transpose = cast(Any, torch.func.vjp)(gradient, *zeros)

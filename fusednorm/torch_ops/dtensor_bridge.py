@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import checks, must_be_seen
-from fusednorm.calls.call import Flags
 
 
 def operations(*operands: Tensor | None) -> Any:
@@ -77,17 +76,3 @@ def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None])
     """:func:`fusednorm.calls.checks.check_kept`, of operands that lie in memory."""
     if must_be_seen.in_memory(*incoming, *kept):
         checks.check_kept(incoming, kept)
-
-
-def new_outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """New outputs and rstd."""
-    # Before 2.10 torch's compiler knows no slices of a NamedTuple.
-    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
-    numbers = (eps, weight_offset, round_sum, round_norm)
-    ops = operations(x, residual, weight)
-    if residual is None:
-        y, rstd = ops.rms_norm(x, weight, *numbers, out_dtype)
-        return y, None, rstd
-    return ops.fused_add_rms_norm(x, residual, weight, *numbers, out_dtype, residual_dtype)  # type: ignore[no-any-return]

@@ -11,45 +11,11 @@ from torch import Tensor
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Around, Flags, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.checks import check_flags
-from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.engine import run
 from fusednorm.engine.choose import Chosen
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.dtensor_bridge import new_outputs, on_rows
-
-
-class Rstd(torch.autograd.Function):
-    """(h, eps) -> 1 / sqrt(mean(h^2) + eps), with derivatives; only for derivatives of gradients."""
-
-    @staticmethod
-    def forward(h: Tensor, eps: float) -> Tensor:
-        """``h`` is [..., N] of the accumulator type; the result is [...]."""
-        return reference.rstd_of(h, eps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps both."""
-        ctx.save_for_backward(inputs[0], output)
-        ctx.save_for_forward(inputs[0], output)
-
-    @staticmethod
-    def backward(ctx: Any, d_rstd: Tensor) -> tuple[Tensor, None]:
-        """``-rstd^3 * h / N``, out of operations that can be differentiated again."""
-        h, rstd = ctx.saved_tensors
-        return (d_rstd * -(rstd**3) / h.shape[-1]).unsqueeze(-1) * h, None
-
-    @staticmethod
-    def jvp(ctx: Any, h_tangent: Tensor, _: None) -> Tensor:
-        """``-rstd^3 * mean(h * h_tangent)``."""
-        with outer_levels():
-            h, rstd = primals(ctx)
-            return -(rstd**3) * (h * h_tangent).mean(-1)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], h: Tensor, eps: float) -> tuple[Tensor, int]:
-        """A batch of rows is rows."""
-        return Rstd.apply(h.movedim(in_dims[0], 0), eps), 0  # type: ignore[no-untyped-call]
+from fusednorm.torch_ops.dtensor_bridge import on_rows
 
 
 def new_rstd(x: Tensor) -> Tensor:
@@ -152,7 +118,7 @@ def gradients(
         if dy is not None:
             dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight, bias))
             h = h.to(rstd.dtype)
-            r = Rstd.apply(h, eps) if again else rstd  # type: ignore[no-untyped-call]
+            r = reference.differentiable_rstd(h, eps) if again else rstd
             of_all = (dy, h * r.unsqueeze(-1), weight, bias, weight_offset, (need_rows, needs[2], needs[3]))
             dy, dweight, dbias = reference.affine_gradients(*of_all)
         if not need_rows:
@@ -167,7 +133,7 @@ def gradients(
 
         def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
             # rstd, which is kept without derivatives, is made again with them.
-            r = Rstd.apply(h.to(rstd.dtype), eps)  # type: ignore[no-untyped-call]
+            r = reference.differentiable_rstd(h.to(rstd.dtype), eps)
             operands = (dy, d_total, h, r, weight, weight_offset)
             return reference.gradients(*operands, operation.x, operation.residual, needs)
 
@@ -188,7 +154,7 @@ def _norm_alone(operation: RMSNorm) -> RMSNorm:
     return operation._replace(weight=None, out=operation.accumulator, round_norm=False, around=None)
 
 
-def _keep_backend(ctx: Any, weight: Tensor | None, bias: Tensor | None = None) -> None:
+def keep_backend(ctx: Any, weight: Tensor | None, bias: Tensor | None = None) -> None:
     """Keeps, after :func:`keep`, the backend that the backward pass takes: the one in force now."""
     if ctx.around is None:
         ctx.backend = run.backend_of(ctx.operation)
@@ -216,7 +182,7 @@ class Normalise(torch.autograd.Function):
             flags = check_flags(flags, x, residual, None, None)
         y, total = found
         keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
-        _keep_backend(ctx, weight, bias)
+        keep_backend(ctx, weight, bias)
         if total is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return y, total
@@ -225,80 +191,3 @@ class Normalise(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
         """See :func:`gradients`."""
         return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:4], ctx.backend), *[None] * len(Flags._fields)
-
-
-class Transformed(torch.autograd.Function):
-    """A norm alone for ``torch.func`` and forward mode, which want the context apart: it takes 15 us longer.
-
-    (x, residual or None, weight or None, *flags) -> (y, residual_out or None, rstd). rstd has no gradient: it is an
-    output because ``torch.func`` lets only inputs and outputs be kept.
-    """
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """See :class:`Normalise`."""
-        x, residual, weight, *flags = inputs
-        run_it = new_outputs if must_be_seen.below(x, residual, weight) else normalise
-        return run_it(x, residual, weight, Flags(*flags))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor]) -> None:
-        """See :func:`keep`."""
-        x, residual, weight, *flags = inputs
-        keep(ctx, x, residual, weight, Flags(*flags), output)
-        _keep_backend(ctx, weight)
-        ctx.mark_non_differentiable(output[2])  # the sum may have a tangent, of which this context does not know
-        ctx.save_for_forward(x, residual, weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """See :func:`gradients`."""
-        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:3], ctx.backend)[:3], *[None] * len(Flags._fields)
-
-    @staticmethod
-    def jvp(
-        ctx: Any, x_tangent: Tensor | None, residual_tangent: Tensor | None, weight_tangent: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Tangents of both outputs, out of torch's operations, which can be differentiated again.
-
-        The specification does not promise their bits. Roundings are passed straight through.
-        """
-        with outer_levels():
-            x, residual, weight = primals(ctx)
-            operation, flags = ctx.operation, ctx.flags
-            dtype = operation.accumulator
-            h = x.to(dtype)
-            if residual is not None:
-                h = h + residual.to(dtype)
-                h = h.to(operation.residual_out).to(dtype) if flags.round_sum else h
-            rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + flags.eps)
-            xhat = h * rstd
-            tangents = [t.to(dtype) for t in (x_tangent, residual_tangent) if t is not None]
-            h_tangent = sum(tangents, start=torch.zeros_like(h))
-            y_tangent = rstd * (h_tangent - xhat * (xhat * h_tangent).mean(-1, keepdim=True))
-            if weight is not None:
-                y_tangent = y_tangent * (weight.to(dtype) + flags.weight_offset)
-            if weight_tangent is not None:
-                y_tangent = y_tangent + xhat * weight_tangent.to(dtype)
-            total_tangent = None if residual is None else h_tangent.to(operation.residual_out)
-            return y_tangent.to(operation.out), total_tangent, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-        """A batch of calls is one call with one dimension more, as long as all share a weight."""
-        x, residual, weight, *rest = inputs
-        if in_dims[2] is not None:
-            raise NotImplementedError(
-                "fusednorm cannot take a batch of weights under vmap: one call has one weight; map over x and the "
-                "residual only, with in_dims of None for the weight, or write a loop"
-            )
-        x, residual = (
-            tensor
-            if tensor is None
-            else tensor.movedim(dim, 0)
-            if dim is not None
-            else tensor.expand(info.batch_size, *tensor.shape)
-            for tensor, dim in zip((x, residual), in_dims[:2], strict=True)
-        )
-        outputs = Transformed.apply(x, residual, weight, *rest)  # type: ignore[no-untyped-call]
-        return outputs, (0, None if residual is None else 0, 0)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Flags, RMSNorm, operation_of
+from fusednorm.calls.call import Flags, RMSNorm
 from fusednorm.calls.checks import (
     check_dtype,
     check_flags,
@@ -22,19 +22,18 @@ from fusednorm.calls.checks import (
     check_operands,
     check_quantization,
 )
+from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of
 from fusednorm.engine import run
 from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import registered
+from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
+from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.dtensor_bridge import on_rows
-from fusednorm.torch_ops.gradients import gradients, keep, new_rstd, normalise
+from fusednorm.torch_ops.gradients import gradients, keep, keep_backend, normalise
 from fusednorm.torch_ops.registered import register
-
-
-def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: Any) -> tuple[Tensor, Any, Tensor]:
-    return normalise(x, residual, weight, Flags(*flags))
 
 
 def _into(
@@ -123,19 +122,6 @@ def _check_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tens
 # The fake ones check as the real ones do: torch calls them too where one operand of several is a meta tensor.
 
 
-def _fake_normalise(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, *flags: Any
-) -> tuple[Tensor, Any, Tensor]:
-    check_operands(x, residual, weight, None, None, in_memory=False)
-    operation = operation_of(x, residual, weight, check_flags(Flags(*flags), x, residual, None, None))
-    y, total = (
-        None if like is None else torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-        for like, dtype in zip((x, residual), (operation.out, operation.residual_out), strict=True)
-    )
-    assert y is not None
-    return y, total, new_rstd(x)
-
-
 def _fake_into(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *_: Any
 ) -> None:
@@ -181,59 +167,139 @@ def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
     ctx.factor = inputs[1]
 
 
-def _register_norm(name: str, schema: str, in_place_schema: str, has_residual: bool) -> None:
-    """Makes a norm's operator, and that in place. Without a residual, they have no place for it, nor for the sum."""
+def _formula(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    total = None if residual is None else residual_dtype or residual.dtype
+    flags = (eps, weight_offset, round_sum, round_norm, out_dtype or x.dtype, total)
+    return reference.outputs(x, residual, weight, *flags, reference.differentiable_rstd)
 
-    def complete(given: Sequence[Any]) -> Any:
-        return given if has_residual else (given[0], None, *given[1:])
 
-    def asked(found: Sequence[Any]) -> Any:
-        return found if has_residual else (found[0], *found[2:])
+def _gradient(
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    weight_offset: float,
+    round_sum: bool,
+    residual_dtype: torch.dtype | None,
+    needs: Any,
+) -> tuple[Tensor | None, ...]:
+    h = x.to(rstd.dtype) + residual.to(rstd.dtype)
+    if round_sum:
+        h = reference.rounded(h, residual_dtype or residual.dtype)
+    dtypes = (x.dtype, residual.dtype)
+    return reference.gradients(dy, d_residual_out, h, rstd, weight, weight_offset, *dtypes, needs)
 
-    def new(function: Callable[..., Any]) -> Callable[..., Any]:
-        def results(*arguments: Any) -> Any:
-            return asked(function(*complete(arguments)))
 
-        return results
+def _gradient_alone(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, needs: Any
+) -> tuple[Tensor | None, ...]:
+    needed = (needs[0], False, needs[1])
+    return reference.gradients(dy, None, x, rstd, weight, weight_offset, x.dtype, None, needed)[::2]
 
-    def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def _check(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Sequence[Any], in_memory: bool
+) -> tuple[Any, ...]:
+    check_operands(x, residual, weight, None, None, in_memory=in_memory)
+    return check_flags(Flags(*flags), x, residual, None, None)
+
+
+class Norm(Operator):
+    """A norm, and its operator in place. Without a residual, they have no place for it, nor for the sum.
+
+    It keeps the row that was normalised, and not its operands; ``backward`` has the gradients of both norms.
+    """
+
+    one_weight = (
+        "fusednorm cannot take a batch of weights under vmap: one call has one weight; map over x and the "
+        "residual only, with in_dims of None for the weight, or write a loop"
+    )
+
+    def __init__(self, declaration: Declaration, in_place_schema: str) -> None:
+        self._has_residual = len(declaration.returned) == 2
+        super().__init__(declaration, self._run)
+        register(f"{declaration.name}_", in_place_schema, self._in_place(_into), self._in_place(_fake_into))
+
+    def _complete(self, given: Sequence[Any]) -> Sequence[Any]:
+        return given if self._has_residual else (given[0], None, *given[1:])
+
+    def _run(self, *arguments: Any) -> Any:
+        x, residual, weight, *flags = self._complete(arguments)
+        found = normalise(x, residual, weight, Flags(*flags))
+        return found if self._has_residual else found[::2]
+
+    def _forward(self, *arguments: Any) -> Any:
+        return self._run(*arguments)  # which checks, where the fast path does not
+
+    def _in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def written(*arguments: Any) -> Any:
-            x, residual, weight, *numbers = complete(arguments)
+            x, residual, weight, *numbers = self._complete(arguments)
             return function(x, residual, weight, x, residual, *numbers)
 
         return written
 
-    def keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        x, residual, weight, *flags = complete(inputs)
-        _, total, rstd = outputs = complete(output)
-        keep(ctx, x, residual, weight, Flags(*flags), outputs)
-        # The sum has no gradient where neither x nor the residual needs any.
-        ctx.mark_non_differentiable(*(rstd,) if total is None or any(ctx.needs_input_grad[:2]) else (total, rstd))
+    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any, through_dispatcher: bool = True) -> None:
+        """Keeps the row and rstd; outside of the dispatcher also the backend in force."""
+        x, residual, weight, *flags = self._complete(inputs)
+        y, total, rstd = self._complete(output)
+        keep(ctx, x, residual, weight, Flags(*flags), (y, total, rstd))
+        # The sum has no gradient where neither x nor the residual needs any. Elsewhere it may have a tangent, of which
+        # this context does not know.
+        without = total is not None and through_dispatcher and not any(ctx.needs_input_grad[:2])
+        ctx.mark_non_differentiable(*(total, rstd) if without else (rstd,))
+        if not through_dispatcher:
+            keep_backend(ctx, weight)
 
-    def gradients_of_norm(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy, d_total, _ = complete(incoming)
-        needs = [bool(need) for need in complete(ctx.needs_input_grad)[:3]]
-        found = asked(gradients(ctx, dy, d_total, needs)[:3])
+    def gradients(self, ctx: Any, incoming: Sequence[Any], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
+        """A gradient or None for each argument."""
+        dy, d_total, _ = self._complete(incoming)
+        needs = [bool(need) for need in self._complete(ctx.needs_input_grad)[:3]]
+        found = gradients(ctx, dy, d_total, needs, None if through_dispatcher else ctx.backend)[:3]
+        found = found if self._has_residual else found[::2]
         return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
-
-    register(name, schema, new(_normalise), new(_fake_normalise), (gradients_of_norm, keep_norm))
-    register(f"{name}_", in_place_schema, in_place(_into), in_place(_fake_into))
 
 
 _FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
+_WEIGHT, _RSTD = Operand("weight", Role.WEIGHT, True), Result("rstd", Role.NUMBERS, kept=True)
+_OUT, _NUMBERS = Result(dtype="out_dtype"), {name: Flags._field_defaults[name] for name in Flags._fields[:5]}
 
-_register_norm(
-    "fused_add_rms_norm",
-    f"(Tensor x, Tensor residual, Tensor? weight, {_FLAGS}, ScalarType? out_dtype=None, ScalarType? "
-    "residual_dtype=None) -> (Tensor, Tensor, Tensor)",
-    f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
-    has_residual=True,
-)
-_register_norm(
-    "rms_norm",
-    f"(Tensor x, Tensor? weight, {_FLAGS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
+RMS_NORM = Norm(
+    Declaration(
+        "rms_norm",
+        operands=(Operand("x"), _WEIGHT),
+        results=(_OUT, _RSTD),
+        flags=_NUMBERS,
+        formula=lambda x, *rest: _formula(x, None, *rest)[::2],
+        gradient=_gradient_alone,
+        checks=lambda operands, flags, in_memory: _check(operands[0], None, operands[1], flags, in_memory),
+        gradient_operator=False,
+    ),
     f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
-    has_residual=False,
+)
+FUSED_ADD_RMS_NORM = Norm(
+    Declaration(
+        "fused_add_rms_norm",
+        operands=(Operand("x"), Operand("residual"), _WEIGHT),
+        results=(_OUT, Result("residual_out", dtype="residual_dtype", like="residual"), _RSTD),
+        flags=Flags._field_defaults,
+        formula=_formula,
+        gradient=_gradient,
+        checks=lambda operands, flags, in_memory: _check(*operands, flags=flags, in_memory=in_memory),
+        gradient_operator=False,
+    ),
+    f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
 )
 register(
     "into",

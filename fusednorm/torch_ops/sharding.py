@@ -225,7 +225,7 @@ def register_declared(declaration: Declaration) -> None:
 
     rule = _Rule(roles, [result.role for result in declaration.results], joined=joined)
     _register(declaration.name, rule, len(declaration.operands))
-    if declaration.gradient is not None:
+    if declaration.gradient is not None and declaration.gradient_operator:
         taken, results = declaration.backward_tensors, [one.role for one in declaration.with_gradient]
         rule = _Rule({name: roles[name] for name in taken}, results, lambda arguments: arguments[-1], joined)
         _register(f"{declaration.name}_backward", rule, len(taken))
@@ -241,8 +241,6 @@ _NORM = {"x": Role.ROWS, "residual": Role.ROWS, "weight": Role.WEIGHT}
 _OUTPUTS = {"out": Role.ROWS, "residual_out": Role.ROWS}
 _GRADIENTS = {"h": Role.ROWS, "dy": Role.ROWS, "d_residual_out": Role.ROWS, "rstd": Role.NUMBERS, "weight": Role.WEIGHT}
 _QUANTIZED = {"y": Role.ROWS, "scale": Role.WEIGHT, "zero_point": Role.WEIGHT}
-_register("fused_add_rms_norm", _Rule(_NORM, [Role.ROWS] * 3), static_argnum=7)
-_register("rms_norm", _Rule(_NORM, [Role.ROWS] * 2), static_argnum=6)
 _register("fused_add_rms_norm_", _Rule(_NORM, written=("x", "residual")))
 _register("rms_norm_", _Rule(_NORM, written=("x", "residual")))
 _register("into", _Rule(_NORM | _OUTPUTS, written=("out", "residual_out")))
