@@ -31,7 +31,8 @@ def composed(heads: Sequence[Head], tables: Tables, how: Rotation) -> Sequence[T
             eps, weight_offset, _, round_norm, between, _ = how.norm
             y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
         if rows is not None:
-            y = steps.rotate(y, *rows, how.interleaved, None if how.products is None else y.dtype, x.dtype)
+            products = None if how.products is None else y.dtype
+            y = steps.ROTATE.with_gradients(y, *rows, how.interleaved, products, x.dtype)
         found.append(y)
     return found
 

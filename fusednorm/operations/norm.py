@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -24,6 +25,7 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import run
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.torch_ops import dtensor_bridge, steps
@@ -102,13 +104,11 @@ def fused_add_rms_norm(
             )
             if result is not None:
                 return result
-        operands = (x, residual, weight, bias, out, residual_out)
-        if must_be_seen.override(*operands):
-            return must_be_seen.handed_over(fused_add_rms_norm, operands, locals())
     flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-    return beyond_fast_path(
-        NormCall("fused_add_rms_norm", x, residual, weight, flags, out, residual_out, bias, x_scale)
+    both: tuple[Tensor, Tensor] = beyond_fast_path(
+        NormCall(fused_add_rms_norm, x, residual, weight, flags, out, residual_out, bias, x_scale)
     )
+    return both
 
 
 def fused_add_rms_norm_(
@@ -153,11 +153,11 @@ def fused_add_rms_norm_(
             )
             if result is not None:
                 return result
-        operands = (x, residual, weight, bias)
-        if must_be_seen.override(*operands):
-            return must_be_seen.handed_over(fused_add_rms_norm_, operands, locals())
     flags = Flags(eps, weight_offset, round_sum, round_norm)
-    return beyond_fast_path(NormCall("fused_add_rms_norm_", x, residual, weight, flags, x, residual, bias, x_scale))
+    both: tuple[Tensor, Tensor] = beyond_fast_path(
+        NormCall(fused_add_rms_norm_, x, residual, weight, flags, x, residual, bias, x_scale)
+    )
+    return both
 
 
 def rms_norm(
@@ -196,10 +196,9 @@ def rms_norm(
             result = take(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
             if result is not None:
                 return result[0]
-        if must_be_seen.override(x, weight, bias, out):
-            return must_be_seen.handed_over(rms_norm, (x, weight, bias, out), locals())
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
-    return cast(Tensor, beyond_fast_path(NormCall("rms_norm", x, None, weight, flags, out, None, bias))[0])
+    y: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, weight, flags, out, None, bias))
+    return y
 
 
 def rms_norm_(
@@ -234,17 +233,15 @@ def rms_norm_(
             result = take(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
             if result is not None:
                 return result[0]
-        if must_be_seen.override(x, weight, bias):
-            return must_be_seen.handed_over(rms_norm_, (x, weight, bias), locals())
     flags = Flags(eps, weight_offset, True, round_norm)
-    return cast(Tensor, beyond_fast_path(NormCall("rms_norm_", x, None, weight, flags, x, None, bias))[0])
+    y: Tensor = beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
+    return y
 
 
 class NormCall(NamedTuple):
     """A call of a public function that normalises; nothing of it has been checked."""
 
-    #: The name of the function.
-    name: str
+    function: Callable[..., Any]
     x: Tensor
     residual: Tensor | None
     weight: Tensor | None
@@ -256,48 +253,66 @@ class NormCall(NamedTuple):
     #: A norm of x before the addition; the weight, and the eps of the flags, are then of the norm after it.
     before: Before | None = None
 
+    def arguments(self) -> dict[str, Any]:
+        """By the names that functions have for them."""
+        eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = self.flags
+        values: dict[str, Any] = {"x": self.x, "residual": self.residual, "weight": self.weight, "eps": eps}
+        values |= {"x_scale": self.x_scale, "weight_offset": weight_offset, "round_sum": round_sum}
+        values |= {"round_norm": round_norm, "out_dtype": out_dtype, "residual_dtype": residual_dtype}
+        values |= {"bias": self.bias, "out": self.out, "residual_out": self.residual_out}
+        if self.before is not None:
+            values |= {"weight": self.before.weight, "eps": self.before.eps, "between": self.before.between}
+            values |= {"next_weight": self.weight, "next_eps": eps}
+        return values
 
-def beyond_fast_path(call: NormCall) -> tuple[Any, Any]:
-    """Both outputs of a call (the first None if no norm follows the addition, the second None without a residual).
+
+def beyond_fast_path(call: NormCall) -> Any:
+    """The results of the function.
 
     One call of a backend. Where gradients are recorded or a part of torch must see the call, a norm alone is a function
     of autograd or an operator, and all else plain operations, one after the other: docs/spec.md, section 8.
     """
-    name, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
-    operands: tuple[Any, ...] = (x, residual, weight)
+    before = call.before
+    operands = (call.x, call.residual, call.weight, call.out, call.residual_out, call.bias, before and before.weight)
+    listener = Listener.DISPATCHER if is_dynamo_compiling() else must_be_seen.listener(*operands)
+    if listener is Listener.OVERRIDE:
+        return must_be_seen.handed_over(call.function, operands, call.arguments())
+    if before is not None and call.flags.eps is not before.eps:
+        number("next_eps", call.flags.eps)  # its name here; it is converted with the other flags
+    y, total = _both(call, operands, listener)
+    if total is None:
+        return y
+    return total if y is None else (y, total)
+
+
+def _both(call: NormCall, operands: tuple[Any, ...], listener: Listener | None) -> tuple[Any, Any]:
+    """Both outputs of a call (the first None if no norm follows the addition, the second None without a residual)."""
+    function, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
     new = out is None and residual_out is None
     alone = before is None and bias is None and x_scale == 1.0 and getattr(weight, "ndim", 1) != 2
-    if not new:
-        operands += (out, residual_out)
-    if not alone:
-        operands += (bias, None if before is None else before.weight)
     records = is_grad_enabled() and requires_grad(*operands)
     if records and not new:
-        refuse_grad(name)
-    compiling = is_dynamo_compiling()
-    transformed = not compiling and must_be_seen.transform(*operands)
-    in_memory = not (compiling or transformed or must_be_seen.below(*operands))
-    if in_memory and not records:
+        refuse_grad(function.__name__)
+    if listener is None and not records:
         around = None if alone or before is not None else Around(bias, x_scale)
         return run.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
-    if in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
-        found = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
-        return cast(tuple[Tensor, Any], found)
+    if listener is None and before is None and type(x_scale) is float and x_scale == 1.0:
+        found: tuple[Any, Any] = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+        return found
     if not alone:
-        call = _checked(call, compiling or transformed, in_memory)
-    elif transformed:
+        call = _checked(call, listener)
+    elif listener is Listener.TRANSFORM:
         return _transformed(call)
     if (new or not alone) and must_be_seen.in_one_operator(*operands):
         return _in_one_operator(call)
-    return _dispatched(call, compiling) if alone else _composed(call)
+    return _dispatched(call) if alone else _composed(call)
 
 
-def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:
-    """A call that plain operations will serve, and which know operands by other names; its numbers are floats.
-
-    ``traced``: whether a compiler or a transform shows operands as the plain operations can check them alone.
-    """
+def _checked(call: NormCall, listener: Listener | None) -> NormCall:
+    """A call that plain operations will serve, and which know operands by other names; its numbers are floats."""
     _, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
+    # A compiler or a transform shows operands as the plain operations can check them alone.
+    traced, in_memory = is_dynamo_compiling() or listener is Listener.TRANSFORM, listener is None
     next_weight = None if before is None else weight
     operands = (x, residual, next_weight, out, residual_out)
     if not traced:
@@ -315,49 +330,39 @@ def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:
 
 def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
     """Both outputs by the operator that is all of the public function: ``inference.py``."""
-    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
-    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
-    if out is not None and out.dtype != x.dtype:
-        out_dtype = out.dtype
-    ops = torch.ops.fusednorm
-    y: Any = None
-    total: Any = None
-    numbers: tuple[Any, ...] = (weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-    if before is not None and before.followed:
-        both = ops.rms_norm_add_rms_norm_inference
-        y, total = both(x, residual, before.weight, weight, before.eps, eps, before.between, *numbers)
-    elif before is not None:
-        numbers = (weight_offset, round_norm, residual_dtype)
-        total = ops.rms_norm_add_inference(x, residual, before.weight, eps, before.between, *numbers)
-    elif residual is not None:
-        y, total = ops.fused_add_rms_norm_inference(x, residual, weight, eps, bias, x_scale, *numbers)
-    else:
-        y = ops.rms_norm_inference(x, weight, eps, bias, weight_offset, round_norm, out_dtype)
-    return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
+    arguments = call.arguments()
+    if call.out is not None and call.out.dtype != call.x.dtype:
+        arguments["out_dtype"] = call.out.dtype
+    found = dtensor_bridge.in_one_operator(call.function.__name__, arguments)
+    total = None if call.residual is None else dtensor_bridge.written(call.residual_out, found[-1])
+    y = None if call.before is not None and not call.before.followed else dtensor_bridge.written(call.out, found[0])
+    return y, total
 
 
 def _composed(call: NormCall) -> tuple[Any, Any]:
     """Both outputs by plain operations, one after the other; those that are given take a copy at the end."""
-    name, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
+    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
     eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
-    name, wide = name.rstrip("_"), accumulator(x.dtype)
+    function, wide = rms_norm if residual is None else fused_add_rms_norm, accumulator(x.dtype)
     out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
     y: Any = None
     if before is not None:
         first = Flags(before.eps, weight_offset, True, round_norm, before.between)
-        rows, _ = beyond_fast_path(NormCall("rms_norm", x, None, before.weight, first))
+        rows: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, before.weight, first))
         if before.followed:
             flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-            y, total = beyond_fast_path(NormCall("fused_add_rms_norm", rows, residual, weight, flags))
+            y, total = beyond_fast_path(NormCall(fused_add_rms_norm, rows, residual, weight, flags))
         else:
             assert residual is not None
             total = steps.add(rows, residual, residual_dtype or residual.dtype)
     elif x_scale != 1.0:
-        return beyond_fast_path(call._replace(name=name, x=steps.scale(x, x_scale), x_scale=1.0))
+        y, total = beyond_fast_path(call._replace(function=function, x=steps.scale(x, x_scale), x_scale=1.0))
+        return y, total
     else:
         flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)
-        rows, total = beyond_fast_path(NormCall(name, x, residual, None, flags))
-        y = steps.affine(rows, weight, bias, weight_offset, x.dtype if round_norm else None, out_dtype)
+        found = beyond_fast_path(NormCall(function, x, residual, None, flags))
+        rows, total = (found, None) if residual is None else found
+        y = steps.AFFINE.with_gradients(rows, weight, bias, weight_offset, x.dtype if round_norm else None, out_dtype)
     return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 
@@ -388,11 +393,11 @@ def _operator_of(call: NormCall) -> tuple[Operator, tuple[Any, ...]]:
     return FUSED_ADD_RMS_NORM, (call.x, call.residual, call.weight, *numbers, residual_dtype)
 
 
-def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
+def _dispatched(call: NormCall) -> tuple[Tensor, Any]:
     """Both outputs of a norm alone, through torch's dispatcher."""
-    name, x, residual, weight, flags, out, residual_out, *_ = call
+    function, x, residual, weight, flags, out, residual_out, *_ = call
     for called, tensor in zip(NAMES, (x, residual, weight, out, residual_out), strict=True):
-        if not compiling and isinstance(tensor, Tensor) and tensor.is_nested:
+        if not is_dynamo_compiling() and isinstance(tensor, Tensor) and tensor.is_nested:
             refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
         operator, arguments = _operator_of(call)
@@ -408,9 +413,9 @@ def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
         residual_out = torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
     ops = dtensor_bridge.operations(x, residual, weight, out, residual_out)
     numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
-    if name == "rms_norm_":
+    if function is rms_norm_:
         ops.rms_norm_(x, weight, *numbers)
-    elif name == "fused_add_rms_norm_":
+    elif function is fused_add_rms_norm_:
         ops.fused_add_rms_norm_(x, residual, weight, *numbers)
     else:
         ops.into(x, residual, weight, out, residual_out, *numbers)

@@ -334,10 +334,8 @@ class _Call:
         (quantization, scale, zero_point, *_), normed_out = self.quantizing, self.quantizing.normed_out
         if self.in_memory or normed_out is not None or not must_be_seen.in_one_operator(*self.operands):
             return None
-        operator = getattr(torch.ops.fusednorm, f"{self.function.__name__}_inference")
-        found = operator(
-            **self.inputs, quantization=str(quantization), scale=scale, zero_point=zero_point, **self.flags
-        )
+        given = {"quantization": str(quantization), "scale": scale, "zero_point": zero_point}
+        found = dtensor_bridge.in_one_operator(self.function.__name__, {**self.inputs, **self.flags, **given})
         return self._written(*found)
 
     def of_norm(self) -> tuple[Tensor, ...]:

@@ -246,8 +246,7 @@ def _run(
     if in_memory:
         found = (recorded if records else run_rotated.forward)(heads, tables, how)
     if found is None and must_be_seen.in_one_operator(*operands.values(), *outputs):
-        results = getattr(torch.ops.fusednorm, f"{name}_inference")(**operands, **flags)
-        found = results if isinstance(results, tuple) else (results,)
+        found = dtensor_bridge.in_one_operator(name, {**operands, **flags})
     elif found is None:
         found = composed(heads, tables, how)
     return [dtensor_bridge.written(head.out, new) for head, new in zip(heads, found, strict=True)]

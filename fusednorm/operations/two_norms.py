@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Before, Flags
-from fusednorm.calls.checks import number, refuse_type
+from fusednorm.calls.checks import refuse_type
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.operations.norm import NormCall, beyond_fast_path
 
@@ -65,22 +64,20 @@ def rms_norm_add_rms_norm(
     """
     if residual is None:
         refuse_type("residual", residual)
+    second = eps if next_eps is None else next_eps
     if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None and out_dtype is None and residual_dtype is None and between in _PASSED:
-            second = eps if next_eps is None else next_eps
             common = (second, weight_offset, round_sum, round_norm, None, True, None, 1.0)
             first = (weight, eps, between is not None, True)
             result = take(x, residual, next_weight, out, residual_out, *common, *first)
             if result is not None:
                 return result
-        operands = (x, residual, weight, next_weight, out, residual_out)
-        if must_be_seen.override(*operands):
-            return must_be_seen.handed_over(rms_norm_add_rms_norm, operands, locals())
-    flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    flags = Flags(second, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     before = Before(weight, eps, between, True)
-    call = NormCall("rms_norm_add_rms_norm", x, residual, next_weight, flags, out, residual_out, before=before)
-    return beyond_fast_path(call)
+    call = NormCall(rms_norm_add_rms_norm, x, residual, next_weight, flags, out, residual_out, before=before)
+    both: tuple[Tensor, Tensor] = beyond_fast_path(call)
+    return both
 
 
 def rms_norm_add_rms_norm_(
@@ -119,23 +116,21 @@ def rms_norm_add_rms_norm_(
     """
     if residual is None:
         refuse_type("residual", residual)
+    second = eps if next_eps is None else next_eps
     if not is_dynamo_compiling():
         take = fast_paths.get(request())
         if take is not None and between in _PASSED:
-            second = eps if next_eps is None else next_eps
             result = take(
                 x, residual, next_weight, x, residual, second, weight_offset, round_sum, round_norm, None, True, None,
                 1.0, weight, eps, between is not None, True,
             )  # fmt: skip
             if result is not None:
                 return result
-        operands = (x, residual, weight, next_weight)
-        if must_be_seen.override(*operands):
-            return must_be_seen.handed_over(rms_norm_add_rms_norm_, operands, locals())
-    flags = Flags(_second(eps, next_eps), weight_offset, round_sum, round_norm)
+    flags = Flags(second, weight_offset, round_sum, round_norm)
     before = Before(weight, eps, between, True)
-    call = NormCall("rms_norm_add_rms_norm_", x, residual, next_weight, flags, x, residual, before=before)
-    return beyond_fast_path(call)
+    call = NormCall(rms_norm_add_rms_norm_, x, residual, next_weight, flags, x, residual, before=before)
+    both: tuple[Tensor, Tensor] = beyond_fast_path(call)
+    return both
 
 
 def rms_norm_add(
@@ -184,13 +179,11 @@ def rms_norm_add(
             result = take(x, residual, None, None, residual_out, *common, weight, eps, between is not None, False)
             if result is not None:
                 return cast(Tensor, result[1])
-        operands = (x, residual, weight, residual_out)
-        if must_be_seen.override(*operands):
-            return must_be_seen.handed_over(rms_norm_add, operands, locals())
     flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
     before = Before(weight, eps, between, False)
-    call = NormCall("rms_norm_add", x, residual, None, flags, None, residual_out, before=before)
-    return cast(Tensor, beyond_fast_path(call)[1])
+    call = NormCall(rms_norm_add, x, residual, None, flags, None, residual_out, before=before)
+    total: Tensor = beyond_fast_path(call)
+    return total
 
 
 def rms_norm_add_(
@@ -232,18 +225,11 @@ def rms_norm_add_(
             )  # fmt: skip
             if result is not None:
                 return cast(Tensor, result[1])
-        operands = (x, residual, weight)
-        if must_be_seen.override(*operands):
-            return must_be_seen.handed_over(rms_norm_add_, operands, locals())
     flags = Flags(eps, weight_offset, True, round_norm)
     before = Before(weight, eps, between, False)
-    call = NormCall("rms_norm_add_", x, residual, None, flags, None, residual, before=before)
-    return cast(Tensor, beyond_fast_path(call)[1])
-
-
-def _second(eps: float, next_eps: float | None) -> float:
-    """The eps of the norm after the addition."""
-    return eps if next_eps is None else number("next_eps", next_eps)
+    call = NormCall(rms_norm_add_, x, residual, None, flags, None, residual, before=before)
+    total: Tensor = beyond_fast_path(call)
+    return total
 
 
 #: The values that ``between`` may have.

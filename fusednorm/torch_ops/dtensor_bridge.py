@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fusednorm.calls import checks, must_be_seen
+from fusednorm.torch_ops.registered import ARGUMENTS
 
 
 def operations(*operands: Tensor | None) -> Any:
@@ -17,6 +18,16 @@ def operations(*operands: Tensor | None) -> Any:
     if any(map(_is_dtensor, operands)):
         import fusednorm.torch_ops.sharding  # noqa: F401 - registers the rules
     return torch.ops.fusednorm
+
+
+def in_one_operator(name: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The results of the operator that is all of a public function of this name, or of its twin; outputs are left out.
+
+    See ``operations/inference.py``.
+    """
+    operator = f"{name.rstrip('_')}_inference"
+    found = getattr(torch.ops.fusednorm, operator)(**{key: arguments[key] for key in ARGUMENTS[operator]})
+    return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
 def _is_dtensor(operand: object) -> bool:

@@ -209,9 +209,8 @@ def _gradient_alone(
     return reference.gradients(dy, None, x, rstd, weight, weight_offset, x.dtype, None, needed)[::2]
 
 
-def _check(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Sequence[Any], in_memory: bool
-) -> tuple[Any, ...]:
+def _check(operands: Sequence[Any], flags: Sequence[Any], in_memory: bool) -> tuple[Any, ...]:
+    x, residual, weight = operands
     check_operands(x, residual, weight, None, None, in_memory=in_memory)
     return check_flags(Flags(*flags), x, residual, None, None)
 
@@ -283,7 +282,7 @@ RMS_NORM = Norm(
         flags=_NUMBERS,
         formula=lambda x, *rest: _formula(x, None, *rest)[::2],
         gradient=_gradient_alone,
-        checks=lambda operands, flags, in_memory: _check(operands[0], None, operands[1], flags, in_memory),
+        checks=lambda operands, flags, in_memory: _check((operands[0], None, operands[1]), flags, in_memory),
         gradient_operator=False,
     ),
     f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
@@ -296,7 +295,7 @@ FUSED_ADD_RMS_NORM = Norm(
         flags=Flags._field_defaults,
         formula=_formula,
         gradient=_gradient,
-        checks=lambda operands, flags, in_memory: _check(*operands, flags=flags, in_memory=in_memory),
+        checks=_check,
         gradient_operator=False,
     ),
     f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",

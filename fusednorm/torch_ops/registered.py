@@ -22,6 +22,8 @@ _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval")
 
 #: The schema of each operator, by name.
 SCHEMAS: dict[str, str] = {}
+#: The names of its arguments.
+ARGUMENTS: dict[str, list[str]] = {}
 
 
 class DirectOperator(torch._ops.OpOverload):
@@ -57,7 +59,7 @@ def register(
     SCHEMAS[name] = schema
     torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     operator = getattr(torch.ops.fusednorm, name).default
-    names = [argument.name for argument in operator._schema.arguments]
+    ARGUMENTS[name] = names = [argument.name for argument in operator._schema.arguments]
     operator.__class__, operator.direct = DirectOperator, _by_position(direct or function, operator)
     torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names))
     torch.library.register_fake(f"fusednorm::{name}", fake)

@@ -132,22 +132,3 @@ def scale(x: Tensor, factor: float) -> Tensor:
     if must_be_seen.seen(x):
         return cast(Tensor, dtensor_bridge.operations(x).scale(x, factor))
     return reference.scaled(x, factor)
-
-
-def affine(
-    n: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_offset: float,
-    rounded_to: torch.dtype | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """n * gain + bias, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.affine`."""
-    return cast(Tensor, AFFINE.with_gradients(n, weight, bias, weight_offset, rounded_to, out_dtype))
-
-
-def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: torch.dtype | None, dtype: torch.dtype
-) -> Tensor:
-    """Rotated heads, [..., H, D], rounded once to a dtype; see :func:`fusednorm.reference.rotation.rotated`."""
-    return cast(Tensor, ROTATE.with_gradients(x, cos, sin, interleaved, rounded_to, dtype))
