@@ -334,9 +334,8 @@ def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
     if call.out is not None and call.out.dtype != call.x.dtype:
         arguments["out_dtype"] = call.out.dtype
     found = dtensor_bridge.in_one_operator(call.function.__name__, arguments)
-    total = None if call.residual is None else dtensor_bridge.written(call.residual_out, found[-1])
     y = None if call.before is not None and not call.before.followed else dtensor_bridge.written(call.out, found[0])
-    return y, total
+    return y, None if call.residual is None else dtensor_bridge.written(call.residual_out, found[-1])
 
 
 def _composed(call: NormCall) -> tuple[Any, Any]:
