@@ -10,30 +10,17 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_apart, check_output, refuse_grad
-from fusednorm.calls.declared import Declaration
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.declared import Operator
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Operation:
-    """A declared operation that public functions call.
+class Operation(Operator):
+    """A declared operation that public functions call; see :class:`fusednorm.torch_ops.declared.Operator`."""
 
-    Args:
-        declaration: the operation.
-        run: see :class:`fusednorm.torch_ops.declared.Operator`, as for ``run_gradient``.
-        run_gradient: None: the gradient's formula.
-    """
-
-    def __init__(
-        self,
-        declaration: Declaration,
-        run: Callable[..., tuple[Tensor, ...]] | None = None,
-        run_gradient: Callable[..., tuple[Tensor | None, ...]] | None = None,
-    ) -> None:
-        self.declaration = declaration
-        self.operator = Operator(declaration, run, run_gradient)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         #: Its public functions, by name. The name of one that works in place ends in an underscore.
         self.functions: dict[str, Callable[..., Any]] = {}
 
@@ -70,11 +57,11 @@ class Operation:
             if records or (is_grad_enabled() and any(t.requires_grad for t in outputs)):
                 refuse_grad(name)
         if seen:
-            found = self.operator(*tensors, *flags)
+            found = self.dispatched(*tensors, *flags)
         elif records or transformed:
-            found = cast(Any, self.operator.recorded).apply(*tensors, *flags)
+            found = cast(Any, self.recorded).apply(*tensors, *flags)
         else:
-            found = self.operator.run(*tensors, *flags)
+            found = self.run(*tensors, *flags)
         found = found if isinstance(found, tuple) else (found,)
         results = tuple(dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False))
         return results[0] if len(results) == 1 else results

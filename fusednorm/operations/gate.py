@@ -207,7 +207,7 @@ def _run(
     if out is not None or gating.out_dtype is None:
         gating = gating._replace(out_dtype=first.dtype if out is None else out.dtype)
     if seen:
-        return dtensor_bridge.written(out, GATE(y, z, *gating)[0])
+        return dtensor_bridge.written(out, GATE.dispatched(y, z, *gating)[0])
     if out is not None and not transformed:
         check_apart({first_name if name == "gate_" else "out": out}, operands)
     if transformed:

@@ -15,19 +15,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from fusednorm.calls.quantization import Quantization
-from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
-from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
-from fusednorm.operations.rotate import qk_norm_rope, rotate
-from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.operations.listed import ENTRIES
 from fusednorm.torch_ops.gradients import composed_again
 from fusednorm.torch_ops.registered import register
 
 #: The functions that have such an operator. A gate is one operator in each graph, and ``l2_norm`` is ``rms_norm``.
-FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(rms_norm, fused_add_rms_norm, rms_norm_add, rms_norm_add_rms_norm, rms_norm_gated),
-    *(rotate, qk_norm_rope, quantize, rms_norm_quant, fused_add_rms_norm_quant, silu_and_mul_quant),
-)
+FUNCTIONS = [one.function for one in ENTRIES if one.steps != "gate" and one.name != "l2_norm"]
 
 #: Types in a schema, by annotation.
 _TYPES = {

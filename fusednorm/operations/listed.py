@@ -6,6 +6,7 @@ An operation that is declared is listed by its declaration. The others have an e
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,20 +15,14 @@ from torch import Tensor
 
 from fusednorm import quantizations as presets
 from fusednorm.calls.declared import Result, Role
-from fusednorm.calls.quantization import Quantization
 from fusednorm.operations.declared import PUBLIC, Operation
-from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import gate, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
-from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
-from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
+from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
-from fusednorm.operations.rotate import qk_norm_rope, qk_norm_rope_, rotate
-from fusednorm.operations.two_norms import (
-    rms_norm_add,
-    rms_norm_add_,
-    rms_norm_add_rms_norm,
-    rms_norm_add_rms_norm_,
-)
+from fusednorm.operations.rotate import qk_norm_rope, rotate
+from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 
 
 class Listed(NamedTuple):
@@ -105,62 +100,48 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
     return other.detach()[:, :size].chunk(2, -1)
 
 
-_X, _WEIGHT, _BIAS = {"x": Role.ROWS}, {"weight": Role.WEIGHT}, {"bias": Role.WEIGHT}
-_ADDED = _X | {"residual": Role.ROWS}
-_GATE_AND_UP = {"gate": Role.ROWS, "up": Role.ROWS}
-_TABLES = {"cos": Role.TABLE, "sin": Role.TABLE}
-_HEADS = {"q": Role.ROWS, "k": Role.ROWS, "q_weight": Role.WEIGHT, "k_weight": Role.WEIGHT}
+#: By the names that public functions give to operands with rows, with the same for all rows, and with tables.
+_ROLES = dict.fromkeys(("x", "residual", "y", "z", "gate", "up", "q", "k"), Role.ROWS)
+_ROLES |= dict.fromkeys(("weight", "next_weight", "q_weight", "k_weight"), Role.WEIGHT)
+_ROLES |= dict.fromkeys(("cos", "sin"), Role.TABLE)
+
+
+def _entry(
+    function: Callable[..., Any], steps: str, results: tuple[Result, ...] = (Result(),), **sample: Any
+) -> Listed:
+    """An operation that is not declared; its operands are known by their names."""
+    in_place = getattr(sys.modules[function.__module__], f"{function.__name__}_", None)
+    operands = {name: _ROLES[name] for name in inspect.signature(function).parameters if name in _ROLES}
+    return Listed(function, in_place, operands, results, steps, sample, "quantization" not in sample)
+
+
 _Y, _SUM = Result(overwrites="x"), Result("residual_out", overwrites="residual")
+_HEADS = Result("q_out", overwrites="q"), Result("k_out", overwrites="k")
 _NUMBERS = (Result(), Result("scale_out", Role.NUMBERS))
-
-
-def _quantized(function: Callable[..., Any], operands: Any, steps: str, results: Any, how: Quantization) -> Listed:
-    sample = {"quantization": how}
-    return Listed(function, None, operands, results, steps, sample, differentiable=False)
-
+_BIAS = {"bias": Role.WEIGHT}
 
 #: In the order in which ``check`` names them.
 ENTRIES = (
-    Listed(rms_norm, rms_norm_, _X | _WEIGHT, (_Y,), "norm", _BIAS),
-    Listed(
-        fused_add_rms_norm,
-        fused_add_rms_norm_,
-        _ADDED | _WEIGHT,
-        (_Y, _SUM),
-        "add, norm",
-        _BIAS | {"x_scale": 0.22},
-    ),
-    Listed(rms_norm_add, rms_norm_add_, _ADDED | _WEIGHT, (_SUM,), "norm, add"),
-    Listed(
-        rms_norm_add_rms_norm,
-        rms_norm_add_rms_norm_,
-        _ADDED | _WEIGHT | {"next_weight": Role.WEIGHT},
-        (_Y, _SUM),
-        "norm, add, norm",
-    ),
-    Listed(l2_norm, None, _X, (Result(),), "norm"),
-    Listed(gate, gate_, {"y": Role.ROWS, "z": Role.ROWS}, (Result(overwrites="y"),), "gate", {"activation": "sigmoid"}),
-    Listed(silu_and_mul, None, _GATE_AND_UP, (Result(),), "gate"),
-    Listed(gelu_tanh_and_mul, None, _GATE_AND_UP, (Result(),), "gate"),
-    Listed(rms_norm_gated, rms_norm_gated_, _X | {"gate": Role.ROWS} | _WEIGHT, (_Y,), "norm, gate"),
-    Listed(rotate, None, _X | _TABLES, (Result(),), "rotate"),
-    Listed(
-        qk_norm_rope,
-        qk_norm_rope_,
-        _HEADS | _TABLES,
-        (Result("q_out", overwrites="q"), Result("k_out", overwrites="k")),
-        "norm, rotate",
-    ),
-    _quantized(quantize, {"y": Role.ROWS}, "quantize", _NUMBERS, presets.VLLM_INT8_TOKEN_AZP_CPU),
-    _quantized(rms_norm_quant, _X | _WEIGHT, "norm, quantize", _NUMBERS, presets.VLLM_FP8_BLOCK_FUSED),
-    _quantized(
+    _entry(rms_norm, "norm", (_Y,), **_BIAS),
+    _entry(fused_add_rms_norm, "add, norm", (_Y, _SUM), **_BIAS, x_scale=0.22),
+    _entry(rms_norm_add, "norm, add", (_SUM,)),
+    _entry(rms_norm_add_rms_norm, "norm, add, norm", (_Y, _SUM)),
+    _entry(l2_norm, "norm"),
+    _entry(gate, "gate", (Result(overwrites="y"),), activation="sigmoid"),
+    _entry(silu_and_mul, "gate"),
+    _entry(gelu_tanh_and_mul, "gate"),
+    _entry(rms_norm_gated, "norm, gate", (_Y,)),
+    _entry(rotate, "rotate"),
+    _entry(qk_norm_rope, "norm, rotate", _HEADS),
+    _entry(quantize, "quantize", _NUMBERS, quantization=presets.VLLM_INT8_TOKEN_AZP_CPU),
+    _entry(rms_norm_quant, "norm, quantize", _NUMBERS, quantization=presets.VLLM_FP8_BLOCK_FUSED),
+    _entry(
         fused_add_rms_norm_quant,
-        _ADDED | _WEIGHT,
         "add, norm, quantize",
         (*_NUMBERS, _SUM),
-        presets.VLLM_INT8_TOKEN_CPU,
+        quantization=presets.VLLM_INT8_TOKEN_CPU,
     ),
-    _quantized(silu_and_mul_quant, _GATE_AND_UP, "gate, quantize", _NUMBERS, presets.VLLM_FP8_TOKEN),
+    _entry(silu_and_mul_quant, "gate, quantize", _NUMBERS, quantization=presets.VLLM_FP8_TOKEN),
 )
 
 

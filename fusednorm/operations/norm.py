@@ -400,7 +400,7 @@ def _dispatched(call: NormCall) -> tuple[Tensor, Any]:
             refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
         operator, arguments = _operator_of(call)
-        y, *others = operator(*arguments)
+        y, *others = operator.dispatched(*arguments)
         return y, None if residual is None else others[0]
     check_flags(flags, x, residual, out, residual_out)
     if out is None and residual_out is not None:

@@ -59,7 +59,7 @@ class Operator:
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(declaration)
 
-    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+    def dispatched(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The results as new tensors, through torch's dispatcher."""
         found = getattr(dtensor_bridge.operations(*arguments[: self.count]), self.declaration.name)(*arguments)
         return found if isinstance(found, tuple) else (found,)
@@ -67,7 +67,7 @@ class Operator:
     def with_gradients(self, *arguments: Any) -> Any:
         """The results, one or a tuple, for operands that have been checked: through torch's dispatcher if it must."""
         if must_be_seen.seen(*arguments[: self.count]):
-            return _one_or_more(self(*arguments))
+            return _one_or_more(self.dispatched(*arguments))
         return cast(Any, self.recorded).apply(*arguments)
 
     def _direct(self, *arguments: Any) -> Any:
@@ -144,7 +144,7 @@ class Operator:
         if declaration.transposed is not None:
             arguments = (*incoming, *declaration.transposed(ctx.dtype, *saved, *ctx.flags))
             dtensor_bridge.check_kept(incoming, saved)
-            found = self(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
+            found = self.dispatched(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
             return found, *[None] * (len(arguments) - 1)
         operands, kept = saved[: self.count], saved[self.count :]
         needs = [ctx.needs_input_grad[place] for place in declaration.places]
@@ -236,7 +236,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         def forward(*arguments: Any) -> Any:
             operands = arguments[: operator.count]
             if must_be_seen.below(*operands):
-                return _one_or_more(operator(*arguments))
+                return _one_or_more(operator.dispatched(*arguments))
             return _one_or_more(_new(operator.run(*arguments), operands))
 
         @staticmethod
