@@ -24,6 +24,7 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
+from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import run_gated
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_gated import Gating
@@ -66,9 +67,7 @@ def gate(
             result: Any = take(y, *NO_NORM, z, activation, ALONE, None, out)
             if result is not None:
                 return cast(Tensor, result)
-        if must_be_seen.override(y, z, out):
-            return must_be_seen.handed_over(gate, (y, z, out), locals())
-    return _run("gate", {"y": y, "z": z}, y, z, Gating(activation, None, out_dtype), out)
+    return _run(gate, {"y": y, "z": z}, y, z, Gating(activation, None, out_dtype), out)
 
 
 def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
@@ -87,9 +86,7 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
             result: Any = take(y, *NO_NORM, z, activation, ALONE, None, y)
             if result is not None:
                 return cast(Tensor, result)
-        if must_be_seen.override(y, z):
-            return must_be_seen.handed_over(gate_, (y, z), locals())
-    return _run("gate_", {"y": y, "z": z}, y, z, Gating(activation), y)
+    return _run(gate_, {"y": y, "z": z}, y, z, Gating(activation), y)
 
 
 def silu_and_mul(
@@ -149,11 +146,11 @@ def _and_mul(
     passed = between or gate.dtype
     gating = Gating(activation, None if passed == accumulator(gate.dtype) else passed)
     if up is not None:
-        return _run(function.__name__, {"gate": gate, "up": up}, up, gate, gating, out)
+        return _run(function, {"gate": gate, "up": up}, up, gate, gating, out)
     z, y = halves(gate)
     half = "N" if is_dynamo_compiling() else y.shape[-1]  # a compiler would take the number in a name for a constant
     names = {f"gate[..., :{half}]": z, f"gate[..., {half}:]": y}
-    return _run(function.__name__, names, y, z, gating, out, gate)
+    return _run(function, names, y, z, gating, out, gate)
 
 
 def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +175,7 @@ def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run(
-    name: str,
+    function: Callable[..., Tensor],
     operands: dict[str, Tensor],
     y: Tensor,
     z: Tensor,
@@ -186,30 +183,32 @@ def _run(
     out: Tensor | None,
     both: Tensor | None = None,
 ) -> Tensor:
-    """The public function of that name.
+    """The results of the public function.
 
     ``operands``: y and z as the caller calls them; the first one decides dtypes. ``both``: the tensor whose halves are
     z and y.
     """
+    listener = must_be_seen.listener(y, z, out)
+    if listener is Listener.OVERRIDE:
+        return must_be_seen.handed_over(function, (y, z, out), {**operands, **gating._asdict(), "out": out})
     (first_name, first), (second_name, second) = operands.items()
     if second is None:
         refuse_type(second_name, second)
-    seen = must_be_seen.seen(y, z, out)
-    transformed = not seen and must_be_seen.transform(y, z, out)
+    transformed = listener is Listener.TRANSFORM
     if not (is_dynamo_compiling() or transformed):  # the batches of a transform have no memory, and lack a dimension
         names = {"x_name": first_name, "residual_name": second_name}
-        check_operands(first, second, None, out, None, in_memory=not seen, **names)
+        check_operands(first, second, None, out, None, in_memory=listener is None, **names)
     check_activation(gating.activation)
     check_flags(Flags(out_dtype=gating.out_dtype), first, None, out, None, x_name=first_name)
     records = is_grad_enabled() and requires_grad(y, z, None)
     if out is not None and (records or out.requires_grad):
-        refuse_grad(name)
+        refuse_grad(function.__name__)
     if out is not None or gating.out_dtype is None:
         gating = gating._replace(out_dtype=first.dtype if out is None else out.dtype)
-    if seen:
+    if listener is Listener.DISPATCHER:
         return dtensor_bridge.written(out, GATE.dispatched(y, z, *gating)[0])
     if out is not None and not transformed:
-        check_apart({first_name if name == "gate_" else "out": out}, operands)
+        check_apart({first_name if function is gate_ else "out": out}, operands)
     if transformed:
         return dtensor_bridge.written(out, cast(Any, GATE.recorded).apply(y, z, *gating))
     if records:

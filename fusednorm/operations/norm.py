@@ -274,7 +274,7 @@ def beyond_fast_path(call: NormCall) -> Any:
     """
     before = call.before
     operands = (call.x, call.residual, call.weight, call.out, call.residual_out, call.bias, before and before.weight)
-    listener = Listener.DISPATCHER if is_dynamo_compiling() else must_be_seen.listener(*operands)
+    listener = must_be_seen.listener(*operands)
     if listener is Listener.OVERRIDE:
         return must_be_seen.handed_over(call.function, operands, call.arguments())
     if before is not None and call.flags.eps is not before.eps:

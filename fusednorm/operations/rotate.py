@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,8 @@ def rotate(
             if result is not None:
                 return result[0]
     operands = {"x": x, "cos": cos, "sin": sin, "positions": positions}
-    listener = must_be_seen.listener(*operands.values(), out)
-    if listener is Listener.OVERRIDE:
-        return must_be_seen.handed_over(rotate, (*operands.values(), out), locals())
     flags = {"interleaved": interleaved, "round_products": round_products}
-    (rotated,) = _run("rotate", operands, (out,), flags, listener is None)
+    rotated: Tensor = _run(rotate, operands, {"out": out}, flags)
     return rotated
 
 
@@ -146,12 +143,9 @@ def qk_norm_rope(
                 return result
     tables = {"cos": cos, "sin": sin, "positions": positions}
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
-    listener = must_be_seen.listener(*operands.values(), q_out, k_out)
-    if listener is Listener.OVERRIDE:
-        return must_be_seen.handed_over(qk_norm_rope, (*operands.values(), q_out, k_out), locals())
     flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
     flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
-    new_q, new_k = _run("qk_norm_rope", operands, (q_out, k_out), flags, listener is None)
+    new_q, new_k = _run(qk_norm_rope, operands, {"q_out": q_out, "k_out": k_out}, flags)
     return new_q, new_k
 
 
@@ -210,30 +204,34 @@ def qk_norm_rope_(
                 return result
     tables = {"cos": cos, "sin": sin, "positions": positions}
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
-    listener = must_be_seen.listener(*operands.values())
-    if listener is Listener.OVERRIDE:
-        return must_be_seen.handed_over(qk_norm_rope_, (*operands.values(),), locals())
     flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
     flags |= {"between": between, "eps": eps, "weight_offset": weight_offset, "round_norm": round_norm}
-    new_q, new_k = _run("qk_norm_rope", operands, (q, k), flags, listener is None)
+    new_q, new_k = _run(qk_norm_rope_, operands, {"q_out": q, "k_out": k}, flags)
     return new_q, new_k
 
 
 def _run(
-    name: str, operands: dict[str, Any], outputs: Sequence[Tensor | None], flags: dict[str, Any], in_memory: bool
-) -> list[Tensor]:
-    """Rotated heads of x, or of q and k, for a public function; ``flags`` are its arguments that are no operands."""
+    function: Callable[..., Any], operands: dict[str, Any], outputs: dict[str, Tensor | None], flags: dict[str, Any]
+) -> Any:
+    """The rotated heads of x, or of q and k, of a public function; ``flags`` are its arguments that are no operands."""
+    every = (*operands.values(), *outputs.values())
+    listener = must_be_seen.listener(*every)
+    if listener is Listener.OVERRIDE:
+        return must_be_seen.handed_over(function, every, {**operands, **outputs, **flags})
+    in_memory, name = listener is None, function.__name__.rstrip("_")
     for flag in ("norm", "interleaved", "round_products"):
         if flag in flags:
             check_flag(flag, flags[flag])
     of_norm, between = flags.get("norm", False), flags.get("between")
     names = ["x"] if name == "rotate" else ["q", "k"]
     _check_operands(names, operands, of_norm, in_memory)
-    heads = [Head(operands[x], operands.get(f"{x}_weight"), out) for x, out in zip(names, outputs, strict=True)]
+    heads = [
+        Head(operands[x], operands.get(f"{x}_weight"), out) for x, out in zip(names, outputs.values(), strict=True)
+    ]
     if between is not None:
         for x in names:
             check_between(between, operands[x], x)
-    records = is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (*operands.values(), *outputs))
+    records = is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in every)
     _check_outputs(name, heads, operands, records, in_memory)
     norm, tables = None, (operands["cos"], operands["sin"], operands["positions"])
     passed = between if of_norm and tables[0] is not None else None
@@ -245,11 +243,12 @@ def _run(
     found: Sequence[Tensor] | None = None
     if in_memory:
         found = (recorded if records else run_rotated.forward)(heads, tables, how)
-    if found is None and must_be_seen.in_one_operator(*operands.values(), *outputs):
+    if found is None and must_be_seen.in_one_operator(*every):
         found = dtensor_bridge.in_one_operator(name, {**operands, **flags})
     elif found is None:
         found = composed(heads, tables, how)
-    return [dtensor_bridge.written(head.out, new) for head, new in zip(heads, found, strict=True)]
+    results = [dtensor_bridge.written(head.out, new) for head, new in zip(heads, found, strict=True)]
+    return results[0] if name == "rotate" else results
 
 
 def _check_operands(names: list[str], operands: dict[str, Any], norm: bool, in_memory: bool) -> None:
