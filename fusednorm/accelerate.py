@@ -85,7 +85,7 @@ def _beyond_fast_path(
         return _torchs(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
     with _CPU:
         flags = Flags(_EPS[input.dtype] if eps is None else eps)
-        y: Tensor = norm.beyond_fast_path(norm.NormCall(norm.rms_norm, rows, None, row, flags))
+        y: Tensor = norm.beyond_fast_path(norm.NormCall(norm.rms_norm, rows, None, row, flags, inner=True))
     return y if len(shape) == 1 else y.view(input.shape)
 
 

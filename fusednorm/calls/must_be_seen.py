@@ -93,13 +93,8 @@ class Listener(Enum):
 
 
 def listener(*operands: Tensor | None) -> Listener | None:
-    """The first listener that must see a call, all of whose operands these are; None, the usual case: there is none.
-
-    A compiler sees the operator, also of what would override the function.
-    """
-    if is_dynamo_compiling():
-        return Listener.DISPATCHER
-    elsewhere = MISSING or FUNCTION_MODES[0]() or transforms_active() or level_entered()
+    """The first listener that must see a call, all of whose operands these are; None, the usual case: there is none."""
+    elsewhere = is_dynamo_compiling() or MISSING or FUNCTION_MODES[0]() or transforms_active() or level_entered()
     if not (elsewhere or _in_batches() or listening()) and plain(*operands):
         return None
     if override(*operands):

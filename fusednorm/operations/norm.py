@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -25,7 +25,6 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
-from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import run
 from fusednorm.engine.choose import fast_paths, request
 from fusednorm.torch_ops import dtensor_bridge, steps
@@ -252,6 +251,8 @@ class NormCall(NamedTuple):
     x_scale: float = 1.0
     #: A norm of x before the addition; the weight, and the eps of the flags, are then of the norm after it.
     before: Before | None = None
+    #: Whether it is a part of another call, which has asked what overrides functions.
+    inner: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """By the names that functions have for them."""
@@ -272,47 +273,45 @@ def beyond_fast_path(call: NormCall) -> Any:
     One call of a backend. Where gradients are recorded or a part of torch must see the call, a norm alone is a function
     of autograd or an operator, and all else plain operations, one after the other: docs/spec.md, section 8.
     """
-    before = call.before
-    operands = (call.x, call.residual, call.weight, call.out, call.residual_out, call.bias, before and before.weight)
-    listener = must_be_seen.listener(*operands)
-    if listener is Listener.OVERRIDE:
-        return must_be_seen.handed_over(call.function, operands, call.arguments())
-    if before is not None and call.flags.eps is not before.eps:
-        number("next_eps", call.flags.eps)  # its name here; it is converted with the other flags
-    y, total = _both(call, operands, listener)
+    function, x, residual, weight, flags, out, residual_out, bias, x_scale, before, inner = call
+    operands = (x, residual, weight, out, residual_out, bias, None if before is None else before.weight)
+    compiling = is_dynamo_compiling()
+    if not (inner or compiling) and must_be_seen.override(*operands):
+        return must_be_seen.handed_over(function, operands, call.arguments())
+    new = out is None and residual_out is None
+    alone = before is None and bias is None and x_scale == 1.0 and getattr(weight, "ndim", 1) != 2
+    if before is not None and flags.eps is not before.eps:
+        number("next_eps", flags.eps)  # its name here; it is converted with the other flags
+    records = is_grad_enabled() and requires_grad(*operands)
+    if records and not new:
+        refuse_grad(function.__name__)
+    transformed = not compiling and must_be_seen.transform(*operands)
+    in_memory = not (compiling or transformed or must_be_seen.below(*operands))
+    if in_memory and not records:
+        around = None if alone or before is not None else Around(bias, x_scale)
+        y, total = run.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
+    elif in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
+        y, total = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+    elif alone and transformed:
+        y, total = _transformed(call)
+    else:
+        if not alone:
+            call = _checked(call, compiling or transformed, in_memory)
+        if (new or not alone) and must_be_seen.in_one_operator(*operands):
+            y, total = _in_one_operator(call)
+        else:
+            y, total = _dispatched(call, compiling) if alone else _composed(call)
     if total is None:
         return y
     return total if y is None else (y, total)
 
 
-def _both(call: NormCall, operands: tuple[Any, ...], listener: Listener | None) -> tuple[Any, Any]:
-    """Both outputs of a call (the first None if no norm follows the addition, the second None without a residual)."""
-    function, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
-    new = out is None and residual_out is None
-    alone = before is None and bias is None and x_scale == 1.0 and getattr(weight, "ndim", 1) != 2
-    records = is_grad_enabled() and requires_grad(*operands)
-    if records and not new:
-        refuse_grad(function.__name__)
-    if listener is None and not records:
-        around = None if alone or before is not None else Around(bias, x_scale)
-        return run.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
-    if listener is None and before is None and type(x_scale) is float and x_scale == 1.0:
-        found: tuple[Any, Any] = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
-        return found
-    if not alone:
-        call = _checked(call, listener)
-    elif listener is Listener.TRANSFORM:
-        return _transformed(call)
-    if (new or not alone) and must_be_seen.in_one_operator(*operands):
-        return _in_one_operator(call)
-    return _dispatched(call) if alone else _composed(call)
+def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:
+    """A call that plain operations will serve, and which know operands by other names; its numbers are floats.
 
-
-def _checked(call: NormCall, listener: Listener | None) -> NormCall:
-    """A call that plain operations will serve, and which know operands by other names; its numbers are floats."""
-    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
-    # A compiler or a transform shows operands as the plain operations can check them alone.
-    traced, in_memory = is_dynamo_compiling() or listener is Listener.TRANSFORM, listener is None
+    ``traced``: whether a compiler or a transform shows operands as the plain operations can check them alone.
+    """
+    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before, _ = call
     next_weight = None if before is None else weight
     operands = (x, residual, next_weight, out, residual_out)
     if not traced:
@@ -340,26 +339,26 @@ def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
 
 def _composed(call: NormCall) -> tuple[Any, Any]:
     """Both outputs by plain operations, one after the other; those that are given take a copy at the end."""
-    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before = call
+    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before, _ = call
     eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
     function, wide = rms_norm if residual is None else fused_add_rms_norm, accumulator(x.dtype)
     out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
     y: Any = None
     if before is not None:
         first = Flags(before.eps, weight_offset, True, round_norm, before.between)
-        rows: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, before.weight, first))
+        rows: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, before.weight, first, inner=True))
         if before.followed:
             flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-            y, total = beyond_fast_path(NormCall(fused_add_rms_norm, rows, residual, weight, flags))
+            y, total = beyond_fast_path(NormCall(fused_add_rms_norm, rows, residual, weight, flags, inner=True))
         else:
             assert residual is not None
             total = steps.add(rows, residual, residual_dtype or residual.dtype)
     elif x_scale != 1.0:
-        y, total = beyond_fast_path(call._replace(function=function, x=steps.scale(x, x_scale), x_scale=1.0))
-        return y, total
+        scaled = call._replace(function=function, x=steps.scale(x, x_scale), x_scale=1.0, inner=True)
+        return cast(tuple[Any, Any], beyond_fast_path(scaled))
     else:
         flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)
-        found = beyond_fast_path(NormCall(function, x, residual, None, flags))
+        found = beyond_fast_path(NormCall(function, x, residual, None, flags, inner=True))
         rows, total = (found, None) if residual is None else found
         y = steps.AFFINE.with_gradients(rows, weight, bias, weight_offset, x.dtype if round_norm else None, out_dtype)
     return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
@@ -392,11 +391,11 @@ def _operator_of(call: NormCall) -> tuple[Operator, tuple[Any, ...]]:
     return FUSED_ADD_RMS_NORM, (call.x, call.residual, call.weight, *numbers, residual_dtype)
 
 
-def _dispatched(call: NormCall) -> tuple[Tensor, Any]:
+def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
     """Both outputs of a norm alone, through torch's dispatcher."""
     function, x, residual, weight, flags, out, residual_out, *_ = call
     for called, tensor in zip(NAMES, (x, residual, weight, out, residual_out), strict=True):
-        if not is_dynamo_compiling() and isinstance(tensor, Tensor) and tensor.is_nested:
+        if not compiling and isinstance(tensor, Tensor) and tensor.is_nested:
             refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
         operator, arguments = _operator_of(call)

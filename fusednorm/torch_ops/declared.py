@@ -174,28 +174,17 @@ class Operator:
         needs: list[bool],
     ) -> tuple[Tensor | None, ...]:
         """The gradients by the formula, which can be differentiated; kept results are made again with derivatives."""
-        declaration = self.declaration
-        whole = [operand.role is Role.WEIGHT for operand in declaration.operands]
-        gradient_whole = [operand.role is Role.WEIGHT for operand in declaration.with_gradient]
+        declaration, first = self.declaration, len(incoming)
 
         def formula(*given: Any) -> tuple[Tensor | None, ...]:
-            d, of_rows, of_all = (
-                given[: len(incoming)],
-                iter(given[len(incoming) :]),
-                iter(given[len(given) - sum(whole) :]),
-            )
-            again = [next(of_all) if w else next(of_rows) for w in whole]
+            again = given[first:]
             kept = declaration.formula(*again, *flags)[len(declaration.returned) :] if declaration.kept else ()
-            found = cast(Any, declaration.gradient)(*d, *again, *kept, *gradient_flags, needs)
-            of_weights = [g for g, w in zip(found, gradient_whole, strict=True) if w]
-            return *(g for g, w in zip(found, gradient_whole, strict=True) if not w), *of_weights
+            return cast(Any, declaration.gradient)(*given[:first], *again, *kept, *gradient_flags, needs)  # type: ignore[no-any-return]
 
-        rows = [t for t, w in zip(operands, whole, strict=True) if not w]
-        weights = [t for t, w in zip(operands, whole, strict=True) if w]
-        found = list(dtensor_bridge.on_rows(formula, (*incoming, *rows), weights, declaration.joined_of(operands)))
-        of_rows = len(found) - len(weights)
-        of_weights, of_rest = found[of_rows:], found[:of_rows]
-        return tuple(of_weights.pop(0) if w else of_rest.pop(0) for w in gradient_whole)
+        weights = [place for place, operand in enumerate(declaration.operands) if operand.role is Role.WEIGHT]
+        whole = [first + place for place in weights]
+        sums = {declaration.places.index(place): first + place for place in weights}
+        return dtensor_bridge.on_rows(formula, (*incoming, *operands), whole, sums, declaration.joined_of(operands))
 
 
 def _recorded(operator: Operator) -> type[torch.autograd.Function]:

@@ -37,27 +37,28 @@ def _is_dtensor(operand: object) -> bool:
 
 def on_rows(
     formula: Callable[..., tuple[Tensor | None, ...]],
-    rows: Sequence[Tensor | None],
-    whole: Sequence[Tensor | None] = (),
+    operands: Sequence[Tensor | None],
+    whole: Sequence[int] = (),
+    sums: Mapping[int, int] | None = None,
     joined: int = 1,
 ) -> tuple[Tensor | None, ...]:
-    """``formula(*rows, *whole)``, a formula out of torch's operations.
+    """``formula(*operands)``, a formula out of torch's operations.
 
     Of DTensors each rank computes it for its own rows. torch would convert summands whose sum is pending, and add parts
     of a row in another order; and torch 2.13 does not shift the bits of a DTensor.
 
     Args:
-        formula: returns tensors with rows, or None, and then for each operand of ``whole`` the ranks' shares of a sum.
-        rows: operands with rows, [..., N]; None where there is none.
-        whole: operands that each rank has whole, such as a weight.
-        joined: so many dimensions at the end of ``rows`` are joined on a rank: a row, or all heads, or nothing.
+        formula: returns tensors with rows, or the ranks' shares of a sum; None where there is none.
+        operands: with rows, [..., N]; None where there is none.
+        whole: the places of operands that each rank has whole, such as a weight.
+        sums: the places of results that are shares of a sum, each with the operand whose shape it has.
+        joined: so many dimensions at the end of rows are joined on a rank: a row, or all heads, or nothing.
     """
-    operands = [t for t in (*rows, *whole) if t is not None]
-    if not all(map(_is_dtensor, operands)):  # torch refuses a mix in its own words
-        return formula(*rows, *whole)
+    if not all(map(_is_dtensor, [t for t in operands if t is not None])):  # torch refuses a mix in its own words
+        return formula(*operands)
     import fusednorm.torch_ops.sharding
 
-    return fusednorm.torch_ops.sharding.on_rows(formula, cast(Any, rows), cast(Any, whole), joined)
+    return fusednorm.torch_ops.sharding.on_rows(formula, cast(Any, operands), whole, sums or {}, joined)
 
 
 def parts_of_groups(rows: Tensor, groups: int) -> Tensor:

@@ -137,7 +137,7 @@ def gradients(
             operands = (dy, d_total, h, r, weight, weight_offset)
             return reference.gradients(*operands, operation.x, operation.residual, needs)
 
-        found = on_rows(formula, (dy, d_total, h), (weight,))
+        found = on_rows(formula, (dy, d_total, h, weight), whole=[3], sums={2: 3})
     elif backend is not None:
         found = run.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs)
     else:

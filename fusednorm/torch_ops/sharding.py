@@ -108,24 +108,28 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
 
 def on_rows(
     formula: Callable[..., tuple[Tensor | None, ...]],
-    rows: Sequence[DTensor | None],
-    whole: Sequence[DTensor | None],
+    operands: Sequence[DTensor | None],
+    whole: Sequence[int],
+    sums: Mapping[int, int],
     joined: int,
 ) -> tuple[DTensor | None, ...]:
     """The results of a formula, each rank computing it for its own rows; see ``dtensor_bridge.on_rows``."""
-    meet = _rows(*(t._spec for t in rows if t is not None), whole=joined)
-    mesh, shares = meet.mesh, _shares(meet).placements
-
-    def local(operands: Sequence[DTensor | None], placements: Any, of_gradient: Any) -> list[Tensor | None]:
-        return [
-            t if t is None else t.redistribute(mesh, placements).to_local(grad_placements=of_gradient) for t in operands
-        ]
-
-    everywhere = _replicated(meet).placements
-    found = formula(*local(rows, meet.placements, meet.placements), *local(whole, everywhere, shares))
-    of_rows = len(found) - len(whole)
-    like = next(t for t in rows if t is not None)
-    placed: list[Any] = [(like, meet.placements)] * of_rows + [(operand, shares) for operand in whole]
+    rows = [t for place, t in enumerate(operands) if t is not None and place not in whole]
+    meet = _rows(*(t._spec for t in rows), whole=joined)
+    mesh, shares, everywhere = meet.mesh, _shares(meet).placements, _replicated(meet).placements
+    found = formula(
+        *(
+            t
+            if t is None
+            else t.redistribute(mesh, everywhere).to_local(grad_placements=shares)
+            if place in whole
+            else t.redistribute(mesh, meet.placements).to_local(grad_placements=meet.placements)
+            for place, t in enumerate(operands)
+        )
+    )
+    placed: list[Any] = [
+        (operands[sums[i]], shares) if i in sums else (rows[0], meet.placements) for i in range(len(found))
+    ]
     return tuple(
         None if t is None or operand is None else _of_ranks(t, mesh, placements, operand.shape)
         for t, (operand, placements) in zip(found, placed, strict=True)
