@@ -47,23 +47,6 @@ def whole_of(operation: Operation, step: Step) -> Chosen | None:
     return serving(operation, step, backend_of)
 
 
-def on_fast_path(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    flags: Flags,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-    rstd: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Any] | None:
-    """As :func:`forward`, if the fast path takes the call. The caller knows that no mode must see it."""
-    take = fast_paths.get(request())
-    if take is None or flags.residual_dtype is not None or flags.out_dtype not in (None, x.dtype):
-        return None
-    return take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False, bias, 1.0)
-
-
 def fast_path_first(
     x: Tensor,
     residual: Tensor | None,
@@ -72,10 +55,16 @@ def fast_path_first(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
+    around: Around | None = None,
 ) -> tuple[Tensor, Any]:
-    """As :func:`forward`, by the fast path if that takes the call; see :func:`on_fast_path`."""
-    found = on_fast_path(x, residual, weight, flags, out, residual_out, rstd)
-    return forward(x, residual, weight, flags, out, residual_out, rstd) if found is None else found
+    """As :func:`forward`, by the fast path if that takes the call. The caller knows that no mode must see it."""
+    take = fast_paths.get(request())
+    if take is not None and flags.residual_dtype is None and flags.out_dtype in (None, x.dtype):
+        bias = None if around is None else around.bias
+        found = take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False, bias, 1.0)
+        if found is not None:
+            return found
+    return forward(x, residual, weight, flags, out, residual_out, rstd, around=around)
 
 
 def forward(

@@ -36,24 +36,19 @@ def keep(
     weight: Tensor | None,
     flags: Flags,
     outputs: tuple[Tensor, Tensor | None, Tensor],
-    bias: Tensor | None = None,
+    around: Around | None = None,
 ) -> None:
     """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again.
 
-    ``outputs``: the rows, the sum and rstd.
+    ``outputs``: the rows, the sum and rstd. ``around``: a bias or rows of heads, if there are any.
     """
     _, total, rstd = outputs
     unrounded = total is not None and not flags.round_sum and total.dtype != rstd.dtype
     terms = (x, residual) if unrounded else (x,) if total is None else (total,)
-    ctx.save_for_backward(rstd, weight, bias, *terms)
+    ctx.save_for_backward(rstd, weight, None if around is None else around.bias, *terms)
     ctx.set_materialize_grads(False)
-    ctx.around = _around(weight, bias)
-    ctx.flags, ctx.operation = flags, operation_of(x, residual, weight, flags, around=ctx.around)
-
-
-def _around(weight: Tensor | None, bias: Tensor | None) -> Around | None:
-    """A bias or rows of heads, if there are any."""
-    return None if bias is None and getattr(weight, "ndim", 1) != 2 else Around(bias, 1.0)
+    ctx.around = around is not None  # the bias itself would be kept twice
+    ctx.flags, ctx.operation = flags, operation_of(x, residual, weight, flags, around=around)
 
 
 def composed_again(
@@ -111,7 +106,7 @@ def gradients(
         backend = None
     operation, eps, weight_offset = ctx.operation, ctx.flags.eps, ctx.flags.weight_offset
     dweight = dbias = None
-    if ctx.around is not None:
+    if ctx.around:
         if backend is not None and dy is not None and ctx.in_one_call:
             return run.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
         need_rows = needs[0] or needs[1]
@@ -156,7 +151,7 @@ def _norm_alone(operation: RMSNorm) -> RMSNorm:
 
 def keep_backend(ctx: Any, weight: Tensor | None, bias: Tensor | None = None) -> None:
     """Keeps, after :func:`keep`, the backend that the backward pass takes: the one in force now."""
-    if ctx.around is None:
+    if not ctx.around:
         ctx.backend = run.backend_of(ctx.operation)
         return
     of_one_shape = weight is None or bias is None or weight.shape == bias.shape
@@ -176,12 +171,11 @@ class Normalise(torch.autograd.Function):
         """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
         x, residual, weight, bias, *rest = inputs
         flags, rstd = Flags(*rest), new_rstd(x)
-        found = run.on_fast_path(x, residual, weight, flags, rstd=rstd, bias=bias)
-        if found is None:
-            found = run.forward(x, residual, weight, flags, rstd=rstd, around=_around(weight, bias))
+        around = None if bias is None and getattr(weight, "ndim", 1) != 2 else Around(bias, 1.0)
+        y, total = run.fast_path_first(x, residual, weight, flags, rstd=rstd, around=around)
+        if type(flags.eps) is not float or type(flags.weight_offset) is not float:
             flags = check_flags(flags, x, residual, None, None)
-        y, total = found
-        keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
+        keep(ctx, x, residual, weight, flags, (y, total, rstd), around)
         keep_backend(ctx, weight, bias)
         if total is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)

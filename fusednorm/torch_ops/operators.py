@@ -167,20 +167,11 @@ def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
     ctx.factor = inputs[1]
 
 
-def _formula(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    out_dtype: torch.dtype | None,
-    residual_dtype: torch.dtype | None = None,
-) -> tuple[Any, ...]:
-    total = None if residual is None else residual_dtype or residual.dtype
-    flags = (eps, weight_offset, round_sum, round_norm, out_dtype or x.dtype, total)
-    return reference.outputs(x, residual, weight, *flags, reference.differentiable_rstd)
+def _formula(x: Tensor, residual: Tensor | None, weight: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
+    flags = Flags(*arguments)
+    numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
+    dtypes = (flags.out_dtype or x.dtype, None if residual is None else flags.residual_dtype or residual.dtype)
+    return reference.outputs(x, residual, weight, *numbers, *dtypes, reference.differentiable_rstd)
 
 
 def _gradient(
