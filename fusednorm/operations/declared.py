@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_apart, check_output, refuse_grad
+from fusednorm.calls.must_be_seen import Listener
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.declared import Operator
 
@@ -35,30 +36,29 @@ class Operation(Operator):
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
-        declaration, compiling = self.declaration, is_dynamo_compiling()
+        declaration = self.declaration
         operands = {operand.name: arguments[operand.name] for operand in declaration.operands}
         given = {result.name: arguments.get(result.name) for result in declaration.returned}
-        if not compiling and must_be_seen.override(*operands.values(), *given.values()):
-            every = (*operands.values(), *given.values())
+        every = (*operands.values(), *given.values())
+        listener = must_be_seen.listener(*every)
+        if listener is Listener.OVERRIDE:
             return must_be_seen.handed_over(self.functions[name], every, arguments)
         in_place = name.endswith("_")
         if in_place:
             given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}
         outputs = tuple(t for t in given.values() if t is not None)
-        tensors = tuple(operands.values())
-        seen = compiling or must_be_seen.seen(*tensors, *outputs)
-        transformed = not seen and must_be_seen.transform(*tensors, *outputs)
+        tensors, seen = tuple(operands.values()), listener is Listener.DISPATCHER
         flags = tuple(arguments.get(flag, default) for flag, default in declaration.flags.items())
-        if not (compiling or transformed):
+        if not (is_dynamo_compiling() or listener is Listener.TRANSFORM):
             flags = declaration.checked(tensors, flags, in_memory=not seen)
         records = is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if outputs:
-            self._check_outputs(given, operands, flags, in_place, apart=not (seen or transformed))
+            self._check_outputs(given, operands, flags, in_place, apart=listener is None)
             if records or (is_grad_enabled() and any(t.requires_grad for t in outputs)):
                 refuse_grad(name)
         if seen:
             found = self.dispatched(*tensors, *flags)
-        elif records or transformed:
+        elif records or listener is Listener.TRANSFORM:
             found = cast(Any, self.recorded).apply(*tensors, *flags)
         else:
             found = self.run(*tensors, *flags)
