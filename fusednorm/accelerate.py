@@ -24,11 +24,13 @@ from torch.overrides import has_torch_function_variadic
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import check_operands
-from fusednorm.engine.choose import fast_paths, use_backend
+from fusednorm.calls.fast_path import Entry
+from fusednorm.engine.choose import use_backend
 from fusednorm.operations import norm
 from fusednorm.operations.modules import as_row, as_rows
 
 _CPU = use_backend("cpu")
+_on_fast_path = Entry("norm", "x weight eps", returned=0).open("cpu")
 
 #: The eps of torch for None, by the dtypes that are taken.
 _EPS = {torch.float16: 2.0**-23, torch.bfloat16: 2.0**-23, torch.float32: 2.0**-23, torch.float64: 2.0**-52}
@@ -62,12 +64,10 @@ def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | N
             and type(normalized_shape[0]) is int  # torch refuses 8.0
             and (input.ndim < 4 or input.is_contiguous())  # of four and five, torch may keep channels last
         ):
-            take = fast_paths.get("cpu")
             number = eps if type(eps) is float else _EPS.get(input.dtype) if eps is None else None
-            if take is not None and number is not None:
-                result = take(input, None, weight, None, None, number, 0.0, True, False, None, True, None, 1.0)
-                if result is not None:
-                    return result[0]
+            result: Tensor | None = None if number is None else _on_fast_path(input, weight, number)
+            if result is not None:
+                return result
     return _beyond_fast_path(input, normalized_shape, weight, eps)
 
 

@@ -38,10 +38,9 @@ enum fn_activation {
     FN_SILU = 0, FN_SIGMOID = 1, FN_GELU_TANH = 2
 };
 
-/* The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both. BETWEEN_IS_F32 is added
- * where float32 passes between. */
+/* The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both. */
 enum fn_gate_order {
-    FN_ALONE = 0, FN_AND_MUL = 1, FN_NORM_FIRST = 2, FN_GATE_FIRST = 3, FN_BETWEEN_IS_F32 = 4
+    FN_ALONE = 0, FN_AND_MUL = 1, FN_NORM_FIRST = 2, FN_GATE_FIRST = 3
 };
 
 /* Flags of a rotation, beside ROUND_NORM. */

@@ -8,11 +8,11 @@
 
 static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *capsule, *types[2], *callables[6], *asked[4], *operands, *dtypes;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO!O!O!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+    PyObject *capsule, *types[2], *callables[6], *asked[4], *operands, *dtypes, *of_norms;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO!O!O!O!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
                           &callables[2], &callables[3], &callables[4], &callables[5], &PyTuple_Type, &asked[0], &PyTuple_Type,
                           &asked[1], &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3], &PyTuple_Type, &operands,
-                          &PyTuple_Type, &dtypes))
+                          &PyTuple_Type, &dtypes, &PyDict_Type, &of_norms))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* other packages set other objects under this name */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -23,7 +23,7 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     fn_parameter_type = (PyTypeObject *)Py_NewRef(types[1]);
     fn_open_threads(callables[1]);
     fn_open_quantizer(dtypes);
-    fn_open_outputs(callables[2], callables[3]);
+    fn_open_outputs(callables[2], callables[3], of_norms);
     if (!fn_open_operands(operands)) return NULL;
     if (!fn_open_listeners(asked[0], asked[1], asked[2], asked[3])) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "questions, variables or function modes of another form");
@@ -54,38 +54,28 @@ static PyObject *open_cpu(PyObject *module, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef forward_method = {
-    "forward", (PyCFunction)(void (*)(void))fn_forward_on_fast_path, METH_FASTCALL,
-    "forward(x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm, rstd, ask, bias, x_scale[, "
-    "first_weight, first_eps, between_is_float32, next_norm | packed, between_is_float32, normalises, scale, out, scale_out | gate, "
-    "activation, how, group_size, out])\n"
-    "forward(q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out, eps, weight_offset, norm, interleaved, "
-    "round_products, between_is_float32, round_norm)\n--\n\nThe outputs (any operand but x and q may be None), or None "
-    "if nothing was done and Python must make the call. The last arguments of the first form ask for a norm of x before the "
-    "addition, and say whether a norm follows the addition; or they ask for a quantizer; or for a gate, and then the output "
-    "alone is returned. The second form rotates heads."};
-
-static PyObject *forward_on(PyObject *module, PyObject *arguments) {
-    (void)module;
-    int cpu, cuda, triton_cpu;
-    if (!PyArg_ParseTuple(arguments, "ppp", &cpu, &cuda, &triton_cpu)) return NULL;
-    if (!fn_exchange_api || (cpu && !fn_run_on_cpu)) {
-        PyErr_SetString(PyExc_RuntimeError, "the fast path is not open");
-        return NULL;
+/* The kinds of calls: the names of their arguments, by name. */
+static PyObject *kinds_of_calls(void) {
+    PyObject *kinds = PyDict_New();
+    for (const struct fn_call_kind *kind = fn_call_kinds; kinds && kind->name; kind++) {
+        PyObject *arguments = PyUnicode_FromString(kind->arguments);
+        if (!arguments || PyDict_SetItemString(kinds, kind->name, arguments)) Py_CLEAR(kinds);
+        Py_XDECREF(arguments);
     }
-    PyObject *devices =
-        PyLong_FromLong((cpu ? 1 << DL_CPU : 0) | (cuda ? 1 << DL_CUDA : 0) | (triton_cpu ? 1 << TRITON_CPU : 0));
-    if (!devices) return NULL;
-    PyObject *function = PyCFunction_NewEx(&forward_method, devices, NULL);
-    Py_DECREF(devices);
-    return function;
+    return kinds;
 }
 
 static PyMethodDef methods[] = {
     {"open", open_fast_path, METH_VARARGS,
      "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, increment_version, "
      "is_inference_mode_enabled, questions, variables, function modes, addresses in C++, what is asked of operands, keywords "
-     "of int8, uint8, float8_e4m3fn, float8_e5m2 and float32)\n--\n\nWhether this version of the exchange API is understood."},
+     "of int8, uint8, float8_e4m3fn, float8_e5m2, float32 and int32, keywords of a norm's dtypes)\n--\n\nWhether this version of the "
+     "exchange API is understood."},
+    {"follow", fn_follow, METH_VARARGS,
+     "follow(request, devices)\n--\n\nKeeps the function that tells the request in force, and bits of devices by request."},
+    {"entry", fn_new_entry, METH_VARARGS,
+     "entry(kind, names, places, fill, returned, request, otherwise)\n--\n\nA function for calls of a kind; see "
+     "fast_path_entries.c."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
      "open_cuda(addresses of cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent)\n--\n\n"
@@ -103,22 +93,23 @@ static PyMethodDef methods[] = {
      "backward(type of device, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
      "weight_offset)\n--\n\nWhether the gradients were written; if not, Python must make the call."},
     {"norm_gated_backward", (PyCFunction)(void (*)(void))fn_norm_gated_backward_on_fast_path, METH_FASTCALL,
-     "norm_gated_backward(d, x, z, rstd, weight, dx, dz, dweight, activation, order, round_norm, weight_offset)\n--\n\n"
+     "norm_gated_backward(d, x, z, rstd, weight, dx, dz, dweight, activation, norm_before_gate, between, round_norm, "
+     "weight_offset)\n--\n\n"
      "Whether the gradients of a norm with a gate were written."},
     {"gate_backward", (PyCFunction)(void (*)(void))fn_gate_backward_on_fast_path, METH_FASTCALL,
      "gate_backward(type of device, d, y, z, dy, dz, activation, number of the dtype between)\n--\n\nWhether the gradients of "
      "a gate were written; if not, Python must make the call."},
     {"is_direct", (PyCFunction)(void (*)(void))is_direct, METH_FASTCALL,
      "is_direct(*arguments of an operator)\n--\n\nWhether the operator may run past torch's dispatcher."},
-    {"forward_on", forward_on, METH_VARARGS,
-     "forward_on(cpu, cuda, triton_cpu)\n--\n\nA function `forward` for tensors on these devices."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_fast_path", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__fast_path(void) {
-    PyObject *module = PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition), *kinds = module ? kinds_of_calls() : NULL;
+    if (module && PyModule_AddObjectRef(module, "kinds", kinds)) Py_CLEAR(module);
+    Py_XDECREF(kinds);
 #ifdef Py_GIL_DISABLED
     /* Static variables are written while the module that opens the fast path is imported; cuda_launch.c locks its kernels. */
     if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED) < 0) Py_CLEAR(module);

@@ -35,7 +35,7 @@ typedef struct {
 } exchange_api;
 
 /* DLPack numbers no device 0: here it stands for the CPU where Triton's kernels are to run. */
-enum { TRITON_CPU = 0, DL_CPU = 1, DL_CUDA = 2, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
+enum { TRITON_CPU = 0, DL_CPU = 1, DL_CUDA = 2, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
 
 /* fast_path_operands.c */
 extern const exchange_api *fn_exchange_api; /* NULL until it is open */
@@ -99,7 +99,8 @@ void fn_open_threads(PyObject *found); /* torch.get_num_threads */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
 
 /* fast_path_outputs.c */
-void fn_open_outputs(PyObject *like, PyObject *empty); /* torch.empty_like and torch.Tensor.new_empty */
+void fn_open_outputs(PyObject *like, PyObject *empty, PyObject *keywords); /* torch.empty_like and torch.Tensor.new_empty */
+PyObject *fn_keywords_of(PyObject *dtype); /* borrowed; NULL if outputs of a norm cannot have this dtype */
 /* An output: the tensor that the caller gave, or a new one. */
 typedef struct {
     PyObject *object; /* a reference of its own, or NULL */
@@ -149,9 +150,11 @@ struct fn_quantized {
     struct fn_call call;
     struct fn_quantizer quantizer; /* follows the call in memory, as fn_run expects it */
     int64_t passed_kind;
+    int points; /* whether there are zero points */
 };
-enum { FN_QUANTIZER_ARGUMENTS = 6 };
-void fn_open_quantizer(PyObject *keywords); /* a tuple: for a dtype of each enum fn_byte_kind, and for scales */
+void fn_open_quantizer(PyObject *keywords); /* a tuple: for a dtype of each enum fn_byte_kind, for scales and for zero points */
+/* Of the dtype of rows that pass to a next step: 1 if they are float, 0 if x's, -1 if it is none of both. */
+int fn_between(PyObject *dtype);
 /* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_quantized *given);
 /*
@@ -159,7 +162,7 @@ int fn_read_quantizer(PyObject *const *arguments, const tensor *x, struct fn_qua
  * Python must make the call.
  */
 PyObject *fn_quantize(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_quantized *given,
-                      output *residual_out, int triton);
+                      output *of_norm, int triton);
 
 /* fast_path_gated.c */
 struct fn_gated {
@@ -168,7 +171,7 @@ struct fn_gated {
     int how, between; /* the order, and whether what passes is float */
     int64_t groups; /* the parts of a row that are normalised */
 };
-enum { FN_GATE_ARGUMENTS = 5, FN_GATE_OUT_ARGUMENT = 4 };
+enum { FN_GATE_OUT_ARGUMENT = 6 };
 /* Reads the arguments of a gate. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given);
 /* Allocates the output if it is not given, and makes the call in the same way: the output, or None if Python must make the call. */
@@ -178,11 +181,23 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
  * fast_path_rotated.c: heads that are normalised and rotated. The results, or None if Python must make the call. `devices`
  * has a bit for each type of device whose tensors are taken.
  */
-enum { FN_ROTATION_ARGUMENTS = 16 };
 PyObject *fn_rotate(PyObject *const *arguments, long devices);
 
+/*
+ * A kind of call: the names of its arguments, with blanks between, and their number; `run` returns the results, or None if
+ * Python must make the call.
+ */
+struct fn_call_kind {
+    const char *name, *arguments;
+    int count;
+    PyObject *(*run)(const struct fn_call_kind *kind, PyObject **arguments, long devices);
+};
+extern const struct fn_call_kind fn_call_kinds[]; /* fast_path_forward.c; the last has no name */
+const struct fn_call_kind *fn_call_kind_named(const char *name); /* NULL if there is none */
+
 /* Python's functions; fast_path.c has their documentation. */
-PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments, Py_ssize_t count);
+PyObject *fn_new_entry(PyObject *module, PyObject *arguments);
+PyObject *fn_follow(PyObject *module, PyObject *arguments);
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

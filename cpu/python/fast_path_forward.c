@@ -2,25 +2,56 @@
 #include "launch/triton.h"
 #include "python/fast_path.h"
 
+#include <string.h>
+
 /*
- * Python's arguments: the operands that users may give, then the others. Those from FIRST_WEIGHT on are of a norm of x
- * before the addition, if there is one: it has the flags and the weight_offset of the norm after the addition. Or the
- * arguments of a quantizer or of a gate follow the others.
+ * Python's arguments: the operands that users may give, then the others. ASK: whether a listener may have to see the call. Those
+ * from FIRST_WEIGHT on are of a norm of x before the addition, which has the flags and the weight_offset of the norm after it.
+ * Or the arguments of a quantizer or of a gate follow the others.
  */
-enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, ARGUMENTS };
-enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN_IS_F32, NEXT_NORM, ARGUMENTS_OF_CHAIN };
-enum { ARGUMENTS_OF_QUANTIZER = ARGUMENTS + FN_QUANTIZER_ARGUMENTS }; /* see fast_path_quantized.c */
-enum { ARGUMENTS_OF_GATE = ARGUMENTS + FN_GATE_ARGUMENTS }; /* see fast_path_gated.c */
+enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, OUT_DTYPE, ARGUMENTS };
+enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN, NEXT_NORM };
+#define OPERANDS_OF_NORM "x residual weight out residual_out "
+#define FLAGS_OF_NORM " weight_offset round_sum round_norm rstd ask bias x_scale out_dtype"
+
+static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices);
+static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices);
+
+enum { NORM, TWO_NORMS, QUANTIZER, GATE };
+const struct fn_call_kind fn_call_kinds[] = {
+    [NORM] = {"norm", OPERANDS_OF_NORM "eps" FLAGS_OF_NORM, ARGUMENTS, forward},
+    [TWO_NORMS] = {"two_norms", "x residual next_weight out residual_out next_eps" FLAGS_OF_NORM " weight eps between next_norm",
+                   ARGUMENTS + 4, forward},
+    [QUANTIZER] = {"quantizer", "x residual weight normed_out residual_out eps" FLAGS_OF_NORM
+                   " packed between normalises scale zero_point out scale_out zero_point_out", ARGUMENTS + 8, forward},
+    [GATE] = {"gate", OPERANDS_OF_NORM "eps" FLAGS_OF_NORM " z activation order norm_before_gate between group_size out",
+              ARGUMENTS + 7, forward},
+    {"rotation",
+     "q k q_weight k_weight cos sin positions q_out k_out eps weight_offset norm interleaved round_products between round_norm",
+     16, rotate},
+    {NULL, NULL, 0, NULL},
+};
+
+const struct fn_call_kind *fn_call_kind_named(const char *name) {
+    const struct fn_call_kind *kind = fn_call_kinds;
+    while (kind->name && strcmp(kind->name, name)) kind++;
+    return kind->name ? kind : NULL;
+}
+
+static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices) {
+    (void)kind;
+    return fn_rotate(arguments, devices);
+}
 
 /* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */
-static int records_gradient(PyObject *const *arguments, Py_ssize_t count) {
+static int records_gradient(PyObject *const *arguments, const struct fn_call_kind *kind) {
     PyObject *operands[EPS + 2];
     int number = 0;
     for (int i = 0; i < EPS; i++)
         if (i < FN_OUT || arguments[i] != arguments[i - FN_OUT]) operands[number++] = arguments[i];
     operands[number++] = arguments[BIAS];
-    if (count == ARGUMENTS_OF_GATE) operands[number++] = arguments[ARGUMENTS];
-    if (count == ARGUMENTS_OF_CHAIN) operands[number++] = arguments[FIRST_WEIGHT];
+    if (kind == &fn_call_kinds[GATE]) operands[number++] = arguments[ARGUMENTS];
+    if (kind == &fn_call_kinds[TWO_NORMS]) operands[number++] = arguments[FIRST_WEIGHT];
     return fn_records_gradient(operands, number);
 }
 
@@ -93,8 +124,9 @@ static void put_before(const struct fn_call *next, struct fn_call *c, int64_t pa
 /* Reads the arguments of a norm before the addition. Returns 0 as read_arguments does. */
 static int read_first_norm(PyObject *const *arguments, const tensor *x, const struct fn_call *next, struct fn_call *c) {
     struct fn_operand *o = c->operand;
-    if (Py_TYPE(arguments[FIRST_EPS]) != &PyFloat_Type || !PyBool_Check(arguments[BETWEEN_IS_F32])) return 0;
-    put_before(next, c, arguments[BETWEEN_IS_F32] == Py_True ? FN_F32 : next->operand[FN_X].kind);
+    const int between = fn_between(arguments[BETWEEN]);
+    if (Py_TYPE(arguments[FIRST_EPS]) != &PyFloat_Type || between < 0) return 0;
+    put_before(next, c, between ? FN_F32 : next->operand[FN_X].kind);
     if (arguments[FIRST_WEIGHT] != Py_None) {
         tensor t;
         if (!fn_read(arguments[FIRST_WEIGHT], &t, &o[FN_WEIGHT]) || !fn_same_device(&t, x)) return 0;
@@ -112,7 +144,7 @@ static void scale_first(double factor, const struct fn_call *next, struct fn_cal
     c->eps = factor;
 }
 
-/* Allocates the outputs that are not given; returns as fn_take_output does. */
+/* Allocates the outputs that are not given, the norm's in its dtype; returns as fn_take_output does. */
 static int allocate(PyObject *const *arguments, const tensor *t, output outputs[2], struct fn_call *c, int normalises) {
     const int wanted[2] = {normalises, c->operand[FN_RESIDUAL].kind != FN_NONE};
     for (int i = 0; i < 2; i++) {
@@ -123,33 +155,32 @@ static int allocate(PyObject *const *arguments, const tensor *t, output outputs[
             out->given = o->kind != FN_NONE;
             continue;
         }
-        const int failed = fn_take_output(out, Py_None, arguments[i], &t[i], 0, NULL);
+        PyObject *keywords = NULL;
+        if (i == 0 && arguments[OUT_DTYPE] != Py_None && !(keywords = fn_keywords_of(arguments[OUT_DTYPE]))) return 1;
+        const int failed = fn_take_output(out, Py_None, arguments[i], &t[i], 0, keywords);
         if (failed) return failed;
+        if (out->o.kind == FN_F64 && c->operand[FN_X].kind != FN_F64) return 1;
         *o = out->o;
     }
     return 0;
 }
 
 /* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
-PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices) {
     struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
     struct fn_quantized quantized;
     struct fn_gated gated;
     tensor t[FN_FORWARD_OPERANDS_IN_C];
-    if (count == FN_ROTATION_ARGUMENTS) return fn_rotate(arguments, PyLong_AsLong(devices));
-    if (count != ARGUMENTS && count != ARGUMENTS_OF_CHAIN && count != ARGUMENTS_OF_QUANTIZER && count != ARGUMENTS_OF_GATE) {
-        PyErr_Format(PyExc_TypeError, "forward takes %d, %d, %d, %d or %d arguments, got %zd", ARGUMENTS, FN_ROTATION_ARGUMENTS,
-                     ARGUMENTS_OF_CHAIN, ARGUMENTS_OF_GATE, ARGUMENTS_OF_QUANTIZER, count);
-        return NULL;
-    }
-    const int quantizes = count == ARGUMENTS_OF_QUANTIZER, gates = count == ARGUMENTS_OF_GATE;
+    const int quantizes = kind == &fn_call_kinds[QUANTIZER], gates = kind == &fn_call_kinds[GATE], two_norms = kind == &fn_call_kinds[TWO_NORMS];
     if (quantizes) c = &quantized.call;
     if (gates) c = &gated.call;
+    if (two_norms && arguments[EPS] == Py_None) arguments[EPS] = arguments[FIRST_EPS];
+    if (arguments[OUT_DTYPE] != Py_None && (quantizes || gates || arguments[FN_OUT] != Py_None)) return fn_refuse();
     if (!read_arguments(arguments, t, c)) return fn_refuse();
     if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &t[FN_X], &quantized)) return fn_refuse();
     if (gates && !fn_read_gate(arguments + ARGUMENTS, &t[FN_X], &gated)) return fn_refuse();
     const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
-    if (count == ARGUMENTS_OF_CHAIN) {
+    if (two_norms) {
         first = calls;
         if (!read_first_norm(arguments, &t[FN_X], c, first)) return fn_refuse();
     } else if (x_scale != 1) {
@@ -157,12 +188,11 @@ PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments,
         scale_first(x_scale, c, first);
     }
     const int32_t device = t[FN_X].device.type;
-    const long taken = PyLong_AsLong(devices);
-    const int triton = device == DL_CPU && taken >> TRITON_CPU & 1;
-    if (device > DL_CUDA || !(triton || taken >> device & 1)) return fn_refuse();
+    const int triton = device == DL_CPU && devices >> TRITON_CPU & 1;
+    if (device > DL_CUDA || !(triton || devices >> device & 1)) return fn_refuse();
     if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return fn_refuse();
     int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
-    if (!others) others = records_gradient(arguments, count);
+    if (!others) others = records_gradient(arguments, kind);
     /* A gate's output must not require a gradient, whether gradients are recorded or not. */
     if (!others && gates) others = fn_requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
     if (others < 0) return NULL;
@@ -171,13 +201,10 @@ PyObject *fn_forward_on_fast_path(PyObject *devices, PyObject *const *arguments,
 
     output outputs[2];
     outputs[0].object = outputs[1].object = NULL;
-    int failed = allocate(arguments, t, outputs, c, count == ARGUMENTS || (!quantizes && arguments[NEXT_NORM] == Py_True));
+    int failed = allocate(arguments, t, outputs, c, !quantizes && (!two_norms || arguments[NEXT_NORM] == Py_True));
     if (!failed) failed = (outputs[0].given || outputs[1].given) && overlap(c, first);
     if (!failed) failed = fn_refuses_writes(outputs, 2);
-    if (!failed && quantizes) {
-        Py_DECREF(outputs[0].object);
-        return fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, &outputs[1], triton);
-    }
+    if (!failed && quantizes) return fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs, triton);
     if (first) c->operand[FN_X] = first->operand[FN_OUT];
     if (!failed) failed = fn_run_on_device(first ? first : c, &t[FN_X], triton);
     return fn_hand_out(outputs, 2, failed);

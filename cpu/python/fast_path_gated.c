@@ -4,10 +4,12 @@
 #include <string.h>
 
 /*
- * Python's arguments, after those of every forward pass. HOW: a number of enum fn_gate_order; with FN_AND_MUL, Z has the rows,
- * or it is None, and x holds both. GROUP: the elements of a row that are normalised together, or None.
+ * Python's arguments, after those of every forward pass. ORDER: a number of enum fn_gate_order; of a norm and a gate None, and
+ * NORM_FIRST says which is first. With FN_AND_MUL, Z has the rows, or it is None, and x holds both. GROUP: the elements of a
+ * row that are normalised together, or None.
  */
-enum { Z, ACTIVATION, HOW, GROUP, OUT };
+enum { Z, ACTIVATION, ORDER, NORM_FIRST, BETWEEN, GROUP, OUT };
+_Static_assert((int)OUT == (int)FN_GATE_OUT_ARGUMENT, "fast_path_forward.c looks at the output");
 
 static int activation_of(PyObject *name) {
     static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh"};
@@ -21,10 +23,13 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
     struct fn_gate *g = &given->gate;
     struct fn_operand other;
     const int64_t kind = c->operand[FN_X].kind;
-    const long how = PyLong_AsLong(arguments[HOW]);
+    const int between = fn_between(arguments[BETWEEN]);
+    if (between < 0 || !(arguments[ORDER] == Py_None ? PyBool_Check(arguments[NORM_FIRST]) : PyLong_Check(arguments[ORDER]))) return 0;
     memset(g, 0, sizeof *g);
-    given->how = (int)how % FN_BETWEEN_IS_F32;
-    given->between = how >= FN_BETWEEN_IS_F32;
+    if (arguments[ORDER] != Py_None) given->how = (int)PyLong_AsLong(arguments[ORDER]);
+    else given->how = arguments[NORM_FIRST] == Py_True ? FN_NORM_FIRST : FN_GATE_FIRST;
+    given->between = between;
+    if (between && given->how == FN_GATE_FIRST) return 0;
     g->activation = activation_of(arguments[ACTIVATION]);
     g->wide = kind == FN_F64;
     /* What Python reports; and a weight with a row for each head, which no function with a gate takes. */
@@ -153,7 +158,7 @@ PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *argum
 
 /* Python's arguments of a norm with a gate in a backward pass: tensors, of which some may be None, and these. */
 enum { OF_D, OF_X, OF_Z, OF_RSTD, OF_WEIGHT, OF_DX, OF_DZ, OF_DWEIGHT, TENSORS };
-enum { NORM_GATED_ACTIVATION = TENSORS, NORM_GATED_HOW, ROUNDS_NORM, OFFSET, NORM_GATED_ARGUMENTS };
+enum { NORM_GATED_ACTIVATION = TENSORS, NORM_BEFORE_GATE, BETWEEN_THEM, ROUNDS_NORM, OFFSET, NORM_GATED_ARGUMENTS };
 
 /* Reads the tensors. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_tensors(PyObject *const *arguments, struct fn_operand *o, struct fn_call *c) {
@@ -182,17 +187,17 @@ PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const 
     struct fn_operand o[TENSORS];
     if (!fn_takes("norm_gated_backward", count, NORM_GATED_ARGUMENTS)) return NULL;
     memset(&given, 0, sizeof given);
-    const long how = PyLong_AsLong(arguments[NORM_GATED_HOW]);
+    const int norm_first = arguments[NORM_BEFORE_GATE] == Py_True, between = fn_between(arguments[BETWEEN_THEM]);
     c->weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
     g->activation = activation_of(arguments[NORM_GATED_ACTIVATION]);
     if (PyErr_Occurred()) return NULL;
-    if (!fn_exchange_api || !fn_run_on_cpu || g->activation < 0 || !read_tensors(arguments, o, c)) return fn_was_made(1);
+    if (!fn_exchange_api || !fn_run_on_cpu || g->activation < 0 || between < 0 || !read_tensors(arguments, o, c))
+        return fn_was_made(1);
     c->pass = g->pass = FN_BACKWARD;
     g->rows = g->inner = c->rows, g->hidden = c->hidden;
     g->wide = o[OF_RSTD].kind == FN_F64;
     if (arguments[ROUNDS_NORM] == Py_True) c->flags = FN_ROUND_NORM;
-    const int norm_first = how % FN_BETWEEN_IS_F32 == FN_NORM_FIRST;
-    const int64_t passed_kind = !norm_first ? (g->wide ? FN_F64 : FN_F32) : how >= FN_BETWEEN_IS_F32 ? FN_F32 : o[OF_X].kind;
+    const int64_t passed_kind = !norm_first ? (g->wide ? FN_F64 : FN_F32) : between ? FN_F32 : o[OF_X].kind;
     const struct fn_operand passed = {.kind = passed_kind, .stride = c->hidden}, absent = {.kind = FN_NONE};
     c->operand[FN_BACKWARD_RSTD] = o[OF_RSTD];
     c->operand[FN_BACKWARD_WEIGHT] = o[OF_WEIGHT];

@@ -3,12 +3,15 @@
 
 #include "machine/pages.h"
 
-static PyObject *empty_like, *new_empty;
+static PyObject *empty_like, *new_empty, *keywords_of_dtypes;
 
-void fn_open_outputs(PyObject *like, PyObject *empty) {
+void fn_open_outputs(PyObject *like, PyObject *empty, PyObject *keywords) {
     empty_like = Py_NewRef(like);
     new_empty = Py_NewRef(empty);
+    keywords_of_dtypes = Py_NewRef(keywords);
 }
+
+PyObject *fn_keywords_of(PyObject *dtype) { return PyDict_GetItemWithError(keywords_of_dtypes, dtype); }
 
 /* A new tensor like x, as fn_take_output says; NULL with a Python error. */
 static PyObject *make(PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords) {

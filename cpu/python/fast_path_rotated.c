@@ -6,11 +6,8 @@
 /* Python's arguments. K and its weight are None where q alone is rotated. */
 enum {
     Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITIONS, Q_OUT, K_OUT, TENSORS,
-    EPS = TENSORS, WEIGHT_OFFSET, NORM, INTERLEAVED, ROUND_PRODUCTS, BETWEEN_IS_F32, ROUND_NORM, ARGUMENTS
+    EPS = TENSORS, WEIGHT_OFFSET, NORM, INTERLEAVED, ROUND_PRODUCTS, BETWEEN, ROUND_NORM, ARGUMENTS
 };
-_Static_assert((int)ARGUMENTS == (int)FN_ROTATION_ARGUMENTS, "fast_path_forward.c knows these calls by the number of arguments");
-
-enum { DL_INT = 0 };
 
 /* The operands whose rows are rows of heads; tables and positions may have one row for several. */
 enum { IN_ROWS = 7 };
@@ -170,8 +167,10 @@ static int outputs_overlap(const struct given *g, const struct fn_rotation *r) {
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_arguments(PyObject *const *arguments, struct given *g, struct fn_rotation *r) {
     if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type) return 0;
+    const int between = fn_between(arguments[BETWEEN]);
+    if (between < 0) return 0;
     for (int i = NORM; i < ARGUMENTS; i++)
-        if (!PyBool_Check(arguments[i])) return 0;
+        if (i != BETWEEN && !PyBool_Check(arguments[i])) return 0;
     for (int i = Q; i < TENSORS; i++) {
         g->o[i] = (struct fn_operand){.kind = FN_NONE};
         if (arguments[i] == Py_None) continue;
@@ -182,13 +181,13 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
     const int normalises = arguments[NORM] == Py_True, rotates = has(g, COS);
     const int64_t kind = g->o[Q].kind;
     if (!(normalises || rotates) || (!normalises && (has(g, Q_WEIGHT) || has(g, K_WEIGHT)))) return 0;
-    if (arguments[BETWEEN_IS_F32] == Py_True && kind == FN_F64) return 0;
+    if (between && kind == FN_F64) return 0;
     memset(r, 0, sizeof *r);
     /* Without a norm its arguments say nothing. */
     r->flags = (normalises ? FN_NORMALISED : 0) | (arguments[INTERLEAVED] == Py_True ? FN_INTERLEAVED : 0) |
                (normalises && arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
     r->x_kind = r->out_kind = kind;
-    r->between = normalises && rotates && arguments[BETWEEN_IS_F32] == Py_True ? FN_F32 : kind;
+    r->between = normalises && rotates && between ? FN_F32 : kind;
     r->products = arguments[ROUND_PRODUCTS] == Py_True ? r->between : FN_NONE;
     r->size = last_of(&g->t[Q], 1);
     r->pairs = rotates ? last_of(&g->t[COS], 1) : 0;

@@ -73,16 +73,12 @@ class Activation(IntEnum):
 
 
 class GateOrder(IntEnum):
-    """The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both.
-
-    BETWEEN_IS_F32 is added where float32 passes between.
-    """
+    """The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both."""
 
     ALONE = 0
     AND_MUL = 1
     NORM_FIRST = 2
     GATE_FIRST = 3
-    BETWEEN_IS_F32 = 4
 
 
 class RotationFlag(IntEnum):

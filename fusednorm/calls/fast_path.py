@@ -7,17 +7,15 @@ asks. Without them it stays closed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from fusednorm.calls import memory, must_be_seen
 from fusednorm.calls.c_enums import GateOrder
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fusednorm.calls.checks import FLOATS
 
 try:
     _fast_path: Any = import_module("fusednorm._fast_path")
@@ -35,8 +33,8 @@ _IN_CPP = (
 )
 
 
-#: The dtypes of a quantizer's numbers, in the order that C knows them, and of its scales.
-_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
+#: The dtypes of a quantizer's numbers, in the order that C knows them, of its scales and of its zero points.
+_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.int32)
 
 
 def _place_of_tensor() -> int:
@@ -72,17 +70,15 @@ def _open(exchange_api: object) -> bool:
             must_be_seen.in_cpp(*must_be_seen.IN_CPP),
             (_place_of_tensor(), must_be_seen.in_cpp(*_IN_CPP), _in_memory_as_is, torch.Tensor.is_inference),
             tuple({"dtype": dtype} for dtype in _DTYPES),
+            {dtype: {"dtype": dtype} for dtype in FLOATS},
         )
     )
 
 
 _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
-#: The arguments of a forward pass after x, for a call without a norm.
-NO_NORM = (None, None, None, None, 0.0, 0.0, True, False, None, True, None, 1.0)
-
-#: The order of a gate's steps, in C; the last is added where rows pass as float32 between them.
-ALONE, AND_MUL, NORM_FIRST, GATE_FIRST, BETWEEN_IS_F32 = (order.value for order in GateOrder)
+#: A gate's order without a norm: x times it; and where x is the gate, or both.
+ALONE, AND_MUL = GateOrder.ALONE.value, GateOrder.AND_MUL.value
 
 #: Whether its extension can be imported.
 COMPILED = _fast_path is not None
@@ -117,8 +113,8 @@ backward: Callable[..., bool] = _fast_path.backward if OPEN else _refuse
 gate_backward: Callable[..., bool] = _fast_path.gate_backward if OPEN else _refuse
 
 #: The same for a norm with a gate. Its arguments are d, x, z, rstd, the weight, where the gradients of x, z and the
-#: weight go, the name of the function, ``NORM_FIRST`` or ``GATE_FIRST`` as in a forward pass, whether normalised rows
-#: are rounded before they meet the weight, and the weight's offset.
+#: weight go, the name of the function, whether the norm is before the gate, ``between``, whether normalised rows are
+#: rounded before they meet the weight, and the weight's offset.
 norm_gated_backward: Callable[..., bool] = _fast_path.norm_gated_backward if OPEN else _refuse
 
 #: Whether an operator with these arguments may run past torch's dispatcher: its tensors are plain and in memory, and
@@ -128,19 +124,82 @@ is_direct: Callable[..., bool] = _fast_path.is_direct if OPEN else _refuse
 #: Types of devices, as DLPack numbers them.
 CPU, CUDA = 1, 2
 
-#: The fast path. Its arguments are x, residual, weight, out, residual_out, eps, weight_offset, round_sum, round_norm
-#: and rstd, unchecked, whether it must look for a mode that has to see the call, the bias and x_scale. Those of a norm
-#: before the addition may follow: its weight, its eps, whether ``between`` is float32, and whether a norm follows the
-#: addition. It returns both outputs (the second None without a residual), or None if it did nothing.
-FastPath = Callable[..., "tuple[Tensor, Any] | None"]
+#: By the request: the types of devices whose tensors its fast path takes, as bits.
+devices_of: dict[str, int] = {}
+
+#: The bits of devices; ``triton_cpu`` is the CPU where Triton's kernels are to run.
+DEVICES = {"triton_cpu": 1, "cpu": 1 << CPU, "cuda": 1 << CUDA}
+
+#: Arguments of C for which some functions have none.
+_CONSTANTS: dict[str, Any] = {
+    "ask": True,  # whether a listener may have to see the call
+    "eps": 0.0,
+    "weight_offset": 0.0,
+    "x_scale": 1.0,
+    "round_sum": True,
+    "next_norm": True,
+} | dict.fromkeys(("round_norm", "normalises", "norm", "interleaved", "round_products"), False)
 
 
-def forward_on(devices: set[str]) -> FastPath:
-    """The fast path for tensors on devices of these types, of those for which it was opened.
+#: Of public functions, by name: an operator of the same name, but without outputs, has the same.
+ENTRIES: dict[str, Entry] = {}
 
-    ``triton_cpu`` counts as a type: the CPU, where Triton's kernels are to run.
-    """
-    return cast(FastPath, _fast_path.forward_on("cpu" in devices, "cuda" in devices, "triton_cpu" in devices))
+
+class Entry(NamedTuple):
+    """How a function's calls go to the fast path."""
+
+    #: ``cpu/python/fast_path_forward.c`` has the kinds of calls, and the names of their arguments.
+    kind: str
+    #: Those names in the order of the function's arguments, with blanks between. What has another name must be None.
+    names: str
+    #: The only result that the function returns; -1: all of them, in a tuple.
+    returned: int = -1
+    #: Other arguments of the kind; None where neither has one.
+    constants: Mapping[str, Any] = {}
+
+    def of(self, function: str) -> Callable[..., Any]:
+        """The same as :meth:`open`, for the arguments of a public function, and kept in :data:`ENTRIES`."""
+        ENTRIES[function] = self
+        return self.open()
+
+    def open(
+        self,
+        request: str | None = None,
+        arguments: Sequence[str] = (),
+        otherwise: Callable[..., Any] | None = None,
+    ) -> Callable[..., Any]:
+        """A function that makes such a call, unchecked; it returns None if it did nothing, and Python must make it.
+
+        Args:
+            request: whose devices are taken; None: of the request in force.
+            arguments: their names, where some may be passed by name.
+            otherwise: what makes the call if the fast path does nothing.
+        """
+        if not OPEN:
+            return otherwise or _nothing
+        names, taken = self.names.split(), _fast_path.kinds[self.kind].split()
+        places = {name: place for place, name in enumerate(taken)}  # a later one of the same name is meant
+        constants = {**_CONSTANTS, **self.constants}
+        found = _fast_path.entry(
+            self.kind,
+            tuple(arguments or names),
+            tuple(places.get(name, -1) for name in names),
+            tuple(constants.get(name) for name in taken),
+            self.returned,
+            request,
+            otherwise,
+        )
+        return cast("Callable[..., Any]", found)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def follow(request: Callable[[], str]) -> None:
+    """Has calls take the devices of the request that this function tells."""
+    if OPEN:
+        _fast_path.follow(request, devices_of)
 
 
 def open_cpu() -> str | None:

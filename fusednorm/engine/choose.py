@@ -21,8 +21,8 @@ import torch
 
 import fusednorm.backends
 from fusednorm.backends import MODULES, NAMES
+from fusednorm.calls import fast_path
 from fusednorm.calls.call import Operation, Step
-from fusednorm.calls.fast_path import FastPath
 from fusednorm.calls.process import BackendError, BackendInfo
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
 from fusednorm.engine.substitutes import Composition, Meanwhile
@@ -81,11 +81,9 @@ Chosen = Backend | FirstCalls | Composition | Meanwhile
 #: By the request and the operation; with a step too, which the backend takes in the same call, or else None.
 _selected: dict[tuple[str, Operation] | tuple[str, Operation, Step], Chosen | None] = {}
 
-#: By the request in force: the fast path to backends that take every call on a type of device.
-fast_paths: dict[str, FastPath] = {}
-
 #: The request in force.
 request = _request.get
+fast_path.follow(request)
 
 
 def register_backend(name: str, backend: Backend) -> None:
@@ -122,7 +120,7 @@ def _register(name: str, backend: Backend) -> None:
             raise TypeError(f"backend {name!r}: {attribute} must be a function, got {type(function).__name__}")
     _registered[name] = backend
     _selected.clear()
-    fast_paths.clear()
+    fast_path.devices_of.clear()
 
 
 def _plug_ins() -> dict[str, EntryPoint]:

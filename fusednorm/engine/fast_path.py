@@ -10,13 +10,9 @@ from torch import Tensor
 from fusednorm.backends.kernel_keys import blocks_of
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.engine.choose import fast_paths
 
 if TYPE_CHECKING:
     from fusednorm.engine.choose import Chosen, Explanation
-
-#: By the request: the types of devices whose tensors its fast path takes.
-_devices: dict[str, set[str]] = {}
 
 
 def open_for(explanation: Explanation) -> None:
@@ -28,10 +24,7 @@ def open_for(explanation: Explanation) -> None:
     if device is None or explanation.depends_on_operation():
         return
     request = explanation.request
-    if request not in fast_paths:
-        _devices[request] = set()
-    _devices[request].add(device)
-    fast_paths[request] = path.forward_on(_devices[request])
+    path.devices_of[request] = path.devices_of.get(request, 0) | path.DEVICES[device]
 
 
 def backward(

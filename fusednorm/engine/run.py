@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusednorm.calls import fast_path as path
 from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Operation, Step, operation_of
 from fusednorm.calls.checks import (
     as_called,
@@ -25,11 +26,14 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.memory import ABSENT, Rows, common_levels, in_levels, packed, rows_of
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
-from fusednorm.engine.choose import Chosen, fast_paths, request, select, selected, serving
+from fusednorm.engine.choose import Chosen, select, selected, serving
 from fusednorm.engine.substitutes import Composition
 
-#: So many flags the fast path takes; the others are dtypes, which must be the usual ones.
-FAST = 4
+_on_fast_path = path.Entry(
+    "norm",
+    "x residual weight out residual_out eps weight_offset round_sum round_norm out_dtype residual_dtype rstd bias",
+    constants={"ask": False},
+).open()
 
 
 def backend_of(operation: Operation) -> Chosen:
@@ -58,12 +62,10 @@ def fast_path_first(
     around: Around | None = None,
 ) -> tuple[Tensor, Any]:
     """As :func:`forward`, by the fast path if that takes the call. The caller knows that no mode must see it."""
-    take = fast_paths.get(request())
-    if take is not None and flags.residual_dtype is None and flags.out_dtype in (None, x.dtype):
-        bias = None if around is None else around.bias
-        found = take(x, residual, weight, out, residual_out, *flags[:FAST], rstd, False, bias, 1.0)
-        if found is not None:
-            return found
+    bias = None if around is None else around.bias
+    found = _on_fast_path(x, residual, weight, out, residual_out, *flags, rstd, bias)
+    if found is not None:
+        return cast("tuple[Tensor, Any]", found)
     return forward(x, residual, weight, flags, out, residual_out, rstd, around=around)
 
 

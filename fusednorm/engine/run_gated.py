@@ -24,11 +24,19 @@ from fusednorm.calls.call import (
     operation_of,
 )
 from fusednorm.calls.checks import check_kept
-from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, GATE_FIRST, NO_NORM, NORM_FIRST
+from fusednorm.calls.fast_path import ALONE, AND_MUL, Entry
 from fusednorm.calls.memory import ABSENT, in_levels, overlaps_itself, packed, rows_of
 from fusednorm.engine import fast_path, run
-from fusednorm.engine.choose import Chosen, fast_paths, request
+from fusednorm.engine.choose import Chosen
 from fusednorm.reference import activations
+
+_alone = Entry("gate", "x z activation", constants={"order": ALONE}).open()
+_and_mul = Entry("gate", "x z activation between", constants={"order": AND_MUL}).open()
+_norm_gated = Entry(
+    "gate",
+    "x z weight eps norm_before_gate activation round_norm between weight_offset rstd out",
+    constants={"ask": False},
+).open()
 
 
 class Gating(NamedTuple):
@@ -80,14 +88,13 @@ def _laid_out(out: Tensor | None, dtype: torch.dtype, *rows: Tensor) -> tuple[Te
 
 def on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
     """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
-    take = fast_paths.get(request())
     between, out_dtype = gating.between, gating.out_dtype
-    if take is None or between is torch.float32:
+    if between is torch.float32:
         return None
     if between is None and out_dtype == y.dtype:
-        found: Any = take(y, *NO_NORM, z, gating.activation, ALONE, None, None)
+        found: Any = _alone(y, z, gating.activation)
     elif between in (None, z.dtype) and out_dtype == z.dtype:
-        found = take(z, *NO_NORM, y, gating.activation, AND_MUL + BETWEEN_IS_F32 * (between is None), None, None)
+        found = _and_mul(z, y, gating.activation, between is None)
     else:
         return None
     return cast("Tensor | None", found)
@@ -141,11 +148,6 @@ class GatedNorm(NamedTuple):
     between: torch.dtype | None
     weight_offset: float
 
-    @property
-    def order(self) -> int:
-        """Which comes first, and whether float32 passes between, as the fast path takes it."""
-        return (NORM_FIRST if self.norm_before_gate else GATE_FIRST) + BETWEEN_IS_F32 * (self.between is not None)
-
     def operation(self, x: Tensor, weight: Tensor | None) -> RMSNorm:
         """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
         flags = Flags(round_norm=self.round_norm, out_dtype=self.between or x.dtype)
@@ -166,9 +168,11 @@ def norm_gated(
     None if the backend has no function for it. ``weight`` may have a row for each head. ``rstd``, [...] of the
     accumulator type, receives that of the rows which are normalised.
     """
-    if rstd is not None and (take := fast_paths.get(request())) is not None:  # else it has refused the call already
-        norm = (x, None, weight, None, None, how.eps, how.weight_offset, True, how.round_norm, rstd, False, None, 1.0)
-        taken: Any = take(*norm, z, how.activation, how.order, None, out)
+    if rstd is not None:  # else the fast path has refused the call already
+        taken = _norm_gated(
+            *(x, z, weight, how.eps, how.norm_before_gate, how.activation, how.round_norm, how.between),
+            *(how.weight_offset, rstd, out),
+        )
         if taken is not None:
             return cast(Tensor, taken)
     weight = run.of_heads(weight)
@@ -207,7 +211,7 @@ def norm_gated_backward(
     rows = x.shape[:-1].numel()
     if rows == 0 and dweight is not None:
         dweight.zero_()
-    flags = (how.activation, how.order, how.round_norm, how.weight_offset)
+    flags = (how.activation, how.norm_before_gate, how.between, how.round_norm, how.weight_offset)
     if rows == 0 or fast_path.norm_gated_backward(backend, d, x, z, rstd, weight, *found, *flags):
         return found
     check_kept((d,), (x, z, rstd, weight))

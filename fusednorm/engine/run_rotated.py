@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, operation_of
+from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.memory import packed, two_levels
 from fusednorm.engine import run
-from fusednorm.engine.choose import Chosen, fast_paths, request
+from fusednorm.engine.choose import Chosen
+
+_heads = Entry("rotation", "q k cos sin positions interleaved round_products").open()
 
 #: Cosines and sines, [..., K] of a shape that expands to the rows of heads, and None; or both [P, K], and positions.
 #: Without cosines nothing is rotated.
@@ -135,9 +138,8 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def on_fast_path(heads: Sequence[Tensor], tables: Tables, how: Rotation) -> Any:
     """Rotated heads in new memory, without a norm, if the fast path takes the call; a tuple for q and for k."""
-    take, dtype = fast_paths.get(request()), heads[0].dtype
-    if take is None or how.dtype not in (None, dtype) or how.products not in (None, dtype):
+    dtype = heads[0].dtype
+    if how.dtype not in (None, dtype) or how.products not in (None, dtype):
         return None
     q, k = (*heads, None)[:2]
-    rounds = how.products is not None
-    return take(q, k, None, None, *tables, None, None, 0.0, 0.0, False, how.interleaved, rounds, False, False)
+    return _heads(q, k, *tables, how.interleaved, how.products is not None)

@@ -23,14 +23,16 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
-from fusednorm.calls.fast_path import ALONE, AND_MUL, BETWEEN_IS_F32, NO_NORM
+from fusednorm.calls.fast_path import ALONE, AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import run_gated
-from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_gated import Gating
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.gradients import composed_again
 from fusednorm.torch_ops.steps import GATE
+
+_gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open()
+gate_and_up = Entry("gate", "x z activation between out", constants={"order": AND_MUL}).open()
 
 
 def gate(
@@ -62,11 +64,9 @@ def gate(
         BackendError: the requested backends cannot take the call.
     """
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None and out_dtype is None:
-            result: Any = take(y, *NO_NORM, z, activation, ALONE, None, out)
-            if result is not None:
-                return cast(Tensor, result)
+        result: Tensor | None = _gate(y, z, activation, out, out_dtype)
+        if result is not None:
+            return result
     return _run(gate, {"y": y, "z": z}, y, z, Gating(activation, None, out_dtype), out)
 
 
@@ -81,11 +81,9 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
         TypeError, ValueError, BackendError: see :func:`gate`.
     """
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None:
-            result: Any = take(y, *NO_NORM, z, activation, ALONE, None, y)
-            if result is not None:
-                return cast(Tensor, result)
+        result: Tensor | None = _gate(y, z, activation, y)
+        if result is not None:
+            return result
     return _run(gate_, {"y": y, "z": z}, y, z, Gating(activation), y)
 
 
@@ -131,12 +129,9 @@ def _and_mul(
 ) -> Tensor:
     """The public function, whose gate has this activation."""
     if not is_dynamo_compiling():
-        take: Any = fast_paths.get(request())
-        if take is not None and (between is None or between is torch.float32):
-            how = AND_MUL if between is None else AND_MUL + BETWEEN_IS_F32
-            result: Tensor | None = take(gate, *NO_NORM, up, activation, how, None, out)
-            if result is not None:
-                return result
+        result: Tensor | None = gate_and_up(gate, up, activation, between, out)
+        if result is not None:
+            return result
         if must_be_seen.override(gate, up, out):
             values = {"gate": gate, "up": up, "between": between, "out": out}
             return must_be_seen.handed_over(function, (gate, up, out), values)

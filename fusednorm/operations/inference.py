@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from fusednorm.calls import fast_path
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations.listed import ENTRIES
 from fusednorm.torch_ops.gradients import composed_again
@@ -51,6 +52,18 @@ def _arguments(function: Callable[..., Any]) -> dict[str, str]:
 
 
 _parsed = functools.lru_cache(maxsize=64)(Quantization.parse)
+
+
+def _without_outputs(entry: fast_path.Entry, function: Callable[..., Any], names: list[str]) -> fast_path.Entry:
+    """The same entry for an operator with these of the function's arguments."""
+    parameters = inspect.signature(function).parameters
+    in_c = dict(zip(parameters, entry.names.split(), strict=False))
+    defaults = {
+        in_c[name]: parameters[name].default
+        for name in names
+        if parameters[name].default is not inspect.Parameter.empty
+    }
+    return entry._replace(names=" ".join(in_c[name] for name in names), constants={**entry.constants, **defaults})
 
 
 def _register(function: Callable[..., Any]) -> None:
@@ -94,6 +107,9 @@ def _register(function: Callable[..., Any]) -> None:
     made, differentiated = (run_quantized, None) if quantizes else (run, (gradients, keep))
     operator = register(f"{function.__name__}_inference", schema, made, made, differentiated)
     operator.direct = made  # which takes named arguments as they are
+    entry = fast_path.ENTRIES.get(function.__name__)
+    if entry is not None:
+        operator.ask_first(_without_outputs(entry, function, names))
 
 
 for _function in FUNCTIONS:

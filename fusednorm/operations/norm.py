@@ -25,12 +25,18 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
+from fusednorm.calls.fast_path import Entry
 from fusednorm.engine import run
-from fusednorm.engine.choose import fast_paths, request
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.gradients import Normalise
 from fusednorm.torch_ops.operators import FUSED_ADD_RMS_NORM, RMS_NORM
+
+_rms_norm = Entry("norm", "x weight eps bias weight_offset round_norm out out_dtype", returned=0).of("rms_norm")
+_fused_add_rms_norm = Entry(
+    "norm",
+    "x residual weight eps bias x_scale weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
+).of("fused_add_rms_norm")
 
 
 def fused_add_rms_norm(
@@ -84,25 +90,12 @@ def fused_add_rms_norm(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None and out_dtype is None and residual_dtype is None:
-            result = take(
-                x,
-                residual,
-                weight,
-                out,
-                residual_out,
-                eps,
-                weight_offset,
-                round_sum,
-                round_norm,
-                None,
-                True,
-                bias,
-                x_scale,
-            )
-            if result is not None:
-                return result
+        result: tuple[Tensor, Tensor] | None = _fused_add_rms_norm(
+            x, residual, weight, eps, bias, x_scale, weight_offset, round_sum, round_norm, out, residual_out, out_dtype,
+            residual_dtype,
+        )  # fmt: skip
+        if result is not None:
+            return result
     flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     both: tuple[Tensor, Tensor] = beyond_fast_path(
         NormCall(fused_add_rms_norm, x, residual, weight, flags, out, residual_out, bias, x_scale)
@@ -145,13 +138,11 @@ def fused_add_rms_norm_(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None:
-            result = take(
-                x, residual, weight, x, residual, eps, weight_offset, round_sum, round_norm, None, True, bias, x_scale
-            )
-            if result is not None:
-                return result
+        result: tuple[Tensor, Tensor] | None = _fused_add_rms_norm(
+            x, residual, weight, eps, bias, x_scale, weight_offset, round_sum, round_norm, x, residual
+        )
+        if result is not None:
+            return result
     flags = Flags(eps, weight_offset, round_sum, round_norm)
     both: tuple[Tensor, Tensor] = beyond_fast_path(
         NormCall(fused_add_rms_norm_, x, residual, weight, flags, x, residual, bias, x_scale)
@@ -190,11 +181,9 @@ def rms_norm(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None and out_dtype is None:
-            result = take(x, None, weight, out, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
-            if result is not None:
-                return result[0]
+        result: Tensor | None = _rms_norm(x, weight, eps, bias, weight_offset, round_norm, out, out_dtype)
+        if result is not None:
+            return result
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
     y: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, weight, flags, out, None, bias))
     return y
@@ -227,11 +216,9 @@ def rms_norm_(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None:
-            result = take(x, None, weight, x, None, eps, weight_offset, True, round_norm, None, True, bias, 1.0)
-            if result is not None:
-                return result[0]
+        result: Tensor | None = _rms_norm(x, weight, eps, bias, weight_offset, round_norm, x)
+        if result is not None:
+            return result
     flags = Flags(eps, weight_offset, True, round_norm)
     y: Tensor = beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
     return y

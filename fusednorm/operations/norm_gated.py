@@ -22,15 +22,18 @@ from fusednorm.calls.checks import (
     refuse_type,
     requires_grad,
 )
-from fusednorm.calls.fast_path import BETWEEN_IS_F32, GATE_FIRST, NORM_FIRST
+from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import run_gated
-from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_gated import GatedNorm
 from fusednorm.operations.gate import gate as gated
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.gradients import composed_again, new_rstd
+
+_rms_norm_gated = Entry(
+    "gate", "x z weight eps group_size norm_before_gate activation round_norm between weight_offset out"
+).of("rms_norm_gated")
 
 
 def rms_norm_gated(
@@ -116,17 +119,9 @@ def _rows(
 ) -> Tensor:
     """The public function, whose flags are the fields of :class:`GatedNorm`; ``out`` is x if it works in place."""
     if not is_dynamo_compiling():
-        eps, group_size, first, activation, round_norm, between, offset = flags  # of a tuple: a class takes 0.5 us more
-        take: Any = fast_paths.get(request())
-        usual = type(first) is bool and (between is None or (first and between is torch.float32))
-        if take is not None and usual:
-            order = NORM_FIRST if first else GATE_FIRST
-            found: Tensor | None = take(
-                *(x, None, weight, None, None, eps, offset, True, round_norm, None, True, None, 1.0, gate, activation),
-                *(order if between is None else order + BETWEEN_IS_F32, group_size, out),
-            )
-            if found is not None:
-                return found
+        found: Tensor | None = _rms_norm_gated(x, gate, weight, *flags, out)
+        if found is not None:
+            return found
     how = GatedNorm(*flags)
     operands = (x, gate, weight)
     listener = must_be_seen.listener(*operands)

@@ -20,18 +20,30 @@ from fusednorm.calls.checks import (
     check_quantization,
     refuse_type,
 )
-from fusednorm.calls.fast_path import NO_NORM, FastPath
+from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given
 from fusednorm.engine import run_quantized
-from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_quantized import Norm, Quantizing
 from fusednorm.operations.gate import gate as gated
-from fusednorm.operations.gate import halves, silu_and_mul
+from fusednorm.operations.gate import gate_and_up, halves, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dtensor_bridge
+
+_quantize = Entry("quantizer", "x packed scale zero_point out scale_out zero_point_out").open()
+_rms_norm_quant = Entry(
+    "quantizer",
+    "x weight eps packed scale zero_point between weight_offset round_norm out scale_out zero_point_out normed_out",
+    constants={"normalises": True},
+).open()
+_fused_add_rms_norm_quant = Entry(
+    "quantizer",
+    "x residual weight eps packed scale zero_point between weight_offset round_sum round_norm out scale_out "
+    "zero_point_out normed_out residual_out residual_dtype",
+    constants={"normalises": True},
+).open()
 
 
 def quantize(
@@ -66,8 +78,10 @@ def quantize(
         ValueError: shapes, devices, groups, memory or the value of ``scale`` do not fit.
         RuntimeError: y requires grad while gradients are recorded: what is quantized has none.
     """
-    if (take := _taken_by(quantization, zero_point, zero_point_out, None, None, scale_out)) is not None:
-        result = take(y, *NO_NORM, quantization.packed, False, False, scale, out, scale_out)
+    if _may_be_fast(quantization, scale_out):
+        result: tuple[Tensor, ...] | None = _quantize(
+            y, quantization.packed, scale, zero_point, out, scale_out, zero_point_out
+        )
         if result is not None:
             return result
     call = _Call(quantize, {"y": y}, Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out), {})
@@ -120,11 +134,11 @@ def rms_norm_quant(
         TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.rms_norm`.
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
-    if (take := _taken_by(quantization, zero_point, zero_point_out, normed_out, between, scale_out)) is not None:
-        result = take(
-            *(x, None, weight, None, None, eps, weight_offset, True, round_norm, None, True, None, 1.0),
-            *(quantization.packed, between is not None, True, scale, out, scale_out),
-        )
+    if _may_be_fast(quantization, scale_out):
+        result: tuple[Tensor, ...] | None = _rms_norm_quant(
+            x, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out, scale_out,
+            zero_point_out, normed_out,
+        )  # fmt: skip
         if result is not None:
             return result
     flags = {"eps": eps, "between": between, "weight_offset": weight_offset, "round_norm": round_norm}
@@ -184,15 +198,13 @@ def fused_add_rms_norm_quant(
     """
     if residual is None:
         refuse_type("residual", residual)
-    if residual_dtype is None:
-        take = _taken_by(quantization, zero_point, zero_point_out, normed_out, between, scale_out)
-        if take is not None:
-            result = take(
-                *(x, residual, weight, None, residual_out, eps, weight_offset, round_sum, round_norm),
-                *(None, True, None, 1.0, quantization.packed, between is not None, True, scale, out, scale_out),
-            )
-            if result is not None:
-                return result
+    if _may_be_fast(quantization, scale_out):
+        result: tuple[Tensor, ...] | None = _fused_add_rms_norm_quant(
+            x, residual, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_sum,
+            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype,
+        )  # fmt: skip
+        if result is not None:
+            return result
     flags: dict[str, Any] = {"eps": eps, "between": between, "weight_offset": weight_offset}
     flags |= {"round_sum": round_sum, "round_norm": round_norm, "residual_dtype": residual_dtype}
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
@@ -234,6 +246,14 @@ def silu_and_mul_quant(
         TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.silu_and_mul`.
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
+    new = between is None and out is None and scale_out is None and zero_point_out is None
+    if new and _may_be_fast(quantization, None):
+        rows = gate_and_up(gate, up, "silu")
+        result: tuple[Tensor, ...] | None = None
+        if rows is not None:
+            result = _quantize(rows, quantization.packed, scale, zero_point)
+        if result is not None:
+            return result
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
     call = _Call(silu_and_mul_quant, {"gate": gate, "up": up}, quantizing, {"between": between})
     if call.listener is Listener.OVERRIDE:
@@ -247,23 +267,11 @@ def silu_and_mul_quant(
     return call.of_rows(silu_and_mul(z, y) if between is None else gated(y, z, out_dtype=between))
 
 
-def _taken_by(
-    quantization: Quantization,
-    zero_point: Tensor | None,
-    zero_point_out: Tensor | None,
-    normed_out: Tensor | None,
-    between: torch.dtype | None,
-    scale_out: Tensor | None,
-) -> FastPath | None:
-    """The fast path, if there is one that knows such a call."""
-    if is_dynamo_compiling():
-        return None
-    take = fast_paths.get(request())
-    if take is None or zero_point is not None or zero_point_out is not None or normed_out is not None:
-        return None
-    if type(quantization) is not Quantization or (quantization.layout != "row" and scale_out is None):
-        return None
-    return take if between is None or between is torch.float32 else None
+def _may_be_fast(quantization: Quantization, scale_out: Tensor | None) -> bool:
+    """Whether the fast path may know such a call."""
+    if is_dynamo_compiling() or type(quantization) is not Quantization:
+        return False
+    return quantization.layout == "row" or scale_out is not None
 
 
 #: The inputs that outputs may be. Scales of groups of one element are not among them: they are written before the

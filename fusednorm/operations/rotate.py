@@ -22,13 +22,20 @@ from fusednorm.calls.checks import (
     refuse_type,
     usual,
 )
+from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import run_rotated
-from fusednorm.engine.choose import fast_paths, request
 from fusednorm.engine.run_rotated import Head, Rotation
 from fusednorm.operations.autograd_rotated import composed, recorded
 from fusednorm.torch_ops import dtensor_bridge
+
+_rotate = Entry("rotation", "q cos sin positions interleaved round_products q_out", returned=0).of("rotate")
+_qk_norm_rope = Entry(
+    "rotation",
+    "q k q_weight k_weight cos sin eps norm positions interleaved round_products between weight_offset round_norm "
+    "q_out k_out",
+).of("qk_norm_rope")
 
 
 def rotate(
@@ -66,14 +73,9 @@ def rotate(
         RuntimeError: ``out`` is given and x requires grad, or a table requires grad.
     """
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None:
-            result = take(
-                *(x, None, None, None, cos, sin, positions, out, None),
-                *(0.0, 0.0, False, interleaved, round_products, False, False),
-            )
-            if result is not None:
-                return result[0]
+        result: Tensor | None = _rotate(x, cos, sin, positions, interleaved, round_products, out)
+        if result is not None:
+            return result
     operands = {"x": x, "cos": cos, "sin": sin, "positions": positions}
     flags = {"interleaved": interleaved, "round_products": round_products}
     rotated: Tensor = _run(rotate, operands, {"out": out}, flags)
@@ -132,15 +134,13 @@ def qk_norm_rope(
     """
     if k is None:
         refuse_type("k", k)
-    if not is_dynamo_compiling() and (between is None or between is torch.float32):
-        take = fast_paths.get(request())
-        if take is not None:
-            result = take(
-                *(q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out, eps, weight_offset, norm, interleaved),
-                *(round_products, between is not None, round_norm),
-            )
-            if result is not None:
-                return result
+    if not is_dynamo_compiling():
+        result: tuple[Tensor, Tensor] | None = _qk_norm_rope(
+            q, k, q_weight, k_weight, cos, sin, eps, norm, positions, interleaved, round_products, between,
+            weight_offset, round_norm, q_out, k_out,
+        )  # fmt: skip
+        if result is not None:
+            return result
     tables = {"cos": cos, "sin": sin, "positions": positions}
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
     flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}
@@ -193,15 +193,13 @@ def qk_norm_rope_(
     """
     if k is None:
         refuse_type("k", k)
-    if not is_dynamo_compiling() and (between is None or between is torch.float32):
-        take = fast_paths.get(request())
-        if take is not None:
-            result = take(
-                *(q, k, q_weight, k_weight, cos, sin, positions, q, k, eps, weight_offset, norm, interleaved),
-                *(round_products, between is not None, round_norm),
-            )
-            if result is not None:
-                return result
+    if not is_dynamo_compiling():
+        result: tuple[Tensor, Tensor] | None = _qk_norm_rope(
+            q, k, q_weight, k_weight, cos, sin, eps, norm, positions, interleaved, round_products, between,
+            weight_offset, round_norm, q, k,
+        )  # fmt: skip
+        if result is not None:
+            return result
     tables = {"cos": cos, "sin": sin, "positions": positions}
     operands = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, **tables}
     flags: dict[str, Any] = {"norm": norm, "interleaved": interleaved, "round_products": round_products}

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls.call import Before, Flags
 from fusednorm.calls.checks import refuse_type
-from fusednorm.engine.choose import fast_paths, request
+from fusednorm.calls.fast_path import Entry
 from fusednorm.operations.norm import NormCall, beyond_fast_path
+
+_rms_norm_add = Entry(
+    "two_norms",
+    "x residual weight eps between weight_offset round_norm residual_out residual_dtype",
+    returned=1,
+    constants={"next_norm": False},
+).of("rms_norm_add")
+_rms_norm_add_rms_norm = Entry(
+    "two_norms",
+    "x residual weight next_weight eps next_eps between weight_offset round_sum round_norm "
+    "out residual_out out_dtype residual_dtype",
+).of("rms_norm_add_rms_norm")
 
 
 def rms_norm_add_rms_norm(
@@ -66,13 +76,12 @@ def rms_norm_add_rms_norm(
         refuse_type("residual", residual)
     second = eps if next_eps is None else next_eps
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None and out_dtype is None and residual_dtype is None and between in _PASSED:
-            common = (second, weight_offset, round_sum, round_norm, None, True, None, 1.0)
-            first = (weight, eps, between is not None, True)
-            result = take(x, residual, next_weight, out, residual_out, *common, *first)
-            if result is not None:
-                return result
+        result: tuple[Tensor, Tensor] | None = _rms_norm_add_rms_norm(
+            x, residual, weight, next_weight, eps, next_eps, between, weight_offset, round_sum, round_norm, out,
+            residual_out, out_dtype, residual_dtype,
+        )  # fmt: skip
+        if result is not None:
+            return result
     flags = Flags(second, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     before = Before(weight, eps, between, True)
     call = NormCall(rms_norm_add_rms_norm, x, residual, next_weight, flags, out, residual_out, before=before)
@@ -118,14 +127,11 @@ def rms_norm_add_rms_norm_(
         refuse_type("residual", residual)
     second = eps if next_eps is None else next_eps
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None and between in _PASSED:
-            result = take(
-                x, residual, next_weight, x, residual, second, weight_offset, round_sum, round_norm, None, True, None,
-                1.0, weight, eps, between is not None, True,
-            )  # fmt: skip
-            if result is not None:
-                return result
+        result: tuple[Tensor, Tensor] | None = _rms_norm_add_rms_norm(
+            x, residual, weight, next_weight, eps, next_eps, between, weight_offset, round_sum, round_norm, x, residual
+        )
+        if result is not None:
+            return result
     flags = Flags(second, weight_offset, round_sum, round_norm)
     before = Before(weight, eps, between, True)
     call = NormCall(rms_norm_add_rms_norm_, x, residual, next_weight, flags, x, residual, before=before)
@@ -173,12 +179,11 @@ def rms_norm_add(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None and residual_dtype is None and between in _PASSED:
-            common = (eps, weight_offset, True, round_norm, None, True, None, 1.0)
-            result = take(x, residual, None, None, residual_out, *common, weight, eps, between is not None, False)
-            if result is not None:
-                return cast(Tensor, result[1])
+        result: Tensor | None = _rms_norm_add(
+            x, residual, weight, eps, between, weight_offset, round_norm, residual_out, residual_dtype
+        )
+        if result is not None:
+            return result
     flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
     before = Before(weight, eps, between, False)
     call = NormCall(rms_norm_add, x, residual, None, flags, None, residual_out, before=before)
@@ -217,20 +222,11 @@ def rms_norm_add_(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        take = fast_paths.get(request())
-        if take is not None and between in _PASSED:
-            result = take(
-                x, residual, None, None, residual, eps, weight_offset, True, round_norm, None, True, None,
-                1.0, weight, eps, between is not None, False,
-            )  # fmt: skip
-            if result is not None:
-                return cast(Tensor, result[1])
+        result: Tensor | None = _rms_norm_add(x, residual, weight, eps, between, weight_offset, round_norm, residual)
+        if result is not None:
+            return result
     flags = Flags(eps, weight_offset, True, round_norm)
     before = Before(weight, eps, between, False)
     call = NormCall(rms_norm_add_, x, residual, None, flags, None, residual, before=before)
     total: Tensor = beyond_fast_path(call)
     return total
-
-
-#: The values that ``between`` may have.
-_PASSED = (None, torch.float32)

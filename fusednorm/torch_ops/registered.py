@@ -37,6 +37,13 @@ class DirectOperator(torch._ops.OpOverload):
             return self.direct(*arguments, **named)
         return super().__call__(*arguments, **named)
 
+    def ask_first(self, entry: fast_path.Entry) -> None:
+        """Has C pass calls to the fast path before Python sees them; the entry has the operator's arguments."""
+        if fast_path.OPEN:
+            names = [argument.name for argument in self._schema.arguments]
+            call = entry.open(arguments=names, otherwise=functools.partial(DirectOperator.__call__, self))
+            self.__class__ = type(DirectOperator.__name__, (DirectOperator,), {"__call__": call})
+
 
 def register(
     name: str,

@@ -23,10 +23,17 @@ from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differi
 from fusednorm.engine import run
 from fusednorm.reference import norm as reference
 
+from fast_calls import fast_calls
+
 pytestmark = pytest.mark.skipif(
     "FUSEDNORM_EMULATED_SM" not in os.environ or os.environ["FUSEDNORM_BACKEND"] != "cuda" or not fast_path.OPEN,
     reason="takes tests/machines/emulation/ptx, and DLPack's exchange API, which torch has since 2.10",
 )
+
+
+def flags_of(case):
+    """The flags of a norm."""
+    return {name: getattr(case, name) for name in ("eps", "weight_offset", "round_sum", "round_norm")}
 
 
 @pytest.fixture
@@ -39,11 +46,11 @@ def names(monkeypatch):
 
 def test_forward():
     """Nothing before; afterwards the same bits, in the same layouts; never what overlaps or begins between elements."""
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
 
     def fast(case, x, residual, weight, out=None, residual_out=None):
-        numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-        return take(x, residual, weight, out, residual_out, *numbers, None, True, None, 1.0)
+        operands = {"x": x, "residual": residual, "weight": weight, "out": out, "residual_out": residual_out}
+        return take("norm", **operands, **flags_of(case))
 
     for case in (
         Case(rows=5, hidden=968).of(BF16),
@@ -79,20 +86,18 @@ def test_forward():
         assert torch.equal(memory, before)
     unaligned = torch.zeros(5 * 968 + 1, dtype=BF16)[1:].view(5, 968)
     assert fast(case, unaligned, residual, weight) is None
-    flags = (1e-6, 0.0, True, False, None, True, None, 1.0)
-    assert fast_path.forward_on({"cpu"})(x, residual, weight, None, None, *flags) is None
+    assert fast_calls("cpu")("norm", x=x, residual=residual, weight=weight) is None
 
 
 @pytest.mark.parametrize("between", [None, F32])
 def test_a_norm_before_the_addition(between, names):
     """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
     x, residual, weight = operands(Case(rows=5, hidden=2056).of(BF16))
-    numbers = (1e-5, 0.0, True, False)
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
 
     def fast(first_weight, next_weight, followed):
-        given = (x, residual, next_weight, None, None, *numbers, None, True, None, 1.0)
-        return take(*given, first_weight, 1e-6, between is not None, followed)
+        operands = {"x": x, "residual": residual, "weight": first_weight, "next_weight": next_weight}
+        return take("two_norms", **operands, eps=1e-6, next_eps=1e-5, between=between, next_norm=followed)
 
     def both(followed):
         if followed:
@@ -138,7 +143,7 @@ def test_what_is_around_a_norm(case, heads, levels, names):
     x = x.view(-1, heads, case.hidden)
     residual = None if residual is None else residual.view(x.shape)
     of_heads = torch.stack([weight * (k + 1) for k in range(heads)])
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
     flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
     if residual is not None:
         flags["round_sum"] = case.round_sum
@@ -149,8 +154,8 @@ def test_what_is_around_a_norm(case, heads, levels, names):
         return fusednorm.fused_add_rms_norm(x, residual, w, bias=b, x_scale=x_scale, **flags)
 
     def fast(w, b, x_scale):
-        numbers = (1e-6, case.weight_offset, case.round_sum, case.round_norm)
-        return take(x, residual, w, None, None, *numbers, None, True, b, x_scale)
+        operands = {"x": x, "residual": residual, "weight": w, "bias": b}
+        return take("norm", **operands, x_scale=x_scale, **(flags_of(case) | {"eps": 1e-6}))
 
     kinds = [(weight, weight / 3, 1.0), (of_heads, None, 1.0), (weight, of_heads, 1.0), (None, weight, 1.0)]
     if residual is not None:
@@ -215,7 +220,7 @@ def quantized_calls(case, levels=1):
     if levels == 2:  # pairs of rows, with as much again before the next pair
         x = torch.cat((x.view(-1, 2, case.hidden),) * 2, dim=1)[:, 2:]
     residual = residual.view(x.shape)
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
     flags = {"round_norm": case.round_norm, "round_sum": case.round_sum}
 
     def python(quantization, between=None, **more):
@@ -225,10 +230,11 @@ def quantized_calls(case, levels=1):
         return fusednorm.fused_add_rms_norm_quant(x, residual, weight, **flags, **more)
 
     def fast(quantization, between=None, scale=None, out=None):
-        of_norm = (residual, weight, None, None, 1e-6, 0.0, case.round_sum, case.round_norm)
-        of_norm = (None, None, None, None, 0.0, 0.0, True, False) if between is None else of_norm
-        how = (quantization.packed, between == F32 != x.dtype, between is not None, scale, out, None)
-        return take(x, *of_norm, None, True, None, 1.0, *how)
+        given = {"x": x, "packed": quantization.packed, "scale": scale, "out": out}
+        if between is not None:
+            given |= {"residual": residual, "weight": weight, "eps": 1e-6, "normalises": True, **flags}
+            given["between"] = None if between == x.dtype else between
+        return take("quantizer", **given)
 
     nothing_held()
     by("cuda", fusednorm.rms_norm, x)
@@ -446,7 +452,7 @@ def test_a_norm_with_a_gate(case, levels, names):
     if levels == 2:  # pairs of rows, with as much again before the next pair
         x = torch.cat((x.view(-1, 2, case.hidden),) * 2, dim=1)[:, 2:]
         z = z.view(x.shape)
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
     nothing_held()
     by("cuda", fusednorm.rms_norm, x, weight)
     seen = []
@@ -463,10 +469,9 @@ def test_a_norm_with_a_gate(case, levels, names):
         flags |= {"round_norm": case.round_norm, "weight_offset": case.weight_offset}
 
         def fast(out=None, first=first, between=between, activation=activation, group=group):
-            how = fast_path.NORM_FIRST if first else fast_path.GATE_FIRST
-            of_gate = (z, activation, how + (fast_path.BETWEEN_IS_F32 if between else 0), group, out)
-            numbers = (1e-6, case.weight_offset, True, case.round_norm)
-            return take(x, None, weight, None, None, *numbers, None, True, None, 1.0, *of_gate)
+            gate = {"z": z, "activation": activation, "norm_before_gate": first, "between": between}
+            of_norm = {"eps": 1e-6, "weight_offset": case.weight_offset, "round_norm": case.round_norm}
+            return take("gate", x=x, weight=weight, group_size=group, out=out, **gate, **of_norm)
 
         kind = (first, between or case.x, activation, group)
         assert (fast() is None) == (kind not in seen or levels == 2), flags
@@ -488,7 +493,7 @@ def test_a_norm_with_a_gate(case, levels, names):
 
 def test_gates_on_the_fast_path():
     """Refused until their kernels are held, and then with the same bits."""
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
     nothing_held()
     y, z, _ = operands(Case(rows=5, hidden=72).of(BF16))
     both = torch.cat((z, y), -1)
@@ -501,10 +506,10 @@ def test_gates_on_the_fast_path():
     with fusednorm.use_backend("cuda"):
         fusednorm.rms_norm(y)
         for number, (call_of, (x, gate, how, out)) in enumerate(calls):
-            fast = (x, *fast_path.NO_NORM, gate, "silu", how, None, out)
-            assert (take(*fast) is None) == (number != 1)
+            fast = {"x": x, "z": gate, "activation": "silu", "order": how, "out": out}
+            assert (take("gate", **fast) is None) == (number != 1)
             wanted = call_of()
-            assert not differing(take(*fast), wanted).any()
+            assert not differing(take("gate", **fast), wanted).any()
             assert out is None or not differing(out, wanted).any()
 
 
@@ -571,14 +576,11 @@ def test_heads_on_the_fast_path(dtype, size, pairs, flags, rows):
         positions = torch.randint(0, len(angles), rows, generator=generator).to(flags["positions"])
     tables = angles.cos(), angles.sin()
     given = {**flags, "positions": positions}
-    take = fast_path.forward_on({"cuda"})
-    names = ("norm", "interleaved", "round_products", "between", "round_norm")
-    asked = [flags.get(name, name == "norm") for name in names]
-    asked[3] = asked[3] is not False
+    take = fast_calls("cuda")
 
     def fast(q, k, weights=(weight, weight), q_out=None, k_out=None):
-        numbers = (1e-6, flags.get("weight_offset", 0.0))
-        return take(q, k, *weights, *tables, positions, q_out, k_out, *numbers, *asked)
+        heads = {"q": q, "k": k, "q_weight": weights[0], "k_weight": weights[1], "q_out": q_out, "k_out": k_out}
+        return take("rotation", **heads, cos=tables[0], sin=tables[1], **({"eps": 1e-6, "norm": True} | given))
 
     nothing_held()
     with fusednorm.use_backend("cuda"):
@@ -605,12 +607,12 @@ def test_heads_on_the_fast_path(dtype, size, pairs, flags, rows):
 
 def test_positions_on_a_gpu_are_not_looked_at():
     """The fast path reads no memory of a GPU: here a position beyond the table, where there is more of it."""
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
     nothing_held()
     q, table = torch.randn(4, 2, 64).bfloat16(), torch.rand(3, 32)
     positions = torch.tensor([2, 0, 1, 1])
     wanted = by("cuda", fusednorm.rotate, q, table, table, positions=positions)
-    fast = lambda: take(q, None, None, None, table, table, positions, None, None, 0.0, 0.0, *(False,) * 5)  # noqa: E731
+    fast = lambda: take("rotation", q=q, cos=table, sin=table, positions=positions)  # noqa: E731
     assert not differing(fast()[0], wanted).any()
     whole = torch.rand(1000, 32)
     table, positions[1] = whole[:3], 900
@@ -840,7 +842,7 @@ def both_passes(hidden):
     x, residual, weight = operands(case)
     rstd = torch.rand(case.rows)
     numbers = (case.eps, case.weight_offset, case.round_sum, case.round_norm)
-    take = fast_path.forward_on({"cuda"})
+    take = fast_calls("cuda")
     operation = operation_of(x, residual, weight, Flags(*numbers))
     one_level = ((0, hidden),) * 4
     call = Forward(x, residual, weight, x, residual, None, operation, 5, 5, one_level, case.eps, case.weight_offset)
@@ -856,7 +858,7 @@ def both_passes(hidden):
 
     yield (
         python_forward,
-        lambda: take(x, residual, weight, None, None, *numbers, None, True, None, 1.0),
+        lambda: take("norm", x=x, residual=residual, weight=weight, **flags_of(case)),
         expected(case, "cuda"),
         hold_forward,
     )

@@ -42,6 +42,8 @@ from fusednorm.engine.run import backward as differentiate
 from fusednorm.engine.substitutes import Meanwhile
 from fusednorm.reference import norm as reference
 
+from fast_calls import fast_calls
+
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton_cpu installs it")
 if triton_host.INTERPRETED:
     pytest.skip("the interpreter compiles nothing; the tests that compile run without it", allow_module_level=True)
@@ -206,7 +208,7 @@ HELD = []
 @pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
 def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
     """Each kind of call has its own kernel, and none is run for another kind."""
-    take = fast_path.forward_on({"triton_cpu"})
+    take = fast_calls("triton_cpu")
     x, z = torch.zeros(3, 12, dtype=F64), torch.zeros(3, 12, dtype=F16)
     rows = ((0, 12),) * 3
     operation = operation_of(x, None, None, Flags(), around=Around(None, 1.0))
@@ -222,29 +224,37 @@ def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
     def gated(norm_first, activation="silu", norm=norm):
         return NormGated(norm, z, norm.strides[0], activation, norm_first)
 
-    with_norm = (x, None, None, None, None, 0.5, 0.0, True, False, None, True, None, 1.0)
-    alone, only = (x, *fast_path.NO_NORM), (fast_path.ALONE, None, None)
     packed = [Quantization(torch.int8, per=6, apply=apply).packed for apply in ("divide", "reciprocal")]
     passed = quantizing(None, norm._replace(out=None))
     kinds = {
-        "quantizer": (quantizing(x, None), (*alone, packed[0], False, False, None, None, None)),
-        "another": (quantizing(x, None, apply="reciprocal"), (*alone, packed[1], False, False, None, None, None)),
-        "after a norm": (passed, (*with_norm, packed[0], False, True, None, None, None)),
-        "gate": (Gate(x, z, x, "silu", None, 12, 3, 3, rows), (*alone, z, "silu", *only)),
-        "sigmoid": (Gate(x, z, x, "sigmoid", None, 12, 3, 3, rows), (*alone, z, "sigmoid", *only)),
-        "norm first": (gated(True), (*with_norm, z, "silu", fast_path.NORM_FIRST, None, None)),
-        "its sigmoid": (gated(True, "sigmoid"), (*with_norm, z, "sigmoid", fast_path.NORM_FIRST, None, None)),
-        "gate first": (gated(False), (*with_norm, z, "silu", fast_path.GATE_FIRST, None, None)),
-        "groups": (gated(True, "gelu_tanh", groups), (*with_norm, z, "gelu_tanh", fast_path.NORM_FIRST, 4, None)),
+        "quantizer": (quantizing(x, None), {"packed": packed[0]}),
+        "another": (quantizing(x, None, apply="reciprocal"), {"packed": packed[1]}),
+        "after a norm": (passed, {"packed": packed[0], "normalises": True, "eps": 0.5}),
+        "gate": (Gate(x, z, x, "silu", None, 12, 3, 3, rows), {"activation": "silu", "order": fast_path.ALONE}),
+        "sigmoid": (
+            Gate(x, z, x, "sigmoid", None, 12, 3, 3, rows),
+            {"activation": "sigmoid", "order": fast_path.ALONE},
+        ),
+        "norm first": (gated(True), {"activation": "silu", "norm_before_gate": True, "eps": 0.5}),
+        "its sigmoid": (gated(True, "sigmoid"), {"activation": "sigmoid", "norm_before_gate": True, "eps": 0.5}),
+        "gate first": (gated(False), {"activation": "silu", "norm_before_gate": False, "eps": 0.5}),
+        "groups": (
+            gated(True, "gelu_tanh", groups),
+            {"activation": "gelu_tanh", "norm_before_gate": True, "group_size": 4, "eps": 0.5},
+        ),
     }
+
+    def made(given):
+        return take("quantizer", x=x, **given) if "packed" in given else take("gate", x=x, z=z, **given)
+
     noted = {kind: [] for kind in kinds}
     for kind, (call, given) in kinds.items():
-        assert take(*given) is None
+        assert made(given) is None
         name = "quantize" if isinstance(call, Quantize) else "gate" if isinstance(call, Gate) else "forward"
         HELD.append(kernel(name, ctypes.c_double, noted[kind]))
         fast_path.hold_triton(triton_cpu._packed_for_fast_path(call), ctypes.cast(HELD[-1], POINTER).value)
     for kind, (_, given) in kinds.items():
-        found = take(*given)
+        found = made(given)
         assert [other for other, calls in noted.items() if calls] == [kind]
         assert len(noted[kind]) == (9 if kind == "groups" else 3)
         pointers = noted[kind][0][0]
@@ -253,7 +263,7 @@ def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
         assert {t.data_ptr() for t in outputs} < set(pointers)
         noted[kind].clear()
     long = torch.zeros(1, 65_537, dtype=F64)
-    assert take(long, *fast_path.NO_NORM, long, "silu", fast_path.ALONE, None, None) is None
+    assert take("gate", x=long, z=long, activation="silu", order=fast_path.ALONE) is None
     assert triton_cpu._packed_for_fast_path(Gate(long, long, long, "silu", None, 65_537, 1, 1, rows)) is None
 
 

@@ -21,6 +21,8 @@ import fusednorm
 from fusednorm import accelerate
 from fusednorm.reference import norm as reference
 
+from fast_calls import close_fast_path
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TORCHS = functional.rms_norm.__code__
 EPSILON = {dtype: torch.finfo(torch.promote_types(dtype, torch.float32)).eps for dtype in DTYPES}
@@ -465,7 +467,7 @@ def test_another_library_was_first(monkeypatch):
 
 def test_without_the_cpu_backend(monkeypatch):
     monkeypatch.setattr(fusednorm.engine.choose, "_selected", {})
-    monkeypatch.delitem(fusednorm.engine.choose.fast_paths, "cpu", raising=False)
+    close_fast_path(monkeypatch)
     monkeypatch.setattr("fusednorm.backends.cpu.unavailable", lambda: ["no library was built"])
     with pytest.raises(fusednorm.BackendError, match="no library was built"):
         fusednorm.accelerate_torch()

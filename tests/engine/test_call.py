@@ -32,6 +32,8 @@ from fusednorm.conformance.cases import (
 from fusednorm.engine import choose
 from fusednorm.reference import norm as reference
 
+from fast_calls import close_fast_path
+
 compiled = pytest.mark.skipif(bool(cpu.unavailable()), reason="takes the C library")
 NARROW = (BF16, F16, F32)
 FFI, LIB = (None, None) if cpu.unavailable() else (cpu._extension.ffi, cpu._lib)
@@ -161,7 +163,7 @@ def test_dtypes_that_do_not_fit(function, message, opened, monkeypatch):
         fused_add_rms_norm(X, X)
         rms_norm(X)
     else:
-        monkeypatch.setattr(choose, "fast_paths", {})
+        close_fast_path(monkeypatch)
     with pytest.raises(TypeError, match=message):
         function()
 

@@ -12,6 +12,8 @@ from fusednorm.backends import reference
 from fusednorm.calls.call import Backward, Forward
 from fusednorm.engine import choose
 
+from fast_calls import close_fast_path
+
 #: Arguments of functions that are no operands, with values that are not the default.
 FLAGS = {
     "bias": torch.ones(6),
@@ -31,7 +33,7 @@ def old(monkeypatch):
     """A backend as of 0.2, which reads the fields of that version; the kinds of calls that it was given."""
     monkeypatch.setattr(choose, "_registered", {})
     monkeypatch.setattr(choose, "_selected", {})
-    monkeypatch.setattr(choose, "fast_paths", {})
+    close_fast_path(monkeypatch)
     given = []
 
     def forward(call):

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fusednorm
-from fusednorm.engine import choose
+from fusednorm.calls import fast_path
 from fusednorm.operations.declared import PUBLIC
 
 functions = pytest.mark.parametrize("name", FUNCTIONS)
@@ -54,7 +54,7 @@ def test_inference_tensors_are_not_written_outside_of_inference_mode(name, backe
         with torch.inference_mode():
             operands[key] = operand.clone()
         before = {other: t.clone() for other, t in operands.items() if isinstance(t, torch.Tensor)}
-        choose.fast_paths.clear()  # a call in Python opens them again
+        fast_path.devices_of.clear()  # a call in Python opens them again
         with fusednorm.use_backend(backend):
             if key not in written_by(name):
                 call(name, operands)

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.calls import fast_path
-from fusednorm.engine import choose
+
+from fast_calls import close_fast_path, fast_calls
 
 X = torch.arange(24.0).reshape(3, 8)
 BIG = torch.zeros(3, 16)
@@ -135,8 +136,7 @@ def test_bad_input(monkeypatch, call, error, message, opened):
     """On the fast path too, which takes calls like those that Python has taken before."""
     fused_add_rms_norm(X, X, X[0])
     if not opened:
-        for request in list(choose.fast_paths):
-            monkeypatch.delitem(choose.fast_paths, request)
+        close_fast_path(monkeypatch)
     before = X.clone(), BIG.clone()
     with pytest.raises(error, match=message):
         call()
@@ -242,7 +242,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         assert cpu.fast_path is None
         return
-    take = fast_path.forward_on({"cpu"})
+    take = fast_calls("cpu")
     x, grad = torch.ones(3, 8), torch.ones(3, 8, requires_grad=True)
 
     def run(
@@ -257,8 +257,11 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         ask=True,
         bias=None,
         x_scale=1.0,
+        out_dtype=None,
     ):
-        return take(x, residual, weight, out, residual_out, eps, offset, True, False, rstd, ask, bias, x_scale)
+        operands = {"x": x, "residual": residual, "weight": weight, "bias": bias, "rstd": rstd}
+        outputs = {"out": out, "residual_out": residual_out, "out_dtype": out_dtype}
+        return take("norm", **operands, **outputs, eps=eps, weight_offset=offset, x_scale=x_scale, ask=ask)
 
     matrix = torch.ones(4, 24)
 
@@ -276,6 +279,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "bias": run(x, x, bias=x[0]),
         "heads": run(x, x, x.bfloat16(), bias=x),
         "scaled": run(x, x, x_scale=0.5),
+        "of another type": run(x, x, out_dtype=torch.float16),
     }
     with torch.no_grad():
         usual["no_grad"] = run(grad, x)
@@ -296,14 +300,16 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "rstd of another size": lambda out: run(x, rstd=torch.empty(2), out=out),
         "rstd with gaps": lambda out: run(x, rstd=torch.empty(3, 2)[:, 0], out=out),
         "residual_out without residual": lambda out: run(x, None, None, out, out),
+        "an output and its type": lambda out: run(x, out=out, out_dtype=torch.float32),
+        "float64 of float32": lambda out: run(x, out_dtype=torch.float64),
+        "no type of rows": lambda out: run(x, out_dtype=torch.int8),
+        "no type": lambda out: run(x, out_dtype="float16"),
     }
     for name, call in unusual.items():
         out = torch.full((3, 8), 7.0)
         assert call(out) is None, name
         assert out.eq(7).all(), name
         assert out._version == 0, name
-    with pytest.raises(TypeError, match="takes 13, 16, 17, 18 or 19 arguments, got 1"):
-        take(x)
     with FlopCounterMode(display=False):
         assert run(x) is None
         assert run(x, ask=False) is not None  # the caller has asked
@@ -312,9 +318,12 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     for stranger in (None, 12345, x):  # what an add-on to another version of torch may have set instead
         assert fast_path._open(stranger) is False
     assert run(x) is not None
-    assert (
-        fast_path.forward_on({"cuda"})(x, None, None, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0) is None
-    )
+    assert fast_calls("cuda")("norm", x=x) is None
+    assert fast_path.Entry("norm", "x unknown").open("tests ('cpu',)")(x, 0) is None
+    assert fast_path.Entry("norm", "x").open("tests ('cpu',)")(x, None) is None  # an argument too many
+    assert fast_path.Entry("norm", "x").open("no request")(x) is None
+    with pytest.raises(ValueError, match="no entry for calls of kind nothing with 0 arguments"):
+        fast_path._fast_path.entry("nothing", (), (), (), -1, None, None)
 
 
 @pytest.mark.skipif(not fast_path.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
@@ -375,23 +384,20 @@ def test_errors_that_the_fast_path_hands_on(function, raised):
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     gradients = (fast_path.CPU, X, None, X, X[:, 0], None, torch.empty_like(X), None, None, None, 1, 0.0)
-    take, call = (
-        fast_path.forward_on({"cpu"}),
-        (X, None, None, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0),
-    )
+    take = fast_calls("cpu")
     try:
         assert fast_path._open(capsule(ctypes.addressof(api), b"dlpack_exchange_api", None))
         if raised:
             with pytest.raises(raised):
-                take(*call)
+                take("norm", x=X)
             with pytest.raises(raised):
                 fast_path.backward(*gradients)
         else:
-            assert take(*call) is None
+            assert take("norm", x=X) is None
             assert fast_path.backward(*gradients) is False
     finally:
         assert fast_path._open(fast_path._api)
-    assert take(*call) is not None
+    assert take("norm", x=X) is not None
 
 
 def _flags(tensor):

@@ -14,6 +14,8 @@ from fusednorm.calls import fast_path
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.operations import norm_gated
 
+from fast_calls import fast_calls
+
 X, Z, WEIGHT = operands(Case(6, 96).of(BF16))
 ORDERS = ({}, {"norm_before_gate": False}, {"norm_before_gate": False, "round_norm": True})
 
@@ -43,7 +45,7 @@ def test_what_is_refused_is_named(call, error, words):
 def as_composition(monkeypatch, *operands_of_rows, **flags):
     """``rms_norm_gated`` as the plain operations one after the other."""
     with monkeypatch.context() as patch:
-        patch.setattr(norm_gated, "fast_paths", {})
+        patch.setattr(norm_gated, "_rms_norm_gated", lambda *_: None)
         patch.setattr(norm_gated, "_in_one_call", lambda *_: None)
         return rms_norm_gated(*operands_of_rows, **flags)
 
@@ -70,7 +72,7 @@ def test_one_call_of_c(monkeypatch, way, dtype):
 
         return run
 
-    by_c = {} if way == "Python" else {name: noted(take) for name, take in norm_gated.fast_paths.items()}
+    by_c = (lambda *_: None) if way == "Python" else noted(norm_gated._rms_norm_gated)
     for group, first, passed, threads in itertools.product((None, 32), (True, False), between, (1, 3)):
         for operands_of_rows in ((x, z), (x.contiguous(), z.contiguous()), (x[:1], z[:1]), heads):
             flags = {"group_size": group, "norm_before_gate": first, **others}
@@ -80,7 +82,7 @@ def test_one_call_of_c(monkeypatch, way, dtype):
             torch.set_num_threads(threads)
             with monkeypatch.context() as patch, fusednorm.use_backend("cpu"):
                 patch.setattr(norm_gated, "_in_one_call", noted(one_call))
-                patch.setattr(norm_gated, "fast_paths", by_c)
+                patch.setattr(norm_gated, "_rms_norm_gated", by_c)
                 taken.clear()
                 assert rms_norm_gated(*operands_of_rows, weight, **flags).equal(wanted)
                 assert taken[0] == (way == "Python" or (operands_of_rows is not heads and bool(cpu.fast_path)))
@@ -114,23 +116,21 @@ def test_large_outputs(monkeypatch, dtype):
 @pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
 def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     """Results equal those of Python; what is refused leaves every output as it was."""
-    take, no_norm = fast_path.forward_on({"cpu"}), fast_path.NO_NORM
+    take = fast_calls("cpu")
     matrix = torch.randn(6, 256, generator=torch.Generator().manual_seed(2))
     y, z, out = matrix[:, :64], matrix[:, 64:128], torch.zeros(6, 64)
     half = matrix.bfloat16()
     weight = matrix[0, 192:].clone()
 
-    def gates(y, z, how=fast_path.ALONE, activation="silu", out=None, group=None):
-        return take(y, *no_norm, z, activation, how, group, out)
+    def gates(y, z, order=fast_path.ALONE, activation="silu", out=None, between=None):
+        return take("gate", x=y, z=z, activation=activation, order=order, between=between, out=out)
 
-    def normed(x, z, how=fast_path.NORM_FIRST, weight=weight, out=None, group=None, activation="silu"):
-        return take(
-            *(x, None, weight, None, None, 1e-6, 0.0, True, False, None, True, None, 1.0),
-            *(z, activation, how, group, out),
-        )
+    def normed(x, z, first=True, weight=weight, out=None, group=None, **more):
+        flags = {"norm_before_gate": first, "group_size": group, "eps": 1e-6, "activation": "silu", **more}
+        return take("gate", x=x, z=z, weight=weight, out=out, **flags)
 
     kept = fusednorm.gate(y, z)
-    and_mul, f32 = fast_path.AND_MUL, fast_path.BETWEEN_IS_F32
+    and_mul = fast_path.AND_MUL
     copy, other, both = y.clone(), z.clone(), half.clone()
     into_half, unrounded = fusednorm.silu_and_mul(half), fusednorm.gelu_tanh_and_mul(half, half, between=F32)
     usual = {
@@ -141,11 +141,11 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "float64": (gates(y.double(), z), fusednorm.gate(y.double(), z)),
         "one tensor": (gates(half, None, and_mul), into_half),
         "into a half": (gates(both, None, and_mul, out=both[:, :128]), into_half),
-        "unrounded": (gates(half, half, and_mul + f32, "gelu_tanh"), unrounded),
+        "unrounded": (gates(half, half, and_mul, "gelu_tanh", between=F32), unrounded),
         "of another type": (gates(y, z, out=torch.zeros(6, 64, dtype=F16)), kept.half()),
         "norm": (normed(y, z), rms_norm_gated(y, z, weight)),
         "groups": (normed(y, z, group=16), rms_norm_gated(y, z, weight, group_size=16)),
-        "gate first": (normed(y, z, fast_path.GATE_FIRST), rms_norm_gated(y, z, weight, norm_before_gate=False)),
+        "gate first": (normed(y, z, False), rms_norm_gated(y, z, weight, norm_before_gate=False)),
     }
     for name, (found, wanted) in usual.items():
         assert found is not None, name
@@ -155,7 +155,10 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     grad = y.clone().requires_grad_()
     unusual = {
         "an output with a gradient": lambda: gates(y, z, out=grad),
-        "float32 between of float64": lambda: gates(y.double(), None, and_mul + f32),
+        "float32 between of float64": lambda: gates(y.double(), None, and_mul, between=F32),
+        "float32 between with the gate first": lambda: normed(half, half, False, None, between=F32),
+        "an order of another type": lambda: normed(y, z, 1, out=out),
+        "no order": lambda: normed(y, z, None, out=out),
         "an odd row": lambda: gates(y[:, :7], None, and_mul),
         "output of half the rows": lambda: gates(y, z, out=out[:, :32]),
         "half an output": lambda: gates(half, None, and_mul, out=half[:, 1:129]),
@@ -337,7 +340,7 @@ def test_gradients_on_the_fast_path():
     """What is refused leaves the gradients as they were."""
     d, x, z = (t.float() for t in (X, Z, X + Z))
     weight, rstd = WEIGHT.float(), torch.ones(6)
-    how = ("silu", fast_path.NORM_FIRST, False, 0.0)
+    how = ("silu", True, None, False, 0.0)
     new = [torch.full_like(t, 7) for t in (x, z, weight)]
     assert fast_path.norm_gated_backward(d, x, z, rstd, weight, *new, *how)
     assert not any(t.eq(7).any() for t in new)
@@ -353,5 +356,5 @@ def test_gradients_on_the_fast_path():
         assert not fast_path.norm_gated_backward(*operands_of_rows, *new, *how)
     assert not fast_path.norm_gated_backward(d, x, z, rstd, weight, *new, "relu", *how[1:])
     assert all(t.eq(7).all() for t in new)
-    with pytest.raises(TypeError, match="norm_gated_backward takes 12 arguments, got 1"):
+    with pytest.raises(TypeError, match="norm_gated_backward takes 13 arguments, got 1"):
         fast_path.norm_gated_backward(d)

@@ -22,7 +22,9 @@ from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
 from fusednorm.conformance.test_quantized import ALL, PRESETS
 from fusednorm.reference import quantizer
 
-E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
+from fast_calls import fast_calls
+
+E4M3, E5M2, I8, U8, I32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32
 TOKEN, STATIC, BLOCK = quantizations.VLLM_INT8_TOKEN_CPU, quantizations.VLLM_FP8_STATIC, ALL["columns"]
 AZP = quantizations.VLLM_INT8_STATIC_AZP_CPU
 X, RESIDUAL, WEIGHT = operands(Case(6, 128).of(F32))
@@ -85,15 +87,15 @@ def test_what_is_refused_is_named_and_nothing_is_written(call, error, words):
 @pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
 def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     """Results equal those of the reference; what is refused leaves every output as it was."""
-    take, gap = fast_path.forward_on({"cpu"}), torch.zeros(6, 256, dtype=I8)
+    take, gap = fast_calls("cpu"), torch.zeros(6, 256, dtype=I8)
 
-    def run(q, x=X, residual=None, residual_out=None, between=False, norm=True, scale=None, out=None, scale_out=None):
-        numbers = (1e-6, 0.0, True, False, None, True, None, 1.0)
-        weight = WEIGHT if norm else None
-        return take(x, residual, weight, None, residual_out, *numbers, q.packed, between, norm, scale, out, scale_out)
+    def run(q, x=X, residual=None, residual_out=None, between=None, norm=True, **more):
+        operands = {"x": x, "residual": residual, "weight": WEIGHT if norm else None, "residual_out": residual_out}
+        return take("quantizer", **operands, **more, eps=1e-6, packed=q.packed, between=between, normalises=norm)
 
     half, sums = X.bfloat16(), RESIDUAL.clone()
-    y, total = rms_norm(X, WEIGHT), X + RESIDUAL
+    y, total, point = rms_norm(X, WEIGHT), X + RESIDUAL, quantizations.VLLM_INT8_TOKEN_AZP_CPU
+    normed, own = torch.zeros_like(X), X.clone()
     usual = {
         "rows": (run(TOKEN, norm=False), quantizer.quantized(X, TOKEN)),
         "norm": (run(TOKEN), quantizer.quantized(y, TOKEN)),
@@ -101,27 +103,44 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "in place": (run(TOKEN, residual=sums, residual_out=sums), quantizer.quantized(rms_norm(total, WEIGHT), TOKEN)),
         "scale": (run(STATIC, scale=ONE), (*quantizer.quantized(y, STATIC, ONE), ONE)),
         "unrounded": (
-            run(TOKEN, half, between=True),
+            run(TOKEN, half, between=F32),
             quantizer.quantized(rms_norm(half, WEIGHT, out_dtype=F32), TOKEN),
         ),
         "gaps": (run(TOKEN, out=gap[:, :128], scale_out=torch.ones(6, 2)[:, :1]), quantizer.quantized(y, TOKEN)),
         "groups": (run(BLOCK, scale_out=torch.ones(6, 2)), quantizer.quantized(y, BLOCK)),
         "float64": (run(TOKEN, X.double(), norm=False), quantizer.quantized(X, TOKEN)),
+        "zero points": (run(point), quantizer.quantized(y, point)),
+        "zero points in gaps": (
+            run(point, residual=RESIDUAL, zero_point_out=torch.ones(6, 2, dtype=I32)[:, 1:]),
+            quantizer.quantized(rms_norm(total, WEIGHT), point),
+        ),
+        "a zero point": (run(AZP, scale=ONE, zero_point=POINT), (quantizer.quantized(y, AZP, ONE, POINT)[0], ONE)),
+        "normed": (run(TOKEN, normed_out=normed), quantizer.quantized(y, TOKEN)),
+        "normed in place": (run(TOKEN, own, normed_out=own), quantizer.quantized(y, TOKEN)),
     }
     for name, (found, wanted) in usual.items():
         assert found is not None, name
         assert same(found[:2], wanted[:2]), name
     assert same(usual["fused"][0][2:], [total])
+    assert same([normed, own, usual["zero points"][0][2]], [y, y, quantizer.quantized(y, point)[2]])
+    assert same(usual["zero points in gaps"][0][2:], (quantizer.quantized(rms_norm(total, WEIGHT), point)[2], total))
     assert usual["in place"][0][2] is sums
     assert same([sums], [total])
-    assert (gap._version, sums._version) == (1, 1)
+    assert (gap._version, sums._version, normed._version, own._version) == (1, 1, 1, 1)
 
     grad, column = X.clone().requires_grad_(), replace(TOKEN, per=100)
-    point = quantizations.VLLM_INT8_TOKEN_AZP_CPU
     kept = gap.clone(), sums.clone()
-    other = torch.zeros(6, 128, dtype=I8)
+    other, over, scaled = torch.zeros(6, 128, dtype=I8), torch.ones(6, 1), torch.ones(6, 128)
     unusual = {
-        "zero points": lambda: run(point, out=other),
+        "a zero point too many": lambda: run(TOKEN, zero_point=POINT, out=other),
+        "no zero point": lambda: run(AZP, scale=ONE, out=other),
+        "a zero point of another type": lambda: run(AZP, scale=ONE, zero_point=POINT.long(), out=other),
+        "a zero point that is too large": lambda: run(AZP, scale=ONE, zero_point=POINT << 30, out=other),
+        "zero points that nothing computes": lambda: run(TOKEN, zero_point_out=POINT.expand(6, 1), out=other),
+        "zero points over scales": lambda: run(point, scale_out=over, zero_point_out=over.view(I32), out=other),
+        "normed rows of another type": lambda: run(TOKEN, normed_out=half, out=other),
+        "normed rows that are float between": lambda: run(TOKEN, half, between=F32, normed_out=half, out=other),
+        "normed rows over the scale": lambda: run(STATIC, scale=scaled[0, :1], normed_out=scaled, out=other.view(E4M3)),
         "groups that do not fit": lambda: run(column, out=other),
         "no scale": lambda: run(STATIC, out=other.view(E4M3)),
         "a scale too many": lambda: run(TOKEN, scale=ONE, out=other),
@@ -131,7 +150,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "two scales": lambda: run(STATIC, scale=torch.ones(2), out=other.view(E4M3)),
         "a scale and its copy": lambda: run(STATIC, scale=ONE, scale_out=torch.ones(1), out=other.view(E4M3)),
         "gradient": lambda: run(TOKEN, grad, out=other),
-        "float rows between of float64": lambda: run(TOKEN, X.double(), between=True, out=other),
+        "float rows between of float64": lambda: run(TOKEN, X.double(), between=F32, out=other),
         "out of another type": lambda: run(TOKEN, out=other.view(U8)),
         "out of another shape": lambda: run(TOKEN, out=torch.zeros(6, 64, dtype=I8)),
         "out that overlaps itself": lambda: run(TOKEN, out=other[:1].expand(6, 128)),

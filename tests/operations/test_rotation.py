@@ -8,6 +8,8 @@ from fusednorm import qk_norm_rope, rms_norm, rotate
 from fusednorm.calls import fast_path
 from fusednorm.conformance.cases import BF16, F32, Case, operands
 
+from fast_calls import fast_calls
+
 QKV = operands(Case(12 * 8, 16).of(BF16))[0].view(3, 4, 8, 16)
 Q, K = QKV[:, :, :4], QKV[:, :, 4:6]
 WEIGHT = operands(Case(1, 16).of(BF16))[2]
@@ -104,7 +106,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     if not fast_path.OPEN:
         assert not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
         return
-    take = fast_path.forward_on({"cpu"})
+    take = fast_calls("cpu")
     q, k = torch.ones(3, 4, 16), torch.ones(3, 2, 16)
     cos, sin, weight = torch.ones(3, 8), torch.ones(3, 8), torch.ones(16)
     positions, grad = torch.tensor([2, 0, 1]), torch.ones(3, 4, 16, requires_grad=True)
@@ -119,8 +121,10 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         numbers=(1e-6, 0.0),
         **flags,
     ):
-        given = {"norm": True, "interleaved": False, "products": False, "between": False, "round_norm": False} | flags
-        return take(q, k, *weights, *tables, positions, *out, *numbers, *given.values())
+        heads = {"q": q, "k": k, "q_weight": weights[0], "k_weight": weights[1], "q_out": out[0], "k_out": out[1]}
+        rotation = {"cos": tables[0], "sin": tables[1], "positions": positions}
+        norm = {"norm": True, "eps": numbers[0], "weight_offset": numbers[1]}
+        return take("rotation", **heads, **rotation, **(norm | flags))
 
     qkv = torch.ones(3, 8, 16)
     usual = {
@@ -147,7 +151,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     assert usual["one row of tables"] is None  # cosines and sines of two shapes: Python reports it
     assert usual["q alone"][1] is None
     with torch.no_grad():
-        assert all(map(torch.equal, run(between=True, products=True), run()))  # float32 is not rounded
+        assert all(map(torch.equal, run(between=F32, round_products=True), run()))  # float32 is not rounded
     out = torch.full((3, 4, 16), 7.0)
     unusual = {
         "no rows": lambda: run(q[:0], k[:0]),
@@ -170,7 +174,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "positions in a table of three dimensions": lambda: run(
             tables=(cos[None], sin[None]), positions=positions, out=(out, None)
         ),
-        "float64 to float32": lambda: run(q.double(), k.double(), between=True),
+        "float64 to float32": lambda: run(q.double(), k.double(), between=F32),
         "eps of another type": lambda: run(numbers=(1, 0.0), out=(out, None)),
         "a flag of another type": lambda: run(interleaved=1, out=(out, None)),
         "heads of an output with themselves": lambda: run(out=(out[:, :1].expand(3, 4, 16), None)),
@@ -181,7 +185,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         assert out._version == 0, name
     with FlopCounterMode(display=False):
         assert run() is None
-    assert fast_path.forward_on({"cuda"})(q, k, *[None] * 7, 1e-6, 0.0, True, *[False] * 4) is None
+    assert fast_calls("cuda")("rotation", q=q, k=k, norm=True) is None
     kept = q.clone()
     run(kept, None, weights=(None, None), out=(kept, None))
     assert kept._version == 1
