@@ -166,19 +166,15 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
     }
     if kind.gate is not None and kind.gate.between not in (None, kind.accumulator):
         constants["PASSED"] = host.type_of(kind.gate.between)
-    if tiles == 1:
-        constants["ROWS"] = rows
-    else:
-        kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
-        constants |= {"KEPT": kept, "TILES": tiles}
+    kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
+    constants |= {"KEPT": kept, "ROWS": rows, "TILES": tiles}
     around, absent = _around(kind)
     absent += ("first_eps",) * (kind.first is None) + ("z_stride", "z_jump") * (kind.gate is None)
     dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
     dtypes |= {"residual_out": kind.residual_out, "rstd": kind.accumulator if kind.rstd else None}
     dtypes |= {"first_weight": kind.first and kind.first.weight, "bias": around.bias, "z": kind.gate and kind.gate.z}
     constants |= {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
-    function = kernels.forward_tile if tiles == 1 else kernels.forward_wide
-    return _variant(kind, function, dtypes, constants, warps, rows, absent=absent)
+    return _variant(kind, kernels.forward, dtypes, constants, warps, rows, absent=absent)
 
 
 def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
@@ -246,10 +242,9 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     if kind.dweight and gradients and rows == 1 and kind.hidden_size <= _MOST_AT_ONCE:
         variants["both"] = variant(kernels.backward_blocks, {**row, **shape}, warps, Share.BLOCKS)
     else:
-        if gradients and tiles == 1:
-            variants["rows"] = variant(kernels.backward_tile, {**row, "ROWS": rows, **shape}, warps, per_program=rows)
-        elif gradients:
-            variants["rows"] = variant(kernels.backward_wide, {**row, "TILES": tiles, **shape}, warps)
+        if gradients:
+            constants = {**row, "ROWS": rows, "TILES": tiles, **shape}
+            variants["rows"] = variant(kernels.backward_rows, constants, warps, per_program=rows)
         if kind.dweight:
             # Rows that are loaded at a time: as many as registers hold.
             constants = {"AT_ONCE": 8 if vector * (kind.dy.itemsize + kind.h.itemsize) <= 32 else 4, "TILE": width}

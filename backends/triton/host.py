@@ -111,7 +111,7 @@ def changed(on_cpus: bool = False) -> list[str]:
     from fusednorm.backends.triton.kernels import norm
 
     used, cure = (_USED, CURE_ON_CPUS) if on_cpus else (_USED_ON_GPUS, _CURE)
-    lacked = lacking(triton, used) or lacking(norm.forward_tile, {"arg_names": ()})
+    lacked = lacking(triton, used) or lacking(norm.forward, {"arg_names": ()})
     if lacked:
         return [f"Triton {triton.__version__} lacks {lacked}, which fusednorm calls; {cure}"]
     return []

@@ -17,9 +17,9 @@ import triton.language as tl
 from fusednorm.backends.triton.kernels.gates import activated
 from fusednorm.backends.triton.kernels.numbers import (
     gain,
+    mean_of,
     narrowed,
     normalised,
-    quotient,
     row_of_heads,
     rows_at,
     rstd_of,
@@ -219,9 +219,8 @@ def after_norm(row, of_norm, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZ
     h = added(row, at, left, FLAGS, A, SIZE)
     x, row_rstd, weight_row, weight_offset, bias_row = of_norm
     g = gain_of(weight_row, at, left, weight_offset, A, SIZE) if WEIGHT & FLAGS else None
-    y = normalised(h, row_rstd, g, x.dtype.element_ty, ROUND_NORM & FLAGS, A)
-    if BIAS & FLAGS:
-        y = y + widened(got(bias_row, at, left, SIZE), A)
+    b = got(bias_row, at, left, SIZE) if BIAS & FLAGS else None
+    y = normalised(h, row_rstd, g, b, x.dtype.element_ty, ROUND_NORM & FLAGS, A)
     if PASSED & FLAGS:
         y = widened(narrowed(y, x.dtype.element_ty), A)
     return y
@@ -397,7 +396,7 @@ def backward(
         dy_row, h_row = rows_at(dy, number, dy_stride, dy_jump, levels), rows_at(h, number, h_stride, h_jump, levels)
         row = (dy_row, h_row, row_rstd, weight, weight_offset)
         total = sum_of_row(product, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
-        c = quotient(total, tl.full((1,), hidden_size, A), A)
+        c = mean_of(total, hidden_size, A)
         d_total_row = rows_at(d_total, number, d_total_stride, d_total_jump, levels)
         dx_row, dresidual_row = dx + number * hidden_size, dresidual + number * hidden_size
         over_row(differentiate, row, (c, d_total_row, dx_row, dresidual_row), hidden_size, FLAGS, A, TILE // 4)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, rows_at, widened
-from fusednorm.backends.triton.kernels.tiles import loaded
+from fusednorm.backends.triton.kernels.tiles import inside_of, loaded, store
 
 
 @triton.jit
@@ -130,9 +130,11 @@ def between(value, TYPE: tl.constexpr, A: tl.constexpr):
 
 
 @triton.jit
-def gated(values, pointers, inside, ACTIVATION: tl.constexpr, A: tl.constexpr):
-    """Values times the function of the gates that lie there."""
-    return values * activated(loaded(pointers, inside, A), ACTIVATION, A)
+def gated(values, z_rows, column, inside, ACTIVATION: tl.constexpr, A: tl.constexpr):
+    """Values times the function of the gates, if there are any."""
+    if z_rows is not None:
+        values = values * activated(loaded(z_rows, column, inside, A), ACTIVATION, A)
+    return values
 
 
 @triton.jit
@@ -141,17 +143,6 @@ def place_of_tile(N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
     TILES: tl.constexpr = (N + TILE - 1) // TILE
     row = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     return row, tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)[None, :]
-
-
-@triton.jit
-def there(row, column, rows, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Whether elements exist; None where all do."""
-    if ROWS == 1:
-        return None if N % TILE == 0 else column < N
-    elif N == TILE:
-        return row < rows
-    else:
-        return (column < N) & (row < rows)
 
 
 @triton.jit
@@ -176,12 +167,11 @@ def gate_tile(
 ):
     """Rows times a function of other rows."""
     row, column = place_of_tile(N, ROWS, TILE)
-    inside = there(row, column, rows, N, ROWS, TILE)
-    gates = loaded(rows_at(z, row, z_stride, z_jump, inner) + column, inside, A)
-    values = loaded(rows_at(y, row, y_stride, y_jump, inner) + column, inside, A)
+    inside = inside_of(row, column, rows, N, ROWS, TILE)
+    gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
+    values = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
     values = values * between(activated(gates, ACTIVATION, A), BETWEEN, A)
-    out_rows = rows_at(out, row, out_stride, out_jump, inner)
-    tl.store(out_rows + column, narrowed(values, out.dtype.element_ty), mask=inside)
+    store(rows_at(out, row, out_stride, out_jump, inner), column, inside, values)
 
 
 @triton.jit
@@ -212,14 +202,11 @@ def gate_backward_tile(
 ):
     """The gradients of rows times a function of other rows."""
     row, column = place_of_tile(N, ROWS, TILE)
-    inside = there(row, column, rows, N, ROWS, TILE)
-    gates = loaded(rows_at(z, row, z_stride, z_jump, inner) + column, inside, A)
-    incoming = loaded(rows_at(d, row, d_stride, d_jump, inner) + column, inside, A)
+    inside = inside_of(row, column, rows, N, ROWS, TILE)
+    gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
+    incoming = loaded(rows_at(d, row, d_stride, d_jump, inner), column, inside, A)
     f, slope = activated_and_slope(gates, ACTIVATION, A)
     if dz is not None:
-        of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner) + column, inside, A)
-        found = narrowed(between(of_f, BETWEEN, A) * slope, dz.dtype.element_ty)
-        tl.store(rows_at(dz, row, dz_stride, dz_jump, inner) + column, found, mask=inside)
-    if dy is not None:
-        found = narrowed(incoming * between(f, BETWEEN, A), dy.dtype.element_ty)
-        tl.store(rows_at(dy, row, dy_stride, dy_jump, inner) + column, found, mask=inside)
+        of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
+        store(rows_at(dz, row, dz_stride, dz_jump, inner), column, inside, between(of_f, BETWEEN, A) * slope)
+    store(rows_at(dy, row, dy_stride, dy_jump, inner), column, inside, incoming * between(f, BETWEEN, A))

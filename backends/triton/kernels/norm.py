@@ -13,12 +13,10 @@ import triton.language as tl
 
 from fusednorm.backends.triton.kernels.gates import between, gated
 from fusednorm.backends.triton.kernels.numbers import (
-    halved,
     halved_first,
+    mean_of,
     narrowed,
     normalised,
-    passed,
-    quotient,
     row_of_heads,
     rows_at,
     rstd_of,
@@ -28,12 +26,15 @@ from fusednorm.backends.triton.kernels.numbers import (
 from fusednorm.backends.triton.kernels.tiles import (
     columns_of_tile,
     gain_at,
+    inside_of,
     loaded,
     per_element,
     rows_of_tile,
+    store,
     stored,
-    sums_of_rows,
-    sums_of_segments,
+    sums_of_tile,
+    total_of,
+    with_sums,
 )
 
 
@@ -44,137 +45,37 @@ def added(
     first_rstd,
     first_g,
     residual_rows,
-    residual_out_rows,
+    sum_rows,
     column,
     inside,
-    BETWEEN: tl.constexpr,
+    X: tl.constexpr,
     ROUND_SUM: tl.constexpr,
     ROUND_NORM: tl.constexpr,
     A: tl.constexpr,
 ):
-    """The row that is normalised: x, scaled, or after a norm if BETWEEN asks for one, and the residual if there is one.
+    """The row that is normalised: x, scaled, or after a norm if there is its rstd, and the residual if there is one.
 
-    Stores the sum, unless there is nowhere to.
+    X: the type in which rows pass from that norm to the addition. Beyond the end of a row they are 0, or NaN, but then
+    all of the row is infinite or NaN. Stores the sum, unless there is nowhere to.
     """
-    h = loaded(x_rows + column, inside, A)
+    h = loaded(x_rows, column, inside, A)
     if x_scale is not None:
         h = scaled(h, x_scale, x_rows.dtype.element_ty, A)
-    if BETWEEN != "":
-        h = passed(h, first_rstd, first_g, x_rows.dtype.element_ty, BETWEEN, ROUND_NORM, A)
+    if first_rstd is not None:
+        h = normalised(h, first_rstd, first_g, None, x_rows.dtype.element_ty, ROUND_NORM, A)
+        h = widened(narrowed(h, X), A)
     if residual_rows is not None:
-        h = h + loaded(residual_rows + column, inside, A)
-        if residual_out_rows is not None:
-            total = narrowed(h, residual_out_rows.dtype.element_ty)
-            tl.store(residual_out_rows + column, total, mask=inside)
+        h = h + loaded(residual_rows, column, inside, A)
+        if sum_rows is not None:
+            total = narrowed(h, sum_rows.dtype.element_ty)
+            tl.store(sum_rows + column, total, mask=inside)
             if ROUND_SUM:
                 h = widened(total, A)
     return h
 
 
 @triton.jit
-def forward_tile(
-    x,
-    residual,
-    weight,
-    out,
-    residual_out,
-    rstd,
-    x_stride,
-    residual_stride,
-    out_stride,
-    residual_out_stride,
-    inner,
-    x_jump,
-    residual_jump,
-    out_jump,
-    residual_out_jump,
-    rows,
-    eps,
-    weight_offset,
-    first_weight,
-    first_eps,
-    bias,
-    weight_stride,
-    bias_stride,
-    heads,
-    x_scale,
-    z,
-    z_stride,
-    z_jump,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUND_SUM: tl.constexpr,
-    ROUND_NORM: tl.constexpr,
-    BETWEEN: tl.constexpr,
-    GATED: tl.constexpr,
-    PASSED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """ROWS whole rows per program, each kept in registers.
-
-    GATED: the gate z comes "before" the norm, or "after" it, with rows rounded to PASSED between (None: they are not).
-    """
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
-    column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
-    inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
-    every_row = row < rows if inside_row is None else inside_row & (row < rows)
-    inside = inside_row if ROWS == 1 else every_row
-    residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
-    residual_out_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
-    x_rows = rows_at(x, row, x_stride, x_jump, inner)
-    first_rstd, first_g = None, None
-    if BETWEEN != "":
-        first_h = loaded(x_rows + column, inside, A)
-        if first_weight is not None:
-            first_g = gain_at(first_weight, column, inside_row, weight_offset, OFFSET, A)
-        sums = sums_of_rows(sums_of_segments(first_h * first_h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
-        first_rstd = per_element(rstd_of(sums, N, first_eps, A), SEGMENTS, DEPTH)
-    h = added(
-        x_rows,
-        x_scale,
-        first_rstd,
-        first_g,
-        residual_rows,
-        residual_out_rows,
-        column,
-        inside,
-        BETWEEN,
-        ROUND_SUM,
-        ROUND_NORM,
-        A,
-    )
-    z_rows = rows_at(z, row, z_stride, z_jump, inner)
-    if GATED == "before":
-        h = gated(h, z_rows + column, inside, ACTIVATION, A)
-    if out is not None:
-        # Now, so that it is there when the sum is.
-        weight_rows = row_of_heads(weight, row, weight_stride, heads)
-        bias_rows = row_of_heads(bias, row, bias_stride, heads)
-        g = None if weight is None else gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
-        b = None if bias is None else stored(bias_rows + column, inside_row)
-        row_rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
-        if rstd is not None:
-            row_of_rstd = first + tl.arange(0, ROWS)
-            tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
-        X: tl.constexpr = A if BETWEEN == "A" else x.dtype.element_ty  # the type of the rows that were added
-        y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, X, ROUND_NORM, A)
-        if b is not None:
-            y = y + widened(b, A)
-        if GATED == "after":
-            y = gated(between(y, PASSED, A), z_rows + column, inside, ACTIVATION, A)
-        out_rows = rows_at(out, row, out_stride, out_jump, inner)
-        tl.store(out_rows + column, narrowed(y, out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def forward_wide(
+def forward(
     x,
     residual,
     weight,
@@ -213,93 +114,107 @@ def forward_wide(
     PASSED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
     TILES: tl.constexpr,
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One row per program, tile by tile, twice; three times where BETWEEN asks for a norm before the addition.
+    """ROWS whole rows per program, each kept in registers; or one row of several TILES, tile by tile, twice.
 
-    KEPT: the last pass finds the row in residual_out, or in x.
+    It is three times where BETWEEN asks for a norm before the addition. KEPT: the last pass finds the row in
+    residual_out, or in x.
+
+    GATED: the gate z comes "before" the norm, or "after" it, with rows rounded to PASSED between (None: they are not).
     """
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     X: tl.constexpr = A if BETWEEN == "A" else x.dtype.element_ty  # the type of the rows that are added
-    row = tl.program_id(0).to(tl.int64)
-    x_row, out_row = rows_at(x, row, x_stride, x_jump, inner), rows_at(out, row, out_stride, out_jump, inner)
-    residual_row = rows_at(residual, row, residual_stride, residual_jump, inner)
-    residual_out_row = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
-    z_row = rows_at(z, row, z_stride, z_jump, inner)
-    weight_row = row_of_heads(weight, row, weight_stride, heads)
-    bias_row = row_of_heads(bias, row, bias_stride, heads)
-    column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
-    index = tl.arange(0, TILES)[:, None]
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first if TILES > 1 else first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
+    column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
+    residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
+    sum_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
+    x_rows = rows_at(x, row, x_stride, x_jump, inner)
+    z_rows = rows_at(z, row, z_stride, z_jump, inner)
+    z_before, z_after = z_rows if GATED == "before" else None, z_rows if GATED == "after" else None
+    weight_rows = row_of_heads(weight, row, weight_stride, heads)
+    bias_rows = row_of_heads(bias, row, bias_stride, heads)
+    out_rows = rows_at(out, row, out_stride, out_jump, inner)
     first_rstd = None
+    if TILES == 1:
+        first_g = None
+        inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
     if BETWEEN != "":
-        first_sums = tl.zeros((TILES, SEGMENTS), A)
+        if TILES == 1:
+            first_h = loaded(x_rows, column, inside, A)
+            first_g = gain_at(first_weight, column, inside_row, weight_offset, OFFSET, A)
+            first_sums = sums_of_tile(first_h * first_h, ROWS, SEGMENTS, VECTOR)
+        else:
+            first_sums = tl.zeros((TILES, SEGMENTS), A)
+            for tile in range(tl.cdiv(N, TILE)):
+                at = tile * TILE + column
+                first_h = loaded(x_rows, at, inside_of(row, at, rows, N, 1, TILE), A)
+                first_sums = with_sums(first_sums, tile, first_h * first_h, VECTOR)
+            first_sums = total_of(first_sums)
+        first_rstd = per_element(rstd_of(first_sums, N, first_eps, A), TILES, SEGMENTS, DEPTH)
+    if TILES == 1:
+        h = added(
+            x_rows, x_scale, first_rstd, first_g, residual_rows, sum_rows, column, inside, X, ROUND_SUM, ROUND_NORM, A
+        )
+        h = gated(h, z_before, column, inside, ACTIVATION, A)
+        # Now, so that they are there when the sum is.
+        g = gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
+        b = stored(bias_rows, column, inside_row)
+        sums = sums_of_tile(h * h, ROWS, SEGMENTS, VECTOR)
+    else:
+        kept_rows = sum_rows if KEPT else None
+        sums = tl.zeros((TILES, SEGMENTS), A)
         for tile in range(tl.cdiv(N, TILE)):
             at = tile * TILE + column
-            h = loaded(x_row + at, None if N % TILE == 0 else at < N, A)
-            first_sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], first_sums)
-        first_rstd = rstd_of(halved(tl.reshape(first_sums, (1, TILES * SEGMENTS))), N, first_eps, A)
-        first_rstd = tl.reshape(first_rstd, (1, 1))
-    sums = tl.zeros((TILES, SEGMENTS), A)
-    for tile in range(tl.cdiv(N, TILE)):
-        at = tile * TILE + column
-        inside = None if N % TILE == 0 else at < N
-        g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
-        stored_to = residual_out_row if KEPT else None
-        h = added(x_row, x_scale, first_rstd, g, residual_row, stored_to, at, inside, BETWEEN, ROUND_SUM, ROUND_NORM, A)
-        if GATED == "before":
-            h = gated(h, z_row + at, inside, ACTIVATION, A)
-        if out is not None:
-            sums = tl.where(index == tile, sums_of_segments(h * h, SEGMENTS, VECTOR)[None, :], sums)
+            inside = inside_of(row, at, rows, N, 1, TILE)
+            g = gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
+            h = added(x_rows, x_scale, first_rstd, g, residual_rows, kept_rows, at, inside, X, ROUND_SUM, ROUND_NORM, A)
+            h = gated(h, z_before, at, inside, ACTIVATION, A)
+            if out is not None:
+                sums = with_sums(sums, tile, h * h, VECTOR)
+        sums = total_of(sums)
     if out is not None:
-        row_rstd = rstd_of(halved(tl.reshape(sums, (1, TILES * SEGMENTS))), N, eps, A)
+        row_rstd = rstd_of(sums, N, eps, A)
         if rstd is not None:
-            tl.store(rstd + row + tl.arange(0, 1), row_rstd)
-        row_rstd = tl.reshape(row_rstd, (1, 1))
-        if KEPT and residual is not None:
-            tl.debug_barrier()  # another thread may have stored what this one reads
-        for tile in range(tl.cdiv(N, TILE)):
-            at = tile * TILE + column
-            inside = None if N % TILE == 0 else at < N
-            if KEPT:
-                h = loaded((x_row if residual is None else residual_out_row) + at, inside, A)
-            else:
-                g = None if first_weight is None else gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
-                h = added(
-                    x_row,
-                    x_scale,
-                    first_rstd,
-                    g,
-                    residual_row,
-                    residual_out_row,
-                    at,
-                    inside,
-                    BETWEEN,
-                    ROUND_SUM,
-                    ROUND_NORM,
-                    A,
-                )
-            if GATED == "before":
-                h = gated(h, z_row + at, inside, ACTIVATION, A)
-            g = None if weight is None else gain_at(weight_row, at, inside, weight_offset, OFFSET, A)
-            y = normalised(h, row_rstd, g, X, ROUND_NORM, A)
-            if bias is not None:
-                y = y + loaded(bias_row + at, inside, A)
-            if GATED == "after":
-                y = gated(between(y, PASSED, A), z_row + at, inside, ACTIVATION, A)
-            tl.store(out_row + at, narrowed(y, out.dtype.element_ty), mask=inside)
+            row_of_rstd = first + tl.arange(0, ROWS)
+            tl.store(rstd + row_of_rstd, row_rstd, mask=None if TILES > 1 else row_of_rstd < rows)
+        row_rstd = per_element(row_rstd, TILES, SEGMENTS, DEPTH)
+        if TILES == 1:
+            y = between(normalised(h, row_rstd, g, b, X, ROUND_NORM, A), PASSED, A)
+            store(out_rows, column, inside, gated(y, z_after, column, inside, ACTIVATION, A))
+        else:
+            if KEPT and residual is not None:
+                tl.debug_barrier()  # another thread may have stored what this one reads
+            for tile in range(tl.cdiv(N, TILE)):
+                at = tile * TILE + column
+                inside = inside_of(row, at, rows, N, 1, TILE)
+                if KEPT:
+                    h = loaded(x_rows if residual is None else sum_rows, at, inside, A)
+                else:
+                    g = gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
+                    h = added(
+                        x_rows, x_scale, first_rstd, g, residual_rows, sum_rows, at, inside, X, ROUND_SUM, ROUND_NORM, A
+                    )
+                h = gated(h, z_before, at, inside, ACTIVATION, A)
+                g = gain_at(weight_rows, at, inside, weight_offset, OFFSET, A)
+                b = stored(bias_rows, at, inside)
+                y = between(normalised(h, row_rstd, g, b, X, ROUND_NORM, A), PASSED, A)
+                store(out_rows, at, inside, gated(y, z_after, at, inside, ACTIVATION, A))
 
 
 @triton.jit
-def weighted(dy, weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
+def weighted(dy, g):
     """The gradient of the normalised row, from that of the output."""
-    if weight is None:
+    if g is None:
         return dy
     else:
-        return dy * gain_at(weight, column, inside, weight_offset, OFFSET, A)
+        return dy * g
 
 
 @triton.jit
@@ -312,16 +227,16 @@ def products(wdy, xhat, inside):
 
 
 @triton.jit
-def stored_gradients(d, dx_rows, dresidual_rows, column, inside):
-    """Stores the gradient in the types asked for."""
-    if dx_rows is not None:
-        tl.store(dx_rows + column, narrowed(d, dx_rows.dtype.element_ty), mask=inside)
-    if dresidual_rows is not None:
-        tl.store(dresidual_rows + column, narrowed(d, dresidual_rows.dtype.element_ty), mask=inside)
+def store_gradients(d, further, dx_rows, dresidual_rows, column, inside, A: tl.constexpr):
+    """Stores the gradient, with a further one added if there is one, in the types asked for."""
+    if further is not None:
+        d = d + widened(further, A)
+    store(dx_rows, column, inside, d)
+    store(dresidual_rows, column, inside, d)
 
 
 @triton.jit
-def backward_tile(
+def backward_rows(
     dy,
     d_total,
     h,
@@ -342,42 +257,49 @@ def backward_tile(
     A: tl.constexpr,
     OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The gradients of ROWS rows per program."""
+    """The gradients of ROWS rows per program; or of one of several TILES, tile by tile, twice."""
+    TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     first = tl.program_id(0).to(tl.int64) * ROWS
-    row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
+    row = first if TILES > 1 else first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
-    inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
-    every_row = row < rows if inside_row is None else inside_row & (row < rows)
-    inside = inside_row if ROWS == 1 else every_row
-    wdy = weighted(
-        loaded(rows_at(dy, row, dy_stride, dy_jump, inner) + column, inside, A),
-        weight,
-        column,
-        inside_row,
-        weight_offset,
-        OFFSET,
-        A,
-    )
+    dy_rows = rows_at(dy, row, dy_stride, dy_jump, inner)
+    h_rows = rows_at(h, row, h_stride, h_jump, inner)
+    d_sum_rows = rows_at(d_total, row, d_total_stride, d_total_jump, inner)
+    dx_rows, dresidual_rows = rows_at(dx, row, N, None, None), rows_at(dresidual, row, N, None, None)
     row_of_rstd = first + tl.arange(0, ROWS)
-    row_rstd = per_element(tl.load(rstd + row_of_rstd, mask=row_of_rstd < rows, other=0), SEGMENTS, DEPTH)
-    xhat = loaded(rows_at(h, row, h_stride, h_jump, inner) + column, inside, A) * row_rstd
-    # Now, so that it is there when the sum is.
-    further = (
-        None if d_total is None else stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + column, inside)
-    )
-    sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
-    c = per_element(quotient(sums, tl.full((ROWS,), N, A), A), SEGMENTS, DEPTH)
-    d = (wdy - xhat * c) * row_rstd
-    if further is not None:
-        d = d + widened(further, A)
-    dx_rows = None if dx is None else dx + row * N
-    dresidual_rows = None if dresidual is None else dresidual + row * N
-    stored_gradients(d, dx_rows, dresidual_rows, column, inside)
+    if TILES == 1:
+        inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
+        wdy = weighted(
+            loaded(dy_rows, column, inside, A), gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
+        )
+        row_rstd = per_element(tl.load(rstd + row_of_rstd, mask=row_of_rstd < rows, other=0), TILES, SEGMENTS, DEPTH)
+        xhat = loaded(h_rows, column, inside, A) * row_rstd
+        further = stored(d_sum_rows, column, inside)  # now, so that it is there when the sum is
+        sums = sums_of_tile(products(wdy, xhat, inside), ROWS, SEGMENTS, VECTOR)
+        d = (wdy - xhat * per_element(mean_of(sums, N, A), TILES, SEGMENTS, DEPTH)) * row_rstd
+        store_gradients(d, further, dx_rows, dresidual_rows, column, inside, A)
+    else:
+        row_rstd = per_element(tl.load(rstd + row_of_rstd), TILES, SEGMENTS, DEPTH)
+        sums = tl.zeros((TILES, SEGMENTS), A)
+        for tile in range(tl.cdiv(N, TILE)):
+            at = tile * TILE + column
+            inside = inside_of(row, at, rows, N, 1, TILE)
+            wdy = weighted(loaded(dy_rows, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+            product = products(wdy, loaded(h_rows, at, inside, A) * row_rstd, inside)
+            sums = with_sums(sums, tile, product, VECTOR)
+        c = per_element(mean_of(total_of(sums), N, A), TILES, SEGMENTS, DEPTH)
+        for tile in range(tl.cdiv(N, TILE)):
+            at = tile * TILE + column
+            inside = inside_of(row, at, rows, N, 1, TILE)
+            wdy = weighted(loaded(dy_rows, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+            d = (wdy - (loaded(h_rows, at, inside, A) * row_rstd) * c) * row_rstd
+            store_gradients(d, stored(d_sum_rows, at, inside), dx_rows, dresidual_rows, at, inside, A)
 
 
 @triton.jit
@@ -410,112 +332,52 @@ def backward_blocks(
 ):
     """The gradients of a block of rows per program, one row after the other, and the block's share of the weight's."""
     column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
-    inside = None if N == SEGMENTS * DEPTH * WIDTH else column < N
-    g = None if weight is None else gain_at(weight, column, inside, weight_offset, OFFSET, A)
+    inside = inside_of(None, column, None, N, 1, SEGMENTS * DEPTH * WIDTH)
+    g = gain_at(weight, column, inside, weight_offset, OFFSET, A)
     total = tl.zeros((DEPTH * SEGMENTS, WIDTH), A)
     begin = tl.program_id(0).to(tl.int64) * block
     end = tl.minimum(begin + block, rows)
-    dy_next, h_next = (
-        stored(rows_at(dy, begin, dy_stride, dy_jump, inner) + column, inside),
-        stored(rows_at(h, begin, h_stride, h_jump, inner) + column, inside),
-    )
+    dy_next = stored(rows_at(dy, begin, dy_stride, dy_jump, inner), column, inside)
+    h_next = stored(rows_at(h, begin, h_stride, h_jump, inner), column, inside)
     rstd_next = tl.load(rstd + begin + tl.arange(0, 1))
     for row in range(begin, end):
         dy_row, h_row, row_rstd = widened(dy_next, A), widened(h_next, A), tl.reshape(rstd_next, (1, 1))
         # A load before the sum overlaps with it. There are registers for 16-bit operands only.
         BITS: tl.constexpr = 0 if d_total is None else dy.dtype.element_ty.primitive_bitwidth
         EARLY: tl.constexpr = BITS == 16 and d_total.dtype.element_ty.primitive_bitwidth == 16
+        d_total_row = rows_at(d_total, row, d_total_stride, d_total_jump, inner)
         if EARLY:
-            d_row = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + column, inside)
+            further = stored(d_total_row, column, inside)
         xhat = h_row * row_rstd
         total = total + dy_row * xhat
-        wdy = dy_row if g is None else dy_row * g
+        wdy = weighted(dy_row, g)
         following = row + 1
         there = following + tl.arange(0, 1) < end
         rstd_next = tl.load(rstd + following + tl.arange(0, 1), mask=there, other=0)
         there = tl.reshape(there, (1, 1)) if inside is None else inside & tl.reshape(there, (1, 1))
-        dy_next = stored(rows_at(dy, following, dy_stride, dy_jump, inner) + column, there)
-        h_next = stored(rows_at(h, following, h_stride, h_jump, inner) + column, there)
-        sums = sums_of_rows(sums_of_segments(products(wdy, xhat, inside), SEGMENTS, VECTOR), 1, SEGMENTS)
-        c = tl.reshape(quotient(sums, tl.full((1,), N, A), A), (1, 1))
+        dy_next = stored(rows_at(dy, following, dy_stride, dy_jump, inner), column, there)
+        h_next = stored(rows_at(h, following, h_stride, h_jump, inner), column, there)
+        c = tl.reshape(mean_of(sums_of_tile(products(wdy, xhat, inside), 1, SEGMENTS, VECTOR), N, A), (1, 1))
         d = (wdy - xhat * c) * row_rstd
-        if EARLY:
-            d = d + widened(d_row, A)
-        elif d_total is not None:
-            d = d + loaded(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + column, inside, A)
-        dx_row = None if dx is None else dx + row * N
-        dresidual_row = None if dresidual is None else dresidual + row * N
-        stored_gradients(d, dx_row, dresidual_row, column, inside)
+        if not EARLY:
+            further = stored(d_total_row, column, inside)
+        dx_row, dresidual_row = rows_at(dx, row, N, None, None), rows_at(dresidual, row, N, None, None)
+        store_gradients(d, further, dx_row, dresidual_row, column, inside, A)
     # Stored as the compiler has threads store: 16 bytes each, fewer elements than it loads of a narrower type. In this
     # shape a warp stores what it loaded, and exchanges it among its lanes only.
     PARTS: tl.constexpr = VECTOR * A.primitive_bitwidth // 128 if VECTOR > 1 else 1
     parts = tl.permute(tl.reshape(total, (DEPTH, SEGMENTS, PARTS, WIDTH // PARTS)), (0, 2, 1, 3))
     total = tl.reshape(parts, (DEPTH * PARTS * SEGMENTS, WIDTH // PARTS))
     column = columns_of_tile(1, SEGMENTS, DEPTH * PARTS, WIDTH // PARTS)
-    inside = None if N == SEGMENTS * DEPTH * WIDTH else column < N
+    inside = inside_of(None, column, None, N, 1, SEGMENTS * DEPTH * WIDTH)
     tl.store(partial + tl.program_id(0).to(tl.int64) * N + column, total, mask=inside)
-
-
-@triton.jit
-def backward_wide(
-    dy,
-    d_total,
-    h,
-    rstd,
-    weight,
-    dx,
-    dresidual,
-    dy_stride,
-    d_total_stride,
-    h_stride,
-    inner,
-    dy_jump,
-    d_total_jump,
-    h_jump,
-    rows,
-    weight_offset,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TILES: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The gradients of one row per program, tile by tile, twice."""
-    TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
-    row = tl.program_id(0).to(tl.int64)
-    dy_row, h_row = rows_at(dy, row, dy_stride, dy_jump, inner), rows_at(h, row, h_stride, h_jump, inner)
-    row_rstd = tl.reshape(tl.load(rstd + row + tl.arange(0, 1)), (1, 1))
-    column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
-    index = tl.arange(0, TILES)[:, None]
-    sums = tl.zeros((TILES, SEGMENTS), A)
-    for tile in range(tl.cdiv(N, TILE)):
-        at = tile * TILE + column
-        inside = None if N % TILE == 0 else at < N
-        wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
-        product = products(wdy, loaded(h_row + at, inside, A) * row_rstd, inside)
-        sums = tl.where(index == tile, sums_of_segments(product, SEGMENTS, VECTOR)[None, :], sums)
-    total = halved(tl.reshape(sums, (1, TILES * SEGMENTS)))
-    c = tl.reshape(quotient(total, tl.full((1,), N, A), A), (1, 1))
-    for tile in range(tl.cdiv(N, TILE)):
-        at = tile * TILE + column
-        inside = None if N % TILE == 0 else at < N
-        wdy = weighted(loaded(dy_row + at, inside, A), weight, at, inside, weight_offset, OFFSET, A)
-        d = (wdy - (loaded(h_row + at, inside, A) * row_rstd) * c) * row_rstd
-        if d_total is not None:
-            d = d + loaded(rows_at(d_total, row, d_total_stride, d_total_jump, inner) + at, inside, A)
-        dx_row = None if dx is None else dx + row * N
-        dresidual_row = None if dresidual is None else dresidual + row * N
-        stored_gradients(d, dx_row, dresidual_row, at, inside)
 
 
 @triton.jit
 def share_of_row(dy_row, h_row, rstd_of_row, column, inside, A: tl.constexpr):
     """The share that a row adds to the weight's gradient."""
-    xhat = loaded(h_row + column, inside, A) * tl.load(rstd_of_row)
-    return loaded(dy_row + column, inside, A) * xhat
+    xhat = loaded(h_row, column, inside, A) * tl.load(rstd_of_row)
+    return loaded(dy_row, column, inside, A) * xhat
 
 
 @triton.jit

@@ -71,10 +71,15 @@ def quotient(a, b, A: tl.constexpr):
 
 
 @triton.jit
-def rstd_of(sum_of_squares, hidden_size, eps, A: tl.constexpr):
+def mean_of(sums, hidden_size, A: tl.constexpr):
+    """Sums of rows, divided by their length."""
+    return quotient(sums, tl.full(sums.shape, hidden_size, A), A)
+
+
+@triton.jit
+def rstd_of(sums_of_squares, hidden_size, eps, A: tl.constexpr):
     """``1 / sqrt(mean(h^2) + eps)``."""
-    n = tl.full(sum_of_squares.shape, hidden_size, A)
-    mean = quotient(sum_of_squares, n, A) + tl.full(sum_of_squares.shape, eps, A)
+    mean = mean_of(sums_of_squares, hidden_size, A) + tl.full(sums_of_squares.shape, eps, A)
     root = tl.sqrt(mean) if A == tl.float64 else tl.sqrt_rn(mean)
     return quotient(tl.full(mean.shape, 1, A), root, A)
 
@@ -94,23 +99,16 @@ def gain(g, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
 
 
 @triton.jit
-def normalised(h, rstd, g, X_TYPE: tl.constexpr, ROUND_NORM: tl.constexpr, A: tl.constexpr):
-    """``h * rstd``, rounded to x's type if asked to, times the gain if there is one."""
+def normalised(h, rstd, g, b, X_TYPE: tl.constexpr, ROUND_NORM: tl.constexpr, A: tl.constexpr):
+    """``h * rstd``, rounded to x's type if asked to, times the gain and plus the stored bias, if there are any."""
     n = h * rstd
     if ROUND_NORM:
         n = widened(narrowed(n, X_TYPE), A)
     if g is not None:
         n = n * g
+    if b is not None:
+        n = n + widened(b, A)
     return n
-
-
-@triton.jit
-def passed(h, rstd, g, X_TYPE: tl.constexpr, BETWEEN: tl.constexpr, ROUND_NORM: tl.constexpr, A: tl.constexpr):
-    """Rows after the norm before the addition, as "x"'s type or "A" holds them.
-
-    Beyond the end of a row they are 0, or NaN, but then all of the row is infinite or NaN.
-    """
-    return widened(narrowed(normalised(h, rstd, g, X_TYPE, ROUND_NORM, A), A if BETWEEN == "A" else X_TYPE), A)
 
 
 @triton.jit

@@ -34,12 +34,12 @@ from fusednorm.backends.triton.kernels.scales import (
 from fusednorm.backends.triton.kernels.tiles import (
     columns_of_tile,
     gain_at,
+    inside_of,
     loaded,
     per_element,
     rows_of_tile,
     stored,
-    sums_of_rows,
-    sums_of_segments,
+    sums_of_tile,
 )
 
 
@@ -121,25 +121,23 @@ def quantize_tile(
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
-    inside_row = None if N == SEGMENTS * DEPTH * WIDTH else column < N
-    every_row = row < rows if inside_row is None else inside_row & (row < rows)
-    inside = inside_row if ROWS == 1 else every_row
+    TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
+    inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
     x_rows = rows_at(x, row, x_stride, x_jump, inner)
     if PASSED == "":
-        y = loaded(x_rows + column, inside, A)
+        y = loaded(x_rows, column, inside, A)
     else:
         residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
-        total_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
-        h = added(x_rows, x_scale, None, None, residual_rows, total_rows, column, inside, "", ROUND_SUM, ROUND_NORM, A)
+        sum_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
+        X: tl.constexpr = x.dtype.element_ty
+        h = added(x_rows, x_scale, None, None, residual_rows, sum_rows, column, inside, X, ROUND_SUM, ROUND_NORM, A)
         weight_rows = row_of_heads(weight, row, weight_stride, heads)
-        g = None if weight is None else gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
+        g = gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
         bias_rows = row_of_heads(bias, row, bias_stride, heads)
-        b = None if bias is None else stored(bias_rows + column, inside_row)
-        rstd = rstd_of(sums_of_rows(sums_of_segments(h * h, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS), N, eps, A)
-        y = normalised(h, per_element(rstd, SEGMENTS, DEPTH), g, x.dtype.element_ty, ROUND_NORM, A)
-        if b is not None:
-            y = y + widened(b, A)
-        kept = narrowed(y, A if PASSED == "A" else x.dtype.element_ty)
+        b = stored(bias_rows, column, inside_row)
+        rstd = rstd_of(sums_of_tile(h * h, ROWS, SEGMENTS, VECTOR), N, eps, A)
+        y = normalised(h, per_element(rstd, 1, SEGMENTS, DEPTH), g, b, X, ROUND_NORM, A)
+        kept = narrowed(y, A if PASSED == "A" else X)
         if out is not None:
             tl.store(rows_at(out, row, out_stride, out_jump, inner) + column, kept, mask=inside)
         y = widened(kept, A)

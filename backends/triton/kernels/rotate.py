@@ -43,15 +43,15 @@ def pairs_at(
     """Numbers of heads as they are stored, and the numbers that they are rotated with. ``there``: which heads exist."""
     if FORM == "neighbours":
         column = tl.arange(0, 2 * WIDTH)[None, :]
-        both = stored(heads + column, inside_heads(there, column, SIZE, 2 * WIDTH))
+        both = stored(heads, column, inside_heads(there, column, SIZE, 2 * WIDTH))
         return tl.split(tl.reshape(both, (both.shape[0], WIDTH, 2)))
     elif FORM == "halves":
         column = tl.arange(0, WIDTH)[None, :]
         inside = inside_heads(there, column, PAIRS, WIDTH)
-        return stored(heads + column, inside), stored(heads + PAIRS + column, inside)
+        return stored(heads, column, inside), stored(heads + PAIRS, column, inside)
     else:
         column = tl.arange(0, WIDTH)[None, :]
-        numbers = stored(heads + column, inside_heads(there, column, SIZE, WIDTH))
+        numbers = stored(heads, column, inside_heads(there, column, SIZE, WIDTH))
         if PAIRS == 0:
             return numbers, numbers
         else:
@@ -59,7 +59,7 @@ def pairs_at(
             TOGETHER: tl.constexpr = VECTOR if PAIRS % VECTOR == 0 else 1
             other = tl.where(column < PAIRS, column + PAIRS, column - PAIRS)
             other = tl.max_contiguous(tl.multiple_of(other, [1, TOGETHER]), [1, TOGETHER])
-            return numbers, stored(heads + other, there & (column < 2 * PAIRS))
+            return numbers, stored(heads, other, there & (column < 2 * PAIRS))
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def after_norm(
 ):
     """Normalised heads, rounded as they are passed to the rotation. A weight is as it is stored, or None."""
     g = None if weight is None else gain(widened(weight, A), weight_offset, OFFSET, A)
-    return between(normalised(h, rstd, g, X, ROUND_NORM, A), BETWEEN, A)
+    return between(normalised(h, rstd, g, None, X, ROUND_NORM, A), BETWEEN, A)
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def rotate_tile(
             position_rows = rows_at(positions, row, positions_stride, positions_jump, inner)
             position = tl.load(position_rows, mask=there, other=0).to(tl.int64)
             cos_rows, sin_rows = cos + position * cos_stride, sin + position * sin_stride
-        c, s = stored(cos_rows + angle, turning), stored(sin_rows + angle, turning)
+        c, s = stored(cos_rows, angle, turning), stored(sin_rows, angle, turning)
     if NORMALISED:
         if FORM == "neighbours":
             # The halving sum adds up the numbers with even indices, and those with odd ones, and both sums last.

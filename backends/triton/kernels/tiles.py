@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton.kernels.numbers import gain, halved, halved_first, widened
+from fusednorm.backends.triton.kernels.numbers import gain, halved, halved_first, narrowed, widened
 
 
 @triton.jit
@@ -26,6 +26,17 @@ def columns_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.conste
 def rows_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
     """The row of each element of a tile, among its own."""
     return (tl.arange(0, DEPTH * ROWS * SEGMENTS) % (ROWS * SEGMENTS) // SEGMENTS)[:, None]
+
+
+@triton.jit
+def inside_of(row, column, rows, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Whether elements of ROWS rows exist; None where all do. One row always exists."""
+    if ROWS == 1:
+        return None if N % TILE == 0 else column < N
+    elif N == TILE:
+        return row < rows
+    else:
+        return (column < N) & (row < rows)
 
 
 @triton.jit
@@ -76,28 +87,62 @@ def sums_of_rows(sums, ROWS: tl.constexpr, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def per_element(value, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
-    """One value per row, [ROWS], for the elements of a tile."""
-    value = tl.broadcast_to(value[None, :, None], (DEPTH, value.shape[0], SEGMENTS))
-    return tl.reshape(value, (DEPTH * value.shape[1] * SEGMENTS, 1))
+def sums_of_tile(tile, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, VECTOR: tl.constexpr):
+    """The halving sums of the rows of a tile: [ROWS]."""
+    return sums_of_rows(sums_of_segments(tile, ROWS * SEGMENTS, VECTOR), ROWS, SEGMENTS)
 
 
 @triton.jit
-def stored(pointers, inside):
-    """The values there, and 0 outside; ``inside`` may be None: everywhere."""
-    if inside is None:
-        return tl.load(pointers)
+def with_sums(sums, number, tile, VECTOR: tl.constexpr):
+    """The sums of the segments of a row, [TILES, SEGMENTS], with those of the tile of this number."""
+    index = tl.arange(0, sums.shape[0])[:, None]
+    return tl.where(index == number, sums_of_segments(tile, sums.shape[1], VECTOR)[None, :], sums)
+
+
+@triton.jit
+def total_of(sums):
+    """The halving sum of a row, [1], from those of the segments of its tiles."""
+    return halved(tl.reshape(sums, (1, sums.shape[0] * sums.shape[1])))
+
+
+@triton.jit
+def per_element(value, TILES: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
+    """One value per row, [ROWS], for the elements of a tile; of one row if it has several TILES."""
+    if TILES > 1:
+        return tl.reshape(value, (1, 1))
     else:
-        return tl.load(pointers, mask=inside, other=0)
+        value = tl.broadcast_to(value[None, :, None], (DEPTH, value.shape[0], SEGMENTS))
+        return tl.reshape(value, (DEPTH * value.shape[1] * SEGMENTS, 1))
 
 
 @triton.jit
-def loaded(pointers, inside, A: tl.constexpr):
-    """The values there, as ``A``."""
-    return widened(stored(pointers, inside), A)
+def stored(rows, column, inside):
+    """The values of these columns, and 0 outside; None if the operand is absent. ``inside``: None if all are inside."""
+    if rows is None:
+        return None
+    elif inside is None:
+        return tl.load(rows + column)
+    else:
+        return tl.load(rows + column, mask=inside, other=0)
+
+
+@triton.jit
+def loaded(rows, column, inside, A: tl.constexpr):
+    """The values of these columns, as ``A``."""
+    return widened(stored(rows, column, inside), A)
+
+
+@triton.jit
+def store(rows, column, inside, values):
+    """Stores values, rounded to the type of the rows; nothing if the operand is absent."""
+    if rows is not None:
+        tl.store(rows + column, narrowed(values, rows.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gain_at(weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
-    """The gain of these columns."""
-    return gain(loaded(weight + column, inside, A), weight_offset, OFFSET, A)
+    """The gain of these columns; None without a weight."""
+    if weight is None:
+        return None
+    else:
+        return gain(loaded(weight, column, inside, A), weight_offset, OFFSET, A)
