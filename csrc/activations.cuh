@@ -114,6 +114,5 @@ template <class T> __device__ void activate(A (&f)[VECTOR], A (&slope)[VECTOR], 
 template <class T> __device__ void multiply_by_gates(A (&values)[VECTOR], const T (&gates)[VECTOR]) {
     A f[VECTOR];
     activate(f, gates);
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) values[i] *= f[i];
+    multiply(values, f);
 }

@@ -48,12 +48,7 @@ template <class W>
 __device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECTOR], const Dy (&dy)[VECTOR],
                          const H (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A weight_offset, bool inside) {
     widen(wdy, dy);
-    if constexpr (PRESENT<W>) {
-        A g[VECTOR];
-        gain(g, weight, weight_offset);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) wdy[v] *= g[v];
-    }
+    multiply_by_gain(wdy, weight, weight_offset);
     normalised(xhat, h, rstd);
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) products[v] = inside ? wdy[v] * xhat[v] : (A)0;
@@ -62,8 +57,7 @@ __device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECT
 // A row's share of the weight's gradient: dy times xhat.
 template <class T> __device__ void shares_of(A (&shares)[VECTOR], const T (&dy)[VECTOR], const A (&xhat)[VECTOR]) {
     widen(shares, dy);
-#pragma unroll
-    for (int v = 0; v < VECTOR; v++) shares[v] *= xhat[v];
+    multiply(shares, xhat);
 }
 
 // As store_if, for all lanes of a warp together. Memory is written in sectors of 32 bytes. Where a vector takes several
@@ -102,12 +96,7 @@ __device__ void store_gradients(const A (&wdy)[VECTOR], const A (&xhat)[VECTOR],
     A d[VECTOR];
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) d[v] = (wdy[v] - xhat[v] * c) * rstd;
-    if constexpr (PRESENT<T>) {
-        A more[VECTOR];
-        widen(more, d_total);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) d[v] += more[v];
-    }
+    add(d, d_total);
     store_together(inside, dx, d);
     store_together(inside, dresidual, d);
 }

@@ -95,12 +95,8 @@ extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
                          weight[k % VECTORS_IN_ROW], a.weight_offset, rows.have_column(k));
                 A share[VECTOR];
                 shares_of(share, dy[k], xhat[k]);
-                if constexpr (BLOCKS_ROW) {
-#pragma unroll
-                    for (int v = 0; v < VECTOR; v++) totals[k][v] += share[v];
-                } else {
-                    keep_shares(shares, mine + row_of(k), column_of(k), share);
-                }
+                if constexpr (BLOCKS_ROW) add(totals[k], share);
+                else keep_shares(shares, mine + row_of(k), column_of(k), share);
             }
             if (AHEAD && !last) load_factors();  // registers suffice for the next rows' factors beside these
             A sum = sums_of_rows(products);

@@ -26,12 +26,7 @@ extern "C" __global__ void BOUNDS backward_rows(const Arguments a) {
         weighted(wdy[k], xhat[k], products[k], dy[k], h[k], rstd[k / VECTORS_IN_ROW], weight[k % VECTORS_IN_ROW],
                  a.weight_offset, rows.have_column(k));
     }
-    A sum = sums_of_rows(products);
-    if constexpr (BLOCKS_ROW) {
-        SHARED(A, sums, CLUSTER * WARPS);
-        sum = sum_of_segments(sum, sums);
-    }
-    const A c = sum / (A)a.hidden_size;
+    const A c = sum_of_row<0>(products) / (A)a.hidden_size;
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
         const long long at = rows.at(k, a.hidden_size);

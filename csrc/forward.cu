@@ -10,16 +10,6 @@
 #include "activations.cuh"
 #endif
 
-// The sums of the warp's rows, or of the row of its block or cluster. Each NUMBER has memory of its own.
-template <int NUMBER> __device__ A sum_of_row(const A (&elements)[VECTORS][VECTOR]) {
-    A sum = sums_of_rows(elements);
-    if constexpr (BLOCKS_ROW) {
-        SHARED(A, sums, CLUSTER * WARPS);
-        sum = sum_of_segments(sum, sums);
-    }
-    return sum;
-}
-
 // Fetches the weight of the columns of the warp's block.
 template <class T> __device__ void fetch_weight_soon(const T* weight, int segment, int hidden_size) {
     if constexpr (PRESENT<T>) {
@@ -74,11 +64,7 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     if constexpr (NORM_BEFORE_ADD) {
         A squares[VECTORS][VECTOR];
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            widen(squares[k], x[k]);
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) squares[k][v] *= squares[k][v];
-        }
+        for (int k = 0; k < VECTORS; k++) square(squares[k], x[k]);
         const A rstd = rstd_of(sum_of_row<0>(squares), a.hidden_size, a.eps_of_first());
         if (CLUSTER > 1 && PRESENT<Out>) cluster_arrive();
 #pragma unroll
@@ -100,8 +86,7 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
 #if GATED == 2
         multiply_by_gates(h[k], z[k]);
 #endif
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) squares[k][v] = h[k][v] * h[k][v];
+        square(squares[k], h[k]);
     }
     if constexpr (!PRESENT<Out>) return;
     Bias bias[OF_WEIGHT][VECTOR];  // only now: x and the residual have left their registers
@@ -119,7 +104,7 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
     for (int k = 0; k < VECTORS; k++) {
         A y[VECTOR];
         normalised<Added>(y, h[k], of_row(rstd, k / VECTORS_IN_ROW), weight[k % OF_WEIGHT], a.weight_offset);
-        add_bias(y, bias[k % OF_WEIGHT]);
+        add(y, bias[k % OF_WEIGHT]);
 #if GATED == 1
         round_to<Between>(y);
         multiply_by_gates(y, z[k]);

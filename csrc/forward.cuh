@@ -103,11 +103,8 @@ template <class T, class R, class S>
 __device__ void added(A (&h)[VECTOR], const T (&x)[VECTOR], const R (&residual)[VECTOR], bool stored, S* residual_out) {
     widen(h, x);
     if constexpr (PRESENT<R>) {
-        A more[VECTOR];
         S total[VECTOR];
-        widen(more, residual);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) h[v] += more[v];
+        add(h, residual);
         narrow(total, h);
         if (stored) store(residual_out, total);
         if (ROUND_SUM) widen(h, total);
@@ -119,27 +116,8 @@ template <class T, class W>
 __device__ void normalised(A (&y)[VECTOR], const A (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A offset) {
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) y[v] = h[v] * rstd;
-    if (ROUND_NORM) {
-        T rounded[VECTOR];
-        narrow(rounded, y);
-        widen(y, rounded);
-    }
-    if constexpr (PRESENT<W>) {
-        A g[VECTOR];
-        gain(g, weight, offset);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) y[v] *= g[v];
-    }
-}
-
-// Adds the bias, if there is one.
-template <class T> __device__ void add_bias(A (&y)[VECTOR], const T (&bias)[VECTOR]) {
-    if constexpr (PRESENT<T>) {
-        A more[VECTOR];
-        widen(more, bias);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) y[v] += more[v];
-    }
+    if (ROUND_NORM) round_to<T>(y);
+    multiply_by_gain(y, weight, offset);
 }
 
 // y: x after the norm before the addition, rounded.

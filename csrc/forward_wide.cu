@@ -68,9 +68,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
                 const int column = segment * SEGMENT + column_of(k);
                 X x[VECTOR];
                 load_if(FULL || column < a.hidden_size, x, x_row + column);
-                widen(squares[k], x);
-#pragma unroll
-                for (int v = 0; v < VECTOR; v++) squares[k][v] *= squares[k][v];
+                square(squares[k], x);
             }
             const A sum = sums_of_rows(squares);
             if (lane() == 0) sums[segment] = sum;
@@ -96,8 +94,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
             added(h, x[k], residual[k], inside && KEPT != NOWHERE, residual_out_row + column);
             gate<BEFORE_NORM>(h, inside, z_row, column);
             if (KEPT == IN_SHARED) store_if(inside, kept + column, h);
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) squares[k][v] = h[v] * h[v];
+            square(squares[k], h);
         }
         if constexpr (PRESENT<Out>) {
             const A sum = sums_of_rows(squares);
@@ -147,7 +144,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
             normalised<Added>(y, h, rstd, weight, a.weight_offset);
             Bias bias[VECTOR];
             load_if(inside, bias, bias_row + column);
-            add_bias(y, bias);
+            add(y, bias);
             if (GATED == AFTER_NORM) round_to<Between>(y);
             gate<AFTER_NORM>(y, inside, z_row, column);
             if (KEEPS) store_if(inside && stored, out_row + column, y);

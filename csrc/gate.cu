@@ -13,7 +13,6 @@ extern "C" __global__ void BOUNDS gate(const Arguments a) {
     activate(f, z);
     round_to<BETWEEN_TYPE>(f);
     widen(out, y);
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) out[i] *= f[i];
+    multiply(out, f);
     store_if(at.inside, a.out + at.in(a.out_strides), out);
 }

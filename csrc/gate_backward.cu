@@ -16,8 +16,7 @@ extern "C" __global__ void BOUNDS gate_backward(const Arguments a) {
     round_to<BETWEEN_TYPE>(f);
     widen(dy, d);
     widen(dz, y);
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) dz[i] *= dy[i];
+    multiply(dz, dy);
     round_to<BETWEEN_TYPE>(dz);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {

@@ -22,10 +22,7 @@ __device__ inline float float_of_half(unsigned short bits) {
     return value;
 }
 
-__device__ inline float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
-__device__ inline unsigned bits_of_float(float value) { return __float_as_uint(value); }
-
-// The same for either type of arithmetic.
+// The bits of numbers, for either type of arithmetic, and back.
 __device__ inline unsigned bits_of(float value) { return __float_as_uint(value); }
 __device__ inline unsigned long long bits_of(double value) { return (unsigned long long)__double_as_longlong(value); }
 __device__ inline float number_of_bits(unsigned bits) { return __uint_as_float(bits); }
@@ -48,7 +45,7 @@ __device__ inline unsigned halves_of_floats(float low, float high) {
 }
 
 __device__ inline unsigned short bfloat16_in_integers(float value) {
-    unsigned bits = bits_of_float(value);
+    unsigned bits = bits_of(value);
     return value != value ? 0x7FC0 : (unsigned short)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 

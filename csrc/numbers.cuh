@@ -21,7 +21,7 @@ template <> inline constexpr bool PRESENT<none> = false;
 
 template <class T> __device__ A wide(T value) { return (A)value; }
 template <> __device__ inline A wide(f16 value) { return (A)float_of_half(value.bits); }
-template <> __device__ inline A wide(bf16 value) { return (A)float_of_bits((unsigned)value.bits << 16); }
+template <> __device__ inline A wide(bf16 value) { return (A)number_of_bits((unsigned)value.bits << 16); }
 
 // Sets the last bit of the float where the conversion is inexact ("rounding to odd"). Then rounding the float to 16
 // bits gives what rounding the double at once would have given.
@@ -30,9 +30,9 @@ __device__ inline float rounded_to_odd(double value) {
     float nearest = (float)value;
     double back = nearest;
     if (back == value || value != value) return nearest;
-    unsigned bits = bits_of_float(nearest);
+    unsigned bits = bits_of(nearest);
     if ((back < 0 ? -back : back) > (value < 0 ? -value : value)) bits -= 1;
-    return float_of_bits(bits | 1);
+    return number_of_bits(bits | 1);
 }
 
 // Converts COUNT values to A. The 16-bit types go in pairs, straight from the words that were loaded: splitting a word
@@ -50,8 +50,8 @@ template <class T, int COUNT> __device__ void widen(A (&to)[COUNT], const T (&fr
                 to[i] = (A)float_of_half((unsigned short)word);
                 to[i + 1] = (A)float_of_half((unsigned short)(word >> 16));
             } else {
-                to[i] = (A)float_of_bits(word << 16);
-                to[i + 1] = (A)float_of_bits(word & 0xFFFF0000);
+                to[i] = (A)number_of_bits(word << 16);
+                to[i + 1] = (A)number_of_bits(word & 0xFFFF0000);
             }
         }
     }
@@ -81,4 +81,24 @@ template <class T, int COUNT> __device__ void round_to(A (&values)[COUNT]) {
         narrow(rounded, values);
         widen(values, rounded);
     }
+}
+
+// Adds values, if the operand is present.
+template <class T, int COUNT> __device__ void add(A (&to)[COUNT], const T (&from)[COUNT]) {
+    if constexpr (PRESENT<T>) {
+        A more[COUNT];
+        widen(more, from);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) to[i] += more[i];
+    }
+}
+
+template <int COUNT> __device__ void multiply(A (&values)[COUNT], const A (&factors)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) values[i] *= factors[i];
+}
+
+template <class T, int COUNT> __device__ void square(A (&to)[COUNT], const T (&from)[COUNT]) {
+    widen(to, from);
+    multiply(to, to);
 }

@@ -53,7 +53,7 @@ __device__ inline void note(Extremes& found, Extremes more) {
 }
 
 __device__ inline void note(Extremes& found, float y) {
-    const int bits = (int)bits_of_float(y);
+    const int bits = (int)bits_of(y);
     Extremes one;
     one.value[0] = ASYMMETRIC ? in_order(bits) : bits & 0x7FFFFFFF;
     one.value[EXTREMES - 1] = ASYMMETRIC ? ~one.value[0] : one.value[0];
@@ -78,13 +78,13 @@ __device__ inline Extremes over_warps(Extremes found) {
     SHARED(float, shared, EXTREMES * IN_ROW);
     float given[EXTREMES];
 #pragma unroll
-    for (int e = 0; e < EXTREMES; e++) given[e] = float_of_bits((unsigned)found.value[e]);
+    for (int e = 0; e < EXTREMES; e++) given[e] = number_of_bits((unsigned)found.value[e]);
     share(given, shared);
     found = no_extremes();
     for (int i = lane(); i < IN_ROW; i += LANES) {
 #pragma unroll
         for (int e = 0; e < EXTREMES; e++) {
-            found.value[e] = larger(found.value[e], (int)bits_of_float(shared[e * IN_ROW + i]));
+            found.value[e] = larger(found.value[e], (int)bits_of(shared[e * IN_ROW + i]));
         }
     }
     return over_lanes<LANES>(found);
@@ -115,12 +115,12 @@ __device__ inline Group group_of(Extremes found, const Arguments& a) {
     } else {
         float low = 0;
         if (ASYMMETRIC) {
-            float high = float_of_bits((unsigned)in_order(found.value[0]));
-            low = float_of_bits((unsigned)in_order(~found.value[EXTREMES - 1]));
+            float high = number_of_bits((unsigned)in_order(found.value[0]));
+            low = number_of_bits((unsigned)in_order(~found.value[EXTREMES - 1]));
             if (low != low || high != high) low = high = low + high;  // a NaN of either sign is at one end
             span = high - low;
         } else {
-            span = at_most(at_least(float_of_bits((unsigned)found.value[0]), a.amax_floor), a.amax_limit);
+            span = at_most(at_least(number_of_bits((unsigned)found.value[0]), a.amax_floor), a.amax_limit);
         }
         const float steps = ASYMMETRIC ? a.qmax - a.qmin : a.qmax;
         g.scale = at_least(SCALE_BY == RECIPROCAL ? span * (1.0f / steps) : span / steps, a.scale_floor);
@@ -136,10 +136,10 @@ __device__ inline Group group_of(Extremes found, const Arguments& a) {
 // magnitude's exponent, and from the least exponent on that of subnormals.
 template <int MANTISSA, int LEAST_EXPONENT> __device__ int float8_of(float v, const Arguments& a) {
     constexpr int DROPPED = 23 - MANTISSA, LOWEST = (127 + LEAST_EXPONENT) << 23;
-    const int bits = (int)bits_of_float(v), magnitude = bits & 0x7FFFFFFF;
-    const int limit = (int)bits_of_float(bits < 0 ? -a.qmin : a.qmax), within = smaller(magnitude, limit);
+    const int bits = (int)bits_of(v), magnitude = bits & 0x7FFFFFFF;
+    const int limit = (int)bits_of(bits < 0 ? -a.qmin : a.qmax), within = smaller(magnitude, limit);
     const int exponent = larger(within & 0x7F800000, LOWEST), shifted = exponent + (DROPPED << 23);
-    const int steps = (int)bits_of_float(float_of_bits((unsigned)within) + float_of_bits((unsigned)shifted)) - shifted;
+    const int steps = (int)bits_of(number_of_bits((unsigned)within) + number_of_bits((unsigned)shifted)) - shifted;
     const int code = steps + ((exponent - LOWEST) >> DROPPED);
     return magnitude > 0x7F800000 ? 0x7F : code | (bits >> 24 & 0x80);
 }
@@ -164,7 +164,7 @@ template <int COUNT> __device__ unsigned float8s_of(const float (&v)[COUNT], con
 // subtracted, which could overflow.
 __device__ inline int whole_within(float v, const Arguments& a) {
     const float shift = 12582912.0f;
-    const int zero = (int)bits_of_float(shift), sum = (int)bits_of_float(v + shift);
+    const int zero = (int)bits_of(shift), sum = (int)bits_of(v + shift);
     return v != v ? 0 : smaller(larger(sum, zero + (int)a.qmin), zero + (int)a.qmax) - zero;
 }
 
@@ -290,14 +290,19 @@ struct Passes {
     }
 };
 
-// Rounds elements to T, the type in which rows pass to the quantizer, and then to float.
-template <class T> __device__ void passed(float (&to)[VECTOR], const A (&from)[VECTOR]) {
-    T rounded[VECTOR];
+// Rounds elements to float, in which a quantizer computes.
+template <class T> __device__ void as_floats(float (&to)[VECTOR], const T (&from)[VECTOR]) {
     A wide[VECTOR];
-    narrow(rounded, from);
-    widen(wide, rounded);
+    widen(wide, from);
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) to[v] = (float)wide[v];
+}
+
+// The same after rounding to T, the type in which rows pass to the quantizer.
+template <class T> __device__ void passed(float (&to)[VECTOR], const A (&from)[VECTOR]) {
+    T rounded[VECTOR];
+    narrow(rounded, from);
+    as_floats(to, rounded);
 }
 
 // Loads the warp's elements of x as float.
@@ -305,10 +310,5 @@ __device__ inline void load_floats(float (&to)[VECTORS][VECTOR], const Arguments
     X x[VECTORS][VECTOR];
     load_rows(x, a.x, a.x_strides, rows);
 #pragma unroll
-    for (int k = 0; k < VECTORS; k++) {
-        A wide[VECTOR];
-        widen(wide, x[k]);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) to[k][v] = (float)wide[v];
-    }
+    for (int k = 0; k < VECTORS; k++) as_floats(to[k], x[k]);
 }

@@ -128,10 +128,7 @@ extern "C" __global__ void BOUNDS rotate(const Arguments a) {
     if constexpr (NORMALISED) {
         A squares[VECTORS][VECTOR];
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) squares[k][v] = y[k][v] * y[k][v];
-        }
+        for (int k = 0; k < VECTORS; k++) square(squares[k], y[k]);
         const A rstd = rstd_of(sums_of_rows(squares), SIZE, a.eps);
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
@@ -141,14 +138,9 @@ extern "C" __global__ void BOUNDS rotate(const Arguments a) {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) y[k][v] *= of_head;
             if constexpr (ROUND_NORM) round_to<X>(y[k]);
-            if constexpr (PRESENT<Weight>) {
-                Weight weight[VECTOR];
-                A g[VECTOR];
-                load_if(inside(k), weight, head.weight + column_of(k));
-                gain(g, weight, a.weight_offset);
-#pragma unroll
-                for (int v = 0; v < VECTOR; v++) y[k][v] *= g[v];
-            }
+            Weight weight[VECTOR];
+            load_if(inside(k), weight, head.weight + column_of(k));
+            multiply_by_gain(y[k], weight, a.weight_offset);
             round_to<Between>(y[k]);
         }
     }

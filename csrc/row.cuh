@@ -76,12 +76,16 @@ template <class T> __device__ void load_weight(T (&to)[VECTORS_IN_ROW][VECTOR], 
     for (int k = 0; k < VECTORS_IN_ROW; k++) load_if(rows.have_column(k), to[k], from + rows.begin + column_of(k));
 }
 
-// The gain: the weight plus its offset.
-template <class T> __device__ void gain(A (&to)[VECTOR], const T (&weight)[VECTOR], A weight_offset) {
-    widen(to, weight);
-    if (OFFSET) {
+// Multiplies values by the gain, the weight plus its offset, if there is a weight.
+template <class T> __device__ void multiply_by_gain(A (&values)[VECTOR], const T (&weight)[VECTOR], A weight_offset) {
+    if constexpr (PRESENT<T>) {
+        A gain[VECTOR];
+        widen(gain, weight);
+        if (OFFSET) {
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) to[v] += weight_offset;
+            for (int v = 0; v < VECTOR; v++) gain[v] += weight_offset;
+        }
+        multiply(values, gain);
     }
 }
 
@@ -208,6 +212,16 @@ template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
         halves[0] += exchanged(halves[0], distance);
     }
     return halves[0];
+}
+
+// The sums of the warp's rows, or of the row of its block or cluster. Each NUMBER has memory of its own.
+template <int NUMBER> __device__ A sum_of_row(const A (&elements)[VECTORS][VECTOR]) {
+    A sum = sums_of_rows(elements);
+    if constexpr (BLOCKS_ROW) {
+        SHARED(A, sums, CLUSTER * WARPS);
+        sum = sum_of_segments(sum, sums);
+    }
+    return sum;
 }
 
 // The same for a row that one block reads segment by segment: `sums` has all of them already, SEGMENTS at most.

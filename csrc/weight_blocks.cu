@@ -19,8 +19,7 @@ template <int COUNT> __device__ void add_rows(A (&total)[VECTOR], const Argument
         A xhat[VECTOR], shares[VECTOR];
         normalised(xhat, h[i], rstd[i]);
         shares_of(shares, dy[i], xhat);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) total[v] += shares[v];
+        add(total, shares);
     }
 }
 
