@@ -145,17 +145,22 @@ class ForwardKind(NamedTuple):
         """The type that everything is computed in."""
         return accumulator(self.x)
 
+    def operands(self) -> dict[str, torch.dtype | None]:
+        """The dtypes of the operands, but rstd, by their names in kernels."""
+        others = {"first_weight": self.first and self.first.weight, "bias": self.around and self.around.bias}
+        return {**dict(zip(self._fields, self[:5], strict=False)), **others, "z": self.gate and self.gate.z}
+
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
-        others = (self.first and self.first.weight, self.around and self.around.bias, self.gate and self.gate.z)
-        return [dtype for dtype in (*self[:5], *others) if dtype is not None]
+        return [dtype for dtype in self.operands().values() if dtype is not None]
 
 
 class BackwardKind(NamedTuple):
     """The parts of a backward pass that decide its kernels."""
 
     dy: torch.dtype
-    d_residual_out: torch.dtype | None
+    #: Of the gradient of residual_out.
+    d_total: torch.dtype | None
     h: torch.dtype
     weight: torch.dtype | None
     dx: torch.dtype | None
@@ -190,6 +195,10 @@ class BackwardKind(NamedTuple):
             _alignment(tuple(rows), others),
             call.inner != call.rows,
         )
+
+    def operands(self) -> dict[str, torch.dtype | None]:
+        """The dtypes of the operands, but rstd and the scratch, by their names in kernels."""
+        return dict(zip(self._fields, self[:7], strict=False))
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands with a row for each row of the call, and of the weight."""

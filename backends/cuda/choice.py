@@ -45,7 +45,7 @@ _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", to
 
 def _types(**dtypes: torch.dtype | None) -> dict[str, str | int]:
     """Constants of the sources: the types of operands."""
-    return {f"{name}_TYPE": _NAMES[dtype] for name, dtype in dtypes.items()}
+    return {f"{name.upper()}_TYPE": _NAMES[dtype] for name, dtype in dtypes.items()}
 
 
 def _flags(**flags: bool) -> dict[str, str | int]:
@@ -134,9 +134,7 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
     around = kind.around or AroundNorm(None, False, False)
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
-        **_types(X=kind.x, RESIDUAL=kind.residual, RESIDUAL_OUT=kind.residual_out, WEIGHT=kind.weight, OUT=kind.out),
-        **_types(FIRST_WEIGHT=kind.first and kind.first.weight, Z=kind.gate and kind.gate.z, BIAS=around.bias),
-        **_types(BETWEEN=kind.first.between if kind.first else kind.gate and kind.gate.between),
+        **_types(**kind.operands(), between=kind.first.between if kind.first else kind.gate and kind.gate.between),
         "GATED": 0 if kind.gate is None else 2 if kind.gate.between is None else 1,
         **_flags(
             NORM_BEFORE_ADD=kind.first is not None,
@@ -197,9 +195,9 @@ def _quantizer_defines(quantization: Quantization, hidden_size: int) -> dict[str
 
 
 #: The types that each kernel of the backward pass knows. It is compiled once for all others.
-_OF_SHARES = ("ACCUMULATOR", "DY_TYPE", "H_TYPE")
-_OF_ROWS = (*_OF_SHARES, "D_TOTAL_TYPE", "WEIGHT_TYPE", "DX_TYPE", "DRESIDUAL_TYPE")
-_OF_SUMS = ("ACCUMULATOR", "DWEIGHT_TYPE")
+_OF_SHARES = ("dy", "h")
+_OF_ROWS = (*_OF_SHARES, "d_total", "weight", "dx", "dresidual")
+_OF_SUMS = ("dweight",)
 
 
 def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]:
@@ -214,16 +212,7 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
     small = loaded <= 6 and layout.aligned >= 4  # elements of 2 bytes alone take a register each, as those of 4 do
     if not small:
         layout = Layout.of(kind.hidden_size, dtypes, kind.alignment, capability, _MOST_WARPS // 2)
-    types = {
-        "ACCUMULATOR": kind.accumulator,
-        "DY_TYPE": kind.dy,
-        "D_TOTAL_TYPE": kind.d_residual_out,
-        "H_TYPE": kind.h,
-        "WEIGHT_TYPE": kind.weight,
-        "DX_TYPE": kind.dx,
-        "DRESIDUAL_TYPE": kind.dresidual,
-        "DWEIGHT_TYPE": kind.dweight,
-    }
+    operands = kind.operands()
 
     def variant(
         kernel: str,
@@ -234,10 +223,14 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         more: dict[str, int],
         shared: int = 0,
     ) -> Variant:
-        names = {name: _NAMES[dtype if name in used else None] for name, dtype in types.items()}
+        types = _types(**{name: dtype if name in used else None for name, dtype in operands.items()})
         numbers = {"OFFSET": int(kind.offset), "TWO_LEVELS": int(kind.two_levels), **layout.defines(), "WARPS": warps}
         numbers |= more
-        defines: tuple[tuple[str, str | int], ...] = (*names.items(), *numbers.items())
+        defines: tuple[tuple[str, str | int], ...] = (
+            ("ACCUMULATOR", _NAMES[kind.accumulator]),
+            *types.items(),
+            *numbers.items(),
+        )
         return Variant(kernel, defines, warps * 32, numbers["CLUSTER"], share, per_program, shared)
 
     variants = {}
@@ -275,7 +268,7 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
     layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
-        **_types(D=kind.d, Y=kind.y, Z=kind.z, OUT=kind.out, DZ=kind.dz, BETWEEN=kind.between),
+        **_types(d=kind.d, y=kind.y, z=kind.z, out=kind.out, dz=kind.dz, between=kind.between),
         "ACTIVATION": kind.activation.upper(),
         **_flags(TWO_LEVELS=kind.two_levels, PACKED=kind.packed),
         "VECTOR": layout.vector,
@@ -297,8 +290,8 @@ def rotation_variant(kind: RotationKind, capability: int) -> Variant:
     position = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.position]
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[torch.float32],
-        **_types(X=kind.x, OUT=kind.out, WEIGHT=kind.weight, BETWEEN=kind.between, PRODUCTS=kind.products),
-        **_types(COS=kind.cos, SIN=kind.sin),
+        **_types(x=kind.x, out=kind.out, weight=kind.weight, between=kind.between, products=kind.products),
+        **_types(cos=kind.cos, sin=kind.sin),
         "POSITION_TYPE": position,
         **_flags(NORMALISED=kind.normalised, ROUND_NORM=kind.round_norm, OFFSET=kind.offset, RSTD=kind.rstd),
         **_flags(INTERLEAVED=kind.interleaved, TWO_LEVELS=kind.two_levels),

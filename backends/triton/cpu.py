@@ -113,18 +113,25 @@ def forward_variant(kind: ForwardKind) -> Variant:
 
     if kind.quantizer is not None:
         return _quantizer_variant(kind, kind.quantizer)
-    around = kind.around or AroundNorm(None, False, False)
-    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
-    dtypes |= {"residual_out": kind.residual_out, "rstd": kind.accumulator, "bias": around.bias}
-    dtypes["z"] = kind.gate and kind.gate.z
     flags, out = 0, kind.out
     if kind.gate is not None:
         before, out = kind.gate.between is None, kind.gate.between or kind.out
         functions = {name.upper(): kind.gate.activation == name for name in ("sigmoid", "gelu_tanh")}
         flags = _flags(GATE_BEFORE=before, GATE_AFTER=not before, **functions)
         flags += _flags(PASSED=not before and out == kind.x != kind.accumulator)
-    constants = {"FLAGS": flags + _norm_flags(kind, out), "SEGMENTS": _segments(kind.hidden_size), **_constants()}
-    return Variant(kernels.forward, dtypes, kind.accumulator, constants, bits=True, null=True)
+    constants = {"FLAGS": flags + _norm_flags(kind, out), "SEGMENTS": _segments(kind.hidden_size)}
+    return _variant(kind, kernels.forward, {**kind.operands(), "rstd": kind.accumulator}, constants)
+
+
+def _variant(
+    kind: ForwardKind | BackwardKind | GateKind,
+    function: Any,
+    dtypes: dict[str, torch.dtype | None],
+    constants: dict[str, Any],
+    **more: Any,
+) -> Variant:
+    """A kernel for calls of a kind."""
+    return Variant(function, dtypes, kind.accumulator, {**constants, **_constants()}, bits=True, null=True, **more)
 
 
 def _norm_flags(kind: ForwardKind, out: torch.dtype | None) -> int:
@@ -150,7 +157,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
     """The kernel that quantizes rows, which it may normalise before."""
     from fusednorm.backends.triton.kernels import cpu_quantize as kernels
 
-    quantization, around = quantizer.quantization, kind.around or AroundNorm(None, False, False)
+    quantization = quantizer.quantization
     flags = _flags(
         GIVEN=quantization.per == "tensor",
         E4M3=quantization.dtype == torch.float8_e4m3fn,
@@ -164,15 +171,14 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
         MULTIPLIER=quantization.returns == "multiplier",
         TWO_LEVELS=kind.two_levels and not quantizer.normalises,
     )
-    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
-    dtypes |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
+    dtypes = {**kind.operands(), "out": kind.out if quantizer.normalises and quantizer.keeps else None}
     dtypes |= {"numbers": torch.uint8, "scale": torch.float32, "zero_point": torch.int32}
     if quantizer.normalises:
         rounded = kind.out == kind.x != kind.accumulator
         flags += _flags(NORMALISES=True, STORES=quantizer.keeps, PASSED=rounded)
         flags += _norm_flags(kind, kind.out)
-    constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size), **_constants()}
-    return Variant(kernels.quantize, dtypes, kind.accumulator, constants, bits=True, null=True)
+    constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size)}
+    return _variant(kind, kernels.quantize, dtypes, constants)
 
 
 def gate_variant(kind: GateKind) -> Variant:
@@ -185,9 +191,8 @@ def gate_variant(kind: GateKind) -> Variant:
     if kind.d is not None:
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
         flags += _flags(DY=kind.out is not None, DZ=kind.dz is not None)
-    constants = {"FLAGS": flags, "ACTIVATION": kind.activation, "BETWEEN": between, **_constants()}
-    function = kernels.gate if kind.d is None else kernels.gate_backward
-    return Variant(function, dtypes, kind.accumulator, constants, bits=True, null=True)
+    constants = {"FLAGS": flags, "ACTIVATION": kind.activation, "BETWEEN": between}
+    return _variant(kind, kernels.gate if kind.d is None else kernels.gate_backward, dtypes, constants)
 
 
 def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
@@ -197,35 +202,24 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
     """
     from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
-    def variant(
-        part: str, flags: int, segments: int, share: Share, per_program: int, used: dict[str, torch.dtype | None]
-    ) -> Variant:
-        names = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "partial", "dweight")
-        dtypes = {name: kind.accumulator if name in ("rstd", "partial") else used.get(name) for name in names}
-        constants = {"PART": part, "FLAGS": flags, "SEGMENTS": segments, **_constants()}
-        return Variant(
-            kernels.backward,
-            dtypes,
-            kind.accumulator,
-            constants,
-            bits=True,
-            share=share,
-            per_program=per_program,
-            null=True,
-        )
+    operands = kind.operands()
+
+    def variant(part: str, used: tuple[str, ...], flags: int, segments: int, share: Share, per_program: int) -> Variant:
+        dtypes = {name: dtype if name in used else None for name, dtype in operands.items()}
+        dtypes |= {"rstd": kind.accumulator, "partial": kind.accumulator}
+        constants = {"PART": part, "FLAGS": flags, "SEGMENTS": segments}
+        return _variant(kind, kernels.backward, dtypes, constants, share=share, per_program=per_program)
 
     variants = {}
     two_levels = _flags(TWO_LEVELS=kind.two_levels)
-    read: dict[str, torch.dtype | None] = {"dy": kind.dy, "h": kind.h}
     if kind.dx or kind.dresidual:
-        operands = {"d_total": kind.d_residual_out, "weight": kind.weight}
-        operands |= {"dx": kind.dx, "dresidual": kind.dresidual}
-        flags = two_levels + _flags(**{name.upper(): dtype is not None for name, dtype in operands.items()})
+        optional = ("d_total", "weight", "dx", "dresidual")
+        flags = two_levels + _flags(**{name.upper(): operands[name] is not None for name in optional})
         segments = _segments(kind.hidden_size)
-        variants["rows"] = variant("rows", flags, segments, Share.ROWS, 1, {**read, **operands})
+        variants["rows"] = variant("rows", ("dy", "h", *optional), flags, segments, Share.ROWS, 1)
     if kind.dweight:
-        variants["shares"] = variant("shares", two_levels, 0, Share.COLUMNS_OF_BLOCKS, TILE, read)
-        variants["weight"] = variant("weight", 0, 0, Share.COLUMNS, TILE, {"dweight": kind.dweight})
+        variants["shares"] = variant("shares", ("dy", "h"), two_levels, 0, Share.COLUMNS_OF_BLOCKS, TILE)
+        variants["weight"] = variant("weight", ("dweight",), 0, 0, Share.COLUMNS, TILE)
     return variants
 
 

@@ -22,7 +22,6 @@ from fusednorm.backends.kernel_keys import (
 from fusednorm.backends.triton import host
 from fusednorm.backends.triton.host import INTERPRETED, Host, Variant, launcher
 from fusednorm.calls.c_enums import Share
-from fusednorm.calls.call import AroundNorm
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
 
 
 def _variant(
-    kind: ForwardKind | GateKind | RotationKind,
+    kind: ForwardKind | BackwardKind | GateKind | RotationKind,
     function: Any,
     dtypes: dict[str, torch.dtype | None],
     constants: dict[str, Any],
@@ -168,20 +167,16 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         constants["PASSED"] = host.type_of(kind.gate.between)
     kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
     constants |= {"KEPT": kept, "ROWS": rows, "TILES": tiles}
-    around, absent = _around(kind)
-    absent += ("first_eps",) * (kind.first is None) + ("z_stride", "z_jump") * (kind.gate is None)
-    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "out": kind.out}
-    dtypes |= {"residual_out": kind.residual_out, "rstd": kind.accumulator if kind.rstd else None}
-    dtypes |= {"first_weight": kind.first and kind.first.weight, "bias": around.bias, "z": kind.gate and kind.gate.z}
+    absent = _absent(kind) + ("first_eps",) * (kind.first is None) + ("z_stride", "z_jump") * (kind.gate is None)
+    dtypes = {**kind.operands(), "rstd": kind.accumulator if kind.rstd else None}
     constants |= {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
     return _variant(kind, kernels.forward, dtypes, constants, warps, rows, absent=absent)
 
 
-def _around(kind: ForwardKind) -> tuple[AroundNorm, tuple[str, ...]]:
-    """The bias, rows of heads and scale of a call, and the names of numbers that the kernel then does not take."""
-    around = kind.around or AroundNorm(None, False, False)
-    absent = ("x_scale",) * (not around.scaled)
-    return around, absent + ("heads", "weight_stride", "bias_stride") * (not around.of_heads)
+def _absent(kind: ForwardKind) -> tuple[str, ...]:
+    """The names of numbers that a kernel does not take where x is not scaled, or one row is for all heads."""
+    scaled, of_heads = (kind.around.scaled, kind.around.of_heads) if kind.around else (False, False)
+    return ("x_scale",) * (not scaled) + ("heads", "weight_stride", "bias_stride") * (not of_heads)
 
 
 def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) -> Variant:
@@ -191,9 +186,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
     quantization = quantizer.quantization
     rows, segments, depth, width, vector, warps, _ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     group = quantization.group(kind.hidden_size)
-    around, absent = _around(kind)
-    dtypes = {"x": kind.x, "residual": kind.residual, "weight": kind.weight, "residual_out": kind.residual_out}
-    dtypes |= {"out": kind.out if quantizer.normalises and quantizer.keeps else None, "bias": around.bias}
+    dtypes = {**kind.operands(), "out": kind.out if quantizer.normalises and quantizer.keeps else None}
     dtypes |= {"numbers": torch.uint8, "scale": torch.float32}
     dtypes["zero_point"] = torch.int32 if quantization.computes_zero_point else None
     constants = {
@@ -211,7 +204,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
         "ZERO_POINT": str(quantization.zero_point or ""),
     }
     constants |= {"ROWS": rows, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
-    return _variant(kind, quantize_tile, dtypes, constants, warps, rows, absent=absent)
+    return _variant(kind, quantize_tile, dtypes, constants, warps, rows, absent=_absent(kind))
 
 
 def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str, Variant]:
@@ -222,36 +215,31 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     """
     from fusednorm.backends.triton.kernels import norm as kernels
 
-    dtypes = {"dy": kind.dy, "d_total": kind.d_residual_out, "h": kind.h, "rstd": kind.accumulator}
-    dtypes |= {"weight": kind.weight, "dx": kind.dx, "dresidual": kind.dresidual}
-    dtypes |= {"partial": kind.accumulator, "dweight": kind.dweight}
+    dtypes = {**kind.operands(), "rstd": kind.accumulator, "partial": kind.accumulator}
     lanes = lanes or warp_size()
     rows, segments, depth, width, vector, warps, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     shape = {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
     row = {"N": kind.hidden_size, "OFFSET": kind.offset}
+    more = {"divisor": math.gcd(kind.hidden_size, 16), "bits": INTERPRETED}
 
-    def variant(
-        function: Any, constants: dict[str, Any], warps: int, share: Share = Share.ROWS, per_program: int = 1
-    ) -> Variant:
-        divisor = math.gcd(kind.hidden_size, 16)
-        compiled_in = (function, dtypes, kind.accumulator, constants, kind.alignment >= 16, divisor, INTERPRETED)
-        return Variant(*compiled_in, warps, share, per_program, two_levels=kind.two_levels)
+    def variant(function: Any, constants: dict[str, Any], warps: int, per_program: int, share: Share) -> Variant:
+        return _variant(kind, function, dtypes, constants, warps, per_program, share=share, **more)
 
     variants = {}
     gradients = bool(kind.dx or kind.dresidual)
     if kind.dweight and gradients and rows == 1 and kind.hidden_size <= _MOST_AT_ONCE:
-        variants["both"] = variant(kernels.backward_blocks, {**row, **shape}, warps, Share.BLOCKS)
+        variants["both"] = variant(kernels.backward_blocks, {**row, **shape}, warps, 1, Share.BLOCKS)
     else:
         if gradients:
             constants = {**row, "ROWS": rows, "TILES": tiles, **shape}
-            variants["rows"] = variant(kernels.backward_rows, constants, warps, per_program=rows)
+            variants["rows"] = variant(kernels.backward_rows, constants, warps, rows, Share.ROWS)
         if kind.dweight:
             # Rows that are loaded at a time: as many as registers hold.
             constants = {"AT_ONCE": 8 if vector * (kind.dy.itemsize + kind.h.itemsize) <= 32 else 4, "TILE": width}
-            variants["shares"] = variant(kernels.weight_blocks, constants, 1, Share.COLUMNS_OF_BLOCKS, width)
+            variants["shares"] = variant(kernels.weight_blocks, constants, 1, width, Share.COLUMNS_OF_BLOCKS)
     if kind.dweight:
         constants = {"N": kind.hidden_size, "BLOCKS": reference.ROW_BLOCKS, "TILE": _ADDED}
-        variants["weight"] = variant(kernels.add_blocks, constants, 4, Share.COLUMNS, _ADDED)
+        variants["weight"] = variant(kernels.add_blocks, constants, 4, _ADDED, Share.COLUMNS)
     return variants
 
 

@@ -131,10 +131,8 @@ def between(value, TYPE: tl.constexpr, A: tl.constexpr):
 
 @triton.jit
 def gated(values, z_rows, column, inside, ACTIVATION: tl.constexpr, A: tl.constexpr):
-    """Values times the function of the gates, if there are any."""
-    if z_rows is not None:
-        values = values * activated(loaded(z_rows, column, inside, A), ACTIVATION, A)
-    return values
+    """Values times the function of the gates of these columns."""
+    return values * activated(loaded(z_rows, column, inside, A), ACTIVATION, A)
 
 
 @triton.jit
@@ -171,7 +169,7 @@ def gate_tile(
     gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
     values = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
     values = values * between(activated(gates, ACTIVATION, A), BETWEEN, A)
-    store(rows_at(out, row, out_stride, out_jump, inner), column, inside, values)
+    store(values, rows_at(out, row, out_stride, out_jump, inner), column, inside)
 
 
 @triton.jit
@@ -208,5 +206,8 @@ def gate_backward_tile(
     f, slope = activated_and_slope(gates, ACTIVATION, A)
     if dz is not None:
         of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
-        store(rows_at(dz, row, dz_stride, dz_jump, inner), column, inside, between(of_f, BETWEEN, A) * slope)
-    store(rows_at(dy, row, dy_stride, dy_jump, inner), column, inside, incoming * between(f, BETWEEN, A))
+        found = narrowed(between(of_f, BETWEEN, A) * slope, dz.dtype.element_ty)
+        tl.store(rows_at(dz, row, dz_stride, dz_jump, inner) + column, found, mask=inside)
+    if dy is not None:
+        found = narrowed(incoming * between(f, BETWEEN, A), dy.dtype.element_ty)
+        tl.store(rows_at(dy, row, dy_stride, dy_jump, inner) + column, found, mask=inside)

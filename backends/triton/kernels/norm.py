@@ -131,81 +131,90 @@ def forward(
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     X: tl.constexpr = A if BETWEEN == "A" else x.dtype.element_ty  # the type of the rows that are added
     first = tl.program_id(0).to(tl.int64) * ROWS
-    row = first if TILES > 1 else first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
-    column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
-    residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
-    sum_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
-    x_rows = rows_at(x, row, x_stride, x_jump, inner)
-    z_rows = rows_at(z, row, z_stride, z_jump, inner)
-    z_before, z_after = z_rows if GATED == "before" else None, z_rows if GATED == "after" else None
-    weight_rows = row_of_heads(weight, row, weight_stride, heads)
-    bias_rows = row_of_heads(bias, row, bias_stride, heads)
-    out_rows = rows_at(out, row, out_stride, out_jump, inner)
     first_rstd = None
     if TILES == 1:
-        first_g = None
+        row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
+        column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
         inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
-    if BETWEEN != "":
-        if TILES == 1:
+        residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
+        sum_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
+        x_rows = rows_at(x, row, x_stride, x_jump, inner)
+        g = None
+        if BETWEEN != "":
             first_h = loaded(x_rows, column, inside, A)
-            first_g = gain_at(first_weight, column, inside_row, weight_offset, OFFSET, A)
+            g = gain_at(first_weight, column, inside_row, weight_offset, OFFSET, A)
             first_sums = sums_of_tile(first_h * first_h, ROWS, SEGMENTS, VECTOR)
-        else:
+            first_rstd = per_element(rstd_of(first_sums, N, first_eps, A), SEGMENTS, DEPTH)
+        h = added(x_rows, x_scale, first_rstd, g, residual_rows, sum_rows, column, inside, X, ROUND_SUM, ROUND_NORM, A)
+        z_rows = rows_at(z, row, z_stride, z_jump, inner)
+        if GATED == "before":
+            h = gated(h, z_rows, column, inside, ACTIVATION, A)
+        if out is not None:
+            # Now, so that they are there when the sum is.
+            weight_rows = row_of_heads(weight, row, weight_stride, heads)
+            bias_rows = row_of_heads(bias, row, bias_stride, heads)
+            g = gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
+            b = stored(bias_rows, column, inside_row)
+            row_rstd = rstd_of(sums_of_tile(h * h, ROWS, SEGMENTS, VECTOR), N, eps, A)
+            if rstd is not None:
+                row_of_rstd = first + tl.arange(0, ROWS)
+                tl.store(rstd + row_of_rstd, row_rstd, mask=row_of_rstd < rows)
+            y = normalised(h, per_element(row_rstd, SEGMENTS, DEPTH), g, b, X, ROUND_NORM, A)
+            if GATED == "after":
+                y = gated(between(y, PASSED, A), z_rows, column, inside, ACTIVATION, A)
+            store(y, rows_at(out, row, out_stride, out_jump, inner), column, inside)
+    else:
+        x_row, out_row = rows_at(x, first, x_stride, x_jump, inner), rows_at(out, first, out_stride, out_jump, inner)
+        residual_row = rows_at(residual, first, residual_stride, residual_jump, inner)
+        sum_row = rows_at(residual_out, first, residual_out_stride, residual_out_jump, inner)
+        z_row = rows_at(z, first, z_stride, z_jump, inner)
+        weight_row = row_of_heads(weight, first, weight_stride, heads)
+        bias_row = row_of_heads(bias, first, bias_stride, heads)
+        column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
+        index = tl.arange(0, TILES)[:, None]
+        if BETWEEN != "":
             first_sums = tl.zeros((TILES, SEGMENTS), A)
             for tile in range(tl.cdiv(N, TILE)):
                 at = tile * TILE + column
-                first_h = loaded(x_rows, at, inside_of(row, at, rows, N, 1, TILE), A)
-                first_sums = with_sums(first_sums, tile, first_h * first_h, VECTOR)
-            first_sums = total_of(first_sums)
-        first_rstd = per_element(rstd_of(first_sums, N, first_eps, A), TILES, SEGMENTS, DEPTH)
-    if TILES == 1:
-        h = added(
-            x_rows, x_scale, first_rstd, first_g, residual_rows, sum_rows, column, inside, X, ROUND_SUM, ROUND_NORM, A
-        )
-        h = gated(h, z_before, column, inside, ACTIVATION, A)
-        # Now, so that they are there when the sum is.
-        g = gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
-        b = stored(bias_rows, column, inside_row)
-        sums = sums_of_tile(h * h, ROWS, SEGMENTS, VECTOR)
-    else:
-        kept_rows = sum_rows if KEPT else None
+                h = loaded(x_row, at, inside_of(first, at, rows, N, 1, TILE), A)
+                first_sums = with_sums(first_sums, index == tile, h * h, VECTOR)
+            first_rstd = tl.reshape(rstd_of(total_of(first_sums), N, first_eps, A), (1, 1))
         sums = tl.zeros((TILES, SEGMENTS), A)
         for tile in range(tl.cdiv(N, TILE)):
             at = tile * TILE + column
-            inside = inside_of(row, at, rows, N, 1, TILE)
+            inside = inside_of(first, at, rows, N, 1, TILE)
             g = gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
-            h = added(x_rows, x_scale, first_rstd, g, residual_rows, kept_rows, at, inside, X, ROUND_SUM, ROUND_NORM, A)
-            h = gated(h, z_before, at, inside, ACTIVATION, A)
+            kept_row = sum_row if KEPT else None
+            h = added(x_row, x_scale, first_rstd, g, residual_row, kept_row, at, inside, X, ROUND_SUM, ROUND_NORM, A)
+            if GATED == "before":
+                h = gated(h, z_row, at, inside, ACTIVATION, A)
             if out is not None:
-                sums = with_sums(sums, tile, h * h, VECTOR)
-        sums = total_of(sums)
-    if out is not None:
-        row_rstd = rstd_of(sums, N, eps, A)
-        if rstd is not None:
-            row_of_rstd = first + tl.arange(0, ROWS)
-            tl.store(rstd + row_of_rstd, row_rstd, mask=None if TILES > 1 else row_of_rstd < rows)
-        row_rstd = per_element(row_rstd, TILES, SEGMENTS, DEPTH)
-        if TILES == 1:
-            y = between(normalised(h, row_rstd, g, b, X, ROUND_NORM, A), PASSED, A)
-            store(out_rows, column, inside, gated(y, z_after, column, inside, ACTIVATION, A))
-        else:
+                sums = with_sums(sums, index == tile, h * h, VECTOR)
+        if out is not None:
+            row_rstd = rstd_of(total_of(sums), N, eps, A)
+            if rstd is not None:
+                tl.store(rstd + first + tl.arange(0, 1), row_rstd)
+            row_rstd = tl.reshape(row_rstd, (1, 1))
             if KEPT and residual is not None:
                 tl.debug_barrier()  # another thread may have stored what this one reads
             for tile in range(tl.cdiv(N, TILE)):
                 at = tile * TILE + column
-                inside = inside_of(row, at, rows, N, 1, TILE)
+                inside = inside_of(first, at, rows, N, 1, TILE)
                 if KEPT:
-                    h = loaded(x_rows if residual is None else sum_rows, at, inside, A)
+                    h = loaded(x_row if residual is None else sum_row, at, inside, A)
                 else:
                     g = gain_at(first_weight, at, inside, weight_offset, OFFSET, A)
                     h = added(
-                        x_rows, x_scale, first_rstd, g, residual_rows, sum_rows, at, inside, X, ROUND_SUM, ROUND_NORM, A
+                        x_row, x_scale, first_rstd, g, residual_row, sum_row, at, inside, X, ROUND_SUM, ROUND_NORM, A
                     )
-                h = gated(h, z_before, at, inside, ACTIVATION, A)
-                g = gain_at(weight_rows, at, inside, weight_offset, OFFSET, A)
-                b = stored(bias_rows, at, inside)
-                y = between(normalised(h, row_rstd, g, b, X, ROUND_NORM, A), PASSED, A)
-                store(out_rows, at, inside, gated(y, z_after, at, inside, ACTIVATION, A))
+                if GATED == "before":
+                    h = gated(h, z_row, at, inside, ACTIVATION, A)
+                g = gain_at(weight_row, at, inside, weight_offset, OFFSET, A)
+                b = stored(bias_row, at, inside)
+                y = normalised(h, row_rstd, g, b, X, ROUND_NORM, A)
+                if GATED == "after":
+                    y = gated(between(y, PASSED, A), z_row, at, inside, ACTIVATION, A)
+                store(y, out_row, at, inside)
 
 
 @triton.jit
@@ -227,12 +236,13 @@ def products(wdy, xhat, inside):
 
 
 @triton.jit
-def store_gradients(d, further, dx_rows, dresidual_rows, column, inside, A: tl.constexpr):
+def store_gradients(d, further, dx, dresidual, row, column, inside, N: tl.constexpr, A: tl.constexpr):
     """Stores the gradient, with a further one added if there is one, in the types asked for."""
     if further is not None:
         d = d + widened(further, A)
-    store(dx_rows, column, inside, d)
-    store(dresidual_rows, column, inside, d)
+    dx_rows, dresidual_rows = rows_at(dx, row, N, None, None), rows_at(dresidual, row, N, None, None)
+    store(d, dx_rows, column, inside)
+    store(d, dresidual_rows, column, inside)
 
 
 @triton.jit
@@ -266,40 +276,40 @@ def backward_rows(
     """The gradients of ROWS rows per program; or of one of several TILES, tile by tile, twice."""
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     first = tl.program_id(0).to(tl.int64) * ROWS
-    row = first if TILES > 1 else first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
-    column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
-    dy_rows = rows_at(dy, row, dy_stride, dy_jump, inner)
-    h_rows = rows_at(h, row, h_stride, h_jump, inner)
-    d_sum_rows = rows_at(d_total, row, d_total_stride, d_total_jump, inner)
-    dx_rows, dresidual_rows = rows_at(dx, row, N, None, None), rows_at(dresidual, row, N, None, None)
-    row_of_rstd = first + tl.arange(0, ROWS)
     if TILES == 1:
+        row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
+        column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
         inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
-        wdy = weighted(
-            loaded(dy_rows, column, inside, A), gain_at(weight, column, inside_row, weight_offset, OFFSET, A)
-        )
-        row_rstd = per_element(tl.load(rstd + row_of_rstd, mask=row_of_rstd < rows, other=0), TILES, SEGMENTS, DEPTH)
-        xhat = loaded(h_rows, column, inside, A) * row_rstd
-        further = stored(d_sum_rows, column, inside)  # now, so that it is there when the sum is
+        wdy = loaded(rows_at(dy, row, dy_stride, dy_jump, inner), column, inside, A)
+        wdy = weighted(wdy, gain_at(weight, column, inside_row, weight_offset, OFFSET, A))
+        row_of_rstd = first + tl.arange(0, ROWS)
+        row_rstd = per_element(tl.load(rstd + row_of_rstd, mask=row_of_rstd < rows, other=0), SEGMENTS, DEPTH)
+        xhat = loaded(rows_at(h, row, h_stride, h_jump, inner), column, inside, A) * row_rstd
+        # Now, so that it is there when the sum is.
+        further = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner), column, inside)
         sums = sums_of_tile(products(wdy, xhat, inside), ROWS, SEGMENTS, VECTOR)
-        d = (wdy - xhat * per_element(mean_of(sums, N, A), TILES, SEGMENTS, DEPTH)) * row_rstd
-        store_gradients(d, further, dx_rows, dresidual_rows, column, inside, A)
+        d = (wdy - xhat * per_element(mean_of(sums, N, A), SEGMENTS, DEPTH)) * row_rstd
+        store_gradients(d, further, dx, dresidual, row, column, inside, N, A)
     else:
-        row_rstd = per_element(tl.load(rstd + row_of_rstd), TILES, SEGMENTS, DEPTH)
+        dy_row, h_row = rows_at(dy, first, dy_stride, dy_jump, inner), rows_at(h, first, h_stride, h_jump, inner)
+        row_rstd = tl.reshape(tl.load(rstd + first + tl.arange(0, 1)), (1, 1))
+        column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
+        index = tl.arange(0, TILES)[:, None]
         sums = tl.zeros((TILES, SEGMENTS), A)
         for tile in range(tl.cdiv(N, TILE)):
             at = tile * TILE + column
-            inside = inside_of(row, at, rows, N, 1, TILE)
-            wdy = weighted(loaded(dy_rows, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
-            product = products(wdy, loaded(h_rows, at, inside, A) * row_rstd, inside)
-            sums = with_sums(sums, tile, product, VECTOR)
-        c = per_element(mean_of(total_of(sums), N, A), TILES, SEGMENTS, DEPTH)
+            inside = inside_of(first, at, rows, N, 1, TILE)
+            wdy = weighted(loaded(dy_row, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+            product = products(wdy, loaded(h_row, at, inside, A) * row_rstd, inside)
+            sums = with_sums(sums, index == tile, product, VECTOR)
+        c = tl.reshape(mean_of(total_of(sums), N, A), (1, 1))
         for tile in range(tl.cdiv(N, TILE)):
             at = tile * TILE + column
-            inside = inside_of(row, at, rows, N, 1, TILE)
-            wdy = weighted(loaded(dy_rows, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
-            d = (wdy - (loaded(h_rows, at, inside, A) * row_rstd) * c) * row_rstd
-            store_gradients(d, stored(d_sum_rows, at, inside), dx_rows, dresidual_rows, at, inside, A)
+            inside = inside_of(first, at, rows, N, 1, TILE)
+            wdy = weighted(loaded(dy_row, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
+            d = (wdy - (loaded(h_row, at, inside, A) * row_rstd) * c) * row_rstd
+            further = stored(rows_at(d_total, first, d_total_stride, d_total_jump, inner), at, inside)
+            store_gradients(d, further, dx, dresidual, first, at, inside, N, A)
 
 
 @triton.jit
@@ -345,9 +355,8 @@ def backward_blocks(
         # A load before the sum overlaps with it. There are registers for 16-bit operands only.
         BITS: tl.constexpr = 0 if d_total is None else dy.dtype.element_ty.primitive_bitwidth
         EARLY: tl.constexpr = BITS == 16 and d_total.dtype.element_ty.primitive_bitwidth == 16
-        d_total_row = rows_at(d_total, row, d_total_stride, d_total_jump, inner)
         if EARLY:
-            further = stored(d_total_row, column, inside)
+            further = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner), column, inside)
         xhat = h_row * row_rstd
         total = total + dy_row * xhat
         wdy = weighted(dy_row, g)
@@ -360,9 +369,8 @@ def backward_blocks(
         c = tl.reshape(mean_of(sums_of_tile(products(wdy, xhat, inside), 1, SEGMENTS, VECTOR), N, A), (1, 1))
         d = (wdy - xhat * c) * row_rstd
         if not EARLY:
-            further = stored(d_total_row, column, inside)
-        dx_row, dresidual_row = rows_at(dx, row, N, None, None), rows_at(dresidual, row, N, None, None)
-        store_gradients(d, further, dx_row, dresidual_row, column, inside, A)
+            further = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner), column, inside)
+        store_gradients(d, further, dx, dresidual, row, column, inside, N, A)
     # Stored as the compiler has threads store: 16 bytes each, fewer elements than it loads of a narrower type. In this
     # shape a warp stores what it loaded, and exchanges it among its lanes only.
     PARTS: tl.constexpr = VECTOR * A.primitive_bitwidth // 128 if VECTOR > 1 else 1

@@ -136,7 +136,7 @@ def quantize_tile(
         bias_rows = row_of_heads(bias, row, bias_stride, heads)
         b = stored(bias_rows, column, inside_row)
         rstd = rstd_of(sums_of_tile(h * h, ROWS, SEGMENTS, VECTOR), N, eps, A)
-        y = normalised(h, per_element(rstd, 1, SEGMENTS, DEPTH), g, b, X, ROUND_NORM, A)
+        y = normalised(h, per_element(rstd, SEGMENTS, DEPTH), g, b, X, ROUND_NORM, A)
         kept = narrowed(y, A if PASSED == "A" else X)
         if out is not None:
             tl.store(rows_at(out, row, out_stride, out_jump, inner) + column, kept, mask=inside)

@@ -43,7 +43,7 @@ def pairs_at(
     """Numbers of heads as they are stored, and the numbers that they are rotated with. ``there``: which heads exist."""
     if FORM == "neighbours":
         column = tl.arange(0, 2 * WIDTH)[None, :]
-        both = stored(heads, column, inside_heads(there, column, SIZE, 2 * WIDTH))
+        both = tl.load(heads + column, inside_heads(there, column, SIZE, 2 * WIDTH), 0)
         return tl.split(tl.reshape(both, (both.shape[0], WIDTH, 2)))
     elif FORM == "halves":
         column = tl.arange(0, WIDTH)[None, :]
@@ -51,7 +51,7 @@ def pairs_at(
         return stored(heads, column, inside), stored(heads + PAIRS, column, inside)
     else:
         column = tl.arange(0, WIDTH)[None, :]
-        numbers = stored(heads, column, inside_heads(there, column, SIZE, WIDTH))
+        numbers = tl.load(heads + column, inside_heads(there, column, SIZE, WIDTH), 0)
         if PAIRS == 0:
             return numbers, numbers
         else:
@@ -59,7 +59,7 @@ def pairs_at(
             TOGETHER: tl.constexpr = VECTOR if PAIRS % VECTOR == 0 else 1
             other = tl.where(column < PAIRS, column + PAIRS, column - PAIRS)
             other = tl.max_contiguous(tl.multiple_of(other, [1, TOGETHER]), [1, TOGETHER])
-            return numbers, stored(heads, other, there & (column < 2 * PAIRS))
+            return numbers, tl.load(heads + other, there & (column < 2 * PAIRS), 0)
 
 
 @triton.jit

@@ -93,10 +93,9 @@ def sums_of_tile(tile, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, VECTOR: tl.co
 
 
 @triton.jit
-def with_sums(sums, number, tile, VECTOR: tl.constexpr):
-    """The sums of the segments of a row, [TILES, SEGMENTS], with those of the tile of this number."""
-    index = tl.arange(0, sums.shape[0])[:, None]
-    return tl.where(index == number, sums_of_segments(tile, sums.shape[1], VECTOR)[None, :], sums)
+def with_sums(sums, here, tile, VECTOR: tl.constexpr):
+    """The sums of the segments of a row, [TILES, SEGMENTS], with those of a tile where it is ``here``."""
+    return tl.where(here, sums_of_segments(tile, sums.shape[1], VECTOR)[None, :], sums)
 
 
 @triton.jit
@@ -106,13 +105,10 @@ def total_of(sums):
 
 
 @triton.jit
-def per_element(value, TILES: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
-    """One value per row, [ROWS], for the elements of a tile; of one row if it has several TILES."""
-    if TILES > 1:
-        return tl.reshape(value, (1, 1))
-    else:
-        value = tl.broadcast_to(value[None, :, None], (DEPTH, value.shape[0], SEGMENTS))
-        return tl.reshape(value, (DEPTH * value.shape[1] * SEGMENTS, 1))
+def per_element(value, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
+    """One value per row, [ROWS], for the elements of a tile."""
+    value = tl.broadcast_to(value[None, :, None], (DEPTH, value.shape[0], SEGMENTS))
+    return tl.reshape(value, (DEPTH * value.shape[1] * SEGMENTS, 1))
 
 
 @triton.jit
@@ -133,7 +129,7 @@ def loaded(rows, column, inside, A: tl.constexpr):
 
 
 @triton.jit
-def store(rows, column, inside, values):
+def store(values, rows, column, inside):
     """Stores values, rounded to the type of the rows; nothing if the operand is absent."""
     if rows is not None:
         tl.store(rows + column, narrowed(values, rows.dtype.element_ty), mask=inside)
