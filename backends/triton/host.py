@@ -31,7 +31,6 @@ from fusednorm.backends.kernel_keys import (
 from fusednorm.calls import c_abi
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
-    AroundNorm,
     Backward,
     Call,
     Forward,
@@ -221,6 +220,10 @@ def type_of(dtype: torch.dtype, bits: bool = INTERPRETED) -> Any:
     return tl.uint16 if bits and dtype == torch.bfloat16 else getattr(tl, str(dtype)[6:])
 
 
+#: In place of the names of arguments that are absent.
+_ABSENT = ""
+
+
 class NotCachedError(Exception):
     """A variant is not in Triton's cache."""
 
@@ -273,13 +276,15 @@ class Compiled:
         self._kernel = compiled(variant, driver.active.get_current_target())
         self._kernel[1, 1, 1]  # loads it
         self.variant = variant
-        self._arguments = itemgetter(*variant.arguments())
+        names = (_ABSENT if kind == "constexpr" else name for name, (kind, _) in variant.arguments().items())
+        self._arguments = itemgetter(*names)
         self._constants = tuple(
             variant.all_constants()[name] for name in variant.function.arg_names[-len(variant.all_constants()) :]
         )
 
     def __call__(self, programs: int, values: dict[str, Any]) -> None:
         """Launches on torch's current stream of the current device."""
+        values[_ABSENT] = None
         self._kernel[programs, 1, 1](*self._arguments(values), *self._constants)
 
 
@@ -296,7 +301,7 @@ class Interpreted:
         import numpy
 
         with _INTERPRETER, numpy.errstate(all="ignore"):  # overflow and NaN are results here, not mishaps
-            self._function[(programs,)](**{name: values[name] for name in self._names}, **self._constants)
+            self._function[(programs,)](**{name: values.get(name) for name in self._names}, **self._constants)
 
 
 def pointer(tensor: Tensor | None) -> Any:
@@ -313,36 +318,28 @@ def pointer_or_null(tensor: Tensor | None) -> Any:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-#: The values for a kernel without a bias, with one row for all heads, and with x not scaled.
-_NOTHING_AROUND = dict.fromkeys(("bias", "weight_stride", "bias_stride", "heads", "x_scale"))
-
-#: The same where there is no gate.
-_NO_GATE = dict.fromkeys(("z", "z_stride", "z_jump"))
-
-#: The operands and numbers that only a norm before a quantizer has.
-_OPERANDS = ("residual", "weight", "out", "residual_out")
-_NUMBERS = ("eps", "weight_offset", *(f"{name}_{what}" for name in _OPERANDS for what in ("stride", "jump")))
-
 #: The names of the strides and jumps of a forward pass's operands, and of a backward pass's.
 _OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residual", "out", "residual_out"))
+_OF_GATES = ("z_stride", "z_jump")
 _OF_GATE = tuple((f"{name}_stride", f"{name}_jump") for name in ("y", "z", "out"))
 _OF_GATE_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("d", "y", "z", "dy", "dz"))
+_OF_QUANTIZER = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "numbers", "scale", "zero_point"))
 _OF_TABLES = tuple((f"{name}_stride", f"{name}_jump") for name in ("cos", "sin", "positions"))
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
+#: The numbers that only a norm before a quantizer has.
+_NUMBERS = ("eps", "weight_offset", *(name for names in _OF_FORWARD[1:] for name in names))
+
 
 def _places(
-    call: Forward | Backward | Gate | GateBackward, names: tuple[tuple[str, str], ...]
-) -> dict[str, int | None]:
+    call: Forward | Backward | Gate | GateBackward | Quantize | Rotate,
+    names: Iterable[tuple[str, str]],
+    strides: Iterable[Strides],
+) -> dict[str, Any]:
     """Where rows lie, as ``rows_at`` in ``numbers.py`` takes it."""
     inner = None if call.inner == call.rows else call.inner
-    return {"inner": inner, **_places_of(zip(names, call.strides, strict=True), inner)}
-
-
-def _places_of(strides: Iterable[tuple[tuple[str, str], Strides]], inner: int | None) -> dict[str, int | None]:
-    """The same for rows of these strides, which lie in one level if ``inner`` is None."""
-    places: dict[str, int | None] = {}
-    for (stride_name, jump_name), (outer_stride, stride) in strides:
+    places: dict[str, Any] = {"inner": inner}
+    for (stride_name, jump_name), (outer_stride, stride) in zip(names, strides, strict=True):
         places[stride_name] = stride
         places[jump_name] = None if inner is None else outer_stride - inner * stride
     return places
@@ -402,18 +399,16 @@ class Host:
         found = self.choosers[type(kind)](kind)
         return (found,) if isinstance(found, Variant) else found.values()
 
-    def _around(self, call: Forward, around: AroundNorm) -> dict[str, Any]:
+    def _around(self, call: Forward) -> dict[str, Any]:
         """The values that a kernel is given for a bias, rows of heads and a scaled x."""
-        values = {"bias": self.pointer(call.bias), "x_scale": call.x_scale if around.scaled else None}
-        if not around.of_heads:
-            return {**values, "weight_stride": None, "bias_stride": None, "heads": None}
         strides = (0 if t is None or t.dim() == 1 else t.shape[1] for t in (call.weight, call.bias))
-        return {**values, **dict(zip(("weight_stride", "bias_stride"), strides, strict=True)), "heads": call.heads}
+        values: dict[str, Any] = dict(zip(("weight_stride", "bias_stride"), strides, strict=True))
+        return {**values, "heads": call.heads, "bias": self.pointer(call.bias), "x_scale": call.x_scale}
 
     def _operands(self, call: Forward) -> dict[str, Any]:
         """The values that a kernel is given for a forward pass."""
         return {
-            **_places(call, _OF_FORWARD),
+            **_places(call, _OF_FORWARD, call.strides),
             "x": self.pointer(call.x),
             "residual": self.pointer(call.residual),
             "weight": self.pointer(call.weight),
@@ -426,9 +421,8 @@ class Host:
             "eps": call.eps,
             "weight_offset": call.weight_offset,
             "first_weight": self.pointer(call.first_weight),
-            "first_eps": None if call.operation.first is None else call.first_eps,
-            **(_NOTHING_AROUND if call.operation.around is None else self._around(call, call.operation.around)),
-            **_NO_GATE,
+            "first_eps": call.first_eps,
+            **({} if call.operation.around is None else self._around(call)),
         }
 
     def run(self, call: Call) -> None:
@@ -447,14 +441,9 @@ class Host:
 
     def quantize(self, call: Quantize) -> None:
         """Launches the kernel that quantizes rows, which it may normalise before; see :class:`Quantize`."""
-        inner = None if call.inner == call.rows else call.inner
-        lie = {"x": call.y_strides, "numbers": call.out_strides, "scale": call.scale_strides[:2]}
-        lie["zero_point"] = call.zero_point_strides[:2]
-        values = dict.fromkeys((*_OPERANDS, *_NOTHING_AROUND)) | dict.fromkeys(_NUMBERS, 0)
-        for name, (outer_stride, stride) in lie.items():
-            values |= {f"{name}_stride": stride}
-            values |= {f"{name}_jump": None if inner is None else outer_stride - inner * stride}
-        values |= {"x": self.pointer(call.y), "inner": inner, "rows": call.rows, "hidden_size": call.hidden_size}
+        strides = call.y_strides, call.out_strides, call.scale_strides[:2], call.zero_point_strides[:2]
+        values = dict.fromkeys(_NUMBERS, 0) | _places(call, _OF_QUANTIZER, strides)
+        values |= {"x": self.pointer(call.y), "rows": call.rows, "hidden_size": call.hidden_size}
         values["group"] = call.quantization.group(call.hidden_size)
         if call.norm is not None:
             values |= self._operands(call.norm)
@@ -466,40 +455,37 @@ class Host:
 
     def gate(self, call: Gate | GateBackward) -> None:
         """Launches the kernel of a gate, or of its backward pass."""
-        values = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD)
+        values = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD, call.strides)
         given = {name: self.pointer(t) for name, t in call._asdict().items() if isinstance(t, Tensor) or t is None}
         self._launch(call, call.rows, {**values, **given, "rows": call.rows, "hidden_size": call.hidden_size})
 
     def norm_gated(self, call: NormGated) -> None:
         """Launches the kernel that normalises rows and gates them, in the order that the call says."""
-        norm, (outer_stride, stride) = call.norm, call.z_strides
-        values = self._operands(norm)
-        jump = None if values["inner"] is None else outer_stride - norm.inner * stride
-        values |= {"z": self.pointer(call.z), "z_stride": stride, "z_jump": jump}
-        self._launch(call, norm.rows, values)
+        values = self._operands(call.norm) | _places(call.norm, (_OF_GATES,), (call.z_strides,))
+        values["z"] = self.pointer(call.z)
+        self._launch(call, call.norm.rows, values)
 
     def rotate(self, call: Rotate) -> None:
         """Launches the kernel that normalises and rotates the heads of q, or those of q and of k."""
-        inner, norm = None if call.inner == call.rows else call.inner, call.norm or HeadsNorm(0.0, 0.0, False)
-        values = {"inner": inner, "rows": call.rows, "eps": norm.eps, "weight_offset": norm.weight_offset}
-        of_rows = zip(_OF_TABLES, (*call.table_strides, call.position_strides), strict=True)
-        values |= _places_of(of_rows, inner)
+        norm = call.norm or HeadsNorm(0.0, 0.0, False)
+        values = _places(call, _OF_TABLES, (*call.table_strides, call.position_strides))
+        values |= {"rows": call.rows, "eps": norm.eps, "weight_offset": norm.weight_offset}
         values |= {name: self.pointer(getattr(call, name)) for name in ("cos", "sin", "positions")}
         for part in of_one_weight_dtype(call):
             # Without k the kernel is given q in its place, and no program of it.
             for name, heads in zip("qk", (part.heads[0], part.heads[-1]), strict=True):
-                values |= self._heads(name, heads, inner)
+                values |= self._heads(call, name, heads)
             with _current(device_of(part)):
                 (launch,) = self.held_for(kind_of(part), part)
                 per_program = launch.variant.per_program
                 launch(sum(-(-call.rows * heads.x.shape[-2] // per_program) for heads in part.heads), values)
 
-    def _heads(self, name: str, heads: Heads, inner: int | None) -> dict[str, Any]:
+    def _heads(self, call: Rotate, name: str, heads: Heads) -> dict[str, Any]:
         """The values that a kernel is given for the heads of q or of k."""
         of_weight = 0 if heads.weight is None or heads.weight.dim() == 1 else heads.weight.shape[-1]
         values: dict[str, Any] = {f"{name}_count": heads.x.shape[-2], f"{name}_weight_head": of_weight}
         for place, (outer_stride, stride, of_heads) in ((name, heads.x_strides), (f"{name}_out", heads.out_strides)):
-            values |= _places_of([((f"{place}_stride", f"{place}_jump"), (outer_stride, stride))], inner)
+            values |= _places(call, ((f"{place}_stride", f"{place}_jump"),), ((outer_stride, stride),))
             values[f"{place}_head"] = of_heads
         operands = {"": heads.x, "_out": heads.out, "_weight": heads.weight, "_rstd": heads.rstd}
         return values | {name + of: self.pointer(tensor) for of, tensor in operands.items()}
@@ -510,7 +496,7 @@ class Host:
         block, blocks = blocks_of(call.rows)
         with _current(call.operation.device):
             values = {
-                **_places(call, _OF_BACKWARD),
+                **_places(call, _OF_BACKWARD, call.strides),
                 "dy": self.pointer(call.dy),
                 "d_total": self.pointer(call.d_residual_out),
                 "h": self.pointer(call.h),
