@@ -50,6 +50,20 @@ class QuantizerKind(NamedTuple):
     #: Whether these rows are stored too.
     keeps: bool
 
+    def constants(self, hidden_size: int) -> dict[str, str | int]:
+        """What kernels for GPUs have compiled in for it."""
+        quantization = self.quantization
+        group, zero_point = quantization.group(hidden_size), quantization.zero_point
+        return {
+            "NUMBER": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(quantization.dtype, "whole"),
+            "PER": 0 if group == hidden_size else group,
+            "GIVEN": quantization.per == "tensor",
+            "SCALE_BY": quantization.scale_by,
+            "APPLY": quantization.apply,
+            "MULTIPLIER": quantization.returns == "multiplier",
+            "ZERO_POINT": "plus_128" if zero_point == 128 else zero_point or "none",
+        }
+
 
 class GateOfNorm(NamedTuple):
     """The parts of a gate that decide the kernel of a norm with it."""
@@ -368,6 +382,11 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 def ceiling(number: int) -> int:
     """The next power of two."""
     return 1 << (number - 1).bit_length()
+
+
+def fuses(group: int, hidden_size: int) -> bool:
+    """Whether kernels for GPUs quantize groups of this length: powers of two within a segment, and whole rows."""
+    return group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
 
 
 def check_addresses(call: Call) -> None:

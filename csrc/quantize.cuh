@@ -3,10 +3,10 @@
 //
 //   NUMBER              what is stored: WHOLE (int8, uint8), E4M3 or E5M2
 //   PER                 the adjacent elements that share a scale, a power of two up to 1024; 0: all elements of a row
-//   SCALE_GIVEN         whether there is one scale for all rows, which is read
+//   GIVEN               whether there is one scale for all rows, which is read
 //   SCALE_BY            how a scale is found: DIVIDE or RECIPROCAL
 //   APPLY               how it is applied: DIVIDE, RECIPROCAL or RATIO
-//   RETURNS_MULTIPLIER  whether the multiplier is stored in place of the scale
+//   MULTIPLIER          whether the multiplier is stored in place of the scale
 //   ZERO_POINT          NONE, PLUS_128, or computed (given with a scale): AFTER or BEFORE rounding
 //   KEEPS               whether the rows are stored too
 //
@@ -21,8 +21,8 @@ constexpr int DIVIDE = 0, RECIPROCAL = 1, RATIO = 2;
 constexpr int NONE = 0, PLUS_128 = 1, AFTER = 2, BEFORE = 3;
 
 constexpr bool ASYMMETRIC = ZERO_POINT == AFTER || ZERO_POINT == BEFORE;  // each scale has a zero point
-constexpr bool OF_WARPS = !SCALE_GIVEN && PER == 0 && BLOCKS_ROW;  // several warps have a group
-constexpr bool ONE_GROUP = SCALE_GIVEN || OF_WARPS;  // all elements of a warp have the same scale
+constexpr bool OF_WARPS = !GIVEN && PER == 0 && BLOCKS_ROW;  // several warps have a group
+constexpr bool ONE_GROUP = GIVEN || OF_WARPS;  // all elements of a warp have the same scale
 
 constexpr int OF_WARP = PER > 0 ? PER : ROW;  // elements of a group that one warp has
 constexpr int ADJACENT = smaller(OF_WARP, VECTOR);  // of a vector
@@ -109,7 +109,7 @@ __device__ inline Group group_of(Extremes found, const Arguments& a) {
     Group g;
     float span = 0;
     g.zero_point = 0;
-    if (SCALE_GIVEN) {
+    if (GIVEN) {
         g.scale = *a.scale;
         if (ASYMMETRIC) g.zero_point = *a.zero_point;
     } else {
@@ -127,7 +127,7 @@ __device__ inline Group group_of(Extremes found, const Arguments& a) {
         if (ASYMMETRIC) g.zero_point = g.scale == 0 ? 0 : whole_of(a.qmin - low / g.scale);
     }
     g.by = APPLY == DIVIDE ? g.scale : APPLY == RATIO ? a.qmax / span : 1.0f / g.scale;
-    g.stored = RETURNS_MULTIPLIER ? g.by : g.scale;
+    g.stored = MULTIPLIER ? g.by : g.scale;
     return g;
 }
 
@@ -255,7 +255,7 @@ __device__ inline void store_numbers(const float (&y)[VECTORS][VECTOR], const Gr
 // Quantizes rows that the registers of all warps hold together.
 __device__ inline void quantize_rows(const float (&y)[VECTORS][VECTOR], const Rows& rows, const Arguments& a) {
     Group one = {};
-    if constexpr (SCALE_GIVEN) one = group_of(no_extremes(), a);
+    if constexpr (GIVEN) one = group_of(no_extremes(), a);
     if constexpr (OF_WARPS) {
         Extremes found = no_extremes();
         note_group(found, y, 0, rows);
@@ -275,7 +275,7 @@ struct Passes {
 
     __device__ Passes(const Arguments& a, long long row)
         : a(a), row(row), left(OF_WARPS ? 2 : 1), found(no_extremes()), one{} {
-        if constexpr (SCALE_GIVEN) one = group_of(found, a);
+        if constexpr (GIVEN) one = group_of(found, a);
     }
     __device__ void take(const float (&y)[VECTORS][VECTOR], int segment) {
         const Rows rows = rows_of_warp(a, row, a.rows, segment * SEGMENT, a.hidden_size);

@@ -21,7 +21,6 @@ from fusednorm.backends.cuda.choice import (
     Variant,
     backward_variants,
     forward_variant,
-    fuses,
     gate_variant,
     rotation_variant,
 )
@@ -35,6 +34,7 @@ from fusednorm.backends.kernel_keys import (
     RotationKind,
     blocks_of,
     check_addresses,
+    fuses,
     kind_of,
     lacking,
     of_one_weight_dtype,

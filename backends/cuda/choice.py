@@ -14,7 +14,6 @@ import torch
 from fusednorm.backends.kernel_keys import BLOCKS_IN_LANE, BackwardKind, ForwardKind, GateKind, RotationKind, ceiling
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm
-from fusednorm.calls.quantization import Quantization
 from fusednorm.reference import norm as reference
 
 #: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
@@ -38,8 +37,6 @@ _MOST_AT_ONCE = 8
 #: Bytes of shared memory for the extremes of the warps of a block that quantizes a row.
 _EXTREMES = 2 * 4 * _MOST_WARPS
 
-_NUMBERS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-_ZERO_POINTS = {None: "NONE", 128: "PLUS_128", "after": "AFTER", "before": "BEFORE"}
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", None: "none"}
 
 
@@ -149,7 +146,8 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
     if kind.gate is not None:
         defines["ACTIVATION"] = kind.gate.activation.upper()
     if kind.quantizer is not None:
-        defines |= _quantizer_defines(kind.quantizer.quantization, kind.hidden_size)
+        constants = kind.quantizer.constants(kind.hidden_size)
+        defines |= {name: value.upper() if isinstance(value, str) else int(value) for name, value in constants.items()}
     shared = 0
     if layout.wide:  # KEPT: the second pass recomputes the row (0), or reads it from memory (1) or shared memory (2)
         row, gate_first = kind.x, kind.gate is not None and kind.gate.between is None
@@ -173,25 +171,6 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
 def _only_quantizes(kind: ForwardKind) -> bool:
     """Whether the kernel takes rows that no norm gives."""
     return kind.quantizer is not None and not kind.quantizer.normalises
-
-
-def fuses(group: int, hidden_size: int) -> bool:
-    """Whether the kernels quantize groups of this length: powers of two that lie within a segment, and whole rows."""
-    return group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
-
-
-def _quantizer_defines(quantization: Quantization, hidden_size: int) -> dict[str, str | int]:
-    """The constants of csrc/quantize.cuh."""
-    group = quantization.group(hidden_size)
-    return {
-        "NUMBER": _NUMBERS.get(quantization.dtype, "WHOLE"),
-        "PER": 0 if group == hidden_size else group,
-        "SCALE_GIVEN": int(quantization.per == "tensor"),
-        "SCALE_BY": quantization.scale_by.upper(),
-        "APPLY": quantization.apply.upper(),
-        "RETURNS_MULTIPLIER": int(quantization.returns == "multiplier"),
-        "ZERO_POINT": _ZERO_POINTS[quantization.zero_point],
-    }
 
 
 #: The types that each kernel of the backward pass knows. It is compiled once for all others.

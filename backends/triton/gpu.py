@@ -18,6 +18,7 @@ from fusednorm.backends.kernel_keys import (
     QuantizerKind,
     RotationKind,
     ceiling,
+    fuses,
 )
 from fusednorm.backends.triton import host
 from fusednorm.backends.triton.host import INTERPRETED, Host, Variant, launcher
@@ -70,17 +71,12 @@ def unavailable() -> list[str]:
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     size, step = operation.hidden_size, operation.step
-    if step is not None and step.quantization is not None and not _quantizes(step.quantization.group(size), size):
-        return [f"no program has all rows of {size} elements in groups of {step.quantization.per}"]
+    quantization = None if step is None else step.quantization
+    if quantization is not None and (size > _MOST or not fuses(quantization.group(size), size)):
+        return [f"no program has all rows of {size} elements in groups of {quantization.per}"]
     if step is not None and step.name == "rotate" and size > reference.SEGMENT:
         return [f"its heads have up to {reference.SEGMENT} elements"]
     return host.too_long(size)
-
-
-def _quantizes(group: int, hidden_size: int) -> bool:
-    """Whether rows fit the registers, and groups, if a row has several, are powers of two within a segment."""
-    fits = group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
-    return fits and hidden_size <= _MOST
 
 
 def plan(operation: Operation) -> str:
@@ -183,25 +179,17 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
     """The kernel that quantizes rows, which it may normalise before."""
     from fusednorm.backends.triton.kernels.quantize import quantize_tile
 
-    quantization = quantizer.quantization
     rows, segments, depth, width, vector, warps, _ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
-    group = quantization.group(kind.hidden_size)
     dtypes = {**kind.operands(), "out": kind.out if quantizer.normalises and quantizer.keeps else None}
     dtypes |= {"numbers": torch.uint8, "scale": torch.float32}
-    dtypes["zero_point"] = torch.int32 if quantization.computes_zero_point else None
+    dtypes["zero_point"] = torch.int32 if quantizer.quantization.computes_zero_point else None
     constants = {
         "N": kind.hidden_size,
         "OFFSET": kind.offset,
         "ROUND_SUM": kind.round_sum,
         "ROUND_NORM": kind.round_norm,
         "PASSED": "" if not quantizer.normalises else "x" if kind.out == kind.x else "A",
-        "NUMBER": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(quantization.dtype, "whole"),
-        "PER": 0 if group == kind.hidden_size else group,
-        "GIVEN": quantization.per == "tensor",
-        "SCALE_BY": quantization.scale_by,
-        "APPLY": quantization.apply,
-        "MULTIPLIER": quantization.returns == "multiplier",
-        "ZERO_POINT": str(quantization.zero_point or ""),
+        **quantizer.constants(kind.hidden_size),
     }
     constants |= {"ROWS": rows, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
     return _variant(kind, quantize_tile, dtypes, constants, warps, rows, absent=_absent(kind))

@@ -107,8 +107,8 @@ def extremes(row, more, begin, length, FLAGS: tl.constexpr, A: tl.constexpr, SIZ
 def write_numbers(row, more, group, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """Writes the numbers of these elements of a group."""
     NUMBER: tl.constexpr = "e4m3" if E4M3 & FLAGS else ("e5m2" if E5M2 & FLAGS else "whole")
-    POINT: tl.constexpr = "after" if AFTER & FLAGS else ("before" if BEFORE & FLAGS else "")
-    ZERO_POINT: tl.constexpr = "128" if PLUS_128 & FLAGS else POINT
+    POINT: tl.constexpr = "after" if AFTER & FLAGS else ("before" if BEFORE & FLAGS else "none")
+    ZERO_POINT: tl.constexpr = "plus_128" if PLUS_128 & FLAGS else POINT
     APPLY: tl.constexpr = "divide" if ((RECIPROCAL | RATIO) & FLAGS) == 0 else "multiply"
     numbers_row, s, factor, zero, qmin, qmax = group
     v = applied(passed(row, more, at, left, FLAGS, A, SIZE), s, factor, APPLY)

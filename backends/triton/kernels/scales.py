@@ -93,7 +93,7 @@ def numbers_of(v, zero, qmin, qmax, NUMBER: tl.constexpr, ZERO_POINT: tl.constex
             whole = tl.minimum(tl.maximum(whole_of(v) + zero, least), most)
         else:
             whole = whole_within(v, least, most)
-        if ZERO_POINT == "128":
+        if ZERO_POINT == "plus_128":
             whole = whole + 128
         return (whole & 0xFF).to(tl.uint8)
 
