@@ -30,9 +30,10 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
 #: A mutant whose description begins so is run against the files of that name alone, of the tests and of the kit.
+OF_OPERATIONS = ("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation")
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Listeners", "Onnx"),
-    *("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation"),
+    *OF_OPERATIONS,
 )
 
 
@@ -90,15 +91,16 @@ def first_failure(folder, mutant):
     if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
         files = (("quantizer", "quantized"), ("gate", "gated"), ("rotation", "rotation"))
         about = [name for word, name in files if word in mutant.fault]
-        names = ("golden", "affine", "gradients", "forward", "rows_and_fusion", "norm_before_add", "quantized")
-        more = ("rotation", "gated", "norm_gated")
-        first = [kit + name for name in ((mutant.kit,) if mutant.kit else (*about, *names, *more))]
+        names = ("golden", "gradients", "forward", "rows_and_fusion", "quantized", "rotation", "gated")
+        first = [kit + name for name in (*((mutant.kit,) if mutant.kit else (*about, *names)), "operations")]
         others = []
         if mutant.backend == "cuda":
             first.insert(len(about), folder / "tests/backends/test_cuda_launch.py")
     elif (name := mutant.fault.partition(":")[0]) in ONE_FILE:
         file = f"test_{name.lower()}.py"
         first, others = list(folder.glob(f"tests/**/{file}")), []
+        if name in OF_OPERATIONS:
+            first.append(kit + "operations")
         if (folder / "fusednorm" / "conformance" / file).exists():
             first.append(kit + name.lower())
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))

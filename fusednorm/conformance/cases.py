@@ -1,6 +1,7 @@
 """Operands and calls for the tests: every dtype, layout and kind of data, in guarded memory."""
 
 import functools
+import inspect
 import itertools
 import struct
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import fusednorm
-from fusednorm.conformance import oracle
+from fusednorm.conformance import oracle, oracle_gated
 from fusednorm.reference import norm as reference
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -113,38 +114,65 @@ NAMES = {
 }
 
 
-def recorded(function, given, incoming, **flags):
+#: Operands that have no gradients.
+TABLES = ("cos", "sin")
+
+
+def recorded(function, operands, incoming, **flags):
     """Outputs and gradients of a public function, by name.
 
-    ``given``: its operands, None where one is absent; ``incoming``: the gradients of its outputs.
+    ``operands``: by name, None where one is absent; ``incoming``: the gradients of its outputs.
     """
-    names, of_outputs = NAMES[function]
-    tables = ("cos", "sin")  # which have no gradients
-    leaves = dict(zip(names, given, strict=True))
-    present = {name: t.detach().requires_grad_() for name, t in leaves.items() if t is not None and name not in tables}
-    outputs = listed(getattr(fusednorm, function)(**leaves | present, **flags))
-    gradients = torch.autograd.grad(outputs, tuple(present.values()), incoming)
-    found = {name: output.detach() for name, output in zip(of_outputs, outputs, strict=True)}
-    return found | {f"d_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
+    given = {name: t for name, t in operands.items() if t is not None}
+    leaves = {name: t.detach().requires_grad_() for name, t in given.items() if name not in TABLES}
+    outputs = listed(getattr(fusednorm, function)(**operands | leaves, **flags))
+    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
+    found = dict(zip(NAMES[function][1], (output.detach() for output in outputs), strict=True))
+    return found | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
-def check_call(agree, function, given, incoming, wanted, about, dtypes=None, **flags):
-    """Compares outputs and gradients with the oracle's, and calls with given outputs and in place with the outputs.
+def of_oracle(function, operands, incoming, **flags):
+    """The oracle's outputs and gradients of the same call, as arrays or tensors on the CPU."""
+    found = (vars(oracle) | vars(oracle_gated))[function](tuple(operands.values()), incoming, **flags)
+    names = (*NAMES[function][1], *(f"d_{name}" for name in operands if name not in TABLES))
+    return {name: array for name, array in zip(names, found, strict=True) if array is not None}
 
-    ``wanted``: the oracle's arrays or tensors, None where an operand is absent; ``dtypes``: those that are asked of the
-    outputs, which are those of the operands where a call is in place. The others are as for :func:`recorded`.
+
+def incoming_of(function, operands, out_dtype=None, residual_dtype=None):
+    """Normal numbers as gradients of the outputs of a call."""
+    generator = torch.Generator().manual_seed(7)
+    first = next(iter(operands.values()))
+    like = {"residual_out": (operands.get("residual"), residual_dtype), "k_out": (operands.get("k"), None)}
+    found = []
+    for name in NAMES[function][1]:
+        rows, dtype = like.get(name, (first, out_dtype))
+        normal = torch.randn(rows.shape, generator=generator, dtype=F64, device="cpu")
+        found.append(reference.rounded(normal, dtype or rows.dtype).to(rows.device))
+    return found
+
+
+def check_call(agree, function, operands, about="", dtypes=None, **flags):
+    """Compares outputs and gradients, which it returns by name, with the oracle's.
+
+    Calls with given outputs and in place are compared with the outputs. ``operands``: by name, None where one is
+    absent; ``dtypes``: those that are asked of the outputs, which are those of the operands where a call is in place.
     """
-    dtypes = dtypes or {}
-    found = recorded(function, given, incoming, **flags, **dtypes)
-    agree(found.values(), [array for array in wanted if array is not None], about)
+    about, dtypes = f"{function} {about}, {flags}, {dtypes}", dtypes or {}
+    of_function, incoming = getattr(fusednorm, function), incoming_of(function, operands, **dtypes)
+    found = recorded(function, operands, incoming, **flags, **dtypes)
+    wanted = of_oracle(function, operands, incoming, **flags, **dtypes)
+    assert found.keys() == wanted.keys(), about
+    agree(found.values(), wanted.values(), about)
     outputs = [found[name] for name in NAMES[function][1]]
     memory = {name: torch.empty_like(found[name]) for name in NAMES[function][1]}
-    stored = {name: dtype for name, dtype in dtypes.items() if name != "out_dtype"}
-    leaves = dict(zip(NAMES[function][0], given, strict=True))
-    getattr(fusednorm, function)(**leaves, **flags, **stored, **memory)
-    agree(memory.values(), outputs, f"{about}, given outputs")
-    if not any(dtypes.values()):
-        agree(listed(getattr(fusednorm, function + "_")(**leaves, **flags)), outputs, f"{about}, in place")
+    if memory.keys() <= inspect.signature(of_function).parameters.keys():
+        stored = {name: dtype for name, dtype in dtypes.items() if name != "out_dtype"}
+        of_function(**operands, **flags, **stored, **memory)
+        agree(memory.values(), outputs, f"{about}, given outputs")
+    in_place = getattr(fusednorm, f"{function}_", None)
+    if in_place and not any(dtypes.values()):
+        agree(listed(in_place(**operands, **flags)), outputs, f"{about}, in place")
+    return found
 
 
 def call(case, x, residual, weight, **outputs):
@@ -260,6 +288,14 @@ def operands(case):
     """x, residual and weight of the case: new contiguous tensors on the mode's device, None where absent."""
     device = torch.get_default_device()
     return tuple(None if tensor is None else tensor.clone().to(device) for tensor in _operands(case))
+
+
+def weights_of(case, heads, seed):
+    """A weight or a bias; ``heads``: so many rows, or 0 for one that is for all heads. None where either is None."""
+    if case.weight is None or heads is None:
+        return None
+    rows = [operands(replace(case, seed=seed + k))[2] for k in range(heads or 1)]
+    return torch.stack(rows) if heads else rows[0]
 
 
 @functools.lru_cache(maxsize=512)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import fusednorm
-from fusednorm.conformance import oracle, oracle_gated, oracle_quantized
+from fusednorm.conformance import oracle_quantized
 from fusednorm.conformance.cases import (
     BF16,
     F16,
@@ -26,9 +26,11 @@ from fusednorm.conformance.cases import (
     Case,
     differing,
     dtype_name,
+    of_oracle,
     operands,
     pairwise,
     recorded,
+    weights_of,
 )
 
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -92,8 +94,8 @@ def _dtypes(flags):
     return {**flags, "between": getattr(torch, flags["between"])} if flags.get("between") else dict(flags)
 
 
-def results(vector):
-    """The current backend's results from a vector's inputs, by name: outputs (8 bits as bytes) and gradients."""
+def _call(vector):
+    """The function of a vector, its operands by name, the gradients of its outputs, and its flags."""
     if "flags" not in vector:  # of the specification: it names its function, flags and gradients otherwise
         names = ("eps", "weight_offset", "round_norm", *([] if vector["residual"] is None else ["round_sum"]))
         function = "rms_norm" if vector["residual"] is None else "fused_add_rms_norm"
@@ -101,14 +103,31 @@ def results(vector):
         vector = {**vector, "function": function, "flags": flags, "d_out": vector["dy"]}
     function = vector.get("function", "fused_add_rms_norm_quant")
     flags, (names, outputs) = _dtypes(vector["flags"]), NAMES[function]
-    given = [decoded(vector.get(name)) for name in names]
+    operands = {name: decoded(vector.get(name)) for name in names}
     if "quantization" in vector:
         flags["quantization"] = fusednorm.Quantization.parse(vector["quantization"])
-        found = getattr(fusednorm, function)(**dict(zip(names, given, strict=True)), **flags)
-        if len(found) > len(outputs):
-            outputs = ("out", "scale", "zero_point", "residual_out")
-        return dict(zip(outputs, (found[0].view(torch.uint8), *found[1:]), strict=True))
-    return recorded(function, given, [decoded(vector[f"d_{name}"]) for name in outputs], **flags)
+        return function, operands, (), flags
+    return function, operands, [decoded(vector[f"d_{name}"]) for name in outputs], flags
+
+
+def results(vector):
+    """The current backend's results from a vector's inputs, by name: outputs (8 bits as bytes) and gradients."""
+    function, operands, incoming, flags = _call(vector)
+    if "quantization" not in flags:
+        return recorded(function, operands, incoming, **flags)
+    found, outputs = getattr(fusednorm, function)(**operands, **flags), NAMES[function][1]
+    if len(found) > len(outputs):
+        outputs = ("out", "scale", "zero_point", "residual_out")
+    return dict(zip(outputs, (found[0].view(torch.uint8), *found[1:]), strict=True))
+
+
+def of_oracles(vector):
+    """The oracle's results from a vector's inputs, by name, as tensors or arrays."""
+    function, operands, incoming, flags = _call(vector)
+    if "quantization" not in flags:
+        return of_oracle(function, operands, incoming, **flags)
+    found = getattr(oracle_quantized, function)(**operands, **flags)
+    return dict(zip(("out", "scale", "zero_point", "rows", "residual_out"), found, strict=False))
 
 
 def read(file):
@@ -122,19 +141,23 @@ def compare(vector, agree):
         agree(tensor, decoded(vector["expected"][name]), name)
 
 
-def _vector(fields, tensors, wanted):
-    """A vector with the current backend's results, unless the oracle's are others.
+def contradictions(vector):
+    """The names of the expected tensors for which the oracle has other values."""
+    other = of_oracles(vector)
+    return [
+        name
+        for name, value in vector["expected"].items()
+        if differing(decoded(value).double(), torch.as_tensor(other[name]).double()).any()
+    ]
 
-    ``wanted``: the oracle's arrays or tensors, by name or in the results' order; None: not compared here.
-    """
+
+def _vector(fields, tensors):
+    """A vector with the current backend's results, unless the oracle's are others."""
     vector = {**fields, **{name: encoded(tensor) for name, tensor in tensors.items()}}
-    found = results(vector)
-    if wanted is not None:
-        wanted = wanted if isinstance(wanted, dict) else dict(zip(found, wanted, strict=True))
-        for name, tensor in found.items():
-            if differing(tensor.double(), torch.as_tensor(wanted[name]).double()).any():
-                sys.exit(f"{fields}: the oracle has other values for {name}; nothing was written")
-    return vector | {"expected": {name: encoded(tensor) for name, tensor in found.items()}}
+    vector["expected"] = {name: encoded(tensor) for name, tensor in results(vector).items()}
+    if wrong := contradictions(vector):
+        sys.exit(f"{fields}: the oracle has other values for {', '.join(wrong)}; nothing was written")
+    return vector
 
 
 def vectors():
@@ -145,27 +168,7 @@ def vectors():
         dy, d_residual_out, _ = operands(gradient)
         flags = {name: getattr(case, name) for name in ("data", "eps", "weight_offset", "round_sum", "round_norm")}
         inputs = {"x": x, "residual": residual, "weight": weight, "dy": dy, "d_residual_out": d_residual_out}
-        vector = _vector(flags, inputs, None)
-        if wrong := contradictions(vector):
-            sys.exit(f"{case}: the oracle has other values for {', '.join(wrong)}; nothing was written")
-        yield vector
-
-
-def contradictions(vector):
-    """The names of the expected tensors for which the oracle has other values."""
-    x, residual, weight, dy, d_residual_out = (
-        decoded(vector[name]) for name in ("x", "residual", "weight", "dy", "d_residual_out")
-    )
-    options = (vector["eps"], vector["weight_offset"], vector["round_sum"], vector["round_norm"])
-    y, total, rstd, h = oracle.forward(x, residual, weight, *options)
-    residual_dtype = None if residual is None else residual.dtype
-    gradients = oracle.backward(dy, d_residual_out, h, rstd, weight, vector["weight_offset"], x.dtype, residual_dtype)
-    other = dict(zip(("out", "residual_out", "d_x", "d_residual", "d_weight"), (y, total, *gradients), strict=True))
-    return [
-        name
-        for name, value in vector["expected"].items()
-        if differing(decoded(value).double(), torch.from_numpy(other[name])).any()
-    ]
+        yield _vector(flags, inputs)
 
 
 def _composition_cases():
@@ -196,21 +199,15 @@ def _composition_cases():
         yield "rms_norm", replace(case, residual=None), weight_heads, bias_heads, {}
 
 
-def _rows(case, heads, seed):
-    """A weight or a bias."""
-    rows = [operands(Case(case.rows, case.hidden, weight=case.weight, seed=seed + k))[2] for k in range(heads or 1)]
-    return rows[0] if not heads else torch.stack(rows)
-
-
 def vectors_of_compositions():
     """The vectors of compositions."""
     for function, case, weight_heads, bias_heads, flags in _composition_cases():
         names, outputs = NAMES[function]
         x, residual, weight = operands(case)
-        inputs = {"x": x, "residual": residual, "weight": weight, "next_weight": _rows(case, 0, 2), "bias": None}
+        inputs = {"x": x, "residual": residual, "weight": weight, "next_weight": weights_of(case, 0, 2)}
         if "bias" in names:
-            inputs["weight"] = None if weight is None else _rows(case, weight_heads, 10)
-            inputs["bias"] = _rows(replace(case, weight=case.weight or F32), bias_heads, 20)
+            inputs["weight"] = weights_of(case, weight_heads, 10)
+            inputs["bias"] = weights_of(replace(case, weight=case.weight or F32), bias_heads, 20)
         d_out, d_residual_out, _ = operands(Case(case.rows, case.hidden, case.x, case.residual, seed=1))
         incoming = {"d_out": d_out, "d_residual_out": d_residual_out}
         if weight_heads or bias_heads:
@@ -221,7 +218,7 @@ def vectors_of_compositions():
         inputs = {name: inputs[name] for name in names}
         incoming = {f"d_{name}": incoming[f"d_{name}"] for name in outputs}
         flags = {"eps": case.eps, "weight_offset": case.weight_offset, "round_norm": case.round_norm, **flags}
-        yield _vector_of_composition(function, flags, inputs, incoming)
+        yield _vector({"function": function, "flags": flags}, {**inputs, **incoming})
     yield from _vectors_of_rotations()
 
 
@@ -244,13 +241,8 @@ def _vectors_of_rotations():
             q_weight = k_weight = None
         inputs = {"q": q.view(2, 2, size), "k": k.view(2, 1, size), "q_weight": q_weight, "k_weight": k_weight}
         incoming = {"d_q_out": dq.view(2, 2, size), "d_k_out": dk[:2].view(2, 1, size)}
-        flags = {"eps": 1e-6, **flags}
-        yield _vector_of_composition("qk_norm_rope", flags, {**inputs, "cos": cos, "sin": sin}, incoming)
-
-
-def _vector_of_composition(function, flags, inputs, incoming):
-    wanted = oracle.of_composition(function, inputs, tuple(incoming.values()), _dtypes(flags))
-    return _vector({"function": function, "flags": flags}, {**inputs, **incoming}, wanted)
+        fields = {"function": "qk_norm_rope", "flags": {"eps": 1e-6, **flags}}
+        yield _vector(fields, {**inputs, "cos": cos, "sin": sin, **incoming})
 
 
 def vectors_of_quantized():
@@ -267,10 +259,7 @@ def vectors_of_quantized():
             "zero_point": torch.tensor([-7], dtype=torch.int32) if static and quantization.zero_point else None,
         }
         fields = {"quantization": text, "flags": {"eps": 1e-6, **flags[index % 3]}}
-        given = {"quantization": quantization, **_dtypes(fields["flags"]), **more}
-        wanted = oracle_quantized.after_norm(x, residual, weight, **given)
-        wanted = dict(zip(("out", "scale", "zero_point", "rows", "residual_out"), wanted, strict=True))
-        yield _vector(fields, {"x": x, "residual": residual, "weight": weight, **more}, wanted)
+        yield _vector(fields, {"x": x, "residual": residual, "weight": weight, **more})
 
 
 def _gate_cases():
@@ -304,24 +293,17 @@ def _norm_gated_cases():
 def vectors_of_gated():
     """The vectors of gates, of gated norms, and of quantized gates."""
     for function, first, second, factor, flags in _gate_cases():
-        one, gate = ("y", "z") if function == "gate" else ("up", "gate")
         x, residual, _ = operands(Case(2, 45, first, second))
         inputs = dict(zip(NAMES[function][0], (x, residual), strict=True))
+        gate = "z" if function == "gate" else "gate"
         inputs[gate] = inputs[gate] * factor
         d = operands(Case(2, 45, first, seed=1))[0]
-        between = None if function == "gate" or flags["between"] else first
-        activation = flags.get("activation") or function.removesuffix("_and_mul")
-        wanted = oracle_gated.gated(inputs[one], inputs[gate], activation, between, first, d)
-        wanted = dict(zip(("out", f"d_{one}", f"d_{gate}"), wanted, strict=True))
-        yield _vector({"function": function, "flags": flags}, {**inputs, "d_out": d}, wanted)
+        yield _vector({"function": function, "flags": flags}, {**inputs, "d_out": d})
     for dtypes, flags in _norm_gated_cases():
         x, gate, weight = operands(Case(2, 45, *dtypes))
         d = operands(Case(2, 45, dtypes[0], seed=1))[0]
-        flags = {"eps": 1e-6, **flags}
-        out, *gradients = oracle_gated.rms_norm_gated(x, gate * 4, weight, d, **_dtypes(flags))
-        wanted = [out, *gradients[: 3 if weight is not None else 2]]
         inputs = {"x": x, "gate": gate * 4, "weight": weight, "d_out": d}
-        yield _vector({"function": "rms_norm_gated", "flags": flags}, inputs, wanted)
+        yield _vector({"function": "rms_norm_gated", "flags": {"eps": 1e-6, **flags}}, inputs)
     for text, dtype, between in (
         ("VLLM_FP8_TOKEN", BF16, None),
         ("VLLM_FP8_TOKEN", BF16, "float32"),
@@ -330,11 +312,8 @@ def vectors_of_gated():
     ):
         quantization = getattr(fusednorm.quantizations, text)
         gate, up, _ = operands(Case(2, 128).of(dtype))
-        passed = None if between or dtype == F32 else dtype
-        (product,) = oracle_gated.gated(up, gate * 3, "silu", passed, F32 if between else dtype)
-        wanted = oracle_quantized.quantized(product, quantization)[:2]
         fields = {"function": "silu_and_mul_quant", "quantization": str(quantization), "flags": {"between": between}}
-        yield _vector(fields, {"gate": gate * 3, "up": up}, wanted)
+        yield _vector(fields, {"gate": gate * 3, "up": up})
 
 
 def main():

@@ -101,20 +101,11 @@ def forward(
     return round_to(y, out_dtype or x.dtype), total, rstd, h
 
 
-def of_composition(function, inputs, incoming, flags):
-    """Outputs and gradients of the public function of that name, as float64 arrays; of operands that are there."""
-    if "bias" in inputs:
-        found = affine([inputs.get(name) for name in ("x", "residual", "weight", "bias")], incoming, **flags)
-    else:
-        found = globals()[function](tuple(inputs.values()), incoming, **flags)
-    return [array for array in found if array is not None]
-
-
 @np.errstate(all="ignore")
-def affine(
+def fused_add_rms_norm(
     leaves,
     incoming,
-    eps,
+    eps=1e-6,
     x_scale=1.0,
     weight_offset=0.0,
     round_sum=True,
@@ -122,9 +113,9 @@ def affine(
     out_dtype=None,
     residual_dtype=None,
 ):
-    """Outputs and gradients of the norm with a bias, with weights of heads, and with a scaled x, as float64 arrays.
+    """Outputs and gradients of the public function, as float64 arrays, as of those below.
 
-    ``leaves``: x, the residual, the weight and the bias; None where there is none, and in the results.
+    ``leaves``: its operands; ``incoming``: the gradients of its outputs. None where there is none, and in the results.
     """
     x, residual, weight, bias = leaves
     acc = accumulator(x)
@@ -152,6 +143,12 @@ def affine(
     return round_to(y, out_dtype or x.dtype), total, dx, dresidual, dweight, dbias
 
 
+def rms_norm(leaves, incoming, eps=1e-6, **flags):
+    x, weight, bias = leaves
+    y, _, dx, _, dweight, dbias = fused_add_rms_norm((x, None, weight, bias), incoming, eps, **flags)
+    return y, dx, dweight, dbias
+
+
 def _first_norm(x, weight, eps, between, weight_offset, round_norm):
     """Rows of the norm before an addition, rounded to what passes, and a function: from their gradient to x's."""
     passed = between or x.dtype
@@ -171,8 +168,8 @@ def _rounded(array, dtype):
 def rms_norm_add_rms_norm(
     leaves,
     incoming,
-    eps,
-    next_eps,
+    eps=1e-6,
+    next_eps=None,
     between=None,
     weight_offset=0.0,
     round_sum=True,
@@ -180,12 +177,9 @@ def rms_norm_add_rms_norm(
     out_dtype=None,
     residual_dtype=None,
 ):
-    """Outputs and gradients, as float64 arrays (None where there is no such operand).
-
-    ``leaves``: x, the residual, both weights. ``incoming``: the gradients of both outputs.
-    """
     x, residual, weight, next_weight = leaves
     rows, gradients = _first_norm(x, weight, eps, between, weight_offset, round_norm)
+    next_eps = eps if next_eps is None else next_eps
     flags = (next_eps, weight_offset, round_sum, round_norm, out_dtype or x.dtype, residual_dtype)
     y, total, rstd, h = forward(rows, residual, next_weight, *flags)
     d_rows, dresidual, dnext = backward(*incoming, h, rstd, next_weight, weight_offset, rows.dtype, residual.dtype)
@@ -194,8 +188,7 @@ def rms_norm_add_rms_norm(
 
 
 @np.errstate(all="ignore")
-def rms_norm_add(leaves, incoming, eps, between=None, weight_offset=0.0, round_norm=False, residual_dtype=None):
-    """The output and the gradients, as float64 arrays; ``leaves``: x, the residual, the weight."""
+def rms_norm_add(leaves, incoming, eps=1e-6, between=None, weight_offset=0.0, round_norm=False, residual_dtype=None):
     x, residual, weight = leaves
     acc = accumulator(x)
     rows, gradients = _first_norm(x, weight, eps, between, weight_offset, round_norm)
@@ -227,7 +220,7 @@ def _turned(heads, cos, sin, acc, interleaved, rounded_to, dtype):
 def qk_norm_rope(
     leaves,
     incoming,
-    eps,
+    eps=1e-6,
     norm=True,
     interleaved=False,
     round_products=False,
@@ -235,7 +228,6 @@ def qk_norm_rope(
     weight_offset=0.0,
     round_norm=False,
 ):
-    """Outputs and gradients, as float64 arrays; ``leaves``: q, k, both weights, cos and sin (None: no rotation)."""
     *operands, cos, sin = leaves
     outputs, gradients, of_weights = [], [], []
     for x, weight, dy in zip(operands[:2], operands[2:], incoming, strict=True):

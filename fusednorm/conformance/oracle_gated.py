@@ -3,6 +3,8 @@
 It shares no code with that file: whole numbers are found by np.rint, and powers of two multiplied by np.ldexp.
 """
 
+import functools
+
 import numpy as np
 import torch
 
@@ -99,12 +101,25 @@ def gated(y, z, activation, between, out_dtype, d=None):
     return out, _rounded(d * a, y.dtype), _rounded(da * slope, z.dtype)
 
 
+def gate(leaves, incoming, activation="silu", out_dtype=None):
+    """Outputs and gradients of the public function, as those of ``oracle.py``, but as tensors on the CPU."""
+    y, z = leaves
+    return gated(y, z, activation, None, out_dtype or y.dtype, *incoming)
+
+
+def _and_mul(activation, leaves, incoming, between=None):
+    z, up = leaves
+    out, dup, dz = gated(up, z, activation, between or z.dtype, z.dtype, *incoming)
+    return out, dz, dup
+
+
+silu_and_mul, gelu_tanh_and_mul = (functools.partial(_and_mul, activation) for activation in ("silu", "gelu_tanh"))
+
+
 @np.errstate(all="ignore")
 def rms_norm_gated(
-    x,
-    z,
-    weight,
-    d,
+    leaves,
+    incoming,
     eps=1e-6,
     group_size=None,
     norm_before_gate=True,
@@ -113,17 +128,16 @@ def rms_norm_gated(
     between=None,
     weight_offset=0.0,
 ):
-    """The rows, and the gradients of x, z and the weight (None without one), as tensors on the CPU."""
+    (x, z, weight), (d,) = leaves, incoming
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     parts = x.shape if group_size is None else (*x.shape[:-1], x.shape[-1] // group_size, group_size)
     weights = weight if weight is None or group_size is None else weight.view(parts[-2:])
 
     def norm(rows, incoming, rounds, dtype):
         """Of rows or groups: the result, and the gradients of the rows and the weight."""
-        leaves = [rows.reshape(parts), None, weights, None]
-        incoming = [torch.zeros(parts) if incoming is None else incoming.reshape(parts)]
-        found = oracle.affine(leaves, incoming, eps, 1.0, weight_offset, True, rounds, dtype)
-        y, _, d_rows, _, dweight, _ = found
+        flags = {"weight_offset": weight_offset, "round_norm": rounds, "out_dtype": dtype}
+        incoming = torch.zeros(parts) if incoming is None else incoming.reshape(parts)
+        y, d_rows, dweight, _ = oracle.rms_norm((rows.reshape(parts), weights, None), [incoming], eps, **flags)
         return y.reshape(x.shape), _rounded(d_rows, rows.dtype).view(x.shape), dweight
 
     if norm_before_gate:

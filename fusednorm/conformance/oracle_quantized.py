@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from fusednorm.conformance.oracle import _rounded, forward, to_numpy
+from fusednorm.conformance.oracle_gated import gated
 
 ONE = np.float32(1)
 
@@ -94,8 +95,16 @@ def quantized(y, quantization, scale=None, zero_point=None):
     return stored, returned.reshape(shape), points.reshape(shape) if q.computes_zero_point else None
 
 
-def after_norm(x, residual, weight, eps, quantization, between=None, scale=None, zero_point=None, **flags):
+def fused_add_rms_norm_quant(
+    x, residual, weight, eps, quantization, between=None, scale=None, zero_point=None, **flags
+):
     """The bytes, the scales, the zero points, the rows in x's dtype, and the sum or None."""
     y, total, _, _ = forward(x, residual, weight, eps, **flags, out_dtype=between or x.dtype)
     found = quantized(_rounded(y, between or x.dtype), quantization, scale, zero_point)
     return *found, to_numpy(_rounded(y, x.dtype)), total
+
+
+def silu_and_mul_quant(gate, up, quantization, between=None, scale=None, zero_point=None):
+    """The bytes, the scales and the zero points of ``silu_and_mul_quant``."""
+    (product,) = gated(up, gate, "silu", between or gate.dtype, between or gate.dtype)
+    return quantized(product, quantization, scale, zero_point)

@@ -69,7 +69,7 @@ def check_alone(agree, y, quantization, about="", **more):
 def check_after_norm(agree, tensors, quantization, about, normed=None, eps=1e-6, **flags):
     """The same after a norm: of x, the residual or None, and the weight or None. ``normed`` receives the rows."""
     x, residual, weight = tensors
-    *wanted, rows, total = oracle_quantized.after_norm(x, residual, weight, eps, quantization, **flags)
+    *wanted, rows, total = oracle_quantized.fused_add_rms_norm_quant(x, residual, weight, eps, quantization, **flags)
     if residual is None:
         found = fusednorm.rms_norm_quant(x, weight, eps, quantization=quantization, normed_out=normed, **flags)
     else:
@@ -308,15 +308,6 @@ def test_nothing_behind_a_group_counts(mode, agree):
     compare(agree, found, oracle_quantized.quantized(infinite, quantization), quantization, "infinite")
 
 
-VECTORS = golden.read(golden.QUANTIZED)
-
-
-@pytest.mark.promise("golden vectors")
-@pytest.mark.parametrize("index", range(len(VECTORS)))
-@pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["0", "7"])
-def test_golden_vectors(mode, agree, index):
-    golden.compare(VECTORS[index], agree)
-
-
-def test_every_quantization_has_a_vector():
-    assert {vector["quantization"] for vector in VECTORS} >= {str(replace(q, layout="row")) for q in PRESETS.values()}
+def test_every_preset_has_a_vector():
+    wanted = {str(replace(q, layout="row")) for q in PRESETS.values()}
+    assert {vector["quantization"] for vector in golden.read(golden.QUANTIZED)} >= wanted

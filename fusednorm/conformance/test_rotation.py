@@ -4,60 +4,8 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.conformance import oracle
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, check_call, covering, dtype_name, operands
+from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
 from fusednorm.reference import rotation
-
-#: Rows of heads, in two dimensions, and heads of q and of k.
-ROWS, Q, K = (2, 3), 3, 2
-
-
-def check(agree, dtype, table, size, pairs, data="normal", **flags):
-    """Compares outputs and gradients with the oracle's, and calls with given outputs and in place with both.
-
-    q and k are views into one tensor, behind which v lies.
-    """
-    norm = flags.get("norm", True)
-    qkv = operands(Case(6 * (Q + K + 1), size, data=data).of(dtype))[0].view(*ROWS, Q + K + 1, size)
-    heads = qkv[..., :Q, :], qkv[..., Q : Q + K, :]
-    weights = [operands(Case(1, size, seed=seed).of(dtype))[2] if norm else None for seed in (1, 2)]
-    cos, sin, _ = (None, None, None) if pairs is None else operands(Case(6, pairs, seed=3).of(table))
-    tables = [None if t is None else t.view(*ROWS, pairs) for t in (cos, sin)]
-    incoming = [operands(Case(6 * n, size, seed=4 + n).of(dtype))[0].view(*ROWS, n, size) for n in (Q, K)]
-    about = f"{dtype_name(dtype)} heads of {size}, {pairs} pairs, {dtype_name(table)} tables, {data}, {flags}"
-    given = (*heads, *weights, *tables)
-    wanted = oracle.qk_norm_rope(given, incoming, 1e-6, **flags)
-    v = qkv[..., Q + K :, :].clone()
-    check_call(agree, "qk_norm_rope", given, incoming, wanted, about, **flags)
-    agree(qkv[..., Q + K :, :], v, f"{about}, v")
-
-
-@pytest.mark.promise("same bits")
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.left_out("cuda", "triton_cpu")
-@pytest.mark.left_out("triton_ptx", "triton", but=["bfloat16"])
-def test_flags(mode, agree, dtype):
-    """Every rounding, both orders of pairs, and rotations of whole heads, of parts and of none."""
-    between = (None,) if dtype == F64 else (None, F32)
-    sizes = ((64, 32), (128, 64), (80, 16), (80, 40), (7, 2), (7, 3), (96, None), (2, 1))
-    axes = ((True, False), (True, False), between, (True, False), (0.0, 1.0), (True, False), sizes)
-    for interleaved, products, passed, round_norm, offset, norm, (size, pairs) in covering(
-        *axes, turn=DTYPES.index(dtype)
-    ):
-        flags = {"interleaved": interleaved, "round_products": products, "between": passed}
-        flags |= {"round_norm": round_norm, "weight_offset": offset, "norm": norm or pairs is None}
-        check(agree, dtype, dtype, size, pairs, **flags)
-
-
-@pytest.mark.promise("same bits")
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.left_out("cuda", "triton_cpu")
-@pytest.mark.left_out("triton", but=["bfloat16"])
-@pytest.mark.left_out("triton_ptx", but=["float16"])
-def test_tables_of_other_dtypes(mode, agree, dtype):
-    for table in (BF16, F16, F32, F64):
-        for flags in ({}, {"round_products": True}):
-            check(agree, dtype, table, 24, 12, **flags)
 
 
 @pytest.mark.promise("same bits")
@@ -71,14 +19,6 @@ def test_operator(mode, agree, dtype):
         found = torch.ops.fusednorm.rotate(x, cos, sin, interleaved, rounded_to, out)
         wanted = rotation.rotated(x, cos, sin, interleaved, rounded_to, out)
         agree(found, wanted, f"{interleaved}, {rounded_to}, {out}")
-
-
-@pytest.mark.promise("same bits")
-@pytest.mark.parametrize("data", ["nan row", "inf row", "zeros", "subnormal", "overflowing", "ties"])
-@pytest.mark.left_out("cuda", "triton_cpu")
-def test_data(mode, agree, data):
-    for dtype in (BF16, F16, F32):
-        check(agree, dtype, F32, 64, 32, data, round_products=dtype == F16)
 
 
 @pytest.mark.promise("same bits")
@@ -123,21 +63,6 @@ def test_products_of_numbers_beyond_float16(mode, agree):
             agree(found, wanted, f"tables of {scale}, {interleaved}")
 
 
-@pytest.mark.promise("fused equals unfused")
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.left_out(but=["bfloat16"])
-def test_separate_calls(mode, agree, dtype):
-    """A norm of each head, and torch's own operations as models write them."""
-    q, _, weight = operands(Case(24, 64).of(dtype))
-    q, (cos, sin, _) = q.view(6, 4, 64), operands(Case(6, 32, seed=3).of(dtype))
-    rows = fusednorm.rms_norm(q, weight, round_norm=True)
-    twice = [torch.cat((t, t), -1).unsqueeze(-2) for t in (cos, sin)]
-    turned = rows * twice[0] + torch.cat((-rows[..., 32:], rows[..., :32]), -1) * twice[1]
-    found = fusednorm.qk_norm_rope(q, q[:, :1], weight, weight, cos, sin, round_norm=True, round_products=True)
-    agree(found, (turned, turned[:, :1]), "heads of q and k")
-    agree(fusednorm.rotate(rows, cos, sin, round_products=True), turned, "the rotation alone")
-
-
 @pytest.mark.promise("a row is a row")
 def test_positions_take_rows_of_the_tables(mode, agree):
     q, _, weight = operands(Case(24, 64).of(BF16))
@@ -168,8 +93,8 @@ def lying(tensor):
 def test_memory(mode, agree, dtype):
     """Heads, tables and positions may lie anywhere, and a row of them may be for several."""
     rows, size, pairs = (2, 2, 3), 16, 6
-    q, _, weights = operands(Case(12 * Q, size).of(dtype))
-    q, k = q.view(*rows, Q, size), operands(Case(12 * K, size, seed=1).of(dtype))[0].view(*rows, K, size)
+    q, _, weights = operands(Case(12 * 3, size).of(dtype))
+    q, k = q.view(*rows, 3, size), operands(Case(12 * 2, size, seed=1).of(dtype))[0].view(*rows, 2, size)
     cos, sin, _ = operands(Case(12, pairs, seed=3).of(F32))
     tables = cos.view(*rows, pairs), sin.view(*rows, pairs)
     wanted = fusednorm.qk_norm_rope(q, k, weights, weights, *tables)
