@@ -1,11 +1,12 @@
 """Calls the cpu backend with inputs of every kind, sound and unsound, and compares each call with the reference.
 
-    python tests/fuzz.py [--minutes 60] [--seed 1] [--first 0] [--count 1]
+    python tests/fuzz.py [--minutes 60] [--seed 1] [--first 0] [--count 1] [--only gate ...]
 
 An input is a function, dtypes, shapes, strides, byte offsets, data, flags, a number of threads and an instruction set,
 with operands that may share memory. Operands lie between pages that nobody may touch. Asserted is: the call returns the
-reference's bits and changes no other byte; or it raises what the same call raises on copies; or it refuses a layout or
-an overlap that is really there, having written nothing. Gradients too are the reference's, and change no operand.
+reference's bits and changes no byte but of what it writes; or it raises what the same call raises on copies; or it
+refuses to write to a layout or an overlap that is really there, having written nothing. Gradients too are the
+reference's, and change no operand.
 
 An input follows from the seed and its number alone. On a failure, and where the process ends, the command that makes
 the same input again is printed. Without ``--seed`` every run has another, which is printed too.
@@ -19,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -30,15 +30,18 @@ import torch
 import fusednorm
 from fusednorm.backends import cpu
 from fusednorm.conformance.cases import differing
+from fusednorm.conformance.test_quantized import ALL as QUANTIZATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
 from guard_pages import PAGE, Guarded
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROOM = 96 * 1024  # bytes that an operand may reach over
-OUTPUTS = ("out", "residual_out")
-NAMES = ("x", "residual", "weight", "bias", *OUTPUTS, "dy", "d_total")
 NORMAL = torch.randn(2 * ROOM // 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+EPS = (0.0, 1e-30, 1e-12, 1e-6, 1e-5, 0.1, 1, 3e38, float("inf"), float("nan"))
+OFFSETS = (1.0, 1, -0.3, 1e-30, 1e39)
+ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
+MEMORIES = 12  # of all operands of a call, with outputs and incoming gradients, and one for an image of another
 
 
 @dataclass
@@ -68,214 +71,378 @@ def contiguous(shape):
 
 
 class Input:
-    """One input: what is called, on what."""
+    """One input: a function, its operands by name, its flags, and what it writes."""
 
-    def __init__(self, seed, number, memories):
+    def __init__(self, seed, number, memories, operations):
         self.random = random = Random(f"{seed}/{number}")
-        self.memories = memories
-        self.placed = {}  # by name: memory, offset in bytes, dtype, strides
-        self.tensors = {}
-        self.gradient = random.random() < 0.3
-        self.x = random.choice(DTYPES)
-        self.isa = random.choice(cpu.variants())
-        self.threads = random.choice((1, 1, 2, 3))
-        self.flags = {
-            "eps": random.choice((0.0, 1e-30, 1e-12, 1e-6, 1e-5, 1e-5, 0.1, 1, 3e38, float("inf"), float("nan"))),
-            "weight_offset": random.choice((0.0, 0.0, 0.0, 1.0, 1, -0.3, 1e-30, 1e39)),
-            "round_norm": random.random() < 0.4,
-        }
-        self.fused = random.random() < 0.7
-        if self.fused:
-            self.flags["round_sum"] = random.random() < 0.6
-            self.flags["x_scale"] = random.choice((*5 * (1.0,), 0.22, -1e-3, 3e38, 1))
-        self.in_place = not self.gradient and random.random() < 0.2
-        self.dtypes = {}  # of new outputs
-        for name in ("out_dtype", *(("residual_dtype",) if self.fused else ())):
-            if not self.in_place and random.random() < 0.15:
-                self.dtypes[name] = self.some_dtype()
-        self.shape = self.some_shape()
-        others = [name for name in NAMES if name not in ("x", *(() if self.fused else ("residual", "residual_out")))]
-        self.place("x", self.x, self.shape)
-        for name in others:
-            self.some_operand(name)
+        self.memories, self.used, self.layouts = memories, 0, {}
+        self.isa, self.threads = random.choice(cpu.variants()), random.choice((1, 1, 2, 3))
+        self.generator = torch.Generator().manual_seed(random.getrandbits(60))
+        self.dtype = random.choice(DTYPES)
+        self.written, self.flags, self.gradients = [], {}, False
+        #: Operands that an output may be exactly.
+        self.readable = ()
+        self.operands, self.name = {}, random.choice(operations)
+        OPERATIONS[self.name](self)
 
-    def some_shape(self):
-        """0 to 4 dimensions, few of them empty."""
-        random = self.random
-        dims = random.choice((0, 1, 2, 2, 2, 3, 3, 4)) if random.random() < 0.1 else random.choice((1, 2, 2, 3))
-        kind = random.random()
-        hidden = (
-            random.randint(1, 70)
-            if kind < 0.4
-            else random.randint(1, 1100)
-            if kind < 0.8
-            else 8 * random.randint(1, 512)
-        )
-        if random.random() < 0.02:
-            hidden = 0
-        shape, rows = [hidden], 1
+    def chance(self, probability):
+        return self.random.random() < probability
+
+    def flag(self, probability, name, *values):
+        """Sets a flag to one of these values, sometimes."""
+        if self.chance(probability):
+            self.flags[name] = self.random.choice(values)
+
+    def shape(self, multiple=1):
+        """Of rows, mostly in one to three dimensions; few are empty."""
+        random, unit = self.random, self.random.choice((1, 1, 1, 1, 8))
+        hidden = unit * random.randint(1, random.choice((70, 1100)) if unit == 1 else 512)
+        hidden = 0 if self.chance(0.02) else max(1, hidden // multiple) * multiple
+        dims = random.choice((0, 1, 2, 2, 2, 3, 3, 4)) if self.chance(0.1) else random.choice((1, 2, 2, 3))
+        shape, room = [hidden], max(1, ROOM // 24 // max(1, hidden))
         for _ in range(dims - 1):
-            most = max(1, min(300, ROOM // 16 // max(1, hidden * rows)))  # complex64, and shapes that are too large
-            size = random.randint(1, most if random.random() < 0.2 else min(most, 9))
-            shape.insert(0, 0 if random.random() < 0.02 else size)
-            rows *= max(1, size)
+            most = min(300, room)
+            size = random.randint(1, most if self.chance(0.2) else min(most, 9))
+            shape.insert(0, 0 if self.chance(0.02) else size)
+            room = max(1, room // size)
         return tuple(shape) if dims else ()
 
     def some_dtype(self):
-        """One that fits x, or, rarely, one that does not."""
-        if self.random.random() < 0.03:
+        """One that fits the first operand's, mostly the same; rarely one that does not."""
+        if self.chance(0.02):
             return self.random.choice((*DTYPES, torch.int32, torch.complex64))
-        if self.random.random() < 0.5:
-            return self.x
-        return self.random.choice(DTYPES if self.x == torch.float64 else DTYPES[:3])
+        if self.chance(0.55):
+            return self.dtype
+        return self.random.choice(DTYPES if self.dtype == torch.float64 else DTYPES[:3])
 
-    def some_operand(self, name):
-        """An operand of that name, or none."""
-        random, shape = self.random, self.shape
-        if name in ("dy", "d_total"):
-            if not self.gradient:
-                return
-            dtype = self.dtypes.get("out_dtype", self.x)
-            if name == "d_total":
-                dtype = self.dtypes.get("residual_dtype", self.placed["residual"][2]) if self.fused else None
-            if dtype is not None and random.random() < 0.9:
-                self.place(name, dtype, shape)
-            return
-        if name in OUTPUTS and (self.gradient or self.in_place or random.random() < 0.4):
-            return
-        if name in ("weight", "bias"):
-            if random.random() < (0.2 if name == "weight" else 0.75):
-                return
-            shape = shape[-2:] if random.random() < 0.2 else shape[-1:]
-        dtype = self.some_dtype()
-        if name == "out" and random.random() < 0.97:
-            dtype = self.dtypes.get("out_dtype", dtype)
-        if name == "residual_out" and random.random() < 0.97:
-            dtype = self.dtypes.get("residual_dtype", self.placed["residual"][2])
-        if random.random() < 0.01:
-            shape = random.choice(((), (*shape, 1), shape[1:], (*shape[:-1], sum(shape[-1:]) + 1)))
-        sharing = random.random()
-        if sharing < 0.12 or (name in OUTPUTS and sharing < 0.5):
-            self.place_beside(name, dtype, shape)
-        else:
-            self.place(name, dtype, shape)
-
-    def some_strides(self, shape):
-        """Mostly such as rows one stride apart have; also expanded, permuted, and any."""
-        random, strides = self.random, list(contiguous(shape))
-        kind = random.random()
-        if kind < 0.2 and len(shape) > 1:
+    def strides(self, shape):
+        """Mostly such as rows one stride apart have; also expanded, permuted, with gaps in rows, and any."""
+        random, strides, kind = self.random, list(contiguous(shape)), self.random.random()
+        if kind < 0.25 and len(shape) > 1:
             gap = random.choice((1, 3, 8, 64, random.randint(1, 100)))
-            strides[:-1] = (gap_stride // max(1, shape[-1]) * (shape[-1] + gap) for gap_stride in strides[:-1])
-        elif kind < 0.25 and len(shape) > 1:
+            strides[:-1] = (stride // max(1, shape[-1]) * (shape[-1] + gap) for stride in strides[:-1])
+        elif kind < 0.31 and len(shape) > 1:
             strides[random.randrange(len(shape) - 1)] = 0
-        elif kind < 0.3 and len(shape) > 2:
+        elif kind < 0.37 and len(shape) > 2:
             strides[0], strides[1] = shape[-1], shape[-1] * shape[0]
-        elif kind < 0.34:
+        elif kind < 0.41:
             strides = [2 * stride for stride in strides]
-        elif kind < 0.38:
+        elif kind < 0.45:
             strides = [random.randint(0, 2 * stride + 1) for stride in strides]
         for i, size in enumerate(shape):  # where there is one, torch takes any
-            if size == 1 and random.random() < 0.2:
+            if size == 1 and self.chance(0.2):
                 strides[i] = random.randint(0, 50)
         return tuple(strides)
 
-    def place(self, name, dtype, shape):
-        """In memory of its own: at its end, its beginning, or anywhere."""
-        strides = self.some_strides(shape)
-        if 0 not in shape and reach(shape, strides) * dtype.itemsize > ROOM:
+    def operand(self, name, shape, dtype=None):
+        """An operand, mostly in memory of its own; rarely it has a wrong shape, or is another operand."""
+        dtype = dtype or self.some_dtype()
+        if self.chance(0.01):
+            shape = self.random.choice(((), (*shape, 1), shape[1:], (*shape[:-1], sum(shape[-1:]) + 1)))
+        twins = [key for key, t in self.operands.items() if (t.shape, t.dtype) == (shape, dtype)]
+        if twins and self.chance(0.03):
+            twin = self.random.choice(twins)
+            return self.put(name, self.operands[twin], self.layouts[twin][3])
+        return self.beside(name, shape, dtype) if self.chance(0.08) else self.place(name, shape, dtype)
+
+    def place(self, name, shape, dtype, below=None):
+        """Random values in memory of its own: at its end, its beginning, or anywhere; of int64, numbers below one."""
+        strides = self.strides(shape)
+        if 0 in shape:
+            return self.put(name, torch.empty_strided(shape, strides, dtype=dtype))
+        if reach(shape, strides) * dtype.itemsize > ROOM:
             strides = contiguous(shape)
-            if reach(shape, strides) * dtype.itemsize > ROOM:  # made longer, so that it does not fit x
+            if reach(shape, strides) * dtype.itemsize > ROOM:  # made longer, so that it does not fit
                 shape = strides = ()
-        last = ROOM - reach(shape, strides) * dtype.itemsize if 0 not in shape else ROOM - 64
+        last = ROOM - reach(shape, strides) * dtype.itemsize
         kind = self.random.random()
         offset = last if kind < 0.5 else 0 if kind < 0.7 else self.random.randint(0, last)
-        if kind < 0.9:
+        if kind < 0.9 or below is not None:
             offset = offset // dtype.itemsize * dtype.itemsize
-        self.put(name, name, offset, dtype, shape, strides)
+        memory = self.memories[self.used]
+        self.used += 1
+        whole = memory.bytes[offset // 8 * 8 : -(-(offset + reach(shape, strides) * dtype.itemsize) // 8) * 8]
+        if below is None:
+            self.fill(whole, dtype)
+        else:
+            whole.view(torch.int64).random_(below, generator=self.generator)
+        return self.put(name, memory.tensor(dtype, shape, strides, offset), memory)
 
-    def place_beside(self, name, dtype, shape):
-        """In another operand's memory: exactly there, a few elements or rows off, or with other strides."""
-        random = self.random
-        memory, offset, other_dtype, strides, other_shape = self.placed[random.choice(list(self.placed))]
-        if random.random() < 0.7:
-            dtype = other_dtype
-        if len(other_shape) != len(shape) or random.random() < 0.3:
-            strides = self.some_strides(shape)
-        if random.random() < 0.6:
+    def fill(self, whole, dtype):
+        """Values of one kind: any bits, zeros, or normal numbers of one size."""
+        kind = self.random.random()
+        if kind < 0.08 or not dtype.is_floating_point:
+            whole.view(torch.int64).random_(generator=self.generator)
+        elif kind < 0.13 or dtype.itemsize == 1:
+            whole.zero_()
+        else:
+            of_dtype = torch.finfo(dtype)
+            scale = self.random.choice((1, 1, 1, 1, 1e-3, 30, 1e3, 1e-6, of_dtype.tiny, of_dtype.max / 8))
+            begin = self.random.randrange(ROOM // 8)
+            for part in whole.view(dtype).split(ROOM // 8):
+                part.copy_(NORMAL[begin : begin + len(part)] * scale)
+
+    def beside(self, name, shape, dtype):
+        """In another operand's memory: exactly there, some bytes, elements or rows off, or with other strides."""
+        random, others = self.random, [key for key, layout in self.layouts.items() if layout[3] is not None]
+        if not others or 0 in shape:
+            return self.place(name, shape, dtype)
+        other = random.choice(others)
+        tensor, (*_, memory, offset) = self.operands[other], self.layouts[other]
+        if (tensor.shape, tensor.dtype) == (shape, dtype) and self.chance(0.5):
+            return self.put(name, tensor, memory)
+        strides = tensor.stride() if tensor.dim() == len(shape) and self.chance(0.7) else self.strides(shape)
+        if self.chance(0.6):
             row = dtype.itemsize * (shape[-1] if shape else 1)
-            offset += random.choice((1, -1)) * random.choice((1, dtype.itemsize, row, row - 1, 7 * row))
-        if offset < 0 or 0 in shape or offset + reach(shape, strides) * dtype.itemsize > ROOM:
-            self.place(name, dtype, shape)
-        else:
-            self.put(name, memory, offset, dtype, shape, strides)
+            offset += random.choice((1, -1)) * random.choice((1, dtype.itemsize, 64, row, row - 1, 7 * row))
+        if offset < 0 or offset + reach(shape, strides) * dtype.itemsize > ROOM:
+            return self.place(name, shape, dtype)
+        return self.put(name, memory.tensor(dtype, shape, strides, offset), memory)
 
-    def put(self, name, memory, offset, dtype, shape, strides):
-        self.placed[name] = memory, offset, dtype, strides, shape
-        if 0 in shape:
-            self.tensors[name] = torch.empty_strided(shape, strides, dtype=dtype)
-        else:
-            self.tensors[name] = self.memories[memory].tensor(dtype, shape, strides, offset)
+    def put(self, name, tensor, memory=None):
+        """Takes a tensor in that memory as an operand; without a memory it has no elements."""
+        offset = None if memory is None else tensor.data_ptr() - memory.bytes.data_ptr()
+        self.operands[name] = tensor
+        self.layouts[name] = (str(tensor.dtype)[6:], list(tensor.shape), tensor.stride(), memory, offset)
+        return tensor
 
-    def fill(self):
-        """Values of one kind for each memory, as far as an operand reaches."""
-        random = self.random
-        generator = torch.Generator().manual_seed(random.getrandbits(60))
-        first, end = {}, {}
-        for memory, offset, dtype, strides, shape in self.placed.values():
-            last = 0 if 0 in shape else reach(shape, strides) * dtype.itemsize
-            first[memory] = min(first.get(memory, ROOM), offset)
-            end[memory] = max(end.get(memory, 0), offset + last)
-        for memory, _, dtype, *_ in self.placed.values():
-            begin = first[memory] // 8 * 8
-            whole = self.memories[memory].bytes[begin : max(begin, -(-end[memory] // 8) * 8)]
-            kind = random.random()
-            if kind < 0.1 or not dtype.is_floating_point:
-                whole.view(torch.int64).random_(generator=generator)
-            elif kind < 0.15:
-                whole.zero_()
-            else:
-                scale = random.choice((1, 1, 1, 1e-3, 1e3, 1e-6, torch.finfo(dtype).tiny, torch.finfo(dtype).max / 8))
-                begin = random.randrange(ROOM // 8)
-                for part in whole.view(dtype).split(ROOM // 8):
-                    part.copy_(NORMAL[begin : begin + len(part)] * scale)
+    def weights(self, hidden, *names, heads=()):
+        """Weights that may be absent; some have a row for each head."""
+        for name in names:
+            if self.chance(0.25 if name == "bias" else 0.8):
+                self.operand(name, (*heads, *hidden) if self.chance(0.2) else hidden)
+
+    def output(self, name, shape, dtype):
+        """Sometimes an output of the caller's: memory of its own, exactly another operand, or beside one."""
+        if self.chance(0.7):
+            return
+        self.gradients = False
+        self.written.append(name)
+        dtype = self.some_dtype() if dtype.itemsize > 1 and self.chance(0.03) else dtype
+        (self.beside if self.chance(0.5) else self.operand)(name, shape, dtype)
+
+    def rows_and_sum(self, shape, rows=True):
+        """Outputs of rows, and of the sum where there is a residual, of any dtypes."""
+        if "residual" in self.operands:
+            total = self.operands["residual"].dtype
+            if self.chance(0.15):
+                total = self.flags["residual_dtype"] = self.some_dtype()
+            self.output("residual_out", shape, total)
+        if rows:
+            out = self.some_dtype()
+            if self.chance(0.15):
+                self.flags["out_dtype"] = out
+            self.output("out", shape, out)
+
+    def in_place_or_not(self, *written):
+        """Takes the function in place, with these operands as its outputs, or asks for gradients, or neither."""
+        if self.chance(0.2):
+            self.name += "_"
+            self.written = list(written)
+        else:
+            self.gradients = self.chance(0.5)
+        return not self.written
 
     def __str__(self):
-        name = ("fused_add_rms_norm" if self.fused else "rms_norm") + ("_" if self.in_place else "")
-        flags, gradients = self.flags | self.dtypes, ", gradients" if self.gradient else ""
-        lines = [f"{name}, {flags}, {self.isa}, {self.threads} threads{gradients}"]
+        lines = [f"{self.name}, {self.flags}, {self.isa}, {self.threads} threads, gradients {self.gradients}"]
         lines += [
-            f"  {name}: {str(dtype)[6:]}{list(shape)}, strides {list(strides)}, byte {offset} of the memory of {memory}"
-            for name, (memory, offset, dtype, strides, shape) in self.placed.items()
+            f"  {name}: {dtype}{shape}, strides {strides}, byte {offset} of memory {self.number_of(memory)}"
+            for name, (dtype, shape, strides, memory, offset) in self.layouts.items()
         ]
         return "\n".join(lines)
 
-    def call(self, tensors, in_place=False):
-        """The public function, on these operands; the outputs."""
-        outputs = {name: tensors[name] for name in OUTPUTS if name in tensors}
-        function = "fused_add_rms_norm" if self.fused else "rms_norm"
-        given = [tensors["x"], *([tensors["residual"]] if self.fused else []), tensors.get("weight")]
-        options = {**self.flags, **self.dtypes, **outputs, "bias": tensors.get("bias")}
-        found = getattr(fusednorm, function + ("_" if in_place else ""))(*given, **options)
-        return found if self.fused else (found,)
+    def number_of(self, memory):
+        return next((i for i, other in enumerate(self.memories) if other is memory), None)
 
-    def gradients(self):
-        """A function that returns the gradients of some operands, through the outputs that have gradients; or None."""
-        leaves = ("x", "residual", "weight", "bias")
-        needed = [name for name in leaves if name in self.tensors and self.random.random() < 0.8]
-        names = [name for name in ("dy", "d_total") if name in self.tensors]
-        floating = all(tensor.is_floating_point() for tensor in self.tensors.values())
+    def call(self, operands):
+        """The public function; its outputs, as a tuple."""
+        found = getattr(fusednorm, self.name)(**operands, **self.flags)
+        return found if isinstance(found, tuple) else (found,)
+
+    def backward(self):
+        """A function that returns gradients of some operands, through some outputs, from any memory; None without."""
+        functions = [name for name, t in self.operands.items() if t.is_floating_point() and name not in ("cos", "sin")]
+        needed = [name for name in functions if self.chance(0.8)]
+        operands = dict(self.operands)
+        with fusednorm.use_backend("reference"), torch.no_grad():
+            outputs, _ = outcome(self.call, operands)
+        shapes = {f"d_{i}": (tuple(y.shape), y.dtype) for i, y in enumerate(outputs or ()) if self.chance(0.9)}
+        incoming = {name: self.place(name, *how) for name, how in shapes.items()}
+        if not needed or (outputs is not None and not incoming):
+            return None
 
         def gradients():
-            operands = {
-                name: tensor.detach().requires_grad_(name in needed and floating)
-                for name, tensor in self.tensors.items()
-            }
-            outputs = dict(zip(("dy", "d_total"), self.call(operands), strict=False))
-            incoming = [operands[name].detach() for name in names]
-            return torch.autograd.grad([outputs[name] for name in names], [operands[n] for n in needed], incoming)
+            leaves = {name: t.detach().requires_grad_(name in needed) for name, t in operands.items()}
+            found = {f"d_{i}": y for i, y in enumerate(self.call(leaves))}
+            return torch.autograd.grad(
+                [found[name] for name in incoming], [leaves[name] for name in needed], list(incoming.values())
+            )
 
-        return gradients if needed and names else None
+        return gradients
+
+
+def norm(given):
+    """With a weight and a bias, of all heads or of each."""
+    shape, fused = given.shape(), given.name != "rms_norm"
+    given.readable = ("x", "residual")
+    given.operand("x", shape, given.dtype)
+    if fused:
+        given.operand("residual", shape)
+        given.flag(0.4, "round_sum", False)
+        given.flag(0.4, "x_scale", 0.22, -1e-3, 3e38, 1)
+    given.weights(shape[-1:], "weight", "bias", heads=shape[-2:-1])
+    given.flag(0.9, "eps", *EPS)
+    given.flag(0.5, "weight_offset", *OFFSETS)
+    given.flag(0.4, "round_norm", True)
+    if given.in_place_or_not(*("x", "residual")[: 1 + fused]):
+        given.rows_and_sum(shape)
+
+
+def two_norms(given):
+    shape, both = given.shape(), given.name.endswith("rms_norm")
+    given.operand("x", shape, given.dtype)
+    given.operand("residual", shape)
+    given.weights(shape[-1:], "weight", *(["next_weight"] if both else []))
+    given.flag(0.6, "eps", *EPS)
+    if both:
+        given.flag(0.3, "next_eps", *EPS)
+        given.flag(0.4, "round_sum", False)
+    given.flag(0.3, "between", torch.float32)
+    given.flag(0.2, "weight_offset", *OFFSETS)
+    given.flag(0.3, "round_norm", True)
+    if given.in_place_or_not(*(("x", "residual") if both else ("residual",))):
+        given.rows_and_sum(shape, both)
+
+
+def a_gate(given):
+    shape = given.shape()
+    given.operand("y", shape, given.dtype)
+    given.operand("z", shape)
+    given.flag(0.7, "activation", *ACTIVATIONS)
+    if given.in_place_or_not("y"):
+        given.rows_and_sum(shape)
+
+
+def and_mul(given):
+    shape = given.shape()
+    if given.chance(0.5):
+        given.operand("gate", (*shape[:-1], 2 * sum(shape[-1:])), given.dtype)
+    else:
+        given.operand("gate", shape, given.dtype)
+        given.operand("up", shape)
+    given.flag(0.3, "between", torch.float32)
+    if given.name != "silu_and_mul_quant":
+        given.gradients = given.chance(0.4)
+        given.output("out", shape, given.some_dtype())
+    return shape
+
+
+def norm_gated(given):
+    shape = given.shape()
+    given.operand("x", shape, given.dtype)
+    given.operand("gate", shape)
+    given.weights(shape[-1:], "weight")
+    divisors = [n for n in range(1, 1 + sum(shape[-1:])) if shape[-1] % n == 0]
+    given.flag(0.3, "group_size", 1, *divisors)
+    given.flag(0.4, "norm_before_gate", False)
+    given.flag(0.7, "activation", *ACTIVATIONS)
+    given.flag(0.6, "eps", *EPS)
+    given.flag(0.3, "round_norm", True)
+    given.flag(0.3 if given.flags.get("norm_before_gate", True) else 0.03, "between", torch.float32)
+    given.flag(0.2, "weight_offset", *OFFSETS)
+    given.in_place_or_not("x")
+
+
+def quantizer(given):
+    random = given.random
+    quantization = QUANTIZATIONS[random.choice(list(QUANTIZATIONS))]
+    if given.name == "silu_and_mul_quant":
+        shape = and_mul(given)
+    else:
+        groups = isinstance(quantization.per, int) and given.chance(0.95)
+        shape = given.shape(quantization.per if groups else 1)
+        given.operand("y" if given.name == "quantize" else "x", shape, given.dtype)
+        if given.name == "fused_add_rms_norm_quant":
+            given.operand("residual", shape)
+            given.flag(0.4, "round_sum", False)
+        if given.name != "quantize":
+            given.weights(shape[-1:], "weight")
+            given.flag(0.6, "eps", *EPS)
+            given.flag(0.3, "between", torch.float32)
+            given.flag(0.3, "round_norm", True)
+            given.flag(0.2, "weight_offset", *OFFSETS)
+    if quantization.per == "tensor":
+        scale = given.place("scale", (1,), torch.float32)
+        scale.copy_(scale.abs().nan_to_num(1.0, 1.0) + 2.0**-20)
+        if quantization.zero_point and given.chance(0.97):
+            given.place("zero_point", (1,), torch.int32).fill_(random.randint(-200, 200))
+    given.flags["quantization"] = quantization
+    given.output("out", shape, quantization.dtype)
+    hidden = sum(shape[-1:])
+    if quantization.per != "tensor" and hidden and hidden % quantization.group(hidden) == 0:
+        groups = torch.Size((*shape[:-1], hidden // quantization.group(hidden)))
+        given.output("scale_out", groups, torch.float32)
+        if quantization.computes_zero_point:
+            given.output("zero_point_out", groups, torch.int32)
+    if "norm" in given.name:
+        given.output("normed_out", shape, given.dtype)
+        given.rows_and_sum(shape, rows=False)
+
+
+def rotation(given):
+    random = given.random
+    size = 2 * random.randint(1, 70) if given.chance(0.5) else random.choice((64, 128, 256))
+    pairs = size // 2 if given.chance(0.7) else random.randint(1, size // 2)
+    room = ROOM // 24 // size
+    rows = (random.randint(1, max(1, min(7, room // 4))),) if given.chance(0.7) else (2, random.randint(1, 3))
+    heads = [random.randint(1, max(1, min(5, room // max(1, rows[0] * rows[-1])))) for _ in range(2)]
+    both = given.name == "qk_norm_rope"
+    for name, count in zip(("q", "k") if both else ("x",), heads, strict=False):
+        given.operand(name, (*rows, count, size), given.dtype if name != "k" or given.chance(0.95) else None)
+    rotated = not both or given.chance(0.85)
+    if both:
+        given.flags["norm"] = not rotated or given.chance(0.8)
+        if given.flags["norm"]:
+            given.weights((size,), "q_weight", "k_weight")
+        given.flag(0.6, "eps", *EPS)
+        given.flag(0.3, "between", torch.float32)
+        given.flag(0.3, "round_norm", True)
+        given.flag(0.2, "weight_offset", *OFFSETS)
+    if rotated:
+        by_positions = given.chance(0.4)
+        entries = random.randint(1, 20)
+        dtype = given.some_dtype()
+        for name in ("cos", "sin"):
+            given.operand(name, ((entries,) if by_positions else rows) + (pairs,), dtype)
+        if by_positions:
+            given.place("positions", rows, torch.int64, below=entries)
+        given.flag(0.4, "interleaved", True)
+        given.flag(0.4, "round_products", True)
+    results = (("q", "q_out"), ("k", "k_out")) if both else (("x", "out"),)
+    if not both:
+        given.gradients = given.chance(0.4)
+    elif not given.in_place_or_not("q", "k"):
+        return
+    for name, out in results:
+        given.output(out, given.operands[name].shape, given.operands[name].dtype)
+
+
+OPERATIONS = {
+    "rms_norm": norm,
+    "fused_add_rms_norm": norm,
+    "rms_norm_add_rms_norm": two_norms,
+    "rms_norm_add": two_norms,
+    "gate": a_gate,
+    "silu_and_mul": and_mul,
+    "gelu_tanh_and_mul": and_mul,
+    "rms_norm_gated": norm_gated,
+    "quantize": quantizer,
+    "rms_norm_quant": quantizer,
+    "fused_add_rms_norm_quant": quantizer,
+    "silu_and_mul_quant": quantizer,
+    "rotate": rotation,
+    "qk_norm_rope": rotation,
+}
 
 
 def same(got, wanted):
@@ -337,7 +504,7 @@ def exactly(output, operand):
     return output.dtype == operand.dtype and a is not None and b is not None and numpy.array_equal(a, b)
 
 
-def may_be_refused(given, written, readable=("x", "residual")):
+def may_be_refused(given, written, readable):
     """Whether a layout or an overlap is a reason to refuse the call. An output may be exactly a readable operand."""
     if not all(may_be_written(tensor) for tensor in written.values()):
         return True
@@ -372,120 +539,109 @@ def outcome(function, *arguments, **options):
         return None, error
 
 
+def as_bytes(tensors):
+    """8-bit numbers as whole numbers, which compare."""
+    return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
+
+
 def check_call(given):
-    """Forward, into new outputs, given ones, or in place; returns what happened, in a word."""
-    in_place = ("x", "residual") if given.in_place else ()
-    tensors = with_negatives(given.tensors, (*OUTPUTS, *in_place), given.random)
-    copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    """A call, into new outputs, given ones, or in place; returns what happened, in a word."""
+    given.operands = with_negatives(given.operands, given.written, given.random)
+    copies = {name: t.clone(memory_format=torch.contiguous_format) for name, t in given.operands.items()}
     with fusednorm.use_backend("reference"):
         wanted, complaint = outcome(given.call, copies)
-    before = {name: given.memories[placed[0]].bytes.clone() for name, placed in given.placed.items()}
-    if given.in_place:
-        written = {"x": tensors["x"]} | ({"residual": tensors["residual"]} if given.fused else {})
-    else:
-        written = {name: tensors[name] for name in OUTPUTS if name in tensors}
-    inputs = {name: tensor for name, tensor in tensors.items() if name not in OUTPUTS}
+    before = [memory.bytes.clone() for memory in given.memories[: given.used]]
+    written = {name: given.operands[name] for name in given.written}
     versions = {name: tensor._version for name, tensor in written.items()}
     with fusednorm.use_backend("cpu"):
-        got, error = outcome(given.call, tensors, given.in_place)
+        got, error = outcome(given.call, given.operands)
     if error is None:
         assert complaint is None, f"accepted what the reference refuses: {complaint}"
-        assert all(map(same, got, wanted)), "other bits than the reference's"
+        assert all(map(same, as_bytes(got), as_bytes(wanted))), "other bits than the reference's"
         assert all(tensor._version > versions[name] for name, tensor in written.items()), "the write was not counted"
-    elif complaint is not None:
-        assert type(error) is type(complaint), f"raised {error!r}, and on copies {complaint!r}"
-    else:
-        assert isinstance(error, ValueError), f"raised {error!r}"
-        assert may_be_refused(inputs, written), f"refused without a reason: {error}"
-    for name, placed in given.placed.items():
-        now = given.memories[placed[0]].bytes
-        expected = before[name]
+    elif type(error) is not type(complaint):  # also where a call has an overlap, and another fault that is found later
+        assert isinstance(error, ValueError), f"raised {error!r}, and on copies {complaint!r}"
+        assert complaint is None or not given.readable, f"raised {error!r}, and on copies {complaint!r}"
+        others = {name: t for name, t in given.operands.items() if name not in written}
+        assert written, f"refused what it only reads: {error}"
+        assert may_be_refused(others, written, given.readable), f"refused without a reason: {error}"
+    for memory, was in zip(given.memories, before, strict=False):
         for tensor in written.values() if error is None else ():
-            offset = tensor.data_ptr() - now.data_ptr()
+            offset = tensor.data_ptr() - memory.bytes.data_ptr()
             if 0 <= offset < ROOM and tensor.numel():  # what was compared above
-                image = given.memories["image"]
-                image.bytes.copy_(expected)
+                image = given.memories[-1]
+                image.bytes.copy_(was)
                 image.tensor(tensor.dtype, tensor.shape, tensor.stride(), offset).copy_(tensor)
-                expected = image.bytes.clone()
-        assert torch.equal(now, expected), f"memory around {name} was written"
-    return "returned" if error is None else "refused"
-
-
-def check_gradient(given):
-    """Backward, through one output or both, to all operands or some."""
-    given.tensors = with_negatives(given.tensors, (), given.random)
-    before = {name: given.memories[placed[0]].bytes.clone() for name, placed in given.placed.items()}
-
-    gradients = given.gradients()
-    if gradients is None:
-        return "returned"
-    found = {}
-    for backend in ("reference", "cpu"):
-        with fusednorm.use_backend(backend):
-            found[backend] = outcome(gradients)
-    (wanted, complaint), (got, error) = found["reference"], found["cpu"]
-    assert type(error) is type(complaint), f"raised {error!r}, and the reference {complaint!r}"
-    assert error is not None or all(map(same, got, wanted)), "other gradients than the reference's"
-    for name, placed in given.placed.items():
-        assert torch.equal(given.memories[placed[0]].bytes, before[name]), f"the memory of {name} was written"
+                was.copy_(image.bytes)
+        assert torch.equal(memory.bytes, was), "memory was written"
     return "refused" if error else "returned"
 
 
-def fuzz(seed, first, count, seconds, progress):
-    """Tries inputs; the number of the current one is always in the file `progress`."""
-    memories = {name: Memory() for name in (*NAMES, "image")}
-    tried, end = Counter(), time.monotonic() + seconds
+def check_gradients(given):
+    """Backward, through one output or more, to all operands or some."""
+    given.operands = with_negatives(given.operands, (), given.random)
+    gradients = given.backward()
+    if gradients is None:
+        return "returned"
+    before = [memory.bytes.clone() for memory in given.memories[: given.used]]
+    with fusednorm.use_backend("reference"):
+        wanted, complaint = outcome(gradients)
+    with fusednorm.use_backend("cpu"):
+        got, error = outcome(gradients)
+    assert type(error) is type(complaint), f"raised {error!r}, and the reference {complaint!r}"
+    assert error is not None or all(map(same, got, wanted)), "other gradients than the reference's"
+    for memory, was in zip(given.memories, before, strict=False):
+        assert torch.equal(memory.bytes, was), "memory was written"
+    return "refused" if error else "returned"
+
+
+def fuzz(asked):
+    """Tries inputs; the number of the current one is always in the file of ``--progress``."""
+    memories = [Memory() for _ in range(MEMORIES)]
+    tried, end = Counter(), time.monotonic() + 60 * asked.minutes
     with fusednorm.use_backend("cpu"):
         fusednorm.rms_norm(torch.ones(1, 2))  # opens the fast path, which every input then meets open
-    for number in itertools.count(first):
-        if (count is not None and number == first + count) or time.monotonic() > end:
+    for number in itertools.count(asked.first):
+        if (asked.count is not None and number == asked.first + asked.count) or time.monotonic() > end:
             break
-        os.pwrite(progress, b"%d" % number, 0)
-        given = Input(seed, number, memories)
-        given.fill()
-        with ExitStack() as stack:
-            stack.enter_context(cpu.use_variant(given.isa))
-            torch.set_num_threads(given.threads)
-            try:
-                what = (check_gradient if given.gradient else check_call)(given)
-            except AssertionError as error:
-                print(f"{error}\n{given}", flush=True)
-                return 1
-        tried["gradients" if given.gradient else "calls", what] += 1
-    total = sum(tried.values())
+        os.pwrite(asked.progress, b"%d" % number, 0)
+        given = Input(asked.seed, number, memories, asked.only)
+        torch.set_num_threads(given.threads)
+        try:
+            with cpu.use_variant(given.isa):
+                what = (check_gradients if given.gradients else check_call)(given)
+        except AssertionError as error:
+            print(f"{error}\n{given}", flush=True)
+            return 1
+        tried["gradients" if given.gradients else "calls", what] += 1
     parts = ", ".join(f"{count} {kind} {what}" for (kind, what), count in sorted(tried.items()))
-    print(f"seed {seed}: {total} inputs: {parts}", flush=True)
+    print(f"seed {asked.seed}: {sum(tried.values())} inputs: {parts}", flush=True)
     return 0
 
 
-def parser_of(description):
-    """The options that say how many inputs there are, and which."""
-    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1, help="how long")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--first", type=int, default=0, help="the number of the first input")
     parser.add_argument("--count", type=int, help="no more inputs than this")
-    return parser
-
-
-def main():
-    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="these operations")
     parser.add_argument("--progress", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.progress is not None:
-        sys.exit(fuzz(asked.seed, asked.first, asked.count, 60 * asked.minutes, asked.progress))
+        sys.exit(fuzz(asked))
     # In a process of its own, because a wrong access ends it.
     with tempfile.TemporaryFile() as progress:
         command = [sys.executable, "-P", __file__, "--minutes", str(asked.minutes), "--seed", str(asked.seed)]
-        command += ["--first", str(asked.first), "--progress", str(progress.fileno())]
+        command += ["--first", str(asked.first), "--progress", str(progress.fileno()), "--only", *asked.only]
         command += [] if asked.count is None else ["--count", str(asked.count)]
         print(f"seed {asked.seed}", flush=True)
         environment = os.environ | {"PYTHONFAULTHANDLER": "1", "OMP_WAIT_POLICY": "passive"}
         status = subprocess.run(command, env=environment, pass_fds=(progress.fileno(),)).returncode
         if status:
             progress.seek(0)
-            number = progress.read().decode()
-            print(f"status {status}; the same again: python {__file__} --seed {asked.seed} --first {number} --count 1")
+            again = f"--seed {asked.seed} --first {progress.read().decode()} --count 1 --only {' '.join(asked.only)}"
+            print(f"status {status}; the same again: python {__file__} {again}")
     sys.exit(1 if status else 0)
 
 

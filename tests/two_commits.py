@@ -378,9 +378,9 @@ def answer_calls(seed, count, tests):
     from fusednorm.backends import cpu
 
     def told(given):
-        function = given.gradients() if given.gradient else lambda: given.call(given.tensors, given.in_place)
+        function = given.backward() if given.gradients else lambda: given.call(given.operands)
         try:
-            results = function() if function else ()
+            results = fuzz.as_bytes(function() if function else ())
         except Exception as error:
             return f"{type(error).__name__}: {error}".replace("\n", " ")
         parts = hashlib.sha256()
@@ -390,11 +390,10 @@ def answer_calls(seed, count, tests):
             parts.update(str((values.dtype, values.shape)).encode() + image.numpy().tobytes())
         return f"returned {parts.hexdigest()[:16]}"
 
-    memories = {name: fuzz.Memory() for name in fuzz.NAMES}
+    memories = [fuzz.Memory() for _ in range(fuzz.MEMORIES)]
     fusednorm.rms_norm(torch.ones(1, 2))  # opens the fast path
     for number in range(int(count)):
-        given = fuzz.Input(int(seed), number, memories)
-        given.fill()
+        given = fuzz.Input(int(seed), number, memories, list(fuzz.OPERATIONS))
         torch.set_num_threads(given.threads)
         with cpu.use_variant(given.isa):
             print(told(given), flush=number % 1000 == 0)
