@@ -31,7 +31,11 @@ STRANGE = (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.
 NUMBERS = (0.0, 1e-6, 1e-5, 1.0, -1.0, 3e38, 1e300, float("inf"), float("nan"))
 OPS = torch.ops.fusednorm
 NAMES = tuple(SCHEMAS)
-QUANTIZATIONS = [str(q) for q in vars(quantizations).values() if isinstance(q, Quantization)]
+#: By the name of the argument.
+TEXTS = {
+    "activation": ACTIVATIONS,
+    "quantization": [str(q) for q in vars(quantizations).values() if isinstance(q, Quantization)],
+}
 
 
 def laid_out(random, tensor):
@@ -70,8 +74,18 @@ class Call:
         self.dtype = random.choice(DTYPES)
         self.wrong = random.random() < 0.5  # else nearly all fits
         self.generator = torch.Generator().manual_seed(number)
-        of_name = getattr(self, f"of_{self.name}", None)
-        self.arguments = of_name() if of_name else self.of_declared(DECLARED[self.name.removesuffix("_backward")])
+        if self.name.startswith("affine"):  # between other operations, in the type of the computation
+            self.dtype = self.wide
+        self.heads, self.pairs = random.choice((1, 2, 5)), random.choice((0, 1, hidden // 2, hidden // 4))
+        self.given = {}
+        for argument in getattr(OPS, self.name).default._schema.arguments:
+            self.given[argument.name] = self.argument(argument.name, str(argument.type))
+        self.arguments = tuple(self.given.values())
+
+    @property
+    def wide(self):
+        """The type of the computation."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def operand(self, shape=None, dtype=None, absent=0.0):
         """A tensor of that shape and dtype, or not quite; None where it may be absent."""
@@ -94,133 +108,59 @@ class Call:
                 shape = (n,)
         return laid_out(random, torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype))
 
-    def flags(self):
-        random = self.random
-        return random.choice(NUMBERS), random.choice(NUMBERS), random.random() < 0.5, random.random() < 0.5
+    def argument(self, name, kind):
+        """Of that name, and of that type in a schema."""
+        random, strange = self.random, STRANGE if self.wrong else ()
+        if "Tensor" in kind:
+            return self.tensor(name, 0.3 * kind.startswith("Optional"))
+        if kind in ("float", "number"):
+            return random.choice(NUMBERS)
+        if kind == "bool":
+            return random.random() < 0.5
+        if kind == "List[bool]":  # which of so many gradients, or of another number of them
+            count = 2 if "gate" in self.name else 3
+            count = count if not self.wrong or random.random() < 0.95 else random.choice((0, 1, 4))
+            return [random.random() < 0.7 for _ in range(count)]
+        if kind == "str":
+            return random.choice(TEXTS[name]) if not self.wrong or random.random() < 0.9 else "int8"
+        if name == "between":
+            return random.choice((None, torch.bfloat16, torch.float16, *strange))
+        allowed = (*DTYPES, *strange) if strange else DTYPES[:3]
+        if random.random() < (0.95 if name == "x_dtype" else 0.7):
+            return None if "Optional" in kind else self.dtype
+        return random.choice(allowed)
 
-    def dtypes(self, count):
-        """Of so many outputs; often none."""
-        allowed = (*DTYPES, *STRANGE) if self.wrong else DTYPES[:3]
-        return [None if self.random.random() < 0.7 else self.random.choice(allowed) for _ in range(count)]
+    def tensor(self, name, absent):
+        random, rows = self.random, (*self.shape[:-1], self.heads, self.shape[-1])
+        if name == "scale":
+            return self.operand((1,), torch.float32, absent=0.7)
+        if name == "zero_point":
+            return None if random.random() < 0.8 else torch.ones(1, dtype=torch.int32)
+        if name == "residual_out":
+            residual = self.given["residual"]
+            own = None if residual is None else self.operand(dtype=residual.dtype)
+            return own if random.random() < 0.8 else random.choice((*self.given.values(), None))
+        if name == "out" and random.random() < 0.2:
+            return self.given["x"]
+        match self.roles.get(name, Role.ROWS):
+            case Role.WEIGHT:
+                of_heads = self.name.startswith("affine") and random.random() < 0.4
+                return self.operand(self.shape[-2:] if of_heads else self.shape[-1:], absent=absent)
+            case Role.NUMBERS:
+                return self.operand(self.shape[:-1], self.wide)
+            case Role.TABLE:
+                width = self.shape[-1] if self.wrong and random.random() < 0.1 else self.pairs
+                return self.operand((*self.shape[:-1], width), torch.float32)
+            case Role.IDS:
+                return torch.zeros(self.shape[:-1], dtype=torch.int64)
+        dtype = self.dtype if name in ("x", "y", "n") else None
+        return self.operand(rows if self.name == "rotate" else None, dtype, absent)
 
-    def of_rms_norm(self):
-        x, weight = self.operand(dtype=self.dtype), self.operand(self.shape[-1:], absent=0.2)
-        return x, weight, *self.flags(), *self.dtypes(1)
-
-    def of_fused_add_rms_norm(self):
-        return (
-            self.operand(dtype=self.dtype),
-            self.operand(),
-            self.operand(self.shape[-1:], absent=0.2),
-            *self.flags(),
-            *self.dtypes(2),
-        )
-
-    def of_rms_norm_(self):
-        return self.of_rms_norm()[:-1]  # in place no dtype is asked for
-
-    def of_fused_add_rms_norm_(self):
-        return self.of_fused_add_rms_norm()[:-2]
-
-    def of_into(self):
-        random = self.random
-        x, residual = self.operand(dtype=self.dtype), self.operand(absent=0.3)
-        out = x if random.random() < 0.2 else self.operand()
-        total = None if residual is None else self.operand(dtype=residual.dtype)
-        if random.random() < 0.2:
-            total = random.choice((x, residual, out, None))
-        return x, residual, self.operand(self.shape[-1:], absent=0.2), out, total, *self.flags()
-
-    def of_backward(self):
-        random = self.random
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        residual = None if random.random() < 0.3 else self.operand().dtype
-        some = (*DTYPES, *STRANGE) if self.wrong and random.random() < 0.1 else (self.dtype,)
-        return (
-            self.operand(),
-            self.operand(absent=0.4),
-            self.operand(),
-            self.operand(self.shape[:-1], dtype=wide),
-            self.operand(self.shape[-1:], absent=0.2),
-            random.choice(NUMBERS),
-            random.choice(some),
-            residual,
-            random.random() < 0.5,
-            random.random() < 0.5,
-            self.needs(3),
-        )
-
-    def of_add(self):
-        return self.operand(dtype=self.dtype), self.operand(), self.dtype_of_result()
-
-    def of_scale(self):
-        return self.operand(), self.random.choice(NUMBERS)
-
-    def dtype_of_result(self):
-        """Of x, or not quite."""
-        return next((dtype for dtype in self.dtypes(1) if dtype is not None), self.dtype)
-
-    def affine_operands(self):
-        """Rows of the accumulator type, a weight and a bias, some of them of heads."""
-        self.dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        rows = [self.shape[-1:] if self.random.random() < 0.6 else self.shape[-2:] for _ in range(2)]
-        return self.operand(dtype=self.dtype), *(self.operand(row, absent=0.3) for row in rows)
-
-    def of_affine(self):
-        operands = self.affine_operands()
-        return *operands, self.random.choice(NUMBERS), *self.dtypes(1), self.dtype_of_result()
-
-    def needs(self, count):
-        """Which of so many gradients, or of another number of them."""
-        count = count if not self.wrong or self.random.random() < 0.95 else self.random.choice((0, 1, 4))
-        return [self.random.random() < 0.7 for _ in range(count)]
-
-    def of_affine_backward(self):
-        operands = self.affine_operands()
-        return self.operand(), *operands, self.random.choice(NUMBERS), self.needs(3)
-
-    def of_rotate(self):
-        random = self.random
-        heads = (*self.shape[:-1], random.choice((1, 2, 5)), self.shape[-1])
-        tables = (*self.shape[:-1], random.choice((0, 1, self.shape[-1] // 2, self.shape[-1] // 4)))
-        tables = tables if not self.wrong or random.random() < 0.9 else (*tables[:-1], self.shape[-1])
-        x, (cos, sin) = self.operand(heads, self.dtype), (self.operand(tables, torch.float32) for _ in range(2))
-        return x, cos, sin, random.random() < 0.5, *self.dtypes(1), self.dtype_of_result()
-
-    def gating(self):
-        random = self.random
-        between = random.choice((None, torch.bfloat16, torch.float16, *(STRANGE if self.wrong else ())))
-        return random.choice((*ACTIVATIONS, *(["tanh"] if self.wrong else []))), between
-
-    def of_gate(self):
-        return self.operand(dtype=self.dtype), self.operand(), *self.gating(), self.dtype_of_result()
-
-    def of_gate_backward(self):
-        return self.operand(), self.operand(dtype=self.dtype), self.operand(), *self.gating(), self.needs(2)
-
-    def of_quantize(self):
-        random = self.random
-        text = random.choice(QUANTIZATIONS) if not self.wrong or random.random() < 0.9 else "int8"
-        scale = self.operand((1,), torch.float32, absent=0.7)
-        return self.operand(), text, scale, None if random.random() < 0.8 else torch.ones(1, dtype=torch.int32)
-
-    def of_declared(self, operator):
-        """A declared operation, or the gradients of one."""
-        declaration, backward = operator.declaration, self.name.endswith("_backward")
-        names = declaration.backward_tensors if backward else [one.name for one in declaration.operands]
-        optional = {one.name for one in declaration.operands if one.optional}
-        taken = declaration.gradient_flags if backward else declaration.flags
-        flags = {name: declaration.flags[name] for name in taken}
-        flags |= {name: value for name, value in self.random.choice(declaration.samples).items() if name in flags}
-        tensors = [self.of_role(declaration.roles()[name], 0.3 * (name in optional)) for name in names]
-        return *tensors, *flags.values(), *([self.needs(len(declaration.with_gradient))] if backward else [])
-
-    def of_role(self, role, absent):
-        shapes = {Role.ROWS: self.shape, Role.WEIGHT: self.shape[-1:]}
-        shape = shapes.get(role, self.shape[:-1])
-        if role is Role.IDS and not (self.wrong and self.random.random() < 0.2):
-            return torch.zeros(shape, dtype=torch.int64)
-        return self.operand(shape, absent=absent)
+    @property
+    def roles(self):
+        """Those of its tensors that do not have the shape of rows."""
+        declared = DECLARED.get(self.name.removesuffix("_backward"))
+        return declared.declaration.roles() if declared else {"weight": Role.WEIGHT, "rstd": Role.NUMBERS}
 
 
 def copied(arguments):
