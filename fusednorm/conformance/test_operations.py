@@ -72,7 +72,8 @@ def of_rows(function, case, weight_heads=0, bias_heads=None):
     """Operands of an operation on rows; the second ones are the case's residual."""
     rows = operands(case)[:2]
     if "bias" in NAMES[function][0]:
-        rows = [None if t is None else t.unflatten(0, (-1, 3)) for t in rows]
+        heads = weight_heads or bias_heads or 3
+        rows = [None if t is None else t.unflatten(0, (-1, heads)) for t in rows]
     weights = {
         "weight": weights_of(case, weight_heads, 10),
         "next_weight": weights_of(replace(case, weight=case.weight and case.residual), 0, 2),

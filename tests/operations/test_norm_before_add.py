@@ -7,12 +7,10 @@ import torch
 from other_backend import registered
 
 import fusednorm
-from fusednorm import rms_norm_add, rms_norm_add_, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
-from fusednorm.backends import cpu
+from fusednorm import rms_norm_add, rms_norm_add_rms_norm, rms_norm_add_rms_norm_
 from fusednorm.calls.call import Before, Flags, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.engine import choose
-from fusednorm.operations import norm
 from fusednorm.reference import norm as reference
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
@@ -29,52 +27,6 @@ def test_what_is_refused_is_named():
         rms_norm_add(X, RESIDUAL, residual_out=X.half())
 
 
-def separately(x, residual, weight, between):
-    """Both operations by plain calls: the outputs of the one, then the output of the other."""
-    rows = fusednorm.rms_norm(x, weight, out_dtype=between)
-    y, total = fusednorm.fused_add_rms_norm(rows, residual, weight, 1e-5, out_dtype=x.dtype)
-    return y, total, fusednorm.fused_add_rms_norm(rows, residual)[1]
-
-
-@pytest.mark.skipif(not cpu.fast_path, reason="takes the fast path to the C library")
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(
-    ("rows", "hidden"), [(1, 64), (1, 4096), (7, 4096), (8, 4096), (9, 4096), (33, 5000), (5, 40000), (700, 100)]
-)
-def test_blocks_of_rows(monkeypatch, threads, rows, hidden):
-    """One call of C: a block of rows goes through both operations, and no other block's rows are touched."""
-    before = torch.get_num_threads()
-    for dtype, between in ((BF16, None), (BF16, F32), (F16, None), (F32, None), (F64, None)):
-        x, residual, weight = operands(Case(rows, hidden).of(dtype))
-        residual = residual.to(F32 if between else dtype)
-        wanted = separately(x, residual, weight, between)
-        with monkeypatch.context() as patch:
-            patch.setattr(norm, "_composed", None)  # the plain operations are not called
-            torch.set_num_threads(threads)
-            options = {"next_eps": 1e-5, "between": between}
-            assert same(rms_norm_add_rms_norm(x, residual, weight, weight, **options), wanted[:2])
-            assert torch.equal(rms_norm_add(x, residual, weight, between=between), wanted[2])
-            out, total = x.clone(), residual.clone()
-            assert same(rms_norm_add_rms_norm_(out, total, weight, weight, **options), wanted[:2])
-            assert torch.equal(rms_norm_add_(x, residual, weight, between=between), wanted[2])
-            torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(not cpu.fast_path, reason="takes the fast path to the C library")
-def test_blocks_of_large_outputs(monkeypatch):
-    """Outputs that bypass the caches, and rows that are columns of a larger matrix."""
-    for dtype in (BF16, F32):
-        x, residual, weight = operands(Case(1030, 4096).of(dtype))
-        wanted = separately(x, residual, weight, None)
-        monkeypatch.setattr(norm, "_composed", None)
-        assert same(rms_norm_add_rms_norm(x, residual, weight, weight, next_eps=1e-5), wanted[:2])
-        assert torch.equal(rms_norm_add(x, residual, weight), wanted[2])
-        both = torch.cat((x, residual), -1)
-        x, residual = both[:, :4096], both[:, 4096:]
-        assert same(rms_norm_add_rms_norm_(x, residual, weight, weight, next_eps=1e-5), wanted[:2])
-        monkeypatch.undo()
-
-
 def test_a_sum_that_is_a_weight_too():
     """Of one row, which would be written before it is read. The fast path leaves such calls to Python."""
     for _ in range(2):  # the first call opens the fast path
@@ -83,25 +35,6 @@ def test_a_sum_that_is_a_weight_too():
         with pytest.raises(ValueError, match="residual shares memory with next_weight"):
             rms_norm_add_rms_norm_(x[0], row, None, row)
         assert same((x, row), (X, X[1]))
-
-
-def test_rows_in_two_levels():
-    """Heads of a wider tensor, which the fast path does not take: no copies, and outputs in place."""
-    wide = torch.rand(5, 9, 40)
-    x, residual, weight = wide[:, :3, :32], wide[:, 3:6, :32], torch.rand(32)
-    wanted = separately(x.contiguous(), residual.contiguous(), weight, None)
-    assert same(rms_norm_add_rms_norm(x, residual, weight, weight, next_eps=1e-5), wanted[:2])
-    assert torch.equal(rms_norm_add(x, residual, weight), wanted[2])
-    given = wide.clone()
-    out, total = given[:, :3, :32], given[:, 3:6, :32]
-    rms_norm_add_rms_norm_(out, total, weight, weight, next_eps=1e-5)
-    assert same((out, total), wanted[:2])
-    out.copy_(x)
-    total.copy_(residual)
-    rms_norm_add(out, total, weight, residual_out=out)
-    assert torch.equal(out, wanted[2])
-    assert torch.equal(given[:, 3:], wide[:, 3:])
-    assert torch.equal(given[:, :, 32:], wide[:, :, 32:])
 
 
 def operation(followed=True, residual_dtype=None, between=None):
