@@ -29,7 +29,8 @@ FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
 FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
-#: A mutant whose description begins so is run against the files of that name alone, of the tests and of the kit.
+#: A mutant whose description begins so is run against the files of that name alone, of the tests and of the kit, and
+#: against those of all operations if it is one of these.
 OF_OPERATIONS = ("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation")
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Listeners", "Onnx"),
@@ -100,7 +101,7 @@ def first_failure(folder, mutant):
         file = f"test_{name.lower()}.py"
         first, others = list(folder.glob(f"tests/**/{file}")), []
         if name in OF_OPERATIONS:
-            first.append(kit + "operations")
+            first += [folder / "tests/operations/test_one_call.py", kit + "operations"]
         if (folder / "fusednorm" / "conformance" / file).exists():
             first.append(kit + name.lower())
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
