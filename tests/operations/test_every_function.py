@@ -182,6 +182,18 @@ def test_gradients_of_a_checkpoint(name, backend):
 
 
 @calls
+def test_what_is_kept_for_gradients(name):
+    """No more rows than there are operands of rows, none of a wider type; all else is smaller than they are."""
+    function, leaves = leaves_of(name, BF16)
+    saved, size = [], leaves[0].numel()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        function(*leaves)
+    rows = [t for t in saved if t.numel() >= size]
+    assert len(rows) <= sum(t.numel() >= size for t in leaves)
+    assert {t.dtype for t in rows} <= {BF16}
+
+
+@calls
 def test_a_result_requires_gradients_as_far_as_it_depends_on_what_does(name):
     """As results of the plain operations do."""
     function, leaves = leaves_of(name, torch.float64)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from every_operation import same
 from other_backend import registered
 
 import fusednorm
@@ -14,10 +15,6 @@ from fusednorm.engine import choose
 from fusednorm.reference import norm as reference
 
 X, RESIDUAL, WEIGHT = operands(Case(4, 64).of(F32))
-
-
-def same(a, b):
-    return all(map(torch.equal, a, b))
 
 
 def test_what_is_refused_is_named():

@@ -17,10 +17,6 @@ ANGLES = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 COS, SIN = ANGLES.cos(), ANGLES.sin()
 
 
-def same(a, b):
-    return all(map(torch.equal, a, b))
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
