@@ -212,7 +212,7 @@ def open_cpu() -> str | None:
 
 
 def open_triton_cpu(longest: int) -> str | None:
-    """Lets CPU tensors through to Triton's kernels; returns their name in :func:`forward_on`, or None.
+    """Lets CPU tensors through to Triton's kernels; returns their name in :data:`DEVICES`, or None.
 
     ``longest``: the longest rows that the kernels take which :func:`hold_triton` is given.
     """

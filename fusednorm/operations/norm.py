@@ -117,16 +117,8 @@ def fused_add_rms_norm_(
 ) -> tuple[Tensor, Tensor]:
     """:func:`fused_add_rms_norm` in place: the normalised rows land in ``x``, the sum in ``residual``.
 
-    Args:
-        x: [..., N]; each row contiguous, in at most two levels of strides (as heads of a tensor of q, k and v).
-        residual: [..., N]; its rows lie in the same levels of strides; must not share memory with x.
-        weight: see :func:`fused_add_rms_norm`.
-        eps: see :func:`fused_add_rms_norm`.
-        bias: see :func:`fused_add_rms_norm`.
-        x_scale: see :func:`fused_add_rms_norm`.
-        weight_offset: see :func:`fused_add_rms_norm`.
-        round_sum: see :func:`fused_add_rms_norm`.
-        round_norm: see :func:`fused_add_rms_norm`.
+    With its arguments, but outputs. Each row of both is contiguous, and rows of both lie in the same levels of strides,
+    two at most (as heads of a tensor of q, k and v). x and the residual share no memory.
 
     Returns:
         ``x`` and ``residual``.
@@ -200,13 +192,8 @@ def rms_norm_(
 ) -> Tensor:
     """:func:`rms_norm` in place: the normalised rows land in ``x``.
 
-    Args:
-        x: [..., N]; each row contiguous, in at most two levels of strides (as heads of a tensor of q, k and v).
-        weight: see :func:`rms_norm`, as for the rest.
-        eps: see :func:`fused_add_rms_norm`.
-        bias: see :func:`rms_norm`.
-        weight_offset: see :func:`fused_add_rms_norm`.
-        round_norm: see :func:`fused_add_rms_norm`.
+    With its arguments, but outputs. Each row is contiguous, and rows lie in at most two levels of strides (as heads of
+    a tensor of q, k and v).
 
     Returns:
         ``x``.

@@ -111,21 +111,10 @@ def rms_norm_quant(
 ) -> tuple[Tensor, ...]:
     """RMS-normalises rows and quantizes them: the same bits as ``quantize(rms_norm(x, weight, eps), quantization)``.
 
-    Args:
-        x: [..., N]; see :func:`fusednorm.rms_norm`.
-        weight: [N] or None; see :func:`fusednorm.rms_norm`.
-        eps: added to the mean of squares, unitless.
-        quantization: see :func:`quantize`.
-        scale: see :func:`quantize`.
-        zero_point: see :func:`quantize`.
-        between: the dtype to which the normalised rows are rounded before they are quantized: x's if None, or
-            ``torch.float32``, which leaves rows of a 16-bit x unrounded.
-        weight_offset: added to the weight; see :func:`fusednorm.rms_norm`, as for ``round_norm``.
-        round_norm: see :func:`fusednorm.rms_norm`.
-        out: see :func:`quantize`.
-        scale_out: see :func:`quantize`.
-        zero_point_out: see :func:`quantize`.
-        normed_out: [..., N] of x's dtype, receives the normalised rows too, rounded to that dtype.
+    The arguments are those of :func:`fusednorm.rms_norm` and of :func:`quantize`, and two more. ``between``: the dtype
+    to which the normalised rows are rounded before they are quantized: x's if None, or ``torch.float32``, which leaves
+    rows of a 16-bit x unrounded. ``normed_out``, [..., N] of x's dtype, receives the normalised rows too, rounded to
+    that dtype.
 
     Returns:
         See :func:`quantize`.
@@ -170,24 +159,7 @@ def fused_add_rms_norm_quant(
 
     The same bits as ``y, total = fused_add_rms_norm(x, residual, weight, eps)``, then ``quantize(y, quantization)``.
 
-    Args:
-        x: [..., N]; see :func:`fusednorm.fused_add_rms_norm`.
-        residual: [..., N]; see :func:`fusednorm.fused_add_rms_norm`.
-        weight: [N] or None; see :func:`fusednorm.fused_add_rms_norm`.
-        eps: added to the mean of squares, unitless.
-        quantization: see :func:`quantize`.
-        scale: see :func:`quantize`.
-        zero_point: see :func:`quantize`.
-        between: see :func:`rms_norm_quant`.
-        weight_offset: see :func:`fusednorm.fused_add_rms_norm`, as for the next two.
-        round_sum: normalise the sum as rounded to the residual's dtype.
-        round_norm: see :func:`fusednorm.fused_add_rms_norm`.
-        out: see :func:`quantize`.
-        scale_out: see :func:`quantize`.
-        zero_point_out: see :func:`quantize`.
-        normed_out: see :func:`rms_norm_quant`.
-        residual_out: [..., N] to write the sum to. May be x or the residual itself.
-        residual_dtype: the dtype that the sum is rounded to; the residual's if None.
+    The arguments are those of :func:`fusednorm.fused_add_rms_norm` and of :func:`rms_norm_quant`.
 
     Returns:
         What :func:`quantize` returns, and the sum.
@@ -227,17 +199,8 @@ def silu_and_mul_quant(
 ) -> tuple[Tensor, ...]:
     """``silu(gate) * up``, quantized: the same bits as ``quantize(silu_and_mul(gate, up), quantization)``.
 
-    Args:
-        gate: [..., N], or without ``up`` [..., 2 * N]; see :func:`fusednorm.silu_and_mul`.
-        up: [..., N] or None; see :func:`fusednorm.silu_and_mul`.
-        quantization: see :func:`quantize`.
-        scale: see :func:`quantize`.
-        zero_point: see :func:`quantize`.
-        between: the dtype to which ``silu(gate)`` is rounded before the multiplication, and the product before it is
-            quantized: gate's if None, or ``torch.float32``, which leaves both of a 16-bit gate unrounded.
-        out: see :func:`quantize`.
-        scale_out: see :func:`quantize`.
-        zero_point_out: see :func:`quantize`.
+    The arguments are those of :func:`fusednorm.silu_and_mul` and of :func:`quantize`. ``between`` is also the dtype to
+    which the product is rounded before it is quantized: ``torch.float32`` leaves both of a 16-bit gate unrounded.
 
     Returns:
         See :func:`quantize`.

@@ -168,21 +168,7 @@ def qk_norm_rope_(
 ) -> tuple[Tensor, Tensor]:
     """:func:`qk_norm_rope` in place: the results land in ``q`` and ``k``.
 
-    Args:
-        q: [..., Hq, D]; must not share memory with k.
-        k: [..., Hk, D].
-        q_weight: see :func:`qk_norm_rope`, as for the rest.
-        k_weight: see :func:`qk_norm_rope`.
-        cos: see :func:`qk_norm_rope`.
-        sin: see :func:`qk_norm_rope`.
-        eps: see :func:`qk_norm_rope`.
-        norm: see :func:`qk_norm_rope`.
-        positions: see :func:`qk_norm_rope`.
-        interleaved: see :func:`qk_norm_rope`.
-        round_products: see :func:`qk_norm_rope`.
-        between: see :func:`qk_norm_rope`.
-        weight_offset: see :func:`qk_norm_rope`.
-        round_norm: see :func:`qk_norm_rope`.
+    With its arguments, but outputs. q and k share no memory.
 
     Returns:
         ``q`` and ``k``.

@@ -104,17 +104,7 @@ def rms_norm_add_rms_norm_(
 ) -> tuple[Tensor, Tensor]:
     """:func:`rms_norm_add_rms_norm` in place: the normalised sum lands in ``x``, the sum in ``residual``.
 
-    Args:
-        x: [..., N]; each row contiguous, in at most two levels of strides (as heads of a tensor of q, k and v).
-        residual: [..., N]; its rows lie in the same levels of strides; must not share memory with x.
-        weight: see :func:`rms_norm_add_rms_norm`, as for the rest.
-        next_weight: see :func:`rms_norm_add_rms_norm`.
-        eps: see :func:`rms_norm_add_rms_norm`.
-        next_eps: see :func:`rms_norm_add_rms_norm`.
-        between: see :func:`rms_norm_add_rms_norm`.
-        weight_offset: see :func:`rms_norm_add_rms_norm`.
-        round_sum: see :func:`rms_norm_add_rms_norm`.
-        round_norm: see :func:`rms_norm_add_rms_norm`.
+    With its arguments, but outputs; rows lie as for :func:`fusednorm.fused_add_rms_norm_`.
 
     Returns:
         ``x`` and ``residual``.
@@ -203,14 +193,8 @@ def rms_norm_add_(
 ) -> Tensor:
     """:func:`rms_norm_add` in place: the sum lands in ``residual``; x is left as it is.
 
-    Args:
-        x: [..., N], any strides.
-        residual: [..., N]; each row contiguous, in at most two levels of strides.
-        weight: see :func:`rms_norm_add`, as for the rest.
-        eps: see :func:`rms_norm_add`.
-        between: see :func:`rms_norm_add`.
-        weight_offset: see :func:`rms_norm_add`.
-        round_norm: see :func:`rms_norm_add`.
+    With its arguments, but outputs. Each row of the residual is contiguous, and its rows lie in at most two levels of
+    strides.
 
     Returns:
         ``residual``.
