@@ -51,7 +51,7 @@ class QuantizerKind(NamedTuple):
     keeps: bool
 
     def constants(self, hidden_size: int) -> dict[str, str | int]:
-        """What kernels for GPUs have compiled in for it."""
+        """The constants that kernels for GPUs have compiled in for it."""
         quantization = self.quantization
         group, zero_point = quantization.group(hidden_size), quantization.zero_point
         return {
