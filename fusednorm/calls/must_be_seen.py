@@ -152,14 +152,9 @@ def in_one_operator(*operands: Tensor | None) -> bool:
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands))
 
 
-def transformed(*operands: Tensor | None) -> bool:
-    """Whether a transform of ``torch.func`` is active, which shows each operand without its batch and its memory."""
-    return not is_dynamo_compiling() and transform(*operands)
-
-
 def in_memory(*operands: Tensor | None) -> bool:
     """Whether the operands lie in memory, so that their addresses and contents can be checked."""
-    return not (seen(*operands) or transformed(*operands))
+    return not (is_dynamo_compiling() or transform(*operands) or below(*operands))
 
 
 def level_entered() -> bool:

@@ -365,7 +365,7 @@ def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
 
     A transform of ``torch.func`` lays its batches out itself.
     """
-    if quantization.layout == "row" or must_be_seen.transformed(of_groups):
+    if quantization.layout == "row" or (not is_dynamo_compiling() and must_be_seen.transform(of_groups)):
         return of_groups
 
     def formula(found: Tensor) -> tuple[Tensor]:

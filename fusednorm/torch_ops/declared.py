@@ -51,7 +51,7 @@ class Operator:
         self.recorded = _recorded(self)
         name, gradients = declaration.name, None
         if declaration.gradient is not None or declaration.transposed is not None:
-            gradients = (self._gradients, self.keep)
+            gradients = (lambda ctx, *incoming: self.gradients(ctx, incoming, through_dispatcher=True), self.keep)
         if declaration.gradient is not None and declaration.gradient_operator:
             register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
         register(name, declaration.schema, self._forward, self._fake, gradients, self._direct)
@@ -133,10 +133,6 @@ class Operator:
         ctx.gradient_flags = [asked[flag] for flag in self.gradient_flags]
         ctx.mark_non_differentiable(*kept)
 
-    def _gradients(self, ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
-        """The gradients of an operator's arguments, through torch's dispatcher."""
-        return self.gradients(ctx, incoming, through_dispatcher=True)
-
     def gradients(self, ctx: Any, incoming: Sequence[Tensor], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
         """A gradient or None for each argument."""
         declaration = self.declaration
@@ -149,11 +145,10 @@ class Operator:
         operands, kept = saved[: self.count], saved[self.count :]
         needs = [ctx.needs_input_grad[place] for place in declaration.places]
         flags = ctx.gradient_flags
-        seen = through_dispatcher or must_be_seen.below(*incoming, *operands)
         if must_be_seen.differentiated_again():
             dtensor_bridge.check_kept(incoming, operands)
             found = self._again(incoming, operands, ctx.flags, flags, needs)
-        elif seen:
+        elif through_dispatcher or must_be_seen.below(*incoming, *operands):
             ops = dtensor_bridge.operations(*incoming, *operands)
             found = getattr(ops, f"{declaration.name}_backward")(*incoming, *operands, *kept, *flags, needs)
             found = found if isinstance(found, tuple) else (found,)
