@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.kernel_keys import blocks_of
-from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
 
 if TYPE_CHECKING:
@@ -57,19 +56,10 @@ def backward(
     )
 
 
-def gate_backward(
-    backend: Chosen,
-    d: Tensor,
-    y: Tensor,
-    z: Tensor,
-    dy: Tensor | None,
-    dz: Tensor | None,
-    activation: str,
-    between: torch.dtype | None,
-) -> bool:
-    """Writes the gradients of a gate; returns whether it did."""
+def gate_backward(backend: Chosen, *arguments: Any) -> bool:
+    """Writes the gradients of a gate: see ``calls/fast_path.py``; returns whether it did."""
     where = {"cpu": path.CPU, "cuda": path.CUDA}.get(getattr(backend, "fast_path", None) or "")
-    return where is not None and path.gate_backward(where, d, y, z, dy, dz, activation, c_abi.KINDS[between])
+    return where is not None and path.gate_backward(where, *arguments)
 
 
 def norm_gated_backward(backend: Chosen, *arguments: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusednorm.calls.c_abi import KINDS
 from fusednorm.calls.call import (
     Around,
     Flags,
@@ -100,28 +101,6 @@ def on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
     return cast("Tensor | None", found)
 
 
-def backward(
-    backend: Chosen | None, d: Tensor, y: Tensor, z: Tensor, gating: Gating, into: tuple[Tensor | None, Tensor | None]
-) -> None:
-    """Writes the gradients of y and z, new tensors whose rows lie in one level; None for one that is not needed."""
-    dy, dz = into
-    activation, between = gating.activation, gating.between
-    if not d.numel():
-        return
-    if backend is not None and fast_path.gate_backward(backend, d, y, z, dy, dz, activation, between):
-        return
-    check_kept((d,), (y, z))
-    if backend is None:
-        found = activations.gate_gradients(d, y, z, activation, between, (dy is not None, dz is not None))
-        for output, gradient in zip(into, found, strict=True):
-            if output is not None and gradient is not None:
-                output.copy_(gradient)
-        return
-    operands, inner, strides = in_levels((d, y, z, dy, dz))
-    rest = (activation, between, d.shape[-1], d.shape[:-1].numel(), inner, tuple(strides))
-    backend.backward(GateBackward(*cast(Any, operands), *cast(Any, rest)))
-
-
 def rows_and_gate(operands: Sequence[Any]) -> Any:
     """y and z, of both or of one tensor that holds both: z in its first half."""
     return operands if len(operands) == 2 else operands[0].chunk(2, -1)[::-1]
@@ -132,8 +111,23 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of y and z, or of one tensor that holds both, as far as they are needed."""
     found = tuple(run.new_like(t, t.dtype) if need else None for t, need in zip(operands, needs, strict=True))
+    if not d.numel():
+        return found
     y, z = rows_and_gate(operands)
-    backward(backend, d, y, z, gating, rows_and_gate(found))
+    dy, dz = rows_and_gate(found)  # their rows lie in one level
+    activation, between = gating.activation, gating.between
+    if backend is not None and fast_path.gate_backward(backend, d, y, z, dy, dz, activation, KINDS[between]):
+        return found
+    check_kept((d,), (y, z))
+    if backend is None:
+        by_formula = activations.gate_gradients(d, y, z, activation, between, (dy is not None, dz is not None))
+        for output, gradient in zip((dy, dz), by_formula, strict=True):
+            if output is not None and gradient is not None:
+                output.copy_(gradient)
+        return found
+    lying, inner, strides = in_levels((d, y, z, dy, dz))
+    rest = (activation, between, d.shape[-1], d.shape[:-1].numel(), inner, tuple(strides))
+    backend.backward(GateBackward(*cast(Any, lying), *cast(Any, rest)))
     return found
 
 

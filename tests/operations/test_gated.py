@@ -14,6 +14,7 @@ import fusednorm
 from fusednorm import gate, gate_, silu_and_mul
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
+from fusednorm.calls.c_abi import KINDS
 from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.engine import fast_path as of_c
 from fusednorm.engine import run_gated
@@ -123,21 +124,22 @@ def test_gradients_on_the_fast_path(monkeypatch):
     half, same = torch.bfloat16, torch.Tensor.equal
 
     def gradients(d, y, z, *how):
-        dy, dz = torch.empty_like(y), torch.empty_like(z)
-        run_gated.backward(cpu, d, y, z, run_gated.Gating(*how, y.dtype), (dy, dz))
-        return dy, dz
+        return run_gated.gradients(cpu, d, (y, z), run_gated.Gating(*how, y.dtype), (True, True))
+
+    def by_c(tensors, function, between):
+        return of_c.gate_backward(cpu, *tensors, function, KINDS[between])
 
     for operands in ((d, y, z), (d.bfloat16(), y.bfloat16(), z), (d, y.double(), z), (d, y.half(), z.bfloat16())):
         for how in (("silu", None), ("sigmoid", half), ("gelu_tanh", None)):
             new = [torch.empty_like(t) for t in operands[1:]]
-            assert of_c.gate_backward(cpu, *operands, *new, *how)
+            assert by_c((*operands, *new), *how)
             with monkeypatch.context() as patch:
                 patch.setattr(of_c, "gate_backward", lambda *_: False)
                 wanted = gradients(*operands, *how)
             assert all(map(same, new, wanted))
             assert all(map(same, gradients(*operands, *how), wanted))
             alone = torch.zeros_like(new[1])
-            assert of_c.gate_backward(cpu, *operands, None, alone, *how)
+            assert by_c((*operands, None, alone), *how)
             assert alone.equal(wanted[1])
     for operands, how in (
         ((d[:3], y, z), ("silu", None)),
@@ -147,7 +149,7 @@ def test_gradients_on_the_fast_path(monkeypatch):
         ((d, y, z), ("relu", None)),
     ):
         new = [torch.full_like(t, 7) for t in operands[1:]]
-        assert not of_c.gate_backward(cpu, *operands, *new, *how)
+        assert not by_c((*operands, *new), *how)
         assert all(t.eq(7).all() for t in new)
     with pytest.raises(TypeError, match="gate_backward takes 8 arguments, got 1"):
         fast_path.gate_backward(d)
