@@ -101,7 +101,8 @@ def first_failure(folder, mutant):
         file = f"test_{name.lower()}.py"
         first, others = list(folder.glob(f"tests/**/{file}")), []
         if name in OF_OPERATIONS:
-            first += [folder / "tests/operations/test_one_call.py", kit + "operations"]
+            tables = ("one_call", "every_function", "bad_operands")
+            first += [kit + "operations", *(folder / f"tests/operations/test_{table}.py" for table in tables)]
         if (folder / "fusednorm" / "conformance" / file).exists():
             first.append(kit + name.lower())
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
