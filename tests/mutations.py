@@ -101,7 +101,7 @@ def first_failure(folder, mutant):
         file = f"test_{name.lower()}.py"
         first, others = list(folder.glob(f"tests/**/{file}")), []
         if name in OF_OPERATIONS:
-            tables = ("one_call", "every_function", "bad_operands")
+            tables = ("one_call", "every_function", "bad_operands", "operators")
             first += [kit + "operations", *(folder / f"tests/operations/test_{table}.py" for table in tables)]
         if (folder / "fusednorm" / "conformance" / file).exists():
             first.append(kit + name.lower())
