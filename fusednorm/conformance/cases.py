@@ -140,7 +140,7 @@ def of_oracle(function, operands, incoming, **flags):
 
 def incoming_of(function, operands, out_dtype=None, residual_dtype=None):
     """Normal numbers as gradients of the outputs of a call."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(0)
     first = next(iter(operands.values()))
     like = {"residual_out": (operands.get("residual"), residual_dtype), "k_out": (operands.get("k"), None)}
     found = []
