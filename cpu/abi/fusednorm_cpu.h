@@ -23,12 +23,6 @@ enum { FN_ALIGNMENT = 64 }; /* bytes to which buffers are aligned: a cache line 
 /* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
 #define FN_PARALLEL_ELEMENTS (32 * 1024)
 
-/*
- * Working sets of this size are assumed not to be cached: rows are fetched ahead, and new outputs bypass the caches,
- * which would no longer hold them when they are read.
- */
-#define FN_FROM_MEMORY_BYTES (8 * 1024 * 1024)
-
 /* Rows of a forward pass in one level, as the kernels see them. Strides are in bytes, from one row to the next. */
 struct fn_forward_job {
     int x_kind, residual_kind, weight_kind, out_kind, flags;
@@ -233,11 +227,6 @@ int fn_isa_usable(int isa);
 /* The instruction set in use, in the whole process: the first one until it is set. */
 int fn_isa(void);
 void fn_use_isa(int isa);
-int fn_on_zen5(void); /* as it was when the instruction set was set */
-
-/* tuning.c: whether the last call's outputs bypass the cache; and the fields of a job that change no bit. */
-int fn_bypasses_cache(const struct fn_call *calls, int count);
-void fn_tune(struct fn_forward_job *job, int64_t rows);
 
 /*
  * Runs a call as docs/spec.md says. Operands may be unaligned. An output of a forward pass may be the very memory of an

@@ -4,6 +4,7 @@
 #include "abi/fusednorm_cpu.h"
 #include "machine/ieee.h"
 #include "machine/pages.h"
+#include "run/tuning.h"
 
 enum { ROW_BLOCKS = 1 << FN_LEVELS };
 
@@ -179,12 +180,6 @@ static void run_thread(void *argument, int number, int threads) {
     fn_leave_ieee(state);
 }
 
-/* A chunk of rows has about so many elements, but all rows are one chunk if a thread has few enough of them. */
-enum { CHUNK_ELEMENTS = 16 * 1024, ALL_ELEMENTS = 32 * 1024 };
-
-/* From so many bytes of the gate's rows on, the next chunk is fetched: with 1 MiB a call took 2 % longer for that. */
-enum { FETCHED_BYTES = 2 * 1024 * 1024 };
-
 /* Adds an operand whose rows follow each other without a gap. */
 static void add_ahead(struct fn_ahead *ahead, const struct fn_operand *o, int64_t hidden) {
     if (!o->address || o->stride != hidden) return;
@@ -195,15 +190,16 @@ static void add_ahead(struct fn_ahead *ahead, const struct fn_operand *o, int64_
 /* Returns the bytes that each thread needs. */
 static size_t prepare_gate(struct call *call, const struct fn_call *c, int threads) {
     struct gating *gating = &call->gating;
+    const struct fn_tuning *tuning = fn_tuning();
     const int64_t row = call->job.heads * call->job.hidden, item = call->job.wide ? 8 : 4;
     if (!(c->flags & (FN_GATE_AFTER | FN_GATE_BEFORE))) return 0;
     gating->gate = fn_gate_after(c);
     gating->run = fn_gate_run_in_use();
     gating->first = (c->flags & FN_GATE_BEFORE) != 0;
-    gating->chunk = CHUNK_ELEMENTS / row > 1 ? CHUNK_ELEMENTS / row : 1;
-    if (gating->chunk > call->rows || (threads == 1 && call->rows * row <= ALL_ELEMENTS)) gating->chunk = call->rows;
+    gating->chunk = tuning->chunk / row > 1 ? tuning->chunk / row : 1;
+    if (gating->chunk > call->rows || (threads == 1 && call->rows * row <= tuning->only_chunk)) gating->chunk = call->rows;
     const struct fn_operand *o = c->operand, *of_gate = gating->gate->operand;
-    if (c->inner == c->rows && call->rows * row * fn_element_size(of_gate[FN_GATE].kind) >= FETCHED_BYTES) {
+    if (c->inner == c->rows && call->rows * row * fn_element_size(of_gate[FN_GATE].kind) >= tuning->fetched_gradients) {
         struct fn_ahead *gradients = gating->first ? &gating->after : &gating->before;
         add_ahead(&gating->before, &of_gate[FN_GATE], c->hidden);
         add_ahead(&gating->before, gating->first ? &o[FN_DY] : &of_gate[FN_GATE_D], c->hidden);
@@ -253,7 +249,7 @@ int fn_backward(const struct fn_call *c) {
         call.job.sums *= 2;
     }
     /* A gate's part has brought its rows into the caches. Else a call reads two operands, or three, for each gradient. */
-    call.job.from_memory = !gated && c->rows * call.job.dx_stride >= FN_FROM_MEMORY_BYTES / 2;
+    call.job.from_memory = !gated && c->rows * call.job.dx_stride >= fn_tuning()->from_memory / 2;
     call.job.bypass_cache = call.job.from_memory && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;

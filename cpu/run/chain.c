@@ -1,6 +1,7 @@
 /* Forward passes: one call, or a chain of calls, a block of rows after the other, divided among threads. */
 #include "abi/fusednorm_cpu.h"
 #include "machine/ieee.h"
+#include "run/tuning.h"
 
 /* One call of a chain. */
 struct part {
@@ -122,22 +123,16 @@ static void prepare(struct part *part, const struct fn_call *c) {
         .kernels = fn_kernels_for((int)o[FN_X].kind),
     };
     const int64_t read = fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind);
-    part->job.from_memory = c->rows * c->hidden * read >= FN_FROM_MEMORY_BYTES;
+    part->job.from_memory = c->rows * c->hidden * read >= fn_tuning()->from_memory;
 }
 
-/* So many bytes pass between two parts, unless ONE_KIND_ROWS of forward_body.h, from which on rows overlap, are more. */
-enum { BLOCK_BYTES = 64 * 1024, BLOCK_ROWS = 4 };
-
-/*
- * A gate computes longer than it reads, and the norm of the next block reads longer than it computes. So the next block is
- * fetched while a block is gated, if x is so large that the second cache does not hold it: from memory a call took half of
- * the time.
- */
-enum { FETCHED_BYTES = 1024 * 1024 };
+/* A block has at least as many rows as ONE_KIND_ROWS of forward_body.h, from which on rows overlap. */
+enum { BLOCK_ROWS = 4 };
 
 int fn_forward(const struct fn_call *calls, int count) {
     const int64_t rows = calls->rows, elements = rows * calls->hidden;
     if (elements == 0) return 0;
+    const struct fn_tuning *tuning = fn_tuning();
     struct chain chain; /* without an initializer: that would take as long as a short row */
     size_t scratch_bytes = 0;
     const int64_t flags = calls[count - 1].flags;
@@ -169,10 +164,14 @@ int fn_forward(const struct fn_call *calls, int count) {
         }
         if (bytes > scratch_bytes) scratch_bytes = bytes;
         if (k == count - 1 && !chain.quantizer && !chain.gate) continue;
+        /*
+         * A gate computes longer than it reads, and the norm of the next block reads longer than it computes. So the next
+         * block is fetched while a block is gated, if the second cache does not hold x: from memory a call took half of the time.
+         */
         chain.fetches = gate_last && calls->inner == rows && job->x_stride == calls->hidden * fn_element_size(job->x_kind) &&
-                        rows * job->x_stride >= FETCHED_BYTES;
+                        rows * job->x_stride >= tuning->fetched;
         const int64_t row_bytes = chain.gate_first ? job->x_stride : job->out_stride;
-        chain.block = BLOCK_BYTES / row_bytes > BLOCK_ROWS ? BLOCK_BYTES / row_bytes : BLOCK_ROWS;
+        chain.block = tuning->block / row_bytes > BLOCK_ROWS ? tuning->block / row_bytes : BLOCK_ROWS;
         if (chain.block > rows) chain.block = rows;
         const int64_t passed = chain.block * row_bytes, gain = 4 * fn_float_row(calls->hidden);
         chain.passed_bytes = (size_t)fn_round_up(passed > gain ? passed : gain, FN_ALIGNMENT);

@@ -1,6 +1,7 @@
 /* The instruction sets, and the one in use. */
 #include "abi/fusednorm_cpu.h"
 #include "machine/target.h"
+#include "run/tuning.h"
 
 static int always(void) { return 1; }
 
@@ -40,21 +41,14 @@ int fn_isa_count(void) { return (int)(sizeof isas / sizeof *isas); }
 const char *fn_isa_name(int isa) { return isas[isa].name; }
 int fn_isa_usable(int isa) { return isas[isa].usable(); }
 
-static int isa_in_use, on_zen5; /* kept, because a virtual machine takes microseconds to say what its processor is */
+static int isa_in_use;
 
 int fn_isa(void) { return isa_in_use; }
-int fn_on_zen5(void) { return on_zen5; }
 void fn_use_isa(int isa) {
     isa_in_use = isa;
-#if defined(FN_X86_64)
-    on_zen5 = fn_is_zen5();
-#endif
+    fn_choose_tuning(isas[isa].kernels);
 }
 const struct fn_kernels *fn_kernels_for(int kind) {
-    const struct fn_kernels *kernels = isas[isa_in_use].kernels;
-#if defined(FN_X86_64)
-    /* Zen 4 executes 512-bit instructions in two halves: with them, rows of 4096 float16 took a quarter longer. */
-    if (kernels == &fn_kernels_zen4 && kind == FN_F16) return &fn_kernels_avx2;
-#endif
-    return (void)kind, kernels;
+    const struct fn_kernels *f16 = fn_tuning()->f16;
+    return kind == FN_F16 && f16 ? f16 : isas[isa_in_use].kernels;
 }

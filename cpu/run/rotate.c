@@ -4,9 +4,7 @@
  */
 #include "abi/fusednorm_cpu.h"
 #include "machine/ieee.h"
-
-/* So many bytes of normalised rows lie between the norm and the rotation, or those of one row of heads. */
-enum { BLOCK_BYTES = 32 * 1024 };
+#include "run/tuning.h"
 
 struct run {
     const struct fn_rotation *r;
@@ -127,14 +125,14 @@ int fn_run_rotation(const void *packed) {
     run.passes = r->flags & FN_NORMALISED && r->between != r->out_kind;
     run.block = r->rows;
     if (r->flags & FN_NORMALISED) {
-        run.block = BLOCK_BYTES / (count * r->size * between);
+        run.block = fn_tuning()->block_of_heads / (count * r->size * between);
         run.block = run.block < 1 ? 1 : run.block < r->rows ? run.block : r->rows;
     }
     run.table_bytes = aligned(fn_table_bytes(r->size));
     for (int set = 0; set < FN_SETS; set++) {
         const int there = set < r->sets && r->flags & FN_NORMALISED;
         run.passed_bytes[set] = there && run.passes ? aligned((size_t)(run.block * r->heads[set].count * r->size * between)) : 0;
-        const size_t bytes = there ? prepare(&run, set, elements * fn_element_size(r->x_kind) >= FN_FROM_MEMORY_BYTES) : 0;
+        const size_t bytes = there ? prepare(&run, set, elements * fn_element_size(r->x_kind) >= fn_tuning()->from_memory) : 0;
         if (bytes > scratch) scratch = bytes;
     }
     const size_t bytes = run.table_bytes + run.passed_bytes[0] + run.passed_bytes[1] + aligned(scratch);

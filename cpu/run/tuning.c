@@ -1,6 +1,54 @@
-/* Decisions that change no bit, as they were measured on each processor. */
-#include "abi/fusednorm_cpu.h"
+/* Decisions that change no bit: the table, and how a call is decided by its numbers. */
+#include "run/tuning.h"
+
 #include "machine/target.h"
+
+static int always(void) { return 1; }
+
+#define KB *1024
+#define MB *1024 * 1024
+/* The columns that were not found to differ. */
+#define SAME                                                                                                        \
+    .from_memory = 8 MB, .past_caches = 256, .overlap_f16 = FN_ALWAYS, .block = 64 KB, .block_of_heads = 32 KB,      \
+    .chunk = 16 * 1024, .only_chunk = 32 * 1024, .fetched = 1 MB, .fetched_gradients = 2 MB
+
+/* The last row that fits is the processor's. */
+static const struct fn_tuning rows_of_table[] = {
+    /* Two norms overlap from memory, so that it is read while there is arithmetic to do. */
+    {"any", always, SAME, .overlap = FN_ALWAYS, .last_cache = 8 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
+     .overlap_sum_beyond = {FN_ALWAYS, FN_ALWAYS}, .two_norms = {FN_NEVER, FN_ALWAYS}, .two_norms_f32 = {FN_NEVER, FN_ALWAYS},
+     .widened = FN_ALWAYS},
+#if defined(FN_X86_64)
+    /*
+     * Zen 4 reads memory slower where rows overlap, unless its first cache holds all that is under way: in place, rows of
+     * 4096 took 1.2 to 1.5 times as long. Outputs that bypass the caches leave room for longer rows. It executes 512-bit
+     * conversions of float16 in two halves: with them, rows of 4096 took a quarter longer than by AVX2.
+     */
+    {"zen4", fn_is_zen4, SAME, .with = &fn_kernels_zen4, .f16 = &fn_kernels_avx2, .overlap = FN_ALWAYS, .last_cache = 8 MB,
+     .overlap_beyond = {4 KB, 8 KB}, .overlap_sum_beyond = {FN_ALWAYS, FN_ALWAYS}, .two_norms = {FN_NEVER, FN_ALWAYS},
+     .two_norms_f32 = {FN_NEVER, FN_ALWAYS}, .widened = FN_ALWAYS},
+    /*
+     * Zen 5 does so too where a residual comes from beyond its caches (in place rows of 4096 took 1.35 times as long), and
+     * its caches feed it slower where the first one does not hold two rows; of float16 it did not matter. Two norms overlap
+     * in the caches too, by 3 to 12 %, and in float32 up to a quarter; but it reads long rows of float32 slower then. With
+     * long rows of bfloat16 a weight and a bias as they are took up to a third less time.
+     */
+    {"zen5", fn_is_zen5, SAME, .overlap = 16 KB, .last_cache = 32 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
+     .overlap_sum_beyond = {FN_NEVER, 2048}, .two_norms = {FN_ALWAYS, FN_ALWAYS}, .two_norms_f32 = {2048, 1024},
+     .widened = 2048},
+#endif
+};
+
+static const struct fn_tuning *in_use = rows_of_table; /* kept, because a virtual machine takes microseconds to name its processor */
+
+const struct fn_tuning *fn_tuning(void) { return in_use; }
+
+void fn_choose_tuning(const struct fn_kernels *kernels) {
+    for (size_t k = 0; k < sizeof rows_of_table / sizeof *rows_of_table; k++) {
+        const struct fn_tuning *row = &rows_of_table[k];
+        if (row->is_this() && (!row->with || row->with == kernels)) in_use = row;
+    }
+}
 
 /* Whether all rows of an operand begin and end with a cache line. */
 static int on_border(const struct fn_operand *o, int64_t hidden) {
@@ -20,9 +68,8 @@ int fn_bypasses_cache(const struct fn_call *calls, int count) {
     const struct fn_call *c = &calls[count - 1];
     const struct fn_operand *o = c->operand;
     const int64_t out_item = fn_element_size(o[FN_OUT].kind), residual_item = fn_element_size(o[FN_RESIDUAL_OUT].kind);
-    if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < FN_FROM_MEMORY_BYTES) return 0;
-    /* Short rows of 16-bit values are bound by arithmetic: the detour by scratch would cost more than it saves. */
-    if (c->hidden < 256 && out_item == 2) return 0;
+    if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < in_use->from_memory) return 0;
+    if (c->hidden < in_use->past_caches && out_item == 2) return 0;
     for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
         if (!o[i].kind) continue;
         if (is_input(calls, count, o[i].address) || !on_border(&o[i], c->hidden)) return 0;
@@ -30,48 +77,20 @@ int fn_bypasses_cache(const struct fn_call *calls, int count) {
     return 1;
 }
 
-enum { ZEN5_CACHES = 32 * 1024 * 1024 }; /* the last cache of its servers */
-
-/*
- * Whether passes over different rows are made together. Zen 4 reads memory slower then, unless its first cache holds all
- * that is under way: in place, rows of 4096 took 1.2 to 1.5 times as long with it. Outputs that bypass the caches leave
- * room for longer rows. Zen 5 does so too where a residual comes from beyond its caches (in place rows of 4096 took 1.35
- * times as long), and its caches feed it slower where the first one does not hold two rows; of float16, whose conversions
- * take longer, it did not matter.
- */
+/* Whether passes over different rows are made together. */
 static int overlaps(const struct fn_forward_job *job, int64_t rows) {
     const int64_t row_bytes = job->hidden * (fn_element_size(job->x_kind) + fn_element_size(job->residual_kind));
-    if (fn_on_zen5()) {
-        if (job->residual_kind && rows * row_bytes >= ZEN5_CACHES && !(job->bypass_cache && job->hidden <= 2048)) return 0;
-        return row_bytes <= 16 * 1024 || job->x_kind == FN_F16;
-    }
-#if defined(FN_X86_64)
-    if (fn_kernels_for(FN_F32) == &fn_kernels_zen4 && job->from_memory)
-        return row_bytes <= (job->bypass_cache ? 8 * 1024 : 4 * 1024);
-#endif
-    return 1;
-}
-
-/*
- * The same, of two norms with an addition between them. From memory, so that it is read while there is arithmetic to do. Zen 5
- * keeps so much under way that it is faster in the caches too, by 3 to 12 %, and in float32 up to a quarter; but it reads
- * long rows of float32 slower then.
- */
-static int two_norms_overlap(const struct fn_forward_job *job) {
-    if (!fn_on_zen5()) return job->from_memory;
-    return job->x_kind != FN_F32 || job->hidden <= (job->from_memory ? 1024 : 2048);
-}
-
-/*
- * Whether long rows take a weight and a bias as they are: the first cache would not hold both as float and the rows too. On
- * Zen 5 a call took up to a third less time so. Conversions of float16, and those of AVX2, take longer.
- */
-static int affine_as_is(const struct fn_forward_job *job) {
-    return !job->overlaps || (fn_on_zen5() && job->x_kind == FN_BF16 && job->hidden > 2048);
+    const int past_caches = job->bypass_cache != 0;
+    if (row_bytes > (job->x_kind == FN_F16 ? in_use->overlap_f16 : in_use->overlap)) return 0;
+    if (rows * row_bytes < in_use->last_cache) return 1;
+    if (job->residual_kind && job->hidden > in_use->overlap_sum_beyond[past_caches]) return 0;
+    return row_bytes <= in_use->overlap_beyond[past_caches];
 }
 
 void fn_tune(struct fn_forward_job *job, int64_t rows) {
+    const int64_t *const two_norms = job->x_kind == FN_F32 ? in_use->two_norms_f32 : in_use->two_norms;
     job->overlaps = overlaps(job, rows);
-    job->two_norms_overlap = two_norms_overlap(job);
-    job->affine_as_is = affine_as_is(job);
+    job->two_norms_overlap = job->hidden <= two_norms[job->from_memory];
+    /* The first cache would not hold both as float and long rows too. Conversions of float16, and those of AVX2, take longer. */
+    job->affine_as_is = !job->overlaps || (job->x_kind == FN_BF16 && job->hidden > in_use->widened);
 }

@@ -1,0 +1,55 @@
+"""Calls are computed as was measured to be fast, on processors that this machine is not: choices.c says how.
+
+A difference that is meant: the program's lines, of this commit and of the one before, say which calls are computed in
+another way.
+
+    python tests/backends/test_choices.py CHECKOUT > choices.txt
+"""
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: The choices of each processor, over powers of 2 and what is half way between them, as a digest.
+DIGESTS = {"intel": "b2a45f0de38df42f", "zen4": "867bece0a5eba786", "zen5": "01bf5d5f19e2cac0"}
+
+
+def choices(root, *arguments):
+    """The program's lines: of a processor, an instruction set, kinds and an operation, wherever a choice changes."""
+    run = [str(root / f"cpu/run/{name}.c") for name in ("isa", "threads", "scratch", "tuning", "run")]
+    run += [str(root / f"cpu/run/{name}.c") for name in ("gate", "backward", "chain", "rotate")]
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "choices")
+        options = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-rdynamic", f"-I{root}/cpu")
+        source = Path(__file__).with_name("choices.c")
+        subprocess.run(["cc", *options, source, *run, "-o", program, "-lm", "-ldl"], check=True)
+        return subprocess.run([program, *arguments], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.skipif(
+    not (shutil.which("cc") and sys.platform == "linux" and platform.machine() == "x86_64"),
+    reason="the program needs a C compiler, and has the names of x86-64's kernels",
+)
+def test_choices_are_those_that_were_measured():
+    by_processor = defaultdict(list)
+    for line in choices(ROOT, "8"):
+        by_processor[line.partition(" ")[0]].append(line)
+    digests = {name: hashlib.sha256("\n".join(of).encode()).hexdigest()[:16] for name, of in by_processor.items()}
+    assert digests == DIGESTS
+    kernels = {
+        line.split("(")[1].split(",")[0] for line in by_processor["zen4"] if line.startswith("zen4 zen4 f16+- norm ")
+    }
+    assert kernels == {"avx2"}
+
+
+if __name__ == "__main__":
+    print("\n".join(choices(Path(sys.argv[1]), *sys.argv[2:])))
