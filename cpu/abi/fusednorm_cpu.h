@@ -172,18 +172,14 @@ typedef void fn_normalise_again(const struct fn_backward_job *job, int64_t m, vo
 typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
                              float *scratch);
 
-/* The functions that each file kernel_<isa>.c defines. */
+/* The functions of a file kernel_<isa>.c; `fn`, a macro, is applied to each. */
+#define FN_KERNELS(fn) fn(forward_rows) FN_KERNELS_BESIDE(fn)
+#define FN_KERNELS_BESIDE(fn)                                                                  \
+    fn(two_norms_rows) fn(backward_begin) fn(backward_rows) fn(backward_flush) fn(backward_end) \
+    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row)
+#define FN_MEMBER(name) fn_##name *name;
 struct fn_kernels {
-    fn_forward_rows *forward_rows;
-    fn_two_norms_rows *two_norms_rows;
-    fn_backward_begin *backward_begin;
-    fn_backward_rows *backward_rows;
-    fn_backward_flush *backward_flush;
-    fn_backward_end *backward_end;
-    fn_quantize_row *quantize_row;
-    fn_gate_run *gate_run;
-    fn_normalise_again *normalise_again;
-    fn_rotate_row *rotate_row;
+    FN_KERNELS(FN_MEMBER)
 };
 extern const struct fn_kernels fn_kernels_scalar;
 extern const struct fn_kernels fn_kernels_avx2, fn_kernels_avx512, fn_kernels_avx512_fp16, fn_kernels_zen4;
@@ -194,7 +190,7 @@ const struct fn_kernels *fn_kernels_for(int kind); /* those in use for an x or a
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
 int fn_has_avx512(void); /* F, BW, DQ and VL, and an operating system that saves the registers */
 int fn_has_avx512_fp16(void); /* AVX-512 with VBMI2 and FP16 */
-int fn_is_zen4(void); /* with AVX-512, and without FP16 */
+int fn_has_zen4(void); /* with AVX-512, and without FP16 */
 int fn_is_zen5(void);
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */

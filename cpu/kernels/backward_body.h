@@ -266,7 +266,7 @@ FN_INLINE void flush_row(int kind, const struct fn_backward_job *job, struct fn_
     static void flush_##kind(const struct fn_backward_job *job, struct fn_backward_part *part) {           \
         flush_row(kind, job, part);                                                                        \
     }
-GRADIENTS(F32) GRADIENTS(F16) GRADIENTS(BF16)
+GRADIENTS(F32) IF_F16(GRADIENTS(F16)) GRADIENTS(BF16)
 #if defined(BF16_BY_PARITY)
 GRADIENTS(BF16P)
 #endif
@@ -318,26 +318,26 @@ static const struct {
 } gradients[] = {
     [NONE] = {gradients_mixed, NULL}, /* nothing is pending after it */
     [F32] = {gradients_F32, flush_F32},
-    [F16] = {gradients_F16, flush_F16},
+    IF_F16([F16] = {gradients_F16, flush_F16},)
     [BF16] = {gradients_BF16, flush_BF16},
 #if defined(BF16_BY_PARITY)
     [BF16P] = {gradients_BF16P, flush_BF16P},
 #endif
 };
 
-static void backward_rows(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
+void FN_OF(backward_rows)(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
                           int merged, struct fn_backward_part *part) {
     if (job->wide) gradients_f64(job, begin, end, sums, merged, part);
     else gradients[kind_of_rows(job)].rows(job, begin, end, sums, merged, part);
 }
 
-static void backward_flush(const struct fn_backward_job *job, struct fn_backward_part *part) {
+void FN_OF(backward_flush)(const struct fn_backward_job *job, struct fn_backward_part *part) {
     if (part->pending) gradients[kind_of_rows(job)].flush(job, part);
     if (STREAMS && job->bypass_cache) u_stream_end();
 }
 
 /* Run once by each thread: the gains, in the order in which rows read them. */
-static void backward_begin(const struct fn_backward_job *job, void *scratch) {
+void FN_OF(backward_begin)(const struct fn_backward_job *job, void *scratch) {
     const int kind = kind_of_rows(job) == BF16P ? (int)BF16P : job->weight_kind;
     if (!job->weight) return;
     for (int64_t head = 0; head < job->heads; head++) {
@@ -358,7 +358,7 @@ static void round_sums(const struct fn_backward_job *job, int kind, const char *
     }
 }
 
-static void backward_end(const struct fn_backward_job *job, const void *sum) {
+void FN_OF(backward_end)(const struct fn_backward_job *job, const void *sum) {
     const int64_t item = job->wide ? sizeof(double) : sizeof(float);
     if (job->dweight) round_sums(job, job->weight_kind, sum, job->dweight);
     if (job->dbias) round_sums(job, job->bias_kind, (const char *)sum + job->bias_sums * item, job->dbias);

@@ -1,12 +1,7 @@
 /*
  * The forward pass, over the operations that kernel_body.h lists; included by it. `forward_rows`, at the end, chooses one
- * of three strategies.
+ * of three strategies (forward_strategies.h), and kernel_tables.h has the functions for the kinds of the operands.
  */
-#include "kernels/forward_passes.h"
-
-#include "kernels/forward_strategies.h"
-
-#include "kernels/kernel_tables.h"
 
 /* Fewer rows are not worth widening the weight for. */
 enum { ONE_KIND_ROWS = 4 };
@@ -15,6 +10,7 @@ enum { ONE_KIND_ROWS = 4 };
 struct plan {
     int x, residual, weight, out; /* the operands' kinds: BF16P for BF16 where rows are taken by parity */
     int norm; /* the kind that h * rstd is rounded to, or NONE */
+    int gain; /* the weight as tables have it: its kind, WITH_OFFSET, or ANY */
     int round_sum, offset; /* whether h is the rounded sum and not itself float; whether the weight has an offset */
     int h, keep; /* the kind that the second pass reads h in; whether the first pass keeps it in scratch, as float */
 };
@@ -39,6 +35,7 @@ static struct plan plan_of(const struct fn_forward_job *job) {
     if (job->flags & FN_ROUND_NORM && rounded_to != F32) p.norm = rounded_to;
     p.round_sum = job->flags & FN_ROUND_SUM && p.residual != NONE && p.residual != F32;
     p.offset = p.weight != NONE && (float)job->weight_offset != 0;
+    p.gain = !p.offset ? p.weight : p.weight == p.out ? (int)WITH_OFFSET : (int)ANY;
     /* h is an operand, unless it is a sum before rounding. The second pass reads an operand of out's kind, or float. */
     int operand = p.residual ? p.residual : p.x;
     p.keep = (p.residual && p.residual != F32 && !p.round_sum) || (operand != p.out && operand != F32);
@@ -103,9 +100,10 @@ static void first_pass(const struct plan *p, const struct fn_forward_job *part, 
 }
 
 static void second_pass(const struct plan *p, const struct fn_forward_job *part, const struct batch *batch) {
+    scale_fn *const known = scales[p->norm][p->gain][p->out][p->h == p->out];
     if (batch->affine && batch->affine->as_is) affine_as_is[p->norm][p->out](part, batch);
-    else if (batch->affine) affine_scales[p->norm][p->out][p->h == p->out](part, batch);
-    else scales[p->norm][p->weight][p->offset][p->out][p->h == p->out](part, batch);
+    else if (batch->affine) scales_of_any[1][p->out][p->h == p->out](part, batch);
+    else (known ? known : scales_of_any[0][p->out][p->h == p->out])(part, batch);
 }
 
 /* Long rows of one kind: the first pass of each with the second pass of the row before it. */
@@ -114,7 +112,7 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
     int bypass_cache = STREAMS && job->bypass_cache;
     int64_t kept = (int64_t)sizeof(float) * fn_kept(job->hidden);
     struct batch batch = {
-        .rows = 1, .affine = affine, .sums = (float *)(scratch + kept), .bypass_cache = bypass_cache,
+        .rows = 1, .norm = p->norm, .affine = affine, .sums = (float *)(scratch + kept), .bypass_cache = bypass_cache,
     };
     struct fn_forward_job first = job_from(job, begin), last = job_from(job, end - 1);
     struct scale previous = {.out = first.out, .bypass_cache = bypass_cache};
@@ -133,7 +131,7 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
     previous.rstd = batch.rstd[0];
     previous.h = p->residual ? first.residual_out : first.x;
     const int bias = !affine ? NONE : affine->as_is ? BF16P : F32;
-    overlaps[p->x][p->residual != NONE][p->norm != NONE][bias](job, begin + 1, end, &previous, scratch, affine);
+    FN_OF(overlaps)[p->x][p->residual != NONE][p->norm != NONE][bias](job, begin + 1, end, &previous, scratch, affine);
     batch.rstd[0] = previous.rstd;
     batch.h = previous.h;
     second_pass(p, &last, &batch);
@@ -144,6 +142,7 @@ static void forward_batched(const struct plan *p, const struct fn_forward_job *j
                             char *scratch, const struct affine *affine) {
     int64_t rows = batch_rows(job), row_bytes = (int64_t)sizeof(float) * fn_float_row(job->hidden);
     struct batch batch = {
+        .norm = p->norm,
         .kept = p->keep ? (float *)scratch : NULL,
         .sums = (float *)scratch + fn_kept(job->hidden),
         .affine = affine,
@@ -169,17 +168,23 @@ static void forward_batched(const struct plan *p, const struct fn_forward_job *j
 static void scale_only(const struct plan *p, const struct fn_forward_job *job, int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++) {
         const struct fn_forward_job part = job_from(job, m);
-        const struct batch batch = {.rows = 1, .h = part.x, .rstd = {(float)job->eps}};
+        const struct batch batch = {.rows = 1, .norm = p->norm, .h = part.x, .rstd = {(float)job->eps}};
         second_pass(p, &part, &batch);
     }
 }
 
-static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
+void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
     if (job->x_kind == FN_F64) {
         forward_rows_f64(job, begin, end, scratch);
         return;
     }
     const struct plan p = plan_of(job);
+#if defined(REST)
+    if (p.x != BF16P && !(p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16)) {
+        FN_JOIN(fn_forward_rows, REST)(job, begin, end, scratch);
+        return;
+    }
+#endif
     if (!p.out) {
         adds[p.x][p.residual](job, begin, end);
         return;
@@ -190,7 +195,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     }
     const int is_short = job->hidden < FN_SEGMENT, few = end - begin < ONE_KIND_ROWS;
     int one_kind = !few && p.x == p.out && p.h == p.out && !p.keep &&
-                   overlaps[p.x][0][0][NONE] && /* BF16 has none where BF16P has */
+                   FN_OF(overlaps)[p.x][p.residual != NONE][0][NONE] && /* BF16 has none where BF16P has */
                    (is_short || job->overlaps);
     struct affine rows;
     const struct affine *affine = NULL;
@@ -201,7 +206,7 @@ static void forward_rows(const struct fn_forward_job *job, int64_t begin, int64_
     if (one_kind && !is_short)
         forward_overlapped(&p, job, begin, end, scratch, affine);
     else if (one_kind && !job->bypass_cache)
-        shorts[p.x][p.residual != NONE][p.norm != NONE][affine != NULL](job, begin, end,
+        FN_OF(shorts)[p.x][p.residual != NONE][p.norm != NONE][affine != NULL](job, begin, end,
                                                                        affine ? NULL : float_weight(job, &p, scratch), affine);
     else
         forward_batched(&p, job, begin, end, scratch, affine);

@@ -1,14 +1,13 @@
 /*
  * The two passes over a row of a forward pass: the first adds the residual and sums the squares, the second multiplies.
- * Included by forward_body.h.
+ * Included by kernel_body.h.
  */
 
 /* Names for what the inlined functions are compiled for, beside kinds: they are constants where they are called. */
 enum { UNROUNDED, ROUNDED }; /* round_sum: whether h is a sum of a residual as it is, or as it is stored */
-enum { UNCACHED, CACHED }; /* in_cache: whether the nearest caches hold the operands */
 enum { NO_ADDITION, ADDITION }; /* add */
 enum { NO_SQUARES, SQUARES }; /* square */
-enum { NO_OFFSET, OFFSET }; /* offset: whether the weight has one */
+enum { UNCACHED, CACHED }; /* in_cache: whether the nearest caches hold the operands */
 enum { THROUGH_CACHE, PAST_CACHE }; /* bypass_cache */
 
 /* Optional outputs of the first pass. */
@@ -61,25 +60,30 @@ FN_INLINE float rstd_of(float sum_of_squares, int64_t hidden, double eps) {
 
 /* The operands of one row's second pass. */
 struct scale {
-    float rstd, offset;
-    const void *h, *weight;
+    float rstd, offset; /* the offset is for a weight of ANY kind, and WITH_OFFSET */
+    int norm, weight_kind; /* where these are ANY */
+    const void *h, *weight; /* no weight, where it may be of ANY kind: NULL */
     const void *bias; /* only read if the row is affine */
     void *out;
     int bypass_cache; /* whether out bypasses the caches */
     const char *next_x, *next_residual; /* the next row, which is fetched meanwhile; h if there is nothing to fetch */
 };
 
+FN_INLINE U gain_of_any(int out, const struct scale *s, int64_t i, int n) {
+    const U g = out == BF16P ? u_load(BF16P, s->weight, i, n) : load_any(s->weight_kind, s->weight, i, n);
+    return s->offset != 0 ? u_add(g, u_set1(s->offset)) : g;
+}
+
 /* `affine` is the kind of the bias, NONE where the row is not affine. */
-FN_INLINE void scale_unit(int h, int norm, int weight, int offset, int affine, int out, const struct scale *s, int64_t i,
-                          int n, int bypass_cache) {
+FN_INLINE void scale_unit(int h, int norm, int weight, int affine, int out, const struct scale *s, int64_t i, int n,
+                          int bypass_cache) {
     /* Floats that were stored by parity have n elements in both halves of a unit, and room for all of it. */
     U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
-    if (norm != NONE) y = u_round(norm, y);
-    if (weight != NONE) {
-        U g = u_load(weight, s->weight, i, weight == F32 && out == BF16P ? UNIT : n);
-        if (offset) g = u_add(g, u_set1(s->offset));
-        y = u_mul(y, g);
-    }
+    if (norm == ANY) y = round_any(s->norm, y);
+    else if (norm != NONE) y = u_round(norm, y);
+    if (weight == ANY) y = s->weight ? u_mul(y, gain_of_any(out, s, i, n)) : y;
+    else if (weight == WITH_OFFSET) y = u_mul(y, u_add(u_load(out, s->weight, i, n), u_set1(s->offset)));
+    else if (weight != NONE) y = u_mul(y, u_load(weight, s->weight, i, weight == F32 && out == BF16P ? UNIT : n));
     if (affine != NONE) y = u_add(y, u_load(affine, s->bias, i, affine == F32 && out == BF16P ? UNIT : n));
     if (STREAMS && bypass_cache) u_stream(out, s->out, i, n, y);
     else u_store(out, s->out, i, n, y);
@@ -91,7 +95,7 @@ FN_INLINE int weight_kind(int affine) { return affine == NONE ? (int)F32 : affin
 /* Part of the second pass of the previous row, of the same kind. */
 FN_INLINE void scale_eight(int kind, int norm, int affine, const struct scale *previous, int64_t i) {
     for (int k = 0; k < 8; k++)
-        scale_unit(kind, norm, weight_kind(affine), NO_OFFSET, affine, kind, previous, u_index(i + k * UNIT), UNIT,
+        scale_unit(kind, norm, weight_kind(affine), affine, kind, previous, u_index(i + k * UNIT), UNIT,
                    previous->bypass_cache);
 }
 
@@ -191,23 +195,23 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
         row->sums[sums++] = u_halve(x == BF16P, sum_short_segment(x, residual, round_sum, row, i, hidden - i));
     if (previous) {
         for (; i + UNIT <= hidden; i += UNIT)
-            scale_unit(x, norm, weight_kind(affine), NO_OFFSET, affine, x, previous, i, UNIT, previous->bypass_cache);
+            scale_unit(x, norm, weight_kind(affine), affine, x, previous, i, UNIT, previous->bypass_cache);
         if (i < hidden)
-            scale_unit(x, norm, weight_kind(affine), NO_OFFSET, affine, x, previous, i, (int)(hidden - i), THROUGH_CACHE);
+            scale_unit(x, norm, weight_kind(affine), affine, x, previous, i, (int)(hidden - i), THROUGH_CACHE);
     }
     return halve_sums(row->sums, sums);
 }
 
 /* A row from its end to its beginning, because the nearest cache still holds the end. */
-FN_INLINE void scale_row(int h, int norm, int weight, int offset, int affine, int out, const struct scale *s,
-                         int64_t hidden, int bypass_cache) {
+FN_INLINE void scale_row(int h, int norm, int weight, int affine, int out, const struct scale *s, int64_t hidden,
+                         int bypass_cache) {
     int64_t i = hidden / UNIT * UNIT;
-    if (i < hidden) scale_unit(h, norm, weight, offset, affine, out, s, i, (int)(hidden - i), THROUGH_CACHE);
+    if (i < hidden) scale_unit(h, norm, weight, affine, out, s, i, (int)(hidden - i), THROUGH_CACHE);
     for (int64_t done = 0; (i = u_index(i - UNIT)) >= 0; done += 2 * UNIT) {
         if (READS_AHEAD && out != F32) {
             FN_PREFETCH_2(s->next_x + done);
             FN_PREFETCH_2(s->next_residual + done);
         }
-        scale_unit(h, norm, weight, offset, affine, out, s, i, UNIT, bypass_cache);
+        scale_unit(h, norm, weight, affine, out, s, i, UNIT, bypass_cache);
     }
 }

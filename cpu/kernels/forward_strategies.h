@@ -1,6 +1,6 @@
 /*
  * Three strategies of a forward pass, which differ in the rows that they work on between the passes of a row; and the sum
- * alone. Included by forward_body.h.
+ * alone. Included by kernel_body.h.
  */
 
 /* The weight plus its offset, and the bias: rows of float or as they are, one for all heads or one per head. */
@@ -21,6 +21,7 @@ static int64_t head_after(const struct affine *a, int64_t head) { return head + 
 enum { BATCH_BYTES = 16 * 1024 };
 struct batch {
     int64_t rows;
+    int norm; /* the kind that h * rstd is rounded to, or NONE */
     const struct affine *affine; /* NULL: no bias, and one row of the weight for all heads */
     float *kept, *sums; /* in scratch: rows of h, or NULL if they are not kept; sums of segments */
     const char *h; /* the rows of h for the second pass */
@@ -63,11 +64,11 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
 }
 
 /*
- * Second pass over the rows: out. `norm` is the kind that h * rstd is rounded to, or NONE. Prefetchers do not expect a
+ * Second pass over the rows: out. `norm` is the kind that h * rstd is rounded to, NONE, or ANY. Prefetchers do not expect a
  * row to be read backwards and the next one forwards. So the next row is fetched meanwhile, if it comes from memory, is
  * long enough for that to matter, and short enough to stay in the second cache.
  */
-FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int affine, int out, const struct fn_forward_job *job,
+FN_INLINE void scale_rows(int h, int norm, int weight, int affine, int out, const struct fn_forward_job *job,
                           const struct batch *batch) {
     int64_t hidden = job->hidden;
     int ahead = job->from_memory && hidden >= FN_SEGMENT && hidden <= 8 * FN_SEGMENT;
@@ -76,6 +77,8 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int affine, i
         const struct scale s = {
             .rstd = batch->rstd[k],
             .offset = (float)job->weight_offset,
+            .norm = batch->norm,
+            .weight_kind = job->weight_kind,
             .h = batch->h + k * batch->h_stride,
             .weight = affine ? batch->affine->gain + head * batch->affine->gain_stride : job->weight,
             .bias = affine ? batch->affine->bias + head * batch->affine->bias_stride : NULL,
@@ -84,8 +87,8 @@ FN_INLINE void scale_rows(int h, int norm, int weight, int offset, int affine, i
             .next_residual =
                 ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
         };
-        if (STREAMS && batch->bypass_cache) scale_row(h, norm, weight, offset, affine, out, &s, hidden, PAST_CACHE);
-        else scale_row(h, norm, weight, offset, affine, out, &s, hidden, THROUGH_CACHE);
+        if (STREAMS && batch->bypass_cache) scale_row(h, norm, weight, affine, out, &s, hidden, PAST_CACHE);
+        else scale_row(h, norm, weight, affine, out, &s, hidden, THROUGH_CACHE);
     }
 }
 
@@ -164,9 +167,9 @@ FN_INLINE void short_rows(int kind, int residual, int norm, int affine, int64_t 
             };
             int64_t i = 0;
             for (; i + UNIT <= hidden; i += UNIT)
-                scale_unit(kind, norm, F32, NO_OFFSET, affine, kind, &s, u_index(i), UNIT, THROUGH_CACHE);
+                scale_unit(kind, norm, F32, affine, kind, &s, u_index(i), UNIT, THROUGH_CACHE);
             if (i < hidden)
-                scale_unit(kind, norm, F32, NO_OFFSET, affine, kind, &s, i, (int)(hidden - i), THROUGH_CACHE);
+                scale_unit(kind, norm, F32, affine, kind, &s, i, (int)(hidden - i), THROUGH_CACHE);
         }
     }
 }

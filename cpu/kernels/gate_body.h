@@ -43,7 +43,7 @@ static const double coefficients_double[] = {
 #include "kernels/activations.h"
 
 /*
- * The same as load_any, to store and to round. No outputs bypass the cache: gates compute longer than memory takes, and from
+ * The same as load_any, to store. No outputs bypass the cache: gates compute longer than memory takes, and from
  * memory such stores took twice the time.
  */
 FN_INLINE void store_any(int64_t kind, void *row, int64_t i, int n, U value) {
@@ -51,12 +51,6 @@ FN_INLINE void store_any(int64_t kind, void *row, int64_t i, int n, U value) {
     else if (kind == F16) u_store(F16, row, i, n, value);
     else if (kind == BF16) u_store(BF16, row, i, n, value);
     else u_store(ALL_BF16, row, i, n, value);
-}
-FN_INLINE U round_any(int64_t kind, U value) {
-    if (kind == F16) return u_round(F16, value);
-    if (kind == BF16) return u_round(BF16, value);
-    if (kind == ALL_BF16) return u_round(ALL_BF16, value);
-    return value;
 }
 
 /* n elements of the gate as float, in whole units. */
@@ -175,7 +169,7 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n, double 
     if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, y, at[FN_GATE_DZ], n);
 }
 
-static void gate_run(const struct fn_gate *g, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead) {
+void FN_OF(gate_run)(const struct fn_gate *g, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead) {
     for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
         const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
         char *tile[FN_GATE_OPERANDS];
@@ -195,7 +189,7 @@ FN_INLINE void normalise_row_again(int parts, int64_t h, int64_t norm, int64_t o
     }
 }
 
-static void normalise_again(const struct fn_backward_job *job, int64_t m, void *scratch, char *rows) {
+void FN_OF(normalise_again)(const struct fn_backward_job *job, int64_t m, void *scratch, char *rows) {
     const int64_t bytes = job->hidden * fn_element_size(job->dy_kind);
     if (job->wide) {
         normalise_again_f64(job, m, scratch, rows);

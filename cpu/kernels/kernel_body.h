@@ -27,6 +27,8 @@
  *   u_stream_end                 makes the stores of u_stream visible to other threads
  *   HALVES_ROWS                where it is cheaper to halve a whole batch of units at once:
  *   halve_rows                   u_halve of each of BATCH units, stored as consecutive floats
+ *   LACKS_F16                  where tuning.c has rows of float16 computed by another instruction set
+ *   REST                       an instruction set whose kernels this one takes, but for rows of bfloat16 and sums of float16
  *   OPAQUE_INDEX               where the compiler does not know UNIT:
  *   u_index                      returns its argument, but hides from the compiler how it was computed
  *
@@ -83,6 +85,12 @@
 
 enum { BATCH = 8 }; /* the most rows that go through the passes together */
 
+#if defined(LACKS_F16)
+#define IF_F16(...)
+#else
+#define IF_F16(...) __VA_ARGS__
+#endif
+
 /* Otherwise GCC unrolls a loop so far that its vectors no longer fit the registers. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define FN_ROLLED _Pragma("GCC unroll 1")
@@ -102,6 +110,24 @@ enum { BATCH = 8 }; /* the most rows that go through the passes together */
 
 #define FN_JOIN_(a, b) a##_##b
 #define FN_JOIN(a, b) FN_JOIN_(a, b)
+#define FN_OF(name) FN_JOIN(fn_##name, ISA)
+#define FN_DECLARED(name) fn_##name FN_OF(name);
+FN_KERNELS(FN_DECLARED)
+#if defined(REST)
+#define FN_DECLARED_IN_REST(name) fn_##name FN_JOIN(fn_##name, REST);
+FN_KERNELS(FN_DECLARED_IN_REST)
+#endif
+
+/*
+ * Families of functions, of which CMake has each compiled by itself: a compiler's memory is a matter of one file. Without
+ * FN_FAMILY a file has all of them.
+ */
+#define FN_NORMS 1
+#define FN_ROWS_OF_ONE_KIND 2
+#define FN_GRADIENTS_AND_STEPS 4
+#if !defined(FN_FAMILY)
+#define FN_FAMILY (FN_NORMS | FN_ROWS_OF_ONE_KIND | FN_GRADIENTS_AND_STEPS)
+#endif
 
 /* The first three levels of a tree, over eight units that are `apart` from each other. */
 #define SUM_OF_EIGHT(unit, apart)                                                                      \
@@ -144,15 +170,18 @@ static float halve_sums(float *sums, int64_t count) {
 
 #include "kernels/kernel_f64.h"
 
-/*
- * A unit of a kind that may be known only when the program runs: operands of one kind have loops of their own, and for the
- * others a branch for each unit costs less than a loop for each pair of kinds.
- */
+/* A unit of a kind that is known when the program runs; and to round one. */
 FN_INLINE U load_any(int64_t kind, const void *row, int64_t i, int n) {
     if (kind == F32) return u_load(F32, row, i, n);
     if (kind == F16) return u_load(F16, row, i, n);
     if (kind == BF16) return u_load(BF16, row, i, n);
     return u_load(ALL_BF16, row, i, n);
+}
+FN_INLINE U round_any(int64_t kind, U value) {
+    if (kind == F16) return u_round(F16, value);
+    if (kind == BF16) return u_round(BF16, value);
+    if (kind == ALL_BF16) return u_round(ALL_BF16, value);
+    return value;
 }
 
 /* A row of float64, rounded. */
@@ -170,10 +199,27 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
     }
 }
 
+#if FN_FAMILY & (FN_NORMS | FN_ROWS_OF_ONE_KIND)
+#include "kernels/forward_passes.h"
+
+#include "kernels/forward_strategies.h"
+
+#include "kernels/kernel_tables.h"
+#endif
+
+#if FN_FAMILY & FN_NORMS
 #include "kernels/forward_body.h"
 
+#if defined(REST)
+#define FN_ENTRY(name) FN_JOIN(fn_##name, REST),
+#else
 #include "kernels/two_norms_body.h"
+#define FN_ENTRY(name) FN_OF(name),
+#endif
+const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {FN_OF(forward_rows), FN_KERNELS_BESIDE(FN_ENTRY)};
+#endif
 
+#if FN_FAMILY & FN_GRADIENTS_AND_STEPS && !defined(REST)
 #include "kernels/backward_body.h"
 
 #include "kernels/quantize_body.h"
@@ -181,7 +227,4 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
 #include "kernels/gate_body.h"
 
 #include "kernels/rotation_body.h"
-
-const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {
-    forward_rows, two_norms_rows, backward_begin, backward_rows, backward_flush, backward_end,
-    quantize_row, gate_run, normalise_again, rotate_row};
+#endif

@@ -101,11 +101,15 @@ static void begin_f64(const struct fn_backward_job *job, const void *weight, dou
 }
 
 /* Makes a row's share the first one of a sum, or adds it; `other` is NULL, or a factor of each element. */
-static void add_share_f64(int first, const double *values, const double *other, int64_t n, double *sum) {
+FN_INLINE void add_shares_f64(int first, const double *values, const double *other, int64_t n, double *sum) {
     for (int64_t i = 0; i < n; i++) {
         const double share = other ? values[i] * other[i] : values[i];
         sum[i] = first ? share : sum[i] + share;
     }
+}
+static void add_share_f64(int first, const double *values, const double *other, int64_t n, double *sum) {
+    if (other) FN_UNSWITCH(first, add_shares_f64(first, values, other, n, sum));
+    else FN_UNSWITCH(first, add_shares_f64(first, values, NULL, n, sum));
 }
 
 static void gradients_of_row_f64(const struct fn_backward_job *job, int64_t m, int64_t head, int first, double *partial,

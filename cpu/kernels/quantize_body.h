@@ -281,7 +281,7 @@ static void store_run(const struct fn_quantizer *q, int how, struct groups g, fl
     store_numbers(q, divides_by_scale(q), how == TAME, &g);
 }
 
-static void quantize_row(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
+void FN_OF(quantize_row)(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m,
                          float *scratch) {
     const int asymmetric = (q->flags & (FN_ZERO_POINT_AFTER | FN_ZERO_POINT_BEFORE)) != 0;
     const int given_scale = (q->flags & FN_GIVEN_SCALE) != 0;

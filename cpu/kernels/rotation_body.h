@@ -189,7 +189,7 @@ static void rotate_heads_f64(const struct fn_rotation *r, const double *cos, con
     }
 }
 
-static void rotate_row(const struct fn_rotation *r, const void *cos, const void *sin, const struct fn_row_of_heads *sets,
+void FN_OF(rotate_row)(const struct fn_rotation *r, const void *cos, const void *sin, const struct fn_row_of_heads *sets,
                        void *scratch) {
     if (fn_is_wide(r)) {
         double *const wide = scratch;

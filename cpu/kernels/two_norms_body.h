@@ -90,7 +90,7 @@ FN_INLINE void add_normed_rest(int kind, int norm, int passed, const struct midd
             square = add_normed_unit(kind, norm, passed, MAY_STREAM, row, begin + i, left);
             if (row->next_x) next_square = u_square(u_load(kind, row->next_x, begin + i, left));
             if (row->previous)
-                scale_unit(kind, norm, F32, NO_OFFSET, NONE, kind, row->previous, begin + i, left,
+                scale_unit(kind, norm, F32, NONE, kind, row->previous, begin + i, left,
                            row->previous->bypass_cache);
         }
         u_store(F32, squares, i, UNIT, square);
@@ -159,7 +159,7 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
 #if ROW_BY_ROW
 #define TWO_NORMS(fn)
 #else
-#define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, ALL_BF16)
+#define TWO_NORMS(fn) fn(F32, NONE, F32) IF_F16(TWO_NORMS_OF(fn, F16)) TWO_NORMS_OF(fn, ALL_BF16)
 #endif
 
 /* The passes of one combination. They are functions of their own: inlined into one, they made compiling half as long again. */
@@ -185,9 +185,9 @@ struct passes {
     }                                                                                                           \
     static void scale_sum_##kind##_##norm##_##passed(const struct scale *row, int64_t hidden) {                 \
         if (STREAMS && row->bypass_cache)                                                                       \
-            scale_row(kind, norm, F32, NO_OFFSET, NONE, kind, row, hidden, PAST_CACHE);                         \
+            scale_row(kind, norm, F32, NONE, kind, row, hidden, PAST_CACHE);                         \
         else                                                                                                    \
-            scale_row(kind, norm, F32, NO_OFFSET, NONE, kind, row, hidden, THROUGH_CACHE);                      \
+            scale_row(kind, norm, F32, NONE, kind, row, hidden, THROUGH_CACHE);                      \
     }
 #define PASSES_ENTRY(kind, norm, passed)                                                                           \
     [kind][norm != NONE][passed == F32] = {                                                                        \
@@ -207,7 +207,7 @@ static const struct passes two_norms[KINDS][2][2] = {[NONE] = {{{NULL}}}, TWO_NO
  * end of a row's sum, a root and a division overlap with work on the other row; but not of float rows, two of which the
  * nearest cache does not hold.
  */
-static int two_norms_rows(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,
+int FN_OF(two_norms_rows)(const struct fn_forward_job *first, const struct fn_forward_job *next, int64_t begin, int64_t end,
                           void *scratch, float *gain) {
     const int kind = first->x_kind;
     const int64_t hidden = next->hidden, kept = (int64_t)sizeof(float) * fn_kept(hidden);

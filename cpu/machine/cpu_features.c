@@ -70,7 +70,7 @@ static unsigned amd_family(void) {
     return amd ? (leaf1[EAX] >> 8 & 0xf) + (leaf1[EAX] >> 20 & 0xff) : 0;
 }
 
-int fn_is_zen4(void) { return amd_family() == 0x19 && fn_has_avx512(); } /* the family is Zen 3's too */
+int fn_has_zen4(void) { return amd_family() == 0x19 && fn_has_avx512(); } /* the family is Zen 3's too */
 int fn_is_zen5(void) { return amd_family() == 0x1a; }
 
 #elif defined(FN_AARCH64) && defined(__linux__)

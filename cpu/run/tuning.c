@@ -1,6 +1,8 @@
 /* Decisions that change no bit: the table, and how a call is decided by its numbers. */
 #include "run/tuning.h"
 
+#include <string.h>
+
 #include "machine/target.h"
 
 static int always(void) { return 1; }
@@ -24,7 +26,7 @@ static const struct fn_tuning rows_of_table[] = {
      * 4096 took 1.2 to 1.5 times as long. Outputs that bypass the caches leave room for longer rows. It executes 512-bit
      * conversions of float16 in two halves: with them, rows of 4096 took a quarter longer than by AVX2.
      */
-    {"zen4", fn_is_zen4, SAME, .with = &fn_kernels_zen4, .f16 = &fn_kernels_avx2, .overlap = FN_ALWAYS, .last_cache = 8 MB,
+    {"zen4", fn_has_zen4, SAME, .with = "zen4", .f16 = "avx2", .overlap = FN_ALWAYS, .last_cache = 8 MB,
      .overlap_beyond = {4 KB, 8 KB}, .overlap_sum_beyond = {FN_ALWAYS, FN_ALWAYS}, .two_norms = {FN_NEVER, FN_ALWAYS},
      .two_norms_f32 = {FN_NEVER, FN_ALWAYS}, .widened = FN_ALWAYS},
     /*
@@ -43,10 +45,10 @@ static const struct fn_tuning *in_use = rows_of_table; /* kept, because a virtua
 
 const struct fn_tuning *fn_tuning(void) { return in_use; }
 
-void fn_choose_tuning(const struct fn_kernels *kernels) {
+void fn_choose_tuning(const char *isa) {
     for (size_t k = 0; k < sizeof rows_of_table / sizeof *rows_of_table; k++) {
         const struct fn_tuning *row = &rows_of_table[k];
-        if (row->is_this() && (!row->with || row->with == kernels)) in_use = row;
+        if (row->is_this() && (!row->with || !strcmp(row->with, isa))) in_use = row;
     }
 }
 

@@ -10,8 +10,8 @@ enum { FN_NEVER = 0 };
 struct fn_tuning {
     const char *name;
     int (*is_this)(void); /* whether the processor is of this family */
-    const struct fn_kernels *with; /* the kernels in use that the row is for; NULL: any */
-    const struct fn_kernels *f16; /* those that rows of float16 take in place of the ones in use, but for gates; NULL: the same */
+    const char *with; /* the instruction set in use that the row is for; NULL: any */
+    const char *f16; /* that of kernels for rows of float16, but for gates; NULL: the one in use */
 
     /*
      * Inputs of so many bytes are taken to come from memory: they are fetched ahead. Outputs of so many bypass the caches,
@@ -47,7 +47,7 @@ struct fn_tuning {
 };
 
 const struct fn_tuning *fn_tuning(void); /* the row in use */
-void fn_choose_tuning(const struct fn_kernels *kernels); /* as is fit for the processor, and for the kernels in use */
+void fn_choose_tuning(const char *isa); /* as is fit for the processor, and for the instruction set in use */
 
 /* Whether the last call's outputs bypass the cache; and the fields of a job that change no bit. */
 int fn_bypasses_cache(const struct fn_call *calls, int count);

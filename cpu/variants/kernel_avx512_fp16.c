@@ -15,6 +15,7 @@ FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx512fp16")
 #include "machine/x86/avx512.h"
 
 #define ISA avx512_fp16
+#define REST avx512
 
 #define ADDS_F16 1
 FN_INLINE H2 h2_add_f16(H2 x, H2 y) {

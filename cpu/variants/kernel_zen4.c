@@ -10,6 +10,7 @@ FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl")
 #include "machine/x86/avx512.h"
 
 #define ISA zen4
+#define LACKS_F16 1
 
 #include "machine/pairs.h"
 #include "kernels/kernel_body.h"

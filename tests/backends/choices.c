@@ -15,7 +15,7 @@ static const char *processor;
 int fn_has_avx2(void) { return 1; }
 int fn_has_avx512(void) { return 1; }
 int fn_has_avx512_fp16(void) { return !strcmp(processor, "intel"); }
-int fn_is_zen4(void) { return !strcmp(processor, "zen4"); }
+int fn_has_zen4(void) { return !strcmp(processor, "zen4"); }
 int fn_is_zen5(void) { return !strcmp(processor, "zen5"); }
 
 /* What the first call of each kernel was given. */
@@ -80,8 +80,10 @@ static void again(const struct fn_backward_job *job, int64_t m, void *scratch, c
                              void *scratch) {                                                                               \
         (void)r, (void)c, (void)s, (void)sets, (void)scratch, say(#isa, "rotate", "");                                      \
     }                                                                                                                       \
-    const struct fn_kernels fn_kernels_##isa = {forward_##isa, two_##isa,      begin,      backward_##isa, flush, end,      \
-                                                quantize_##isa, gate_##isa, again,      rotate_##isa};
+    const struct fn_kernels fn_kernels_##isa = {                                                                             \
+        .forward_rows = forward_##isa, .two_norms_rows = two_##isa, .backward_begin = begin, .backward_rows = backward_##isa,\
+        .backward_flush = flush, .backward_end = end, .normalise_again = again, .quantize_row = quantize_##isa,              \
+        .gate_run = gate_##isa, .rotate_row = rotate_##isa};
 VARIANT(scalar) VARIANT(avx2) VARIANT(avx512) VARIANT(avx512_fp16) VARIANT(zen4)
 
 /* An OpenMP runtime. */

@@ -91,6 +91,7 @@ def test_no_include_goes_up():
 def uses():
     """The names that C files use of others', by place: those of the names, and what each is called."""
     texts = {place: re.sub(r'"(?:[^"\\\n]|\\.)*"', "", text) for place, text in c_files()}
+    texts = {place: re.sub(r"FN_VARIANT\((\w+)\)", r"fn_kernels_\1", text) for place, text in texts.items()}
     defined = {}
     for place, text in texts.items():
         # At the beginning of a line: functions with a body, and variables, of which some share a line.
