@@ -210,8 +210,9 @@ def forward(
                 if GATED == "before":
                     h = gated(h, z_row, at, inside, ACTIVATION, A)
                 g = gain_at(weight_row, at, inside, weight_offset, OFFSET, A)
-                b = stored(bias_row, at, inside)
-                y = normalised(h, row_rstd, g, b, X, ROUND_NORM, A)
+                y = normalised(h, row_rstd, g, None, X, ROUND_NORM, A)
+                if bias is not None:
+                    y = y + loaded(bias_row, at, inside, A)
                 if GATED == "after":
                     y = gated(between(y, PASSED, A), z_row, at, inside, ACTIVATION, A)
                 store(y, out_row, at, inside)
