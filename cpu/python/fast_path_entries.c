@@ -11,10 +11,10 @@ enum { MOST = 24 }; /* arguments */
 
 struct entry {
     const struct fn_call_kind *kind;
-    int count, place[MOST];           /* of each argument among those of the kind; -1: it must be None */
+    int count, place[MOST];           /* of each argument among those of the kind; -1: C does not know it */
     int returned;                     /* the only result that is returned; -1: all */
     PyObject *filled, *fill[MOST];    /* a tuple, and what is in it: it stands for arguments of the kind that are not given */
-    PyObject *names;                  /* a tuple: those of the arguments */
+    PyObject *names, *usual;          /* tuples: those of the arguments, and what one must be that C does not know */
     PyObject *request;                /* whose devices are taken; None: of the request in force */
     PyObject *otherwise;              /* what makes a call that the fast path refuses; None: None is returned */
 };
@@ -48,7 +48,7 @@ static int put(const struct entry *e, PyObject *const *given, Py_ssize_t count, 
         const int at = i < count ? (int)i : named(e, PyTuple_GetItem(names, i - count));
         if (at < 0) return 0;
         if (e->place[at] >= 0) arguments[e->place[at]] = given[i];
-        else if (given[i] != Py_None) return 0;
+        else if (given[i] != PyTuple_GetItem(e->usual, at)) return 0;
     }
     return 1;
 }
@@ -91,6 +91,7 @@ static void release(PyObject *capsule) {
     struct entry *e = PyCapsule_GetPointer(capsule, entry_of);
     Py_XDECREF(e->filled);
     Py_XDECREF(e->names);
+    Py_XDECREF(e->usual);
     Py_XDECREF(e->request);
     Py_XDECREF(e->otherwise);
     PyMem_Free(e);
@@ -99,14 +100,15 @@ static void release(PyObject *capsule) {
 PyObject *fn_new_entry(PyObject *module, PyObject *arguments) {
     (void)module;
     const char *kind;
-    PyObject *places, *filled, *names, *request, *otherwise;
+    PyObject *places, *filled, *names, *usual, *request, *otherwise;
     int returned;
-    if (!PyArg_ParseTuple(arguments, "sO!O!O!iOO", &kind, &PyTuple_Type, &names, &PyTuple_Type, &places, &PyTuple_Type, &filled,
-                          &returned, &request, &otherwise))
+    if (!PyArg_ParseTuple(arguments, "sO!O!O!O!iOO", &kind, &PyTuple_Type, &names, &PyTuple_Type, &places, &PyTuple_Type, &usual,
+                          &PyTuple_Type, &filled, &returned, &request, &otherwise))
         return NULL;
     const struct fn_call_kind *found = fn_call_kind_named(kind);
     const Py_ssize_t count = PyTuple_Size(places);
-    if (!found || count > MOST || found->count > MOST || PyTuple_Size(names) != count || PyTuple_Size(filled) != found->count) {
+    if (!found || count > MOST || found->count > MOST || PyTuple_Size(names) != count || PyTuple_Size(usual) != count ||
+        PyTuple_Size(filled) != found->count) {
         PyErr_Format(PyExc_ValueError, "there is no entry for calls of kind %s with %zd arguments", kind, count);
         return NULL;
     }
@@ -117,7 +119,8 @@ PyObject *fn_new_entry(PyObject *module, PyObject *arguments) {
         return NULL;
     }
     *e = (struct entry){.kind = found, .count = (int)count, .returned = returned, .filled = Py_NewRef(filled),
-                        .names = Py_NewRef(names), .request = Py_NewRef(request), .otherwise = Py_NewRef(otherwise)};
+                        .names = Py_NewRef(names), .usual = Py_NewRef(usual), .request = Py_NewRef(request),
+                        .otherwise = Py_NewRef(otherwise)};
     for (int i = 0; i < found->count; i++) e->fill[i] = PyTuple_GetItem(filled, i);
     for (int i = 0; i < e->count; i++) e->place[i] = (int)PyLong_AsLong(PyTuple_GetItem(places, i));
     PyObject *function = PyErr_Occurred() ? NULL : PyCFunction_NewEx(&method, capsule, NULL);

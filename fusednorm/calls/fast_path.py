@@ -150,11 +150,12 @@ class Entry(NamedTuple):
 
     #: ``cpu/python/fast_path_forward.c`` has the kinds of calls, and the names of their arguments.
     kind: str
-    #: Those names in the order of the function's arguments, with blanks between. What has another name must be None.
+    #: Those names in the order of the function's arguments, with blanks between. What has another name must be its
+    #: constant, or None.
     names: str
     #: The only result that the function returns; -1: all of them, in a tuple.
     returned: int = -1
-    #: Other arguments of the kind; None where neither has one.
+    #: Other arguments of the kind, which are else None.
     constants: Mapping[str, Any] = {}
 
     def of(self, function: str) -> Callable[..., Any]:
@@ -184,6 +185,7 @@ class Entry(NamedTuple):
             self.kind,
             tuple(arguments or names),
             tuple(places.get(name, -1) for name in names),
+            tuple(constants.get(name) for name in names),
             tuple(constants.get(name) for name in taken),
             self.returned,
             request,

@@ -319,11 +319,12 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         assert fast_path._open(stranger) is False
     assert run(x) is not None
     assert fast_calls("cuda")("norm", x=x) is None
-    assert fast_path.Entry("norm", "x unknown").open("tests ('cpu',)")(x, 0) is None
+    unknown = fast_path.Entry("norm", "x unknown", constants={"unknown": False}).open("tests ('cpu',)")
+    assert (unknown(x, None), unknown(x, False)[1]) == (None, None)
     assert fast_path.Entry("norm", "x").open("tests ('cpu',)")(x, None) is None  # an argument too many
     assert fast_path.Entry("norm", "x").open("no request")(x) is None
     with pytest.raises(ValueError, match="no entry for calls of kind nothing with 0 arguments"):
-        fast_path._fast_path.entry("nothing", (), (), (), -1, None, None)
+        fast_path._fast_path.entry("nothing", (), (), (), (), -1, None, None)
 
 
 @pytest.mark.skipif(not fast_path.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
