@@ -8,12 +8,12 @@ from cffi import FFI
 
 def declared(name):
     """The enumerations and structures of a header."""
-    text = (Path(__file__).parent / "abi" / name).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return "".join(re.findall(r"(?ms)^(?:enum|struct)\b[\w ]*\{.*?\};\n", text))
 
 
 ffibuilder = FFI()
-for header in ("enums.h", "call.h", "gate.h", "rotation.h"):
+for header in ("abi/enums.h", "abi/call.h", "abi/gate.h", "abi/rotation.h", "run/tuning.h"):
     ffibuilder.cdef(declared(header))
 ffibuilder.cdef("""
     int fn_isa_count(void);
@@ -21,6 +21,7 @@ ffibuilder.cdef("""
     int fn_isa_usable(int isa);
     int fn_isa(void);
     void fn_use_isa(int isa);
+    struct fn_tuning *fn_tuning(void);
     const char *fn_openmp_path(void);
     void fn_after_fork(void);
     /* A `struct fn_call`, as fusednorm/calls/c_abi.py packs it: cffi passes bytes as a pointer to void. */
@@ -30,4 +31,4 @@ ffibuilder.cdef("""
     int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
 """)
-ffibuilder.set_source("fusednorm._cpu", '#include "abi/fusednorm_cpu.h"\n#include "abi/triton_programs.h"')
+ffibuilder.set_source("fusednorm._cpu", '#include "run/tuning.h"\n#include "abi/triton_programs.h"')

@@ -29,6 +29,7 @@
  *   halve_rows                   u_halve of each of BATCH units, stored as consecutive floats
  *   LACKS_F16                  where tuning.c has rows of float16 computed by another instruction set
  *   REST                       an instruction set whose kernels this one takes, but for rows of bfloat16 and sums of float16
+ *   QUANTIZER                  another one whose quantizer it takes: plain C, compiled for the same instructions
  *   OPAQUE_INDEX               where the compiler does not know UNIT:
  *   u_index                      returns its argument, but hides from the compiler how it was computed
  *
@@ -113,6 +114,9 @@ enum { BATCH = 8 }; /* the most rows that go through the passes together */
 #define FN_OF(name) FN_JOIN(fn_##name, ISA)
 #define FN_DECLARED(name) fn_##name FN_OF(name);
 FN_KERNELS(FN_DECLARED)
+#if defined(QUANTIZER)
+fn_quantize_row FN_JOIN(fn_quantize_row, QUANTIZER);
+#endif
 #if defined(REST)
 #define FN_DECLARED_IN_REST(name) fn_##name FN_JOIN(fn_##name, REST);
 FN_KERNELS(FN_DECLARED_IN_REST)
@@ -222,7 +226,13 @@ const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {FN_OF(forward_rows), FN_KERN
 #if FN_FAMILY & FN_GRADIENTS_AND_STEPS && !defined(REST)
 #include "kernels/backward_body.h"
 
+#if defined(QUANTIZER)
+void FN_OF(quantize_row)(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m, float *scratch) {
+    FN_JOIN(fn_quantize_row, QUANTIZER)(q, kind, row, hidden, m, scratch);
+}
+#else
 #include "kernels/quantize_body.h"
+#endif
 
 #include "kernels/gate_body.h"
 

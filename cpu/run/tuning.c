@@ -41,14 +41,15 @@ static const struct fn_tuning rows_of_table[] = {
 #endif
 };
 
-static const struct fn_tuning *in_use = rows_of_table; /* kept, because a virtual machine takes microseconds to name its processor */
+/* A copy, because a virtual machine takes microseconds to name its processor; and benchmarks/tune.py changes it. */
+static struct fn_tuning in_use;
 
-const struct fn_tuning *fn_tuning(void) { return in_use; }
+struct fn_tuning *fn_tuning(void) { return &in_use; }
 
 void fn_choose_tuning(const char *isa) {
     for (size_t k = 0; k < sizeof rows_of_table / sizeof *rows_of_table; k++) {
         const struct fn_tuning *row = &rows_of_table[k];
-        if (row->is_this() && (!row->with || !strcmp(row->with, isa))) in_use = row;
+        if (row->is_this() && (!row->with || !strcmp(row->with, isa))) in_use = *row;
     }
 }
 
@@ -70,8 +71,8 @@ int fn_bypasses_cache(const struct fn_call *calls, int count) {
     const struct fn_call *c = &calls[count - 1];
     const struct fn_operand *o = c->operand;
     const int64_t out_item = fn_element_size(o[FN_OUT].kind), residual_item = fn_element_size(o[FN_RESIDUAL_OUT].kind);
-    if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < in_use->from_memory) return 0;
-    if (c->hidden < in_use->past_caches && out_item == 2) return 0;
+    if (o[FN_X].kind == FN_F64 || c->rows * c->hidden * (out_item + residual_item) < in_use.from_memory) return 0;
+    if (c->hidden < in_use.past_caches && out_item == 2) return 0;
     for (int i = FN_OUT; i <= FN_RESIDUAL_OUT; i++) {
         if (!o[i].kind) continue;
         if (is_input(calls, count, o[i].address) || !on_border(&o[i], c->hidden)) return 0;
@@ -83,16 +84,16 @@ int fn_bypasses_cache(const struct fn_call *calls, int count) {
 static int overlaps(const struct fn_forward_job *job, int64_t rows) {
     const int64_t row_bytes = job->hidden * (fn_element_size(job->x_kind) + fn_element_size(job->residual_kind));
     const int past_caches = job->bypass_cache != 0;
-    if (row_bytes > (job->x_kind == FN_F16 ? in_use->overlap_f16 : in_use->overlap)) return 0;
-    if (rows * row_bytes < in_use->last_cache) return 1;
-    if (job->residual_kind && job->hidden > in_use->overlap_sum_beyond[past_caches]) return 0;
-    return row_bytes <= in_use->overlap_beyond[past_caches];
+    if (row_bytes > (job->x_kind == FN_F16 ? in_use.overlap_f16 : in_use.overlap)) return 0;
+    if (rows * row_bytes < in_use.last_cache) return 1;
+    if (job->residual_kind && job->hidden > in_use.overlap_sum_beyond[past_caches]) return 0;
+    return row_bytes <= in_use.overlap_beyond[past_caches];
 }
 
 void fn_tune(struct fn_forward_job *job, int64_t rows) {
-    const int64_t *const two_norms = job->x_kind == FN_F32 ? in_use->two_norms_f32 : in_use->two_norms;
+    const int64_t *const two_norms = job->x_kind == FN_F32 ? in_use.two_norms_f32 : in_use.two_norms;
     job->overlaps = overlaps(job, rows);
     job->two_norms_overlap = job->hidden <= two_norms[job->from_memory];
     /* The first cache would not hold both as float and long rows too. Conversions of float16, and those of AVX2, take longer. */
-    job->affine_as_is = !job->overlaps || (job->x_kind == FN_BF16 && job->hidden > in_use->widened);
+    job->affine_as_is = !job->overlaps || (job->x_kind == FN_BF16 && job->hidden > in_use.widened);
 }

@@ -46,7 +46,7 @@ struct fn_tuning {
     int64_t fetched, fetched_gradients;
 };
 
-const struct fn_tuning *fn_tuning(void); /* the row in use */
+struct fn_tuning *fn_tuning(void); /* the row in use */
 void fn_choose_tuning(const char *isa); /* as is fit for the processor, and for the instruction set in use */
 
 /* Whether the last call's outputs bypass the cache; and the fields of a job that change no bit. */

@@ -11,6 +11,7 @@ FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl")
 
 #define ISA zen4
 #define LACKS_F16 1
+#define QUANTIZER avx512
 
 #include "machine/pairs.h"
 #include "kernels/kernel_body.h"
