@@ -133,7 +133,7 @@ def main():
     torch.set_num_threads(1)
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         print("// cache of level", *((index / name).read_text().strip() for name in ("level", "type", "size")))
-    print(f"// {cpu.isa()}; the row in use is {_cpu.ffi.string(ROW.name).decode()!r}")
+    print(f"// {cpu.variant()}; the row in use is {_cpu.ffi.string(ROW.name).decode()!r}")
     for (column, *place), measure in measurements():
         if not columns or column in columns:
             value, gain = measure(_cpu.ffi.addressof(ROW, column, *place))
