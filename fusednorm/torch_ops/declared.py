@@ -30,9 +30,6 @@ class Operator:
         fast: the results of a call that the fast path takes, else None; without checks.
     """
 
-    #: Why batches of weights are refused under ``vmap``; None: the formula takes them.
-    one_weight: str | None = None
-
     def __init__(
         self,
         declaration: Declaration,
@@ -227,8 +224,6 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
             roles = [operand.role for operand in declaration.operands]
             if any(role is Role.WEIGHT and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
-                if operator.one_weight is not None:
-                    raise NotImplementedError(operator.one_weight)
                 found = torch.vmap(OfFormula.apply, in_dims)(*arguments)
             else:  # a batch of calls is one call with a dimension more
                 rows = [

@@ -212,11 +212,6 @@ class Norm(Operator):
     It keeps the row that was normalised, and not its operands; ``backward`` has the gradients of both norms.
     """
 
-    one_weight = (
-        "fusednorm cannot take a batch of weights under vmap: one call has one weight; map over x and the "
-        "residual only, with in_dims of None for the weight, or write a loop"
-    )
-
     def __init__(self, declaration: Declaration, in_place_schema: str) -> None:
         self._has_residual = len(declaration.returned) == 2
         super().__init__(declaration, self._run)

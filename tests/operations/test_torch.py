@@ -68,10 +68,22 @@ print(torch.equal(out, fusednorm.rms_norm(x)))
     assert done.stdout == "True\n"
 
 
-def test_a_batch_of_weights_is_refused():
-    x, _, weight = operands(Case(rows=4, hidden=33).of(F32))
-    with pytest.raises(NotImplementedError, match="batch of weights under vmap"):
-        torch.vmap(rms_norm)(x.expand(33, 4, 33), weight.expand(33, 33))
+def test_a_batch_of_weights():
+    """Calls one after the other, and their gradients."""
+    x, residual, weight = operands(Case(rows=4, hidden=33).of(BF16))
+    batch = [torch.stack([t, t.flip(-1), -t]) for t in (x, residual, weight)]
+    for function, count in ((rms_norm, 1), (fused_add_rms_norm, 2)):
+        given = [batch[0], batch[2]] if count == 1 else batch
+
+        def loss(*operands, function=function, count=count):
+            found = function(*operands)
+            return sum(t.double().sin().sum() for t in (found,) * (count == 1) or found)
+
+        gradient = torch.func.grad(loss, argnums=tuple(range(len(given))))
+        for call in (function, gradient):
+            found, wanted = torch.vmap(call)(*given), [call(*one) for one in zip(*given, strict=True)]
+            found, wanted = (found, zip(*wanted, strict=True)) if isinstance(found, tuple) else ([found], [wanted])
+            assert same(found, list(map(torch.stack, wanted)))
 
 
 def test_checkpointing_hooks_and_modes(mode):
