@@ -90,6 +90,9 @@ class Declaration:
     #: first operand's dtype, *others, *flags) -> others and flags, with which the operation takes the incoming gradient
     #: back. Either may then be float64 alone.
     transposed: Callable[..., tuple[Any, ...]] | None = None
+    #: (operands, flags, tangents of operands or None) -> those of the results that are returned, in torch's operations.
+    #: None: the gradient is transposed, which takes about twice as long.
+    tangent: Callable[..., tuple[Tensor, ...]] | None = None
     #: So many dimensions at the end stay on one rank: a row, or all heads, or nothing.
     joined: int = 1
     #: Whether an operand of rows that is float64 decides that all is computed in float64; else the first operand does.

@@ -245,8 +245,11 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
 def _tangents(
     operator: Operator, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Tangents of the results: the transpose of the gradient, which is linear in the incoming gradients."""
+    """Tangents of the results; by default the transpose of the gradient, which is linear in the incoming gradients."""
     declaration, rows = operator.declaration, operands[0]
+    if declaration.tangent is not None:
+        found = declaration.tangent(operands, flags, tangents)
+        return *found, *[None] * len(declaration.kept)
     places, asked = declaration.places, dict(zip(declaration.flags, flags, strict=True))
     gradient_flags = [asked[flag] for flag in operator.gradient_flags]
     needs = [tangents[place] is not None for place in places]

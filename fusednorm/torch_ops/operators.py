@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Flags, RMSNorm
+from fusednorm.calls.call import Flags, RMSNorm, accumulator
 from fusednorm.calls.checks import (
     check_dtype,
     check_flags,
@@ -200,6 +200,32 @@ def _gradient_alone(
     return reference.gradients(dy, None, x, rstd, weight, weight_offset, x.dtype, None, needed)[::2]
 
 
+def _tangent(operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Tangents of y and of the sum, whose bits nothing promises; roundings are passed straight through."""
+    (x, residual, weight), asked = operands, Flags(*flags)
+    wide = accumulator(x.dtype)
+    h = x.to(wide)
+    total_dtype = wide
+    if residual is not None:
+        total_dtype = asked.residual_dtype or residual.dtype
+        h = h + residual.to(wide)
+        h = h.to(total_dtype).to(wide) if asked.round_sum else h
+    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
+    xhat = h * rstd
+    of_h = sum((t.to(wide) for t in tangents[:2] if t is not None), start=torch.zeros_like(h))
+    of_y = rstd * (of_h - xhat * (xhat * of_h).mean(-1, keepdim=True))
+    if weight is not None:
+        of_y = of_y * (weight.to(wide) + asked.weight_offset)
+    if tangents[2] is not None:
+        of_y = of_y + xhat * tangents[2].to(wide)
+    return of_y.to(asked.out_dtype or x.dtype), of_h.to(total_dtype)
+
+
+def _tangent_alone(operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor]:
+    x, weight, of_x, of_weight = *operands, *tangents[:2]
+    return _tangent((x, None, weight), flags, (of_x, None, of_weight))[:1]
+
+
 def _check(operands: Sequence[Any], flags: Sequence[Any], in_memory: bool) -> tuple[Any, ...]:
     x, residual, weight = operands
     check_operands(x, residual, weight, None, None, in_memory=in_memory)
@@ -268,6 +294,7 @@ RMS_NORM = Norm(
         flags=_NUMBERS,
         formula=lambda x, *rest: _formula(x, None, *rest)[::2],
         gradient=_gradient_alone,
+        tangent=_tangent_alone,
         checks=lambda operands, flags, in_memory: _check((operands[0], None, operands[1]), flags, in_memory),
         gradient_operator=False,
     ),
@@ -281,6 +308,7 @@ FUSED_ADD_RMS_NORM = Norm(
         flags=Flags._field_defaults,
         formula=_formula,
         gradient=_gradient,
+        tangent=_tangent,
         checks=_check,
         gradient_operator=False,
     ),
