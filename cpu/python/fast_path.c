@@ -74,7 +74,7 @@ static PyMethodDef methods[] = {
     {"follow", fn_follow, METH_VARARGS,
      "follow(request, devices)\n--\n\nKeeps the function that tells the request in force, and bits of devices by request."},
     {"entry", fn_new_entry, METH_VARARGS,
-     "entry(kind, names, places, usual, fill, returned, request, otherwise)\n--\n\nA function for calls of a kind; see "
+     "entry(kind, names, places, usual, fill, returned, request, recorded, otherwise)\n--\n\nA function for calls of a kind; see "
      "fast_path_entries.c."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,

@@ -185,12 +185,12 @@ PyObject *fn_rotate(PyObject *const *arguments, long devices);
 
 /*
  * A kind of call: the names of its arguments, with blanks between, and their number; `run` returns the results, or None if
- * Python must make the call.
+ * Python must make the call, or with `may_record` NotImplemented if that is so because gradients are recorded, and only so.
  */
 struct fn_call_kind {
     const char *name, *arguments;
     int count;
-    PyObject *(*run)(const struct fn_call_kind *kind, PyObject **arguments, long devices);
+    PyObject *(*run)(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 };
 extern const struct fn_call_kind fn_call_kinds[]; /* fast_path_forward.c; the last has no name */
 const struct fn_call_kind *fn_call_kind_named(const char *name); /* NULL if there is none */

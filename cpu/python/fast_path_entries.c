@@ -16,6 +16,7 @@ struct entry {
     PyObject *filled, *fill[MOST];    /* a tuple, and what is in it: it stands for arguments of the kind that are not given */
     PyObject *names, *usual;          /* tuples: those of the arguments, and what one must be that C does not know */
     PyObject *request;                /* whose devices are taken; None: of the request in force */
+    PyObject *recorded;               /* what makes a call whose gradients are recorded; None: as for the next */
     PyObject *otherwise;              /* what makes a call that the fast path refuses; None: None is returned */
 };
 
@@ -71,8 +72,12 @@ static PyObject *enter(PyObject *capsule, PyObject *const *given, Py_ssize_t cou
     PyObject *arguments[MOST], *result = NULL;
     const long devices = devices_of(e);
     if (devices < 0) return NULL;
-    if (devices && put(e, given, count, names, arguments)) result = e->kind->run(e->kind, arguments, devices);
+    if (devices && put(e, given, count, names, arguments)) result = e->kind->run(e->kind, arguments, devices, e->recorded != Py_None);
     else result = Py_NewRef(Py_None);
+    if (result == Py_NotImplemented) {
+        Py_DECREF(result);
+        return call(e->recorded, given, count, names);
+    }
     if (result == Py_None && e->otherwise != Py_None) {
         Py_DECREF(result);
         return call(e->otherwise, given, count, names);
@@ -93,6 +98,7 @@ static void release(PyObject *capsule) {
     Py_XDECREF(e->names);
     Py_XDECREF(e->usual);
     Py_XDECREF(e->request);
+    Py_XDECREF(e->recorded);
     Py_XDECREF(e->otherwise);
     PyMem_Free(e);
 }
@@ -100,10 +106,10 @@ static void release(PyObject *capsule) {
 PyObject *fn_new_entry(PyObject *module, PyObject *arguments) {
     (void)module;
     const char *kind;
-    PyObject *places, *filled, *names, *usual, *request, *otherwise;
+    PyObject *places, *filled, *names, *usual, *request, *recorded, *otherwise;
     int returned;
-    if (!PyArg_ParseTuple(arguments, "sO!O!O!O!iOO", &kind, &PyTuple_Type, &names, &PyTuple_Type, &places, &PyTuple_Type, &usual,
-                          &PyTuple_Type, &filled, &returned, &request, &otherwise))
+    if (!PyArg_ParseTuple(arguments, "sO!O!O!O!iOOO", &kind, &PyTuple_Type, &names, &PyTuple_Type, &places, &PyTuple_Type, &usual,
+                          &PyTuple_Type, &filled, &returned, &request, &recorded, &otherwise))
         return NULL;
     const struct fn_call_kind *found = fn_call_kind_named(kind);
     const Py_ssize_t count = PyTuple_Size(places);
@@ -120,7 +126,7 @@ PyObject *fn_new_entry(PyObject *module, PyObject *arguments) {
     }
     *e = (struct entry){.kind = found, .count = (int)count, .returned = returned, .filled = Py_NewRef(filled),
                         .names = Py_NewRef(names), .usual = Py_NewRef(usual), .request = Py_NewRef(request),
-                        .otherwise = Py_NewRef(otherwise)};
+                        .recorded = Py_NewRef(recorded), .otherwise = Py_NewRef(otherwise)};
     for (int i = 0; i < found->count; i++) e->fill[i] = PyTuple_GetItem(filled, i);
     for (int i = 0; i < e->count; i++) e->place[i] = (int)PyLong_AsLong(PyTuple_GetItem(places, i));
     PyObject *function = PyErr_Occurred() ? NULL : PyCFunction_NewEx(&method, capsule, NULL);

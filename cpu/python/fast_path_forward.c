@@ -14,8 +14,8 @@ enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN, NEXT_NORM };
 #define OPERANDS_OF_NORM "x residual weight out residual_out "
 #define FLAGS_OF_NORM " weight_offset round_sum round_norm rstd ask bias x_scale out_dtype"
 
-static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices);
-static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices);
+static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
+static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 
 enum { NORM, TWO_NORMS, QUANTIZER, GATE };
 const struct fn_call_kind fn_call_kinds[] = {
@@ -38,8 +38,8 @@ const struct fn_call_kind *fn_call_kind_named(const char *name) {
     return kind->name ? kind : NULL;
 }
 
-static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices) {
-    (void)kind;
+static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
+    (void)kind, (void)may_record;
     return fn_rotate(arguments, devices);
 }
 
@@ -166,7 +166,7 @@ static int allocate(PyObject *const *arguments, const tensor *t, output outputs[
 }
 
 /* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
-static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices) {
+static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
     struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
     struct fn_quantized quantized;
     struct fn_gated gated;
@@ -192,7 +192,10 @@ static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, 
     if (device > DL_CUDA || !(triton || devices >> device & 1)) return fn_refuse();
     if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return fn_refuse();
     int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
-    if (!others) others = records_gradient(arguments, kind);
+    if (!others) {
+        others = records_gradient(arguments, kind);
+        if (others > 0 && may_record) return Py_NewRef(Py_NotImplemented);
+    }
     /* A gate's output must not require a gradient, whether gradients are recorded or not. */
     if (!others && gates) others = fn_requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
     if (others < 0) return NULL;

@@ -158,15 +158,16 @@ class Entry(NamedTuple):
     #: Other arguments of the kind, which are else None.
     constants: Mapping[str, Any] = {}
 
-    def of(self, function: str) -> Callable[..., Any]:
+    def of(self, function: str, recorded: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The same as :meth:`open`, for the arguments of a public function, and kept in :data:`ENTRIES`."""
         ENTRIES[function] = self
-        return self.open()
+        return self.open(recorded=recorded)
 
     def open(
         self,
         request: str | None = None,
         arguments: Sequence[str] = (),
+        recorded: Callable[..., Any] | None = None,
         otherwise: Callable[..., Any] | None = None,
     ) -> Callable[..., Any]:
         """A function that makes such a call, unchecked; it returns None if it did nothing, and Python must make it.
@@ -174,6 +175,7 @@ class Entry(NamedTuple):
         Args:
             request: whose devices are taken; None: of the request in force.
             arguments: their names, where some may be passed by name.
+            recorded: what makes the call where only autograd must see it; it too may return None.
             otherwise: what makes the call if the fast path does nothing.
         """
         if not OPEN:
@@ -189,6 +191,7 @@ class Entry(NamedTuple):
             tuple(constants.get(name) for name in taken),
             self.returned,
             request,
+            recorded,
             otherwise,
         )
         return cast("Callable[..., Any]", found)

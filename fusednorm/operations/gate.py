@@ -31,8 +31,33 @@ from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.gradients import composed_again
 from fusednorm.torch_ops.steps import GATE
 
-_gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open()
-gate_and_up = Entry("gate", "x z activation between out", constants={"order": AND_MUL}).open()
+
+def _record(y: Tensor, z: Tensor, activation: str, out: Tensor | None = None, _: None = None) -> Any:
+    """The result of :func:`gate` for plain operands that C has read, where gradients are recorded; or None."""
+    if out is not None or must_be_seen.transforms_active():
+        return None
+    return Gated.apply(Gating(activation, None, y.dtype), y, z)  # type: ignore[no-untyped-call]
+
+
+def _record_gate_and_up(
+    gate: Tensor, up: Tensor | None, activation: str, between: torch.dtype | None = None, out: Tensor | None = None
+) -> Any:
+    """The same of :func:`silu_and_mul`."""
+    if out is not None or must_be_seen.transforms_active():
+        return None
+    gating = _and_mul_gating(activation, between, gate)
+    return Gated.apply(gating, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
+
+
+def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor) -> Gating:
+    passed = between or gate.dtype
+    return Gating(activation, None if passed == accumulator(gate.dtype) else passed, gate.dtype)
+
+
+_gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)
+gate_and_up = Entry("gate", "x z activation between out", constants={"order": AND_MUL}).open(
+    recorded=_record_gate_and_up
+)
 
 
 def gate(
@@ -138,8 +163,7 @@ def _and_mul(
     if not isinstance(gate, Tensor):
         refuse_type("gate", gate)
     check_between(between, gate, "gate")
-    passed = between or gate.dtype
-    gating = Gating(activation, None if passed == accumulator(gate.dtype) else passed)
+    gating = _and_mul_gating(activation, between, gate)
     if up is not None:
         return _run(function, {"gate": gate, "up": up}, up, gate, gating, out)
     z, y = halves(gate)

@@ -32,11 +32,50 @@ from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.gradients import Normalise
 from fusednorm.torch_ops.operators import FUSED_ADD_RMS_NORM, RMS_NORM
 
-_rms_norm = Entry("norm", "x weight eps bias weight_offset round_norm out out_dtype", returned=0).of("rms_norm")
+
+def _record_sum(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    x_scale: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    *others: Any,
+) -> Any:
+    """The results of :func:`fused_add_rms_norm` for plain operands that C has read, where gradients are recorded.
+
+    None where more is asked: ``others`` are outputs and dtypes.
+    """
+    if x_scale != 1.0 or any(other is not None for other in others) or must_be_seen.transforms_active():
+        return None
+    flags = (eps, weight_offset, round_sum, round_norm, None, None)
+    return Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+
+
+def _record(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    weight_offset: float,
+    round_norm: bool,
+    *others: Any,
+) -> Any:
+    """The same of :func:`rms_norm`."""
+    found = _record_sum(x, None, weight, eps, bias, 1.0, weight_offset, True, round_norm, *others)
+    return None if found is None else found[0]
+
+
+_rms_norm = Entry("norm", "x weight eps bias weight_offset round_norm out out_dtype", returned=0).of(
+    "rms_norm", _record
+)
 _fused_add_rms_norm = Entry(
     "norm",
     "x residual weight eps bias x_scale weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
-).of("fused_add_rms_norm")
+).of("fused_add_rms_norm", _record_sum)
 
 
 def fused_add_rms_norm(

@@ -324,7 +324,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     assert fast_path.Entry("norm", "x").open("tests ('cpu',)")(x, None) is None  # an argument too many
     assert fast_path.Entry("norm", "x").open("no request")(x) is None
     with pytest.raises(ValueError, match="no entry for calls of kind nothing with 0 arguments"):
-        fast_path._fast_path.entry("nothing", (), (), (), (), -1, None, None)
+        fast_path._fast_path.entry("nothing", (), (), (), (), -1, None, None, None)
 
 
 @pytest.mark.skipif(not fast_path.OPEN, reason="takes DLPack's exchange API, which torch has since 2.10")
