@@ -23,7 +23,6 @@ from fusednorm import Quantization, quantizations
 from fusednorm.backends import cuda
 from fusednorm.backends.cuda import choice as cuda_kernels
 from fusednorm.backends.cuda import compiler as cuda_compiler
-from fusednorm.backends.cuda.choice import fuses
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -31,6 +30,7 @@ from fusednorm.backends.kernel_keys import (
     GateOfNorm,
     QuantizerKind,
     RotationKind,
+    fuses,
     lacking,
 )
 from fusednorm.calls import fast_path
