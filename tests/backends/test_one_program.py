@@ -274,7 +274,7 @@ def interpret(patch, number, turn, launches):
         return interpreter.TensorHandle(np.array([at["program"]], np.int32), language.int32)
 
     def launch(self, programs, values):
-        given = {name: typed(kind, values[name]) for name, (kind, _) in self.variant.arguments().items()}
+        given = {name: typed(kind, values.get(name)) for name, (kind, _) in self.variant.arguments().items()}
         at["program"] = min(number, programs - 1)
         accesses.clear()
         for module in WITH_LOOPS if turn is not None else ():
