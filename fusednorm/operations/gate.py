@@ -45,13 +45,13 @@ def _record_gate_and_up(
     """The same of :func:`silu_and_mul`."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    gating = _and_mul_gating(activation, between, gate)
+    gating = _and_mul_gating(activation, between, gate)._replace(out_dtype=gate.dtype)
     return Gated.apply(gating, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
 
 
 def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor) -> Gating:
     passed = between or gate.dtype
-    return Gating(activation, None if passed == accumulator(gate.dtype) else passed, gate.dtype)
+    return Gating(activation, None if passed == accumulator(gate.dtype) else passed)
 
 
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)

@@ -20,6 +20,8 @@ from fusednorm.engine import fast_path as of_c
 from fusednorm.engine import run_gated
 from fusednorm.reference import activations
 
+from fast_calls import close_fast_path
+
 ROOT = Path(__file__).parents[2]
 BACKENDS = ["reference", *(["cpu"] if not cpu.unavailable() else [])]
 Y, Z = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
@@ -114,6 +116,16 @@ def test_errors_are_within_the_bounds_that_the_specification_derives(dtype):
 def test_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_outputs_of_other_dtypes_without_the_fast_path(monkeypatch):
+    z, y = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    wanted = [
+        f(*given, out=torch.empty(3, 8, dtype=torch.bfloat16)) for f, given in ((silu_and_mul, (z, y)), (gate, (y, z)))
+    ]
+    close_fast_path(monkeypatch)
+    assert torch.equal(silu_and_mul(z, y, out=torch.empty(3, 8, dtype=torch.bfloat16)), wanted[0])
+    assert torch.equal(gate(y, z, out=torch.empty(3, 8, dtype=torch.bfloat16)), wanted[1])
 
 
 @pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
