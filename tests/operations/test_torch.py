@@ -68,6 +68,21 @@ print(torch.equal(out, fusednorm.rms_norm(x)))
     assert done.stdout == "True\n"
 
 
+@pytest.mark.parametrize("function", [rms_norm, fused_add_rms_norm, fusednorm.gate, fusednorm.silu_and_mul])
+def test_a_transform_of_other_operands(function):
+    """It is active while a call records gradients, and none of the call's operands is of it."""
+    x = torch.randn(3, 8, requires_grad=True)
+    one = function(x) if function is rms_norm else function(x, x)
+    one, z = one if isinstance(one, torch.Tensor) else one[0], torch.randn(4, 3, 8)
+
+    def added(t):
+        found = function(x) if function is rms_norm else function(x, x)
+        return t + (found if isinstance(found, torch.Tensor) else found[0])
+
+    assert torch.equal(torch.vmap(added)(z), z + one)
+    assert torch.equal(torch.func.grad(lambda t: (added(t) * one.detach()).sum())(z[0]), one)
+
+
 def test_a_batch_of_weights():
     """Calls one after the other, and their gradients."""
     x, residual, weight = operands(Case(rows=4, hidden=33).of(BF16))
