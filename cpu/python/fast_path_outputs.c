@@ -11,7 +11,13 @@ void fn_open_outputs(PyObject *like, PyObject *empty, PyObject *keywords) {
     keywords_of_dtypes = Py_NewRef(keywords);
 }
 
-PyObject *fn_keywords_of(PyObject *dtype) { return PyDict_GetItemWithError(keywords_of_dtypes, dtype); }
+PyObject *fn_keywords_of(PyObject *dtype) {
+    PyObject *known, *keywords;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(keywords_of_dtypes, &at, &known, &keywords)) /* an object that is no dtype may have no hash */
+        if (known == dtype) return keywords;
+    return NULL;
+}
 
 /* A new tensor like x, as fn_take_output says; NULL with a Python error. */
 static PyObject *make(PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords) {

@@ -24,8 +24,8 @@ static int is_of(const tensor *t, uint8_t code, uint8_t bits) {
 }
 
 int fn_between(PyObject *dtype) {
-    if (dtype == Py_None || dtype == Py_False) return 0;
-    return dtype == Py_True || dtype == PyDict_GetItemString(PyTuple_GetItem(dtypes, FLOAT_SCALES), "dtype") ? 1 : -1;
+    if (dtype == Py_None) return 0;
+    return dtype == PyDict_GetItemString(PyTuple_GetItem(dtypes, FLOAT_SCALES), "dtype") ? 1 : -1;
 }
 
 /* Reads the only number of a scale or a zero point that is given; 0 if there is none, or Python reports its value. */

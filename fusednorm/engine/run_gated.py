@@ -32,7 +32,8 @@ from fusednorm.engine.choose import Chosen
 from fusednorm.reference import activations
 
 _alone = Entry("gate", "x z activation", constants={"order": ALONE}).open()
-_and_mul = Entry("gate", "x z activation between", constants={"order": AND_MUL}).open()
+#: The gate and up, or both in one tensor; not where gradients are recorded.
+and_mul = Entry("gate", "x z activation between", constants={"order": AND_MUL}).open()
 _norm_gated = Entry(
     "gate",
     "x z weight eps norm_before_gate activation round_norm between weight_offset rstd out",
@@ -95,7 +96,7 @@ def on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
     if between is None and out_dtype == y.dtype:
         found: Any = _alone(y, z, gating.activation)
     elif between in (None, z.dtype) and out_dtype == z.dtype:
-        found = _and_mul(z, y, gating.activation, between is None)
+        found = and_mul(z, y, gating.activation, torch.float32 if between is None else None)
     else:
         return None
     return cast("Tensor | None", found)

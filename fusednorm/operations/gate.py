@@ -55,7 +55,7 @@ def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor) 
 
 
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)
-gate_and_up = Entry("gate", "x z activation between out", constants={"order": AND_MUL}).open(
+_gate_and_up = Entry("gate", "x z activation between out", constants={"order": AND_MUL}).open(
     recorded=_record_gate_and_up
 )
 
@@ -154,7 +154,7 @@ def _and_mul(
 ) -> Tensor:
     """The public function, whose gate has this activation."""
     if not is_dynamo_compiling():
-        result: Tensor | None = gate_and_up(gate, up, activation, between, out)
+        result: Tensor | None = _gate_and_up(gate, up, activation, between, out)
         if result is not None:
             return result
         if must_be_seen.override(gate, up, out):
