@@ -1,7 +1,7 @@
 /*
  * Shared by the files of the fast path, in the order in which they know each other: fast_path_operands.c reads a tensor,
  * fast_path_quantized.c, _gated.c and _rotated.c read the operands of those operations, and fast_path_forward.c those of a
- * norm before or after them; fast_path_backward.c reads gradients. fast_path.c is the module.
+ * norm before or after them; fast_path_backward.c reads gradients. fast_path_entries.c is what Python calls, fast_path.c the module.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
 #define FUSEDNORM_FAST_PATH_H

@@ -74,7 +74,6 @@ def rms_norm_add_rms_norm(
     """
     if residual is None:
         refuse_type("residual", residual)
-    second = eps if next_eps is None else next_eps
     if not is_dynamo_compiling():
         result: tuple[Tensor, Tensor] | None = _rms_norm_add_rms_norm(
             x, residual, weight, next_weight, eps, next_eps, between, weight_offset, round_sum, round_norm, out,
@@ -82,6 +81,7 @@ def rms_norm_add_rms_norm(
         )  # fmt: skip
         if result is not None:
             return result
+    second = eps if next_eps is None else next_eps
     flags = Flags(second, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
     before = Before(weight, eps, between, True)
     call = NormCall(rms_norm_add_rms_norm, x, residual, next_weight, flags, out, residual_out, before=before)
@@ -115,13 +115,13 @@ def rms_norm_add_rms_norm_(
     """
     if residual is None:
         refuse_type("residual", residual)
-    second = eps if next_eps is None else next_eps
     if not is_dynamo_compiling():
         result: tuple[Tensor, Tensor] | None = _rms_norm_add_rms_norm(
             x, residual, weight, next_weight, eps, next_eps, between, weight_offset, round_sum, round_norm, x, residual
         )
         if result is not None:
             return result
+    second = eps if next_eps is None else next_eps
     flags = Flags(second, weight_offset, round_sum, round_norm)
     before = Before(weight, eps, between, True)
     call = NormCall(rms_norm_add_rms_norm_, x, residual, next_weight, flags, x, residual, before=before)

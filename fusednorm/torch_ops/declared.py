@@ -78,7 +78,7 @@ class Operator:
 
     def _fake(self, *arguments: Any) -> Any:
         declaration, operands = self.declaration, arguments[: self.count]
-        flags = self.declaration.checked(operands, arguments[self.count :], in_memory=False)
+        flags = declaration.checked(operands, arguments[self.count :], in_memory=False)
         rows = operands[0]
         return _one_or_more(
             tuple(
