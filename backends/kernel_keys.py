@@ -224,7 +224,8 @@ class GateKind(NamedTuple):
 
     #: The gradient of the products; None in a forward pass.
     d: torch.dtype | None
-    y: torch.dtype
+    #: None where the function of z is not multiplied.
+    y: torch.dtype | None
     z: torch.dtype
     #: The products, or the gradient of y.
     out: torch.dtype | None
@@ -250,18 +251,18 @@ class GateKind(NamedTuple):
             rows = (None, none), y, z, out, (None, none)
         else:
             rows = tuple(zip((call.d, call.y, call.z, call.dy, call.dz), call.strides, strict=True))
-        d, _, _, first, second = (_dtype(tensor) for tensor, _ in rows)
+        d, y_dtype, _, first, second = (_dtype(tensor) for tensor, _ in rows)
         one_level = call.inner == call.rows
         side_by_side = all(tensor is None or stride == call.hidden_size for tensor, (_, stride) in rows)
         return cls(
-            *(d, call.y.dtype, call.z.dtype, first, second, call.activation, call.between, call.hidden_size),
+            *(d, y_dtype, call.z.dtype, first, second, call.activation, call.between, call.hidden_size),
             *(_alignment(rows, ()), not one_level, one_level and side_by_side),
         )
 
     @property
     def accumulator(self) -> torch.dtype:
         """The type that everything is computed in."""
-        return accumulator(torch.promote_types(self.y, self.z))
+        return accumulator(torch.promote_types(self.y or self.z, self.z))
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are."""

@@ -1,4 +1,4 @@
-// Rows times a function of other rows.
+// Rows times a function of other rows, or that function alone where y is absent.
 #include "gate.cuh"
 
 extern "C" __global__ void BOUNDS gate(const Arguments a) {
@@ -9,10 +9,9 @@ extern "C" __global__ void BOUNDS gate(const Arguments a) {
     load_if(at.inside, y, a.y + at.in(a.y_strides));
     load_if(at.inside, z, a.z + at.in(a.z_strides));
     let_next_kernel_begin();
-    A f[VECTOR], out[VECTOR];
+    A f[VECTOR];
     activate(f, z);
     round_to<BETWEEN_TYPE>(f);
-    widen(out, y);
-    multiply(out, f);
-    store_if(at.inside, a.out + at.in(a.out_strides), out);
+    multiply_if(f, y);
+    store_if(at.inside, a.out + at.in(a.out_strides), f);
 }

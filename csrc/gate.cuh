@@ -26,6 +26,15 @@ struct Arguments : Levels {
     int hidden_size;
 };
 
+// Multiplies values by rows, if they are present.
+template <class T> __device__ void multiply_if(A (&values)[VECTOR], const T (&rows)[VECTOR]) {
+    if constexpr (PRESENT<T>) {
+        A factors[VECTOR];
+        widen(factors, rows);
+        multiply(values, factors);
+    }
+}
+
 // Where the thread's vector lies in an operand.
 struct Place {
     const Arguments& a;

@@ -15,8 +15,8 @@ extern "C" __global__ void BOUNDS gate_backward(const Arguments a) {
     activate(f, slope, z);
     round_to<BETWEEN_TYPE>(f);
     widen(dy, d);
-    widen(dz, y);
-    multiply(dz, dy);
+    widen(dz, d);
+    multiply_if(dz, y);
     round_to<BETWEEN_TYPE>(dz);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {

@@ -53,6 +53,8 @@ EXACT = {
     "exp": torch.exp,
     "sigmoid": lambda z: 1 / (1 + torch.exp(-z)),
     "silu": lambda z: z / (1 + torch.exp(-z)),
+    "gelu": lambda z: z * (torch.special.erfc(z * -math.sqrt(0.5)) / 2),
+    "relu2": lambda z: torch.where(z > 0, z, 0 * z).square(),
     "gelu_tanh": lambda z: z / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z * z * z))),
 }
 #: Errors are reported for each of these ranges of arguments: from one number up to the next.
@@ -133,7 +135,7 @@ class Errors:
 
     def look_at(self, z, found):
         exact = EXACT[self.name](z.double())
-        nan = z.isnan() if self.name in ("exp", "sigmoid") else z.isnan() | (z == -math.inf)
+        nan = z.isnan() if self.name in ("exp", "sigmoid", "relu2") else z.isnan() | (z == -math.inf)
         self.nans += int((found.isnan() != nan).sum())
         magnitude = exact.abs()
         # The spacing of float32 at the exact number is 2^(exponent - 23), and 2^-149 where that is subnormal.
@@ -188,7 +190,13 @@ def beyond(z, name):
     if name == "sigmoid":
         value = torch.where(z.isnan(), z, torch.where(tiny, 0.5, above))
         return value, value, torch.where(z.isnan(), z, torch.where(tiny, 0.25, 0))
+    if name == "relu2":
+        value = torch.where(z < 0, 0, z) ** 2
+        return value, value, torch.where(z > 0, 2 * z, 0)
     value = torch.where(tiny, z / 2, z * above)  # NaN for -infinity
+    if name == "gelu":
+        value = torch.where(tiny & (z > 0), z - z / 2, value)  # half of the smallest number is rounded
+        return value, value, torch.where(z.isnan(), z, torch.where(tiny, 0.5, above))
     return value, value, torch.where(tiny, 0.5, above) + z * 0
 
 

@@ -35,7 +35,7 @@ from fusednorm.backends.triton.host import INTERPRETED, Host, Interpreted, Varia
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import Share
-from fusednorm.calls.call import AroundNorm, Backward, Forward, Gate, NormGated, Quantize, Rotate
+from fusednorm.calls.call import ACTIVATIONS, AroundNorm, Backward, Forward, Gate, NormGated, Quantize, Rotate
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def forward_variant(kind: ForwardKind) -> Variant:
     flags, out = 0, kind.out
     if kind.gate is not None:
         before, out = kind.gate.between is None, kind.gate.between or kind.out
-        functions = {name.upper(): kind.gate.activation == name for name in ("sigmoid", "gelu_tanh")}
+        functions = {name.upper(): kind.gate.activation == name for name in ACTIVATIONS[1:]}
         flags = _flags(GATE_BEFORE=before, GATE_AFTER=not before, **functions)
         flags += _flags(PASSED=not before and out == kind.x != kind.accumulator)
     constants = {"FLAGS": flags + _norm_flags(kind, out), "SEGMENTS": _segments(kind.hidden_size)}

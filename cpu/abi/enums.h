@@ -35,7 +35,7 @@ enum fn_quantizer_flag {
 
 /* The function of a gate. */
 enum fn_activation {
-    FN_SILU = 0, FN_SIGMOID = 1, FN_GELU_TANH = 2
+    FN_SILU = 0, FN_SIGMOID = 1, FN_GELU_TANH = 2, FN_GELU = 3, FN_RELU2 = 4
 };
 
 /* The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both. */

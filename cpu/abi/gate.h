@@ -1,4 +1,7 @@
-/* A gate, as fusednorm/calls/c_abi.py packs it: out = y * f(z), or the gradients of y and z. All fields have 8 bytes. */
+/*
+ * A gate, as fusednorm/calls/c_abi.py packs it: out = y * f(z), or f(z) where y is absent, or the gradients. All fields have 8
+ * bytes.
+ */
 #ifndef FUSEDNORM_GATE_H
 #define FUSEDNORM_GATE_H
 

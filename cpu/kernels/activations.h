@@ -1,6 +1,6 @@
 /*
- * sigmoid, silu and gelu_tanh as docs/spec.md, section 10, defines them, and their slopes. gate_body.h includes this file
- * once for each type, with the constants of tests/exponential.py: REAL is the type, WHOLE an unsigned integer of its size,
+ * The functions of gates as docs/spec.md, section 10, defines them, and their slopes. gate_body.h includes this file once for
+ * each type, with the constants of tests/exponential.py and tests/gaussian.py: REAL is the type, WHOLE an unsigned integer of its size,
  * and OF gives a name its suffix; these three end with the file. All of it is plain C on one element, which compilers turn
  * into vectors.
  */
@@ -11,22 +11,33 @@ FN_INLINE REAL OF(chosen)(int condition, REAL yes, REAL no) {
     return OF(number_of)((OF(bits_of)(yes) & mask) | (OF(bits_of)(no) & ~mask));
 }
 
-/* exp(t) = p * first * second, for t up to 700 (float: 88). */
+/* A polynomial of x, which has so many coefficients. */
+FN_INLINE REAL OF(polynomial)(const REAL *c, int count, REAL x, REAL square) {
+    int i = count % 2 ? count - 1 : count - 2;
+    REAL p = count % 2 ? c[i] : c[i + 1] * x + c[i];
+    while ((i -= 2) >= 0) p = p * square + (c[i + 1] * x + c[i]);
+    return p;
+}
+#define POLYNOMIAL(c, x, square) OF(polynomial)(OF(c), sizeof OF(c) / sizeof(REAL), x, square)
+
+/* exp(t) = p * 2^k, for t up to 700 (float: 88); `exponent` is k plus twice the bias. */
+FN_INLINE REAL OF(reduced)(REAL t, WHOLE *exponent) {
+    const REAL shifted = t * OF(log2_e) + OF(rounder), k = shifted - OF(rounder);
+    const REAL r = (t - k * OF(ln2_high)) - k * OF(ln2_low), square = r * r;
+    *exponent = OF(bits_of)(shifted) - OF(bits_of)(OF(rounder)) + 2 * OF(bias);
+    return POLYNOMIAL(coefficients, r, square) * square + r + 1;
+}
+
+/* exp(t) = p * first * second. */
 struct OF(exponential) {
     REAL p, first, second;
 };
 
 FN_INLINE struct OF(exponential) OF(exponential)(REAL t) {
-    const REAL *const c = OF(coefficients);
-    enum { PAIRS = sizeof OF(coefficients) / sizeof(REAL) / 2 };
-    t = OF(chosen)(t < OF(least), OF(least), t);
-    const REAL shifted = t * OF(log2_e) + OF(rounder), k = shifted - OF(rounder);
-    const REAL r = (t - k * OF(ln2_high)) - k * OF(ln2_low), square = r * r;
-    REAL p = c[2 * PAIRS - 1] * r + c[2 * PAIRS - 2];
-    for (int i = PAIRS - 2; i >= 0; i--) p = p * square + (c[2 * i + 1] * r + c[2 * i]);
-    const WHOLE whole = OF(bits_of)(shifted) - OF(bits_of)(OF(rounder)) + 2 * OF(bias), half = whole >> 1;
-    return (struct OF(exponential)){p * square + r + 1, OF(number_of)(half << OF(mantissa)),
-                                    OF(number_of)((whole - half) << OF(mantissa))};
+    WHOLE whole;
+    const REAL p = OF(reduced)(OF(chosen)(t < OF(least), OF(least), t), &whole);
+    const WHOLE half = whole >> 1;
+    return (struct OF(exponential)){p, OF(number_of)(half << OF(mantissa)), OF(number_of)((whole - half) << OF(mantissa))};
 }
 
 /* z * sigmoid(v); in `e`, exp(-v), or exp(v) where v is low. */
@@ -47,14 +58,39 @@ FN_INLINE REAL OF(argument)(REAL z) { return (z + z * z * z * (REAL)0.044715) * 
 /* What it passes on changes so much with z. */
 FN_INLINE REAL OF(slope_of_argument)(REAL z) { return (z * z * (REAL)0.134145 + 1) * (REAL)1.5957691216057308; }
 
+/* z * Phi(z); and, where `slope` is not NULL, the derivative. */
+FN_INLINE REAL OF(gelu)(REAL z, REAL *slope) {
+    const REAL a = OF(number_of)(OF(bits_of)(z) << 1 >> 1), square = a * a;
+    WHOLE exponent;
+    const REAL p = OF(reduced)(square * (REAL)-0.5, &exponent);
+    const REAL e = p * OF(number_of)((exponent - OF(bias)) << OF(mantissa)); /* a normal number, unless z is outside */
+    const REAL q = POLYNOMIAL(numerator, a, square) / POLYNOMIAL(denominator, a, square);
+    const int outside = a > OF(reach), below = z < 0;
+    if (slope) {
+        const REAL tail = OF(chosen)(outside, 0, (q - a * OF(density)) * e);
+        *slope = OF(chosen)(below, tail, 1 - tail);
+    }
+    return OF(chosen)(below, z - z, z) - OF(chosen)(outside, 0, a * q * e);
+}
+
 FN_INLINE REAL OF(activated)(int activation, REAL z) {
     REAL e;
+    if (activation == FN_GELU) return OF(gelu)(z, NULL);
+    if (activation == FN_RELU2) {
+        const REAL r = OF(chosen)(z < 0, 0, z);
+        return r * r;
+    }
     if (activation == FN_SIGMOID) return OF(product)(1, z, &e);
     return OF(product)(z, activation == FN_SILU ? z : OF(argument)(z), &e);
 }
 
 /* The same, and in `slope` the derivative. */
 FN_INLINE REAL OF(activated_and_slope)(int activation, REAL z, REAL *slope) {
+    if (activation == FN_GELU) return OF(gelu)(z, slope);
+    if (activation == FN_RELU2) {
+        *slope = OF(chosen)(z > 0, z + z, 0);
+        return OF(activated)(activation, z);
+    }
     const REAL v = activation == FN_GELU_TANH ? OF(argument)(z) : z;
     const int low = v < OF(low);
     REAL e;
@@ -82,9 +118,12 @@ static FN_NOINLINE void OF(activate)(int activation, const REAL *restrict z, int
     } while (0)
     if (activation == FN_SILU) EACH(FN_SILU);
     else if (activation == FN_SIGMOID) EACH(FN_SIGMOID);
-    else EACH(FN_GELU_TANH);
+    else if (activation == FN_GELU_TANH) EACH(FN_GELU_TANH);
+    else if (activation == FN_GELU) EACH(FN_GELU);
+    else EACH(FN_RELU2);
 #undef EACH
 }
+#undef POLYNOMIAL
 #undef REAL
 #undef WHOLE
 #undef OF

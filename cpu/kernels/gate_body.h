@@ -24,6 +24,10 @@ static const float least_float = -110.0f, low_float = -80.0f, rounder_float = 12
 static const float log2_e_float = 0x1.715476p+0f, ln2_high_float = 0x1.62e4p-1f, ln2_low_float = 0x1.7f7d1cp-20f;
 static const float coefficients_float[] = {0.5f,           0x1.55553cp-3f,  0x1.5554f2p-5f,
                                            0x1.1136aep-7f, 0x1.6d40a6p-10f, 0x1.6c3104p-13f};
+static const float reach_float = 13.1875f, density_float = 0x1.988454p-2f;
+static const float numerator_float[] = {0x1p-1f, 0x1.bce64cp-2f, 0x1.71644cp-3f, 0x1.44dc48p-5f, 0x1.040fb6p-8f};
+static const float denominator_float[] = {
+    0x1p+0f, 0x1.aab554p+0f, 0x1.30cfa4p+0f, 0x1.d8f9bp-2f, 0x1.972ef6p-4f, 0x1.45ef08p-7f};
 #include "kernels/activations.h"
 #include "kernels/usual_gates.h"
 
@@ -40,6 +44,15 @@ static const double coefficients_double[] = {
     0.5, 0x1.5555555555556p-3, 0x1.5555555555557p-5, 0x1.1111111110e61p-7, 0x1.6c16c16c156cdp-10, 0x1.a01a01a183f68p-13,
     0x1.a01a01ab4b9c3p-16, 0x1.71de34f283766p-19, 0x1.27e4d0cd3dd2bp-22, 0x1.ae7757c5bb063p-26, 0x1.1f849744516fbp-29,
     0x1.4816247897b6bp-33};
+static const double reach_double = 37.625, density_double = 0x1.9884533d43651p-2;
+static const double numerator_double[] = {
+    0x1p-1, 0x1.a695cc614ce9fp-1, 0x1.59e28fbe180a6p-1, 0x1.6aae56a1f9583p-2, 0x1.0b370da0cdae9p-3,
+    0x1.1fc2ca64de9cp-5, 0x1.ca0c9f44be687p-8, 0x1.0a57ff14494c5p-10, 0x1.b2bdfec1cf8f9p-14, 0x1.c4bf808326fd9p-18,
+    0x1.ce4cd6f3470cdp-23};
+static const double denominator_double[] = {
+    0x1p+0, 0x1.396bfafff74e4p+1, 0x1.670454ae3ce44p+1, 0x1.fce9b81e3d8b3p+0, 0x1.f11d249f89feep-1,
+    0x1.60515c10d6bap-2, 0x1.72f2aa28f8122p-4, 0x1.23476878a0fbep-6, 0x1.500766f505f7fp-9, 0x1.1100054519b63p-12,
+    0x1.1bb7bfb21aaa4p-16, 0x1.21b4230e18e46p-21};
 #include "kernels/activations.h"
 
 /*
@@ -65,14 +78,15 @@ FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
 
 FN_INLINE void gate_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
                          const float *a, int64_t i, int n) {
-    const U y = load_any(KIND(FN_GATED), at[FN_GATED], i, n), f = round_any(between, u_load(F32, a, i, UNIT));
-    store_any(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, u_mul(y, f));
+    U f = round_any(between, u_load(F32, a, i, UNIT));
+    if (at[FN_GATED]) f = u_mul(load_any(KIND(FN_GATED), at[FN_GATED], i, n), f);
+    store_any(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, f);
 }
 
 FN_INLINE void gate_backward_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
                                   const float *a, const float *slope, int64_t i, int n) {
-    const U d = load_any(KIND(FN_GATE_D), at[FN_GATE_D], i, n), y = load_any(KIND(FN_GATED), at[FN_GATED], i, n);
-    const U f = round_any(between, u_load(F32, a, i, UNIT)), da = round_any(between, u_mul(d, y));
+    const U d = load_any(KIND(FN_GATE_D), at[FN_GATE_D], i, n), f = round_any(between, u_load(F32, a, i, UNIT));
+    const U da = at[FN_GATED] ? round_any(between, u_mul(d, load_any(KIND(FN_GATED), at[FN_GATED], i, n))) : d;
     const U dz = u_mul(da, u_load(F32, slope, i, UNIT));
     if (at[FN_GATED_D]) store_any(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f));
     if (at[FN_GATE_DZ]) store_any(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz);
@@ -93,7 +107,7 @@ FN_INLINE void gate_units(int kind, int64_t between, const struct fn_gate *g, ch
 
 /* The kind of all operands and of what passes between, if that is rounded; NONE if there are several. */
 static int kind_of_all(const struct fn_gate *g) {
-    const int64_t kind = g->operand[FN_GATED].kind;
+    const int64_t kind = g->operand[FN_GATE].kind;
     for (int i = 0; i < FN_GATE_OPERANDS; i++)
         if (g->operand[i].kind != NONE && g->operand[i].kind != kind) return NONE;
     return g->between == NONE || g->between == kind ? (int)kind : NONE;
@@ -109,7 +123,7 @@ static void activate_tile(const struct fn_gate *g, int kind, const void *gate, i
     else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, widened);
     else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, widened);
     else if (!as_it_is) widen_gate(F32, gate, n, widened);
-    if (!activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
+    if (activation > FN_GELU_TANH || !activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
 }
 
 /*
@@ -149,20 +163,20 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n, double 
     const struct fn_operand *o = g->operand;
     const int backward = g->pass == FN_BACKWARD;
     double *const a = kept ? kept : values, *const slope = kept ? kept + FN_GATE_TILE : slopes;
-    widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
+    if (at[FN_GATED]) widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
     if (!(kept && backward)) {
         widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
         activate_double((int)g->activation, z, n, a, kept || backward ? slope : NULL);
     }
     if (!backward) {
-        for (int i = 0; i < n; i++) y[i] *= a[i];
+        for (int i = 0; i < n; i++) y[i] = at[FN_GATED] ? y[i] * a[i] : a[i];
         narrow_from_f64((int)o[FN_GATE_OUT].kind, y, at[FN_GATE_OUT], n);
         return;
     }
     double *const d = z;
     widen_to_f64((int)o[FN_GATE_D].kind, at[FN_GATE_D], d, n);
     for (int i = 0; i < n; i++) {
-        y[i] = slope[i] * (d[i] * y[i]);
+        y[i] = slope[i] * (at[FN_GATED] ? d[i] * y[i] : d[i]);
         d[i] *= a[i];
     }
     if (at[FN_GATED_D]) narrow_from_f64((int)o[FN_GATED_D].kind, d, at[FN_GATED_D], n);

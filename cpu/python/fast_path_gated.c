@@ -12,8 +12,9 @@ enum { Z, ACTIVATION, ORDER, NORM_FIRST, BETWEEN, GROUP, OUT };
 _Static_assert((int)OUT == (int)FN_GATE_OUT_ARGUMENT, "fast_path_forward.c looks at the output");
 
 static int activation_of(PyObject *name) {
-    static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh"};
-    for (int i = 0; i <= FN_GELU_TANH; i++)
+    static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh",
+                                        [FN_GELU] = "gelu", [FN_RELU2] = "relu2"};
+    for (int i = 0; i <= FN_RELU2; i++)
         if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[i]) == 0) return i;
     return -1;
 }

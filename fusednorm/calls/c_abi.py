@@ -186,7 +186,7 @@ def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
         operands = (_ABSENT, *map(_operand, (call.y, call.z, call.out), call.strides), _ABSENT)
     else:
         operands = tuple(map(_operand, (call.d, call.y, call.z, call.dy, call.dz), call.strides))
-    wide = torch.float64 in (call.y.dtype, call.z.dtype)
+    wide = any(t is not None and t.dtype == torch.float64 for t in (call.y, call.z))
     return _GATE.pack(
         *(isinstance(call, GateBackward), ACTIVATIONS.index(call.activation), KINDS[call.between], wide),
         *(threads, call.rows, call.inner, call.hidden_size, *itertools.chain(*operands)),
@@ -240,7 +240,7 @@ def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes
 def pack_gate_alone(call: Gate | GateBackward, threads: int = 1) -> bytes:
     """A gate, or its gradients, after a call that says what there is beside the operands."""
     numbers, backward = (threads, call.rows, call.inner, call.hidden_size), isinstance(call, GateBackward)
-    return _only(GATE_ONLY, call.y, *numbers, backward=backward) + pack_gate(call)
+    return _only(GATE_ONLY, call.z, *numbers, backward=backward) + pack_gate(call)
 
 
 _NO_HEADS = (0,) * 13

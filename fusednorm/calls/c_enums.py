@@ -70,6 +70,8 @@ class Activation(IntEnum):
     SILU = 0
     SIGMOID = 1
     GELU_TANH = 2
+    GELU = 3
+    RELU2 = 4
 
 
 class GateOrder(IntEnum):

@@ -386,8 +386,8 @@ class Rotate(NamedTuple):
 class Gate(NamedTuple):
     """Rows times a function of other rows: docs/spec.md, section 10. ``inner`` and ``strides`` are as in Forward."""
 
-    #: [..., N].
-    y: Tensor
+    #: [..., N]; None where the function's value is the result.
+    y: Tensor | None
     #: [..., N], the gate.
     z: Tensor
     #: [..., N], receives the products, rounded to its dtype. It may be y or z itself.
@@ -426,7 +426,7 @@ class GateBackward(NamedTuple):
 
     #: [..., N], the gradient of the products.
     d: Tensor
-    y: Tensor
+    y: Tensor | None
     z: Tensor
     #: [..., N], receives the gradient of y, rounded to its dtype, or None.
     dy: Tensor | None
@@ -489,7 +489,7 @@ def device_of(call: Call) -> torch.device:
     if isinstance(call, NormGated):
         return call.norm.operation.device
     if isinstance(call, (Gate, GateBackward)):
-        return call.y.device
+        return call.z.device
     if isinstance(call, Rotate):
         return call.heads[0].x.device
     return call.out.device if isinstance(call, Quantize) else call.operation.device

@@ -264,7 +264,7 @@ def vectors_of_quantized():
 
 def _gate_cases():
     """Function, dtypes of both operands, factor of the gate, and flags."""
-    for activation in ("silu", "sigmoid", "gelu_tanh"):
+    for activation in ("silu", "sigmoid", "gelu_tanh", "gelu", "relu2"):
         for (y, z), factor in zip(((BF16, BF16), (F16, F32), (F32, BF16), (F64, F64)), (2, 20, 60, 400), strict=True):
             yield "gate", y, z, factor, {"activation": activation}
     for function in ("silu_and_mul", "gelu_tanh_and_mul"):

@@ -27,6 +27,28 @@ _CONSTANTS = {
     ),
 }
 
+#: Of gelu: where it ends, 1 / sqrt(2 pi), and the coefficients of both polynomials, from the constant on.
+_NORMAL = {
+    np.float32: (
+        *("0x1.a6p+3", "0x1.988454p-2"),
+        ("0x1p-1", "0x1.bce64cp-2", "0x1.71644cp-3", "0x1.44dc48p-5", "0x1.040fb6p-8"),
+        ("0x1p+0", "0x1.aab554p+0", "0x1.30cfa4p+0", "0x1.d8f9bp-2", "0x1.972ef6p-4", "0x1.45ef08p-7"),
+    ),
+    np.float64: (
+        *("0x1.2dp+5", "0x1.9884533d43651p-2"),
+        (
+            *("0x1p-1", "0x1.a695cc614ce9fp-1", "0x1.59e28fbe180a6p-1", "0x1.6aae56a1f9583p-2"),
+            *("0x1.0b370da0cdae9p-3", "0x1.1fc2ca64de9c0p-5", "0x1.ca0c9f44be687p-8", "0x1.0a57ff14494c5p-10"),
+            *("0x1.b2bdfec1cf8f9p-14", "0x1.c4bf808326fd9p-18", "0x1.ce4cd6f3470cdp-23"),
+        ),
+        (
+            *("0x1p+0", "0x1.396bfafff74e4p+1", "0x1.670454ae3ce44p+1", "0x1.fce9b81e3d8b3p+0"),
+            *("0x1.f11d249f89feep-1", "0x1.60515c10d6ba0p-2", "0x1.72f2aa28f8122p-4", "0x1.23476878a0fbep-6"),
+            *("0x1.500766f505f7fp-9", "0x1.1100054519b63p-12", "0x1.1bb7bfb21aaa4p-16", "0x1.21b4230e18e46p-21"),
+        ),
+    ),
+}
+
 
 class _Exponential:
     """exp of each element, apart as a number near 1 and a power of two."""
@@ -63,10 +85,37 @@ def _product(z, v):
     return n / (one + e), s, np.where(low, one, e * s)
 
 
+def _horner(texts, a):
+    """A polynomial of a by pairs of coefficients, each a multiple of the next even power."""
+    c = [a.dtype.type(float.fromhex(text)) for text in texts]
+    if len(c) % 2:
+        value, rest = c[-1], c[:-1]
+    else:
+        value, rest = c[-1] * a + c[-2], c[:-2]
+    while rest:
+        *rest, even, odd = rest
+        value = value * (a * a) + (odd * a + even)
+    return value
+
+
+def _gelu(z):
+    kind = z.dtype.type
+    reach, density, above, below = _NORMAL[kind]
+    reach, density = (kind(float.fromhex(text)) for text in (reach, density))
+    a = np.abs(z)
+    q, e = _horner(above, a) / _horner(below, a), _Exponential(-(a * a * kind(0.5))).times(kind(1))
+    tail, slope = (np.where(a > reach, kind(0), value) for value in (a * q * e, (q - a * density) * e))
+    return np.where(z < 0, z - z, z) - tail, np.where(z < 0, slope, kind(1) - slope)
+
+
 @np.errstate(all="ignore")
 def activated(z, activation):
     """A function of z and its derivative."""
     kind = z.dtype.type
+    if activation == "relu2":
+        return np.square(np.where(z < 0, kind(0), z)), np.where(z > 0, z + z, kind(0))
+    if activation == "gelu":
+        return _gelu(z)
     if activation == "sigmoid":
         f, _, t = _product(np.ones_like(z), z)
         return f, f * t

@@ -22,7 +22,7 @@ from fusednorm.conformance.cases import (
 
 @pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", "gelu_tanh", "gelu", "relu2"])
 def test_every_16_bit_gate(mode, agree, activation, dtype):
     """The 65,536 numbers: the function's value in float32, as it is rounded, and its derivative."""
     z = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype).view(64, 1024)

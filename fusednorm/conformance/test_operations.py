@@ -27,7 +27,7 @@ from fusednorm.conformance.cases import (
 #: Rows of heads, in two dimensions, and heads of q and of k.
 ROWS, Q, K = (2, 3), 3, 2
 
-ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
+ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh", "gelu", "relu2")
 NORM = {"round_norm": (True, False), "weight_offset": (0.0, 1.0)}
 SUM = {"round_sum": (True, False)}
 BETWEEN = {"between": (None, F32)}
@@ -169,7 +169,9 @@ def test_data(mode, agree, function, data):
 @pytest.mark.parametrize("y_dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.left_out("triton_ptx", "triton_cpu")
-@pytest.mark.left_out("cuda", but=["silu-bfloat16", "sigmoid-float32", "gelu_tanh-float16", "*-float64"])
+@pytest.mark.left_out(
+    "cuda", but=["silu-bfloat16", "sigmoid-float32", "gelu_tanh-float16", "gelu-bfloat16", "relu2-float32", "*-float64"]
+)
 def test_gates(mode, agree, activation, y_dtype):
     """Gates of every size, with numbers near the ends of each dtype's range among them."""
     axes = (DTYPES, (None, *DTYPES), ("normal", *DATA), (1, 33, 1030), (1.0, 30.0, 800.0))

@@ -227,7 +227,7 @@ class RMSNormGated(RMSNorm):
     Args:
         group_size: the elements that are normalised together; None: all.
         norm_before_gate: whether the norm comes first; else the gated x is normalised.
-        activation: "silu", "sigmoid" or "gelu_tanh".
+        activation: "silu", "sigmoid", "gelu_tanh", "gelu" or "relu2".
         between: the dtype to which normalised rows are rounded before they meet the gate; x's if None, or
             ``torch.float32``.
 

@@ -1,12 +1,13 @@
 """Gates in plain torch operations: docs/spec.md, section 10. Every backend must return these bits.
 
 Where a docstring says "in the accumulator type", a function takes float32 or float64, and computes in it.
-``tests/exponential.py`` computes the constants.
+``tests/exponential.py`` and ``tests/gaussian.py`` compute the constants.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -63,6 +64,44 @@ SCHEMES = {
 }
 
 
+class Normal(NamedTuple):
+    """The constants of gelu for one type."""
+
+    #: Beyond this magnitude, it is z or 0.
+    reach: float
+    #: 1 / sqrt(2 pi).
+    density: float
+    #: Of the quotient of two polynomials of |z|.
+    numerator: tuple[float, ...]
+    denominator: tuple[float, ...]
+
+
+NORMALS = {
+    torch.float32: Normal(
+        *(13.1875, 0.3989422917366028),
+        (0.5, 0.4344722628593445, 0.18036708235740662, 0.03965581953525543, 0.003968221601098776),
+        (
+            *(1.0, 1.6668293476104736, 1.1906683444976807, 0.46188998222351074, 0.09941001981496811),
+            0.009946707636117935,
+        ),
+    ),
+    torch.float64: Normal(
+        *(37.625, 0.3989422804014327),
+        (
+            *(0.5, 0.8253616207861859, 0.6755566520260075, 0.3541806732522092, 0.13047609946234864),
+            0.03512706308443425,
+            *(0.00698927772895675, 0.001016020721246223, 0.00010365061009751435, 6.746471743170718e-06),
+            2.1527528524460769e-07,
+        ),
+        (
+            *(1.0, 2.4486078023752373, 2.8048196650286474, 1.9879412721470942, 0.9709254688978015, 0.3440603623654912),
+            *(0.09056345433009885, 0.017778255484259146, 0.0025636971645432434, 0.00026035316506638743),
+            *(1.691089682546533e-05, 5.396151168232371e-07),
+        ),
+    ),
+}
+
+
 def _at_least(value: Tensor, least: float) -> Tensor:
     """The value, or ``least`` if that is greater; a NaN stays."""
     return torch.where(value < least, least, value)
@@ -73,6 +112,15 @@ def _within(value: Tensor, least: float, greatest: float) -> Tensor:
     return torch.where(value > greatest, greatest, _at_least(value, least))
 
 
+def _polynomial(x: Tensor, square: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """A polynomial of x, its coefficients from the constant on: Horner's rule for pairs of terms."""
+    pairs = [x * odd + even for even, odd in zip(coefficients[::2], coefficients[1::2], strict=False)]
+    p: Any = coefficients[-1] if len(coefficients) % 2 else pairs.pop()
+    for pair in reversed(pairs):
+        p = square * p + pair
+    return cast("Tensor", p)
+
+
 def _exponential(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three factors of exp(t), which are multiplied from left to right."""
     scheme = SCHEMES[t.dtype]
@@ -81,12 +129,7 @@ def _exponential(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k = shifted - scheme.rounder
     r = (t - k * scheme.ln2_high) - k * scheme.ln2_low
     square = r * r
-    pairs = list(zip(scheme.coefficients[::2], scheme.coefficients[1::2], strict=True))
-    even, odd = pairs.pop()
-    p = r * odd + even
-    for even, odd in reversed(pairs):
-        p = p * square + (r * odd + even)
-    p = p * square + r + 1
+    p = _polynomial(r, square, scheme.coefficients) * square + r + 1
     whole = shifted.view(scheme.whole) - torch.full_like(shifted, scheme.rounder).view(scheme.whole) + 2 * scheme.bias
     half = whole >> 1
     first, second = ((part << scheme.mantissa).view(t.dtype) for part in (half, whole - half))
@@ -148,8 +191,57 @@ def _argument(z: Tensor) -> Tensor:
     return (z + z * z * z * INNER) * OUTER
 
 
+def _gelu(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z * Phi(z), its derivative, and the density of the normal distribution at z."""
+    normal, a = NORMALS[z.dtype], z.abs()
+    square = a * a
+    outside, e = a > normal.reach, exponential(square * -0.5)
+    # Phi(-a) / e
+    q = _polynomial(a, square, normal.numerator) / _polynomial(a, square, normal.denominator)
+    tail = torch.where(outside, 0, a * q * e)
+    slope = torch.where(outside, 0, (q - a * normal.density) * e)
+    below = z < 0
+    return torch.where(below, z - z, z) - tail, torch.where(below, slope, 1 - slope), normal.density * e
+
+
+class Gelu(torch.autograd.Function):
+    """z -> (gelu(z), its derivative, the density at z), of which every derivative consists."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """It is of the accumulator type."""
+        return _gelu(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Keeps z and what derivatives need."""
+        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.save_for_forward(*inputs, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, df: Tensor, ds: Tensor, dp: Tensor) -> Tensor:
+        """The gradient of z."""
+        z, slope, density = ctx.saved_tensors
+        return df * slope + (ds * (2 - z * z) - dp * z) * density
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tangents."""
+        with outer_levels():
+            z, slope, density = primals(ctx)
+            d = density * tangent
+            return slope * tangent, (2 - z * z) * d, -z * d
+
+
 def activated(z: Tensor, activation: str) -> Tensor:
     """A gate through its function, in the accumulator type."""
+    if activation == "gelu":
+        return _gelu(z)[0]
+    if activation == "relu2":
+        r = torch.where(z < 0, 0, z)
+        return r * r
     if activation == "sigmoid":
         return _product(torch.ones_like(z), z)[0]
     return _product(z, z if activation == "silu" else _argument(z))[0]
@@ -157,6 +249,11 @@ def activated(z: Tensor, activation: str) -> Tensor:
 
 def activated_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """The same, and the function's derivative there; both can be differentiated again."""
+    if activation == "gelu":
+        f, slope, _ = Gelu.apply(z)  # type: ignore[no-untyped-call]
+        return f, slope
+    if activation == "relu2":
+        return activated(z, "relu2"), torch.where(z > 0, z + z, 0)
     if activation == "sigmoid":
         f, _, c = Product.apply(torch.ones_like(z), z)  # type: ignore[no-untyped-call]
         return f, f * c

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import exponential
+import gaussian
 import mpmath  # sympy's, which torch asks for
 import numpy
 import pytest
@@ -28,13 +29,16 @@ Y, Z = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
 
 
 @pytest.mark.parametrize("name", exponential.TYPES)
-def test_constants_are_those_of_the_script(name):
+@pytest.mark.parametrize("script", [exponential, gaussian])
+def test_constants_are_those_of_the_script(script, name):
     """In the reference, in C and in the specification."""
-    found = exponential.constants(*exponential.TYPES[name])
+    found = script.constants(*script.TYPES[name])
     found.pop("error")
-    scheme = activations.SCHEMES[getattr(torch, name)]
+    schemes = activations.SCHEMES if script is exponential else activations.NORMALS
+    scheme = schemes[getattr(torch, name)]
     assert {key: getattr(scheme, key) for key in found} == found
-    wanted = {*found.pop("coefficients")[1:], *found.values()}  # without 1/2
+    wanted = {number for value in found.values() for number in (value if isinstance(value, tuple) else (value,))}
+    wanted -= {0.5, 1.0}
     for path in ("cpu/kernels/gate_body.h", "csrc/activations.cuh", "docs/spec.md"):
         written = re.findall(r"\b0x[0-9a-f.]+p[-+]\d+", (ROOT / path).read_text())
         assert wanted <= set(map(float.fromhex, written)), path
@@ -60,6 +64,7 @@ def test_the_exponential_in_float64():
 def test_errors_are_within_the_bounds_that_the_specification_derives(dtype):
     """Relative to the exact value, in half the spacing at 1, wherever that value is a normal number."""
     reach = 85.0 if dtype == torch.float32 else 700.0
+    of_quotient = 19 if dtype == torch.float32 else 37
     generator = torch.Generator().manual_seed(0)
     near = torch.randn(400, dtype=dtype, generator=generator) * 4
     far = (torch.rand(400, dtype=dtype, generator=generator) * 2 - 1) * reach
@@ -77,6 +82,11 @@ def test_errors_are_within_the_bounds_that_the_specification_derives(dtype):
                 "gelu_tanh",
                 [number / (1 + mpmath.exp(-v)) for number, v in zip(exact, inner, strict=True)],
                 lambda v: 6 if v > 0 else 7 * abs(v) + 3.8,
+            ),
+            (
+                "gelu",
+                [number * mpmath.erfc(-number / mpmath.sqrt(2)) / 2 for number in exact],
+                lambda v: of_quotient + 1 if v > 0 else of_quotient + z[i].item() ** 2 / 2,
             ),
         )
         for name, wanted, bound in rows:

@@ -23,8 +23,9 @@ def multiply(
     SIZE: tl.constexpr,
 ):
     """Writes the products of these elements."""
-    a = activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
-    y = widened(got(y_row, at, left, SIZE), A) * between(a, BETWEEN, A)
+    y = between(activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A), BETWEEN, A)
+    if y_row is not None:
+        y = widened(got(y_row, at, left, SIZE), A) * y
     put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
 
 
@@ -48,7 +49,7 @@ def gate(
     TILE: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
-    """A row times a function of another row."""
+    """A row times a function of another row; where y is None, the function alone."""
     SIZE: tl.constexpr = TILE // 4
     number = tl.program_id(0).to(tl.int64)
     levels = inner if TWO_LEVELS & FLAGS else None
@@ -77,8 +78,10 @@ def differentiate(
     incoming = widened(got(d_row, at, left, SIZE), A)
     f, slope = activated_and_slope(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
     if DZ & FLAGS:
-        of_f = between(incoming * widened(got(y_row, at, left, SIZE), A), BETWEEN, A)
-        put(dz_row, at, left, narrowed(of_f * slope, dz_row.dtype.element_ty), SIZE)
+        of_f = incoming
+        if y_row is not None:
+            of_f = incoming * widened(got(y_row, at, left, SIZE), A)
+        put(dz_row, at, left, narrowed(between(of_f, BETWEEN, A) * slope, dz_row.dtype.element_ty), SIZE)
     if DY & FLAGS:
         put(dy_row, at, left, narrowed(incoming * between(f, BETWEEN, A), dy_row.dtype.element_ty), SIZE)
 

@@ -39,6 +39,8 @@ PASSED, NORMALISES, STORES, GIVEN = (tl.constexpr(1 << bit) for bit in range(18,
 #: The fields of a ``Quantization``: float8 formats, zero points, how scales are found and applied, what is returned.
 E4M3, E5M2, PLUS_128, AFTER, BEFORE = (tl.constexpr(1 << bit) for bit in range(22, 27))
 BY_RECIPROCAL, RECIPROCAL, RATIO, MULTIPLIER = (tl.constexpr(1 << bit) for bit in range(27, 31))
+#: More functions of a gate beside a norm.
+GELU, RELU2 = (tl.constexpr(1 << bit) for bit in range(31, 33))
 
 
 @triton.jit
@@ -183,7 +185,8 @@ def gain_of(weight, at, left, weight_offset, A: tl.constexpr, SIZE: tl.constexpr
 @triton.jit
 def of_gate(z_row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """The function of these elements of a gate."""
-    ACTIVATION: tl.constexpr = "sigmoid" if SIGMOID & FLAGS else ("gelu_tanh" if GELU_TANH & FLAGS else "silu")
+    WITHOUT_SIGMOID: tl.constexpr = "gelu" if GELU & FLAGS else ("relu2" if RELU2 & FLAGS else "silu")
+    ACTIVATION: tl.constexpr = "sigmoid" if SIGMOID & FLAGS else ("gelu_tanh" if GELU_TANH & FLAGS else WITHOUT_SIGMOID)
     return activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
 
 

@@ -1,6 +1,6 @@
-"""Gates in Triton: sigmoid, silu and gelu_tanh as docs/spec.md, section 10, defines them, and the kernels of gates.
+"""Gates in Triton: their functions as docs/spec.md, section 10, defines them, and the kernels of gates.
 
-``tests/exponential.py`` computes the constants.
+``tests/exponential.py`` and ``tests/gaussian.py`` compute the constants.
 """
 
 from __future__ import annotations
@@ -74,6 +74,63 @@ def scaled_by(value, p, exponent, A: tl.constexpr):
 
 
 @triton.jit
+def numerator(a, square, A: tl.constexpr):
+    """``Phi(-a) * exp(a^2 / 2)`` is the quotient of this and of the next one."""
+    if A == tl.float64:
+        c = constant(a, 2.1527528524460769e-07, A)
+        c = c * square + pair(a, 0.00010365061009751435, 6.746471743170718e-06, A)
+        c = c * square + pair(a, 0.00698927772895675, 0.001016020721246223, A)
+        c = c * square + pair(a, 0.13047609946234864, 0.03512706308443425, A)
+        c = c * square + pair(a, 0.6755566520260075, 0.3541806732522092, A)
+        c = c * square + pair(a, 0.5, 0.8253616207861859, A)
+    else:
+        c = constant(a, 0.003968221601098776, A)
+        c = c * square + pair(a, 0.18036708235740662, 0.03965581953525543, A)
+        c = c * square + pair(a, 0.5, 0.4344722628593445, A)
+    return c
+
+
+@triton.jit
+def denominator(a, square, A: tl.constexpr):
+    """See above."""
+    if A == tl.float64:
+        c = pair(a, 1.691089682546533e-05, 5.396151168232371e-07, A)
+        c = c * square + pair(a, 0.0025636971645432434, 0.00026035316506638743, A)
+        c = c * square + pair(a, 0.09056345433009885, 0.017778255484259146, A)
+        c = c * square + pair(a, 0.9709254688978015, 0.3440603623654912, A)
+        c = c * square + pair(a, 2.8048196650286474, 1.9879412721470942, A)
+        c = c * square + pair(a, 1.0, 2.4486078023752373, A)
+    else:
+        c = pair(a, 0.09941001981496811, 0.009946707636117935, A)
+        c = c * square + pair(a, 1.1906683444976807, 0.46188998222351074, A)
+        c = c * square + pair(a, 1.0, 1.6668293476104736, A)
+    return c
+
+
+@triton.jit
+def gelu(z, A: tl.constexpr):
+    """``z * Phi(z)``, and its derivative."""
+    a = tl.abs(z)
+    square = a * a
+    p, exponent = exponential(no_less(square * constant(z, -0.5, A), -708.0 if A == tl.float64 else -87.0, A), A)
+    e = p * power(exponent - (1023 if A == tl.float64 else 127), A)  # a normal number
+    q = quotient(numerator(a, square, A), denominator(a, square, A), A)
+    zero = constant(z, 0.0, A)
+    outside = a > constant(z, 37.625 if A == tl.float64 else 13.1875, A)
+    density = constant(z, 0.3989422804014327 if A == tl.float64 else 0.3989422917366028, A)
+    tail = tl.where(outside, zero, (q - a * density) * e)
+    slope = tl.where(z < zero, tail, constant(z, 1.0, A) - tail)
+    return tl.where(z < zero, z - z, z) - tl.where(outside, zero, a * q * e), slope
+
+
+@triton.jit
+def relu2(z, A: tl.constexpr):
+    """The square of z, or 0 for a negative z; and its derivative."""
+    r = no_less(z, 0.0, A)
+    return r * r, tl.where(z > constant(z, 0.0, A), z + z, constant(z, 0.0, A))
+
+
+@triton.jit
 def argument(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
     """The number that the function passes to the sigmoid."""
     if ACTIVATION == "gelu_tanh":
@@ -100,13 +157,29 @@ def product(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
 @triton.jit
 def activated(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
     """The function of a gate."""
-    f, _, _ = product(z, ACTIVATION, A)
+    if ACTIVATION == "gelu":
+        f, _ = gelu(z, A)
+    elif ACTIVATION == "relu2":
+        f, _ = relu2(z, A)
+    else:
+        f, _, _ = product(z, ACTIVATION, A)
     return f
 
 
 @triton.jit
 def activated_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
     """The function of a gate, and its derivative."""
+    if ACTIVATION == "gelu":
+        return gelu(z, A)
+    elif ACTIVATION == "relu2":
+        return relu2(z, A)
+    else:
+        return product_and_slope(z, ACTIVATION, A)
+
+
+@triton.jit
+def product_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+    """The same of the functions that multiply by a sigmoid."""
     f, low, e = product(z, ACTIVATION, A)
     one = constant(z, 1.0, A)
     s = quotient(tl.where(low, e, one), one + e, A)
@@ -163,12 +236,13 @@ def gate_tile(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rows times a function of other rows."""
+    """Rows times a function of other rows; where y is None, the function alone."""
     row, column = place_of_tile(N, ROWS, TILE)
     inside = inside_of(row, column, rows, N, ROWS, TILE)
     gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
-    values = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
-    values = values * between(activated(gates, ACTIVATION, A), BETWEEN, A)
+    values = between(activated(gates, ACTIVATION, A), BETWEEN, A)
+    if y is not None:
+        values = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A) * values
     store(values, rows_at(out, row, out_stride, out_jump, inner), column, inside)
 
 
@@ -205,7 +279,9 @@ def gate_backward_tile(
     incoming = loaded(rows_at(d, row, d_stride, d_jump, inner), column, inside, A)
     f, slope = activated_and_slope(gates, ACTIVATION, A)
     if dz is not None:
-        of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
+        of_f = incoming
+        if y is not None:
+            of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
         found = narrowed(between(of_f, BETWEEN, A) * slope, dz.dtype.element_ty)
         tl.store(rows_at(dz, row, dz_stride, dz_jump, inner) + column, found, mask=inside)
     if dy is not None:
