@@ -75,7 +75,8 @@ def gate(
     Args:
         y: [..., N], float16, bfloat16, float32 or float64, any strides.
         z: [..., N], y's shape, any of these dtypes (float64 only if y is float64, here and below).
-        activation: "silu" (also called swish), "sigmoid", "gelu_tanh", "gelu" (z * Phi(z)) or "relu2" (the square of a positive z).
+        activation: "silu" (also called swish), "sigmoid", "gelu_tanh", "gelu" (z * Phi(z)) or "relu2" (the square
+            of a positive z, else 0).
         out: [..., N] to write to, in its own dtype. May be y or z itself.
         out_dtype: the dtype of the result; y's if None. With gradients, unlike ``out``.
 

@@ -62,7 +62,8 @@ def rms_norm_gated(
         eps: added to the mean of squares, unitless.
         group_size: the elements that are normalised together, which divides N; None: the whole row.
         norm_before_gate: whether the norm comes first, and its rows meet the gate; else the gated x is normalised.
-        activation: "silu" (also called swish), "sigmoid", "gelu_tanh", "gelu" (z * Phi(z)) or "relu2" (the square of a positive z).
+        activation: "silu" (also called swish), "sigmoid", "gelu_tanh", "gelu" (z * Phi(z)) or "relu2" (the square
+            of a positive z, else 0).
         round_norm: round what is normalised to x's dtype before it meets the weight.
         between: with ``norm_before_gate``, the dtype to which normalised rows are rounded before they meet the gate:
             x's if None, or ``torch.float32``, which leaves rows of a 16-bit x unrounded.
