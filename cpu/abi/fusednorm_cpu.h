@@ -42,6 +42,7 @@ struct fn_forward_job {
     int64_t heads, weight_stride, bias_stride, first_row;
     size_t affine;
     int from_memory; /* whether x and residual come from memory */
+    int64_t ahead; /* they are fetched so many bytes ahead */
     int overlaps; /* whether passes over different rows may be made together */
     int two_norms_overlap; /* the same, of two norms with an addition between them */
     int affine_as_is; /* whether long rows take a weight and a bias as they are, if these are of out's kind */
@@ -95,6 +96,7 @@ static inline int64_t fn_room_for_sums(int64_t hidden) { return (fn_padded_sums(
 struct fn_backward_job {
     int wide; /* whether rstd is double and sums are computed in double */
     int from_memory; /* whether operands come from memory */
+    int64_t ahead; /* they are fetched so many bytes ahead then */
     int bypass_cache; /* whether dx is large, and made of whole cache lines */
     int dy_kind, d_total_kind, h_kind, weight_kind, dx_kind, dresidual_kind;
     const char *dy, *d_total, *h;
@@ -190,7 +192,7 @@ const struct fn_kernels *fn_kernels_for(int kind); /* those in use for an x or a
 int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
 int fn_has_avx512(void); /* F, BW, DQ and VL, and an operating system that saves the registers */
 int fn_has_avx512_fp16(void); /* AVX-512 with VBMI2 and FP16 */
-int fn_has_zen4(void); /* with AVX-512, and without FP16 */
+int fn_has_zen4(void); /* or Zen 5: with AVX-512, and without FP16 */
 int fn_is_zen5(void);
 int fn_has_neon_bf16(void);
 int fn_has_sve(void); /* with vectors whose length is a power of two */

@@ -14,6 +14,7 @@ struct gradient_row {
     int merged;
     int64_t at, bias_at; /* where the head's sums of the weight's gradient begin, and of the bias's */
     void *d; /* the gradient of x */
+    int64_t ahead; /* operands that come from memory are fetched so many bytes ahead */
     const char *next_dy, *next_h; /* where operands come from memory: those of a later row, or of this one */
     float rstd;
     float c; /* mean(wdy * xhat), for the second pass */
@@ -41,8 +42,8 @@ FN_INLINE int parts_of(const struct fn_backward_job *job, int summed) {
            (STREAMS && job->bypass_cache ? BYPASSING : 0);
 }
 
-FN_INLINE U gradient_operand(int kind, int parts, const void *operand, int64_t i, int n) {
-    return parts & FROM_MEMORY ? u_read(kind, operand, i, n) : u_load(kind, operand, i, n);
+FN_INLINE U gradient_operand(int kind, int parts, int64_t ahead, const void *operand, int64_t i, int n) {
+    return parts & FROM_MEMORY ? u_read(kind, ahead, operand, i, n) : u_load(kind, operand, i, n);
 }
 
 FN_INLINE U weighted(int parts, U dy, const struct gradient_row *row, int64_t i) {
@@ -59,8 +60,8 @@ FN_INLINE void add_share(int parts, const struct gradient_row *row, int64_t plac
 
 /* First pass: the share of the weight's gradient, and the products that the row's sum adds. */
 FN_INLINE void multiply_unit(int kind, int parts, const struct gradient_row *row, int64_t i, int n, float *products) {
-    U dy = gradient_operand(kind, parts, row->dy, i, n);
-    U xhat = u_mul(gradient_operand(kind, parts, row->h, i, n), u_set1(row->rstd));
+    U dy = gradient_operand(kind, parts, row->ahead, row->dy, i, n);
+    U xhat = u_mul(gradient_operand(kind, parts, row->ahead, row->h, i, n), u_set1(row->rstd));
     if (parts & SUMMED) add_share(parts, row, row->at + i, u_mul(dy, xhat));
     if (parts & BIASED) add_share(parts, row, row->bias_at + i, dy);
     if (parts & GRADIENT) u_store(F32, products, 0, UNIT, u_mul(weighted(parts, dy, row, i), xhat));
@@ -81,7 +82,7 @@ FN_INLINE void gradient_unit(int kind, int parts, const struct gradient_row *row
     U xhat = u_mul(u_load(kind, row->h, i, n), u_set1(row->rstd));
     U wdy = weighted(parts, u_load(kind, row->dy, i, n), row, i);
     U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-row->c))), u_set1(row->rstd)); /* rounding is symmetric: -(xhat * c) */
-    if (parts & TOTALLED) d = u_add(d, gradient_operand(kind, parts, row->d_total, i, n));
+    if (parts & TOTALLED) d = u_add(d, gradient_operand(kind, parts, row->ahead, row->d_total, i, n));
     if (parts & BYPASSING) u_stream(kind, row->d, i, n, d);
     else u_store(kind, row->d, i, n, d);
 }
@@ -205,6 +206,7 @@ FN_INLINE struct gradient_row operands_of(const struct fn_backward_job *job, int
         .at = at,
         .bias_at = job->bias_sums + at,
         .d = job->dx ? job->dx + m * job->dx_stride : NULL,
+        .ahead = job->ahead,
         .rstd = ((const float *)job->rstd)[m],
     };
 }
@@ -266,7 +268,7 @@ FN_INLINE void flush_row(int kind, const struct fn_backward_job *job, struct fn_
     static void flush_##kind(const struct fn_backward_job *job, struct fn_backward_part *part) {           \
         flush_row(kind, job, part);                                                                        \
     }
-GRADIENTS(F32) IF_F16(GRADIENTS(F16)) GRADIENTS(BF16)
+GRADIENTS(F32) GRADIENTS(F16) GRADIENTS(BF16)
 #if defined(BF16_BY_PARITY)
 GRADIENTS(BF16P)
 #endif
@@ -318,7 +320,7 @@ static const struct {
 } gradients[] = {
     [NONE] = {gradients_mixed, NULL}, /* nothing is pending after it */
     [F32] = {gradients_F32, flush_F32},
-    IF_F16([F16] = {gradients_F16, flush_F16},)
+    [F16] = {gradients_F16, flush_F16},
     [BF16] = {gradients_BF16, flush_BF16},
 #if defined(BF16_BY_PARITY)
     [BF16P] = {gradients_BF16P, flush_BF16P},

@@ -58,7 +58,7 @@ static struct affine affine_of(const struct fn_forward_job *job, const struct pl
     const int64_t room = fn_float_row(job->hidden);
     const float offset = (float)job->weight_offset;
     const int bias = p->out == BF16P && job->bias_kind ? BF16P : job->bias_kind;
-    as_is = as_is && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out && affine_as_is[p->norm][p->out];
+    as_is = as_is && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out && second_passes_to(p->out)->affine_as_is[p->norm][p->out];
     struct affine a = {job->weight, job->bias, job->weight_stride, job->bias_stride, job->heads, as_is};
     if (as_is) return a;
     if (p->weight != F32 || p->offset) {
@@ -100,10 +100,11 @@ static void first_pass(const struct plan *p, const struct fn_forward_job *part, 
 }
 
 static void second_pass(const struct plan *p, const struct fn_forward_job *part, const struct batch *batch) {
-    scale_fn *const known = scales[p->norm][p->gain][p->out][p->h == p->out];
-    if (batch->affine && batch->affine->as_is) affine_as_is[p->norm][p->out](part, batch);
-    else if (batch->affine) scales_of_any[1][p->out][p->h == p->out](part, batch);
-    else (known ? known : scales_of_any[0][p->out][p->h == p->out])(part, batch);
+    const struct second_passes *const passes = second_passes_to(p->out);
+    scale_fn *const known = passes->of[p->norm][p->gain][p->out][p->h == p->out];
+    if (batch->affine && batch->affine->as_is) passes->affine_as_is[p->norm][p->out](part, batch);
+    else if (batch->affine) passes->of_any[1][p->out][p->h == p->out](part, batch);
+    else (known ? known : passes->of_any[0][p->out][p->h == p->out])(part, batch);
 }
 
 /* Long rows of one kind: the first pass of each with the second pass of the row before it. */
@@ -180,15 +181,17 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
     }
     const struct plan p = plan_of(job);
 #if defined(REST)
-    if (p.x != BF16P && !(p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16)) {
+    const int adds_f16 = ADDS_F16 && p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16;
+    if (p.x != BF16P && !adds_f16) {
         FN_JOIN(fn_forward_rows, REST)(job, begin, end, scratch);
         return;
     }
-#endif
+#else
     if (!p.out) {
         adds[p.x][p.residual](job, begin, end);
         return;
     }
+#endif
     if (job->flags & FN_SCALE_ONLY) {
         scale_only(&p, job, begin, end);
         return;
@@ -200,7 +203,8 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
     struct affine rows;
     const struct affine *affine = NULL;
     if (job->affine) {
-        rows = affine_of(job, &p, few || (!is_short && job->affine_as_is), (float *)((char *)scratch + job->affine));
+        const int as_is = few || (!is_short && job->affine_as_is && (OVERLAPS_AS_IS || !one_kind));
+        rows = affine_of(job, &p, as_is, (float *)((char *)scratch + job->affine));
         affine = &rows;
     }
     if (one_kind && !is_short)

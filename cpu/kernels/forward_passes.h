@@ -25,17 +25,19 @@ struct row {
     void *residual_out;
     const struct extra_outputs *extra; /* NULL: there are none */
     float *sums; /* one per segment */
+    int64_t ahead; /* the operands are fetched so many bytes ahead */
 };
 
 FN_INLINE U add_residual(int x, int residual, int round_sum, int in_cache, const struct row *row, int64_t i, int n) {
     U h;
     if (ADDS_F16 && x == F16 && residual == F16 && round_sum) {
-        h = u_add_f16(row->x, row->residual, row->residual_out, i, n);
+        h = u_add_f16(row->ahead, row->x, row->residual, row->residual_out, i, n);
         if (STREAMS && row->extra && row->extra->residual_out) u_stream(F16, row->extra->residual_out, i, n, h);
     } else {
-        h = in_cache ? u_load(x, row->x, i, n) : u_read(x, row->x, i, n);
+        h = in_cache ? u_load(x, row->x, i, n) : u_read(x, row->ahead, row->x, i, n);
         if (residual != NONE) {
-            h = u_add(h, in_cache ? u_load(residual, row->residual, i, n) : u_read(residual, row->residual, i, n));
+            const void *other = row->residual;
+            h = u_add(h, in_cache ? u_load(residual, other, i, n) : u_read(residual, row->ahead, other, i, n));
             U rounded = u_store(residual, row->residual_out, i, n, h);
             if (STREAMS && row->extra && row->extra->residual_out)
                 u_stream(residual, row->extra->residual_out, i, n, h);
@@ -186,7 +188,7 @@ FN_INLINE U sum_short_segment(int x, int residual, int round_sum, const struct r
 FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, const struct row *row, int64_t hidden,
                         int norm, int affine, const struct scale *previous) {
     int64_t segments = hidden / FN_SEGMENT, sums = segments, i = segments * FN_SEGMENT;
-    if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && !from_memory)
+    if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && row->ahead && !from_memory)
         sum_segments_in_cache(x, residual, round_sum, row, segments, norm, affine, previous);
     else
         FN_UNSWITCH(!STREAMS && (residual == NONE ? x : residual) != F32 && row->extra,

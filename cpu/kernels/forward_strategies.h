@@ -44,6 +44,7 @@ FN_INLINE struct row row_at(int residual, const struct fn_forward_job *job, int6
         .x = job->x + k * job->x_stride,
         .residual = residual == NONE ? NULL : job->residual + k * job->residual_stride,
         .residual_out = residual == NONE ? NULL : job->residual_out + k * job->residual_out_stride,
+        .ahead = job->ahead,
     };
 }
 
@@ -71,7 +72,7 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
 FN_INLINE void scale_rows(int h, int norm, int weight, int affine, int out, const struct fn_forward_job *job,
                           const struct batch *batch) {
     int64_t hidden = job->hidden;
-    int ahead = job->from_memory && hidden >= FN_SEGMENT && hidden <= 8 * FN_SEGMENT;
+    int ahead = job->ahead && job->from_memory && hidden >= FN_SEGMENT && hidden <= 8 * FN_SEGMENT;
     int64_t head = affine ? job->first_row % batch->affine->heads : 0;
     for (int64_t k = 0; k < batch->rows; k++, head = affine ? head_after(batch->affine, head) : 0) {
         const struct scale s = {
@@ -113,6 +114,7 @@ FN_INLINE void overlap_rows(int kind, int residual, int norm, int affine, const 
             .residual_out = extra.residual_out ? scratch + job->bypass_cache + (m - begin) % 2 * kept : residual_out,
             .extra = &extra,
             .sums = (float *)(scratch + kept),
+            .ahead = job->ahead,
         };
         float sum = sum_row(kind, residual, ROUNDED, from_memory, &row, hidden, norm, affine, &copy);
         copy.rstd = rstd_of(sum, hidden, job->eps);

@@ -16,8 +16,8 @@
  *
  * A file may also define:
  *
- *   READS or READS_AHEAD       where memory is read faster by other instructions than the caches:
- *   u_read                       u_load, for operands that no cache holds yet
+ *   READS_AHEAD                where memory is read faster if it is fetched first:
+ *   u_read                       u_load, which fetches the unit that is so many bytes ahead
  *   ROW_BY_ROW                 where it is slower to make a row's second pass together with the next row's first
  *   ADDS_F16                   where float16 can be added without widening, with the same bits:
  *   u_add_f16                    rounds x + y to float16, stores the sum, and returns it
@@ -27,9 +27,9 @@
  *   u_stream_end                 makes the stores of u_stream visible to other threads
  *   HALVES_ROWS                where it is cheaper to halve a whole batch of units at once:
  *   halve_rows                   u_halve of each of BATCH units, stored as consecutive floats
- *   LACKS_F16                  where tuning.c has rows of float16 computed by another instruction set
- *   REST                       an instruction set whose kernels this one takes, but for rows of bfloat16 and sums of float16
- *   QUANTIZER                  another one whose quantizer it takes: plain C, compiled for the same instructions
+ *   REST                       an instruction set whose kernels this one takes, but for rows of bfloat16 alone, which it reads
+ *                              by parity, and with ADDS_F16 for those whose float16 it adds
+ *   OVERLAPS_AS_IS             where overlapping rows of bfloat16 may take a weight and a bias as they are (tuning.c)
  *   OPAQUE_INDEX               where the compiler does not know UNIT:
  *   u_index                      returns its argument, but hides from the compiler how it was computed
  *
@@ -50,12 +50,9 @@
 #pragma fp_contract(off)
 #endif
 
-#if !defined(READS) && !defined(READS_AHEAD)
-#define u_read u_load
-#endif
-
 #if !defined(READS_AHEAD)
 #define READS_AHEAD 0
+#define u_read(kind, ahead, row, i, n) ((void)(ahead), u_load(kind, row, i, n))
 #endif
 
 #if !defined(ROW_BY_ROW)
@@ -64,13 +61,17 @@
 
 #if !defined(ADDS_F16)
 #define ADDS_F16 0
-#define u_add_f16(x, y, sum, i, n) u_set1(0)
+#define u_add_f16(ahead, x, y, sum, i, n) u_set1(0)
 #endif
 
 #if !defined(STREAMS)
 #define STREAMS 0
 #define u_stream u_store
 #define u_stream_end() ((void)0)
+#endif
+
+#if !defined(OVERLAPS_AS_IS)
+#define OVERLAPS_AS_IS 0
 #endif
 
 #if !defined(OPAQUE_INDEX)
@@ -85,12 +86,6 @@
 #endif
 
 enum { BATCH = 8 }; /* the most rows that go through the passes together */
-
-#if defined(LACKS_F16)
-#define IF_F16(...)
-#else
-#define IF_F16(...) __VA_ARGS__
-#endif
 
 /* Otherwise GCC unrolls a loop so far that its vectors no longer fit the registers. */
 #if defined(__GNUC__) && !defined(__clang__)
@@ -114,9 +109,6 @@ enum { BATCH = 8 }; /* the most rows that go through the passes together */
 #define FN_OF(name) FN_JOIN(fn_##name, ISA)
 #define FN_DECLARED(name) fn_##name FN_OF(name);
 FN_KERNELS(FN_DECLARED)
-#if defined(QUANTIZER)
-fn_quantize_row FN_JOIN(fn_quantize_row, QUANTIZER);
-#endif
 #if defined(REST)
 #define FN_DECLARED_IN_REST(name) fn_##name FN_JOIN(fn_##name, REST);
 FN_KERNELS(FN_DECLARED_IN_REST)
@@ -226,13 +218,7 @@ const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {FN_OF(forward_rows), FN_KERN
 #if FN_FAMILY & FN_GRADIENTS_AND_STEPS && !defined(REST)
 #include "kernels/backward_body.h"
 
-#if defined(QUANTIZER)
-void FN_OF(quantize_row)(const struct fn_quantizer *q, int kind, const char *row, int64_t hidden, int64_t m, float *scratch) {
-    FN_JOIN(fn_quantize_row, QUANTIZER)(q, kind, row, hidden, m, scratch);
-}
-#else
 #include "kernels/quantize_body.h"
-#endif
 
 #include "kernels/gate_body.h"
 

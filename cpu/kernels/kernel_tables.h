@@ -9,7 +9,6 @@
  *   AFFINE_AS_IS   the same, where h, the weight, the bias and out are of one kind
  *   ADDS       x, residual: the sum alone
  *   ONE_KIND   bias, kind, residual, norm: x, residual, h and out are of one kind, and the weight is float
- *   ONE_KIND_AS_IS  the same, where the weight and a bias are of the same kind too
  *
  * `bias` is its kind, NONE where the row is not affine. BF16P takes part in combinations of its own alone (see kinds.h). With
  * ROW_BY_ROW, tables of ONE_KIND are empty.
@@ -32,44 +31,46 @@
 #if defined(BF16_BY_PARITY)
 #define SUMS_BY_PARITY(fn) fn(BF16P, NONE, UNROUNDED) fn(BF16P, BF16P, UNROUNDED) fn(BF16P, BF16P, ROUNDED)
 #define SCALES_OF_ANY_BY_PARITY(fn, weight, bias) fn(F32, ANY, weight, bias, BF16P) fn(BF16P, ANY, weight, bias, BF16P)
-#define ONE_KIND_AS_IS(fn) ONE_KIND_OF(fn, BF16P, BF16P)
 #else
 #define SUMS_BY_PARITY(fn)
 #define SCALES_OF_ANY_BY_PARITY(fn, weight, bias)
-#define ONE_KIND_AS_IS(fn)
 #endif
 
 #if !defined(REST)
-#define SUMS(fn) SUMS_OF(fn, F32) IF_F16(SUMS_OF(fn, F16)) SUMS_OF(fn, BF16) SUMS_BY_PARITY(fn)
+#define SUMS(fn) SUMS_OF(fn, F32) SUMS_OF(fn, F16) SUMS_OF(fn, BF16) SUMS_BY_PARITY(fn)
 #define SCALES(fn)                                                                                            \
     fn(F32, NONE, F32, NONE, F32) SCALES_OF(fn, F16, F16) SCALES_OF(fn, ALL_BF16, ALL_BF16)                   \
     SCALES_OF(fn, F16, F32) SCALES_OF(fn, BF16, F32)                                                          \
     fn(F32, NONE, WITH_OFFSET, NONE, F32) WITH_OFFSET_OF(fn, F16) WITH_OFFSET_OF(fn, ALL_BF16)                \
     fn(F32, NONE, NONE, NONE, F32) fn(F16, NONE, NONE, NONE, F16) fn(ALL_BF16, NONE, NONE, NONE, ALL_BF16)
 #define SCALES_OF_ANY(fn) SCALES_OF_ANY_OF(fn, ANY, NONE) SCALES_OF_ANY_OF(fn, F32, F32)
-#define ADDS(fn) ADDS_OF(fn, F32) IF_F16(ADDS_OF(fn, F16)) ADDS_OF(fn, BF16)
+#define AFFINE_AS_IS(fn) AFFINE_AS_IS_OF(fn, F16) AFFINE_AS_IS_OF(fn, ALL_BF16)
+#define ADDS(fn) ADDS_OF(fn, F32) ADDS_OF(fn, F16) ADDS_OF(fn, BF16)
 #if ROW_BY_ROW
 #define ONE_KIND(fn, bias)
 #else
 #define ONE_KIND(fn, bias)                             \
     fn(bias, F32, NONE, NONE) fn(bias, F32, F32, NONE) \
-    IF_F16(ONE_KIND_OF(fn, bias, F16)) ONE_KIND_OF(fn, bias, ALL_BF16)
+    ONE_KIND_OF(fn, bias, F16) ONE_KIND_OF(fn, bias, ALL_BF16)
 #endif
 #else
-#define SUMS(fn) fn(F16, F16, ROUNDED) SUMS_BY_PARITY(fn)
-#define SCALES(fn)                                                                                             \
-    fn(F16, NONE, F16, NONE, F16) fn(F16, F16, F16, NONE, F16) fn(F16, NONE, F32, NONE, F16)                    \
-    fn(F16, F16, F32, NONE, F16) SCALES_OF(fn, BF16P, BF16P) WITH_OFFSET_OF(fn, F16) WITH_OFFSET_OF(fn, BF16P) \
-    fn(F16, NONE, NONE, NONE, F16) fn(BF16P, NONE, NONE, NONE, BF16P)
-#define SCALES_OF_ANY(fn)                                              \
-    fn(F16, ANY, ANY, NONE, F16) SCALES_OF_ANY_BY_PARITY(fn, ANY, NONE) \
-    fn(F16, ANY, F32, F32, F16) SCALES_OF_ANY_BY_PARITY(fn, F32, F32)
-#define ADDS(fn)
-#define ONE_KIND(fn, bias) fn(bias, F16, F16, NONE) fn(bias, F16, F16, F16) ONE_KIND_OF(fn, bias, BF16P)
+#if ADDS_F16
+#define IF_ADDS_F16(...) __VA_ARGS__
+#else
+#define IF_ADDS_F16(...)
 #endif
-#define AFFINE_AS_IS(fn) AFFINE_AS_IS_OF(fn, F16) AFFINE_AS_IS_OF(fn, ALL_BF16)
+#define SUMS(fn) IF_ADDS_F16(fn(F16, F16, ROUNDED)) SUMS_BY_PARITY(fn)
+#define SCALES(fn) SCALES_OF(fn, BF16P, BF16P) WITH_OFFSET_OF(fn, BF16P) fn(BF16P, NONE, NONE, NONE, BF16P)
+#define SCALES_OF_ANY(fn) SCALES_OF_ANY_BY_PARITY(fn, ANY, NONE) SCALES_OF_ANY_BY_PARITY(fn, F32, F32)
+#define AFFINE_AS_IS(fn) AFFINE_AS_IS_OF(fn, BF16P)
+#define ONE_KIND(fn, bias) IF_ADDS_F16(fn(bias, F16, F16, NONE) fn(bias, F16, F16, F16)) ONE_KIND_OF(fn, bias, BF16P)
+#endif
 #define SHORTS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32)
-#define OVERLAPS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32) ONE_KIND_AS_IS(fn)
+#if OVERLAPS_AS_IS
+#define OVERLAPS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32) ONE_KIND_OF(fn, BF16P, BF16P)
+#else
+#define OVERLAPS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32)
+#endif
 
 #if FN_FAMILY & FN_NORMS
 typedef void sum_fn(const struct fn_forward_job *, struct batch *);
@@ -88,13 +89,21 @@ typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
         scale_rows(h, norm, weight, bias, out, job, batch);                                      \
     }
 #define SCALE_ENTRY(h, norm, weight, bias, out) \
-    [norm][weight][out][h == out] = scale_##h##_##norm##_##weight##_##bias##_##out,
-#define ANY_ENTRY(h, norm, weight, bias, out) [bias != NONE][out][h == out] = scale_##h##_##norm##_##weight##_##bias##_##out,
-#define AS_IS_ENTRY(h, norm, weight, bias, out) [norm][out] = scale_##h##_##norm##_##weight##_##bias##_##out,
+    .of[norm][weight][out][h == out] = scale_##h##_##norm##_##weight##_##bias##_##out,
+#define ANY_ENTRY(h, norm, weight, bias, out) \
+    .of_any[bias != NONE][out][h == out] = scale_##h##_##norm##_##weight##_##bias##_##out,
+#define AS_IS_ENTRY(h, norm, weight, bias, out) .affine_as_is[norm][out] = scale_##h##_##norm##_##weight##_##bias##_##out,
 SCALES(SCALE) SCALES_OF_ANY(SCALE) AFFINE_AS_IS(SCALE)
-static scale_fn *const scales[KINDS][WEIGHTS][KINDS][2] = {SCALES(SCALE_ENTRY)};
-static scale_fn *const scales_of_any[2][KINDS][2] = {SCALES_OF_ANY(ANY_ENTRY)};
-static scale_fn *const affine_as_is[KINDS][KINDS] = {AFFINE_AS_IS(AS_IS_ENTRY)};
+struct second_passes {
+    scale_fn *of[KINDS][WEIGHTS][KINDS][2], *of_any[2][KINDS][2], *affine_as_is[KINDS][KINDS];
+};
+extern const struct second_passes FN_OF(second_passes);
+const struct second_passes FN_OF(second_passes) = {SCALES(SCALE_ENTRY) SCALES_OF_ANY(ANY_ENTRY) AFFINE_AS_IS(AS_IS_ENTRY)};
+#if defined(REST)
+extern const struct second_passes FN_JOIN(fn_second_passes, REST);
+#define second_passes_to(out) ((out) == BF16P ? &FN_OF(second_passes) : &FN_JOIN(fn_second_passes, REST))
+#else
+#define second_passes_to(out) (&FN_OF(second_passes))
 
 typedef void add_fn(const struct fn_forward_job *, int64_t, int64_t);
 #define ADD(x, residual)                                                                             \
@@ -104,6 +113,7 @@ typedef void add_fn(const struct fn_forward_job *, int64_t, int64_t);
 #define ADD_ENTRY(x, residual) [x][residual] = add_##x##_##residual,
 ADDS(ADD)
 static add_fn *const adds[KINDS][KINDS] = {[NONE] = {NULL}, ADDS(ADD_ENTRY)};
+#endif
 #endif
 
 typedef void overlap_fn(const struct fn_forward_job *, int64_t, int64_t, struct scale *, char *, const struct affine *);

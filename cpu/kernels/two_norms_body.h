@@ -19,6 +19,7 @@ struct middle {
     const struct scale *previous; /* the row before, whose third pass is made meanwhile; or NULL */
     float *sums, *next_sums; /* one per segment, of this row's sum and of the next row's x */
     int fetches; /* whether the operands are fetched */
+    int64_t ahead; /* as in struct row */
 };
 
 /* A unit of x, normalised. */
@@ -30,7 +31,7 @@ FN_INLINE U normed(int kind, int norm, const struct middle *row, int64_t i, int 
 
 /* Adds the residual to a unit, and stores the sum. */
 FN_INLINE U add_to_residual(int kind, int stream, const struct middle *row, int64_t i, int n, U y) {
-    U h = u_store(kind, row->residual_out, i, n, u_add(y, u_read(kind, row->residual, i, n)));
+    U h = u_store(kind, row->residual_out, i, n, u_add(y, u_read(kind, row->ahead, row->residual, i, n)));
     if (STREAMS && stream && row->stream) u_stream(kind, row->stream, i, n, h);
     return h;
 }
@@ -159,7 +160,7 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
 #if ROW_BY_ROW
 #define TWO_NORMS(fn)
 #else
-#define TWO_NORMS(fn) fn(F32, NONE, F32) IF_F16(TWO_NORMS_OF(fn, F16)) TWO_NORMS_OF(fn, ALL_BF16)
+#define TWO_NORMS(fn) fn(F32, NONE, F32) TWO_NORMS_OF(fn, F16) TWO_NORMS_OF(fn, ALL_BF16)
 #endif
 
 /* The passes of one combination. They are functions of their own: inlined into one, they made compiling half as long again. */
@@ -226,7 +227,7 @@ int FN_OF(two_norms_rows)(const struct fn_forward_job *first, const struct fn_fo
     float *const room = (float *)((char *)scratch + kept); /* for the sums of two rows */
     struct scale previous = {.weight = float_weight(&after, &b, scratch), .bypass_cache = STREAMS && next->bypass_cache};
     struct middle row = {.gain = float_weight(&before, &a, gain), .sums = room, .next_sums = room + fn_padded_sums(hidden),
-                         .fetches = fetches};
+                         .fetches = fetches, .ahead = next->ahead};
     float sum = pass->sum(first->x + begin * first->x_stride, hidden, room, fetches);
     for (int64_t m = begin; m < end; m++) {
         const int last = m + 1 == end;

@@ -70,8 +70,8 @@ static unsigned amd_family(void) {
     return amd ? (leaf1[EAX] >> 8 & 0xf) + (leaf1[EAX] >> 20 & 0xff) : 0;
 }
 
-int fn_has_zen4(void) { return amd_family() == 0x19 && fn_has_avx512(); } /* the family is Zen 3's too */
 int fn_is_zen5(void) { return amd_family() == 0x1a; }
+int fn_has_zen4(void) { return (amd_family() == 0x19 || fn_is_zen5()) && fn_has_avx512(); } /* 0x19 is Zen 3's family too */
 
 #elif defined(FN_AARCH64) && defined(__linux__)
 

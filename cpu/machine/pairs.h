@@ -18,8 +18,6 @@
  *   HALVES_FROM_MEMORY         where loading LANES 16-bit values is cheaper than taking half a register:
  *   f16_load bf16_load           widen LANES values
  *   f16_store bf16_store         round, store, and return the stored values
- *   READS                      where memory is read faster by other instructions than the caches:
- *   v_read                       v_load, for operands that no cache holds yet
  *   READS_AHEAD                where memory is read faster if it is fetched ahead
  *   ADDS_F16                   where float16 can be added without widening, with the same bits:
  *   h2_add_f16                   rounds to nearest even
@@ -77,21 +75,14 @@ FN_INLINE U u_load(int kind, const void *row, int64_t i, int n) {
     return widen(kind, n == UNIT ? h2_load(p) : h2_load_n(p, n));
 }
 
-#if defined(READS)
-FN_INLINE U u_read(int kind, const void *row, int64_t i, int n) {
-    const float *p = (const float *)row + i;
-    return kind == F32 && n == UNIT ? (U){v_read(p), v_read(p + LANES)} : u_load(kind, row, i, n);
-}
-#elif defined(READS_AHEAD)
-/* Fetches the unit that is AHEAD bytes later; half as many and four times as many were slower from memory. */
-enum { AHEAD = 1024 };
-FN_INLINE void fetch_ahead(int kind, const void *row, int64_t i) {
-    const char *p = (const char *)row + i * (kind == F32 ? 4 : 2) + AHEAD;
+#if defined(READS_AHEAD)
+FN_INLINE void fetch_ahead(int kind, int64_t ahead, const void *row, int64_t i) {
+    const char *p = (const char *)row + i * (kind == F32 ? 4 : 2) + ahead;
     FN_PREFETCH(p);
     if (kind == F32) FN_PREFETCH(p + sizeof(V));
 }
-FN_INLINE U u_read(int kind, const void *row, int64_t i, int n) {
-    fetch_ahead(kind, row, i);
+FN_INLINE U u_read(int kind, int64_t ahead, const void *row, int64_t i, int n) {
+    fetch_ahead(kind, ahead, row, i);
     return u_load(kind, row, i, n);
 }
 #endif
@@ -122,9 +113,9 @@ FN_INLINE U u_store(int kind, void *row, int64_t i, int n, U value) {
 }
 
 #if defined(ADDS_F16)
-FN_INLINE U u_add_f16(const void *x, const void *y, void *sum, int64_t i, int n) {
-    fetch_ahead(F16, x, i);
-    fetch_ahead(F16, y, i);
+FN_INLINE U u_add_f16(int64_t ahead, const void *x, const void *y, void *sum, int64_t i, int n) {
+    fetch_ahead(F16, ahead, x, i);
+    fetch_ahead(F16, ahead, y, i);
     const uint16_t *a = (const uint16_t *)x + i, *b = (const uint16_t *)y + i;
     H2 h = n == UNIT ? h2_add_f16(h2_load(a), h2_load(b)) : h2_add_f16(h2_load_n(a, n), h2_load_n(b, n));
     if (n == UNIT) h2_store((uint16_t *)sum + i, h);

@@ -17,7 +17,7 @@ static int always(void) { return 1; }
 /* The last row that fits is the processor's. */
 static const struct fn_tuning rows_of_table[] = {
     /* Two norms overlap from memory, so that it is read while there is arithmetic to do. */
-    {"any", always, SAME, .overlap = FN_ALWAYS, .last_cache = 8 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
+    {"any", always, SAME, .ahead = 1 KB, .overlap = FN_ALWAYS, .last_cache = 8 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
      .overlap_sum_beyond = {FN_ALWAYS, FN_ALWAYS}, .two_norms = {FN_NEVER, FN_ALWAYS}, .two_norms_f32 = {FN_NEVER, FN_ALWAYS},
      .widened = FN_ALWAYS},
 #if defined(FN_X86_64)
@@ -26,7 +26,7 @@ static const struct fn_tuning rows_of_table[] = {
      * 4096 took 1.2 to 1.5 times as long. Outputs that bypass the caches leave room for longer rows. It executes 512-bit
      * conversions of float16 in two halves: with them, rows of 4096 took a quarter longer than by AVX2.
      */
-    {"zen4", fn_has_zen4, SAME, .with = "zen4", .f16 = "avx2", .overlap = FN_ALWAYS, .last_cache = 8 MB,
+    {"zen4", fn_has_zen4, SAME, .with = "zen4", .f16 = "avx2", .ahead = 0, .overlap = FN_ALWAYS, .last_cache = 8 MB,
      .overlap_beyond = {4 KB, 8 KB}, .overlap_sum_beyond = {FN_ALWAYS, FN_ALWAYS}, .two_norms = {FN_NEVER, FN_ALWAYS},
      .two_norms_f32 = {FN_NEVER, FN_ALWAYS}, .widened = FN_ALWAYS},
     /*
@@ -35,7 +35,7 @@ static const struct fn_tuning rows_of_table[] = {
      * in the caches too, by 3 to 12 %, and in float32 up to a quarter; but it reads long rows of float32 slower then. With
      * long rows of bfloat16 a weight and a bias as they are took up to a third less time.
      */
-    {"zen5", fn_is_zen5, SAME, .overlap = 16 KB, .last_cache = 32 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
+    {"zen5", fn_is_zen5, SAME, .ahead = 1 KB, .overlap = 16 KB, .last_cache = 32 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
      .overlap_sum_beyond = {FN_NEVER, 2048}, .two_norms = {FN_ALWAYS, FN_ALWAYS}, .two_norms_f32 = {2048, 1024},
      .widened = 2048},
 #endif

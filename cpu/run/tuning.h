@@ -20,6 +20,7 @@ struct fn_tuning {
      */
     int64_t from_memory;
     int64_t past_caches;
+    int64_t ahead; /* AVX-512's kernels fetch what they read so many bytes ahead */
 
     /*
      * The longest rows whose passes are made together with those of other rows. In bytes of x and its residual: of rows of

@@ -1,4 +1,7 @@
-/* The kernels for AVX-512 as Zen 4 runs them fastest; float16 goes to AVX2's there (isa.c). */
+/*
+ * Rows of bfloat16 for AVX-512 on AMD's processors, where a permutation of two registers is one operation. Zen 4 takes float16
+ * by AVX2's kernels (tuning.c).
+ */
 #include "machine/target.h"
 
 #if defined(FN_X86_64)
@@ -6,12 +9,12 @@
 
 FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl")
 
-#define FOR_ZEN4 1
+#define PERMUTES_WORDS 1
 #include "machine/x86/avx512.h"
 
 #define ISA zen4
-#define LACKS_F16 1
-#define QUANTIZER avx512
+#define REST avx512
+#define OVERLAPS_AS_IS 1
 
 #include "machine/pairs.h"
 #include "kernels/kernel_body.h"

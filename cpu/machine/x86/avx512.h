@@ -1,6 +1,6 @@
 /*
  * The operations of pairs.h for AVX-512 (F, BW, DQ, VL). Tails are masked. Included by the files
- * kernel_<isa>.c, which may define FOR_ZEN4, where other instructions were measured to be faster, or HAS_VBMI2.
+ * kernel_<isa>.c, which may define PERMUTES_WORDS, where a permutation of two registers is one operation, or HAS_VBMI2.
  */
 #include <immintrin.h>
 #include <stdint.h>
@@ -101,7 +101,7 @@ FN_INLINE H2 h2_bf16(V a, V b) {
 FN_INLINE V bf16_even(H2 h) { return _mm512_castsi512_ps(_mm512_slli_epi32(h, 16)); }
 FN_INLINE V bf16_odd(H2 h) { return _mm512_castsi512_ps(_mm512_and_si512(h, _mm512_set1_epi32((int)0xffff0000))); }
 /* The upper words of the 32-bit lanes of e and o, in the order e0 o0 e1 o1 ...; and their lower words. */
-#if defined(FOR_ZEN4)
+#if defined(PERMUTES_WORDS)
 #define UPPER_WORDS                                                                                    \
     _mm512_set_epi16(63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17,                   \
                      47, 15, 45, 13, 43, 11, 41, 9, 39, 7, 37, 5, 35, 3, 33, 1)
@@ -136,18 +136,7 @@ FN_INLINE H2 h2_bf16_parity(V even, V odd) {
     return _mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1));
 }
 
-#if defined(FOR_ZEN4)
-/*
- * Two loads, because Zen 4 reads memory a sixth slower when a loop accesses each line once: a second
- * access, even a prefetch, starts its prefetchers. Fetching further ahead is slower there.
- */
-#define READS 1
-FN_INLINE V v_read(const void *p) {
-    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_loadu_ps((const float *)p + 8), 1);
-}
-#else
 #define READS_AHEAD 1
-#endif
 
 #define STREAMS 1
 FN_INLINE void v_stream(void *p, V x) { _mm512_stream_ps(p, x); }
