@@ -15,7 +15,7 @@ static const char *processor;
 int fn_has_avx2(void) { return 1; }
 int fn_has_avx512(void) { return 1; }
 int fn_has_avx512_fp16(void) { return !strcmp(processor, "intel"); }
-int fn_has_zen4(void) { return !strcmp(processor, "zen4"); }
+int fn_has_zen4(void) { return strcmp(processor, "intel") != 0; }
 int fn_is_zen5(void) { return !strcmp(processor, "zen5"); }
 
 /* What the first call of each kernel was given. */
