@@ -6,6 +6,9 @@
 
 #define ISA neon
 
+FN_INLINE V bf16_lo(H2 h) { return vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)); }
+FN_INLINE V bf16_hi(H2 h) { return vreinterpretq_f32_u32(vshll_high_n_u16(h, 16)); }
+
 /*
  * Rounds to nearest even in integer arithmetic: adds just under half a unit, and one more (tst is -1)
  * where the unit is odd. The low 16 bits of a NaN are zero (see DEFAULT_NAN in ieee.h).

@@ -1,4 +1,4 @@
-/* The operations of pairs.h on NEON of Armv8.0, except narrowing to bfloat16. */
+/* The operations of pairs.h on NEON of Armv8.0, except those of bfloat16. */
 #include <arm_neon.h>
 #include <stdint.h>
 #include <string.h>
@@ -56,6 +56,3 @@ FN_INLINE void v_store_n(void *p, int n, V x) {
 FN_INLINE V f16_lo(H2 h) { return vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(h))); }
 FN_INLINE V f16_hi(H2 h) { return vcvt_high_f32_f16(vreinterpretq_f16_u16(h)); }
 FN_INLINE H2 h2_f16(V a, V b) { return vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a), b)); }
-
-FN_INLINE V bf16_lo(H2 h) { return vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)); }
-FN_INLINE V bf16_hi(H2 h) { return vreinterpretq_f32_u32(vshll_high_n_u16(h, 16)); }

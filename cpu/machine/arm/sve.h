@@ -29,10 +29,13 @@ FN_INLINE U u_swap(int by_parity, U u) {
     return (void)by_parity, svreinterpret_f32_u64(svrevw_u64_x(svptrue_b64(), svreinterpret_u64_f32(u)));
 }
 
-/* 16-bit values are in the lower halves of 32-bit lanes, where loads put them. */
+/*
+ * 16-bit values are in the lower halves of 32-bit lanes, where loads put them. One of bfloat16 is transposed with a zero,
+ * because half of the ports of a Neoverse core shift, and all of them transpose.
+ */
 FN_INLINE U widen(int kind, svuint32_t h) {
     if (kind == F16) return svcvt_f32_f16_x(all(), svreinterpret_f16_u32(h));
-    return svreinterpret_f32_u32(svlsl_n_u32_x(all(), h, 16));
+    return svreinterpret_f32_u16(svtrn1_u16(svdup_n_u16(0), svreinterpret_u16_u32(h)));
 }
 
 FN_INLINE svuint32_t narrow_bf16(U x);
