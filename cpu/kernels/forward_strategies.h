@@ -136,6 +136,9 @@ FN_INLINE U sum_short_row(int kind, int residual, const struct row *row, int64_t
     if (hidden == 2 * UNIT) return u_add(SQUARE(0), SQUARE(1));
     if (hidden == 4 * UNIT) return u_add(u_add(SQUARE(0), SQUARE(2)), u_add(SQUARE(1), SQUARE(3)));
     if (hidden == 8 * UNIT) return SUM_OF_EIGHT(SQUARE, 1);
+#define NEXT_SQUARE(k) SQUARE((k) + 1)
+    if (UNIT == 8 && hidden == 16 * UNIT) return u_add(SUM_OF_EIGHT(SQUARE, 2), SUM_OF_EIGHT(NEXT_SQUARE, 2));
+#undef NEXT_SQUARE
 #undef SQUARE
     return sum_short_segment(kind, residual, ROUNDED, row, 0, hidden);
 }

@@ -30,12 +30,12 @@ FN_INLINE U u_swap(int by_parity, U u) {
 }
 
 /*
- * 16-bit values are in the lower halves of 32-bit lanes, where loads put them. One of bfloat16 is transposed with a zero,
- * because half of the ports of a Neoverse core shift, and all of them transpose.
+ * 16-bit values are in the lower halves of 32-bit lanes, where loads put them; the upper halves are 0. Those of bfloat16 are
+ * exchanged, not shifted: half of the ports of a Neoverse core shift, and all of them exchange halves.
  */
 FN_INLINE U widen(int kind, svuint32_t h) {
     if (kind == F16) return svcvt_f32_f16_x(all(), svreinterpret_f16_u32(h));
-    return svreinterpret_f32_u16(svtrn1_u16(svdup_n_u16(0), svreinterpret_u16_u32(h)));
+    return svreinterpret_f32_u32(svrevh_u32_x(all(), h));
 }
 
 FN_INLINE svuint32_t narrow_bf16(U x);
