@@ -85,7 +85,8 @@ int fn_has_sve(void) {
     const int get_vector_length = 51, length_mask = 0xffff; /* PR_SVE_GET_VL; in bytes */
     if (!(getauxval(AT_HWCAP) & 1ul << 22)) return 0; /* HWCAP_SVE */
     int length = prctl(get_vector_length) & length_mask;
-    return (length & (length - 1)) == 0; /* other multiples of 16 were allowed once */
+    /* With 128 bits NEON takes fewer cycles (docs/performance.md). Other multiples of 16 bytes were allowed once. */
+    return length > 16 && (length & (length - 1)) == 0;
 }
 
 int fn_has_sve_bf16(void) { return fn_has_sve() && (getauxval(AT_HWCAP2) & 1ul << 12); } /* HWCAP2_SVEBF16 */

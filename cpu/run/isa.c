@@ -7,8 +7,8 @@
 
 /*
  * The variants, which CMake may have named. A later one that is usable is the better one. On AArch64 llvm-mca says so, in
- * cycles per bfloat16 element on Neoverse V1 (256 bits), V2 and N2 (128): sve 1.33, 1.38, 2.84; neon_bf16 0.79, 0.91, 1.61;
- * sve_bf16 0.75, 0.83, 1.69. For float, SVE at 128 bits equals NEON. A64FX has sve, but no bfloat16.
+ * cycles per bfloat16 element on Neoverse V1 (256 bits): sve 1.33, neon_bf16 0.77, sve_bf16 0.73. SVE of 128 bits is not
+ * usable (cpu_features.c). A64FX has sve, but no bfloat16.
  */
 #if !defined(FN_VARIANTS)
 #if defined(FN_AVX512_FP16)
