@@ -7,7 +7,7 @@
 
 /*
  * The variants, which CMake may have named. A later one that is usable is the better one. On AArch64 llvm-mca says so, in
- * cycles per bfloat16 element on Neoverse V1 (256 bits): sve 1.33, neon_bf16 0.77, sve_bf16 0.73. SVE of 128 bits is not
+ * cycles per bfloat16 element on Neoverse V1 (256 bits): sve 1.22, neon_bf16 0.77, sve_bf16 0.73. SVE of 128 bits is not
  * usable (cpu_features.c). A64FX has sve, but no bfloat16.
  */
 #if !defined(FN_VARIANTS)
