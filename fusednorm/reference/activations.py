@@ -13,7 +13,7 @@ import torch
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.reference.norm import rounded, widened
+from fusednorm.reference.norm import at_least, rounded, widened, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,16 +102,6 @@ NORMALS = {
 }
 
 
-def _at_least(value: Tensor, least: float) -> Tensor:
-    """The value, or ``least`` if that is greater; a NaN stays."""
-    return torch.where(value < least, least, value)
-
-
-def _within(value: Tensor, least: float, greatest: float) -> Tensor:
-    """The value cut to a range; a NaN stays."""
-    return torch.where(value > greatest, greatest, _at_least(value, least))
-
-
 def _polynomial(x: Tensor, square: Tensor, coefficients: Sequence[float]) -> Tensor:
     """A polynomial of x, its coefficients from the constant on: Horner's rule for pairs of terms."""
     pairs = [x * odd + even for even, odd in zip(coefficients[::2], coefficients[1::2], strict=False)]
@@ -124,7 +114,7 @@ def _polynomial(x: Tensor, square: Tensor, coefficients: Sequence[float]) -> Ten
 def _exponential(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three factors of exp(t), which are multiplied from left to right."""
     scheme = SCHEMES[t.dtype]
-    t = _within(t, scheme.least, scheme.greatest)
+    t = within(t, scheme.least, scheme.greatest)
     shifted = t * scheme.log2_e + scheme.rounder
     k = shifted - scheme.rounder
     r = (t - k * scheme.ln2_high) - k * scheme.ln2_low
@@ -149,7 +139,7 @@ def _product(z: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p, first, second = _exponential(torch.where(low, v, -v))
     e = p * first * second
     # Not z * e: where e is subnormal, it has lost bits. z - z is 0, or NaN for an infinity.
-    n = torch.where(low, _at_least(z, scheme.least) * p * first * second + (z - z), z)
+    n = torch.where(low, at_least(z, scheme.least) * p * first * second + (z - z), z)
     return n / (1 + e), low, e
 
 
@@ -260,8 +250,8 @@ def activated_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     f, s, c = Product.apply(z, z if activation == "silu" else _argument(z))  # type: ignore[no-untyped-call]
     if activation == "silu":
         return f, s + f * c
-    within = _within(z, -FLAT, FLAT)
-    return f, s + f * c * ((within * within * SLOPE + 1) * OUTER)
+    inner = within(z, -FLAT, FLAT)
+    return f, s + f * c * ((inner * inner * SLOPE + 1) * OUTER)
 
 
 def gated(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype) -> Tensor:

@@ -29,77 +29,65 @@ ROW_BLOCKS = 256
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` rounded to nearest even to ``dtype``, once. Derivatives are passed straight through.
-
-    torch converts float64 to float16 and bfloat16 through float32, which rounds twice. The first rounding here is to
-    odd (the last bit is set where anything was lost): then the second one gives what rounding once would give.
-    """
+    """``value`` rounded to nearest even to ``dtype``, once. Derivatives are passed straight through."""
     if value.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
         return value.to(dtype)
-    return RoundedToOdd.apply(value).to(dtype)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class RoundedToOdd(torch.autograd.Function):
-    """float64 as float32, the last bit set where anything was lost; derivatives are passed straight through."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor) -> Tensor:
-        """``value`` is of float64 and any shape."""
-        nearest = value.to(torch.float32)
-        back = nearest.to(torch.float64)
-        bits = nearest.view(torch.int32)
-        bits = torch.where(back.abs() > value.abs(), bits - 1, bits)
-        bits = torch.where(back == value, bits, bits | 1)
-        return torch.where(value.isnan(), nearest, bits.view(torch.float32))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keeps nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The gradient, in float64."""
-        return gradient.to(torch.float64)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        """The tangent, in float32."""
-        return tangent.to(torch.float32)
+    return Converted.apply(value, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def widened(value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` converted to a dtype that holds all its values. Its derivative is rounded once."""
     if dtype != torch.float64 or value.dtype not in (torch.float16, torch.bfloat16):
         return value.to(dtype)
-    return Widened.apply(value)  # type: ignore[no-any-return, no-untyped-call]
+    return Converted.apply(value, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Widened(torch.autograd.Function):
-    """float16 or bfloat16 as float64; torch would round the gradient to float32 first."""
+class Converted(torch.autograd.Function):
+    """(value, dtype) -> float64 as 16 bits, or 16 bits as float64; derivatives are passed straight through.
+
+    torch converts float64 to float16 and bfloat16 through float32, which rounds twice. The first rounding here is to
+    odd (the last bit is set where anything was lost): then the second one gives what rounding once would give.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: Tensor) -> Tensor:
+    def forward(value: Tensor, dtype: torch.dtype) -> Tensor:
         """``value`` is of any shape."""
-        return value.to(torch.float64)
+        if dtype == torch.float64:
+            return value.to(dtype)
+        nearest = value.to(torch.float32)
+        back = nearest.to(torch.float64)
+        bits = nearest.view(torch.int32)
+        bits = torch.where(back.abs() > value.abs(), bits - 1, bits)
+        bits = torch.where(back == value, bits, bits | 1)
+        return torch.where(value.isnan(), nearest, bits.view(torch.float32)).to(dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keeps the dtype."""
-        ctx.dtype = inputs[0].dtype
+    def setup_context(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
+        """Keeps both dtypes."""
+        ctx.before, ctx.after = inputs[0].dtype, inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """The gradient, rounded once to the dtype of the value."""
-        return rounded(gradient, ctx.dtype)
+        return rounded(gradient, ctx.before), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        """The tangent, in float64."""
-        return tangent.to(torch.float64)
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        """The tangent, in the dtype of the result."""
+        return tangent.to(ctx.after)
+
+
+def at_least(value: Tensor, least: float | Tensor) -> Tensor:
+    """The value, or ``least`` if that is greater; a NaN stays."""
+    return torch.where(value < least, least, value)
+
+
+def within(value: Tensor, least: float | Tensor, greatest: float | Tensor) -> Tensor:
+    """The value cut to a range; a NaN stays."""
+    value = at_least(value, least)
+    return torch.where(value > greatest, greatest, value)
 
 
 def halved(value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusednorm.calls.quantization import FLOAT8, MOST
-from fusednorm.reference.norm import constant, divided
+from fusednorm.reference.norm import at_least, constant, divided, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +47,7 @@ def quantized(
         floor = constant(quantization.amax_floor, amax)
         if quantization.floor_dtype == "input":
             floor = floor.to(y.dtype).to(torch.float32)
-        amax = torch.where(amax < floor, floor, amax)
-        limit = constant(quantization.amax_limit, amax)
-        amax = torch.where(amax > limit, limit, amax)
+        amax = within(amax, floor, constant(quantization.amax_limit, amax))
         s = _scale(amax, quantization, qmax)
         multiplier = constant(qmax, amax) / amax
     if quantization.apply == "divide":
@@ -75,33 +73,26 @@ def _scale(span: Tensor, quantization: Quantization, steps: float) -> Tensor:
     if quantization.scale_by == "reciprocal":
         one = torch.ones_like(span)
         scale = span * (one / constant(steps, one))
-    floor = constant(quantization.scale_floor, scale)
-    return torch.where(scale < floor, floor, scale)
+    return at_least(scale, constant(quantization.scale_floor, scale))
 
 
 def _stored(v: Tensor, quantization: Quantization, zero: Tensor | None) -> Tensor:
     """The numbers stored for quotients, [..., groups, group]; ``zero``: a zero point for each group, or None."""
     qmin, qmax = quantization.range
     if quantization.dtype.is_floating_point:
-        return to_float8(_clamped(v, qmin, qmax), quantization.dtype)
+        return to_float8(within(v, qmin, qmax), quantization.dtype)
     if zero is not None and quantization.zero_point == "after":
-        v = _clamped(v.round(), -MOST, MOST)
+        v = within(v.round(), -MOST, MOST)
         # In whole numbers: a float32 does not hold every sum.
         v = (torch.where(v.isnan(), 0.0, v).to(torch.int32) + zero).clamp(int(qmin), int(qmax))
         return v.to(quantization.dtype)
     if zero is not None:
         v = v + zero.to(torch.float32)
-    v = _clamped(v, qmin, qmax).round()
+    v = within(v, qmin, qmax).round()
     v = torch.where(v.isnan(), 0.0, v)
     if quantization.zero_point == 128:
         v = v + 128.0
     return v.to(quantization.dtype)
-
-
-def _clamped(v: Tensor, low: float, high: float) -> Tensor:
-    """v within two numbers; a NaN stays."""
-    v = torch.where(v < low, low, v)
-    return torch.where(v > high, high, v)
 
 
 def to_float8(v: Tensor, dtype: torch.dtype) -> Tensor:
