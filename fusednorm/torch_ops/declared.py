@@ -47,14 +47,19 @@ class Operator:
         self.taken = slice(0 if declaration.transposed is None else 1, self.count)
         self.recorded = _recorded(self)
         name, gradients = declaration.name, None
-        if declaration.gradient is not None or declaration.transposed is not None:
+        if self.differentiable:
             gradients = (lambda ctx, *incoming: self.gradients(ctx, incoming, through_dispatcher=True), self.keep)
-        if declaration.gradient is not None and declaration.gradient_operator:
+        if declaration.gradient is not None:
             register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
         register(name, declaration.schema, self._forward, self._fake, gradients, self._direct)
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(declaration)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether it has gradients."""
+        return self.declaration.gradient is not None or self.declaration.transposed is not None
 
     def dispatched(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The results as new tensors, through torch's dispatcher."""

@@ -99,11 +99,6 @@ def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     return reference.added(x, residual, dtype).contiguous()
 
 
-def _scale(x: Tensor, factor: float) -> Tensor:
-    check_operands(x, None, None, None, None, in_memory=False)
-    return reference.scaled(x, factor).contiguous()
-
-
 def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
     numbers, *computed = quantizer.quantized(y, quantization, scale, zero_point)
@@ -159,45 +154,11 @@ def _keep_sum(ctx: Any, inputs: tuple[Tensor, Tensor, torch.dtype], output: Tens
     ctx.dtypes = inputs[0].dtype, inputs[1].dtype
 
 
-def _gradients_of_scale(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.fusednorm.scale(dy, ctx.factor), None
-
-
-def _keep_scale(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    ctx.factor = inputs[1]
-
-
 def _formula(x: Tensor, residual: Tensor | None, weight: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
     flags = Flags(*arguments)
     numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
     dtypes = (flags.out_dtype or x.dtype, None if residual is None else flags.residual_dtype or residual.dtype)
     return reference.outputs(x, residual, weight, *numbers, *dtypes, reference.differentiable_rstd)
-
-
-def _gradient(
-    dy: Tensor,
-    d_residual_out: Tensor | None,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-    round_sum: bool,
-    residual_dtype: torch.dtype | None,
-    needs: Any,
-) -> tuple[Tensor | None, ...]:
-    h = x.to(rstd.dtype) + residual.to(rstd.dtype)
-    if round_sum:
-        h = reference.rounded(h, residual_dtype or residual.dtype)
-    dtypes = (x.dtype, residual.dtype)
-    return reference.gradients(dy, d_residual_out, h, rstd, weight, weight_offset, *dtypes, needs)
-
-
-def _gradient_alone(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, needs: Any
-) -> tuple[Tensor | None, ...]:
-    needed = (needs[0], False, needs[1])
-    return reference.gradients(dy, None, x, rstd, weight, weight_offset, x.dtype, None, needed)[::2]
 
 
 def _tangent(operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -237,6 +198,8 @@ class Norm(Operator):
 
     It keeps the row that was normalised, and not its operands; ``backward`` has the gradients of both norms.
     """
+
+    differentiable = True
 
     def __init__(self, declaration: Declaration, in_place_schema: str) -> None:
         self._has_residual = len(declaration.returned) == 2
@@ -293,10 +256,8 @@ RMS_NORM = Norm(
         results=(_OUT, _RSTD),
         flags=_NUMBERS,
         formula=lambda x, *rest: _formula(x, None, *rest)[::2],
-        gradient=_gradient_alone,
         tangent=_tangent_alone,
         checks=lambda operands, flags, in_memory: _check((operands[0], None, operands[1]), flags, in_memory),
-        gradient_operator=False,
     ),
     f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
 )
@@ -307,10 +268,8 @@ FUSED_ADD_RMS_NORM = Norm(
         results=(_OUT, Result("residual_out", dtype="residual_dtype", like="residual"), _RSTD),
         flags=Flags._field_defaults,
         formula=_formula,
-        gradient=_gradient,
         tangent=_tangent,
         checks=_check,
-        gradient_operator=False,
     ),
     f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
 )
@@ -328,9 +287,8 @@ register(
     _backward,
     _fake_backward,
 )
-# Out of torch's operations, so that they are their own fakes.
+# Out of torch's operations, so that it is its own fake.
 register("add", "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor", _add, _add, (_gradients_of_sum, _keep_sum))
-register("scale", "(Tensor x, float factor) -> Tensor", _scale, _scale, (_gradients_of_scale, _keep_scale))
 register(
     "quantize",
     "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",

@@ -229,7 +229,7 @@ def register_declared(declaration: Declaration) -> None:
 
     rule = _Rule(roles, [result.role for result in declaration.results], joined=joined)
     _register(declaration.name, rule, len(declaration.operands))
-    if declaration.gradient is not None and declaration.gradient_operator:
+    if declaration.gradient is not None:
         taken, results = declaration.backward_tensors, [one.role for one in declaration.with_gradient]
         rule = _Rule({name: roles[name] for name in taken}, results, lambda arguments: arguments[-1], joined)
         _register(f"{declaration.name}_backward", rule, len(taken))
@@ -249,7 +249,6 @@ _register("fused_add_rms_norm_", _Rule(_NORM, written=("x", "residual")))
 _register("rms_norm_", _Rule(_NORM, written=("x", "residual")))
 _register("into", _Rule(_NORM | _OUTPUTS, written=("out", "residual_out")))
 _register("add", _Rule(_NORM), static_argnum=2)
-_register("scale", _Rule(_NORM))
 _register("backward", _Rule(_GRADIENTS, [*_NORM.values()], lambda arguments: arguments[10]), static_argnum=6)
 _register("quantize", _Rule(_QUANTIZED, [Role.ROWS] * 3, _numbers), static_argnum=1)
 for _operator in DECLARED.values():

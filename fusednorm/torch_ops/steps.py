@@ -120,6 +120,17 @@ ROTATE = Operator(
 )
 
 
+SCALE = Operator(
+    Declaration(
+        "scale",
+        operands=(Operand("x"),),
+        flags={"factor": 1.0},
+        formula=lambda x, factor: (reference.scaled(x, factor),),
+        transposed=lambda x_dtype, factor: (factor,),
+    )
+)
+
+
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.added`."""
     if must_be_seen.seen(x, residual):
