@@ -16,6 +16,7 @@ from onnxscript import evaluator
 from onnxscript import opset18 as op
 from onnxscript import opset23 as op23
 
+from fusednorm.calls.call import Flags
 from fusednorm.calls.quantization import MOST, Quantization
 from fusednorm.onnx import OPSET, UntranslatedError
 from fusednorm.reference.activations import INNER, OUTER, SCHEMES
@@ -28,39 +29,22 @@ _SHORT = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 Value = Any
 
 
-def rms_norm(
-    exact: bool,
-    x: Value,
-    weight: Value | None,
-    eps: float,
-    offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    out_dtype: Any = None,
-) -> tuple[Value, Value]:
+def rms_norm(exact: bool, x: Value, weight: Value | None, *flags: Any) -> tuple[Value, Value]:
     """y, [..., N], and rstd, [...]: docs/spec.md, section 2."""
-    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, eps, offset, round_norm, out_dtype)
+    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, Flags(*flags))
 
 
 def fused_add_rms_norm(
-    exact: bool,
-    x: Value,
-    residual: Value,
-    weight: Value | None,
-    eps: float,
-    offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    out_dtype: Any = None,
-    residual_dtype: Any = None,
+    exact: bool, x: Value, residual: Value, weight: Value | None, *arguments: Any
 ) -> tuple[Value, Value, Value]:
     """y, the sum, and rstd."""
-    wide, total_dtype = _accumulator(x), residual_dtype or residual.dtype
+    flags, wide = Flags(*arguments), _accumulator(x)
+    total_dtype = flags.residual_dtype or residual.dtype
     h = op.Add(_widened(x, wide), _widened(residual, wide))
     total = _rounded(exact, h, wide, total_dtype)
-    if round_sum:
+    if flags.round_sum:
         h = _cast(total, total_dtype, wide)
-    y, rstd = _normalised(exact, h, x, weight, eps, offset, round_norm, out_dtype)
+    y, rstd = _normalised(exact, h, x, weight, flags)
     return y, total, rstd
 
 
@@ -180,29 +164,27 @@ def quantize(
 # Parts of these operations. Where nothing else is said, values are of the accumulator type, which ``wide`` names.
 
 
-def _normalised(
-    exact: bool, h: Value, x: Value, weight: Value | None, eps: float, offset: float, round_norm: bool, out_dtype: Any
-) -> tuple[Value, Value]:
+def _normalised(exact: bool, h: Value, x: Value, weight: Value | None, flags: Flags) -> tuple[Value, Value]:
     """The norm of h, [..., N], rounded to ``out_dtype`` or x's, and rstd, [...]; x gives the length of rows too."""
     wide = _accumulator(x)
-    gain = _gain(weight, offset, wide)
-    rounds = round_norm and x.dtype != wide
+    gain = _gain(weight, flags.weight_offset, wide)
+    rounds = flags.round_norm and x.dtype != wide
     square = op.Mul(h, h)
     if exact:
         mean = op.Div(_treesum(square, _length(x), len(x.shape)), _constant(_length(x), wide))
     else:
         mean = op.ReduceMean(square, _integers(-1), keepdims=1)
-    rstd = _reciprocal(_root(op.Add(mean, _constant(eps, wide)), wide), wide)
+    rstd = _reciprocal(_root(op.Add(mean, _constant(flags.eps, wide)), wide), wide)
     if exact or wide == _F64:
         y = op.Mul(h, rstd)
     else:
         _check_opset()
         ones = op.ConstantOfShape(op.Shape(h, start=-1), value=ir.tensor([1.0], dtype=wide))
-        y = op23.RMSNormalization(h, ones if gain is None or rounds else gain, epsilon=eps)
+        y = op23.RMSNormalization(h, ones if gain is None or rounds else gain, epsilon=flags.eps)
     y = _rounded_between(exact, y, wide, x.dtype if rounds else None)
     if gain is not None and (rounds or exact or wide == _F64):
         y = op.Mul(y, gain)
-    return _rounded(exact, y, wide, out_dtype or x.dtype), op.Squeeze(rstd, _integers(-1))
+    return _rounded(exact, y, wide, flags.out_dtype or x.dtype), op.Squeeze(rstd, _integers(-1))
 
 
 def _check_opset() -> None:

@@ -108,6 +108,7 @@ class LigerRMSNorm(torch.nn.Module):
     """
 
     weight: torch.nn.Parameter | None
+    _function = "rms_norm"
 
     def __init__(
         self,
@@ -132,10 +133,12 @@ class LigerRMSNorm(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """The shape and the arguments that determine the result."""
-        return _described(self)
+        shape = None if self.weight is None else tuple(self.weight.shape)
+        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
-        return [("rms_norm", _flags(self))]
+        flags = {"eps": self.variance_epsilon, "weight_offset": float(self.offset)}
+        return [(self._function, {**flags, "round_norm": _round_norm(self.casting_mode)})]
 
 
 class LigerFusedAddRMSNorm(torch.nn.Module):
@@ -160,19 +163,6 @@ class LigerFusedAddRMSNorm(torch.nn.Module):
         eps, offset, casting_mode = self.variance_epsilon, self.offset, self.casting_mode
         return liger_fused_add_rms_norm(hidden_states, residual, self.weight, eps, offset, casting_mode)
 
-    def extra_repr(self) -> str:
-        """The shape and the arguments that determine the result."""
-        return _described(self)
-
-    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
-        return [("fused_add_rms_norm", _flags(self))]
-
-
-def _described(module: LigerRMSNorm | LigerFusedAddRMSNorm) -> str:
-    shape = None if module.weight is None else tuple(module.weight.shape)
-    return f"{shape}, eps={module.variance_epsilon}, offset={module.offset}, casting_mode={module.casting_mode!r}"
-
-
-def _flags(module: LigerRMSNorm | LigerFusedAddRMSNorm) -> dict[str, Any]:
-    flags = {"eps": module.variance_epsilon, "weight_offset": float(module.offset)}
-    return {**flags, "round_norm": _round_norm(module.casting_mode)}
+    # Liger's module inherits nothing from the other one.
+    extra_repr = LigerRMSNorm.extra_repr
+    _fusednorm_steps, _function = LigerRMSNorm._fusednorm_steps, "fused_add_rms_norm"

@@ -169,13 +169,7 @@ class AddRMSNorm(RMSNorm):
     ) -> None:
         self.round_sum = round_sum
         super().__init__(
-            normalized_shape,
-            eps,
-            elementwise_affine,
-            device=device,
-            dtype=dtype,
-            weight_offset=weight_offset,
-            round_norm=round_norm,
+            normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset, round_norm=round_norm
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -254,13 +248,7 @@ class RMSNormGated(RMSNorm):
         self.group_size, self.norm_before_gate = group_size, norm_before_gate
         self.activation, self.between = activation, between
         super().__init__(
-            normalized_shape,
-            eps,
-            elementwise_affine,
-            device=device,
-            dtype=dtype,
-            weight_offset=weight_offset,
-            round_norm=round_norm,
+            normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset, round_norm=round_norm
         )
         check_group_size(group_size, math.prod(self.normalized_shape))
 

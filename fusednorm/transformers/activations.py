@@ -121,9 +121,8 @@ def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
         known = {name: kind for name, kind in found.items() if kind[2] is not None}
         owner: Any = type(module)
         if known and rewritten(owner, frozenset(known)):
-            reason = attach(module, PatchedActivations, frozenset(known), known)
             functions = {function.__name__ for *_, function in known.values() if function is not None}
-            yield owner.__name__, reason is None, reason or f"{', '.join(sorted(functions))} fused"
+            yield attach(module, PatchedActivations, frozenset(known), known, f"{', '.join(sorted(functions))} fused")
         elif found and rewritten(owner, frozenset(found)):
             yield owner.__name__, False, "its activation is none of fusednorm's"
 

@@ -287,14 +287,15 @@ def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[Outcome]:
             if str(error) and any(isinstance(child, torch.nn.Linear) for child in module.children()):
                 yield type(module).__name__, False, str(error)
             continue
-        reason: str | None = "no module of the model has the tables that its rotation takes"
-        if any(columns in kinds for site in sites for _, _, columns, _ in site.rotations):
-            reason = attach(module, PatchedAttention, norms, True)
-        done |= reason is None
+        if not any(columns in kinds for site in sites for _, _, columns, _ in site.rotations):
+            yield type(module).__name__, False, "no module of the model has the tables that its rotation takes"
+            continue
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
-        yield type(module).__name__, reason is None, reason or fused
+        outcome = attach(module, PatchedAttention, norms, True, fused)
+        done |= outcome[1]
+        yield outcome
     for module, state in new.items() if done else ():
-        attach(module, PatchedTables, frozenset(), state)
+        attach(module, PatchedTables, frozenset(), state, "tables")
 
 
 def _tables_of(module: torch.nn.Module) -> tuple[Any, Reads] | None:

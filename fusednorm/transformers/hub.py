@@ -22,38 +22,39 @@ from fusednorm.operations import gate as gates
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.transformers.mlps import DTYPES, activation_of, mlp
-from fusednorm.transformers.norms import Form, Forms, forms
+from fusednorm.transformers.norms import Form, Forms, form_of, forms
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.rotations import Halves, Pairs, Rotation, Tables, rotations
 
 
-class RMSNorm(torch.nn.Module):
-    """The forward pass that replaces a norm's own. It has no state, as ``kernels`` requires."""
+class _Layer(torch.nn.Module):
+    """A forward pass that replaces a module's own. It has no state, as ``kernels`` requires."""
 
     can_torch_compile = True
+
+
+class RMSNorm(_Layer):
+    """The forward pass that replaces a norm's own."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalises hidden_states, [..., N], as the module's class does, or calls that class."""
-        weight = getattr(self, "weight", None)
-        form = _form(self, hidden_states.dtype, None if weight is None else weight.dtype)
-        if form is None or not form.takes(hidden_states):
+        form = _form(self, hidden_states, forms)
+        if form is None:
             return type(self).forward(self, hidden_states)
-        return rms_norm(hidden_states, weight, form.eps, **form.of_norm)
+        return rms_norm(hidden_states, getattr(self, "weight", None), form.eps, **form.of_norm)
 
 
-class RMSNormGated(torch.nn.Module):
+class RMSNormGated(_Layer):
     """The forward pass that replaces that of a norm with a gate after it."""
-
-    can_torch_compile = True
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalises hidden_states and gates them, both [..., N], as the module's class does, or calls that class."""
-        weight: Tensor = self.weight  # type: ignore[assignment]
-        fits = gate is not None and gate.dtype == hidden_states.dtype and gate.shape == hidden_states.shape
-        form = _form(self, hidden_states.dtype, weight.dtype, gated=True) if fits else None
-        if form is None or gate is None or not form.takes(gate):
+        form = None
+        if gate is not None and gate.dtype == hidden_states.dtype and gate.shape == hidden_states.shape:
+            form = _form(self, hidden_states, _gated_forms)
+        if form is None or gate is None:
             return type(self).forward(self, hidden_states, gate)
-        return rms_norm_gated(hidden_states, gate, weight, form.eps, **form.of_gate)
+        return rms_norm_gated(hidden_states, gate, getattr(self, "weight", None), form.eps, **form.of_gate)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -77,18 +78,14 @@ def _gated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
     return forms(module, reads, gated=True)
 
 
-def _form(
-    module: torch.nn.Module, x_dtype: torch.dtype, weight_dtype: torch.dtype | None, gated: bool = False
-) -> Form | None:
-    """A module's form."""
-    found: Forms | None = _found(module, _gated_forms if gated else forms)
-    return None if found is None else found.get((x_dtype, weight_dtype))
+def _form(module: torch.nn.Module, x: Tensor, trace: Callable[[torch.nn.Module, Reads], Forms]) -> Form | None:
+    """A module's form for x."""
+    found: Forms | None = _found(module, trace)
+    return None if found is None else form_of(found, x, getattr(module, "weight", None))
 
 
-class SiLU(torch.nn.Module):
+class SiLU(_Layer):
     """The forward pass that replaces that of an activation, silu or GELU in its tanh form."""
-
-    can_torch_compile = True
 
     def forward(self, input: Tensor) -> Tensor:
         """The function of each element of the input, in its dtype, or the class's own code."""
@@ -103,10 +100,8 @@ class GeluTanh(SiLU):
     """The same under another name: a trace shows which function it is."""
 
 
-class SwiGLUMLP(torch.nn.Module):
+class SwiGLUMLP(_Layer):
     """The forward pass that replaces that of a gated MLP, with silu or GELU in its tanh form."""
-
-    can_torch_compile = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Between the MLP's own submodules, the activation and the product in one call."""
@@ -128,10 +123,8 @@ class GeGLUMLP(SwiGLUMLP):
     """The same under another name: a trace shows which function it is."""
 
 
-class RotaryPosEmb(torch.nn.Module):
+class RotaryPosEmb(_Layer):
     """The forward pass that replaces a function that rotates q and k."""
-
-    can_torch_compile = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         """Rotates heads of q and k, of four dimensions, by tables of [batch, tokens, columns], or calls the function.

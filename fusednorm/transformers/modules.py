@@ -14,7 +14,7 @@ from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.transformers.layers import Rewritten, evaluated, rewritten
-from fusednorm.transformers.norms import Form, Forms
+from fusednorm.transformers.norms import Form, Forms, form_of
 from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, bare
 
@@ -78,30 +78,6 @@ class PatchedNorm(Patched):
                 return rms_norm_gated(x, gate, getattr(self, "weight", None), form.eps, **form.of_gate)
         return super().forward(*args, **kwargs)
 
-    def add(
-        self, x: Tensor, residual: Tensor, first: PatchedNorm | None = None, x_scale: float = 1.0
-    ) -> tuple[Tensor, Tensor] | None:
-        """The norm of ``residual + x``, and the sum; None where the fused call would compute something else.
-
-        Before the addition ``first`` normalises x, or ``x_scale`` multiplies it.
-        """
-        form, weight = self._form(x), getattr(self, "weight", None)
-        if form is None or not _alike(x, residual, weight):
-            return None
-        if first is None:
-            return fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **form.of_norm)
-        before, first_weight = first._form(x), getattr(first, "weight", None)
-        if before is None or before.of_norm != form.of_norm or not _alike(x, residual, first_weight):
-            return None
-        weights = first_weight, weight
-        return rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=form.eps, **form.of_norm)
-
-    def normed_and_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """``residual`` plus the norm of x; None where the fused call would compute something else."""
-        form, weight = self._form(x), getattr(self, "weight", None)
-        fits = form is not None and _alike(x, residual, weight)
-        return rms_norm_add(x, residual, weight, form.eps, **form.of_norm) if form is not None and fits else None
-
     def extra_repr(self) -> str:
         """The arguments as the original class shows them, and "by fusednorm"."""
         return ", ".join(filter(None, [super().extra_repr(), "by fusednorm"]))
@@ -125,16 +101,8 @@ class PatchedNorm(Patched):
         return self._form_of(x, self._fusednorm.gated)
 
     def _form_of(self, x: Tensor, forms: Forms) -> Form | None:
-        weight = getattr(self, "weight", None)
-        form = forms.get((x.dtype, None if weight is None else weight.dtype))
-        return form if form is not None and form.takes(x) and self._fusednorm.reads.hold(self) else None
-
-
-def _alike(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
-    """Whether a fused call adds and multiplies as torch does: it broadcasts nothing, and moves nothing."""
-    if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
-        return False
-    return weight is None or weight.device == x.device
+        form = form_of(forms, x, getattr(self, "weight", None))
+        return form if form is not None and self._fusednorm.reads.hold(self) else None
 
 
 class PatchedLayer(Patched):
@@ -190,8 +158,11 @@ class PatchedLayer(Patched):
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
-        fused = first.normed_and_added(x, residual) if isinstance(first, PatchedNorm) and bare(first) else None
-        return residual + first(x) if fused is None else fused
+        form = _form_beside(first, x, residual)
+        if form is None:
+            total: Tensor = residual + first(x)
+            return total
+        return rms_norm_add(x, residual, getattr(first, "weight", None), form.eps, **form.of_norm)
 
     def _sum(self, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any) -> Tensor:
         """``residual + x``, without a norm after it."""
@@ -225,11 +196,29 @@ def _added(
     norm: torch.nn.Module, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any
 ) -> tuple[Tensor, Tensor] | None:
     """One call for the addition and the norms around it; None where that would compute something else."""
-    if not (isinstance(norm, PatchedNorm) and bare(norm)):
+    form, weight = _form_beside(norm, x, residual), getattr(norm, "weight", None)
+    if form is None or (first is None and type(x_scale) not in (float, int)):
         return None
     if first is None:
-        return norm.add(x, residual, None, x_scale) if type(x_scale) in (float, int) else None
-    return norm.add(x, residual, first) if isinstance(first, PatchedNorm) and bare(first) else None
+        return fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **form.of_norm)
+    before = _form_beside(first, x, residual)
+    if before is None or before.of_norm != form.of_norm:
+        return None
+    weights = getattr(first, "weight", None), weight
+    return rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=form.eps, **form.of_norm)
+
+
+def _form_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Form | None:
+    """The form of a norm beside an addition of such operands; None where one call for both would be something else.
+
+    A call of ours broadcasts nothing, moves nothing, and calls no hooks.
+    """
+    if not (isinstance(norm, PatchedNorm) and bare(norm)):
+        return None
+    if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
+        return None
+    weight = getattr(norm, "weight", None)
+    return norm._form(x) if weight is None or weight.device == x.device else None
 
 
 def _version(x: Tensor) -> int | None:

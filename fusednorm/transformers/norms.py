@@ -51,15 +51,17 @@ class Form:
         before = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
         return {**self.of_norm, **before, "activation": self.activation, "between": self.between}
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether it holds for x, by its shape."""
-        if self.dims is not None and self.dims != x.dim():
-            return False
-        return self.length is None or x.shape[-1:] == (self.length,)
-
 
 #: By the dtypes of the input and of the weight (None without a weight).
 Forms = dict[tuple[dtype, dtype | None], Form]
+
+
+def form_of(found: Forms, x: Tensor, weight: Tensor | None) -> Form | None:
+    """The form that holds for such an input and weight."""
+    form = found.get((x.dtype, None if weight is None else weight.dtype))
+    if form is None or form.dims not in (None, x.dim()):
+        return None
+    return form if form.length is None or x.shape[-1:] == (form.length,) else None
 
 
 def forms(module: torch.nn.Module, reads: Reads | None = None, gated: bool = False) -> Forms:

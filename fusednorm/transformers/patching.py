@@ -217,8 +217,7 @@ def _patch_norms(model: torch.nn.Module) -> Iterator[Outcome]:
         if isinstance(found, str):
             yield type(module).__name__, False, found
         else:
-            reason = attach(module, PatchedNorm, frozenset(), NormState(*found, reads))
-            yield type(module).__name__, reason is None, reason or _describe(*found)
+            yield attach(module, PatchedNorm, frozenset(), NormState(*found, reads), _describe(*found))
 
 
 def _forms_or_reason(module: torch.nn.Module) -> _Known:
@@ -253,11 +252,10 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
         norms = frozenset(child for child, module in layer.named_children() if isinstance(module, PatchedNorm))
         if isinstance(layer, Patched) or not norms:
             continue
-        class_name = type(layer).__name__
         try:
             found = rewritten_layer(type(layer), norms)  # type: ignore[arg-type] # classes have a hash
         except LeftAloneError as error:
-            yield class_name, False, str(error)
+            yield type(layer).__name__, False, str(error)
             continue
         following: Any = None
         next_layer = None
@@ -267,11 +265,10 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
             attribute = final if last else None if next_layer is None else first_norm(type(next_layer))
             following = None if attribute is None else getattr(owner if last else next_layer, attribute, None)
         handed = isinstance(following, PatchedNorm)
-        reason: str | None = "no norm follows its additions for certain"
-        if found.fused or handed:
-            state = LayerState(following, next_layer) if handed else LayerState()
-            reason = attach(layer, PatchedLayer, norms, state)
-        within = found.additions(handed) - handed
-        what = f"additions fused: {within} within" + (", 1 with the norm after the layer" if handed else "")
+        if not (found.fused or handed):
+            yield type(layer).__name__, False, "no norm follows its additions for certain"
+            continue
+        what = f"additions fused: {found.additions(handed) - handed} within"
+        what += ", 1 with the norm after the layer" if handed else ""
         what += f"; {found.normed} with the norm before" if found.normed else ""
-        yield class_name, reason is None, reason or what
+        yield attach(layer, PatchedLayer, norms, LayerState(following, next_layer) if handed else LayerState(), what)

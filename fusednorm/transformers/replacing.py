@@ -71,13 +71,14 @@ def replaced(module: Any) -> bool:
     )
 
 
-def attach(module: torch.nn.Module, mixin: type[Patched], norms: frozenset[str], state: object) -> str | None:
-    """Patches a module, or returns the reason why it cannot be patched."""
+def attach(module: torch.nn.Module, mixin: type[Patched], norms: frozenset[str], state: object, what: str) -> Outcome:
+    """Patches a module with a replacement that ``what`` names, unless other code has replaced its forward pass."""
+    name = type(module).__name__
     if replaced(module):
-        return "something else has replaced its forward pass"
+        return name, False, "something else has replaced its forward pass"
     change_class(module, _patched_class(type(module), mixin, norms))  # type: ignore[arg-type] # classes have a hash
     module.__dict__["_fusednorm"] = state
-    return None
+    return name, True, what
 
 
 def detach(module: torch.nn.Module) -> None:
