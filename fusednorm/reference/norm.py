@@ -124,10 +124,7 @@ def rowsum(value: Tensor) -> Tensor:
 
 def in_order(values: Tensor) -> Tensor:
     """Sums the first dimension, one after the other."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
+    return sum(values[1:], start=values[0])
 
 
 def square_root(value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_needs
-from fusednorm.calls.declared import Declaration, Role
+from fusednorm.calls.declared import Declaration, Result, Role
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register
@@ -84,16 +84,7 @@ class Operator:
     def _fake(self, *arguments: Any) -> Any:
         declaration, operands = self.declaration, arguments[: self.count]
         flags = declaration.checked(operands, arguments[self.count :], in_memory=False)
-        rows = operands[0]
-        return _one_or_more(
-            tuple(
-                torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
-                if result.role is Role.ROWS
-                else rows.new_empty(declaration.shape(result.role, rows), dtype=dtype)
-                for result in declaration.results
-                for dtype in (declaration.dtype(result, operands, flags),)
-            )
-        )
+        return _one_or_more(tuple(_zeros(declaration, declaration.results, operands, flags)))
 
     def _split(self, arguments: Sequence[Any], in_memory: bool) -> tuple[Sequence[Any], Sequence[Any]]:
         """The operands and needs of the gradients' operator, which are checked."""
@@ -116,14 +107,9 @@ class Operator:
     def _fake_backward(self, *arguments: Any) -> Any:
         operands, needs = self._split(arguments, in_memory=False)
         those = [operands[place] for place in self.declaration.places]
-        return _one_or_more(
-            tuple(
-                torch.empty_like(tensor, memory_format=torch.contiguous_format)
-                if need and tensor is not None
-                else operands[0].new_empty(0)
-                for tensor, need in zip(those, needs, strict=True)
-            )
-        )
+        pairs = zip(those, needs, strict=True)
+        found = [(t, t.shape) if need and t is not None else (operands[0], [0]) for t, need in pairs]
+        return _one_or_more(tuple(like.new_empty(shape) for like, shape in found))
 
     def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any, through_dispatcher: bool = True) -> None:
         """Keeps operands, and the results that are kept."""
@@ -251,7 +237,7 @@ def _tangents(
     operator: Operator, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """Tangents of the results; by default the transpose of the gradient, which is linear in the incoming gradients."""
-    declaration, rows = operator.declaration, operands[0]
+    declaration = operator.declaration
     if declaration.tangent is not None:
         found = declaration.tangent(operands, flags, tangents)
         return *found, *[None] * len(declaration.kept)
@@ -264,13 +250,19 @@ def _tangents(
         found = cast(Any, declaration.gradient)(*incoming, *operands, *kept, *gradient_flags, needs)
         return tuple(g for g, need in zip(found, needs, strict=True) if need)
 
-    zeros = [
-        rows.new_zeros(declaration.shape(result.role, rows), dtype=declaration.dtype(result, operands, flags))
-        for result in declaration.returned
-    ]
-    _, transpose = cast(Any, torch.func.vjp)(gradient, *zeros)
+    _, transpose = cast(Any, torch.func.vjp)(gradient, *_zeros(declaration, declaration.returned, operands, flags))
     found = transpose(tuple(t for t in (tangents[place] for place in places) if t is not None))
     return *found, *[None] * len(declaration.kept)
+
+
+def _zeros(
+    declaration: Declaration, results: Sequence[Result], operands: Sequence[Any], flags: Sequence[Any]
+) -> list[Tensor]:
+    """Tensors like the results."""
+    rows, dtype = operands[0], declaration.dtype
+    return [
+        rows.new_zeros(declaration.shape(result.role, rows), dtype=dtype(result, operands, flags)) for result in results
+    ]
 
 
 def _new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.operations.gate import gelu_tanh_and_mul, silu_and_mul
-from fusednorm.transformers.layers import compiled, source
+from fusednorm.transformers.layers import called, compiled, source
 from fusednorm.transformers.mlps import activation_of
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
@@ -101,14 +101,11 @@ class _Products(ast.NodeTransformer):
         if not isinstance(node.op, ast.Mult):
             return node
         for call, up in ((node.left, node.right), (node.right, node.left)):
-            match call:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[gate], keywords=[]) if (
-                    name in self.activations
-                ):
-                    self.found.add(name)
-                    call_of_ours: ast.Expr = ast.parse(f"self._gate({name!r})").body[0]  # type: ignore[assignment]
-                    call_of_ours.value.args += [gate, up]  # type: ignore[attr-defined]
-                    return call_of_ours.value
+            name, gate = called(call)
+            if name in self.activations:
+                self.found.add(name)
+                ours = ast.Attribute(ast.Name("self", ast.Load()), "_gate", ast.Load())
+                return ast.Call(ours, [ast.Constant(name), gate, up], [])
         return node
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.transformers.layers import _names, _parse, _target, compiled, evaluated, source
+from fusednorm.transformers.layers import _names, _parse, _target, called, compiled, evaluated, source
 from fusednorm.transformers.norms import Form
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
@@ -250,10 +250,8 @@ def _moved(statements: list[ast.stmt], x: str, norms: frozenset[str]) -> _Moved:
                     keywords=[],
                 ) if not transposed:
                     value, transposed = inner, True
-                case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[inner], keywords=[]) if (
-                    norm is None and name in norms
-                ):
-                    value, norm = inner, name
+                case _ if norm is None and called(value)[0] in norms:
+                    norm, value = called(value)
                 case _:
                     break
         if value is statement.value:

@@ -126,17 +126,12 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
     if len(loops) != 1:
         return False, None
     (loop,) = loops
-    passed = [
-        (call.args[0].id, statement)
-        for statement in loop.body
-        if isinstance(statement, ast.Assign)
-        and isinstance(call := statement.value, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id in _names(loop.target)
-        and call.args
-        and isinstance(call.args[0], ast.Name)
-        and _target(statement) == call.args[0].id
-    ]
+    passed = []
+    for statement in loop.body:
+        match statement:
+            case ast.Assign(value=ast.Call(func=ast.Name(id=layer), args=[ast.Name(id=given), *_])):
+                if layer in _names(loop.target) and _target(statement) == given:
+                    passed.append((given, statement))
     if len(passed) != 1 or loop.orelse:
         return False, None
     hidden, statement = passed[0]
@@ -223,15 +218,12 @@ def _addition(statements: list[ast.stmt], norms: frozenset[str]) -> _Addition | 
             case ast.BinOp(left=term, op=ast.Mult(), right=factor):
                 return _Addition(total, residual, term, None, factor, 1)
         return _Addition(total, residual, x, None, None, 1)
-    match statements[0]:
-        case ast.Assign(
-            targets=[ast.Name(id=h)],
-            value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[x], keywords=[]),
-        ) if name in norms and len(statements) > 1:
-            for total, residual, term in _sums(statements[1]):
-                # The sum must overwrite the norm's result, which keeps no name.
-                if isinstance(term, ast.Name) and term.id == h == total != residual:
-                    return _Addition(total, residual, x, name, None, 2)
+    h, (name, x) = _target(statements[0]), called(getattr(statements[0], "value", None))
+    if name in norms and len(statements) > 1:
+        for total, residual, term in _sums(statements[1]):
+            # The sum must overwrite the norm's result, which keeps no name.
+            if isinstance(term, ast.Name) and term.id == h == total != residual:
+                return _Addition(total, residual, x, name, None, 2)
     return None
 
 
@@ -268,8 +260,16 @@ def _sums(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr]]:
 
 def _norm_of(expression: ast.expr | None, argument: str) -> str | None:
     """NAME in ``self.NAME(argument)``."""
-    found = re.fullmatch(rf"self\.(\w+)\({argument}\)", "" if expression is None else ast.unparse(expression))
-    return None if found is None else found[1]
+    name, x = called(expression)
+    return name if name and ast.unparse(x) == argument else None
+
+
+def called(expression: ast.expr | None) -> tuple[str, ast.expr]:
+    """NAME and the argument of ``self.NAME(argument)``; an empty name for another expression."""
+    match expression:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[argument], keywords=[]):
+            return name, argument
+    return "", ast.Constant(None)
 
 
 def _target(statement: ast.stmt) -> str | None:

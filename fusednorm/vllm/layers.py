@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -228,7 +228,6 @@ def _called(cls: Any, layer: Layer) -> tuple[Tensor, ...]:
 @contextmanager
 def _first(vllms: Any, provider: str) -> Iterator[None]:
     """Has vLLM's operations prefer a provider."""
-    with ExitStack() as stack:
-        for operation in (vllms.rms_norm, vllms.fused_add_rms_norm):
-            stack.enter_context(operation.set_priority([provider, "native"]))
+    order = [provider, "native"]
+    with vllms.rms_norm.set_priority(order), vllms.fused_add_rms_norm.set_priority(order):
         yield
