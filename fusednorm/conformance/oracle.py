@@ -81,8 +81,13 @@ def forward(
     round_norm=False,
     out_dtype=None,
     residual_out_dtype=None,
+    bias=None,
+    rounded_to=None,
 ):
-    """Returns y, residual_out (None without a residual), both as float64 arrays, and rstd and h in the accumulator."""
+    """Returns y, residual_out (None without a residual), both as float64 arrays, and rstd and h in the accumulator.
+
+    ``rounded_to``: the dtype to which ``round_norm`` rounds, where that is not x's.
+    """
     acc = accumulator(x)
     h, total = to_numpy(x).astype(acc), None
     if residual is not None:
@@ -94,11 +99,22 @@ def forward(
     rstd = acc(1) / np.sqrt(mean + acc(eps))
     y = h * rstd[..., None]
     if round_norm:
-        y = round_to(y, x.dtype).astype(acc)
+        y = round_to(y, rounded_to or x.dtype).astype(acc)
     if weight is not None:
-        g = to_numpy(weight).astype(acc)
-        y = y * (g + acc(weight_offset) if weight_offset != 0 else g)
+        y = y * gain(weight, weight_offset, acc)
+    if bias is not None:
+        y = y + to_numpy(bias).astype(acc)
     return round_to(y, out_dtype or x.dtype), total, rstd, h
+
+
+def gain(weight, weight_offset, acc):
+    g = to_numpy(weight).astype(acc)
+    return g + acc(weight_offset) if weight_offset != 0 else g
+
+
+def sum_over_rows(shares, operand):
+    """The gradient of a weight or a bias, [N] or [H, N], from that of each row."""
+    return round_to(rowsum(shares.reshape(-1, operand.numel())), operand.dtype).reshape(operand.shape)
 
 
 @np.errstate(all="ignore")
@@ -120,27 +136,14 @@ def fused_add_rms_norm(
     x, residual, weight, bias = leaves
     acc = accumulator(x)
     scaled = _rounded(to_numpy(x).astype(acc) * acc(x_scale), x.dtype) if x_scale != 1 else x
-    wide = torch.float64 if acc is np.float64 else torch.float32
-    flags = (eps, 0.0, round_sum, False, wide, residual_dtype)
-    n, total, rstd, h = forward(scaled, residual, None, *flags)
-    n = n.astype(acc)
-    g = np.ones((), acc) if weight is None else to_numpy(weight).astype(acc)
-    if weight is not None and weight_offset != 0:
-        g = g + acc(weight_offset)
-    y = (round_to(n, x.dtype).astype(acc) if round_norm else n) * g
-    if bias is not None:
-        y = y + to_numpy(bias).astype(acc)
-    dy, d_total = to_numpy(incoming[0]).astype(acc), incoming[1] if residual is not None else None
-    shares = dy * n, dy
-    dweight, dbias = (
-        None if leaf is None else round_to(rowsum(share.reshape(-1, leaf.numel())), leaf.dtype).reshape(leaf.shape)
-        for leaf, share in zip((weight, bias), shares, strict=True)
-    )
-    residual_dtype = None if residual is None else residual.dtype
-    dx, dresidual, _ = backward(torch.from_numpy(dy * g), d_total, h, rstd, None, 0.0, x.dtype, residual_dtype)
+    flags = (eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    y, total, rstd, h = forward(scaled, residual, weight, *flags, bias=bias)
+    d_total, added = (None, None) if residual is None else (incoming[1], residual.dtype)
+    dx, dresidual, dweight = backward(incoming[0], d_total, h, rstd, weight, weight_offset, x.dtype, added)
     if x_scale != 1:
         dx = round_to(dx.astype(acc) * acc(x_scale), x.dtype)
-    return round_to(y, out_dtype or x.dtype), total, dx, dresidual, dweight, dbias
+    dbias = None if bias is None else sum_over_rows(to_numpy(incoming[0]).astype(acc), bias)
+    return y, total, dx, dresidual, dweight, dbias
 
 
 def rms_norm(leaves, incoming, eps=1e-6, **flags):
@@ -254,13 +257,10 @@ def backward(dy, d_total, h, rstd, weight, weight_offset, x_dtype, residual_dtyp
     acc = h.dtype.type
     dy, r = to_numpy(dy).astype(acc), rstd[..., None]
     xhat = h * r
-    wdy = dy
-    if weight is not None:
-        g = to_numpy(weight).astype(acc)
-        wdy = dy * (g + acc(weight_offset) if weight_offset != 0 else g)
+    wdy = dy if weight is None else dy * gain(weight, weight_offset, acc)
     c = treesum(wdy * xhat) / acc(h.shape[-1])
     d = (wdy - xhat * c[..., None]) * r
     if d_total is not None:
         d = d + to_numpy(d_total).astype(acc)
-    dw = None if weight is None else round_to(rowsum((dy * xhat).reshape(-1, h.shape[-1])), weight.dtype)
+    dw = None if weight is None else sum_over_rows(dy * xhat, weight)
     return round_to(d, x_dtype), None if residual_dtype is None else round_to(d, residual_dtype), dw

@@ -8,8 +8,7 @@ import functools
 import numpy as np
 import torch
 
-from fusednorm.conformance import oracle
-from fusednorm.conformance.oracle import _rounded, to_numpy
+from fusednorm.conformance.oracle import _first_norm, _rounded, backward, forward, to_numpy
 
 #: least, greatest, lowest, log2_e, ln2_high, ln2_low, and the coefficients from c2 on.
 _CONSTANTS = {
@@ -181,30 +180,14 @@ def rms_norm_gated(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     parts = x.shape if group_size is None else (*x.shape[:-1], x.shape[-1] // group_size, group_size)
     weights = weight if weight is None or group_size is None else weight.view(parts[-2:])
-
-    def norm(rows, incoming, rounds, dtype):
-        """Of rows or groups: the result, and the gradients of the rows and the weight."""
-        flags = {"weight_offset": weight_offset, "round_norm": rounds, "out_dtype": dtype}
-        incoming = torch.zeros(parts) if incoming is None else incoming.reshape(parts)
-        y, d_rows, dweight, _ = oracle.rms_norm((rows.reshape(parts), weights, None), [incoming], eps, **flags)
-        return y.reshape(x.shape), _rounded(d_rows, rows.dtype).view(x.shape), dweight
-
     if norm_before_gate:
-        passed = between or x.dtype
-        y = _rounded(norm(x, None, round_norm, passed)[0], passed)
-        out, dy, dz = gated(y, z, activation, None, x.dtype, d)
-        _, dx, dweight = norm(x, dy, round_norm, passed)
+        y, gradients = _first_norm(x.reshape(parts), weights, eps, between, weight_offset, round_norm)
+        out, dy, dz = gated(y.view(x.shape), z, activation, None, x.dtype, d)
+        dx, dweight = gradients(to_numpy(dy.view(parts)))
     else:
-        (h,) = gated(x, z, activation, None, wide)
-        out, dh, dweight = norm(h, d, False, x.dtype)
-        if round_norm:
-            weight_of_rows, weights = weights, None
-            n = to_numpy(_rounded(norm(h, None, False, wide)[0], wide))
-            n = _wide(_rounded(n, x.dtype), n.dtype.type).reshape(parts)
-            if weight_of_rows is not None:
-                g = _wide(weight_of_rows, n.dtype.type)
-                n = n * (g + n.dtype.type(weight_offset) if weight_offset != 0 else g)
-            out = n.reshape(x.shape)
-        out = _rounded(out, x.dtype)
-        _, dx, dz = gated(x, z, activation, None, wide, dh)
-    return out, dx, dz, None if dweight is None else _rounded(dweight, weight.dtype).view(weight.shape)
+        (rows,) = gated(x, z, activation, None, wide)
+        flags = (eps, weight_offset, True, round_norm, x.dtype)
+        out, _, rstd, h = forward(rows.view(parts), None, weights, *flags, rounded_to=x.dtype)
+        dh, _, dweight = backward(d.reshape(parts), None, h, rstd, weights, weight_offset, wide, None)
+        _, dx, dz = gated(x, z, activation, None, wide, _rounded(dh, wide).view(x.shape))
+    return out.reshape(x.shape), dx.reshape(x.shape), dz, None if weight is None else dweight.reshape(weight.shape)
