@@ -90,9 +90,9 @@ def first_failure(folder, mutant):
     others = [path for path in sorted(folder.glob("tests/*/test_*.py")) if path.name not in never]
     others = [path for path in others if path.parent.name != "clients"]
     if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
-        files = (("quantizer", "quantized"), ("gate", "gated"), ("rotation", "rotation"))
+        files = (("quantizer", "quantized"), ("gate", "operations"), ("rotation", "rotation"))
         about = [name for word, name in files if word in mutant.fault]
-        names = ("golden", "gradients", "forward", "rows_and_fusion", "quantized", "rotation", "gated")
+        names = ("golden", "gradients", "forward", "rows_and_fusion", "quantized", "rotation")
         first = [kit + name for name in (*((mutant.kit,) if mutant.kit else (*about, *names)), "operations")]
         others = []
         if mutant.backend == "cuda":

@@ -98,6 +98,11 @@ def listed(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+def bytes_of(tensors):
+    """The same, with numbers of 8 bits as bytes."""
+    return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
+
+
 #: The operands and the outputs of each function. Where it has gradients, each output has one, in the same order.
 NAMES = {
     "rms_norm": (("x", "weight", "bias"), ("out",)),

@@ -181,19 +181,6 @@ def heads_of(rows, tokens):
     return torch.nn.functional.pad(rows.unflatten(0, (tokens, -1)), (0, 0, 1, 2))[:, 1:-2]
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
-@pytest.mark.left_out
-def test_gradients_do_not_depend_on_the_number_of_threads(mode, agree, threads, dtype):
-    for rows, hidden in ((3, 20000), (67, 896), (300, 128), (2000, 64)):
-        case = Case(rows=rows, hidden=hidden).of(dtype)
-        leaves, given = differentiable(case), incoming(case)
-        threads(1)
-        alone = gradients(case, *given, leaves)
-        for count in (2, 3, 8):
-            threads(count)
-            agree(gradients(case, *given, leaves), alone, f"{case}, {count} threads")
-
-
 @pytest.mark.large
 @pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 4096), (F16, 480), (F32, 1040), (F32, 64)], ids=str)
 @pytest.mark.left_out("triton", "triton_cpu")

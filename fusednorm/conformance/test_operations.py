@@ -20,7 +20,9 @@ from fusednorm.conformance.cases import (
     covering,
     dtype_name,
     incoming_of,
+    of_oracle,
     operands,
+    recorded,
     weights_of,
 )
 
@@ -182,6 +184,28 @@ def test_gates(mode, agree, activation, y_dtype):
 
 
 @pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_16_bit_gate(mode, agree, activation, dtype):
+    """The 65,536 numbers: the function's value in float32, as it is rounded, and its derivative."""
+    z = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype).view(64, 1024)
+    for between in (F32, dtype):
+        given = {"y": torch.ones(z.shape, dtype=between), "z": z.to(torch.get_default_device())}
+        found = recorded("gate", given, [given["y"]], activation=activation)
+        wanted = of_oracle("gate", given, [given["y"]], activation=activation)
+        about = f"{activation} of {dtype_name(dtype)}, in {dtype_name(between)}"
+        agree((found["out"], found["d_z"]), (wanted["out"], wanted["d_z"]), about)
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.left_out("triton_cpu")
+def test_many_elements(mode, agree):
+    """More than one thread's share, in rows that are no multiple of a tile."""
+    y, z, _ = operands(Case(35, 2000).of(BF16))
+    check_call(agree, "gate", {"y": y, "z": z}, "many")
+
+
+@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("function", ["silu_and_mul", "gelu_tanh_and_mul"])
 @pytest.mark.parametrize("gate", DTYPES, ids=dtype_name)
 @pytest.mark.left_out("triton_cpu")
@@ -319,6 +343,11 @@ def steps_of_rotations(dtype):
     found = fusednorm.qk_norm_rope(q, q[:, :1], weight, weight, cos, sin, round_norm=True, round_products=True)
     yield found, (turned, turned[:, :1]), "heads of q and k"
     yield [fusednorm.rotate(rows, cos, sin, round_products=True)], [turned], "the rotation alone"
+    weights = torch.stack([weight * (k + 1) for k in range(4)])
+    found, _ = fusednorm.qk_norm_rope(q, q, weights, weight, cos, sin)
+    for k in range(4):
+        alone, _ = fusednorm.qk_norm_rope(q[:, k : k + 1], q, weights[k], weight, cos, sin)
+        yield [found[:, k : k + 1]], [alone], f"a weight for head {k}"
 
 
 STEPS = (

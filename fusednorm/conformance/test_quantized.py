@@ -9,7 +9,19 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.conformance import golden, oracle_gated, oracle_quantized
-from fusednorm.conformance.cases import BF16, DATA, DTYPES, F16, F32, F64, Case, Guarded, covering, dtype_name, operands
+from fusednorm.conformance.cases import (
+    BF16,
+    DATA,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    Case,
+    bytes_of,
+    covering,
+    dtype_name,
+    operands,
+)
 
 E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 
@@ -39,11 +51,6 @@ def given(quantization):
         return {}
     scale = {"scale": torch.tensor([0.0371])}
     return {**scale, "zero_point": torch.tensor([-7], dtype=torch.int32)} if quantization.zero_point else scale
-
-
-def bytes_of(tensors):
-    """The same, with numbers of 8 bits as bytes."""
-    return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
 
 
 def compare(agree, found, wanted, quantization, about):
@@ -196,37 +203,6 @@ def test_separate_gates(mode, agree, dtype):
             assert found[0] is out
             assert found[1] is scale_out
             agree(bytes_of(found), bytes_of(wanted), str(quantization))
-
-
-@pytest.mark.promise("a row is a row")
-@pytest.mark.parametrize(
-    "quantization", [ALL["VLLM_FP8_TOKEN"], ALL["columns"], ALL["VLLM_INT8_TOKEN_AZP_CPU"]], ids=str
-)
-@pytest.mark.left_out("triton_cpu")
-def test_rows_and_layouts(mode, agree, quantization):
-    """Rows alone, in a larger matrix, in heads, and into given memory, which is all that is written."""
-    x, residual, weight = operands(Case(9, 256).of(BF16))
-    *found, total = fusednorm.fused_add_rms_norm_quant(x, residual, weight, quantization=quantization)
-    for row in range(9):
-        *alone, _ = fusednorm.fused_add_rms_norm_quant(
-            x[row : row + 1], residual[row : row + 1], weight, quantization=quantization
-        )
-        agree(bytes_of(alone), bytes_of(t[row : row + 1] for t in found), f"{row}")
-    apart = [Guarded(9, 256, t.dtype, stride=300).filled(t) for t in (x, residual)]
-    out, scale_out = Guarded(9, 256, quantization.dtype, stride=259), Guarded(9, found[1].shape[1], F32, stride=7)
-    memory = {"out": out.tensor, "scale_out": scale_out.tensor, "residual_out": apart[1].tensor}
-    *given_memory, given_total = fusednorm.fused_add_rms_norm_quant(
-        *(guarded.tensor for guarded in apart), weight, quantization=quantization, **memory
-    )
-    assert given_memory[0] is out.tensor
-    assert given_memory[1] is scale_out.tensor
-    agree(bytes_of((out.tensor, scale_out.tensor)), bytes_of(found[:2]), "given memory")
-    agree(given_total, total, "the sum, in place")
-    for guarded in (*apart, out, scale_out):
-        guarded.check()
-    heads = fusednorm.rms_norm_quant(x.view(3, 3, 256)[:, 1:], weight, quantization=quantization)
-    wanted = fusednorm.rms_norm_quant(x, weight, quantization=quantization)
-    agree(bytes_of(heads), bytes_of(t.view(3, 3, -1)[:, 1:] for t in wanted), "heads")
 
 
 @pytest.mark.promise("same bits")

@@ -74,83 +74,16 @@ def test_positions_take_rows_of_the_tables(mode, agree):
         agree(found[row], alone[1], f"row {row}")
 
 
-def lying(tensor):
-    """The same values in other memory: with gaps, other orders of dimensions, steps, and a sign that is not applied."""
-    gaps = torch.zeros([size + 1 for size in tensor.shape], dtype=tensor.dtype)
-    inside = gaps[tuple(slice(size) for size in tensor.shape)]
-    inside.copy_(tensor)
-    yield inside
-    yield tensor.transpose(0, -2).contiguous().transpose(0, -2)
-    yield tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-    yield torch.stack((tensor, tensor), -1)[..., 0]
-    if tensor.dtype in (F32, F64):
-        yield torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
-
-
 @pytest.mark.promise("a row is a row")
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.left_out("cuda", "triton_ptx", "triton", of=["float16"])
-def test_memory(mode, agree, dtype):
-    """Heads, tables and positions may lie anywhere, and a row of them may be for several."""
-    rows, size, pairs = (2, 2, 3), 16, 6
-    q, _, weights = operands(Case(12 * 3, size).of(dtype))
-    q, k = q.view(*rows, 3, size), operands(Case(12 * 2, size, seed=1).of(dtype))[0].view(*rows, 2, size)
-    cos, sin, _ = operands(Case(12, pairs, seed=3).of(F32))
-    tables = cos.view(*rows, pairs), sin.view(*rows, pairs)
-    wanted = fusednorm.qk_norm_rope(q, k, weights, weights, *tables)
-
-    def gradients(q, k):
-        leaves = [t.detach().requires_grad_() for t in (q, k, weights)]
-        outputs = fusednorm.qk_norm_rope(*leaves, leaves[2], *tables)
-        return torch.autograd.grad(outputs, leaves, wanted)
-
-    wanted_gradients = gradients(q, k)
-    for place, others in enumerate(zip(lying(q), lying(k), lying(tables[0]), lying(tables[1]), strict=False)):
-        heads = list(others[:2])
-        agree(fusednorm.qk_norm_rope(*heads, weights, weights, *others[2:]), wanted, f"memory {place}")
-        agree(gradients(*heads), wanted_gradients, f"memory {place}, gradients")
-        fusednorm.qk_norm_rope_(*heads, weights, weights, *tables)
-        agree(heads, wanted, f"memory {place}, in place")
-    for shape in ((3,), (2, 1, 3), (1,), ()):
-        few = [t[tuple(slice(n) for n in (1,) * (3 - len(shape)) + shape)].reshape(*shape, pairs) for t in tables]
-        several = [t.expand(*rows, pairs).contiguous() for t in few]
-        wanted = fusednorm.rotate(q, *several)
-        agree(fusednorm.rotate(q, *few), wanted, f"tables of {shape}")
-        positions = torch.arange(12, dtype=torch.int32)[: torch.Size(shape).numel()].view(shape)
-        flat = [t.reshape(-1, pairs) for t in few]
-        agree(fusednorm.rotate(q, *flat, positions=positions), wanted, f"positions of {shape}")
-        by_column = [t.T.contiguous().T for t in flat]
-        agree(fusednorm.rotate(q, *by_column, positions=positions.long()), wanted, f"positions of {shape}, by column")
-
-
-@pytest.mark.promise("a row is a row")
-def test_outputs_in_the_place_of_other_operands(mode, agree):
-    """q's results where k was, and k's where q was."""
-    q, k, weight = operands(Case(24, 64).of(BF16))
-    q, k, (cos, sin, _) = q.view(6, 4, 64), k.view(6, 4, 64), operands(Case(6, 32, seed=3).of(F32))
-    wanted = fusednorm.qk_norm_rope(q, k, weight, weight, cos, sin)
-    found = fusednorm.qk_norm_rope(q, k, weight, weight, cos, sin, q_out=k, k_out=q)
-    agree(found, wanted, "heads of q and k")
-
-
-@pytest.mark.promise("a row is a row")
-@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=dtype_name)
-@pytest.mark.left_out("triton_cpu")
-def test_rows_and_heads_alone(mode, agree, threads, dtype):
-    """Many rows on several threads, and weights of heads, have the bits of each row and of each head alone."""
-    rows, size = 90, 128
-    q, k = (operands(Case(rows * n, size, seed=n).of(dtype))[0].view(rows, n, size) for n in (2, 1))
-    weights = operands(Case(2, size, seed=5).of(dtype))[0], operands(Case(1, size, seed=6).of(dtype))[2]
-    tables = [t.view(rows, 64) for t in operands(Case(rows, 64, seed=3).of(BF16))[:2]]
-    between = None if dtype == F64 else F32
-    threads(3)
-    whole = fusednorm.qk_norm_rope(q, k, *weights, *tables, between=between)
-    for row in (0, 31, 60, 89):
-        taken = [t[row : row + 1] for t in tables]
-        for head in (0, 1):
-            alone = fusednorm.qk_norm_rope(
-                *(q[row : row + 1, head : head + 1], k[row : row + 1], weights[0][head], weights[1], *taken),
-                between=between,
-            )
-            agree(whole[0][row : row + 1, head : head + 1], alone[0], f"row {row}, head {head} of q")
-            agree(whole[1][row : row + 1], alone[1], f"row {row} of k")
+@pytest.mark.parametrize("shape", [(3,), (2, 1, 3), (1,), ()], ids=str)
+def test_a_row_of_tables_may_be_for_several(mode, agree, shape):
+    """And positions may be whole numbers of either type, of tables whose columns are adjacent too."""
+    q = operands(Case(12 * 3, 16).of(BF16))[0].view(2, 2, 3, 3, 16)
+    flat = operands(Case(torch.Size(shape).numel(), 6, seed=3).of(F32))[:2]
+    few = [t.view(*shape, 6) for t in flat]
+    wanted = fusednorm.rotate(q, *(t.expand(2, 2, 3, 6).contiguous() for t in few))
+    agree(fusednorm.rotate(q, *few), wanted, "tables")
+    positions = torch.arange(len(flat[0]), dtype=torch.int32).view(shape)
+    agree(fusednorm.rotate(q, *flat, positions=positions), wanted, "positions")
+    by_column = [t.T.contiguous().T for t in flat]
+    agree(fusednorm.rotate(q, *by_column, positions=positions.long()), wanted, "positions, by column")

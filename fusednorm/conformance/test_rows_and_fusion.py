@@ -9,7 +9,22 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, Guarded, covering, dtype_name, operands
+from fusednorm.conformance.cases import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    TABLES,
+    Case,
+    Guarded,
+    bytes_of,
+    covering,
+    dtype_name,
+    listed,
+    operands,
+)
+from fusednorm.operations.listed import every
 
 pytestmark = pytest.mark.promise("a row is a row")
 
@@ -114,16 +129,96 @@ def test_rows_do_not_depend_on_the_size_of_the_outputs(mode, agree, case):
         agree(whole, pieces, f"{offset} elements off")
 
 
+def results(operation, given):
+    """Outputs, 8 bits as bytes, and gradients by name, if it has any: those of outputs that come in as gradients."""
+    with_gradient = {name: t for name, t in given.items() if isinstance(t, torch.Tensor) and name not in TABLES}
+    leaves = {name: t.detach().requires_grad_(operation.differentiable) for name, t in with_gradient.items()}
+    outputs = listed(operation.function(**given | leaves))
+    if not operation.differentiable:
+        return bytes_of(outputs), {}
+    incoming = [t.detach() for t in outputs]
+    found = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
+    return incoming, dict(zip(leaves, found, strict=True))
+
+
+def apart(t):
+    """The same rows between other elements, which are sevens."""
+    whole = torch.full((*t.shape[:-1], t.shape[-1] + 3), 7.0).to(t.dtype)
+    return whole[..., :-3].copy_(t)
+
+
+def in_two_levels(t):
+    """The same rows in fours of three, between other rows."""
+    return torch.nn.functional.pad(t.unflatten(0, (4, 3)), (0, 0) * (t.dim() - 1) + (1, 2))[:, 1:-2]
+
+
+#: The same rows elsewhere in memory.
+ELSEWHERE = {
+    "rows apart": apart,
+    "two levels": in_two_levels,
+    "elements apart": lambda t: torch.stack((t, t), -1)[..., 0],
+    "columns": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "a sign that is not applied": lambda t: torch._neg_view(-t),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", every())
+@pytest.mark.left_out("triton_cpu")
+@pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["gate-*", "*-quant-bfloat16", "qk_norm_rope-bfloat16"])
+def test_each_operation(mode, agree, name, dtype):
+    """Rows alone, and elsewhere in memory; outputs in given memory, and in place, which is all that is written."""
+    operation = every()[name]
+    given = operation.of_sample(*operands(Case(12, 256).of(dtype)))
+    rows = {key: t for key, t in given.items() if isinstance(t, torch.Tensor) and len(t) == 12}
+    outputs, gradients = results(operation, given)
+    for row in (0, 5, 11):
+        found, _ = results(operation, given | {key: t[row] for key, t in rows.items()})
+        agree(found, [t[row] for t in outputs], f"{name}, row {row}")
+    for place, move in ELSEWHERE.items():
+        found, of_found = results(operation, given | {key: move(t) for key, t in rows.items()})
+        agree(found, [move(t) for t in outputs], f"{name}, {place}")
+        wanted = [move(t) if key in rows else t for key, t in gradients.items()]
+        agree(of_found.values(), wanted, f"{name}, {place}, gradients")
+    laid = {key: apart(t) for key, t in rows.items()}
+    new = zip(operation.results, listed(operation.function(**given)), strict=False)
+    memory = {result.name: laid.get(result.overwrites, apart(t)) for result, t in new}
+    if memory.keys() <= operation.parameters.keys():
+        found = listed(operation.function(**given | laid, **memory))
+        agree(bytes_of(found), outputs, f"{name}, given memory")
+        assert all(t is memory[result.name] for t, result in zip(found, operation.results, strict=False))
+    if operation.in_place is not None:
+        laid = {key: apart(t) for key, t in rows.items()}
+        found = listed(operation.in_place(**given | laid))
+        agree(found, outputs, f"{name}, in place")
+        memory |= laid
+    assert all((t._base[..., -3:].float() == 7).all() for t in memory.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", every())
 @pytest.mark.left_out
-def test_rows_do_not_depend_on_the_number_of_threads(mode, agree, threads, dtype):
-    for rows, hidden in ((2, 16384), (3, 20000), (67, 896), (1000, 64)):
-        x, residual, weight = operands(Case(rows=rows, hidden=hidden).of(dtype))
+def test_rows_do_not_depend_on_the_number_of_threads(mode, agree, threads, name, dtype):
+    for rows, hidden in ((3, 20_096), (67, 896), (600, 128)):
+        given = every()[name].of_sample(*operands(Case(rows, hidden).of(dtype)))
         threads(1)
-        one = fusednorm.fused_add_rms_norm(x, residual, weight)
+        outputs, gradients = results(every()[name], given)
         for count in (2, 3, 8):
             threads(count)
-            agree(fusednorm.fused_add_rms_norm(x, residual, weight), one, f"{rows} rows, {count} threads")
+            found, of_found = results(every()[name], given)
+            agree((*found, *of_found.values()), (*outputs, *gradients.values()), f"{rows} rows, {count} threads")
+
+
+def test_outputs_in_the_place_of_other_operands(mode, agree):
+    """q's results where k was, and k's where q was; products in their gates, alone and beside the other rows."""
+    q, k, weight = operands(Case(24, 64).of(BF16))
+    z = k.clone()
+    agree(fusednorm.gate(q, z, out=z), fusednorm.gate(q, k), "gate")
+    both = torch.cat((k, q), -1)
+    agree(fusednorm.silu_and_mul(both, out=both[:, :64]), fusednorm.silu_and_mul(k, q), "silu_and_mul")
+    q, k, (cos, sin, _) = q.view(6, 4, 64), k.view(6, 4, 64), operands(Case(6, 32, seed=3).of(F32))
+    wanted = fusednorm.qk_norm_rope(q, k, weight, weight, cos, sin)
+    agree(fusednorm.qk_norm_rope(q, k, weight, weight, cos, sin, q_out=k, k_out=q), wanted, "qk_norm_rope")
 
 
 @pytest.mark.left_out("triton_cpu")
