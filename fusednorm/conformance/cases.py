@@ -196,14 +196,10 @@ def differentiable(case):
 
 
 def gradients(case, dy, d_total, leaves):
-    """The gradients of the case's operands."""
-    y, total = call(case, *leaves)
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    return (
-        torch.autograd.grad((y, total), wanted, (dy, d_total))
-        if total is not None
-        else torch.autograd.grad(y, wanted, dy)
-    )
+    """The gradients of the case's operands, through the outputs of which there is one."""
+    through = [pair for pair in zip(call(case, *leaves), (dy, d_total), strict=True) if pair[1] is not None]
+    outputs, given = zip(*through, strict=True)
+    return torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf is not None], given)
 
 
 def incoming(case):

@@ -1,5 +1,6 @@
 """Every operation has the oracle's bits, with all flags, dtypes and kinds of data, and the bits of its steps."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from fusednorm.conformance.cases import (
     F64,
     NAMES,
     Case,
+    bytes_of,
     check_call,
     covering,
     dtype_name,
@@ -25,6 +27,7 @@ from fusednorm.conformance.cases import (
     recorded,
     weights_of,
 )
+from fusednorm.conformance.test_quantized import PRESETS, scales_given
 
 #: Rows of heads, in two dimensions, and heads of q and of k.
 ROWS, Q, K = (2, 3), 3, 2
@@ -350,9 +353,22 @@ def steps_of_rotations(dtype):
         yield [found[:, k : k + 1]], [alone], f"a weight for head {k}"
 
 
+def steps_of_quantizers(dtype):
+    """A norm or a gate, and a quantizer."""
+    x, residual, weight = operands(Case(7, 512).of(dtype))
+    for quantization, between in itertools.product(PRESETS.values(), (None, F32)[: 1 + (dtype != F64)]):
+        more, about = {"quantization": quantization, **scales_given(quantization)}, f"{quantization}, {between}"
+        y, total = fusednorm.fused_add_rms_norm(x, residual, weight, out_dtype=between)
+        found = fusednorm.fused_add_rms_norm_quant(x, residual, weight, between=between, **more)
+        yield bytes_of(found), bytes_of((*fusednorm.quantize(y, **more), total)), f"a norm, {about}"
+        product = fusednorm.gate(x, residual, out_dtype=F32) if between else fusednorm.silu_and_mul(residual, x)
+        found = fusednorm.silu_and_mul_quant(residual, x, between=between, **more)
+        yield bytes_of(found), bytes_of(fusednorm.quantize(product, **more)), f"a gate, {about}"
+
+
 STEPS = (
-    *(steps_of_heads, steps_around_a_norm, steps_of_two_norms),
-    *(steps_of_gates, steps_of_gated_norms, steps_of_rotations),
+    *(steps_of_heads, steps_around_a_norm, steps_of_two_norms, steps_of_gates),
+    *(steps_of_gated_norms, steps_of_rotations, steps_of_quantizers),
 )
 
 

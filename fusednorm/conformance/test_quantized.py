@@ -45,7 +45,7 @@ OTHERS = {
 ALL = {**PRESETS, **OTHERS}
 
 
-def given(quantization):
+def scales_given(quantization):
     """The scale and the zero point that a call needs."""
     if quantization.per != "tensor":
         return {}
@@ -98,7 +98,7 @@ def test_every_quantization(mode, agree, name):
     quantization = ALL[name]
     for dtype, data, hidden in covering(DTYPES, ("normal", *DATA), (384, 1152), turn=list(ALL).index(name)):
         y, *_ = operands(Case(6, hidden, data=data).of(dtype))
-        check_alone(agree, y, quantization, f"{dtype_name(dtype)} {data} {hidden}", **given(quantization))
+        check_alone(agree, y, quantization, f"{dtype_name(dtype)} {data} {hidden}", **scales_given(quantization))
 
 
 @pytest.mark.promise("same bits")
@@ -114,7 +114,7 @@ def test_after_a_norm(mode, agree, name):
             continue
         case = Case(5, 384, x, residual, weight, data="outliers")
         tensors = operands(case)
-        flags = {"round_norm": round_norm, "weight_offset": offset, "between": between, **given(quantization)}
+        flags = {"round_norm": round_norm, "weight_offset": offset, "between": between, **scales_given(quantization)}
         if residual is not None:
             flags["round_sum"] = round_sum
         else:
@@ -137,8 +137,8 @@ def test_after_a_gate(mode, agree, name):
         gate = gate * 3
         passed = None if between or dtype in (F32, F64) else dtype
         (product,) = oracle_gated.gated(up, gate, "silu", passed, between or dtype)
-        wanted = oracle_quantized.quantized(product, quantization, **given(quantization))
-        flags = {"quantization": quantization, "between": between, **given(quantization)}
+        wanted = oracle_quantized.quantized(product, quantization, **scales_given(quantization))
+        flags = {"quantization": quantization, "between": between, **scales_given(quantization)}
         about = f"{quantization}, {dtype}, {up_dtype}, {between}, {data}"
         compare(agree, fusednorm.silu_and_mul_quant(gate, up, **flags), wanted, quantization, about)
         if up_dtype == dtype:
@@ -165,44 +165,8 @@ def test_sizes_of_rows(mode, agree, hidden):
         (BF16, Quantization(E5M2, per="tensor", apply="reciprocal")),
     ):
         tensors = operands(Case(3, hidden).of(dtype))
-        check_alone(agree, tensors[0].abs(), quantization, "alone", **given(quantization))
-        check_after_norm(agree, tensors, quantization, "after a norm", **given(quantization))
-
-
-@pytest.mark.promise("fused equals unfused")
-@pytest.mark.parametrize("between", [None, F32], ids=dtype_name)
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
-@pytest.mark.left_out("triton_cpu")
-@pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["bfloat16-none"])
-def test_separate_calls(mode, agree, dtype, between):
-    x, residual, weight = operands(Case(7, 512).of(dtype))
-    for quantization in PRESETS.values():
-        more = given(quantization)
-        y, total = fusednorm.fused_add_rms_norm(x, residual, weight, out_dtype=between)
-        wanted = fusednorm.quantize(y, quantization, **more)
-        *found, found_total = fusednorm.fused_add_rms_norm_quant(
-            x, residual, weight, quantization=quantization, between=between, **more
-        )
-        agree(found_total, total, f"{quantization}: sum")
-        agree(bytes_of(found), bytes_of(wanted), str(quantization))
-
-
-@pytest.mark.promise("fused equals unfused")
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
-@pytest.mark.left_out("triton_cpu")
-def test_separate_gates(mode, agree, dtype):
-    gate, up, _ = operands(Case(6, 256).of(dtype))
-    products = {None: fusednorm.silu_and_mul(gate, up), F32: fusednorm.gate(up, gate, out_dtype=F32)}
-    for quantization in (ALL["VLLM_FP8_TOKEN"], ALL["columns"], ALL["VLLM_INT8_TOKEN_AZP_CPU"]):
-        for between, product in products.items():
-            wanted = fusednorm.quantize(product, quantization)
-            out, scale_out = (torch.empty_like(t) for t in wanted[:2])
-            found = fusednorm.silu_and_mul_quant(
-                gate, up, quantization=quantization, between=between, out=out, scale_out=scale_out
-            )
-            assert found[0] is out
-            assert found[1] is scale_out
-            agree(bytes_of(found), bytes_of(wanted), str(quantization))
+        check_alone(agree, tensors[0].abs(), quantization, "alone", **scales_given(quantization))
+        check_after_norm(agree, tensors, quantization, "after a norm", **scales_given(quantization))
 
 
 @pytest.mark.promise("same bits")
