@@ -399,31 +399,24 @@ class Host:
         found = self.choosers[type(kind)](kind)
         return (found,) if isinstance(found, Variant) else found.values()
 
-    def _around(self, call: Forward) -> dict[str, Any]:
-        """The values that a kernel is given for a bias, rows of heads and a scaled x."""
-        strides = (0 if t is None or t.dim() == 1 else t.shape[1] for t in (call.weight, call.bias))
-        values: dict[str, Any] = dict(zip(("weight_stride", "bias_stride"), strides, strict=True))
-        return {**values, "heads": call.heads, "bias": self.pointer(call.bias), "x_scale": call.x_scale}
+    def _given(self, call: Call) -> dict[str, Any]:
+        """The values that a kernel is given for the operands and the numbers of a call, by their names."""
+        values = call._asdict()
+        for name in _TENSORS[type(call)]:
+            values[name] = self.pointer(values[name])
+        return values
 
     def _operands(self, call: Forward) -> dict[str, Any]:
         """The values that a kernel is given for a forward pass."""
-        return {
-            **_places(call, _OF_FORWARD, call.strides),
-            "x": self.pointer(call.x),
-            "residual": self.pointer(call.residual),
-            "weight": self.pointer(call.weight),
-            "out": self.pointer(call.out),
-            "residual_out": self.pointer(call.residual_out),
-            "rstd": self.pointer(call.rstd),
-            "rows": call.rows,
-            "hidden_size": call.operation.hidden_size,
-            "with_rstd": int(call.rstd is not None),
-            "eps": call.eps,
-            "weight_offset": call.weight_offset,
-            "first_weight": self.pointer(call.first_weight),
-            "first_eps": call.first_eps,
-            **({} if call.operation.around is None else self._around(call)),
-        }
+        values = self._given(call)
+        values |= _places(call, _OF_FORWARD, call.strides)
+        values["hidden_size"] = call.operation.hidden_size
+        values["with_rstd"] = int(call.rstd is not None)
+        if call.operation.around is not None:
+            strides = (0 if t is None or t.dim() == 1 else t.shape[1] for t in (call.weight, call.bias))
+            values |= zip(("weight_stride", "bias_stride"), strides, strict=True)
+            values["heads"] = call.heads
+        return values
 
     def run(self, call: Call) -> None:
         """Launches the kernels of any call; see :class:`fusednorm.registry.Backend`."""
@@ -455,9 +448,8 @@ class Host:
 
     def gate(self, call: Gate | GateBackward) -> None:
         """Launches the kernel of a gate, or of its backward pass."""
-        values = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD, call.strides)
-        given = {name: self.pointer(t) for name, t in call._asdict().items() if isinstance(t, Tensor) or t is None}
-        self._launch(call, call.rows, {**values, **given, "rows": call.rows, "hidden_size": call.hidden_size})
+        places = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD, call.strides)
+        self._launch(call, call.rows, self._given(call) | places)
 
     def norm_gated(self, call: NormGated) -> None:
         """Launches the kernel that normalises rows and gates them, in the order that the call says."""
@@ -468,9 +460,8 @@ class Host:
     def rotate(self, call: Rotate) -> None:
         """Launches the kernel that normalises and rotates the heads of q, or those of q and of k."""
         norm = call.norm or HeadsNorm(0.0, 0.0, False)
-        values = _places(call, _OF_TABLES, (*call.table_strides, call.position_strides))
-        values |= {"rows": call.rows, "eps": norm.eps, "weight_offset": norm.weight_offset}
-        values |= {name: self.pointer(getattr(call, name)) for name in ("cos", "sin", "positions")}
+        values = self._given(call) | _places(call, _OF_TABLES, (*call.table_strides, call.position_strides))
+        values |= {"eps": norm.eps, "weight_offset": norm.weight_offset}
         for part in of_one_weight_dtype(call):
             # Without k the kernel is given q in its place, and no program of it.
             for name, heads in zip("qk", (part.heads[0], part.heads[-1]), strict=True):
@@ -495,23 +486,9 @@ class Host:
         partial = scratch_of(call)
         block, blocks = blocks_of(call.rows)
         with _current(call.operation.device):
-            values = {
-                **_places(call, _OF_BACKWARD, call.strides),
-                "dy": self.pointer(call.dy),
-                "d_total": self.pointer(call.d_residual_out),
-                "h": self.pointer(call.h),
-                "rstd": self.pointer(call.rstd),
-                "weight": self.pointer(call.weight),
-                "dx": self.pointer(call.dx),
-                "dresidual": self.pointer(call.dresidual),
-                "partial": self.pointer(partial),
-                "dweight": self.pointer(call.dweight),
-                "rows": call.rows,
-                "block": block,
-                "blocks": blocks,
-                "hidden_size": call.hidden_size,
-                "weight_offset": call.weight_offset,
-            }
+            values = self._given(call) | _places(call, _OF_BACKWARD, call.strides)
+            values |= {"d_total": values["d_residual_out"], "partial": self.pointer(partial)}
+            values |= {"block": block, "blocks": blocks, "hidden_size": call.hidden_size}
             for launch in self.held_for(BackwardKind.of(call, partial), call):
                 launch(launch.variant.programs(call.rows, call.hidden_size, block, blocks), values)
 
@@ -524,6 +501,12 @@ _METHODS = {
     NormGated: "norm_gated",
     Rotate: "rotate",
     Backward: "backward",
+}
+
+#: The names of the operands of each call.
+_TENSORS = {
+    call: [name for name, annotation in call.__annotations__.items() if "Tensor" in str(annotation)]
+    for call in _METHODS
 }
 
 #: How this process launches kernels.
