@@ -7,11 +7,11 @@ computes them. The script refuses to write if the oracle, which shares no code w
 """
 
 import json
-import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import fusednorm
@@ -32,8 +32,6 @@ from fusednorm.conformance.cases import (
     recorded,
     weights_of,
 )
-
-FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 CASES = [
     Case(2, hidden, dtype, residual, weight, None, 1e-5, offset, round_sum, round_norm, data)
@@ -65,11 +63,9 @@ def encoded(tensor):
     """dtype, shape, and the bits of each element in hexadecimal, the highest first, row by row."""
     if tensor is None:
         return None
-    tensor = tensor.detach().contiguous()
-    size = tensor.element_size()
-    bits = [v % (1 << 8 * size) for v in tensor.view(INTEGERS[size]).flatten().tolist()]
-    shape = list(tensor.shape)
-    return {"dtype": dtype_name(tensor.dtype), "shape": shape, "bits": "".join(f"{b:0{2 * size}x}" for b in bits)}
+    integers = tensor.detach().contiguous().view(INTEGERS[tensor.itemsize]).numpy()
+    bits = integers.astype(integers.dtype.newbyteorder(">")).tobytes().hex()
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "bits": bits}
 
 
 def decoded(value):
@@ -77,10 +73,8 @@ def decoded(value):
     if value is None:
         return None
     dtype = getattr(torch, value["dtype"])
-    size = torch.empty((), dtype=dtype).element_size()
-    words = [int(value["bits"][i : i + 2 * size], 16) for i in range(0, len(value["bits"]), 2 * size)]
-    memory = bytearray(struct.pack(f"={len(words)}{FORMATS[size]}", *words))
-    return torch.frombuffer(memory, dtype=dtype).reshape(value["shape"]).to(torch.get_default_device())
+    integers = np.frombuffer(bytes.fromhex(value["bits"]), f">i{dtype.itemsize}").astype(f"i{dtype.itemsize}")
+    return torch.from_numpy(integers).view(dtype).reshape(value["shape"]).to(torch.get_default_device())
 
 
 #: The files of the golden vectors.

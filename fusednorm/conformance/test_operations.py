@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.conformance import golden, oracle_gated
+from fusednorm.conformance import golden
 from fusednorm.conformance.cases import (
     BF16,
     DATA,
@@ -267,23 +267,6 @@ def test_many_gated_rows(mode, agree, first):
         check(agree, "rms_norm_gated", Case(rows, hidden, x, z, weight), **flags)
 
 
-@pytest.mark.promise("same bits")
-@pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
-def test_each_operand_of_a_gated_norm_alone(mode, agree, first):
-    """The gradient of one operand or two has the bits that it has beside the others."""
-    for dtype, group in ((BF16, None), (BF16, 48), (F64, None)):
-        given = operands(Case(7, 96).of(dtype))
-        d = operands(Case(1, 96, seed=1).of(dtype))[0].expand(7, 96)
-        flags = {"norm_before_gate": first, "group_size": group}
-        all_of_them = oracle_gated.rms_norm_gated(given, [d], **flags)[1:]
-        for wanted in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
-            leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(given)]
-            out = fusednorm.rms_norm_gated(*leaves, **flags)
-            found = torch.autograd.grad(out, [leaves[i] for i in wanted], d)
-            for i, got in zip(wanted, found, strict=True):
-                agree(got, all_of_them[i], f"gradient {i} of {wanted}, {dtype_name(dtype)}, groups of {group}")
-
-
 # Each operation as its steps, one after the other: results, what they must be, and words for both.
 
 
@@ -398,22 +381,6 @@ def test_two_norms_of_rows_beyond_the_cache(mode, agree, dtype):
         in_place = fusednorm.rms_norm_add_rms_norm_(x, residual, *arguments, **flags)
         for found in (outputs, given, in_place):
             agree(found, (y, total), f"rows and sums of {hidden}, {between}")
-
-
-@pytest.mark.promise("a row is a row")
-@pytest.mark.parametrize("hidden", [128, 1500])
-@pytest.mark.left_out
-def test_heads_do_not_depend_on_the_number_of_threads(mode, agree, threads, hidden):
-    """A thread's first row belongs to any head: short rows, and rows that overlap."""
-    x, residual, weight = operands(Case(3 * 101, hidden).of(BF16))
-    heads = torch.stack((weight, weight * 2, weight * 3))
-    x, residual = x.view(101, 3, hidden), residual.view(101, 3, hidden)
-    threads(1)
-    wanted, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
-    for count in (2, 3):
-        threads(count)
-        found, _ = fusednorm.fused_add_rms_norm(x, residual, heads, bias=heads)
-        agree(found, wanted, f"{count} threads")
 
 
 #: The golden vectors of operations beyond the specification's first ones, by the names of their files and places there.

@@ -1,5 +1,6 @@
 """Fused equals unfused, and a row is a row: the second and the third promise of docs/spec.md."""
 
+import itertools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -113,15 +114,21 @@ def test_rows_do_not_depend_on_the_size_of_the_outputs(mode, agree, case):
         agree(whole, pieces, f"{offset} elements off")
 
 
-def results(operation, given, incoming=None):
-    """Outputs, 8 bits as bytes, and gradients by name, if it has any; without incoming ones, from those of outputs."""
-    with_gradient = {name: t for name, t in given.items() if isinstance(t, torch.Tensor) and name not in TABLES}
-    leaves = {name: t.detach().requires_grad_(operation.differentiable) for name, t in with_gradient.items()}
+def results(operation, given, incoming=None, wanted=None):
+    """Outputs, 8 bits as bytes, and gradients by name, if it has any; without incoming ones, from those of outputs.
+
+    ``wanted``: the names of the operands whose gradients are wanted; None: all.
+    """
+    leaves = {name: t.detach() for name, t in given.items() if isinstance(t, torch.Tensor) and name not in TABLES}
+    leaves = {name: t for name, t in leaves.items() if wanted is None or name in wanted}
+    for t in leaves.values():
+        t.requires_grad_(operation.differentiable)
     outputs = listed(operation.function(**given | leaves))
     values = bytes_of(t.detach() for t in outputs)
     if not operation.differentiable:
         return values, {}
-    found = torch.autograd.grad(outputs, tuple(leaves.values()), incoming or values)
+    pairs = [pair for pair in zip(outputs, incoming or values, strict=True) if pair[0].requires_grad]
+    found = torch.autograd.grad([t for t, _ in pairs], tuple(leaves.values()), [d for _, d in pairs])
     return values, dict(zip(leaves, found, strict=True))
 
 
@@ -132,14 +139,17 @@ def apart(t):
 
 
 def in_two_levels(t):
-    """The same rows in fours of three, between other rows."""
-    return torch.nn.functional.pad(t.unflatten(0, (4, 3)), (0, 0) * (t.dim() - 1) + (1, 2))[:, 1:-2]
+    """The same rows in threes, between other rows, whose elements are sevens."""
+    threes = t.unflatten(0, (-1, 3))
+    whole = torch.full((len(threes), 6, *t.shape[1:]), 7.0).to(t.dtype)
+    return whole[:, 1:4].copy_(threes)
 
 
 #: The same rows elsewhere in memory.
 ELSEWHERE = {
     "rows apart": apart,
     "two levels": in_two_levels,
+    "two levels, turned": lambda t: in_two_levels(t).transpose(0, 1),
     "elements apart": lambda t: torch.stack((t, t), -1)[..., 0],
     "columns": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
     "a sign that is not applied": lambda t: torch._neg_view(-t),
@@ -147,17 +157,27 @@ ELSEWHERE = {
 }
 
 
+#: An operation, the number of rows, their length, and flags: each operation, and some with other shapes and flags.
+SAMPLES = {name: (operation, 12, 256, {}) for name, operation in every().items()}
+for shape in ((12, 31), (600, 128), (12, 1050), (6, 18_432)):
+    SAMPLES |= {f"{name} of {shape}": (every()[name], *shape, {}) for name in ("rms_norm", "fused_add_rms_norm")}
+SAMPLES["gate first"] = every()["rms_norm_gated"], 12, 256, {"norm_before_gate": False, "group_size": 32}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", every())
-@pytest.mark.left_out("triton_cpu")
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.left_out("triton_cpu", but=["*(12, 31)*-bfloat16"])
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["gate-*", "*-bfloat16"])
 def test_each_operation(mode, agree, name, dtype):
     """Rows alone, and elsewhere in memory; outputs in given memory, and in place, which is all that is written."""
-    operation = every()[name]
-    given = operation.of_sample(*operands(Case(12, 256).of(dtype)))
-    rows = {key: t for key, t in given.items() if isinstance(t, torch.Tensor) and len(t) == 12}
+    operation, count, hidden, flags = SAMPLES[name]
+    given = operation.of_sample(*operands(Case(count, hidden).of(dtype))) | flags
+    rows = {key: t for key, t in given.items() if isinstance(t, torch.Tensor) and len(t) == count}
     outputs, gradients = results(operation, given)
-    for row in (0, 5, 11):
+    for few in (*itertools.combinations(gradients, 1), *itertools.combinations(gradients, 2)):
+        found, of_found = results(operation, given, outputs, few)
+        agree((*found, *of_found.values()), (*outputs, *(gradients[key] for key in few)), f"{name}, gradients of {few}")
+    for row in (0, count // 2, count - 1):
         found, _ = results(operation, given | {key: t[row] for key, t in rows.items()})
         agree(found, [t[row] for t in outputs], f"{name}, row {row}")
     for place, move in ELSEWHERE.items():
@@ -170,35 +190,42 @@ def test_each_operation(mode, agree, name, dtype):
         for key, t in gradients.items():
             if key in rows:
                 agree(of_found[key], move(t), f"{name}, {place}, gradient of {key}")
-            elif place != "one row for all":
+            elif place not in ("one row for all", "two levels, turned"):  # there the sum over rows is another
                 agree(of_found[key], t, f"{name}, {place}, gradient of {key}")
-    laid = {key: apart(t) for key, t in rows.items()}
-    new = zip(operation.results, listed(operation.function(**given)), strict=False)
-    memory = {result.name: laid.get(result.overwrites, apart(t)) for result, t in new}
-    if memory.keys() <= operation.parameters.keys():
-        found = listed(operation.function(**given | laid, **memory))
-        agree(bytes_of(found), outputs, f"{name}, given memory")
-        assert all(t is memory[result.name] for t, result in zip(found, operation.results, strict=False))
-    if operation.in_place is not None:
-        laid = {key: apart(t) for key, t in rows.items()}
-        found = listed(operation.in_place(**given | laid))
-        agree(found, outputs, f"{name}, in place")
-        memory |= laid
-    assert all((t._base[..., -3:].float() == 7).all() for t in memory.values())
+    new = listed(operation.function(**given))
+    for move in (apart, in_two_levels):
+        laid = {key: move(t) for key, t in rows.items()}
+        of_results = zip(operation.results, new, strict=False)
+        memory = {result.name: laid.get(result.overwrites, move(t)) for result, t in of_results}
+        if memory.keys() <= operation.parameters.keys():
+            found = listed(operation.function(**given | laid, **memory))
+            agree(bytes_of(found), [move(t) for t in outputs], f"{name}, given memory")
+            assert all(t is memory[result.name] for t, result in zip(found, operation.results, strict=False))
+        if operation.in_place is not None:
+            laid = {key: move(t) for key, t in rows.items()}
+            agree(listed(operation.in_place(**given | laid)), [move(t) for t in outputs], f"{name}, in place")
+        for t in (*memory.values(), *laid.values()):
+            t.fill_(7)
+            assert (t._base.float() == 7).all(), "memory around the rows was written"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", every())
 @pytest.mark.left_out
 def test_rows_do_not_depend_on_the_number_of_threads(mode, agree, threads, name, dtype):
-    for rows, hidden in ((3, 20_096), (67, 896), (600, 128)):
+    for rows, hidden in ((3, 20_096), (69, 896), (600, 128)):
         given = every()[name].of_sample(*operands(Case(rows, hidden).of(dtype)))
-        threads(1)
-        outputs, gradients = results(every()[name], given)
-        for count in (2, 3, 8):
+        samples = [given]
+        if "bias" in given:  # and a weight and a bias for each of three heads
+            tensors = {key: t for key, t in given.items() if isinstance(t, torch.Tensor)}
+            heads = {key: t.unflatten(0, (-1, 3)) if len(t) == rows else t * t[:3, None] for key, t in tensors.items()}
+            samples.append(given | heads)
+        for sample, count in itertools.product(samples, (1, 2, 3, 8)):
             threads(count)
-            found, of_found = results(every()[name], given)
-            agree((*found, *of_found.values()), (*outputs, *gradients.values()), f"{rows} rows, {count} threads")
+            outputs, gradients = results(every()[name], sample)
+            if count == 1:
+                alone = *outputs, *gradients.values()
+            agree((*outputs, *gradients.values()), alone, f"{rows} rows, {count} threads")
 
 
 def test_outputs_in_the_place_of_other_operands(mode, agree):
