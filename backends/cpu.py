@@ -16,7 +16,7 @@ from fusednorm.calls import fast_path as path
 from fusednorm.calls.call import Gate, GateBackward, Rotate
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import BackwardCall, Call, ForwardCall, Operation
+    from fusednorm.calls.call import Call, Operation
 
 DEVICES = ("cpu",)
 
@@ -130,25 +130,15 @@ def plan(operation: Operation) -> str:
 _FUNCTIONS = {Gate: "fn_run_gate", GateBackward: "fn_run_gate", Rotate: "fn_run_rotation"}
 
 
-def forward(call: ForwardCall) -> None:
-    """Runs the kernels; see :class:`fusednorm.registry.Backend`.
+def forward(call: Call) -> None:
+    """Runs the kernels of any call; see :class:`fusednorm.registry.Backend`.
 
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    _run(call)
-
-
-def backward(call: BackwardCall) -> None:
-    """Runs the kernels; see :class:`fusednorm.registry.Backend`.
-
-    Raises:
-        MemoryError: no memory for the rows' buffers.
-    """
-    _run(call)
-
-
-def _run(call: Call) -> None:
     function = getattr(_lib, _FUNCTIONS.get(type(call), "fn_run"))
     if function(c_abi.PACKED[type(call)](call, torch.get_num_threads())):
         raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
+
+
+backward = forward

@@ -83,11 +83,6 @@ SPECIFICATION = _FOLDER / f"golden-spec-{fusednorm.SPEC_VERSION}.json"
 COMPOSITIONS, QUANTIZED, GATED = (_FOLDER / f"golden-{name}.json" for name in ("compositions", "quantized", "gated"))
 
 
-def _dtypes(flags):
-    """Flags of a vector as a call takes them."""
-    return {**flags, "between": getattr(torch, flags["between"])} if flags.get("between") else dict(flags)
-
-
 def _call(vector):
     """The function of a vector, its operands by name, the gradients of its outputs, and its flags."""
     if "flags" not in vector:  # of the specification: it names its function, flags and gradients otherwise
@@ -96,7 +91,9 @@ def _call(vector):
         flags = {name: vector[name] for name in names}
         vector = {**vector, "function": function, "flags": flags, "d_out": vector["dy"]}
     function = vector.get("function", "fused_add_rms_norm_quant")
-    flags, (names, outputs) = _dtypes(vector["flags"]), NAMES[function]
+    flags, (names, outputs) = dict(vector["flags"]), NAMES[function]
+    if flags.get("between"):
+        flags["between"] = getattr(torch, flags["between"])
     operands = {name: decoded(vector.get(name)) for name in names}
     if "quantization" in vector:
         flags["quantization"] = fusednorm.Quantization.parse(vector["quantization"])

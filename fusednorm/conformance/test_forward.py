@@ -223,18 +223,6 @@ def test_numbers(mode, agree, name, number):
         check(Case(*shape, **{name: number}, data=data).of(dtype), mode, agree)
 
 
-def test_a_nan_or_infinity_stays_in_its_row(mode):
-    for dtype, data in itertools.product(DTYPES, ("nan row", "inf row")):
-        case = Case(rows=9, hidden=300, data=data).of(dtype)
-        x, residual, weight = operands(case)
-        dirty = ~(x.isfinite().all(-1) & residual.isfinite().all(-1))
-        assert 0 < dirty.sum() < 3
-        y, total = call(case, x, residual, weight)
-        assert y[~dirty].isfinite().all()
-        assert total[~dirty].isfinite().all()
-        assert y[dirty].isnan().any(-1).all()
-
-
 #: Of one operand: stride beyond the row, offset, misalignment in bytes.
 LAYOUTS = ((0, 64, 0), (7, 1, 0), (513, 65, 0), (24, 0, 1), (1, 5, 3), (64, 63, 0))
 

@@ -114,7 +114,7 @@ def test_rows_do_not_depend_on_the_size_of_the_outputs(mode, agree, case):
         agree(whole, pieces, f"{offset} elements off")
 
 
-def results(operation, given, incoming=None, wanted=None):
+def results(operation, given, incoming=None, wanted=None, **how):
     """Outputs, 8 bits as bytes, and gradients by name, if it has any; without incoming ones, from those of outputs.
 
     ``wanted``: the names of the operands whose gradients are wanted; None: all.
@@ -128,7 +128,7 @@ def results(operation, given, incoming=None, wanted=None):
     if not operation.differentiable:
         return values, {}
     pairs = [pair for pair in zip(outputs, incoming or values, strict=True) if pair[0].requires_grad]
-    found = torch.autograd.grad([t for t, _ in pairs], tuple(leaves.values()), [d for _, d in pairs])
+    found = torch.autograd.grad([t for t, _ in pairs], tuple(leaves.values()), [d for _, d in pairs], **how)
     return values, dict(zip(leaves, found, strict=True))
 
 
@@ -169,7 +169,10 @@ SAMPLES["gate first"] = every()["rms_norm_gated"], 12, 256, {"norm_before_gate":
 @pytest.mark.left_out("triton_cpu", but=["*(12, 31)*-bfloat16"])
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["gate-*", "*-bfloat16"])
 def test_each_operation(mode, agree, name, dtype):
-    """Rows alone, and elsewhere in memory; outputs in given memory, and in place, which is all that is written."""
+    """Rows alone, and elsewhere in memory; outputs in given memory, and in place, which is all that is written.
+
+    Gradients have the same bits where only some of them are wanted, and where they are differentiated again.
+    """
     operation, count, hidden, flags = SAMPLES[name]
     given = operation.of_sample(*operands(Case(count, hidden).of(dtype))) | flags
     rows = {key: t for key, t in given.items() if isinstance(t, torch.Tensor) and len(t) == count}
@@ -177,6 +180,10 @@ def test_each_operation(mode, agree, name, dtype):
     for few in (*itertools.combinations(gradients, 1), *itertools.combinations(gradients, 2)):
         found, of_found = results(operation, given, outputs, few)
         agree((*found, *of_found.values()), (*outputs, *(gradients[key] for key in few)), f"{name}, gradients of {few}")
+    if gradients:
+        _, again = results(operation, given, [t.clone().requires_grad_() for t in outputs], create_graph=True)
+        assert all(t.requires_grad for t in again.values())
+        agree(again.values(), gradients.values(), f"{name}, gradients that are differentiated")
     for row in (0, count // 2, count - 1):
         found, _ = results(operation, given | {key: t[row] for key, t in rows.items()})
         agree(found, [t[row] for t in outputs], f"{name}, row {row}")

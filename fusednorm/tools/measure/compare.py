@@ -109,15 +109,6 @@ def threads() -> list[int]:
     return sorted({1, 2, torch.get_num_threads()})
 
 
-def _checked(y: Tensor, wanted: Tensor) -> Tensor:
-    """Returns y if its errors can be measured."""
-    if y.shape != wanted.shape or y.dtype != wanted.dtype:
-        raise ValueError(f"returned {y.dtype} {list(y.shape)}, expected {wanted.dtype} {list(wanted.shape)}")
-    if not y.float().isfinite().all():
-        raise ValueError("returned NaN or infinity for ordinary operands")
-    return y
-
-
 @torch.no_grad()
 def measure(
     implementation: Implementation, x: Tensor, residual: Tensor, weight: Tensor, wanted: Tensor, *, op: str = "add_norm"
@@ -132,7 +123,11 @@ def measure(
     before = torch.get_num_threads()
     try:
         call = implementation.pure(weight, EPS, op)
-        y = _checked(call(x, residual), wanted)
+        y = call(x, residual)
+        if y.shape != wanted.shape or y.dtype != wanted.dtype:
+            raise ValueError(f"returned {y.dtype} {list(y.shape)}, expected {wanted.dtype} {list(wanted.shape)}")
+        if not y.float().isfinite().all():
+            raise ValueError("returned NaN or infinity for ordinary operands")
         apart = ulps(y, wanted)
         found.max_ulp, found.mean_ulp = int(apart.max()), apart.double().mean().item()
         counts = torch.bucketize(apart, torch.tensor(EDGES, device=x.device)).flatten().bincount(minlength=len(CLASSES))
