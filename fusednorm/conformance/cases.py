@@ -24,7 +24,6 @@ PAYLOAD = struct.unpack("d", struct.pack("Q", 0x7FFFFFFFFFFFFFFF))[0]
 #: Whether a tensor may begin between two elements, which torch allows on a CPU only.
 BETWEEN_ELEMENTS = True
 
-
 #: Whether tests make every call of a product: ``--everything``.
 EVERYTHING = False
 
@@ -117,7 +116,6 @@ NAMES = {
     "silu_and_mul_quant": (("gate", "up"), ("out", "scale")),
     "fused_add_rms_norm_quant": (("x", "residual", "weight", "scale", "zero_point"), ("out", "scale", "residual_out")),
 }
-
 
 #: Operands that have no gradients.
 TABLES = ("cos", "sin")

@@ -157,11 +157,14 @@ ELSEWHERE = {
 }
 
 
-#: An operation, the number of rows, their length, and flags: each operation, and some with other shapes and flags.
-SAMPLES = {name: (operation, 12, 256, {}) for name, operation in every().items()}
+#: Each operation, and some with flags that a backend need not know.
+OPERATIONS = {name: operation._replace(sample=operation.needed) for name, operation in every().items()}
+OPERATIONS |= {f"{name} with a bias": every()[name] for name in ("rms_norm", "fused_add_rms_norm")}
+OPERATIONS["gate first"] = every()["rms_norm_gated"]._replace(sample={"norm_before_gate": False, "group_size": 32})
+#: The same, each with the number of rows, and their length.
+SAMPLES = {name: (operation, 12, 256) for name, operation in OPERATIONS.items()}
 for shape in ((12, 31), (600, 128), (12, 1050), (6, 18_432)):
-    SAMPLES |= {f"{name} of {shape}": (every()[name], *shape, {}) for name in ("rms_norm", "fused_add_rms_norm")}
-SAMPLES["gate first"] = every()["rms_norm_gated"], 12, 256, {"norm_before_gate": False, "group_size": 32}
+    SAMPLES |= {f"{name} of {shape}": (OPERATIONS[name], *shape) for name in ("rms_norm", "fused_add_rms_norm")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -173,8 +176,8 @@ def test_each_operation(mode, agree, name, dtype):
 
     Gradients have the same bits where only some of them are wanted, and where they are differentiated again.
     """
-    operation, count, hidden, flags = SAMPLES[name]
-    given = operation.of_sample(*operands(Case(count, hidden).of(dtype))) | flags
+    operation, count, hidden = SAMPLES[name]
+    given = operation.of_sample(*operands(Case(count, hidden).of(dtype)))
     rows = {key: t for key, t in given.items() if isinstance(t, torch.Tensor) and len(t) == count}
     outputs, gradients = results(operation, given)
     for few in (*itertools.combinations(gradients, 1), *itertools.combinations(gradients, 2)):
@@ -217,22 +220,20 @@ def test_each_operation(mode, agree, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", every())
+@pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.left_out
 def test_rows_do_not_depend_on_the_number_of_threads(mode, agree, threads, name, dtype):
     for rows, hidden in ((3, 20_096), (69, 896), (600, 128)):
-        given = every()[name].of_sample(*operands(Case(rows, hidden).of(dtype)))
-        samples = [given]
-        if "bias" in given:  # and a weight and a bias for each of three heads
+        given = OPERATIONS[name].of_sample(*operands(Case(rows, hidden).of(dtype)))
+        if "bias" in given:  # a weight and a bias for each of three heads
             tensors = {key: t for key, t in given.items() if isinstance(t, torch.Tensor)}
-            heads = {key: t.unflatten(0, (-1, 3)) if len(t) == rows else t * t[:3, None] for key, t in tensors.items()}
-            samples.append(given | heads)
-        for sample, count in itertools.product(samples, (1, 2, 3, 8)):
+            given |= {key: t.unflatten(0, (-1, 3)) if len(t) == rows else t * t[:3, None] for key, t in tensors.items()}
+        threads(1)
+        alone, gradients = results(OPERATIONS[name], given)
+        for count in (2, 3, 8):
             threads(count)
-            outputs, gradients = results(every()[name], sample)
-            if count == 1:
-                alone = *outputs, *gradients.values()
-            agree((*outputs, *gradients.values()), alone, f"{rows} rows, {count} threads")
+            found, of_found = results(OPERATIONS[name], given)
+            agree((*found, *of_found.values()), (*alone, *gradients.values()), f"{rows} rows, {count} threads")
 
 
 def test_outputs_in_the_place_of_other_operands(mode, agree):
