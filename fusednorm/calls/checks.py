@@ -309,14 +309,10 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
         if tensor is not None:
             check_memory(name, tensor)
     check_may_be_written(outputs)
+    if _clearly_apart(outputs, inputs, own):
+        return
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
     may_be = {name: inputs if own is None else own.get(name, ()) for name in outputs}
-    # An input that is an output lies where that does.
-    elsewhere = [
-        t for other, t in inputs.items() if not any(t is one and other in may_be[name] for name, one in outputs.items())
-    ]
-    if _clearly_apart(elsewhere, outputs.values()):
-        return
     present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
     memories = {name: Memory.of(tensor) for name, tensor in present.items()}
     names = list(present)
@@ -334,24 +330,24 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
                 )
 
 
-def _clearly_apart(read: Collection[Tensor | None], written: Collection[Tensor | None]) -> bool:
-    """Whether all that is written is contiguous, and other tensors end before it or begin behind it: the usual case."""
-    spans = []
-    for tensor in written:
-        if tensor is not None and holds_memory(tensor):
-            if not tensor.is_contiguous():
+def _clearly_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]] | None) -> bool:
+    """Whether all outputs are contiguous, and other tensors end before each or begin behind it: the usual case."""
+    spans: list[tuple[int, int, str, Tensor]] = []
+    for named in (outputs, inputs):
+        for name, tensor in named.items():
+            if tensor is None or not holds_memory(tensor) or (named is inputs and name in outputs):
+                continue
+            begin, contiguous = tensor.data_ptr(), tensor.is_contiguous()
+            end = begin + tensor.numel() * tensor.itemsize if contiguous else Memory.of(tensor).end
+            if named is outputs and not contiguous:
                 return False
-            begin = tensor.data_ptr()
-            spans.append((begin, begin + tensor.numel() * tensor.itemsize))
-    of_written = len(spans)
-    for tensor in read if spans else ():
-        if tensor is not None and holds_memory(tensor):
-            spans.append(Memory.of(tensor)[:2])
-    for place in range(of_written):
-        begin, end = spans[place]
-        for other_begin, other_end in spans[place + 1 :]:
-            if begin < other_end and other_begin < end:
-                return False
+            for other_begin, other_end, other, written in spans:
+                if begin < other_end and other_begin < end:
+                    may_be = named is inputs and (own is None or name in own.get(other, ()))
+                    if not may_be or tensor is not written:
+                        return False
+            if named is outputs:
+                spans.append((begin, end, name, tensor))
     return True
 
 

@@ -94,13 +94,13 @@ def all_in_memory(tensor: Tensor) -> bool:
 
     A storage may have been freed or made shorter (FSDP does so between passes), and that of a ZeroTensor is empty.
     """
-    if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
+    elements = tensor.numel()
+    if elements == 0 or not torch._C._has_storage(tensor):
         return True
-    if tensor.data_ptr() == 0:
-        return False
-    contiguous = tensor.is_contiguous()
-    elements = tensor.numel() if contiguous else _extent(zip(tensor.stride(), tensor.shape, strict=True), 1)
-    return (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    if not tensor.is_contiguous():
+        elements = _extent(zip(tensor.stride(), tensor.shape, strict=True), 1)
+    fits = (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    return (fits and tensor.data_ptr() != 0) or tensor.is_meta
 
 
 def packed(tensor: Tensor) -> Tensor:
