@@ -34,7 +34,7 @@ import torch
 import fusednorm
 from fusednorm.backends.kernel_keys import ForwardKind
 from fusednorm.calls.call import Flags, Forward, operation_of
-from fusednorm.engine import run, run_gated
+from fusednorm.engine import execute, run_gated
 
 ROUNDS = 15
 Calls = dict[str, Callable[[], object]]
@@ -156,7 +156,7 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
         "qk_norm_rope_": lambda: fusednorm.qk_norm_rope_(q, k, head_weight, head_weight, cos, sin),
         "gradients of a gate": lambda: run_gated.backward(cuda, x, residual, x, gating, (out, total)),
         "the backend's forward": lambda: cuda.forward(call),
-        "backward": lambda: run.backward(
+        "backward": lambda: execute.backward(
             cuda, call.operation, x, None, residual, rstd, weight, 0.0, (True, True, True)
         ),
     }

@@ -27,7 +27,7 @@ from fusednorm.calls.call import (
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.fast_path import ALONE, AND_MUL, Entry
 from fusednorm.calls.memory import ABSENT, in_levels, overlaps_itself, packed, rows_of
-from fusednorm.engine import fast_path, run
+from fusednorm.engine import execute, fast_path
 from fusednorm.engine.choose import Chosen
 from fusednorm.reference import activations
 
@@ -54,7 +54,7 @@ class Gating(NamedTuple):
 
 def backend_of(y: Tensor, step: str) -> Chosen | None:
     """The backend for such rows, if it has gates, or their gradients."""
-    return run.whole_of(operation_of(y, None, None, Flags()), Step(step))
+    return execute.whole_of(operation_of(y, None, None, Flags()), Step(step))
 
 
 def forward(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
@@ -81,7 +81,7 @@ def _can_be_written(out: Tensor | None) -> bool:
 def _laid_out(out: Tensor | None, dtype: torch.dtype, *rows: Tensor) -> tuple[Tensor, list[Tensor], int, list[Strides]]:
     """An output that can be written, or a new one; rows that are read; and how all lie, the output first."""
     if out is None:
-        out = run.new_like(rows[0], dtype)
+        out = execute.new_like(rows[0], dtype)
     else:
         increment_version(out)
     (_, *found), inner, strides = in_levels((out, *rows))
@@ -111,7 +111,7 @@ def gradients(
     backend: Chosen | None, d: Tensor, operands: Sequence[Tensor], gating: Gating, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of y and z, or of one tensor that holds both, as far as they are needed."""
-    found = tuple(run.new_like(t, t.dtype) if need else None for t, need in zip(operands, needs, strict=True))
+    found = tuple(execute.new_like(t, t.dtype) if need else None for t, need in zip(operands, needs, strict=True))
     if not d.numel():
         return found
     y, z = rows_and_gate(operands)
@@ -152,7 +152,7 @@ class GatedNorm(NamedTuple):
 
 def backend_of_gradients(x: Tensor, weight: Tensor | None, how: GatedNorm) -> Chosen | None:
     """The backend of such rows, if it has the gradients of a norm and a gate in one call."""
-    return run.whole_of(how.operation(x, run.of_heads(weight)), Step("norm_gated_backward"))
+    return execute.whole_of(how.operation(x, execute.of_heads(weight)), Step("norm_gated_backward"))
 
 
 def norm_gated(
@@ -170,9 +170,9 @@ def norm_gated(
         )
         if taken is not None:
             return cast(Tensor, taken)
-    weight = run.of_heads(weight)
+    weight = execute.of_heads(weight)
     operation = how.operation(x, weight)
-    backend = run.whole_of(operation, Step("norm_gated"))
+    backend = execute.whole_of(operation, Step("norm_gated"))
     if backend is None:
         return None
     if not _can_be_written(out):
@@ -200,7 +200,7 @@ def norm_gated_backward(
 ) -> list[Tensor | None]:
     """The gradients of x, the gate and the weight, new tensors, as far as they are needed; else None."""
     dx, dz, dweight = found = [
-        run.new_like(t, t.dtype) if need and t is not None else None
+        execute.new_like(t, t.dtype) if need and t is not None else None
         for t, need in zip((x, z, weight), needs, strict=True)
     ]
     rows = x.shape[:-1].numel()
@@ -211,7 +211,7 @@ def norm_gated_backward(
         return found
     check_kept((d,), (x, z, rstd, weight))
     (d, x, z), inner, strides = in_levels((d, x, z))
-    weight = run.of_heads(weight)
+    weight = execute.of_heads(weight)
     numbers: Any = (how.activation, how.norm_before_gate, rows, inner, tuple(strides), how.weight_offset)
     operation = how.operation(x, weight)
     backend.backward(NormGatedBackward(d, x, z, packed(rstd), weight, dx, dz, dweight, operation, *numbers))

@@ -14,7 +14,7 @@ from fusednorm.calls.call import Flags, Forward, Quantize, Step, operation_of
 from fusednorm.calls.checks import check_flags
 from fusednorm.calls.memory import ABSENT, in_levels, packed
 from fusednorm.calls.quantization import Quantization, groups_of, is_given
-from fusednorm.engine import run
+from fusednorm.engine import execute
 
 
 class Quantizing(NamedTuple):
@@ -33,7 +33,7 @@ class Quantizing(NamedTuple):
     def memory(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The numbers, the scales and the zero points for rows of [..., N]: as given, or new memory."""
         q, scale, zero_point = self.quantization, self.scale_out, self.zero_point_out
-        out = run.new_like(like, q.dtype) if self.out is None else self.out
+        out = execute.new_like(like, q.dtype) if self.out is None else self.out
         if is_given(q):
             return out, cast(Tensor, self.scale), self.zero_point
         groups = groups_of(q, like.shape)
@@ -74,13 +74,13 @@ def forward(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tupl
     else:
         flags = check_flags(flags, x, residual, None, residual_out)
     operation = operation_of(x, residual, weight, flags)
-    backend = run.whole_of(operation, Step("quantize", quantization))
+    backend = execute.whole_of(operation, Step("quantize", quantization))
     if backend is None:
         return None
     given = (quantizing.out, quantizing.scale_out, quantizing.zero_point_out, normed_out, residual_out)
     out, scale, zero_point = quantizing.memory(x)
     if residual is not None and residual_out is None:
-        residual_out = run.new_like(residual, operation.residual_out)
+        residual_out = execute.new_like(residual, operation.residual_out)
     of_groups = (None, None) if is_given(quantization) else (_rows(scale), _rows(zero_point))
     written = (out, normed_out, residual_out, *of_groups)
     (*as_lie, x_rows, residual_rows), inner, strides = in_levels((*written, x, residual))

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, operation_of
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.memory import packed, two_levels
-from fusednorm.engine import run
+from fusednorm.engine import execute
 from fusednorm.engine.choose import Chosen
 
 _heads = Entry("rotation", "q k cos sin positions interleaved round_products").open()
@@ -57,8 +57,8 @@ def rotator_of(heads: Sequence[Head], how: Rotation) -> Chosen | None:
     if last.x != first.x:
         return None
     step = Step("rotate", None, tuple([dtype for dtype in (first.x, how.products, how.dtype) if dtype is not None]))
-    backend = run.whole_of(first, step)
-    return backend if last == first or run.whole_of(last, step) is backend else None
+    backend = execute.whole_of(first, step)
+    return backend if last == first or execute.whole_of(last, step) is backend else None
 
 
 def forward(
@@ -78,7 +78,7 @@ def forward(
     for x, _, out, _ in heads:
         # A kernel can write where no operand begins but the heads that it replaces.
         if out is None or _dense(out) is not out or read.count(out.data_ptr()) > (out.data_ptr() == x.data_ptr()):
-            out = run.new_like(x, how.dtype or x.dtype)
+            out = execute.new_like(x, how.dtype or x.dtype)
         found.append(out)
     inputs = [_dense(x) for x in inputs]
     in_rows = [t.stride()[:-2] for t in (*inputs, *found)]
@@ -108,7 +108,7 @@ def forward(
         of_x, of_out = of_heads[at], of_heads[at + len(heads)]
         if x.numel():
             strides = (*of_x, x.stride(-2)), (*of_out, out.stride(-2))
-            sets.append(Heads(x, out, run.of_heads(weight), *strides, heads[at].rstd))
+            sets.append(Heads(x, out, execute.of_heads(weight), *strides, heads[at].rstd))
     if sets:
         norm, x = how.norm, inputs[0]
         call = Rotate(

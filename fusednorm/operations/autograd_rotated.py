@@ -12,7 +12,7 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import operation_of
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.rotation_checks import rows_for
-from fusednorm.engine import run, run_rotated
+from fusednorm.engine import execute, run_rotated
 from fusednorm.engine.run_rotated import Head, Rotation, Tables
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops import dtensor_bridge, steps
@@ -62,7 +62,7 @@ class NormalisedAndRotated(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:-2], *(head.rstd for head in heads))
         ctx.set_materialize_grads(False)
         ctx.operations = [operation_of(x, None, weight, ctx.how.norm) for x, weight, *_ in heads]
-        ctx.backend = run.backend_of(ctx.operations[0])
+        ctx.backend = execute.backend_of(ctx.operations[0])
         needs = ctx.needs_input_grad
         ctx.mark_non_differentiable(*(found[set_] for set_ in (0, 1) if not (needs[set_] or needs[2 + set_])))
         return found[0], found[1]
@@ -93,7 +93,7 @@ class NormalisedAndRotated(torch.autograd.Function):
         if turned is None:
             turned = run_rotated.forward([Head(d) for d in given], tables, turn, ctx.rotates)
         for set_, d in zip(here, turned, strict=False):  # the fast path's are always two
-            found[set_], _, found[2 + set_], _ = run.backward(
+            found[set_], _, found[2 + set_], _ = execute.backward(
                 *(ctx.backend, ctx.operations[set_], d, None, operands[set_], (q_rstd, k_rstd)[set_]),
                 *(operands[2 + set_], how.norm.weight_offset, (needs[set_], False, needs[2 + set_])),
             )

@@ -26,7 +26,7 @@ from fusednorm.calls.checks import (
     requires_grad,
 )
 from fusednorm.calls.fast_path import Entry
-from fusednorm.engine import run
+from fusednorm.engine import execute
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.gradients import Normalise
@@ -302,7 +302,7 @@ def beyond_fast_path(call: NormCall) -> Any:
     in_memory = not (compiling or transformed or must_be_seen.below(*operands))
     if in_memory and not records:
         around = None if alone or before is not None else Around(bias, x_scale)
-        y, total = run.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
+        y, total = execute.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
     elif in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
         y, total = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
     elif alone and transformed:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Around, Flags, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.checks import check_flags
-from fusednorm.engine import run
+from fusednorm.engine import execute
 from fusednorm.engine.choose import Chosen
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -26,7 +26,7 @@ def new_rstd(x: Tensor) -> Tensor:
 def normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags) -> tuple[Tensor, Any, Tensor]:
     """New rows, their sum (None without a residual), and rstd for the backward pass."""
     rstd = new_rstd(x)
-    return *run.fast_path_first(x, residual, weight, flags, rstd=rstd), rstd
+    return *execute.fast_path_first(x, residual, weight, flags, rstd=rstd), rstd
 
 
 def keep(
@@ -108,7 +108,7 @@ def gradients(
     dweight = dbias = None
     if ctx.around:
         if backend is not None and dy is not None and ctx.in_one_call:
-            return run.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
+            return execute.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
         need_rows = needs[0] or needs[1]
         if dy is not None:
             dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight, bias))
@@ -134,7 +134,7 @@ def gradients(
 
         found = on_rows(formula, (dy, d_total, h, weight), whole=[3], sums={2: 3})
     elif backend is not None:
-        found = run.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs)
+        found = execute.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs)
     else:
         found = torch.ops.fusednorm.backward(
             *(dy, d_total, h, rstd, weight, weight_offset, operation.x, operation.residual),
@@ -152,12 +152,12 @@ def _norm_alone(operation: RMSNorm) -> RMSNorm:
 def keep_backend(ctx: Any, weight: Tensor | None, bias: Tensor | None = None) -> None:
     """Keeps, after :func:`keep`, the backend that the backward pass takes: the one in force now."""
     if not ctx.around:
-        ctx.backend = run.backend_of(ctx.operation)
+        ctx.backend = execute.backend_of(ctx.operation)
         return
     of_one_shape = weight is None or bias is None or weight.shape == bias.shape
-    whole = run.whole_of(ctx.operation, Step("affine_backward")) if of_one_shape else None
+    whole = execute.whole_of(ctx.operation, Step("affine_backward")) if of_one_shape else None
     ctx.in_one_call = whole is not None
-    ctx.backend = whole or run.backend_of(_norm_alone(ctx.operation))
+    ctx.backend = whole or execute.backend_of(_norm_alone(ctx.operation))
 
 
 class Normalise(torch.autograd.Function):
@@ -172,7 +172,7 @@ class Normalise(torch.autograd.Function):
         x, residual, weight, bias, *rest = inputs
         flags, rstd = Flags(*rest), new_rstd(x)
         around = None if bias is None and getattr(weight, "ndim", 1) != 2 else Around(bias, 1.0)
-        y, total = run.fast_path_first(x, residual, weight, flags, rstd=rstd, around=around)
+        y, total = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, around=around)
         if type(flags.eps) is not float or type(flags.weight_offset) is not float:
             flags = check_flags(flags, x, residual, None, None)
         keep(ctx, x, residual, weight, flags, (y, total, rstd), around)

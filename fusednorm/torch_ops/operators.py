@@ -24,7 +24,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of
-from fusednorm.engine import run
+from fusednorm.engine import execute
 from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
@@ -43,7 +43,7 @@ def _into(
     asked = Flags(*flags)
     if residual is not None and residual_out is not None and residual_out.dtype != residual.dtype:
         asked = asked._replace(residual_dtype=residual_out.dtype)
-    run.fast_path_first(x, residual, weight, asked, out, residual_out)
+    execute.fast_path_first(x, residual, weight, asked, out, residual_out)
 
 
 def _check_pair(residual: Tensor | None, residual_out: Tensor | None) -> None:
@@ -87,8 +87,8 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
     requested = request_of_backward()
     with nullcontext() if requested == request() else use_backend(requested):
-        backend = run.backend_of(operation)
-    found = run.backward(backend, operation, of.dy, of.d_residual_out, h, of.rstd, weight, of.weight_offset, of.needs)
+        backend = execute.backend_of(operation)
+    found = execute.backward(backend, operation, of.dy, of.d_residual_out, h, of.rstd, weight, of.weight_offset, of.needs)
     dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found[:3])
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 

@@ -38,7 +38,7 @@ from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm,
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.engine import choose
-from fusednorm.engine import run as front_end
+from fusednorm.engine import execute as front_end
 from fusednorm.tools import doctor
 
 compiles = pytest.mark.skipif(

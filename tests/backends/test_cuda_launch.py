@@ -20,7 +20,7 @@ from fusednorm.calls import c_abi, fast_path
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import Around, Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
-from fusednorm.engine import run
+from fusednorm.engine import execute
 from fusednorm.reference import norm as reference
 
 from fast_calls import fast_calls
@@ -742,8 +742,8 @@ def test_backward(case, needs, monkeypatch):
     taken, take = [], engine.fast_path.backward
     nothing_held()
     monkeypatch.setattr(engine.fast_path, "backward", lambda *operands: taken.append(take(*operands)) or taken[-1])
-    expected = run.backward(cuda, operation, *given, needs)
-    got = run.backward(cuda, operation, *given, needs)
+    expected = execute.backward(cuda, operation, *given, needs)
+    got = execute.backward(cuda, operation, *given, needs)
     assert taken == [False, True]
     wanted = reference.gradients(*given, operation.x, operation.residual, needs)
     for one, other, third in zip(got[:3], expected[:3], wanted, strict=True):

@@ -28,7 +28,7 @@ from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls.call import AroundNorm, Flags, Forward, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
-from fusednorm.engine.run import backward as differentiate
+from fusednorm.engine.execute import backward as differentiate
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
 if triton_host.INTERPRETED:
