@@ -88,7 +88,9 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     requested = request_of_backward()
     with nullcontext() if requested == request() else use_backend(requested):
         backend = execute.backend_of(operation)
-    found = execute.backward(backend, operation, of.dy, of.d_residual_out, h, of.rstd, weight, of.weight_offset, of.needs)
+    found = execute.backward(
+        backend, operation, of.dy, of.d_residual_out, h, of.rstd, weight, of.weight_offset, of.needs
+    )
     dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found[:3])
     return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
 
