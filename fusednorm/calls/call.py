@@ -152,14 +152,6 @@ class Before(NamedTuple):
     followed: bool
 
 
-class Around(NamedTuple):
-    """The arguments of a call with a bias, rows of heads or a scaled x; its weight may have a row for each head."""
-
-    #: [N] or [H, N].
-    bias: Tensor | None
-    x_scale: float
-
-
 def operation_of(
     x: Tensor,
     residual: Tensor | None,
@@ -167,15 +159,14 @@ def operation_of(
     flags: Flags,
     out: Tensor | None = None,
     before: Before | None = None,
-    around: Around | None = None,
+    bias: Tensor | None = None,
+    x_scale: float = 1.0,
 ) -> RMSNorm:
     """The operation that a call with these arguments asks for; they have been checked."""
-    first, beside, out_dtype = None, None, flags.out_dtype or (x.dtype if out is None else out.dtype)
-    if around is not None:
-        bias, factor = around
-        beside = AroundNorm(None if bias is None else bias.dtype, _heads_of(weight, bias) > 1, factor != 1.0)
-        if not any(beside):
-            beside = None
+    first, around, out_dtype = None, None, flags.out_dtype or (x.dtype if out is None else out.dtype)
+    of_heads = weight is not None and weight.dim() == 2 and weight.shape[0] > 1
+    if bias is not None or of_heads or x_scale != 1.0:
+        around = AroundNorm(None if bias is None else bias.dtype, _heads_of(weight, bias) > 1, x_scale != 1.0)
     if before is not None:
         first = FirstNorm(None if before.weight is None else before.weight.dtype, before.between or x.dtype)
     return RMSNorm(
@@ -189,7 +180,7 @@ def operation_of(
         flags.round_norm,
         None if residual is None else flags.residual_dtype or residual.dtype,
         first,
-        beside,
+        around,
     )
 
 
@@ -414,6 +405,11 @@ class NormGated(NamedTuple):
     z_strides: Strides
     activation: str
     norm_first: bool
+
+    @property
+    def rows(self) -> int:
+        """The rows of both."""
+        return self.norm.rows
 
     @property
     def hidden_size(self) -> int:

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import memory
 from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
-from fusednorm.calls.memory import Memory, Rows, overlaps_itself, rows_of, share_memory
+from fusednorm.calls.memory import Memory, lies_in_rows, overlaps_itself, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
@@ -546,22 +546,18 @@ def refuse_type(name: str, operand: object, cure: str | None = None) -> NoReturn
 
 def as_called(x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None) -> dict[str, Tensor]:
     """The outputs that are given, by the caller's names: x or residual for one that is that tensor, as in place."""
-    inputs = [("x", x), ("residual", residual)]
-    names = [
-        next((name for name, tensor in of if tensor is output), called)
-        for called, output, of in (("out", out, inputs), ("residual_out", residual_out, inputs[::-1]))
-    ]
-    if names[0] == names[1]:  # both are one input
-        names = ["out", "residual_out"]
-    return {name: output for name, output in zip(names, (out, residual_out), strict=True) if output is not None}
+    name = "x" if out is x else "residual" if out is residual else "out"
+    name_of_total = "residual" if residual_out is residual else "x" if residual_out is x else "residual_out"
+    if name == name_of_total:  # both are one input
+        name, name_of_total = "out", "residual_out"
+    outputs = ((name, out), (name_of_total, residual_out))
+    return {called: output for called, output in outputs if output is not None}
 
 
-def rows_to_write(name: str, tensor: Tensor) -> Rows:
-    """The rows of an operand that will be written, which no copy can stand in for."""
-    rows = rows_of(tensor)
-    if rows is None or overlaps_itself(tensor):
+def check_rows_to_write(name: str, tensor: Tensor) -> None:
+    """That kernels can write the rows of an operand, which no copy can stand in for."""
+    if not lies_in_rows(tensor) or overlaps_itself(tensor):
         refuse_layout(name, tensor)
-    return rows
 
 
 def refuse_nested(name: str) -> NoReturn:
@@ -588,7 +584,7 @@ def check_written(
     """Outputs of a composition: apart from each other, and from a weight that is read after the writes."""
     outputs = as_called(x, residual, out, residual_out)
     for name, tensor in outputs.items():
-        rows_to_write(name, tensor)
+        check_rows_to_write(name, tensor)
     check_apart(outputs, {"next_weight": next_weight}, {})
 
 

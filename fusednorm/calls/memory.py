@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusednorm.calls.call import Forward, Strides
-
-_Operand = TypeVar("_Operand", bound="Tensor | None")
 
 #: The strides of an operand that is absent.
 ABSENT: Strides = (0, 0)
@@ -62,6 +60,11 @@ def rows_of(tensor: Tensor) -> Rows | None:
         else:
             outer, outer_stride = size, step
     return Rows(outer, inner, outer_stride, stride)
+
+
+def lies_in_rows(tensor: Tensor) -> bool:
+    """Whether kernels can read the rows of a tensor, because they lie in one level or two."""
+    return (tensor.is_contiguous() and not tensor.is_neg()) or rows_of(tensor) is not None
 
 
 def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, list[Strides]] | None:
@@ -123,26 +126,52 @@ def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | 
     return inner, strides
 
 
-def in_levels(operands: Sequence[_Operand]) -> tuple[list[_Operand], int, list[Strides]]:
-    """Operands that are only read, copied where their rows do not lie in the same two levels as the others'."""
-    one_level: list[Strides] = []
+class Layout(NamedTuple):
+    """The rows of several operands, in levels that are the same for all."""
+
+    #: Rows of the inner level.
+    inner: int
+    #: Of each operand; :data:`ABSENT` where it is None.
+    strides: list[Strides]
+    #: The operands that are only read.
+    read: list[Any]
+
+
+def in_levels(written: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> Layout | None:
+    """How rows lie: of what is written, and then of what is only read, copied where its rows lie in other levels.
+
+    None if rows that are written lie so that a kernel cannot write them.
+    """
+    operands = (*written, *read)
+    strides: list[Any] = []
     for tensor in operands:
         if tensor is None:
-            one_level.append(ABSENT)
+            strides.append(ABSENT)
         elif tensor.is_contiguous() and not tensor.is_neg():
-            one_level.append((0, tensor.shape[-1]))
-            inner = tensor.numel() // tensor.shape[-1]
+            strides.append((0, tensor.shape[-1]))
+            last = tensor
         else:
             break
     else:  # the usual case
-        return list(operands), inner, one_level
-    inner, strides = common_levels([None if tensor is None else rows_of(tensor) for tensor in operands])
+        return Layout(last.numel() // last.shape[-1], strides, [*read])
     found: list[Any] = [*operands]
-    for i, tensor in enumerate(operands):
-        if tensor is not None and strides[i] is None:
-            found[i] = packed(tensor)
-            strides[i] = (inner * tensor.shape[-1], tensor.shape[-1])
-    return found, inner, [(0, 0) if s is None else s for s in strides]
+    rows = [None if tensor is None else rows_of(tensor) for tensor in operands]
+    if any(tensor is not None and rows[place] is None for place, tensor in enumerate(written)):
+        return None
+    for place, tensor in enumerate(operands):
+        if tensor is not None and rows[place] is None:
+            found[place] = packed(tensor)
+            rows[place] = rows_of(found[place])
+    inner, strides[:] = common_levels(rows)
+    for place, tensor in enumerate(found):
+        if tensor is None:
+            strides[place] = ABSENT
+        elif strides[place] is None:
+            if place < len(written):
+                return None
+            found[place] = packed(tensor)
+            strides[place] = (inner * tensor.shape[-1], tensor.shape[-1])
+    return Layout(inner, strides, found[len(written) :])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import Around, Backward, Before, Flags, Forward, Operation, Step, operation_of
+from fusednorm.calls.call import Backward, Before, Flags, Forward, ForwardCall, Operation, Step, operation_of
 from fusednorm.calls.checks import (
     as_called,
     check_affine,
@@ -19,15 +19,14 @@ from fusednorm.calls.checks import (
     check_flags,
     check_kept,
     check_operands,
+    check_rows_to_write,
     number,
     refuse_layout,
-    rows_to_write,
 )
-from fusednorm.calls.memory import ABSENT, Rows, common_levels, in_levels, packed, rows_of
+from fusednorm.calls.memory import Layout, in_levels, lies_in_rows, packed
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, select, selected, serving
-from fusednorm.engine.substitutes import Composition
 
 _on_fast_path = path.Entry(
     "norm",
@@ -59,17 +58,17 @@ def fast_path_first(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
-    around: Around | None = None,
+    bias: Tensor | None = None,
+    of_heads: bool = False,
 ) -> tuple[Tensor, Any]:
-    """As :func:`forward`, by the fast path if that takes the call. The caller knows that no mode must see it."""
-    bias = None if around is None else around.bias
+    """As :func:`norm`, by the fast path if that takes the call. The caller knows that no mode must see it."""
     found = _on_fast_path(x, residual, weight, out, residual_out, *flags, rstd, bias)
     if found is not None:
         return cast("tuple[Tensor, Any]", found)
-    return forward(x, residual, weight, flags, out, residual_out, rstd, around=around)
+    return norm(x, residual, weight, flags, out, residual_out, rstd, bias=bias, of_heads=of_heads)
 
 
-def forward(
+def norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -78,110 +77,107 @@ def forward(
     residual_out: Tensor | None = None,
     rstd: Tensor | None = None,
     before: Before | None = None,
-    around: Around | None = None,
+    bias: Tensor | None = None,
+    x_scale: float = 1.0,
+    of_heads: bool = False,
 ) -> tuple[Any, Any]:
     """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
     ``rstd`` ([...] of the accumulator type) receives 1 / sqrt(mean of squares + eps). ``before``: a norm of x before
-    the addition; the weight and eps are then of the norm after it. ``around``: a bias, rows of heads and a factor of x.
+    the addition; the weight and eps are then of the norm after it. ``of_heads``: whether the weight may have a row for
+    each head, as a bias may.
     """
-    name = "weight" if before is None else "next_weight"
-    check_operands(x, residual, weight if around is None else None, out, residual_out, weight_name=name)
-    first_weight, first_eps, bias, x_scale = None, 0.0, None, 1.0
+    affine = of_heads or bias is not None or x_scale != 1.0
+    weight_name = "weight" if before is None else "next_weight"
+    check_operands(x, residual, None if affine else weight, out, residual_out, weight_name=weight_name)
+    first_weight, first_eps = None, 0.0
     if before is not None:
         check_operands(x, None, before.weight, None, None)
         check_between(before.between, x)
         first_weight = None if before.weight is None else packed(before.weight)
         first_eps = number("eps", before.eps)
     flags = check_flags(flags, x, residual, out, residual_out)
-    if around is not None:
-        check_affine(x, weight, around.bias, in_memory=True)
-        weight, bias = of_heads(weight), of_heads(around.bias)
-        x_scale = number("x_scale", around.x_scale)
-        around = Around(bias, x_scale)
-    operation = operation_of(x, residual, weight, flags, out, before, around)
-    hidden_size = operation.hidden_size
-    rows = x.numel() // hidden_size
-
-    new = Rows(1, rows, 0, hidden_size)
-    x, x_rows = _to_read("x", x, new, out, residual_out)
-    residual_rows = total_rows = None
-    if residual is not None:
-        total_rows = new
-        residual, residual_rows = _to_read("residual", residual, new, out, residual_out)
+    if affine:
+        check_affine(x, weight, bias, in_memory=True)
+    x_scale = number("x_scale", x_scale) if affine else 1.0
     if weight is not None:
-        weight = packed(weight)
-
-    out_rows = None if operation.out is None else new
-    outputs = {} if out is residual_out is None else as_called(x, residual, out, residual_out)
-    for called, tensor in outputs.items():
-        if tensor is out:
-            out_rows = rows_to_write(called, tensor)
-        if tensor is residual_out:
-            total_rows = rows_to_write(called, tensor)
-    written = list(outputs.values())
-    if written:
-        weights = {name: weight, "bias": bias} | ({} if first_weight is None else {"weight": first_weight})
-        check_apart(outputs, {"x": x, "residual": residual, **weights}, dict.fromkeys(outputs, ("x", "residual")))
-    # The levels of what is written come first: inputs can be copied.
-    inner, (out_strides, total_strides, x_strides, residual_strides) = common_levels(
-        (out_rows, total_rows, x_rows, residual_rows)
-    )
-    if total_strides is None and residual_out is not None:
-        refuse_layout("residual_out", residual_out, "the same two levels of strides as out")
-    if x_strides is None:
-        x, x_strides = packed(x), (inner * hidden_size, hidden_size)
-    if residual_strides is None and residual is not None:
-        residual, residual_strides = packed(residual), (inner * hidden_size, hidden_size)
-
-    backend = backend_of(operation)
+        weight = of_all_heads(weight)
+    if bias is not None:
+        bias = of_all_heads(bias)
+    operation = operation_of(x, residual, weight, flags, out, before, bias, x_scale)
+    given = {} if out is residual_out is None else as_called(x, residual, out, residual_out)
+    layout = in_levels((out, residual_out), (x, residual))
+    if given:
+        weights = {weight_name: weight, "bias": bias} | ({} if first_weight is None else {"weight": first_weight})
+        _check_given(given, {"x": x, "residual": residual}, weights)
+    if layout is None:
+        refuse_layout("residual_out", cast(Tensor, residual_out), "the same two levels of strides as out")
+    inner, (of_out, of_total, of_x, of_residual), (x, residual) = layout
+    new, backend = (inner * operation.hidden_size, operation.hidden_size), backend_of(operation)
     if out is None and operation.out is not None:
-        out = new_like(x, operation.out)
-    if residual is not None and residual_out is None:
-        residual_out = new_like(residual, operation.residual_out)
-    # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
-    for tensor in written:
-        increment_version(tensor)
-    if rows:
-        strides = x_strides, residual_strides or ABSENT, out_strides or ABSENT, total_strides or ABSENT
-        call = Forward(
-            x,
-            residual,
-            weight,
-            out,
-            residual_out,
-            rstd,
-            operation,
-            rows,
-            inner,
-            strides,
-            flags.eps,
-            flags.weight_offset,
-            first_weight,
-            first_eps,
-            bias,
-            x_scale,
-        )
-        run = backend.forward_into(written) if isinstance(backend, (FirstCalls, Composition)) else backend.forward
-        run(call)
+        out, of_out = new_like(x, operation.out), new
+    if residual_out is None and residual is not None:
+        residual_out, of_total = new_like(residual, operation.residual_out), new
+    call = Forward(
+        x,
+        residual,
+        weight,
+        out,
+        residual_out,
+        rstd,
+        operation,
+        x.numel() // operation.hidden_size,
+        inner,
+        (of_x, of_residual, of_out, of_total),
+        flags.eps,
+        flags.weight_offset,
+        first_weight,
+        first_eps,
+        bias,
+        x_scale,
+    )
+    _run(backend, call, list(given.values()))
     return out, residual_out
 
 
-def _to_read(name: str, tensor: Tensor, new: Rows, *written: Tensor | None) -> tuple[Tensor, Rows]:
-    """An operand and its rows; of one whose rows lie otherwise than kernels read them a copy, with ``new`` ones."""
-    if tensor.is_contiguous() and not tensor.is_neg():
-        return tensor, new  # the usual case of :func:`rows_of`, which takes four times as long
-    rows = rows_of(tensor)
-    if rows is not None:
-        return tensor, rows
-    if any(tensor is one for one in written):
-        refuse_layout(name, tensor)
-    return packed(tensor), new
+def _check_given(given: dict[str, Tensor], rows: dict[str, Tensor | None], weights: dict[str, Tensor | None]) -> None:
+    """That kernels can write the outputs of a norm that the caller gave, and that they lie apart from what is read."""
+    for name, tensor in rows.items():
+        if tensor is not None and not lies_in_rows(tensor):  # a copy is read, but not of what is written
+            if any(tensor is one for one in given.values()):
+                refuse_layout(name, tensor)
+            rows = rows | {name: None}
+    for name, tensor in given.items():
+        check_rows_to_write(name, tensor)
+    check_apart(given, rows | weights, dict.fromkeys(given, ("x", "residual")))
 
 
-def of_heads(weight: Tensor | None) -> Tensor | None:
+def _run(backend: Chosen, call: ForwardCall, given: Sequence[Tensor] = ()) -> None:
+    """Has the backend write the outputs of a call, of which the caller gave some."""
+    # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
+    if given:
+        increment_version(given)
+    if not call.rows:
+        return
+    if isinstance(backend, FirstCalls) and isinstance(call, Forward):
+        backend.forward_into(given)(call)
+    else:
+        backend.forward(call)
+
+
+def kept_in_levels(
+    incoming: Sequence[Tensor | None], rows: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()
+) -> Layout:
+    """Incoming gradients, and rows that the forward pass kept, which are in memory still, as all that was kept is."""
+    check_kept(incoming, (*rows, *others))
+    return cast(Layout, in_levels((), (*incoming, *rows)))
+
+
+def of_all_heads(weight: Tensor | None) -> Tensor | None:
     """A contiguous weight or bias; one with a single row is [N], that of all rows. Of a contiguous one it is a view."""
-    return weight if weight is None else packed(weight if weight.shape[0] != 1 else weight.reshape(-1))
+    if weight is None:
+        return None
+    return packed(weight.reshape(-1) if weight.dim() == 2 and weight.shape[0] == 1 else weight)
 
 
 def new_like(like: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -227,11 +223,8 @@ def backward(
         return gradients
     if fast_path.backward(backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset):
         return gradients
-    check_kept((dy, d_residual_out), (h, rstd, weight, bias))
-    (dy_rows, total_rows, h_rows), inner, strides = in_levels((dy, d_residual_out, h))
-    assert dy_rows is not None
-    assert h_rows is not None
-    weight, of_weight, of_bias = of_heads(weight), of_heads(dweight), of_heads(dbias)
+    inner, strides, (dy_rows, total_rows, h_rows) = kept_in_levels((dy, d_residual_out), (h,), (rstd, weight, bias))
+    weight, of_weight, of_bias = of_all_heads(weight), of_all_heads(dweight), of_all_heads(dbias)
     backend.backward(
         Backward(
             *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, of_weight, operation, rows, inner),

@@ -11,7 +11,6 @@ from torch.autograd.graph import increment_version
 
 from fusednorm.calls.c_abi import KINDS
 from fusednorm.calls.call import (
-    Around,
     Flags,
     Forward,
     Gate,
@@ -84,8 +83,9 @@ def _laid_out(out: Tensor | None, dtype: torch.dtype, *rows: Tensor) -> tuple[Te
         out = execute.new_like(rows[0], dtype)
     else:
         increment_version(out)
-    (_, *found), inner, strides = in_levels((out, *rows))
-    return out, found, inner, strides
+    layout = in_levels((out,), rows)
+    assert layout is not None
+    return out, layout.read, layout.inner, layout.strides
 
 
 def on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
@@ -126,7 +126,7 @@ def gradients(
             if output is not None and gradient is not None:
                 output.copy_(gradient)
         return found
-    lying, inner, strides = in_levels((d, y, z, dy, dz))
+    inner, strides, lying = execute.kept_in_levels((d,), (y, z, dy, dz))
     rest = (activation, between, d.shape[-1], d.shape[:-1].numel(), inner, tuple(strides))
     backend.backward(GateBackward(*cast(Any, lying), *cast(Any, rest)))
     return found
@@ -146,13 +146,13 @@ class GatedNorm(NamedTuple):
     def operation(self, x: Tensor, weight: Tensor | None) -> RMSNorm:
         """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
         flags = Flags(round_norm=self.round_norm, out_dtype=self.between or x.dtype)
-        found = operation_of(x, None, weight, flags, around=Around(None, 1.0))
+        found = operation_of(x, None, weight, flags)
         return found if self.norm_before_gate else found._replace(x=accumulator(x.dtype))
 
 
 def backend_of_gradients(x: Tensor, weight: Tensor | None, how: GatedNorm) -> Chosen | None:
     """The backend of such rows, if it has the gradients of a norm and a gate in one call."""
-    return execute.whole_of(how.operation(x, execute.of_heads(weight)), Step("norm_gated_backward"))
+    return execute.whole_of(how.operation(x, execute.of_all_heads(weight)), Step("norm_gated_backward"))
 
 
 def norm_gated(
@@ -170,7 +170,7 @@ def norm_gated(
         )
         if taken is not None:
             return cast(Tensor, taken)
-    weight = execute.of_heads(weight)
+    weight = execute.of_all_heads(weight)
     operation = how.operation(x, weight)
     backend = execute.whole_of(operation, Step("norm_gated"))
     if backend is None:
@@ -209,9 +209,8 @@ def norm_gated_backward(
     flags = (how.activation, how.norm_before_gate, how.between, how.round_norm, how.weight_offset)
     if rows == 0 or fast_path.norm_gated_backward(backend, d, x, z, rstd, weight, *found, *flags):
         return found
-    check_kept((d,), (x, z, rstd, weight))
-    (d, x, z), inner, strides = in_levels((d, x, z))
-    weight = execute.of_heads(weight)
+    inner, strides, (d, x, z) = execute.kept_in_levels((d,), (x, z), (rstd, weight))
+    weight = execute.of_all_heads(weight)
     numbers: Any = (how.activation, how.norm_before_gate, rows, inner, tuple(strides), how.weight_offset)
     operation = how.operation(x, weight)
     backend.backward(NormGatedBackward(d, x, z, packed(rstd), weight, dx, dz, dweight, operation, *numbers))

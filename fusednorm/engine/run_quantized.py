@@ -83,9 +83,10 @@ def forward(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tupl
         residual_out = execute.new_like(residual, operation.residual_out)
     of_groups = (None, None) if is_given(quantization) else (_rows(scale), _rows(zero_point))
     written = (out, normed_out, residual_out, *of_groups)
-    (*as_lie, x_rows, residual_rows), inner, strides = in_levels((*written, x, residual))
-    if any(found is not tensor for found, tensor in zip(as_lie, written, strict=True)):
+    layout = in_levels(written, (x, residual))
+    if layout is None:
         return None
+    inner, strides, (x_rows, residual_rows) = layout
     of_out, of_normed, of_total, of_scale, of_zero_point, of_x, of_residual = strides
     # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
     for tensor in given:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusednorm.calls.call import Around, Flags, Heads, HeadsNorm, Rotate, Step, operation_of
+from fusednorm.calls.call import Flags, Heads, HeadsNorm, Rotate, Step, operation_of
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.memory import packed, two_levels
 from fusednorm.engine import execute
@@ -49,10 +49,7 @@ class Rotation(NamedTuple):
 
 def rotator_of(heads: Sequence[Head], how: Rotation) -> Chosen | None:
     """The backend that normalises and rotates all these heads in one call; None if there is none."""
-    operations = []
-    for x, weight, *_ in heads:
-        around = Around(None, 1.0) if weight is not None and weight.dim() == 2 else None
-        operations.append(operation_of(x, None, weight, how.norm or Flags(), around=around))
+    operations = [operation_of(head.x, None, head.weight, how.norm or Flags()) for head in heads]
     first, last = operations[0], operations[-1]
     if last.x != first.x:
         return None
@@ -108,7 +105,7 @@ def forward(
         of_x, of_out = of_heads[at], of_heads[at + len(heads)]
         if x.numel():
             strides = (*of_x, x.stride(-2)), (*of_out, out.stride(-2))
-            sets.append(Heads(x, out, execute.of_heads(weight), *strides, heads[at].rstd))
+            sets.append(Heads(x, out, execute.of_all_heads(weight), *strides, heads[at].rstd))
     if sets:
         norm, x = how.norm, inputs[0]
         call = Rotate(

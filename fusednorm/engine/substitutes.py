@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fusednorm.calls.call import BackwardCall, Forward, ForwardCall, Operation, Quantize
 from fusednorm.calls.process import NotYetError
@@ -99,10 +98,6 @@ class Composition:
             return f"in two kernels, the first of which converts the residual to {stored}"
         number = "four" if operation.round_sum else "three"
         return f"in {number} kernels, of which one rounds the sum to {stored}"
-
-    def forward_into(self, given: list[Tensor]) -> Any:
-        """:meth:`forward`; outputs of the caller's need no mark, because only inner calls can leave one out."""
-        return self.forward
 
     def forward(self, call: ForwardCall) -> None:
         """Writes the outputs of a norm."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Around, Before, Flags, Step, accumulator, operation_of
+from fusednorm.calls.call import Before, Flags, Step, accumulator, operation_of
 from fusednorm.calls.checks import (
     check_affine,
     check_between,
@@ -85,7 +85,6 @@ def explain(
             raise TypeError(f"{function.__name__} takes no {name}; leave it out, or pass a function that takes it")
     check_affine(x, before.weight if before is not None else weight, bias, in_memory=False)
     of_heads = bias is not None or (weight is not None and weight.dim() == 2)
-    around = Around(bias, x_scale) if of_heads or x_scale != 1.0 else None
     check_operands(x, residual, None if of_heads else weight, out, None)
     check_between(between, x)
     flags = check_flags(Flags(1e-6, 0.0, round_sum, round_norm, out_dtype, residual_dtype), x, residual, out, None)
@@ -94,7 +93,7 @@ def explain(
         flags = flags._replace(out_dtype=between)
     if function is l2_norm:  # its weight is made in the call
         weight = x.new_empty(x.shape[-1:], dtype=accumulator(x.dtype))
-    found = choose(operation_of(x, residual, weight, flags, out, before, around))
+    found = choose(operation_of(x, residual, weight, flags, out, before, bias, x_scale))
     by_torch, own = "by torch's operations", "by a call of its own"
     if quantization is not None:
         by = own if listed.steps == "gate, quantize" else "in the same call"

@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Around, Before, Flags, accumulator
+from fusednorm.calls.call import Before, Flags, accumulator
 from fusednorm.calls.checks import (
     NAMES,
     check_affine,
@@ -301,8 +301,8 @@ def beyond_fast_path(call: NormCall) -> Any:
     transformed = not compiling and must_be_seen.transform(*operands)
     in_memory = not (compiling or transformed or must_be_seen.below(*operands))
     if in_memory and not records:
-        around = None if alone or before is not None else Around(bias, x_scale)
-        y, total = execute.forward(x, residual, weight, flags, out, residual_out, before=before, around=around)
+        of_heads = before is None and getattr(weight, "ndim", 1) == 2
+        y, total = execute.norm(x, residual, weight, flags, out, residual_out, None, before, bias, x_scale, of_heads)
     elif in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
         y, total = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
     elif alone and transformed:

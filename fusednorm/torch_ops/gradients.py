@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Around, Flags, RMSNorm, Step, accumulator, operation_of
+from fusednorm.calls.call import Flags, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.checks import check_flags
 from fusednorm.engine import execute
 from fusednorm.engine.choose import Chosen
@@ -36,19 +36,19 @@ def keep(
     weight: Tensor | None,
     flags: Flags,
     outputs: tuple[Tensor, Tensor | None, Tensor],
-    around: Around | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again.
 
-    ``outputs``: the rows, the sum and rstd. ``around``: a bias or rows of heads, if there are any.
+    ``outputs``: the rows, the sum and rstd.
     """
     _, total, rstd = outputs
     unrounded = total is not None and not flags.round_sum and total.dtype != rstd.dtype
     terms = (x, residual) if unrounded else (x,) if total is None else (total,)
-    ctx.save_for_backward(rstd, weight, None if around is None else around.bias, *terms)
+    ctx.save_for_backward(rstd, weight, bias, *terms)
     ctx.set_materialize_grads(False)
-    ctx.around = around is not None  # the bias itself would be kept twice
-    ctx.flags, ctx.operation = flags, operation_of(x, residual, weight, flags, around=around)
+    ctx.around = bias is not None or getattr(weight, "ndim", 1) == 2
+    ctx.flags, ctx.operation = flags, operation_of(x, residual, weight, flags, bias=bias)
 
 
 def composed_again(
@@ -171,11 +171,11 @@ class Normalise(torch.autograd.Function):
         """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
         x, residual, weight, bias, *rest = inputs
         flags, rstd = Flags(*rest), new_rstd(x)
-        around = None if bias is None and getattr(weight, "ndim", 1) != 2 else Around(bias, 1.0)
-        y, total = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, around=around)
+        of_heads = getattr(weight, "ndim", 1) == 2
+        y, total = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
         if type(flags.eps) is not float or type(flags.weight_offset) is not float:
             flags = check_flags(flags, x, residual, None, None)
-        keep(ctx, x, residual, weight, flags, (y, total, rstd), around)
+        keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
         keep_backend(ctx, weight, bias)
         if total is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)

@@ -18,7 +18,7 @@ from fusednorm.backends.cuda import compiler as cuda_compiler
 from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, blocks_of, programs, scratch_of
 from fusednorm.calls import c_abi, fast_path
 from fusednorm.calls.c_enums import Share
-from fusednorm.calls.call import Around, Backward, Flags, Forward, Quantize, RMSNorm, operation_of
+from fusednorm.calls.call import Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
 from fusednorm.engine import execute
 from fusednorm.reference import norm as reference
@@ -364,7 +364,7 @@ def test_quantized_rows_with_what_is_around_a_norm():
     with fusednorm.use_backend("reference"):
         y, total = fusednorm.fused_add_rms_norm(x3, residual3, of_heads, bias=weight, x_scale=0.22)
         wanted = fusednorm.quantize(y, QUANTIZED[1])
-    operation = operation_of(x3, residual3, of_heads, Flags(), None, None, Around(weight, 0.22))
+    operation = operation_of(x3, residual3, of_heads, Flags(), bias=weight, x_scale=0.22)
     found = torch.empty(x.shape, dtype=QUANTIZED[1].dtype), torch.empty(6, 1), torch.empty_like(x)
     strides = ((0, 264), (0, 264), (0, 0), (0, 264))
     norm = Forward(

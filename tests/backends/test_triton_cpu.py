@@ -27,7 +27,6 @@ from fusednorm.backends.triton import cpu_compiler as triton_cpu_host
 from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls import c_abi, fast_path, process
 from fusednorm.calls.call import (
-    Around,
     AroundNorm,
     Flags,
     Forward,
@@ -128,7 +127,7 @@ def test_c_gives_a_kernel_what_is_around_a_norm(x_scale):
     forward = kernel("forward", ctypes.c_float, calls)
     x, residual, bias = operands(Case(rows=6, hidden=8).of(F32))
     weight = x[:3]
-    operation = operation_of(x, residual, weight, Flags(), around=Around(bias, x_scale))
+    operation = operation_of(x, residual, weight, Flags(), bias=bias, x_scale=x_scale)
     lies = (6, 6, ((0, 8),) * 4, 0.5, 1.5)
     call = Forward(x, residual, weight, x, residual, None, operation, *lies, bias=bias, x_scale=x_scale)
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, c_abi.pack_forward(call), 1) == 0
@@ -211,7 +210,7 @@ def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
     take = fast_calls("triton_cpu")
     x, z = torch.zeros(3, 12, dtype=F64), torch.zeros(3, 12, dtype=F16)
     rows = ((0, 12),) * 3
-    operation = operation_of(x, None, None, Flags(), around=Around(None, 1.0))
+    operation = operation_of(x, None, None, Flags())
     norm = Forward(x, None, None, x, None, None, operation, 3, 3, ((0, 12), (0, 0), (0, 12), (0, 0)), 0.5, 0.0)
     groups = norm._replace(rows=9, inner=9, operation=operation._replace(hidden_size=4))
     groups = groups._replace(strides=((0, 4), (0, 0), (0, 4), (0, 0)))
