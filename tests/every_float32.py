@@ -31,7 +31,7 @@ import fusednorm
 from fusednorm import Quantization
 from fusednorm.backends import cpu
 from fusednorm.conformance.oracle_quantized import numbers
-from fusednorm.engine import run_gated
+from fusednorm.engine import execute
 from fusednorm.reference import activations, quantizer
 
 FORMATS = {
@@ -170,7 +170,7 @@ def functions(z, name, variant):
     """A function of each number, twice, and its derivative, by C: those of 1 times the gate z, for an incoming 1."""
     one = torch.ones_like(z)
     with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
-        value, slope = run_gated.gradients(cpu, one, (one, z), run_gated.Gating(name, None, z.dtype), (True, True))
+        value, slope = execute.gate_gradients(cpu, one, (one, z), execute.Gating(name, None, z.dtype), (True, True))
         return fusednorm.gate(one, z, activation=name), value, slope
 
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import Backward, Before, Flags, Forward, ForwardCall, Operation, Step, operation_of
+from fusednorm.calls.c_abi import KINDS
+from fusednorm.calls.call import (
+    Backward,
+    Before,
+    Flags,
+    Forward,
+    ForwardCall,
+    Gate,
+    GateBackward,
+    NormGated,
+    NormGatedBackward,
+    Operation,
+    Step,
+    accumulator,
+    operation_of,
+)
 from fusednorm.calls.checks import (
     as_called,
     check_affine,
@@ -23,14 +38,25 @@ from fusednorm.calls.checks import (
     number,
     refuse_layout,
 )
-from fusednorm.calls.memory import Layout, in_levels, lies_in_rows, packed
+from fusednorm.calls.memory import ABSENT, Layout, in_levels, lies_in_rows, packed
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, select, selected, serving
+from fusednorm.reference import activations
 
 _on_fast_path = path.Entry(
     "norm",
     "x residual weight out residual_out eps weight_offset round_sum round_norm out_dtype residual_dtype rstd bias",
+    constants={"ask": False},
+).open()
+
+
+_gate_alone = path.Entry("gate", "x z activation", constants={"order": path.ALONE}).open()
+#: The gate and up, or both in one tensor; not where gradients are recorded.
+and_mul = path.Entry("gate", "x z activation between", constants={"order": path.AND_MUL}).open()
+_norm_gated = path.Entry(
+    "gate",
+    "x z weight eps norm_before_gate activation round_norm between weight_offset rstd out",
     constants={"ask": False},
 ).open()
 
@@ -173,6 +199,28 @@ def kept_in_levels(
     return cast(Layout, in_levels((), (*incoming, *rows)))
 
 
+def new_gradients(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """New memory for the gradients of operands, as far as they are needed; else None."""
+    return tuple(
+        [new_like(t, t.dtype) if need and t is not None else None for t, need in zip(operands, needs, strict=True)]
+    )
+
+
+def _are_of_no_rows(d: Tensor, *of_weights: Tensor | None) -> bool:
+    """Whether there are no rows, which is all that gradients of weights need: they are zeros then."""
+    if d.numel():
+        return False
+    for gradient in of_weights:
+        if gradient is not None:
+            gradient.zero_()
+    return True
+
+
+def _given(output: Tensor | None) -> list[Tensor]:
+    """The output, if the caller gave it."""
+    return [] if output is None else [output]
+
+
 def of_all_heads(weight: Tensor | None) -> Tensor | None:
     """A contiguous weight or bias; one with a single row is [N], that of all rows. Of a contiguous one it is a view."""
     if weight is None:
@@ -214,23 +262,202 @@ def backward(
     dbias = new_like(bias, bias.dtype) if bias is not None and needs[3] else None
     of_residual = (dx if dresidual is None else dresidual) if need_residual else None
     gradients = (dx if need_x else None, of_residual, dweight, dbias)
-    rows = h.numel() // operation.hidden_size
-    if rows == 0:
-        for gradient in (dweight, dbias):
-            if gradient is not None:
-                gradient.zero_()
-    if rows == 0 or (dx is None and dweight is None and dbias is None):
+    if _are_of_no_rows(h, dweight, dbias) or (dx is None and dweight is None and dbias is None):
         return gradients
     if fast_path.backward(backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset):
         return gradients
     inner, strides, (dy_rows, total_rows, h_rows) = kept_in_levels((dy, d_residual_out), (h,), (rstd, weight, bias))
     weight, of_weight, of_bias = of_all_heads(weight), of_all_heads(dweight), of_all_heads(dbias)
-    backend.backward(
-        Backward(
-            *(dy_rows, total_rows, h_rows, packed(rstd), weight, dx, dresidual, of_weight, operation, rows, inner),
-            (strides[0], strides[1], strides[2]),
-            weight_offset,
-            of_bias,
-        )
+    call = Backward(
+        dy_rows,
+        total_rows,
+        h_rows,
+        packed(rstd),
+        weight,
+        dx,
+        dresidual,
+        of_weight,
+        operation,
+        h.numel() // operation.hidden_size,
+        inner,
+        cast(Any, tuple(strides)),
+        weight_offset,
+        of_bias,
     )
+    backend.backward(call)
     return gradients
+
+
+class Gating(NamedTuple):
+    """A gate's function and roundings: the flags of ``torch.ops.fusednorm.gate``."""
+
+    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`.
+    activation: str = "silu"
+    #: The dtype that the function's value is rounded to before it is multiplied, or None.
+    between: torch.dtype | None = None
+    #: The dtype of the result; gradients do not need it.
+    out_dtype: torch.dtype | None = None
+
+
+def backend_of_gates(y: Tensor, step: str) -> Chosen | None:
+    """The backend for such rows, if it has gates, or their gradients."""
+    return whole_of(operation_of(y, None, None, Flags()), Step(step))
+
+
+def gate(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
+    """Gated rows of checked operands, in new memory or in ``out``."""
+    if out is None and (found := gate_on_fast_path(y, z, gating)) is not None:
+        return found
+    backend = backend_of_gates(y, "gate")
+    if backend is None:
+        found = activations.gated(y, z, *cast(Any, gating))
+        return found if out is None else out.copy_(found)
+    layout = in_levels((out,), (y, z))
+    if layout is None:  # a kernel cannot write such rows
+        return cast(Tensor, out).copy_(gate(y, z, gating))
+    inner, (of_out, of_y, of_z), (y, z) = layout
+    size, rows, given = y.shape[-1], y.shape[:-1].numel(), _given(out)
+    if out is None:
+        out, of_out = new_like(y, gating.out_dtype), (inner * size, size)
+    strides = (of_y, of_z, of_out)
+    _run(backend, Gate(y, z, out, gating.activation, gating.between, size, rows, inner, strides), given)
+    return out
+
+
+def gate_on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
+    """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
+    between, out_dtype = gating.between, gating.out_dtype
+    if between is torch.float32:
+        return None
+    if between is None and out_dtype == y.dtype:
+        found: Any = _gate_alone(y, z, gating.activation)
+    elif between in (None, z.dtype) and out_dtype == z.dtype:
+        found = and_mul(z, y, gating.activation, torch.float32 if between is None else None)
+    else:
+        return None
+    return cast("Tensor | None", found)
+
+
+def rows_and_gate(operands: Sequence[Any]) -> Any:
+    """y and z, of both or of one tensor that holds both: z in its first half."""
+    return operands if len(operands) == 2 else operands[0].chunk(2, -1)[::-1]
+
+
+def gate_gradients(
+    backend: Chosen | None, d: Tensor, operands: Sequence[Tensor], gating: Gating, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of y and z, or of one tensor that holds both, as far as they are needed."""
+    found = new_gradients(operands, needs)
+    if _are_of_no_rows(d):
+        return found
+    y, z = rows_and_gate(operands)
+    dy, dz = rows_and_gate(found)  # their rows lie in one level
+    activation, between = gating.activation, gating.between
+    if backend is not None and fast_path.gate_backward(backend, d, y, z, dy, dz, activation, KINDS[between]):
+        return found
+    if backend is None:
+        check_kept((d,), (y, z))
+        by_formula = activations.gate_gradients(d, y, z, activation, between, (dy is not None, dz is not None))
+        for output, gradient in zip((dy, dz), by_formula, strict=True):
+            if output is not None and gradient is not None:
+                output.copy_(gradient)
+        return found
+    inner, strides, (d, y, z, dy, dz) = kept_in_levels((d,), (y, z, dy, dz))
+    size, rows = d.shape[-1], d.shape[:-1].numel()
+    call = GateBackward(d, y, z, dy, dz, activation, between, size, rows, inner, cast(Any, tuple(strides)))
+    backend.backward(call)
+    return found
+
+
+class GatedNorm(NamedTuple):
+    """The arguments of ``rms_norm_gated`` that are no operands, in its order; ``group_size`` is of rows in memory."""
+
+    eps: float
+    group_size: int | None
+    norm_before_gate: bool
+    activation: str
+    round_norm: bool
+    between: torch.dtype | None
+    weight_offset: float
+
+    def operation(self, x: Tensor, weight: Tensor | None) -> Operation:
+        """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
+        flags = Flags(round_norm=self.round_norm, out_dtype=self.between or x.dtype)
+        found = operation_of(x, None, weight, flags)
+        return found if self.norm_before_gate else found._replace(x=accumulator(x.dtype))
+
+
+def backend_of_gated_gradients(x: Tensor, weight: Tensor | None, how: GatedNorm) -> Chosen | None:
+    """The backend of such rows, if it has the gradients of a norm and a gate in one call."""
+    return whole_of(how.operation(x, of_all_heads(weight)), Step("norm_gated_backward"))
+
+
+def norm_gated(
+    x: Tensor, z: Tensor, weight: Tensor | None, how: GatedNorm, out: Tensor | None, rstd: Tensor | None = None
+) -> Tensor | None:
+    """A norm and a gate in one call, for checked operands and flags: the rows, in new memory or in ``out``.
+
+    None if the backend has no function for it. ``weight`` may have a row for each head. ``rstd``, [...] of the
+    accumulator type, receives that of the rows which are normalised.
+    """
+    if rstd is not None:  # else the fast path has refused the call already
+        eps, _, *flags = how
+        taken = _norm_gated(x, z, weight, eps, *flags, rstd, out)
+        if taken is not None:
+            return cast(Tensor, taken)
+    weight = of_all_heads(weight)
+    operation = how.operation(x, weight)
+    backend = whole_of(operation, Step("norm_gated"))
+    if backend is None:
+        return None
+    layout = in_levels((out,), (x, z))
+    if layout is None:  # a kernel cannot write such rows
+        return cast(Tensor, out).copy_(cast(Tensor, norm_gated(x, z, weight, how, None)))
+    inner, (of_out, of_x, of_z), (x, z) = layout
+    size, rows, given = x.shape[-1], x.shape[:-1].numel(), _given(out)
+    if out is None:
+        out, of_out = new_like(x, x.dtype), (inner * size, size)
+    strides = (of_x, ABSENT, of_out, ABSENT)
+    norm = Forward(x, None, weight, out, None, rstd, operation, rows, inner, strides, how.eps, how.weight_offset)
+    _run(backend, NormGated(norm, z, of_z, how.activation, how.norm_before_gate), given)
+    return out
+
+
+def norm_gated_gradients(
+    backend: Chosen,
+    d: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    how: GatedNorm,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, the gate and the weight, new tensors, as far as they are needed; else None."""
+    dx, dz, dweight = found = new_gradients((x, z, weight), needs)
+    flags = (how.activation, how.norm_before_gate, how.between, how.round_norm, how.weight_offset)
+    if _are_of_no_rows(d, dweight) or fast_path.norm_gated_backward(
+        backend, d, x, z, rstd, weight, dx, dz, dweight, *flags
+    ):
+        return found
+    inner, strides, (d, x, z) = kept_in_levels((d,), (x, z), (rstd, weight))
+    weight = of_all_heads(weight)
+    call = NormGatedBackward(
+        d,
+        x,
+        z,
+        packed(rstd),
+        weight,
+        dx,
+        dz,
+        dweight,
+        how.operation(x, weight),
+        how.activation,
+        how.norm_before_gate,
+        d.shape[:-1].numel(),
+        inner,
+        cast(Any, tuple(strides)),
+        how.weight_offset,
+    )
+    backend.backward(call)
+    return found

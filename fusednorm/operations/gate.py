@@ -25,8 +25,8 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import ALONE, AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
-from fusednorm.engine import run_gated
-from fusednorm.engine.run_gated import Gating
+from fusednorm.engine import execute
+from fusednorm.engine.execute import Gating
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.gradients import composed_again
 from fusednorm.torch_ops.steps import GATE
@@ -233,7 +233,7 @@ def _run(
         return dtensor_bridge.written(out, cast(Any, GATE.recorded).apply(y, z, *gating))
     if records:
         return cast(Tensor, Gated.apply(gating, *((y, z) if both is None else (both,))))  # type: ignore[no-untyped-call]
-    return run_gated.forward(y, z, gating, out)
+    return execute.gate(y, z, gating, out)
 
 
 class Gated(torch.autograd.Function):
@@ -246,20 +246,20 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gating: Gating, *operands: Tensor) -> Tensor:
         """Keeps the operands, and the backend that the backward pass takes: the one in force now."""
-        y, z = run_gated.rows_and_gate(operands)
+        y, z = execute.rows_and_gate(operands)
         ctx.save_for_backward(*operands)
-        ctx.gating, ctx.backend = gating, run_gated.backend_of(y, "gate_backward")
-        return run_gated.forward(y, z, gating)
+        ctx.gating, ctx.backend = gating, execute.backend_of_gates(y, "gate_backward")
+        return execute.gate(y, z, gating)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         """See :func:`fusednorm.reference.activations.gate_gradients`."""
         operands, gating, needs = ctx.saved_tensors, ctx.gating, ctx.needs_input_grad[1:]
         if not (must_be_seen.differentiated_again() or must_be_seen.below(d, *operands)):
-            return None, *run_gated.gradients(ctx.backend, d, operands, gating, needs)
+            return None, *execute.gate_gradients(ctx.backend, d, operands, gating, needs)
         dtensor_bridge.check_kept((d,), operands)
 
         def again(*operands: Tensor) -> tuple[Tensor]:
-            return (cast(Any, GATE.recorded).apply(*run_gated.rows_and_gate(operands), *gating),)
+            return (cast(Any, GATE.recorded).apply(*execute.rows_and_gate(operands), *gating),)
 
         return None, *composed_again(again, operands, (d,), needs)

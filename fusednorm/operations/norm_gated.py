@@ -24,8 +24,8 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
-from fusednorm.engine import run_gated
-from fusednorm.engine.run_gated import GatedNorm
+from fusednorm.engine import execute
+from fusednorm.engine.execute import GatedNorm
 from fusednorm.operations.gate import gate as gated
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops import dtensor_bridge, steps
@@ -213,11 +213,11 @@ def _in_one_call(
     check_flag("round_norm", how.round_norm)
     groups, gates, weights, into = _in_groups(how, x, gate, weight, out)
     if records:
-        backend = run_gated.backend_of_gradients(groups, weights, how)
+        backend = execute.backend_of_gated_gradients(groups, weights, how)
         if backend is None:
             return None
         return cast(Tensor, NormalisedAndGated.apply(x, gate, weight, how, backend))  # type: ignore[no-untyped-call]
-    found = run_gated.norm_gated(groups, gates, weights, how, into)
+    found = execute.norm_gated(groups, gates, weights, how, into)
     return found if found is None or groups is x else found.flatten(-2)
 
 
@@ -233,7 +233,7 @@ class NormalisedAndGated(torch.autograd.Function):
         x, gate, weight, ctx.how, ctx.backend = inputs
         groups, gates, weights = _in_groups(ctx.how, x, gate, weight)
         rstd = new_rstd(groups)
-        found = run_gated.norm_gated(groups, gates, weights, ctx.how, None, rstd)
+        found = execute.norm_gated(groups, gates, weights, ctx.how, None, rstd)
         assert found is not None
         ctx.save_for_backward(x, gate, weight, rstd)
         return found.resize_(x.shape)  # a view could not be changed in place
@@ -251,7 +251,8 @@ class NormalisedAndGated(torch.autograd.Function):
 
             return *composed_again(again, (x, gate, weight), (d,), needs), None, None
         ds, groups, gates, weights = _in_groups(how, d, x, gate, weight)
-        found = run_gated.norm_gated_backward(ctx.backend, ds, groups, gates, weights, rstd, how, needs)
+        found = execute.norm_gated_gradients(ctx.backend, ds, groups, gates, weights, rstd, how, needs)
         if groups is not x:
-            found = [t if t is None else t.view(like.shape) for t, like in zip(found, (x, gate, weight), strict=True)]
+            pairs = zip(found, (x, gate, weight), strict=True)
+            found = tuple([t if t is None else t.view(like.shape) for t, like in pairs])
         return *found, None, None

@@ -23,7 +23,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given
-from fusednorm.engine import run_gated, run_quantized
+from fusednorm.engine import execute, run_quantized
 from fusednorm.engine.run_quantized import Norm, Quantizing
 from fusednorm.operations.gate import gate as gated
 from fusednorm.operations.gate import halves, silu_and_mul
@@ -211,7 +211,7 @@ def silu_and_mul_quant(
     """
     new = between is None and out is None and scale_out is None and zero_point_out is None
     if new and _may_be_fast(quantization, None):
-        rows = run_gated.and_mul(gate, up, "silu")
+        rows = execute.and_mul(gate, up, "silu")
         result: tuple[Tensor, ...] | None = None
         if rows is not None:
             result = _quantize(rows, quantization.packed, scale, zero_point)

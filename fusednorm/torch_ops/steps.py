@@ -15,8 +15,8 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_activation, check_dtype, check_operands
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.rotation_checks import check_heads, check_tables
-from fusednorm.engine import run_gated, run_rotated
-from fusednorm.engine.run_gated import Gating
+from fusednorm.engine import execute, run_rotated
+from fusednorm.engine.execute import Gating
 from fusednorm.engine.run_rotated import Head, Rotation
 from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
@@ -38,13 +38,13 @@ AFFINE = Operator(
 def _run_gate(y: Tensor, z: Tensor, *gating: Any) -> tuple[Tensor]:
     first, second = (z, y) if z.dtype == torch.float64 else (y, z)  # of a transform's batches, which nobody has checked
     check_operands(first, second, None, None, None, x_name="y", residual_name="z", in_memory=False)
-    return (run_gated.forward(y, z, Gating(*gating)),)
+    return (execute.gate(y, z, Gating(*gating)),)
 
 
 def _run_gate_backward(d: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     *flags, needs = rest
     gating = Gating(**dict(zip(GATE.gradient_flags, flags, strict=True)))
-    return run_gated.gradients(run_gated.backend_of(y, "gate_backward"), d, (y, z), gating, needs)
+    return execute.gate_gradients(execute.backend_of_gates(y, "gate_backward"), d, (y, z), gating, needs)
 
 
 def _check_gate(y: Tensor, z: Tensor, *, activation: str, between: torch.dtype | None, **_: Any) -> None:
@@ -71,7 +71,7 @@ GATE = Operator(
     ),
     _run_gate,
     _run_gate_backward,
-    lambda y, z, *gating: run_gated.on_fast_path(y, z, Gating(*gating)),
+    lambda y, z, *gating: execute.gate_on_fast_path(y, z, Gating(*gating)),
 )
 
 

@@ -17,8 +17,8 @@ from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
 from fusednorm.calls.c_abi import KINDS
 from fusednorm.calls.call import ACTIVATIONS
+from fusednorm.engine import execute
 from fusednorm.engine import fast_path as of_c
-from fusednorm.engine import run_gated
 from fusednorm.reference import activations
 
 from fast_calls import close_fast_path
@@ -146,7 +146,7 @@ def test_gradients_on_the_fast_path(monkeypatch):
     half, same = torch.bfloat16, torch.Tensor.equal
 
     def gradients(d, y, z, *how):
-        return run_gated.gradients(cpu, d, (y, z), run_gated.Gating(*how, y.dtype), (True, True))
+        return execute.gate_gradients(cpu, d, (y, z), execute.Gating(*how, y.dtype), (True, True))
 
     def by_c(tensors, function, between):
         return of_c.gate_backward(cpu, *tensors, function, KINDS[between])
