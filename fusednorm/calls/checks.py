@@ -238,6 +238,8 @@ def check_given(
     in_memory: bool,
 ) -> None:
     """The scale and zero point that a quantization has the caller give; their values too, in a CPU's memory."""
+    if scale is zero_point is None and not is_given(quantization):
+        return
     for name, tensor, dtype in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
         if not is_given(quantization) or (name == "zero_point" and not quantization.computes_zero_point):
             if tensor is not None:
@@ -282,6 +284,9 @@ def check_output(
     """A tensor that is written whole, with the shape and the dtype of what is written."""
     if tensor is None:
         return
+    fits = type(tensor) in _PLAIN and not tensor.is_nested and tensor.layout == torch.strided
+    if fits and tensor.dtype is dtype and tensor.device == x.device and list(tensor.shape) == shape:
+        return  # the usual case, for which no cure is put into words
     cure = f"allocate it with torch.empty({shape}, dtype={dtype}, device={x_name}.device), or leave it out"
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; {cure}")

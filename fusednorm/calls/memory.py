@@ -74,6 +74,8 @@ def two_levels(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[
     """
     if 0 in sizes:  # strides of no rows say nothing
         return 1, [(0, 0) for _ in strides]
+    if len(sizes) == 1 and sizes[0] > 1:  # the usual case
+        return sizes[0], [(0, step) for (step,) in strides]
     inner, outer = 1, 1
     steps = outer_steps = [0] * len(strides)
     for size, *here in zip(sizes[::-1], *(of_operand[::-1] for of_operand in strides), strict=True):

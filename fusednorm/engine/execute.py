@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +23,9 @@ from fusednorm.calls.call import (
     NormGated,
     NormGatedBackward,
     Operation,
+    Quantize,
     Step,
+    Strides,
     accumulator,
     operation_of,
 )
@@ -39,6 +42,7 @@ from fusednorm.calls.checks import (
     refuse_layout,
 )
 from fusednorm.calls.memory import ABSENT, Layout, in_levels, lies_in_rows, packed
+from fusednorm.calls.quantization import Quantization, groups_of, is_given
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, select, selected, serving
@@ -461,3 +465,112 @@ def norm_gated_gradients(
     )
     backend.backward(call)
     return found
+
+
+class Quantizing(NamedTuple):
+    """A quantizer with the caller's operands and memory for results; None where there is none."""
+
+    quantization: Quantization
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    out: Tensor | None = None
+    scale_out: Tensor | None = None
+    zero_point_out: Tensor | None = None
+    #: Of a norm before the quantizer: its rows, and the sum.
+    normed_out: Tensor | None = None
+    residual_out: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """The arguments of a norm before the quantizer, but x; ``flags.out_dtype`` is the dtype that passes between."""
+
+    residual: Tensor | None
+    weight: Tensor | None
+    flags: Flags
+
+
+_NO_NORM = Norm(None, None, Flags())
+
+
+def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tuple[Tensor, ...] | None:
+    """The results of the public functions, for checked operands: of the rows of x, or of a norm of them.
+
+    None if several calls must serve them: the backend has no such call, or operands lie otherwise than it can write.
+    """
+    quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out = quantizing
+    residual, weight, flags = norm or _NO_NORM
+    if norm is None:
+        normed_out = residual_out = None
+    else:
+        flags = check_flags(flags, x, residual, None, residual_out)
+    operation = operation_of(x, residual, weight, flags)
+    backend = whole_of(operation, Step("quantize", quantization))
+    if backend is None:
+        return None
+    given = [t for t in (out, scale_out, zero_point_out, normed_out, residual_out) if t is not None]
+    scale_rows = zero_point_rows = None
+    if not is_given(quantization):
+        groups = groups_of(quantization, x.shape)
+        scale = laid_out(groups, torch.float32, x, quantization) if scale_out is None else scale_out
+        zero_point = zero_point_out
+        if zero_point is None and quantization.computes_zero_point:
+            zero_point = laid_out(groups, torch.int32, x, quantization)
+        scale_rows, zero_point_rows = _rows_of_groups(scale), _rows_of_groups(zero_point)
+    layout = in_levels((out, normed_out, residual_out, scale_rows, zero_point_rows), (x, residual))
+    if layout is None:
+        return None
+    inner, (of_out, of_normed, of_total, of_scale, of_zero_point, of_x, of_residual), (x, residual) = layout
+    size, rows = operation.hidden_size, x.numel() // operation.hidden_size
+    new: Strides = (inner * size, size)
+    if out is None:
+        out, of_out = new_like(x, quantization.dtype), new
+    if residual_out is None and residual is not None:
+        residual_out, of_total = new_like(residual, operation.residual_out), new
+    results = [out, cast(Tensor, scale)]
+    if zero_point is not None and not is_given(quantization):
+        results.append(zero_point)
+    if residual_out is not None:
+        results.append(residual_out)
+    before = None
+    if norm is not None:
+        weight = None if weight is None else packed(weight)
+        numbers = (rows, inner, (of_x, of_residual, of_normed, of_total), flags.eps, flags.weight_offset)
+        before = Forward(x, residual, weight, normed_out, residual_out, None, operation, *numbers)
+    if is_given(quantization):
+        scale, zero_point = packed(cast(Tensor, scale)), None if zero_point is None else packed(zero_point)
+    call = Quantize(
+        x if norm is None else None,
+        of_x if norm is None else ABSENT,
+        before,
+        quantization,
+        out,
+        of_out,
+        cast(Tensor, scale),
+        (*of_scale, _group_stride(scale)),
+        zero_point,
+        (*of_zero_point, _group_stride(zero_point)),
+        size,
+        rows,
+        inner,
+    )
+    _run(backend, call, given)
+    return tuple(results)
+
+
+def laid_out(shape: Sequence[int], dtype: torch.dtype, like: Tensor, quantization: Quantization) -> Tensor:
+    """Memory for scales or zero points, [..., groups], as the layout asks for it."""
+    if quantization.layout == "row":
+        return like.new_empty(shape, dtype=dtype)
+    rows = math.prod(shape[:-1])
+    padded = -(-rows // 4) * 4 if quantization.layout == "column_padded" else rows
+    return torch.zeros((shape[-1], padded), dtype=dtype, device=like.device)[:, :rows].mT.reshape(shape)
+
+
+def _rows_of_groups(of_groups: Tensor | None) -> Tensor | None:
+    """Scales or zero points, [..., groups], as an operand whose rows tell where those of a row begin."""
+    return of_groups if of_groups is None or of_groups.is_contiguous() else of_groups[..., :1]
+
+
+def _group_stride(of_groups: Tensor | None) -> int:
+    """Elements from one group's scale or zero point to that of the row's next group; 0 for one of all rows."""
+    return 0 if of_groups is None or not of_groups.dim() else of_groups.stride(-1)

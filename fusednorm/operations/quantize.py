@@ -23,8 +23,8 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given
-from fusednorm.engine import execute, run_quantized
-from fusednorm.engine.run_quantized import Norm, Quantizing
+from fusednorm.engine import execute
+from fusednorm.engine.execute import Norm, Quantizing
 from fusednorm.operations.gate import gate as gated
 from fusednorm.operations.gate import halves, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
@@ -323,7 +323,7 @@ class _Call:
         flags = {name: value for name, value in self.flags.items() if name != "between"}
         if self.in_memory and (between is None or self.quantizing.normed_out is None):
             norm = Norm(residual, weight, Flags(out_dtype=between, **flags))
-            if (found := run_quantized.forward(x, self.quantizing, norm)) is not None:
+            if (found := execute.quantize(x, self.quantizing, norm)) is not None:
                 return found
         if residual is None:
             return self.of_rows(rms_norm(x, weight, out_dtype=between, **flags))
@@ -335,7 +335,7 @@ class _Call:
         quantization, scale, zero_point, *_ = self.quantizing
         if (normed_out := self.quantizing.normed_out) is not None:
             dtensor_bridge.written(normed_out, reference.rounded(y, normed_out.dtype))
-        if self.in_memory and (found := run_quantized.forward(y, self.quantizing)) is not None:
+        if self.in_memory and (found := execute.quantize(y, self.quantizing)) is not None:
             return found
         if self.listener is Listener.DISPATCHER:
             quantize_rows = dtensor_bridge.operations(y, scale, zero_point).quantize
@@ -369,6 +369,6 @@ def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
         return of_groups
 
     def formula(found: Tensor) -> tuple[Tensor]:
-        return (run_quantized.laid_out(found.shape, found.dtype, found, quantization).copy_(found),)
+        return (execute.laid_out(found.shape, found.dtype, found, quantization).copy_(found),)
 
     return cast(Tensor, dtensor_bridge.on_rows(formula, (of_groups,))[0])
