@@ -12,8 +12,8 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import operation_of
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.rotation_checks import rows_for
-from fusednorm.engine import execute, run_rotated
-from fusednorm.engine.run_rotated import Head, Rotation, Tables
+from fusednorm.engine import execute
+from fusednorm.engine.execute import Head, Rotation, Tables
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.gradients import composed_again, new_rstd
@@ -42,7 +42,7 @@ def recorded(heads: Sequence[Head], tables: Tables, how: Rotation) -> Sequence[T
     weights = [head.weight for head in heads]
     if how.norm is None or tables[0] is None or any(weight is not None and weight.dim() == 2 for weight in weights):
         return None
-    backend = run_rotated.rotator_of(heads, how)
+    backend = execute.rotator_of(heads, how)
     if backend is None:
         return None
     inputs = (*(head.x for head in heads), *weights, *tables)
@@ -57,7 +57,7 @@ class NormalisedAndRotated(torch.autograd.Function):
         """See :func:`composed`."""
         q, k, q_weight, k_weight, *tables, ctx.how, ctx.rotates = inputs
         heads = Head(q, q_weight, None, new_rstd(q)), Head(k, k_weight, None, new_rstd(k))
-        found = run_rotated.forward(heads, cast(Tables, tables), ctx.how, ctx.rotates)
+        found = execute.rotate(heads, cast(Tables, tables), ctx.how, ctx.rotates)
         assert found is not None
         ctx.save_for_backward(*inputs[:-2], *(head.rstd for head in heads))
         ctx.set_materialize_grads(False)
@@ -89,9 +89,9 @@ class NormalisedAndRotated(torch.autograd.Function):
             return tuple(found)
         check_kept(given, (cos, sin, positions))
         tables, turn = (cos, -sin, positions), how._replace(norm=None, dtype=how.norm.out_dtype)
-        turned = run_rotated.on_fast_path(given, tables, turn)
+        turned = execute.rotate_on_fast_path(given, tables, turn)
         if turned is None:
-            turned = run_rotated.forward([Head(d) for d in given], tables, turn, ctx.rotates)
+            turned = execute.rotate([Head(d) for d in given], tables, turn, ctx.rotates)
         for set_, d in zip(here, turned, strict=False):  # the fast path's are always two
             found[set_], _, found[2 + set_], _ = execute.backward(
                 *(ctx.backend, ctx.operations[set_], d, None, operands[set_], (q_rstd, k_rstd)[set_]),

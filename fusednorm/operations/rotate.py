@@ -25,8 +25,8 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.rotation_checks import check_heads, check_tables
-from fusednorm.engine import run_rotated
-from fusednorm.engine.run_rotated import Head, Rotation
+from fusednorm.engine import execute
+from fusednorm.engine.execute import Head, Rotation
 from fusednorm.operations.autograd_rotated import composed, recorded
 from fusednorm.torch_ops import dtensor_bridge
 
@@ -226,7 +226,7 @@ def _run(
     how = Rotation(flags["interleaved"], products, None, norm)
     found: Sequence[Tensor] | None = None
     if in_memory:
-        found = (recorded if records else run_rotated.forward)(heads, tables, how)
+        found = (recorded if records else execute.rotate)(heads, tables, how)
     if found is None and must_be_seen.in_one_operator(*every):
         found = dtensor_bridge.in_one_operator(name, {**operands, **flags})
     elif found is None:

@@ -15,9 +15,8 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_activation, check_dtype, check_operands
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.rotation_checks import check_heads, check_tables
-from fusednorm.engine import execute, run_rotated
-from fusednorm.engine.execute import Gating
-from fusednorm.engine.run_rotated import Head, Rotation
+from fusednorm.engine import execute
+from fusednorm.engine.execute import Gating, Head, Rotation
 from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -80,14 +79,14 @@ def _rotate(*arguments: Any) -> tuple[Tensor]:
 
 
 def _rotate_on_fast_path(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Tensor | None:
-    found = run_rotated.on_fast_path([x], (cos, sin, None), Rotation(*how))
+    found = execute.rotate_on_fast_path([x], (cos, sin, None), Rotation(*how))
     return None if found is None else cast(Tensor, found[0])
 
 
 def _run_rotate(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> tuple[Tensor]:
     rotated = _rotate_on_fast_path(x, cos, sin, *how)
     if rotated is None:
-        found = run_rotated.forward([Head(x)], (cos, sin, None), Rotation(*how))
+        found = execute.rotate([Head(x)], (cos, sin, None), Rotation(*how))
         rotated = rotation.rotated(x, cos, sin, *how) if found is None else found[0]
     return (rotated,)
 
