@@ -214,7 +214,8 @@ class Gelu(torch.autograd.Function):
     def backward(ctx: Any, df: Tensor, ds: Tensor, dp: Tensor) -> Tensor:
         """The gradient of z."""
         z, slope, density = ctx.saved_tensors
-        return df * slope + (ds * (2 - z * z) - dp * z) * density
+        gradient: Tensor = df * slope + (ds * (2 - z * z) - dp * z) * density
+        return gradient
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
