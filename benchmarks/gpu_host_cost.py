@@ -8,7 +8,7 @@ CPU's memory. The driver's own time, one to three microseconds a launch on a rea
 cuda: the public functions, beside `torch.empty_like` and one operation of torch's. A few lines of C, which gcc
 compiles, replace DLPack's exchange API and the driver's launch, so that tensors seem to be on a GPU. "the backend's
 forward" is what the first call of a kind takes after the checks; "backward" makes three gradients, in four new tensors,
-by two launches; "gradients of a gate" writes them to tensors that are there. "qk_norm_rope_" takes the heads of one
+by two launches; "gradients of a gate" makes two by one. "qk_norm_rope_" takes the heads of one
 token, 16 of q and 8 of k of 128 elements, and tables of float32.
 
 triton: the public function, the backend alone (which finds the kernel and lays out its arguments), and Triton's binder,
@@ -154,7 +154,7 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
         "fused_add_rms_norm_, gaps": lambda: fusednorm.fused_add_rms_norm_(wide[:, :4096], wide[:, 4096:], weight),
         "fused_add_rms_norm, and rstd": lambda: normalise(x, residual, weight, Flags()),
         "qk_norm_rope_": lambda: fusednorm.qk_norm_rope_(q, k, head_weight, head_weight, cos, sin),
-        "gradients of a gate": lambda: execute.backward(cuda, x, residual, x, gating, (out, total)),
+        "gradients of a gate": lambda: execute.gate_gradients(cuda, x, (residual, x), gating, (True, True)),
         "the backend's forward": lambda: cuda.forward(call),
         "backward": lambda: execute.backward(
             cuda, call.operation, x, None, residual, rstd, weight, 0.0, (True, True, True)

@@ -84,8 +84,6 @@ class Declaration:
     #: operations, linear in the incoming gradients. Its parameters have the names of the gradients' operator; it has
     #: the flags that it needs. None: the operation has no gradients.
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
-    #: Whether the gradient is an operator, ``NAME_backward``; else the operator of the operation has its own.
-    gradient_operator: bool = True
     #: In place of a gradient, where the result is linear in the first operand and the others have no gradient: (the
     #: first operand's dtype, *others, *flags) -> others and flags, with which the operation takes the incoming gradient
     #: back. Either may then be float64 alone.
