@@ -6,6 +6,7 @@ while it records a graph, to which each operator is added as it is called.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from onnxscript import opset23 as op23
 from fusednorm.calls.call import Flags
 from fusednorm.calls.quantization import MOST, Quantization
 from fusednorm.onnx import OPSET, UntranslatedError
-from fusednorm.reference.activations import INNER, OUTER, SCHEMES
+from fusednorm.reference.activations import INNER, NORMALS, OUTER, SCHEMES
 from fusednorm.reference.norm import SEGMENT
 
 _F32, _F64, _I32, _I64 = (getattr(ir.DataType, name) for name in ("FLOAT", "DOUBLE", "INT32", "INT64"))
@@ -102,16 +103,28 @@ def rotate(exact: bool, x: Value, cos: Value, sin: Value, interleaved: bool, rou
 def gate(exact: bool, y: Value, z: Value, activation: str, between: Any, out_dtype: Any) -> Value:
     """y times a function of z: section 10."""
     wide = _F64 if _F64 in (y.dtype, z.dtype) else _F32
-    argument = gate = _widened(z, wide)
+    a = _activated(exact, _widened(z, wide), activation, wide)
+    return _rounded(exact, op.Mul(_widened(y, wide), _rounded_between(exact, a, wide, between)), wide, out_dtype)
+
+
+def _activated(exact: bool, gate: Value, activation: str, wide: Any) -> Value:
+    """The function of a gate."""
+    if activation == "relu2":
+        r = op.Where(op.Less(gate, _constant(0.0, wide)), _constant(0.0, wide), gate)
+        return op.Mul(r, r)
+    if activation == "gelu":
+        if exact:
+            return _gelu(gate, wide)
+        phi = op.Add(op.Erf(op.Mul(gate, _constant(0.5**0.5, wide))), _constant(1.0, wide))
+        return op.Mul(op.Mul(gate, _constant(0.5, wide)), phi)
+    argument = gate
     if activation == "gelu_tanh":
         cubic = op.Mul(op.Mul(op.Mul(gate, gate), gate), _constant(INNER, wide))
         argument = op.Mul(op.Add(gate, cubic), _constant(OUTER, wide))
     if exact:
-        a = _product(_constant(1.0, wide) if activation == "sigmoid" else gate, argument, wide)
-    else:
-        a = op.Sigmoid(argument)
-        a = a if activation == "sigmoid" else op.Mul(gate, a)
-    return _rounded(exact, op.Mul(_widened(y, wide), _rounded_between(exact, a, wide, between)), wide, out_dtype)
+        return _product(_constant(1.0, wide) if activation == "sigmoid" else gate, argument, wide)
+    a = op.Sigmoid(argument)
+    return a if activation == "sigmoid" else op.Mul(gate, a)
 
 
 def quantize(
@@ -247,6 +260,29 @@ def _product(z: Value, v: Value, wide: Any) -> Value:
     return op.Div(op.Where(low, tiny, z), op.Add(number(1.0), e))
 
 
+def _gelu(z: Value, wide: Any) -> Value:
+    """z * Phi(z), as the specification has it."""
+    normal, number = NORMALS[torch.float64 if wide == _F64 else torch.float32], partial(_constant, dtype=wide)
+    a = op.Abs(z)
+    square = op.Mul(a, a)
+    p, first, second = _exponential(op.Mul(square, number(-0.5)), wide)
+    e = op.Mul(op.Mul(p, first), second)
+    above, below = (_polynomial(a, square, c, wide) for c in (normal.numerator, normal.denominator))
+    tail = op.Mul(op.Mul(a, op.Div(above, below)), e)
+    tail = op.Where(op.Greater(a, number(normal.reach)), number(0.0), tail)
+    return op.Sub(op.Where(op.Less(z, number(0.0)), op.Sub(z, z), z), tail)
+
+
+def _polynomial(x: Value, square: Value, coefficients: Sequence[float], wide: Any) -> Value:
+    """A polynomial of x, as the reference adds it up."""
+    c = [_constant(value, wide) for value in coefficients]
+    pairs = [op.Add(op.Mul(x, odd), even) for even, odd in zip(c[::2], c[1::2], strict=False)]
+    p = c[-1] if len(c) % 2 else pairs.pop()
+    for pair in reversed(pairs):
+        p = op.Add(op.Mul(p, square), pair)
+    return p
+
+
 def _exponential(t: Value, wide: Any) -> tuple[Value, Value, Value]:
     """Three factors of exp(t), which are multiplied from left to right."""
     scheme, number = SCHEMES[torch.float64 if wide == _F64 else torch.float32], partial(_constant, dtype=wide)
@@ -254,13 +290,7 @@ def _exponential(t: Value, wide: Any) -> tuple[Value, Value, Value]:
     k = op.Sub(op.Add(op.Mul(t, number(scheme.log2_e)), number(scheme.rounder)), number(scheme.rounder))
     r = op.Sub(op.Sub(t, op.Mul(k, number(scheme.ln2_high))), op.Mul(k, number(scheme.ln2_low)))
     square = op.Mul(r, r)
-    pairs = [
-        op.Add(op.Mul(r, number(odd)), number(even))
-        for even, odd in zip(scheme.coefficients[::2], scheme.coefficients[1::2], strict=True)
-    ]
-    p = pairs.pop()
-    for pair in reversed(pairs):
-        p = op.Add(op.Mul(p, square), pair)
+    p = _polynomial(r, square, scheme.coefficients, wide)
     p = op.Add(op.Add(op.Mul(p, square), r), number(1.0))
     half = op.Floor(op.Mul(k, number(0.5)))
     least, greatest = (round(end * scheme.log2_e) // 2 for end in (scheme.least, scheme.greatest + 1))

@@ -9,6 +9,7 @@ import torch
 
 import fusednorm
 import fusednorm.onnx
+from fusednorm.calls.call import ACTIVATIONS
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="tox installs it")
 pytest.importorskip("onnxscript", reason="tox installs it")
@@ -112,10 +113,11 @@ def test_bits_of_gates_and_rotations():
     z[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
     y, cos = torch.randn(3, 160, dtype=F64), torch.randn(3, 8, dtype=F64)
     calls = []
-    for activation, dtypes in itertools.product(("silu", "sigmoid", "gelu_tanh"), ((F32, F32), (BF16, F32))):
+    for activation, dtypes in itertools.product(ACTIVATIONS, ((F32, F32), (BF16, F32))):
         calls.append((lambda y, z, *_, a=activation: fusednorm.gate(y, z, activation=a), dtypes))
     calls += [
         (lambda y, z, *_: fusednorm.gate(y, z * 7, activation="gelu_tanh"), (F64, F64)),
+        (lambda y, z, *_: fusednorm.gate(y, z, activation="gelu"), (F64, F64)),
         (lambda y, z, *_: fusednorm.silu_and_mul(z, y), (F16, F16)),
         (lambda y, z, *_: fusednorm.gelu_tanh_and_mul(z, y, between=F32), (BF16, BF16)),
         (lambda y, z, *_: fusednorm.rms_norm_gated(y, z, norm_before_gate=False), (BF16, BF16)),
