@@ -29,6 +29,7 @@ import torch
 
 import fusednorm
 from fusednorm.backends import cpu
+from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance.cases import differing
 from fusednorm.conformance.test_quantized import ALL as QUANTIZATIONS
 
@@ -40,7 +41,6 @@ ROOM = 96 * 1024  # bytes that an operand may reach over
 NORMAL = torch.randn(2 * ROOM // 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 EPS = (0.0, 1e-30, 1e-12, 1e-6, 1e-5, 0.1, 1, 3e38, float("inf"), float("nan"))
 OFFSETS = (1.0, 1, -0.3, 1e-30, 1e39)
-ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh")
 MEMORIES = 12  # of all operands of a call, with outputs and incoming gradients, and one for an image of another
 
 
