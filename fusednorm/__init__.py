@@ -38,7 +38,7 @@ from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations import inference as _inference  # noqa: F401 - registers their operators
 from fusednorm.operations.explain import explain
-from fusednorm.operations.gate import gate, gate_, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import gate, gate_, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.modules import AddRMSNorm, RMSNorm, RMSNormGated
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
@@ -82,6 +82,7 @@ __all__ = [
     "fused_add_rms_norm_quant",
     "gate",
     "gate_",
+    "gelu_and_mul",
     "gelu_tanh_and_mul",
     "l2_norm",
     "prewarm",

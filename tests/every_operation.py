@@ -40,6 +40,7 @@ FUNCTIONS = {
     "gate": {"y": X, "z": Z} | OUT,
     "gate_": {"y": X, "z": Z},
     "gelu_tanh_and_mul": {"gate": X, "up": Z} | OUT,
+    "gelu_and_mul": {"gate": X, "up": Z} | OUT,
     "l2_norm": {"x": X} | OUT,
     "qk_norm_rope": HEADS | {"q_out": torch.zeros(4, 2, 6), "k_out": torch.zeros(4, 2, 6)},
     "qk_norm_rope_": HEADS,

@@ -435,6 +435,7 @@ OPERATIONS = {
     "gate": a_gate,
     "silu_and_mul": and_mul,
     "gelu_tanh_and_mul": and_mul,
+    "gelu_and_mul": and_mul,
     "rms_norm_gated": norm_gated,
     "quantize": quantizer,
     "rms_norm_quant": quantizer,

@@ -161,7 +161,9 @@ def _and_mul(activation, leaves, incoming, between=None):
     return out, dz, dup
 
 
-silu_and_mul, gelu_tanh_and_mul = (functools.partial(_and_mul, activation) for activation in ("silu", "gelu_tanh"))
+silu_and_mul, gelu_tanh_and_mul, gelu_and_mul = (
+    functools.partial(_and_mul, activation) for activation in ("silu", "gelu_tanh", "gelu")
+)
 
 
 @np.errstate(all="ignore")

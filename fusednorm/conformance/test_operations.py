@@ -209,7 +209,7 @@ def test_many_elements(mode, agree):
 
 
 @pytest.mark.promise("same bits")
-@pytest.mark.parametrize("function", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("function", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"])
 @pytest.mark.parametrize("gate", DTYPES, ids=dtype_name)
 @pytest.mark.left_out("triton_cpu")
 def test_and_mul(mode, agree, gate, function):

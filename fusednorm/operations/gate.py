@@ -145,6 +145,13 @@ def gelu_tanh_and_mul(
     return _and_mul(gelu_tanh_and_mul, "gelu_tanh", gate, up, between, out)
 
 
+def gelu_and_mul(
+    gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``gelu(gate) * up``, GELU as z * Phi(z), as ModernBERT's MLP has it; otherwise as :func:`silu_and_mul`."""
+    return _and_mul(gelu_and_mul, "gelu", gate, up, between, out)
+
+
 def _and_mul(
     function: Callable[..., Tensor],
     activation: str,

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusednorm import quantizations as presets
 from fusednorm.calls.declared import Result, Role
 from fusednorm.operations.declared import PUBLIC, Operation
-from fusednorm.operations.gate import gate, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
@@ -130,6 +130,7 @@ ENTRIES = (
     _entry(gate, "gate", (Result(overwrites="y"),), activation="sigmoid"),
     _entry(silu_and_mul, "gate"),
     _entry(gelu_tanh_and_mul, "gate"),
+    _entry(gelu_and_mul, "gate"),
     _entry(rms_norm_gated, "norm, gate", (_Y,)),
     _entry(rotate, "rotate"),
     _entry(qk_norm_rope, "norm, rotate", _HEADS),

@@ -13,7 +13,7 @@ from fusednorm.calls.checks import check_is_quantization
 from fusednorm.calls.devices import present
 from fusednorm.calls.process import waiting_for_kernels
 from fusednorm.calls.quantization import Quantization, is_given
-from fusednorm.operations.gate import gate, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.listed import of_function
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
@@ -68,8 +68,9 @@ def prewarm(
         norm_before_add: also prepare ``rms_norm_add`` and ``rms_norm_add_rms_norm``.
         quantization: also prepare ``rms_norm_quant``, ``fused_add_rms_norm_quant`` and ``quantize`` with it, without
             ``between`` and ``normed_out``.
-        activation: also prepare :func:`fusednorm.gate` with it, ``silu_and_mul`` or ``gelu_tanh_and_mul`` (of two
-            tensors, and of one that holds both), and ``rms_norm_gated`` with the norm first, all without ``between``.
+        activation: also prepare :func:`fusednorm.gate` with it, ``silu_and_mul``, ``gelu_tanh_and_mul`` or
+            ``gelu_and_mul`` (of two tensors, and of one that holds both), and ``rms_norm_gated`` with the norm first,
+            all without ``between``.
         pairs: also prepare :func:`fusednorm.qk_norm_rope` for heads of ``hidden_size`` elements, of which so many pairs
             are rotated, with tables per row and by int64 positions, without ``between``.
         table_dtype: of the tables; x's if None.
@@ -153,7 +154,7 @@ def _gated(
     half = both.shape[-1] // 2
     found = [gate(x, x, activation=activation), gate(both[:, half:], both[:, :half], activation=activation)]
     found.append(rms_norm_gated(x, x, weight, activation=activation, **flags))
-    together = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}.get(activation)
+    together = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu": gelu_and_mul}.get(activation)
     if together is not None:
         found += [together(x, x), together(both)]
     return tuple(found)
