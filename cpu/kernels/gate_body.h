@@ -76,32 +76,32 @@ FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
 /* `kind` is that of all operands, which the compiler then knows, or NONE where they have several kinds. */
 #define KIND(of) (kind != NONE ? kind : g->operand[of].kind)
 
-FN_INLINE void gate_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
+FN_INLINE void gate_unit(int kind, int64_t between, int alone, const struct fn_gate *g, char *const *at,
                          const float *a, int64_t i, int n) {
     U f = round_any(between, u_load(F32, a, i, UNIT));
-    if (at[FN_GATED]) f = u_mul(load_any(KIND(FN_GATED), at[FN_GATED], i, n), f);
+    if (!alone) f = u_mul(load_any(KIND(FN_GATED), at[FN_GATED], i, n), f);
     store_any(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, f);
 }
 
-FN_INLINE void gate_backward_unit(int kind, int64_t between, const struct fn_gate *g, char *const *at,
+FN_INLINE void gate_backward_unit(int kind, int64_t between, int alone, const struct fn_gate *g, char *const *at,
                                   const float *a, const float *slope, int64_t i, int n) {
     const U d = load_any(KIND(FN_GATE_D), at[FN_GATE_D], i, n), f = round_any(between, u_load(F32, a, i, UNIT));
-    const U da = at[FN_GATED] ? round_any(between, u_mul(d, load_any(KIND(FN_GATED), at[FN_GATED], i, n))) : d;
+    const U da = alone ? d : round_any(between, u_mul(d, load_any(KIND(FN_GATED), at[FN_GATED], i, n)));
     const U dz = u_mul(da, u_load(F32, slope, i, UNIT));
     if (at[FN_GATED_D]) store_any(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f));
     if (at[FN_GATE_DZ]) store_any(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz);
 }
 #undef KIND
 
-FN_INLINE void gate_units(int kind, int64_t between, const struct fn_gate *g, char *const *at, const float *a,
+FN_INLINE void gate_units(int kind, int64_t between, int alone, const struct fn_gate *g, char *const *at, const float *a,
                           const float *slope, int n) {
     int i = 0;
     if (slope) {
-        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, g, at, a, slope, u_index(i), UNIT);
-        if (i < n) gate_backward_unit(kind, between, g, at, a, slope, i, n - i);
+        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, alone, g, at, a, slope, u_index(i), UNIT);
+        if (i < n) gate_backward_unit(kind, between, alone, g, at, a, slope, i, n - i);
     } else {
-        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, g, at, a, u_index(i), UNIT);
-        if (i < n) gate_unit(kind, between, g, at, a, i, n - i);
+        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, alone, g, at, a, u_index(i), UNIT);
+        if (i < n) gate_unit(kind, between, alone, g, at, a, i, n - i);
     }
 }
 
@@ -139,7 +139,7 @@ FN_INLINE void fetch(const struct fn_ahead *ahead, int first, int last, int64_t 
 /* A tile, whose elements begin at `at` of each operand. `kept`: see fn_gate_run. */
 static void gate_float(const struct fn_gate *g, char *const *at, int n, float *kept, const struct fn_ahead *ahead, int64_t done) {
     _Alignas(64) float values[FN_GATE_TILE], slopes[FN_GATE_TILE];
-    const int kind = kind_of_all(g), backward = g->pass == FN_BACKWARD;
+    const int kind = kind_of_all(g), backward = g->pass == FN_BACKWARD, alone = !at[FN_GATED];
     float *const a = kept ? kept : values, *const slopes_there = kept ? kept + FN_GATE_TILE : slopes;
     float *const slope = backward ? slopes_there : NULL;
     fetch(ahead, 0, 1, done, done + n);
@@ -147,13 +147,14 @@ static void gate_float(const struct fn_gate *g, char *const *at, int n, float *k
     fetch(ahead, 2, 4, done, done + n);
 #define OF_ONE_KIND(kind)                                                        \
     do {                                                                         \
-        if (g->between != NONE) gate_units(kind, kind, g, at, a, slope, n);      \
-        else gate_units(kind, NONE, g, at, a, slope, n);                         \
+        if (alone) gate_units(kind, NONE, 1, g, at, a, slope, n);                \
+        else if (g->between != NONE) gate_units(kind, kind, 0, g, at, a, slope, n); \
+        else gate_units(kind, NONE, 0, g, at, a, slope, n);                      \
     } while (0)
     if (kind == BF16) OF_ONE_KIND(ALL_BF16);
     else if (kind == F16) OF_ONE_KIND(F16);
     else if (kind == F32) OF_ONE_KIND(F32);
-    else gate_units(NONE, g->between, g, at, a, slope, n);
+    else gate_units(NONE, g->between, alone, g, at, a, slope, n);
 #undef OF_ONE_KIND
 }
 

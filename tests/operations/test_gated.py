@@ -16,7 +16,7 @@ from fusednorm import gate, gate_, silu_and_mul
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
 from fusednorm.calls.c_abi import KINDS
-from fusednorm.calls.call import ACTIVATIONS
+from fusednorm.calls.call import ACTIVATIONS, Gate, GateBackward
 from fusednorm.engine import execute
 from fusednorm.engine import fast_path as of_c
 from fusednorm.reference import activations
@@ -232,3 +232,20 @@ def test_tangents_of_gradients(activation):
     found, wanted = torch.func.hessian(call)(z), torch.func.jacrev(torch.func.jacrev(call))(z)
     # Either way takes fewer than 32 operations on numbers below 2^8, each with an error of at most 2^-53 of them.
     assert torch.allclose(found, wanted, rtol=0, atol=2 * 32 * 2.0**8 * 2.0**-53)
+
+
+@pytest.mark.skipif(cpu.unavailable() != [], reason="no C library")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_without_rows_to_multiply(activation, dtype):
+    """Kernels return the function's value, as of rows of ones, and its derivative times the incoming gradient."""
+    rows, size = 3, 517
+    z, d = (torch.randn(2, rows, size, generator=torch.Generator().manual_seed(5)) * 4).to(dtype)
+    strides, absent = (rows * size, size), (0, 0)
+    for out_dtype in {dtype, torch.float32}:
+        ones, out, dz = torch.ones_like(z), torch.empty(rows, size, dtype=out_dtype), torch.empty_like(z)
+        cpu.forward(Gate(None, z, out, activation, None, size, rows, rows, (absent, strides, strides)))
+        assert torch.equal(out, activations.gated(ones, z, activation, None, out_dtype))
+        of_rows = (strides, absent, strides, absent, strides)
+        cpu.backward(GateBackward(d, None, z, None, dz, activation, None, size, rows, rows, of_rows))
+        assert torch.equal(dz, activations.gate_gradients(d, ones, z, activation, None, (False, True))[1])
