@@ -38,9 +38,14 @@ enum fn_activation {
     FN_SILU = 0, FN_SIGMOID = 1, FN_GELU_TANH = 2, FN_GELU = 3, FN_RELU2 = 4
 };
 
-/* The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both. */
+/* Flags of a gate. IN_TURNS: elements of z and y take turns in memory, and so do their gradients. */
+enum fn_gate_flag {
+    FN_CLAMP_AFTER = 1, FN_ROUND_STEPS = 2, FN_IN_TURNS = 4
+};
+
+/* The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both. FUNCTION: of x. */
 enum fn_gate_order {
-    FN_ALONE = 0, FN_AND_MUL = 1, FN_NORM_FIRST = 2, FN_GATE_FIRST = 3
+    FN_ALONE = 0, FN_AND_MUL = 1, FN_NORM_FIRST = 2, FN_GATE_FIRST = 3, FN_FUNCTION = 4
 };
 
 /* Flags of a rotation, beside ROUND_NORM. */

@@ -15,8 +15,22 @@ struct fn_gate {
     int64_t between; /* the kind that f(z) and its gradient are rounded to, or FN_NONE */
     int64_t wide; /* whether all is computed in float64 */
     int64_t threads, rows, inner, hidden; /* as in struct fn_call */
+    int64_t flags; /* enum fn_gate_flag */
+    double limit; /* of f's argument, or with FN_CLAMP_AFTER of its value; and of y, upwards and downwards. 0: there is none */
+    double alpha, up_offset; /* f(z) is z * sigmoid(alpha * z); what is added to y */
     struct fn_operand operand[FN_GATE_OPERANDS];
 };
+
+/* Whether there is more than y * f(z). */
+static inline int fn_gate_has_steps(const struct fn_gate *g) {
+    return g->limit != 0 || g->alpha != 1 || g->up_offset != 0 || g->flags & FN_ROUND_STEPS;
+}
+
+/* Elements from one of an operand to the next one. */
+static inline int fn_gate_step(const struct fn_gate *g, int operand) {
+    const int alone = operand == FN_GATE_D || (operand == FN_GATE_OUT && g->pass == FN_FORWARD);
+    return g->flags & FN_IN_TURNS && !alone ? 2 : 1;
+}
 
 /* Elements that are computed together, and that a thread takes at least: their buffers stay in the first cache. */
 enum { FN_GATE_TILE = 512 };

@@ -73,7 +73,7 @@ FN_INLINE REAL OF(gelu)(REAL z, REAL *slope) {
     return OF(chosen)(below, z - z, z) - OF(chosen)(outside, 0, a * q * e);
 }
 
-FN_INLINE REAL OF(activated)(int activation, REAL z) {
+FN_INLINE REAL OF(activated)(int activation, REAL alpha, REAL z) {
     REAL e;
     if (activation == FN_GELU) return OF(gelu)(z, NULL);
     if (activation == FN_RELU2) {
@@ -81,17 +81,17 @@ FN_INLINE REAL OF(activated)(int activation, REAL z) {
         return r * r;
     }
     if (activation == FN_SIGMOID) return OF(product)(1, z, &e);
-    return OF(product)(z, activation == FN_SILU ? z : OF(argument)(z), &e);
+    return OF(product)(z, activation == SWISH ? alpha * z : activation == FN_SILU ? z : OF(argument)(z), &e);
 }
 
 /* The same, and in `slope` the derivative. */
-FN_INLINE REAL OF(activated_and_slope)(int activation, REAL z, REAL *slope) {
+FN_INLINE REAL OF(activated_and_slope)(int activation, REAL alpha, REAL z, REAL *slope) {
     if (activation == FN_GELU) return OF(gelu)(z, slope);
     if (activation == FN_RELU2) {
         *slope = OF(chosen)(z > 0, z + z, 0);
-        return OF(activated)(activation, z);
+        return OF(activated)(activation, alpha, z);
     }
-    const REAL v = activation == FN_GELU_TANH ? OF(argument)(z) : z;
+    const REAL v = activation == FN_GELU_TANH ? OF(argument)(z) : activation == SWISH ? alpha * z : z;
     const int low = v < OF(low);
     REAL e;
     const REAL f = OF(product)(activation == FN_SIGMOID ? 1 : z, v, &e);
@@ -102,26 +102,74 @@ FN_INLINE REAL OF(activated_and_slope)(int activation, REAL z, REAL *slope) {
         const REAL raised = OF(chosen)(z < -64, -64, z), m = OF(chosen)(raised > 64, 64, raised);
         *slope *= OF(slope_of_argument)(m);
     }
+    if (activation == SWISH) *slope *= alpha;
     if (activation != FN_SIGMOID) *slope += s;
     return f;
 }
 
 /* Elements of a gate through its function, and with `slope` unless that is NULL. */
-static FN_NOINLINE void OF(activate)(int activation, const REAL *restrict z, int n, REAL *restrict f,
+static FN_NOINLINE void OF(activate)(int activation, REAL alpha, const REAL *restrict z, int n, REAL *restrict f,
                                      REAL *restrict slope) {
-#define EACH(activation)                                                                             \
-    do {                                                                                             \
-        if (slope)                                                                                   \
-            for (int i = 0; i < n; i++) f[i] = OF(activated_and_slope)(activation, z[i], &slope[i]); \
-        else                                                                                         \
-            for (int i = 0; i < n; i++) f[i] = OF(activated)(activation, z[i]);                      \
+#define EACH(activation)                                                                                    \
+    do {                                                                                                    \
+        if (slope)                                                                                          \
+            for (int i = 0; i < n; i++) f[i] = OF(activated_and_slope)(activation, alpha, z[i], &slope[i]); \
+        else                                                                                                \
+            for (int i = 0; i < n; i++) f[i] = OF(activated)(activation, alpha, z[i]);                      \
     } while (0)
     if (activation == FN_SILU) EACH(FN_SILU);
     else if (activation == FN_SIGMOID) EACH(FN_SIGMOID);
     else if (activation == FN_GELU_TANH) EACH(FN_GELU_TANH);
     else if (activation == FN_GELU) EACH(FN_GELU);
-    else EACH(FN_RELU2);
+    else if (activation == FN_RELU2) EACH(FN_RELU2);
+    else EACH(SWISH);
 #undef EACH
+}
+
+/*
+ * A tile of a gate with optional steps: the products in `first`, or, where d is not NULL, the gradients of y and z in `first`
+ * and `second`. n is at most FN_GATE_TILE.
+ */
+static FN_NOINLINE void OF(activate_in_steps)(const struct fn_gate *g, const REAL *restrict z, const REAL *restrict y,
+                                              const REAL *restrict d, int n, REAL *restrict first, REAL *restrict second) {
+    REAL limited[FN_GATE_TILE], factor[FN_GATE_TILE], slopes[FN_GATE_TILE], a[FN_GATE_TILE];
+    const int limits = g->limit != 0, after = limits && g->flags & FN_CLAMP_AFTER, before = limits && !after;
+    const REAL of_z = (REAL)limit_of(g, g->operand[FN_GATE].kind), of_y = (REAL)limit_of(g, g->operand[FN_GATED].kind);
+    const REAL of_a = (REAL)limit_of(g, g->between), alpha = (REAL)g->alpha, offset = (REAL)g->up_offset;
+    for (int i = 0; i < n; i++) limited[i] = OF(chosen)(before & (z[i] > of_z), of_z, z[i]);
+    if (alpha == 1) {
+        OF(activate)(FN_SILU, alpha, limited, n, a, d ? slopes : NULL);
+    } else if (!(g->flags & FN_ROUND_STEPS)) {
+        OF(activate)(SWISH, alpha, limited, n, a, d ? slopes : NULL);
+    } else {
+        for (int i = 0; i < n; i++) factor[i] = alpha * limited[i];
+        OF(round_tile)(g->between, factor, n);
+        OF(activate)(FN_SIGMOID, alpha, factor, n, slopes, NULL);
+        OF(round_tile)(g->between, slopes, n);
+        for (int i = 0; i < n; i++) a[i] = limited[i] * slopes[i];
+        OF(round_tile)(g->between, a, n);
+        for (int i = 0; i < n; i++) slopes[i] += a[i] * (1 - slopes[i]) * alpha;
+    }
+    OF(round_tile)(g->between, a, n);
+    for (int i = 0; i < n; i++) {
+        const REAL most = OF(chosen)(limits & (y[i] > of_y), of_y, y[i]);
+        factor[i] = OF(chosen)(limits & (most < -of_y), -of_y, most);
+    }
+    if (offset != 0)
+        for (int i = 0; i < n; i++) factor[i] += offset;
+    if (offset != 0 && g->flags & FN_ROUND_STEPS) OF(round_tile)(g->between, factor, n);
+    if (!d) {
+        for (int i = 0; i < n; i++) first[i] = factor[i] * OF(chosen)(after & (a[i] > of_a), of_a, a[i]);
+        return;
+    }
+    for (int i = 0; i < n; i++) second[i] = d[i] * factor[i];
+    OF(round_tile)(g->between, second, n);
+    for (int i = 0; i < n; i++) {
+        const REAL of_f = OF(chosen)(!after | (a[i] <= of_a), second[i], 0) * slopes[i];
+        second[i] = OF(chosen)(!before | (z[i] <= of_z), of_f, 0);
+        first[i] = OF(chosen)(!limits | ((y[i] <= of_y) & (y[i] >= -of_y)),
+                              d[i] * OF(chosen)(after & (a[i] > of_a), of_a, a[i]), 0);
+    }
 }
 #undef POLYNOMIAL
 #undef REAL

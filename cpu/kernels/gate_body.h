@@ -14,6 +14,24 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
     return value;
 }
 
+/* z * sigmoid(alpha * z), beside the functions that Python knows. */
+enum { SWISH = FN_RELU2 + 1 };
+
+/* The limit of a gate as numbers of a kind have it; in A where that is NONE. */
+static double limit_of(const struct fn_gate *g, int64_t kind) {
+    const float limit = (float)g->limit;
+    if (kind == FN_F16) return f32_from_f16(f16_from_f32(limit));
+    if (kind == FN_BF16) return f32_from_bf16(bf16_from_f32(limit));
+    return kind == FN_F32 || !g->wide ? limit : g->limit;
+}
+
+static FN_NOINLINE void round_tile_float(int64_t kind, float *x, int n) {
+    if (kind == NONE) return;
+    for (int i = 0; i < n; i += UNIT) u_store(F32, x, i, UNIT, round_any(kind, u_load(F32, x, i, UNIT)));
+}
+/* Of float64 no step is rounded. */
+FN_INLINE void round_tile_double(int64_t kind, double *x, int n) { (void)kind, (void)x, (void)n; }
+
 #define REAL float
 #define WHOLE uint32_t
 #define OF(name) name##_float
@@ -66,20 +84,40 @@ FN_INLINE void store_any(int64_t kind, void *row, int64_t i, int n, U value) {
     else u_store(ALL_BF16, row, i, n, value);
 }
 
-/* n elements of the gate as float, in whole units. */
+/* n elements as float, in whole units. */
 FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
     int i = 0;
     for (; i + UNIT <= n; i += UNIT) u_store(F32, z, i, UNIT, u_load(kind, row, u_index(i), UNIT));
     if (i < n) u_store(F32, z, i, UNIT, u_load(kind, row, i, n - i));
 }
 
+static void widen_any(int kind, const void *row, int n, float *x) {
+    if (kind == BF16) widen_gate(BF16, row, n, x);
+    else if (kind == F16) widen_gate(F16, row, n, x);
+    else widen_gate(F32, row, n, x);
+}
+
+/* The same, rounded back. */
+static void narrow_any(int kind, const float *x, int n, void *row) {
+    for (int i = 0; i < n; i += UNIT) store_any(kind, row, i, n - i < UNIT ? n - i : UNIT, u_load(F32, x, i, UNIT));
+}
+
 /* `kind` is that of all operands, which the compiler then knows, or NONE where they have several kinds. */
 #define KIND(of) (kind != NONE ? kind : g->operand[of].kind)
 
-FN_INLINE void gate_unit(int kind, int64_t between, int alone, const struct fn_gate *g, char *const *at,
+/* What becomes of y before the product: it is limited, and a number added to it, which -0 leaves as it is. */
+struct up {
+    float limit, offset;
+};
+
+FN_INLINE void gate_unit(int kind, int64_t between, int alone, const struct up *up, const struct fn_gate *g, char *const *at,
                          const float *a, int64_t i, int n) {
     U f = round_any(between, u_load(F32, a, i, UNIT));
-    if (!alone) f = u_mul(load_any(KIND(FN_GATED), at[FN_GATED], i, n), f);
+    if (!alone) {
+        U y = load_any(KIND(FN_GATED), at[FN_GATED], i, n);
+        if (up) y = u_add(u_no_less(-up->limit, u_no_more(up->limit, y)), u_set1(up->offset));
+        f = u_mul(y, f);
+    }
     store_any(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, f);
 }
 
@@ -93,15 +131,15 @@ FN_INLINE void gate_backward_unit(int kind, int64_t between, int alone, const st
 }
 #undef KIND
 
-FN_INLINE void gate_units(int kind, int64_t between, int alone, const struct fn_gate *g, char *const *at, const float *a,
-                          const float *slope, int n) {
+FN_INLINE void gate_units(int kind, int64_t between, int alone, const struct up *up, const struct fn_gate *g, char *const *at,
+                          const float *a, const float *slope, int n) {
     int i = 0;
     if (slope) {
         for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, alone, g, at, a, slope, u_index(i), UNIT);
         if (i < n) gate_backward_unit(kind, between, alone, g, at, a, slope, i, n - i);
     } else {
-        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, alone, g, at, a, u_index(i), UNIT);
-        if (i < n) gate_unit(kind, between, alone, g, at, a, i, n - i);
+        for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, alone, up, g, at, a, u_index(i), UNIT);
+        if (i < n) gate_unit(kind, between, alone, up, g, at, a, i, n - i);
     }
 }
 
@@ -113,17 +151,43 @@ static int kind_of_all(const struct fn_gate *g) {
     return g->between == NONE || g->between == kind ? (int)kind : NONE;
 }
 
-/* The function's values for a tile of the gate, and its slopes unless `slope` is NULL. */
+/* The function's values for a tile of the gate, which may be limited, and its slopes unless `slope` is NULL. */
 static void activate_tile(const struct fn_gate *g, int kind, const void *gate, int n, float *a, float *slope) {
     _Alignas(64) float widened[FN_GATE_TILE];
-    const int activation = (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
-    const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0;
+    const int activation = g->alpha != 1 ? SWISH : (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
+    const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0 && !g->limit;
+    const float alpha = (float)g->alpha;
     const float *const z = as_it_is ? gate : widened;
     if (kind == BF16) widen_gate(ALL_BF16, gate, n, widened);
-    else if (g->operand[FN_GATE].kind == BF16) widen_gate(BF16, gate, n, widened);
-    else if (g->operand[FN_GATE].kind == F16) widen_gate(F16, gate, n, widened);
-    else if (!as_it_is) widen_gate(F32, gate, n, widened);
-    if (activation > FN_GELU_TANH || !activate_usual(activation, z, all, a, slope)) activate_float(activation, z, all, a, slope);
+    else if (!as_it_is) widen_any((int)g->operand[FN_GATE].kind, gate, n, widened);
+    if (g->limit) {
+        const float most = (float)limit_of(g, g->operand[FN_GATE].kind);
+        for (int i = 0; i < all; i++) widened[i] = chosen_float(widened[i] > most, most, widened[i]);
+    }
+    if (activation == FN_GELU || activation == FN_RELU2 || !activate_usual(activation, alpha, z, all, a, slope))
+        activate_float(activation, alpha, z, all, a, slope);
+}
+
+/* A tile with optional steps. Those that need no numbers of a whole tile are made as the plain gate is, with a few operations more. */
+static FN_NOINLINE void gate_in_steps(const struct fn_gate *g, char *const *at, int n) {
+    _Alignas(64) float z[FN_GATE_TILE], y[FN_GATE_TILE], d[FN_GATE_TILE], first[FN_GATE_TILE], second[FN_GATE_TILE];
+    const struct fn_operand *o = g->operand;
+    if (g->pass == FN_FORWARD && !(g->flags & (FN_CLAMP_AFTER | FN_ROUND_STEPS))) {
+        const struct up up = {g->limit ? (float)limit_of(g, o[FN_GATED].kind) : INFINITY, g->up_offset ? (float)g->up_offset : -0.0f};
+        const int kind = kind_of_all(g) == BF16 ? ALL_BF16 : NONE;
+        activate_tile(g, kind == NONE ? NONE : BF16, at[FN_GATE], n, first, NULL);
+        if (kind == NONE) gate_units(NONE, g->between, 0, &up, g, at, first, NULL, n);
+        else if (g->between == NONE) gate_units(ALL_BF16, NONE, 0, &up, g, at, first, NULL, n);
+        else gate_units(ALL_BF16, ALL_BF16, 0, &up, g, at, first, NULL, n);
+        return;
+    }
+    const int backward = g->pass == FN_BACKWARD;
+    widen_any((int)o[FN_GATE].kind, at[FN_GATE], n, z);
+    widen_any((int)o[FN_GATED].kind, at[FN_GATED], n, y);
+    if (backward) widen_any((int)o[FN_GATE_D].kind, at[FN_GATE_D], n, d);
+    activate_in_steps_float(g, z, y, backward ? d : NULL, (n + UNIT - 1) / UNIT * UNIT, first, second);
+    if (at[FN_GATE_OUT]) narrow_any((int)o[FN_GATE_OUT].kind, first, n, at[FN_GATE_OUT]);
+    if (backward && at[FN_GATE_DZ]) narrow_any((int)o[FN_GATE_DZ].kind, second, n, at[FN_GATE_DZ]);
 }
 
 /*
@@ -147,14 +211,14 @@ static void gate_float(const struct fn_gate *g, char *const *at, int n, float *k
     fetch(ahead, 2, 4, done, done + n);
 #define OF_ONE_KIND(kind)                                                        \
     do {                                                                         \
-        if (alone) gate_units(kind, NONE, 1, g, at, a, slope, n);                \
-        else if (g->between != NONE) gate_units(kind, kind, 0, g, at, a, slope, n); \
-        else gate_units(kind, NONE, 0, g, at, a, slope, n);                      \
+        if (alone) gate_units(kind, NONE, 1, NULL, g, at, a, slope, n);                \
+        else if (g->between != NONE) gate_units(kind, kind, 0, NULL, g, at, a, slope, n); \
+        else gate_units(kind, NONE, 0, NULL, g, at, a, slope, n);                      \
     } while (0)
     if (kind == BF16) OF_ONE_KIND(ALL_BF16);
     else if (kind == F16) OF_ONE_KIND(F16);
     else if (kind == F32) OF_ONE_KIND(F32);
-    else gate_units(NONE, g->between, alone, g, at, a, slope, n);
+    else gate_units(NONE, g->between, alone, NULL, g, at, a, slope, n);
 #undef OF_ONE_KIND
 }
 
@@ -164,10 +228,20 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n, double 
     const struct fn_operand *o = g->operand;
     const int backward = g->pass == FN_BACKWARD;
     double *const a = kept ? kept : values, *const slope = kept ? kept + FN_GATE_TILE : slopes;
+    if (fn_gate_has_steps(g)) {
+        double d[FN_GATE_TILE];
+        widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
+        widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
+        if (backward) widen_to_f64((int)o[FN_GATE_D].kind, at[FN_GATE_D], d, n);
+        activate_in_steps_double(g, z, y, backward ? d : NULL, n, values, slopes);
+        if (at[FN_GATE_OUT]) narrow_from_f64((int)o[FN_GATE_OUT].kind, values, at[FN_GATE_OUT], n);
+        if (backward && at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, slopes, at[FN_GATE_DZ], n);
+        return;
+    }
     if (at[FN_GATED]) widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
     if (!(kept && backward)) {
         widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
-        activate_double((int)g->activation, z, n, a, kept || backward ? slope : NULL);
+        activate_double((int)g->activation, 1, z, n, a, kept || backward ? slope : NULL);
     }
     if (!backward) {
         for (int i = 0; i < n; i++) y[i] = at[FN_GATED] ? y[i] * a[i] : a[i];
@@ -184,12 +258,52 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n, double 
     if (at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, y, at[FN_GATE_DZ], n);
 }
 
+/* Elements that take turns, of so many bytes, apart; and back. */
+static FN_NOINLINE void take_apart(int64_t size, const char *pairs, int n, char *even, char *odd) {
+#define APART(type)                                                                              \
+    for (int i = 0; i < n; i++) {                                                                \
+        memcpy(even + i * sizeof(type), pairs + 2 * i * sizeof(type), sizeof(type));             \
+        memcpy(odd + i * sizeof(type), pairs + (2 * i + 1) * sizeof(type), sizeof(type));        \
+    }
+    if (size == 2) { APART(uint16_t) }
+    else if (size == 4) { APART(uint32_t) }
+    else { APART(uint64_t) }
+#undef APART
+}
+static FN_NOINLINE void bring_together(int64_t size, const char *even, const char *odd, int n, char *pairs) {
+#define TOGETHER(type)                                                                           \
+    for (int i = 0; i < n; i++) {                                                                \
+        memcpy(pairs + 2 * i * sizeof(type), even + i * sizeof(type), sizeof(type));             \
+        memcpy(pairs + (2 * i + 1) * sizeof(type), odd + i * sizeof(type), sizeof(type));        \
+    }
+    if (size == 2) { TOGETHER(uint16_t) }
+    else if (size == 4) { TOGETHER(uint32_t) }
+    else { TOGETHER(uint64_t) }
+#undef TOGETHER
+}
+
+/* A tile in turns. */
+static FN_NOINLINE void gate_in_turns(const struct fn_gate *g, char *const *at, int n) {
+    _Alignas(64) char z[FN_GATE_TILE * sizeof(double)], y[sizeof z], dz[sizeof z], dy[sizeof z];
+    const int64_t size = fn_element_size(g->operand[FN_GATE].kind);
+    const int backward = g->pass == FN_BACKWARD;
+    char *apart[FN_GATE_OPERANDS] = {at[FN_GATE_D], y, z, backward ? dy : at[FN_GATE_OUT], backward ? dz : NULL};
+    take_apart(size, at[FN_GATE], n, z, y);
+    if (g->wide) gate_double(g, apart, n, NULL);
+    else if (fn_gate_has_steps(g)) gate_in_steps(g, apart, n);
+    else gate_float(g, apart, n, NULL, &fn_nothing_ahead, 0);
+    if (backward) bring_together(size, dz, dy, n, at[FN_GATE_DZ]);
+}
+
 void FN_OF(gate_run)(const struct fn_gate *g, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead) {
     for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
         const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
         char *tile[FN_GATE_OPERANDS];
-        for (int i = 0; i < FN_GATE_OPERANDS; i++) tile[i] = at[i] ? at[i] + done * fn_element_size(g->operand[i].kind) : NULL;
-        if (g->wide) gate_double(g, tile, count, kept ? (double *)kept + 2 * done : NULL);
+        for (int i = 0; i < FN_GATE_OPERANDS; i++)
+            tile[i] = at[i] ? at[i] + done * fn_gate_step(g, i) * fn_element_size(g->operand[i].kind) : NULL;
+        if (g->flags & FN_IN_TURNS) gate_in_turns(g, tile, count);
+        else if (g->wide) gate_double(g, tile, count, kept ? (double *)kept + 2 * done : NULL);
+        else if (fn_gate_has_steps(g)) gate_in_steps(g, tile, count);
         else gate_float(g, tile, count, kept ? (float *)kept + 2 * done : NULL, ahead, done);
     }
 }

@@ -24,8 +24,8 @@ const struct fn_call_kind fn_call_kinds[] = {
                    ARGUMENTS + 4, forward},
     [QUANTIZER] = {"quantizer", "x residual weight normed_out residual_out eps" FLAGS_OF_NORM
                    " packed between normalises scale zero_point out scale_out zero_point_out", ARGUMENTS + 8, forward},
-    [GATE] = {"gate", OPERANDS_OF_NORM "eps" FLAGS_OF_NORM " z activation order norm_before_gate between group_size out",
-              ARGUMENTS + 7, forward},
+    [GATE] = {"gate", OPERANDS_OF_NORM "eps" FLAGS_OF_NORM " z activation order norm_before_gate between group_size out"
+              " limit alpha up_offset clamp interleaved round_steps", ARGUMENTS + 13, forward},
     {"rotation",
      "q k q_weight k_weight cos sin positions q_out k_out eps weight_offset norm interleaved round_products between round_norm",
      16, rotate},

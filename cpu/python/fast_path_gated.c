@@ -1,14 +1,15 @@
 /* A gate on the fast path, alone or with a norm: rows times a function of other rows; and its gradients. */
 #include "python/fast_path.h"
 
+#include <math.h>
 #include <string.h>
 
 /*
  * Python's arguments, after those of every forward pass. ORDER: a number of enum fn_gate_order; of a norm and a gate None, and
  * NORM_FIRST says which is first. With FN_AND_MUL, Z has the rows, or it is None, and x holds both. GROUP: the elements of a
- * row that are normalised together, or None.
+ * row that are normalised together, or None. From LIMIT on there are optional steps, of FN_AND_MUL.
  */
-enum { Z, ACTIVATION, ORDER, NORM_FIRST, BETWEEN, GROUP, OUT };
+enum { Z, ACTIVATION, ORDER, NORM_FIRST, BETWEEN, GROUP, OUT, LIMIT, ALPHA, UP_OFFSET, CLAMP, INTERLEAVED, ROUNDS };
 _Static_assert((int)OUT == (int)FN_GATE_OUT_ARGUMENT, "fast_path_forward.c looks at the output");
 
 static int activation_of(PyObject *name) {
@@ -17,6 +18,25 @@ static int activation_of(PyObject *name) {
     for (int i = 0; i <= FN_RELU2; i++)
         if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[i]) == 0) return i;
     return -1;
+}
+
+/* Reads the optional steps. Returns 0 for what Python reports, or converts. */
+static int read_steps(PyObject *const *arguments, struct fn_gate *g) {
+    PyObject *const numbers[] = {arguments[LIMIT], arguments[ALPHA], arguments[UP_OFFSET]};
+    double *const to[] = {&g->limit, &g->alpha, &g->up_offset};
+    for (int i = 0; i < 3; i++) {
+        if (i == 0 && numbers[i] == Py_None) continue;
+        if (Py_TYPE(numbers[i]) != &PyFloat_Type) return 0;
+        *to[i] = PyFloat_AsDouble(numbers[i]);
+    }
+    if (numbers[0] != Py_None && !(g->limit > 0 && g->limit < INFINITY)) return 0;
+    if (!(g->alpha >= 1 && g->alpha < INFINITY && g->up_offset - g->up_offset == 0)) return 0;
+    if (!PyBool_Check(arguments[INTERLEAVED]) || !PyBool_Check(arguments[ROUNDS]) || !PyUnicode_Check(arguments[CLAMP])) return 0;
+    const int before = PyUnicode_CompareWithASCIIString(arguments[CLAMP], "before") == 0;
+    if (!before && PyUnicode_CompareWithASCIIString(arguments[CLAMP], "after")) return 0;
+    if (arguments[ROUNDS] == Py_True && arguments[BETWEEN] != Py_None) return 0;
+    g->flags = (before ? 0 : FN_CLAMP_AFTER) | (arguments[ROUNDS] == Py_True ? FN_ROUND_STEPS : 0);
+    return arguments[INTERLEAVED] == Py_False || arguments[Z] == Py_None;
 }
 
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given) {
@@ -33,6 +53,8 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
     if (between && given->how == FN_GATE_FIRST) return 0;
     g->activation = activation_of(arguments[ACTIVATION]);
     g->wide = kind == FN_F64;
+    g->alpha = 1;
+    if (given->how == FN_AND_MUL && !read_steps(arguments, g)) return 0;
     /* What Python reports; and a weight with a row for each head, which no function with a gate takes. */
     if (g->activation < 0 || (given->between && g->wide) || c->operand[FN_WEIGHT].stride) return 0;
     if (given->how == FN_AND_MUL && !given->between && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
@@ -40,7 +62,8 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
         if (c->hidden % 2) return 0;
         c->hidden /= 2;
         other = c->operand[FN_X];
-        other.address += (uintptr_t)(c->hidden * fn_element_size(kind));
+        if (arguments[INTERLEAVED] == Py_True) g->flags |= FN_IN_TURNS;
+        other.address += (uintptr_t)((g->flags & FN_IN_TURNS ? 1 : c->hidden) * fn_element_size(kind));
     } else {
         tensor t;
         if (!fn_read(arguments[Z], &t, &other) || !fn_same_device(&t, x) || !fn_same_shape(&t, x)) return 0;
@@ -64,6 +87,7 @@ static int may_be_written(const struct fn_gated *given, const struct fn_operand 
     const struct fn_call *c = &given->call;
     const struct fn_operand *rows[] = {&given->gate.operand[FN_GATED], &given->gate.operand[FN_GATE], out};
     fn_extent of[3];
+    if (given->gate.flags & FN_IN_TURNS) return 0; /* Python reports what it may not be */
     for (int i = 0; i < 3; i++) of[i] = fn_extent_of_rows(rows[i], c->rows, c->hidden);
     const fn_extent all[] = {of[0], of[1], fn_extent_of(c, FN_WEIGHT), of[2]};
     return fn_may_write(all, OUTPUT, IN_PLACE);
@@ -142,6 +166,7 @@ PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *argum
     if (!fn_takes("gate_backward", count, BACKWARD_ARGUMENTS)) return NULL;
     memset(&given, 0, sizeof given);
     g->pass = FN_BACKWARD;
+    g->alpha = 1;
     g->activation = activation_of(arguments[BACKWARD_ACTIVATION]);
     g->between = PyLong_AsLongLong(arguments[BACKWARD_BETWEEN]);
     const long device = PyLong_AsLong(arguments[DEVICE]);
@@ -195,6 +220,7 @@ PyObject *fn_norm_gated_backward_on_fast_path(PyObject *module, PyObject *const 
     if (!fn_exchange_api || !fn_run_on_cpu || g->activation < 0 || between < 0 || !read_tensors(arguments, o, c))
         return fn_was_made(1);
     c->pass = g->pass = FN_BACKWARD;
+    g->alpha = 1;
     g->rows = g->inner = c->rows, g->hidden = c->hidden;
     g->wide = o[OF_RSTD].kind == FN_F64;
     if (arguments[ROUNDS_NORM] == Py_True) c->flags = FN_ROUND_NORM;

@@ -13,7 +13,8 @@ static void run_elements(fn_gate_run *run, const struct fn_gate *g, int64_t row,
     for (int i = 0; i < FN_GATE_OPERANDS; i++) {
         const struct fn_operand *o = &g->operand[i];
         const int64_t first = row / g->inner * o->outer_stride + row % g->inner * o->stride;
-        at[i] = o->kind ? (char *)o->address + (first + begin) * fn_element_size(o->kind) : NULL;
+        const int64_t place = first + begin * fn_gate_step(g, i);
+        at[i] = o->kind ? (char *)o->address + place * fn_element_size(o->kind) : NULL;
     }
     run(g, at, end - begin, kept, ahead);
 }
@@ -22,7 +23,7 @@ static void run_elements(fn_gate_run *run, const struct fn_gate *g, int64_t row,
 static int is_one_row(const struct fn_gate *g) {
     if (g->inner != g->rows) return 0;
     for (int i = 0; i < FN_GATE_OPERANDS; i++)
-        if (g->operand[i].kind && g->operand[i].stride != g->hidden) return 0;
+        if (g->operand[i].kind && g->operand[i].stride != g->hidden * fn_gate_step(g, i)) return 0;
     return 1;
 }
 

@@ -17,6 +17,8 @@ typedef __m256i H2;
 FN_INLINE V v_set1(float value) { return _mm256_set1_ps(value); }
 FN_INLINE V v_add(V x, V y) { return _mm256_add_ps(x, y); }
 FN_INLINE V v_mul(V x, V y) { return _mm256_mul_ps(x, y); }
+FN_INLINE V v_no_more(V most, V x) { return _mm256_min_ps(most, x); }
+FN_INLINE V v_no_less(V least, V x) { return _mm256_max_ps(least, x); }
 FN_INLINE V v_swap(V x) { return _mm256_permute_ps(x, 0xb1); }
 
 FN_INLINE float v_halve(V x) {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusednorm.calls.c_enums import ByteKind, Flag, Kind, QuantizerFlag, RotationFlag
+from fusednorm.calls.c_enums import ByteKind, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
     ACTIVATIONS,
     Backward,
@@ -42,14 +42,17 @@ _flags = tuple(flag.value for flag in Flag)
 ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = _flags[:5]
 GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY = _flags[5:]
 NORMALISED, INTERLEAVED = (flag.value for flag in RotationFlag)
+CLAMP_AFTER, ROUND_STEPS, IN_TURNS = (flag.value for flag in GateFlag)
 
 # All fields of C's structures have 8 bytes. Each of a call's nine operands has four; the last ones may be left out.
 _pack, _pack_seven, _pack_four, _pack_one = (
     struct.Struct(f"=10q2d{4 * operands}q{32 * (9 - operands)}x").pack for operands in (9, 7, 4, 1)
 )
 _QUANTIZATION, _RESULTS = struct.Struct("=3q5d"), struct.Struct("=12q")
-_GATE, _ROTATION = struct.Struct("=28q"), struct.Struct("=11q2d38q")
+_GATE, _ROTATION = struct.Struct("=9q3d20q"), struct.Struct("=11q2d38q")
 _ABSENT: tuple[int, ...] = (0, 0, 0, 0)
+#: The flags and the numbers of a gate without optional steps.
+_NO_STEPS = 0, 0.0, 1.0, 0.0
 
 
 def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...]:
@@ -187,9 +190,12 @@ def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
     else:
         operands = tuple(map(_operand, (call.d, call.y, call.z, call.dy, call.dz), call.strides))
     wide = any(t is not None and t.dtype == torch.float64 for t in (call.y, call.z))
+    limit, alpha, up_offset, clamp, round_steps = call.steps
+    flags = CLAMP_AFTER * (clamp == "after") + ROUND_STEPS * round_steps + IN_TURNS * call.interleaved
     return _GATE.pack(
         *(isinstance(call, GateBackward), ACTIVATIONS.index(call.activation), KINDS[call.between], wide),
-        *(threads, call.rows, call.inner, call.hidden_size, *itertools.chain(*operands)),
+        *(threads, call.rows, call.inner, call.hidden_size, flags, limit, alpha, up_offset),
+        *itertools.chain(*operands),
     )
 
 
@@ -207,6 +213,7 @@ def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
         y, out = _operand(norm.x, x_strides), _passed(operation.x, inner, operation.hidden_size)
     return pack_forward(norm, threads, flag) + _GATE.pack(
         *(0, ACTIVATIONS.index(call.activation), 0, wide, threads, norm.rows, inner, operation.hidden_size),
+        *_NO_STEPS,
         *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, _ABSENT),
     )
 
@@ -233,6 +240,7 @@ def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes
         *(*of_norm[2], *_ABSENT, *_ABSENT, *_operand(call.dweight)),
     ) + _GATE.pack(
         *(1, ACTIVATIONS.index(call.activation), 0, wide, threads, call.rows, inner, hidden_size),
+        *_NO_STEPS,
         *itertools.chain(*of_gate),
     )
 

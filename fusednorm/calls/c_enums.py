@@ -74,13 +74,22 @@ class Activation(IntEnum):
     RELU2 = 4
 
 
+class GateFlag(IntEnum):
+    """Flags of a gate. IN_TURNS: elements of z and y take turns in memory, and so do their gradients."""
+
+    CLAMP_AFTER = 1
+    ROUND_STEPS = 2
+    IN_TURNS = 4
+
+
 class GateOrder(IntEnum):
-    """The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both."""
+    """The fast path's calls with a gate. ALONE: x times the gate. AND_MUL: x is the gate, or both. FUNCTION: of x."""
 
     ALONE = 0
     AND_MUL = 1
     NORM_FIRST = 2
     GATE_FIRST = 3
+    FUNCTION = 4
 
 
 class RotationFlag(IntEnum):
@@ -123,7 +132,7 @@ def header() -> str:
     """``cpu/abi/enums.h``."""
     lines = ["/* Printed by fusednorm/calls/c_enums.py, which has the same numbers for Python. */"]
     lines += ["#ifndef FUSEDNORM_ENUMS_H", "#define FUSEDNORM_ENUMS_H", ""]
-    for enum in (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateOrder, RotationFlag, Share, Limit):
+    for enum in (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateFlag, GateOrder, RotationFlag, Share, Limit):
         about = " ".join((enum.__doc__ or "").split())
         name = re.sub("(?<=.)([A-Z])", r"_\1", enum.__name__).lower()
         members = ", ".join(f"FN_{member}={value}" for member, value in enum.__members__.items())

@@ -70,6 +70,8 @@ class Step(NamedTuple):
     quantization: Quantization | None = None
     #: Of "rotate": the dtypes of heads, products and results.
     dtypes: tuple[torch.dtype, ...] = ()
+    #: Of "gate" and "gate_backward": "gate_steps" for any of :class:`GateSteps`, and "gate_interleaved".
+    also: tuple[str, ...] = ()
 
 
 class RMSNorm(NamedTuple):
@@ -118,7 +120,7 @@ class RMSNorm(NamedTuple):
             "x_scale": self.around is not None and self.around.scaled,
         }
         names = tuple(name for name, has in young.items() if has)
-        return names if self.step is None else (*names, self.step.name)
+        return names if self.step is None else (*names, self.step.name, *self.step.also)
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are, but rstd."""
@@ -374,6 +376,21 @@ class Rotate(NamedTuple):
         return self.size
 
 
+class GateSteps(NamedTuple):
+    """The optional steps of a gate whose function is silu: docs/spec.md, section 10."""
+
+    #: y is limited to [-limit, limit], and z, or the function's value, to at most limit; 0: they are not.
+    limit: float = 0.0
+    #: The function is ``z * sigmoid(alpha * z)``.
+    alpha: float = 1.0
+    #: Is added to y, after the limit.
+    up_offset: float = 0.0
+    #: "before": z is limited; "after": the function's value, rounded to ``between``.
+    clamp: str = "before"
+    #: Whether each product, sum and sigmoid is rounded to ``between``.
+    round_steps: bool = False
+
+
 class Gate(NamedTuple):
     """Rows times a function of other rows: docs/spec.md, section 10. ``inner`` and ``strides`` are as in Forward."""
 
@@ -392,6 +409,9 @@ class Gate(NamedTuple):
     inner: int
     #: Of y, z and out.
     strides: tuple[Strides, Strides, Strides]
+    steps: GateSteps = GateSteps()
+    #: Whether z and y take turns in memory: their elements lie two apart, z's before y's.
+    interleaved: bool = False
 
 
 class NormGated(NamedTuple):
@@ -435,6 +455,9 @@ class GateBackward(NamedTuple):
     inner: int
     #: Of d, y, z, dy and dz; (0, 0) where it is absent.
     strides: tuple[Strides, Strides, Strides, Strides, Strides]
+    steps: GateSteps = GateSteps()
+    #: Whether z and y take turns in memory, and their gradients too, of which both are wanted then.
+    interleaved: bool = False
 
 
 class NormGatedBackward(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import memory
-from fusednorm.calls.call import ACTIVATIONS, Flags, accumulator
+from fusednorm.calls.call import ACTIVATIONS, Flags, GateSteps, accumulator
 from fusednorm.calls.memory import Memory, lies_in_rows, overlaps_itself, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
 
@@ -179,6 +179,29 @@ def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation must be one of {names}, got {activation!r}; silu is also called swish")
+
+
+def check_gate_steps(steps: GateSteps, activation: str) -> None:
+    """The optional steps of a gate, as its operator has them."""
+    check_gate_numbers(steps.limit or None, steps.alpha, steps.up_offset, steps.clamp)
+    check_flag("round_steps", steps.round_steps)
+    if activation != "silu" and steps != GateSteps():
+        raise ValueError(f"activation must be 'silu' with limit, alpha, up_offset or round_steps, got {activation!r}")
+
+
+def check_gate_numbers(limit: float | None, alpha: float, up_offset: float, clamp: str) -> tuple[float, float, float]:
+    """The numbers of a gate's optional steps as floats; the limit is 0 where there is none."""
+    most = 0.0 if limit is None else number("limit", limit)
+    if not (most > 0 or limit is None):
+        raise ValueError(f"limit must be greater than 0, got {limit!r}; leave it out for none")
+    alpha, up_offset = number("alpha", alpha), number("up_offset", up_offset)
+    if not 1 <= alpha < math.inf:
+        raise ValueError(f"alpha must be finite and at least 1, got {alpha!r}; leave it out for silu")
+    if not math.isfinite(up_offset):
+        raise ValueError(f"up_offset must be finite, got {up_offset!r}; leave it out for none")
+    if clamp not in ("before", "after"):
+        raise ValueError(f"clamp must be 'before' or 'after', got {clamp!r}; leave it out to limit the gate")
+    return (0.0 if most == math.inf else most), alpha, up_offset
 
 
 def check_affine(

@@ -128,10 +128,13 @@ class Declaration:
     def schema(self) -> str:
         """The schema of the operator."""
         flags = list(map(self._in_schema, self.flags))
-        for place, default in reversed([*enumerate(self.flags.values())]):
-            if default is not None:
+        values = [*self.flags.values()]
+        # Those that came after one that must be given.
+        later = len(values) - values[::-1].index(torch.dtype) if torch.dtype in values else len(values)
+        for place, default in reversed([*enumerate(values)]):
+            if place < later and default is not None:
                 break
-            flags[place] += "=None"
+            flags[place] += f'="{default}"' if isinstance(default, str) else f"={default}"
         return f"({', '.join((*self._operands_in_schema, *flags))}) -> {_tensors(len(self.results))}"
 
     @property
@@ -218,7 +221,11 @@ class Declaration:
             return self.checks(operands, flags, in_memory)
         names = [operand.name for operand in self.operands]
         self.check_tensors(dict(zip(names, operands, strict=True)), in_memory)
-        return self.checked_flags(operands, dict(zip(self.flags, flags, strict=True)))
+        return self.checked_flags(operands, self.named(flags))
+
+    def named(self, flags: Sequence[Any]) -> dict[str, Any]:
+        """All flags by name. torch leaves out the last ones that an operator's schema has defaults for."""
+        return {**self.flags, **dict(zip(self.flags, flags, strict=False))}
 
     def check_tensors(self, tensors: Mapping[str, Tensor | None], in_memory: bool) -> None:
         """Checks operands, and what goes with them to the gradients' operator, by name."""

@@ -138,7 +138,10 @@ _CONSTANTS: dict[str, Any] = {
     "x_scale": 1.0,
     "round_sum": True,
     "next_norm": True,
-} | dict.fromkeys(("round_norm", "normalises", "norm", "interleaved", "round_products"), False)
+    "alpha": 1.0,
+    "up_offset": 0.0,
+    "clamp": "before",
+} | dict.fromkeys(("round_norm", "normalises", "norm", "interleaved", "round_products", "round_steps"), False)
 
 
 #: Of public functions, by name: an operator of the same name, but without outputs, has the same.

@@ -20,6 +20,7 @@ from fusednorm.calls.call import (
     ForwardCall,
     Gate,
     GateBackward,
+    GateSteps,
     Heads,
     HeadsNorm,
     NormGated,
@@ -306,37 +307,66 @@ class Gating(NamedTuple):
     between: torch.dtype | None = None
     #: The dtype of the result; gradients do not need it.
     out_dtype: torch.dtype | None = None
+    #: See :class:`fusednorm.calls.call.GateSteps`.
+    limit: float = 0.0
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    clamp: str = "before"
+    round_steps: bool = False
+
+    @property
+    def steps(self) -> GateSteps:
+        """The optional steps."""
+        return GateSteps(*self[3:])
 
 
-def backend_of_gates(y: Tensor, step: str) -> Chosen | None:
-    """The backend for such rows, if it has gates, or their gradients."""
-    return whole_of(operation_of(y, None, None, Flags()), Step(step))
+_NO_STEPS = GateSteps()
 
 
-def gate(y: Tensor, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
-    """Gated rows of checked operands, in new memory or in ``out``."""
+def backend_of_gates(z: Tensor, step: str, gating: Gating, interleaved: bool = False) -> Chosen | None:
+    """The backend for such rows, if it has such gates, or their gradients."""
+    also = ("gate_steps",) * (gating.steps != _NO_STEPS) + ("gate_interleaved",) * interleaved
+    return whole_of(operation_of(z, None, None, Flags()), Step(step, also=also))
+
+
+def _interleaved(y: Tensor | None, z: Tensor) -> Tensor | None:
+    """The tensor in which z and y take turns; None if they lie otherwise."""
+    if y is None or z.stride(-1) != 2 or y.stride() != z.stride() or y.dtype != z.dtype or y.is_neg() or z.is_neg():
+        return None
+    if y.data_ptr() != z.data_ptr() + z.itemsize:
+        return None
+    return z.as_strided((*z.shape[:-1], 2 * z.shape[-1]), (*z.stride()[:-1], 1))
+
+
+def gate(y: Tensor | None, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
+    """Gated rows of checked operands, or without y the function of z, in new memory or in ``out``."""
     if out is None and (found := gate_on_fast_path(y, z, gating)) is not None:
         return found
-    backend = backend_of_gates(y, "gate")
+    first, both = z if y is None else y, _interleaved(y, z)
+    backend = backend_of_gates(first, "gate", gating, both is not None)
+    if backend is None and both is not None:
+        backend, both = backend_of_gates(first, "gate", gating), None
     if backend is None:
         found = activations.gated(y, z, *cast(Any, gating))
         return found if out is None else out.copy_(found)
-    layout = in_levels((out,), (y, z))
+    layout = in_levels((out,), (y, z) if both is None else (None, both))
     if layout is None:  # a kernel cannot write such rows
         return cast(Tensor, out).copy_(gate(y, z, gating))
     inner, (of_out, of_y, of_z), (y, z) = layout
-    size, rows, given = y.shape[-1], y.shape[:-1].numel(), _given(out)
+    if both is not None:
+        of_y, y, z = of_z, z[..., 1::2], z[..., ::2]
+    size, rows, given = z.shape[-1], z.shape[:-1].numel(), _given(out)
     if out is None:
-        out, of_out = new_like(y, gating.out_dtype), (inner * size, size)
-    strides = (of_y, of_z, of_out)
-    _run(backend, Gate(y, z, out, gating.activation, gating.between, size, rows, inner, strides), given)
+        out, of_out = new_like(z, gating.out_dtype), (inner * size, size)
+    call = Gate(y, z, out, gating.activation, gating.between, size, rows, inner, (of_y, of_z, of_out))
+    _run(backend, call._replace(steps=gating.steps, interleaved=both is not None), given)
     return out
 
 
-def gate_on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
+def gate_on_fast_path(y: Tensor | None, z: Tensor, gating: Gating) -> Tensor | None:
     """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
     between, out_dtype = gating.between, gating.out_dtype
-    if between is torch.float32:
+    if between is torch.float32 or y is None or gating.steps != _NO_STEPS:
         return None
     if between is None and out_dtype == y.dtype:
         found: Any = _gate_alone(y, z, gating.activation)
@@ -347,34 +377,56 @@ def gate_on_fast_path(y: Tensor, z: Tensor, gating: Gating) -> Tensor | None:
     return cast("Tensor | None", found)
 
 
-def rows_and_gate(operands: Sequence[Any]) -> Any:
-    """y and z, of both or of one tensor that holds both: z in its first half."""
-    return operands if len(operands) == 2 else operands[0].chunk(2, -1)[::-1]
+def rows_and_gate(operands: Sequence[Any], interleaved: bool = False) -> Any:
+    """y and z, of both or of one tensor that holds both: z in its first half, or in every second element."""
+    if len(operands) == 2:
+        return operands
+    (both,) = operands
+    return (both[..., 1::2], both[..., ::2]) if interleaved else both.chunk(2, -1)[::-1]
 
 
 def gate_gradients(
-    backend: Chosen | None, d: Tensor, operands: Sequence[Tensor], gating: Gating, needs: Sequence[bool]
+    backend: Chosen | None,
+    d: Tensor,
+    operands: Sequence[Tensor | None],
+    gating: Gating,
+    needs: Sequence[bool],
+    interleaved: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of y and z, or of one tensor that holds both, as far as they are needed."""
+    """The gradients of y and z, or of one tensor that holds both, as far as they are needed.
+
+    ``interleaved``: they take turns in one tensor, which the backend takes, if there is one.
+    """
     found = new_gradients(operands, needs)
     if _are_of_no_rows(d):
         return found
-    y, z = rows_and_gate(operands)
-    dy, dz = rows_and_gate(found)  # their rows lie in one level
-    activation, between = gating.activation, gating.between
-    if backend is not None and fast_path.gate_backward(backend, d, y, z, dy, dz, activation, KINDS[between]):
+    y, z = rows_and_gate(operands, interleaved)
+    dy, dz = rows_and_gate(found, interleaved)  # their rows lie in one level
+    activation, between, steps = gating.activation, gating.between, gating.steps
+    if (
+        backend is not None
+        and steps == _NO_STEPS
+        and not interleaved
+        and fast_path.gate_backward(backend, d, y, z, dy, dz, activation, KINDS[between])
+    ):
         return found
     if backend is None:
         check_kept((d,), (y, z))
-        by_formula = activations.gate_gradients(d, y, z, activation, between, (dy is not None, dz is not None))
+        needed = dy is not None, dz is not None
+        by_formula = activations.gate_gradients(d, y, z, activation, between, *steps, needed)
         for output, gradient in zip((dy, dz), by_formula, strict=True):
             if output is not None and gradient is not None:
                 output.copy_(gradient)
         return found
-    inner, strides, (d, y, z, dy, dz) = kept_in_levels((d,), (y, z, dy, dz))
     size, rows = d.shape[-1], d.shape[:-1].numel()
+    if interleaved:
+        inner, (of_d, of_both, of_found), (d, both, both_found) = kept_in_levels((d,), (*operands, *found))
+        strides = of_d, of_both, of_both, of_found, of_found
+        (y, z), (dy, dz) = rows_and_gate([both], True), rows_and_gate([both_found], True)
+    else:
+        inner, strides, (d, y, z, dy, dz) = kept_in_levels((d,), (y, z, dy, dz))
     call = GateBackward(d, y, z, dy, dz, activation, between, size, rows, inner, cast(Any, tuple(strides)))
-    backend.backward(call)
+    backend.backward(call._replace(steps=steps, interleaved=interleaved))
     return found
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags, accumulator
+from fusednorm.calls.call import Flags, GateSteps, accumulator
 from fusednorm.calls.checks import (
     check_activation,
     check_apart,
     check_between,
+    check_flag,
     check_flags,
+    check_gate_numbers,
     check_memory,
     check_operands,
     refuse_grad,
@@ -36,27 +39,41 @@ def _record(y: Tensor, z: Tensor, activation: str, out: Tensor | None = None, _:
     """The result of :func:`gate` for plain operands that C has read, where gradients are recorded; or None."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    return Gated.apply(Gating(activation, None, y.dtype), y, z)  # type: ignore[no-untyped-call]
+    return Gated.apply(Gating(activation, None, y.dtype), False, y, z)  # type: ignore[no-untyped-call]
 
 
-def _record_gate_and_up(
-    gate: Tensor, up: Tensor | None, activation: str, between: torch.dtype | None = None, out: Tensor | None = None
+def _record_and_mul(
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    between: torch.dtype | None = None,
+    out: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    clamp: str = "before",
+    interleaved: bool = False,
+    round_steps: bool = False,
 ) -> Any:
     """The same of :func:`silu_and_mul`."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    gating = _and_mul_gating(activation, between, gate)._replace(out_dtype=gate.dtype)
-    return Gated.apply(gating, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
+    steps = GateSteps(limit or 0.0, alpha, up_offset, clamp, round_steps)
+    gating = _and_mul_gating(activation, between, gate, steps)._replace(out_dtype=gate.dtype)
+    return Gated.apply(gating, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
 
 
-def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor) -> Gating:
+def _and_mul_gating(
+    activation: str, between: torch.dtype | None, gate: Tensor, steps: GateSteps = GateSteps()
+) -> Gating:
     passed = between or gate.dtype
-    return Gating(activation, None if passed == accumulator(gate.dtype) else passed)
+    return Gating(activation, None if passed == accumulator(gate.dtype) else passed, None, *steps)
 
 
+_STEPS = "limit alpha up_offset clamp interleaved round_steps"
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)
-_gate_and_up = Entry("gate", "x z activation between out", constants={"order": AND_MUL}).open(
-    recorded=_record_gate_and_up
+_gate_and_up = Entry("gate", f"x z activation between out {_STEPS}", constants={"order": AND_MUL}).open(
+    recorded=_record_and_mul
 )
 
 
@@ -114,9 +131,22 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
 
 
 def silu_and_mul(
-    gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    between: torch.dtype | None = None,
+    out: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    clamp: str = "before",
+    interleaved: bool = False,
+    round_steps: bool = False,
 ) -> Tensor:
     """``silu(gate) * up``, as the MLP of Llama and its descendants has it: docs/spec.md, section 10.
+
+    With ``limit=7.0, alpha=1.702, up_offset=1.0, interleaved=True`` it is the gate of gpt-oss (``round_steps=True`` as
+    Hugging Face rounds it), with a limit alone that of DeepSeek-V4, and with ``clamp="after"`` too that of Step 3.7.
 
     Args:
         gate: [..., N], float16, bfloat16, float32 or float64, any strides. Without ``up`` [..., 2 * N]: the first half
@@ -125,23 +155,44 @@ def silu_and_mul(
         between: the dtype to which ``silu(gate)`` is rounded before the multiplication: gate's if None, as Hugging
             Face and vLLM do, or ``torch.float32``, which leaves it unrounded, as SGLang does.
         out: [..., N] to write to, in its own dtype. May be gate or up itself, or a half of the gate.
+        limit: up is limited to [-limit, limit], and the gate to at most ``limit``; a NaN stays. Greater than 0, rounded
+            to the dtype of what is limited. None, as infinity, is no limit.
+        alpha: the function is ``gate * sigmoid(alpha * gate)``. At least 1, and finite.
+        up_offset: is added to up after the limit.
+        clamp: "before": the gate is limited; "after": ``silu(gate)``, rounded to ``between``, is.
+        interleaved: without ``up``, the even elements are the gate and the odd ones ``up``, in place of the halves.
+        round_steps: each product, sum and sigmoid is rounded to gate's dtype, as a model in plain torch operations has
+            it; silu is one operation where ``alpha`` is 1. Not with ``between``.
 
     Returns:
         [..., N] of gate's dtype; ``out`` if given.
 
     Raises:
         TypeError: an operand is no tensor, or of a dtype that does not fit; ``between`` is another dtype.
-        ValueError: shapes, devices or memory do not fit, or without ``up`` the last dimension is odd.
+        ValueError: shapes, devices, memory or numbers do not fit, or without ``up`` the last dimension is odd;
+            ``interleaved`` is given with ``up``, or ``round_steps`` with ``between``.
         RuntimeError: ``out`` is given and an operand requires grad.
         BackendError: the requested backends cannot take the call.
     """
-    return _and_mul(silu_and_mul, "silu", gate, up, between, out)
+    if not is_dynamo_compiling():
+        result: Tensor | None = _gate_and_up(
+            gate, up, "silu", between, out, limit, alpha, up_offset, clamp, interleaved, round_steps
+        )
+        if result is not None:
+            return result
+    steps = {"limit": limit, "alpha": alpha, "up_offset": up_offset, "clamp": clamp}
+    flags = {"interleaved": interleaved, "round_steps": round_steps}
+    return _and_mul(silu_and_mul, "silu", gate, up, between, out, steps | flags)
 
 
 def gelu_tanh_and_mul(
     gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
     """``gelu(gate, approximate="tanh") * up``, as Gemma's MLP has it; otherwise as :func:`silu_and_mul`."""
+    if not is_dynamo_compiling():
+        result: Tensor | None = _gate_and_up(gate, up, "gelu_tanh", between, out)
+        if result is not None:
+            return result
     return _and_mul(gelu_tanh_and_mul, "gelu_tanh", gate, up, between, out)
 
 
@@ -149,38 +200,76 @@ def gelu_and_mul(
     gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
     """``gelu(gate) * up``, GELU as z * Phi(z), as ModernBERT's MLP has it; otherwise as :func:`silu_and_mul`."""
+    if not is_dynamo_compiling():
+        result: Tensor | None = _gate_and_up(gate, up, "gelu", between, out)
+        if result is not None:
+            return result
     return _and_mul(gelu_and_mul, "gelu", gate, up, between, out)
 
 
 def _and_mul(
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     activation: str,
     gate: Tensor,
     up: Tensor | None,
     between: torch.dtype | None,
     out: Tensor | None,
+    steps: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
-    """The public function, whose gate has this activation."""
-    if not is_dynamo_compiling():
-        result: Tensor | None = _gate_and_up(gate, up, activation, between, out)
-        if result is not None:
-            return result
-        if must_be_seen.override(gate, up, out):
-            values = {"gate": gate, "up": up, "between": between, "out": out}
-            return must_be_seen.handed_over(function, (gate, up, out), values)
+    """The public function, whose gate has this activation and these optional steps, and which the fast path refused."""
+    if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
+        values = {"gate": gate, "up": up, "between": between, "out": out, **steps}
+        return must_be_seen.handed_over(function, (gate, up, out), values)
+    operands = checked_operands(gate, up, between, **steps)
+    gating = _and_mul_gating(activation, between, gate, operands.steps)
+    return _run(function, operands.names, operands.y, operands.z, gating, out, operands.both, operands.interleaved)
+
+
+class Operands(NamedTuple):
+    """The operands and the optional steps of :func:`silu_and_mul`."""
+
+    y: Tensor
+    z: Tensor
+    #: As the caller calls them; the first one decides dtypes.
+    names: dict[str, Tensor]
+    #: The tensor that has both; or None.
+    both: Tensor | None
+    interleaved: bool
+    steps: GateSteps
+
+
+def checked_operands(
+    gate: Tensor,
+    up: Tensor | None,
+    between: torch.dtype | None,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    clamp: str = "before",
+    interleaved: bool = False,
+    round_steps: bool = False,
+) -> Operands:
+    """The operands of :func:`silu_and_mul`, and its flags, which are checked."""
     if not isinstance(gate, Tensor):
         refuse_type("gate", gate)
     check_between(between, gate, "gate")
-    gating = _and_mul_gating(activation, between, gate)
+    steps = GateSteps(*check_gate_numbers(limit, alpha, up_offset, clamp), clamp, round_steps)
+    check_flag("interleaved", interleaved)
+    check_flag("round_steps", round_steps)
+    if round_steps and between is not None:
+        raise ValueError("round_steps=True rounds to gate's dtype, and between is given; leave out one of them")
     if up is not None:
-        return _run(function, {"gate": gate, "up": up}, up, gate, gating, out)
-    z, y = halves(gate)
+        if interleaved:
+            raise ValueError("interleaved=True goes with one tensor that has gate and up; leave it out, or up")
+        return Operands(up, gate, {"gate": gate, "up": up}, None, False, steps)
+    z, y = halves(gate, interleaved)
     half = "N" if is_dynamo_compiling() else y.shape[-1]  # a compiler would take the number in a name for a constant
-    names = {f"gate[..., :{half}]": z, f"gate[..., {half}:]": y}
-    return _run(function, names, y, z, gating, out, gate)
+    names = ("gate[..., ::2]", "gate[..., 1::2]") if interleaved else (f"gate[..., :{half}]", f"gate[..., {half}:]")
+    return Operands(y, z, dict(zip(names, (z, y), strict=True)), gate, interleaved, steps)
 
 
-def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
+def halves(gate: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """The gate, and the rows that it multiplies, in one tensor of [..., 2 * N].
 
     Raises:
@@ -197,6 +286,8 @@ def halves(gate: Tensor) -> tuple[Tensor, Tensor]:
             f"gate must be [..., 2 * N] where up is not given, got shape {list(gate.shape)}; pass gate and up, both of "
             "[..., N]"
         )
+    if interleaved:
+        return gate[..., ::2], gate[..., 1::2]
     half = gate.shape[-1] // 2
     return gate[..., :half], gate[..., half:]
 
@@ -209,11 +300,12 @@ def _run(
     gating: Gating,
     out: Tensor | None,
     both: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """The results of the public function.
 
-    ``operands``: y and z as the caller calls them; the first one decides dtypes. ``both``: the tensor whose halves are
-    z and y.
+    ``operands``: y and z as the caller calls them; the first one decides dtypes. ``both``: the tensor whose halves, or
+    even and odd elements, are z and y.
     """
     listener = must_be_seen.listener(y, z, out)
     if listener is Listener.OVERRIDE:
@@ -239,34 +331,45 @@ def _run(
     if transformed:
         return dtensor_bridge.written(out, cast(Any, GATE.recorded).apply(y, z, *gating))
     if records:
-        return cast(Tensor, Gated.apply(gating, *((y, z) if both is None else (both,))))  # type: ignore[no-untyped-call]
+        given = (y, z) if both is None else (both,)
+        return cast(Tensor, Gated.apply(gating, interleaved, *given))  # type: ignore[no-untyped-call]
     return execute.gate(y, z, gating, out)
 
 
 class Gated(torch.autograd.Function):
-    """(gating, y, z), or (gating, [..., 2 * N] of z and then y), -> y times a function of z.
+    """(gating, False, y, z), or (gating, interleaved, [..., 2 * N] of z and y), -> y times a function of z.
 
     For calls that nothing but autograd must see: a short one takes a third of the time of ``GATE.recorded``, and the
     gradient of a tensor that holds both is written where it belongs.
     """
 
     @staticmethod
-    def forward(ctx: Any, gating: Gating, *operands: Tensor) -> Tensor:
+    def forward(ctx: Any, gating: Gating, interleaved: bool, *operands: Tensor) -> Tensor:
         """Keeps the operands, and the backend that the backward pass takes: the one in force now."""
-        y, z = execute.rows_and_gate(operands)
+        y, z = execute.rows_and_gate(operands, interleaved)
         ctx.save_for_backward(*operands)
-        ctx.gating, ctx.backend = gating, execute.backend_of_gates(y, "gate_backward")
+        ctx.gating, ctx.interleaved = gating, interleaved
+        ctx.backend = execute.backend_of_gates(y, "gate_backward", gating, interleaved)
+        ctx.apart = interleaved and ctx.backend is None
+        if ctx.apart:
+            ctx.backend = execute.backend_of_gates(y, "gate_backward", gating)
         return execute.gate(y, z, gating)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         """See :func:`fusednorm.reference.activations.gate_gradients`."""
-        operands, gating, needs = ctx.saved_tensors, ctx.gating, ctx.needs_input_grad[1:]
+        operands, gating, interleaved = ctx.saved_tensors, ctx.gating, ctx.interleaved
+        needs = ctx.needs_input_grad[2:]
         if not (must_be_seen.differentiated_again() or must_be_seen.below(d, *operands)):
-            return None, *execute.gate_gradients(ctx.backend, d, operands, gating, needs)
+            if not ctx.apart:
+                return None, None, *execute.gate_gradients(ctx.backend, d, operands, gating, needs, interleaved)
+            dy, dz = execute.gate_gradients(
+                ctx.backend, d, execute.rows_and_gate(operands, interleaved), gating, (True, True)
+            )
+            return None, None, torch.stack((cast(Tensor, dz), cast(Tensor, dy)), -1).flatten(-2)
         dtensor_bridge.check_kept((d,), operands)
 
         def again(*operands: Tensor) -> tuple[Tensor]:
-            return (cast(Any, GATE.recorded).apply(*execute.rows_and_gate(operands), *gating),)
+            return (cast(Any, GATE.recorded).apply(*execute.rows_and_gate(operands, interleaved), *gating),)
 
-        return None, *composed_again(again, operands, (d,), needs)
+        return None, None, *composed_again(again, operands, (d,), needs)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from fusednorm.calls.call import accumulator
+from fusednorm.calls.call import GateSteps, accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.reference.norm import at_least, rounded, widened, within
 
@@ -255,30 +255,111 @@ def activated_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return f, s + f * c * ((inner * inner * SLOPE + 1) * OUTER)
 
 
-def gated(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype) -> Tensor:
-    """y times the gate z, [..., N], as the specification writes it.
+def _no_more(value: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
+    """Values, and a limit that a dtype has, in place of those above it."""
+    most = torch.full((), limit, dtype=value.dtype, device=value.device).to(dtype).to(value.dtype)
+    return torch.where(value > most, most, value)
+
+
+def _rounded_step(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value if dtype is None else rounded(value, dtype).to(value.dtype)
+
+
+def _swish(g: Tensor, alpha: float, between: torch.dtype | None, round_steps: bool) -> tuple[Tensor, Tensor]:
+    """g * sigmoid(alpha * g), and its derivative; both can be differentiated again."""
+    if not round_steps:
+        f, s, c = Product.apply(g, g * alpha)  # type: ignore[no-untyped-call]
+        return f, s + f * c * alpha
+    s = _rounded_step(activated_and_slope(_rounded_step(g * alpha, between), "sigmoid")[0], between)
+    f = _rounded_step(g * s, between)
+    return f, s + f * (1 - s) * alpha
+
+
+class _Factors(NamedTuple):
+    """The factors of a gate's product, in the accumulator type."""
+
+    #: None where the function's value is the result.
+    u: Tensor | None
+    a: Tensor
+    #: The derivative of the function's value; None where it is not asked for.
+    slope: Tensor | None
+    #: Whether y, z and the function's value are within their limits; None: they have none.
+    u_inside: Tensor | None
+    z_inside: Tensor | None
+    a_inside: Tensor | None
+
+
+def _factors(
+    y: Tensor | None, z: Tensor, activation: str, between: torch.dtype | None, steps: GateSteps, derived: bool
+) -> _Factors:
+    """``derived``: whether the derivative is asked for."""
+    limit = steps.limit
+    wide = accumulator(z.dtype if y is None else torch.promote_types(y.dtype, z.dtype))
+    g, u = widened(z, wide), None if y is None else widened(y, wide)
+    slope = u_inside = z_inside = a_inside = None
+    if limit and steps.clamp == "before":
+        limited = _no_more(g, limit, z.dtype)
+        g, z_inside = limited, g <= limited
+    if steps.alpha != 1:
+        a, slope = _swish(g, steps.alpha, between, steps.round_steps)
+    elif derived:
+        a, slope = activated_and_slope(g, activation)
+    else:
+        a = activated(g, activation)
+    a = _rounded_step(a, between)
+    if limit and steps.clamp == "after":
+        limited = _no_more(a, limit, between or wide)
+        a, a_inside = limited, a <= limited
+    if u is not None and y is not None and limit:
+        limited = -_no_more(-_no_more(u, limit, y.dtype), limit, y.dtype)
+        u, u_inside = limited, u == limited
+    if u is not None and steps.up_offset:
+        u = _rounded_step(u + steps.up_offset, between if steps.round_steps else None)
+    return _Factors(u, a, slope, u_inside, z_inside, a_inside)
+
+
+def gated(
+    y: Tensor | None, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype, *steps: Any
+) -> Tensor:
+    """y times the gate z, [..., N], as the specification writes it; without y, the function of z.
 
     Args:
-        y: [..., N], float16, bfloat16, float32 or float64.
+        y: [..., N], float16, bfloat16, float32 or float64; or None.
         z: [..., N], any of these dtypes.
         activation: the gate's function, of :data:`ACTIVATIONS`.
         between: the dtype that the gate is rounded to before it is multiplied, or None.
         out_dtype: the dtype of the result.
+        steps: those of :class:`fusednorm.calls.call.GateSteps`.
     """
-    wide = accumulator(torch.promote_types(y.dtype, z.dtype))
-    a = activated(z.to(wide), activation)
-    if between is not None:
-        a = rounded(a, between).to(wide)
-    return rounded(y.to(wide) * a, out_dtype)
+    of = _factors(y, z, activation, between, GateSteps(*steps), derived=False)
+    return rounded(of.a if of.u is None else of.u * of.a, out_dtype)
 
 
 def gate_gradients(
-    d: Tensor, y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, needs: tuple[bool, bool]
+    d: Tensor,
+    y: Tensor | None,
+    z: Tensor,
+    activation: str,
+    between: torch.dtype | None,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    clamp: str,
+    round_steps: bool,
+    needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of y and z of :func:`gated`, as far as they are needed; d is the result's."""
-    wide = accumulator(torch.promote_types(y.dtype, z.dtype))
-    a, slope = activated_and_slope(widened(z, wide), activation)
-    da, d = d.to(wide) * y.to(wide), d.to(wide)
-    if between is not None:
-        a, da = rounded(a, between).to(wide), rounded(da, between).to(wide)
-    return rounded(d * a, y.dtype) if needs[0] else None, rounded(da * slope, z.dtype) if needs[1] else None
+    steps = GateSteps(limit, alpha, up_offset, clamp, round_steps)
+    of = _factors(y, z, activation, between, steps, derived=True)
+    d = da = d.to(of.a.dtype)
+    dy = dz = None
+    if y is not None and of.u is not None:
+        da = _rounded_step(d * of.u, between)
+        dy = rounded(_inside(d * of.a, of.u_inside), y.dtype) if needs[0] else None
+    if needs[1]:
+        dz = rounded(_inside(_inside(da, of.a_inside) * cast("Tensor", of.slope), of.z_inside), z.dtype)
+    return dy, dz
+
+
+def _inside(gradient: Tensor, inside: Tensor | None) -> Tensor:
+    return gradient if inside is None else torch.where(inside, gradient, 0)

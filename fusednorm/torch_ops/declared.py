@@ -117,7 +117,7 @@ class Operator:
         kept = results[len(self.declaration.returned) :]
         ctx.save_for_backward(*inputs[self.taken], *kept)
         ctx.flags, ctx.dtype = inputs[self.count :], inputs[0].dtype
-        asked = dict(zip(self.declaration.flags, ctx.flags, strict=True))
+        asked = self.declaration.named(ctx.flags)
         ctx.gradient_flags = [asked[flag] for flag in self.gradient_flags]
         ctx.mark_non_differentiable(*kept)
 
@@ -241,7 +241,7 @@ def _tangents(
     if declaration.tangent is not None:
         found = declaration.tangent(operands, flags, tangents)
         return *found, *[None] * len(declaration.kept)
-    places, asked = declaration.places, dict(zip(declaration.flags, flags, strict=True))
+    places, asked = declaration.places, declaration.named(flags)
     gradient_flags = [asked[flag] for flag in operator.gradient_flags]
     needs = [tangents[place] is not None for place in places]
     kept = declaration.formula(*operands, *flags)[len(declaration.returned) :] if declaration.kept else ()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.checks import check_activation, check_dtype, check_operands
+from fusednorm.calls.call import GateSteps
+from fusednorm.calls.checks import check_activation, check_dtype, check_gate_steps, check_operands
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.engine import execute
@@ -43,11 +44,15 @@ def _run_gate(y: Tensor, z: Tensor, *gating: Any) -> tuple[Tensor]:
 def _run_gate_backward(d: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     *flags, needs = rest
     gating = Gating(**dict(zip(GATE.gradient_flags, flags, strict=True)))
-    return execute.gate_gradients(execute.backend_of_gates(y, "gate_backward"), d, (y, z), gating, needs)
+    backend = execute.backend_of_gates(y, "gate_backward", gating)
+    return execute.gate_gradients(backend, d, (y, z), gating, needs)
 
 
-def _check_gate(y: Tensor, z: Tensor, *, activation: str, between: torch.dtype | None, **_: Any) -> None:
+def _check_gate(
+    y: Tensor, z: Tensor, *, activation: str, between: torch.dtype | None, out_dtype: Any = None, **steps: Any
+) -> None:
     check_activation(activation)
+    check_gate_steps(GateSteps(**steps), activation)
     wide = torch.float64 in (y.dtype, z.dtype)
     if between is not None and (between not in (torch.float16, torch.bfloat16) or wide):
         raise TypeError(

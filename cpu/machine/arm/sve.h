@@ -25,6 +25,8 @@ FN_INLINE int64_t u_index(int64_t i) {
 FN_INLINE U u_set1(float value) { return svdup_n_f32(value); }
 FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
 FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
+FN_INLINE U u_no_more(float most, U x) { return svmin_n_f32_x(all(), x, most); }
+FN_INLINE U u_no_less(float least, U x) { return svmax_n_f32_x(all(), x, least); }
 FN_INLINE U u_swap(int by_parity, U u) {
     return (void)by_parity, svreinterpret_f32_u64(svrevw_u64_x(svptrue_b64(), svreinterpret_u64_f32(u)));
 }
