@@ -138,13 +138,13 @@ static FN_NOINLINE void OF(activate_in_steps)(const struct fn_gate *g, const REA
     const REAL of_a = (REAL)limit_of(g, g->between), alpha = (REAL)g->alpha, offset = (REAL)g->up_offset;
     for (int i = 0; i < n; i++) limited[i] = OF(chosen)(before & (z[i] > of_z), of_z, z[i]);
     if (alpha == 1) {
-        OF(activate)(FN_SILU, alpha, limited, n, a, d ? slopes : NULL);
+        OF(activate_any)(FN_SILU, alpha, limited, n, a, d ? slopes : NULL);
     } else if (!(g->flags & FN_ROUND_STEPS)) {
-        OF(activate)(SWISH, alpha, limited, n, a, d ? slopes : NULL);
+        OF(activate_any)(SWISH, alpha, limited, n, a, d ? slopes : NULL);
     } else {
         for (int i = 0; i < n; i++) factor[i] = alpha * limited[i];
         OF(round_tile)(g->between, factor, n);
-        OF(activate)(FN_SIGMOID, alpha, factor, n, slopes, NULL);
+        OF(activate_any)(FN_SIGMOID, alpha, factor, n, slopes, NULL);
         OF(round_tile)(g->between, slopes, n);
         for (int i = 0; i < n; i++) a[i] = limited[i] * slopes[i];
         OF(round_tile)(g->between, a, n);

@@ -32,6 +32,10 @@ static FN_NOINLINE void round_tile_float(int64_t kind, float *x, int n) {
 /* Of float64 no step is rounded. */
 FN_INLINE void round_tile_double(int64_t kind, double *x, int n) { (void)kind, (void)x, (void)n; }
 
+/* The values of a function, and its slopes unless `slope` is NULL; in whole units. */
+static void activate_any_float(int activation, float alpha, const float *z, int n, float *f, float *slope);
+static void activate_any_double(int activation, double alpha, const double *z, int n, double *f, double *slope);
+
 #define REAL float
 #define WHOLE uint32_t
 #define OF(name) name##_float
@@ -48,6 +52,11 @@ static const float denominator_float[] = {
     0x1p+0f, 0x1.aab554p+0f, 0x1.30cfa4p+0f, 0x1.d8f9bp-2f, 0x1.972ef6p-4f, 0x1.45ef08p-7f};
 #include "kernels/activations.h"
 #include "kernels/usual_gates.h"
+
+static void activate_any_float(int activation, float alpha, const float *z, int n, float *f, float *slope) {
+    if (activation == FN_GELU || activation == FN_RELU2 || !activate_usual(activation, alpha, z, n, f, slope))
+        activate_float(activation, alpha, z, n, f, slope);
+}
 
 #define REAL double
 #define WHOLE uint64_t
@@ -73,6 +82,10 @@ static const double denominator_double[] = {
     0x1.1bb7bfb21aaa4p-16, 0x1.21b4230e18e46p-21};
 #include "kernels/activations.h"
 
+static void activate_any_double(int activation, double alpha, const double *z, int n, double *f, double *slope) {
+    activate_double(activation, alpha, z, n, f, slope);
+}
+
 /*
  * The same as load_any, to store. No outputs bypass the cache: gates compute longer than memory takes, and from
  * memory such stores took twice the time.
@@ -84,17 +97,26 @@ FN_INLINE void store_any(int64_t kind, void *row, int64_t i, int n, U value) {
     else u_store(ALL_BF16, row, i, n, value);
 }
 
-/* n elements as float, in whole units. */
-FN_INLINE void widen_gate(int kind, const void *row, int n, float *z) {
+/* n elements as float, in whole units; with `limited` at most `most`. */
+FN_INLINE void widen_tile(int kind, int limited, float most, const void *row, int n, float *x) {
+#define WIDENED(i, n) u_store(F32, x, i, UNIT, limited ? u_no_more(most, u_load(kind, row, i, n)) : u_load(kind, row, i, n))
     int i = 0;
-    for (; i + UNIT <= n; i += UNIT) u_store(F32, z, i, UNIT, u_load(kind, row, u_index(i), UNIT));
-    if (i < n) u_store(F32, z, i, UNIT, u_load(kind, row, i, n - i));
+    for (; i + UNIT <= n; i += UNIT) WIDENED(u_index(i), UNIT);
+    if (i < n) WIDENED(i, n - i);
+#undef WIDENED
 }
 
 static void widen_any(int kind, const void *row, int n, float *x) {
-    if (kind == BF16) widen_gate(BF16, row, n, x);
-    else if (kind == F16) widen_gate(F16, row, n, x);
-    else widen_gate(F32, row, n, x);
+    if (kind == BF16) widen_tile(BF16, 0, 0, row, n, x);
+    else if (kind == F16) widen_tile(F16, 0, 0, row, n, x);
+    else widen_tile(F32, 0, 0, row, n, x);
+}
+
+static void widen_limited(int kind, float most, const void *row, int n, float *x) {
+    if (kind == ALL_BF16) widen_tile(ALL_BF16, 1, most, row, n, x);
+    else if (kind == BF16) widen_tile(BF16, 1, most, row, n, x);
+    else if (kind == F16) widen_tile(F16, 1, most, row, n, x);
+    else widen_tile(F32, 1, most, row, n, x);
 }
 
 /* The same, rounded back. */
@@ -158,14 +180,11 @@ static void activate_tile(const struct fn_gate *g, int kind, const void *gate, i
     const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0 && !g->limit;
     const float alpha = (float)g->alpha;
     const float *const z = as_it_is ? gate : widened;
-    if (kind == BF16) widen_gate(ALL_BF16, gate, n, widened);
-    else if (!as_it_is) widen_any((int)g->operand[FN_GATE].kind, gate, n, widened);
-    if (g->limit) {
-        const float most = (float)limit_of(g, g->operand[FN_GATE].kind);
-        for (int i = 0; i < all; i++) widened[i] = chosen_float(widened[i] > most, most, widened[i]);
-    }
-    if (activation == FN_GELU || activation == FN_RELU2 || !activate_usual(activation, alpha, z, all, a, slope))
-        activate_float(activation, alpha, z, all, a, slope);
+    const int of_gate = (int)g->operand[FN_GATE].kind;
+    if (g->limit) widen_limited(kind == BF16 ? ALL_BF16 : of_gate, (float)limit_of(g, of_gate), gate, n, widened);
+    else if (kind == BF16) widen_tile(ALL_BF16, 0, 0, gate, n, widened);
+    else if (!as_it_is) widen_any(of_gate, gate, n, widened);
+    activate_any_float(activation, alpha, z, all, a, slope);
 }
 
 /* A tile with optional steps. Those that need no numbers of a whole tile are made as the plain gate is, with a few operations more. */
@@ -259,7 +278,7 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n, double 
 }
 
 /* Elements that take turns, of so many bytes, apart; and back. */
-static FN_NOINLINE void take_apart(int64_t size, const char *pairs, int n, char *even, char *odd) {
+static FN_NOINLINE void take_apart(int64_t size, const char *restrict pairs, int n, char *restrict even, char *restrict odd) {
 #define APART(type)                                                                              \
     for (int i = 0; i < n; i++) {                                                                \
         memcpy(even + i * sizeof(type), pairs + 2 * i * sizeof(type), sizeof(type));             \
@@ -270,7 +289,8 @@ static FN_NOINLINE void take_apart(int64_t size, const char *pairs, int n, char 
     else { APART(uint64_t) }
 #undef APART
 }
-static FN_NOINLINE void bring_together(int64_t size, const char *even, const char *odd, int n, char *pairs) {
+static FN_NOINLINE void bring_together(int64_t size, const char *restrict even, const char *restrict odd, int n,
+                                       char *restrict pairs) {
 #define TOGETHER(type)                                                                           \
     for (int i = 0; i < n; i++) {                                                                \
         memcpy(pairs + 2 * i * sizeof(type), even + i * sizeof(type), sizeof(type));             \
