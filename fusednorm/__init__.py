@@ -38,13 +38,20 @@ from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations import inference as _inference  # noqa: F401 - registers their operators
 from fusednorm.operations.explain import explain
+from fusednorm.operations.functions import gelu, relu2
 from fusednorm.operations.gate import gate, gate_, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.modules import AddRMSNorm, RMSNorm, RMSNormGated
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.operations.prewarm import prewarm
-from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
+from fusednorm.operations.quantize import (
+    fused_add_rms_norm_quant,
+    quantize,
+    relu2_quant,
+    rms_norm_quant,
+    silu_and_mul_quant,
+)
 from fusednorm.operations.rotate import qk_norm_rope, qk_norm_rope_, rotate
 from fusednorm.operations.two_norms import (
     rms_norm_add,
@@ -82,6 +89,7 @@ __all__ = [
     "fused_add_rms_norm_quant",
     "gate",
     "gate_",
+    "gelu",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "l2_norm",
@@ -91,6 +99,8 @@ __all__ = [
     "quantizations",
     "quantize",
     "register_backend",
+    "relu2",
+    "relu2_quant",
     "rms_norm",
     "rms_norm_",
     "rms_norm_add",

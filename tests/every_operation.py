@@ -39,12 +39,15 @@ FUNCTIONS = {
     "fused_add_rms_norm_quant": ADDED | QUANTIZED | NORMED | RESIDUAL_OUT,
     "gate": {"y": X, "z": Z} | OUT,
     "gate_": {"y": X, "z": Z},
+    "gelu": {"z": X} | OUT,
     "gelu_tanh_and_mul": {"gate": X, "up": Z} | OUT,
     "gelu_and_mul": {"gate": X, "up": Z} | OUT,
     "l2_norm": {"x": X} | OUT,
     "qk_norm_rope": HEADS | {"q_out": torch.zeros(4, 2, 6), "k_out": torch.zeros(4, 2, 6)},
     "qk_norm_rope_": HEADS,
     "quantize": {"y": X} | QUANTIZED,
+    "relu2": {"z": X} | OUT,
+    "relu2_quant": {"z": X} | GIVEN | {"out": NUMBERS},
     "rms_norm": {"x": X, "weight": WEIGHT} | AFFINE | OUT,
     "rms_norm_": {"x": X, "weight": WEIGHT} | AFFINE,
     "rms_norm_add": ADDED | RESIDUAL_OUT,
@@ -104,6 +107,12 @@ MORE = {
     "q and k without tables": (fusednorm.qk_norm_rope, {"q": Q, "k": K}),
     "silu of halves": (fusednorm.silu_and_mul, BOTH),
     "gelu of halves, between": (partly(fusednorm.gelu_tanh_and_mul, between=F32), BOTH),
+    "in steps": (partly(fusednorm.silu_and_mul, limit=0.5, alpha=1.702, up_offset=1.0), {"gate": X, "up": Z}),
+    "in turns": (partly(fusednorm.silu_and_mul, limit=0.5, clamp="after", interleaved=True), BOTH),
+    "in turns, quantized": (
+        partly(fusednorm.silu_and_mul_quant, limit=0.5, interleaved=True, quantization=SGLANG_FP8_TOKEN),
+        BOTH,
+    ),
     "halves, quantized": (partly(fusednorm.silu_and_mul_quant, quantization=SGLANG_FP8_TOKEN), BOTH),
     "groups": (partly(fusednorm.rms_norm_gated, group_size=2), GATED),
     "the gate first": (partly(fusednorm.rms_norm_gated, norm_before_gate=False, activation="gelu_tanh"), GATED),
@@ -113,6 +122,7 @@ MORE = {
 FLAGS = {"eps": 1e-6, "weight_offset": 0.0, "round_sum": True, "round_norm": False}
 AFFINE_OF_ROWS = {"n": X, "weight": WEIGHT, "bias": BIAS, "weight_offset": 0.0}
 GATE = {"y": X, "z": Z, "activation": "silu", "between": None}
+GATE |= {"limit": 0.0, "alpha": 1.0, "up_offset": 0.0, "clamp": "before", "round_steps": False}
 FORWARD = {"h": X, "rstd": X[:, 0].abs(), "weight": WEIGHT, "weight_offset": 0.0, "x_dtype": F32}
 FORWARD |= {"residual_dtype": F32, "round_sum": True, "round_norm": False}
 DTYPES = {"out_dtype": F32, "residual_dtype": F32}
@@ -180,7 +190,7 @@ for operation in dict.fromkeys(PUBLIC.values()):
         needed = {one.name: operands[one.name] for one in declaration.operands if not one.optional}
         if len(needed) < len(operands):
             MORE[f"{name} without optional operands"] = (function, needed)
-    given = {name: F32 if default is torch.dtype else default for name, default in declaration.flags.items()}
+    given = {name: F32 if default in (torch.dtype, None) else default for name, default in declaration.flags.items()}
     of_operators = {declaration.name: operands | given}
     if declaration.gradient is not None:
         given = {name: given[name] for name in declaration.gradient_flags}

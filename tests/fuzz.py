@@ -14,6 +14,7 @@ the same input again is printed. Without ``--seed`` every run has another, which
 
 import argparse
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -323,6 +324,14 @@ def a_gate(given):
         given.rows_and_sum(shape)
 
 
+def function_alone(given):
+    shape = given.shape()
+    given.operand("z", shape, given.dtype)
+    given.flag(0.2, "out_dtype", given.some_dtype())
+    given.gradients = given.chance(0.4)
+    given.output("out", shape, given.some_dtype() if given.chance(0.1) else given.dtype)
+
+
 def and_mul(given):
     shape = given.shape()
     if given.chance(0.5):
@@ -331,6 +340,13 @@ def and_mul(given):
         given.operand("gate", shape, given.dtype)
         given.operand("up", shape)
     given.flag(0.3, "between", torch.float32)
+    if given.name.startswith("silu") and given.chance(0.5):
+        given.flag(0.7, "limit", 0.5, 7.0, 1e30, *([math.nan] * given.chance(0.03)))
+        given.flag(0.5, "alpha", 1.0, 1.702)
+        given.flag(0.5, "up_offset", 1.0, -0.3)
+        given.flag(0.3, "clamp", "after")
+        given.flag(0.2 if "between" not in given.flags else 0.02, "round_steps", True)
+        given.flag(0.5 if "up" not in given.operands else 0.02, "interleaved", True)
     if given.name != "silu_and_mul_quant":
         given.gradients = given.chance(0.4)
         given.output("out", shape, given.some_dtype())
@@ -358,6 +374,10 @@ def quantizer(given):
     quantization = QUANTIZATIONS[random.choice(list(QUANTIZATIONS))]
     if given.name == "silu_and_mul_quant":
         shape = and_mul(given)
+    elif given.name == "relu2_quant":
+        shape = given.shape()
+        given.operand("z", shape, given.dtype)
+        given.flag(0.3, "between", torch.float32)
     else:
         groups = isinstance(quantization.per, int) and given.chance(0.95)
         shape = given.shape(quantization.per if groups else 1)
@@ -436,6 +456,9 @@ OPERATIONS = {
     "silu_and_mul": and_mul,
     "gelu_tanh_and_mul": and_mul,
     "gelu_and_mul": and_mul,
+    "gelu": function_alone,
+    "relu2": function_alone,
+    "relu2_quant": quantizer,
     "rms_norm_gated": norm_gated,
     "quantize": quantizer,
     "rms_norm_quant": quantizer,

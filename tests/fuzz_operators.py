@@ -34,6 +34,7 @@ NAMES = tuple(SCHEMAS)
 #: By the name of the argument.
 TEXTS = {
     "activation": ACTIVATIONS,
+    "clamp": ("before", "after"),
     "quantization": [str(q) for q in vars(quantizations).values() if isinstance(q, Quantization)],
 }
 

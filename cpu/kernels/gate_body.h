@@ -307,11 +307,12 @@ static FN_NOINLINE void gate_in_turns(const struct fn_gate *g, char *const *at, 
     _Alignas(64) char z[FN_GATE_TILE * sizeof(double)], y[sizeof z], dz[sizeof z], dy[sizeof z];
     const int64_t size = fn_element_size(g->operand[FN_GATE].kind);
     const int backward = g->pass == FN_BACKWARD;
+    const struct fn_ahead nothing = {0};
     char *apart[FN_GATE_OPERANDS] = {at[FN_GATE_D], y, z, backward ? dy : at[FN_GATE_OUT], backward ? dz : NULL};
     take_apart(size, at[FN_GATE], n, z, y);
     if (g->wide) gate_double(g, apart, n, NULL);
     else if (fn_gate_has_steps(g)) gate_in_steps(g, apart, n);
-    else gate_float(g, apart, n, NULL, &fn_nothing_ahead, 0);
+    else gate_float(g, apart, n, NULL, &nothing, 0);
     if (backward) bring_together(size, dz, dy, n, at[FN_GATE_DZ]);
 }
 

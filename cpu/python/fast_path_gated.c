@@ -64,6 +64,10 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
         other = c->operand[FN_X];
         if (arguments[INTERLEAVED] == Py_True) g->flags |= FN_IN_TURNS;
         other.address += (uintptr_t)((g->flags & FN_IN_TURNS ? 1 : c->hidden) * fn_element_size(kind));
+    } else if (given->how == FN_FUNCTION) {
+        g->operand[FN_GATE] = c->operand[FN_X];
+        given->groups = 1;
+        return 1;
     } else {
         tensor t;
         if (!fn_read(arguments[Z], &t, &other) || !fn_same_device(&t, x) || !fn_same_shape(&t, x)) return 0;

@@ -132,7 +132,8 @@ def header() -> str:
     """``cpu/abi/enums.h``."""
     lines = ["/* Printed by fusednorm/calls/c_enums.py, which has the same numbers for Python. */"]
     lines += ["#ifndef FUSEDNORM_ENUMS_H", "#define FUSEDNORM_ENUMS_H", ""]
-    for enum in (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateFlag, GateOrder, RotationFlag, Share, Limit):
+    of_calls = (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateFlag, GateOrder, RotationFlag)
+    for enum in (*of_calls, Share, Limit):
         about = " ".join((enum.__doc__ or "").split())
         name = re.sub("(?<=.)([A-Z])", r"_\1", enum.__name__).lower()
         members = ", ".join(f"FN_{member}={value}" for member, value in enum.__members__.items())

@@ -197,7 +197,7 @@ def check_gate_numbers(limit: float | None, alpha: float, up_offset: float, clam
     alpha, up_offset = number("alpha", alpha), number("up_offset", up_offset)
     if not 1 <= alpha < math.inf:
         raise ValueError(f"alpha must be finite and at least 1, got {alpha!r}; leave it out for silu")
-    if not math.isfinite(up_offset):
+    if not -math.inf < up_offset < math.inf:
         raise ValueError(f"up_offset must be finite, got {up_offset!r}; leave it out for none")
     if clamp not in ("before", "after"):
         raise ValueError(f"clamp must be 'before' or 'after', got {clamp!r}; leave it out to limit the gate")
@@ -534,6 +534,8 @@ _LEFT_OUT = {
     "eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps",
     "weight_offset": "0.0",
     "x_scale": "1.0",
+    "alpha": "1.0",
+    "up_offset": "0.0",
 }
 
 

@@ -77,8 +77,8 @@ def _open(exchange_api: object) -> bool:
 
 _api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
-#: A gate's order without a norm: x times it; and where x is the gate, or both.
-ALONE, AND_MUL = GateOrder.ALONE.value, GateOrder.AND_MUL.value
+#: A gate's order without a norm: x times it; where x is the gate, or both; and its function alone.
+ALONE, AND_MUL, FUNCTION = GateOrder.ALONE.value, GateOrder.AND_MUL.value, GateOrder.FUNCTION.value
 
 #: Whether its extension can be imported.
 COMPILED = _fast_path is not None

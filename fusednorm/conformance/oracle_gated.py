@@ -127,26 +127,81 @@ def activated(z, activation):
     return f, s + f * t * ((m * m * g2 + kind(1)) * g0)
 
 
+def _limited(x, limit, dtype):
+    """x of a dtype, not above or not below a limit, and the limit, which is rounded to that dtype."""
+    number = np.asarray(limit, np.float64 if dtype == torch.float64 else np.float32)
+    most = _wide(_rounded(number, dtype), x.dtype.type)
+    return np.where(x > most, most, x), np.where(x < -most, -most, x), most
+
+
+def _swish(g, alpha, between):
+    """g * sigmoid(alpha * g) and its derivative; ``between`` rounds each step, unless it is None."""
+    kind = g.dtype.type
+    alpha = kind(alpha)
+    if between is None:
+        f, s, t = _product(g, alpha * g)
+        return f, s + (f * t) * alpha
+
+    def step(value):
+        return _wide(_rounded(value, between), kind)
+
+    s, _ = activated(step(alpha * g), "sigmoid")
+    s = step(s)
+    f = step(g * s)
+    return f, s + (f * (kind(1) - s)) * alpha
+
+
 def _wide(tensor, kind):
     return to_numpy(tensor).astype(kind)
 
 
 @np.errstate(all="ignore")
-def gated(y, z, activation, between, out_dtype, d=None):
+def gated(
+    y,
+    z,
+    activation,
+    between,
+    out_dtype,
+    d=None,
+    *,
+    limit=None,
+    alpha=1.0,
+    up_offset=0.0,
+    clamp="before",
+    round_steps=False,
+):
     """The products, and with their gradient ``d`` also those of y and z, as tensors on the CPU.
 
     ``between``: the dtype that the function's value is rounded to, or None.
     """
     kind = np.float64 if torch.float64 in (y.dtype, z.dtype) else np.float32
     between = between or (torch.float64 if kind == np.float64 else torch.float32)
-    a, slope = activated(_wide(z, kind), activation)
-    a, y_wide = _wide(_rounded(a, between), kind), _wide(y, kind)
-    out = _rounded(y_wide * a, out_dtype)
+    g, u = _wide(z, kind), _wide(y, kind)
+    z_passes = a_passes = y_passes = np.True_
+    if limit is not None and clamp == "before":
+        limited, _, most = _limited(g, limit, z.dtype)
+        g, z_passes = limited, g <= most
+    if alpha == 1:
+        a, slope = activated(g, activation)
+    else:
+        a, slope = _swish(g, alpha, between if round_steps else None)
+    a = _wide(_rounded(a, between), kind)
+    if limit is not None and clamp == "after":
+        limited, _, most = _limited(a, limit, between)
+        a, a_passes = limited, a <= most
+    if limit is not None:
+        below, above, most = _limited(u, limit, y.dtype)
+        u, y_passes = np.where(u > most, below, above), (u >= -most) & (u <= most)
+    if up_offset:
+        u = u + kind(up_offset)
+        u = _wide(_rounded(u, between), kind) if round_steps else u
+    out = _rounded(u * a, out_dtype)
     if d is None:
         return (out,)
     d = _wide(d, kind)
-    da = _wide(_rounded(d * y_wide, between), kind)
-    return out, _rounded(d * a, y.dtype), _rounded(da * slope, z.dtype)
+    da = np.where(a_passes, _wide(_rounded(d * u, between), kind), kind(0))
+    dy, dz = np.where(y_passes, d * a, kind(0)), np.where(z_passes, da * slope, kind(0))
+    return out, _rounded(dy, y.dtype), _rounded(dz, z.dtype)
 
 
 def gate(leaves, incoming, activation="silu", out_dtype=None):
@@ -155,10 +210,21 @@ def gate(leaves, incoming, activation="silu", out_dtype=None):
     return gated(y, z, activation, None, out_dtype or y.dtype, *incoming)
 
 
-def _and_mul(activation, leaves, incoming, between=None):
+def _and_mul(activation, leaves, incoming, between=None, **steps):
     z, up = leaves
-    out, dup, dz = gated(up, z, activation, between or z.dtype, z.dtype, *incoming)
+    out, dup, dz = gated(up, z, activation, between or z.dtype, z.dtype, *incoming, **steps)
     return out, dz, dup
+
+
+def _function(activation, leaves, incoming, out_dtype=None):
+    (z,), (d,) = leaves, incoming
+    kind = np.float64 if z.dtype == torch.float64 else np.float32
+    f, slope = activated(_wide(z, kind), activation)
+    with np.errstate(all="ignore"):
+        return _rounded(f, out_dtype or z.dtype), _rounded(_wide(d, kind) * slope, z.dtype)
+
+
+gelu, relu2 = (functools.partial(_function, activation) for activation in ("gelu", "relu2"))
 
 
 silu_and_mul, gelu_tanh_and_mul, gelu_and_mul = (

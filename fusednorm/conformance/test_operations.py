@@ -1,6 +1,7 @@
 """Every operation has the oracle's bits, with all flags, dtypes and kinds of data, and the bits of its steps."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -224,6 +225,44 @@ def test_and_mul(mode, agree, gate, function):
             out = getattr(fusednorm, function)(both, between=between)
             (dboth,) = torch.autograd.grad(out, both, incoming_of(function, {"gate": g}))
             agree((out, dboth), (found["out"], torch.cat((found["d_gate"], found["d_up"]), -1)), "one tensor")
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.left_out("triton_cpu", but=["bfloat16"])
+def test_gates_in_steps(mode, agree, dtype):
+    """Limits that numbers hit, or miss by one ulp, and the other steps; in one tensor, in turns too."""
+    axes = ((None, 2.0, 7.3), (1.0, 1.702), (0.0, 1.0), ("before", "after"), (False, True), (33, 1030), DTYPES)
+    for limit, alpha, up_offset, clamp, round_steps, hidden, up in covering(*axes):
+        if up == F64 != dtype:
+            continue
+        steps = {"alpha": alpha, "up_offset": up_offset, "clamp": clamp, "round_steps": round_steps, "limit": limit}
+        g, u, _ = operands(Case(4, hidden, dtype, up, data="nan row" if round_steps else "normal"))
+        g, u = g * 4, u * 4
+        for rows in (g, u):
+            most = torch.tensor(limit or 1.0, dtype=rows.dtype)
+            beyond = torch.nextafter(most, torch.tensor(math.inf, dtype=rows.dtype))
+            rows[0, :8] = torch.stack(
+                (most, -most, beyond, -beyond, 0 * most, -0 * most, math.inf * most, -math.inf * most)
+            )
+        found = check_call(agree, "silu_and_mul", {"gate": g, "up": u}, "in steps", **steps)
+        if up == dtype:
+            turns = torch.stack((g, u), -1).flatten(-2).requires_grad_()
+            out = fusednorm.silu_and_mul(turns, interleaved=True, **steps)
+            (dboth,) = torch.autograd.grad(out, turns, incoming_of("silu_and_mul", {"gate": g}))
+            wanted = torch.stack((found["d_gate"], found["d_up"]), -1).flatten(-2)
+            agree((out, dboth), (found["out"], wanted), f"in turns, {steps}")
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.parametrize("function", ["gelu", "relu2"])
+@pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu", but=["gelu", "relu2"])
+def test_functions_alone(mode, agree, function):
+    """Without rows to multiply."""
+    for dtype, out, data, hidden in covering(DTYPES, (None, *DTYPES), ("normal", *DATA), (1, 33, 1030)):
+        if dtype == F64 or out != F64:
+            z = operands(Case(4, hidden).of(dtype))[0]
+            check_call(agree, function, {"z": z * 3}, data, {"out_dtype": out})
 
 
 @pytest.mark.promise("same bits")

@@ -421,7 +421,7 @@ def gate_gradients(
     size, rows = d.shape[-1], d.shape[:-1].numel()
     if interleaved:
         inner, (of_d, of_both, of_found), (d, both, both_found) = kept_in_levels((d,), (*operands, *found))
-        strides = of_d, of_both, of_both, of_found, of_found
+        strides = [of_d, of_both, of_both, of_found, of_found]
         (y, z), (dy, dz) = rows_and_gate([both], True), rows_and_gate([both_found], True)
     else:
         inner, strides, (d, y, z, dy, dz) = kept_in_levels((d,), (y, z, dy, dz))

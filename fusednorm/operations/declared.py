@@ -20,6 +20,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Operation(Operator):
     """A declared operation that public functions call; see :class:`fusednorm.torch_ops.declared.Operator`."""
 
+    #: As :attr:`fusednorm.operations.listed.Listed.steps`; none: torch's operations compute it.
+    steps = ""
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         #: Its public functions, by name. The name of one that works in place ends in an underscore.

@@ -63,16 +63,15 @@ def _record_and_mul(
     return Gated.apply(gating, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
 
 
-def _and_mul_gating(
-    activation: str, between: torch.dtype | None, gate: Tensor, steps: GateSteps = GateSteps()
-) -> Gating:
+def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor, steps: GateSteps) -> Gating:
     passed = between or gate.dtype
     return Gating(activation, None if passed == accumulator(gate.dtype) else passed, None, *steps)
 
 
-_STEPS = "limit alpha up_offset clamp interleaved round_steps"
+#: As C knows the optional steps.
+STEPS = "limit alpha up_offset clamp interleaved round_steps"
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)
-_gate_and_up = Entry("gate", f"x z activation between out {_STEPS}", constants={"order": AND_MUL}).open(
+_gate_and_up = Entry("gate", f"x z activation between out {STEPS}", constants={"order": AND_MUL}).open(
     recorded=_record_and_mul
 )
 
@@ -219,10 +218,16 @@ def _and_mul(
     """The public function, whose gate has this activation and these optional steps, and which the fast path refused."""
     if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
         values = {"gate": gate, "up": up, "between": between, "out": out, **steps}
-        return must_be_seen.handed_over(function, (gate, up, out), values)
+        return cast(Tensor, must_be_seen.handed_over(function, (gate, up, out), values))
     operands = checked_operands(gate, up, between, **steps)
     gating = _and_mul_gating(activation, between, gate, operands.steps)
     return _run(function, operands.names, operands.y, operands.z, gating, out, operands.both, operands.interleaved)
+
+
+def silu_and_mul_unrounded(operands: Operands) -> Tensor:
+    """The products of :func:`silu_and_mul` in float32, of operands that have been checked."""
+    gating = Gating("silu", None, torch.float32, *operands.steps)
+    return _run(gate, {"y": operands.y, "z": operands.z}, operands.y, operands.z, gating, None)
 
 
 class Operands(NamedTuple):

@@ -20,7 +20,13 @@ from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, sil
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.quantize import fused_add_rms_norm_quant, quantize, rms_norm_quant, silu_and_mul_quant
+from fusednorm.operations.quantize import (
+    fused_add_rms_norm_quant,
+    quantize,
+    relu2_quant,
+    rms_norm_quant,
+    silu_and_mul_quant,
+)
 from fusednorm.operations.rotate import qk_norm_rope, rotate
 from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 
@@ -35,7 +41,7 @@ class Listed(NamedTuple):
     operands: Mapping[str, Role]
     #: With the operands that the twin overwrites.
     results: tuple[Result, ...]
-    #: The plain operations in their order, with commas between; empty for a declared operation.
+    #: The plain operations in their order, with commas between; none where torch's operations compute it.
     steps: str
     #: Further arguments of a call that :mod:`fusednorm.tools.check` makes; a role stands for an operand.
     sample: Mapping[str, Any] = {}
@@ -143,6 +149,7 @@ ENTRIES = (
         quantization=presets.VLLM_INT8_TOKEN_CPU,
     ),
     _entry(silu_and_mul_quant, "gate, quantize", _NUMBERS, quantization=presets.VLLM_FP8_TOKEN),
+    _entry(relu2_quant, "gate, quantize", _NUMBERS, quantization=presets.VLLM_FP8_TOKEN),
 )
 
 
@@ -154,7 +161,7 @@ def _declared(name: str, function: Callable[..., Any], operation: Operation) -> 
         operation.functions.get(f"{name}_"),
         {operand.name: operand.role for operand in declaration.operands},
         declaration.returned,
-        "",
+        operation.steps,
         {flag: value for flag, value in declaration.samples[-1].items() if flag in taken},
         declaration.gradient is not None,
     )

@@ -20,19 +20,20 @@ from fusednorm.calls.checks import (
     check_quantization,
     refuse_type,
 )
-from fusednorm.calls.fast_path import Entry
+from fusednorm.calls.fast_path import AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Norm, Quantizing
-from fusednorm.operations.gate import gate as gated
-from fusednorm.operations.gate import halves, silu_and_mul
+from fusednorm.operations.functions import relu2
+from fusednorm.operations.gate import STEPS, checked_operands, silu_and_mul, silu_and_mul_unrounded
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dtensor_bridge
 
 _quantize = Entry("quantizer", "x packed scale zero_point out scale_out zero_point_out").open()
+_and_mul = Entry("gate", f"x z between {STEPS}", constants={"order": AND_MUL, "activation": "silu"}).open()
 _rms_norm_quant = Entry(
     "quantizer",
     "x weight eps packed scale zero_point between weight_offset round_norm out scale_out zero_point_out normed_out",
@@ -196,6 +197,12 @@ def silu_and_mul_quant(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
     zero_point_out: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    clamp: str = "before",
+    interleaved: bool = False,
+    round_steps: bool = False,
 ) -> tuple[Tensor, ...]:
     """``silu(gate) * up``, quantized: the same bits as ``quantize(silu_and_mul(gate, up), quantization)``.
 
@@ -211,23 +218,60 @@ def silu_and_mul_quant(
     """
     new = between is None and out is None and scale_out is None and zero_point_out is None
     if new and _may_be_fast(quantization, None):
-        rows = execute.and_mul(gate, up, "silu")
+        rows = _and_mul(gate, up, None, limit, alpha, up_offset, clamp, interleaved, round_steps)
         result: tuple[Tensor, ...] | None = None
         if rows is not None:
             result = _quantize(rows, quantization.packed, scale, zero_point)
         if result is not None:
             return result
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
-    call = _Call(silu_and_mul_quant, {"gate": gate, "up": up}, quantizing, {"between": between})
+    steps: dict[str, Any] = {"limit": limit, "alpha": alpha, "up_offset": up_offset, "clamp": clamp}
+    steps |= {"interleaved": interleaved, "round_steps": round_steps}
+    call = _Call(silu_and_mul_quant, {"gate": gate, "up": up}, quantizing, {"between": between, **steps})
     if call.listener is Listener.OVERRIDE:
         return call.handed_over()
-    z, y = halves(gate) if up is None else (gate, up)
+    operands = checked_operands(gate, up, between, **steps)
+    z, y = operands.z, operands.y
     check_operands(z, y, None, None, None, in_memory=call.in_memory, x_name="gate", residual_name="up")
-    check_between(between, z, "gate")
     call.check(z)
     if (found := call.in_one_operator()) is not None:
         return found
-    return call.of_rows(silu_and_mul(z, y) if between is None else gated(y, z, out_dtype=between))
+    return call.of_rows(silu_and_mul_unrounded(operands) if between else silu_and_mul(gate, up, **steps))
+
+
+def relu2_quant(
+    z: Tensor,
+    *,
+    quantization: Quantization,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    between: torch.dtype | None = None,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    zero_point_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """``relu2(z)``, quantized: the same bits as ``quantize(relu2(z, out_dtype=between), quantization)``.
+
+    The arguments are those of :func:`fusednorm.relu2` and of :func:`quantize`. ``between``: ``torch.float32`` leaves a
+    16-bit function's values unrounded before they are quantized.
+
+    Returns:
+        See :func:`quantize`.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.relu2`.
+        RuntimeError: z requires grad while gradients are recorded: what is quantized has none.
+    """
+    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
+    call = _Call(relu2_quant, {"z": z}, quantizing, {"between": between})
+    if call.listener is Listener.OVERRIDE:
+        return call.handed_over()
+    check_operands(z, None, None, None, None, in_memory=call.in_memory, x_name="z")
+    check_between(between, z, "z")
+    call.check(z)
+    if (found := call.in_one_operator()) is not None:
+        return found
+    return call.of_rows(relu2(z, out_dtype=between))
 
 
 def _may_be_fast(quantization: Quantization, scale_out: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from fusednorm.calls.call import GateSteps, accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.reference.norm import at_least, rounded, widened, within
+from fusednorm.reference.norm import at_least, constant, rounded, widened, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -257,7 +257,7 @@ def activated_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 def _no_more(value: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
     """Values, and a limit that a dtype has, in place of those above it."""
-    most = torch.full((), limit, dtype=value.dtype, device=value.device).to(dtype).to(value.dtype)
+    most = constant(limit, value).to(dtype).to(value.dtype)
     return torch.where(value > most, most, value)
 
 

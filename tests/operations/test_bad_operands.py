@@ -1,6 +1,7 @@
 """Each operand and flag of each public function, of each wrong kind: the error names it, and a cure in its words."""
 
 import inspect
+import math
 import re
 
 import pytest
@@ -40,7 +41,7 @@ FITS |= {(name, key, "wider") for name in FUNCTIONS for key in ("cos", "sin", ne
 FITS |= {("qk_norm_rope_", "k", "wider")}
 FITS |= RIGHT
 #: What is right alone, and then does not fit the others, which are named.
-OF_ROWS = {"x", "y", "q", "k", "gate", "residual", "up", "cos", "sin", "ids"}
+OF_ROWS = {"x", "y", "z", "q", "k", "gate", "residual", "up", "cos", "sin", "ids"}
 #: Wrong values of arguments that are no operands.
 FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch.ones(1), 10**400))
 FLAGS |= dict.fromkeys(("round_sum", "round_norm", "norm", "interleaved", "round_products"), (2, None, "no"))
@@ -48,6 +49,8 @@ FLAGS |= {"norm_before_gate": (2, None), "group_size": (0, 4, 2.0), "activation"
 FLAGS |= {"next_eps": ("1", 1j), "quantization": ("int8", None)}
 FLAGS |= {"out_dtype": (torch.int8, "float32", torch.float64), "residual_dtype": (torch.int8, torch.float64)}
 FLAGS |= {"between": (torch.float16, torch.float64, "float32")}
+FLAGS |= {"limit": ("1", 0, -1.0, math.nan), "alpha": ("1", None, 0.5, math.inf), "up_offset": ("1", None, math.inf)}
+FLAGS |= {"clamp": ("no", None), "round_steps": (2, None)}
 for operation in PUBLIC.values():
     for flags, *_ in operation.declaration.refused:
         FLAGS |= {flag: (*FLAGS.get(flag, ()), value) for flag, value in flags.items()}

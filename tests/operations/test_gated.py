@@ -16,7 +16,7 @@ from fusednorm import gate, gate_, silu_and_mul
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
 from fusednorm.calls.c_abi import KINDS
-from fusednorm.calls.call import ACTIVATIONS, Gate, GateBackward
+from fusednorm.calls.call import ACTIVATIONS, Gate, GateBackward, GateSteps
 from fusednorm.engine import execute
 from fusednorm.engine import fast_path as of_c
 from fusednorm.reference import activations
@@ -248,4 +248,4 @@ def test_a_gate_without_rows_to_multiply(activation, dtype):
         assert torch.equal(out, activations.gated(ones, z, activation, None, out_dtype))
         of_rows = (strides, absent, strides, absent, strides)
         cpu.backward(GateBackward(d, None, z, None, dz, activation, None, size, rows, rows, of_rows))
-        assert torch.equal(dz, activations.gate_gradients(d, ones, z, activation, None, (False, True))[1])
+        assert torch.equal(dz, activations.gate_gradients(d, ones, z, activation, None, *GateSteps(), (False, True))[1])
