@@ -234,6 +234,74 @@ def test_tangents_of_gradients(activation):
     assert torch.allclose(found, wanted, rtol=0, atol=2 * 32 * 2.0**8 * 2.0**-53)
 
 
+def sigmoid(z):
+    return gate(torch.ones_like(z), z, activation="sigmoid")
+
+
+def silu(z):
+    return gate(torch.ones_like(z), z)
+
+
+def of_gpt_oss(g, u):
+    g, u = g.clamp(max=7.0), u.clamp(min=-7.0, max=7.0)
+    return (u + 1) * (g * sigmoid(g * 1.702))
+
+
+#: Models' formulas in torch's operations, with the specification's sigmoid and silu, and the calls that have their bits.
+GPT_OSS = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "round_steps": True}
+CONTRACTS = {
+    "gpt-oss": (lambda both: of_gpt_oss(both[..., ::2], both[..., 1::2]), GPT_OSS | {"interleaved": True}),
+    "MiniMax-M3": (lambda both: of_gpt_oss(*both.chunk(2, -1)), GPT_OSS),
+    "DeepSeek-V4": (
+        lambda both: silu(both.chunk(2, -1)[0].clamp(max=7.0)) * both.chunk(2, -1)[1].clamp(-7.0, 7.0),
+        {"limit": 7.0},
+    ),
+    "Step 3.7": (
+        lambda both: silu(both.chunk(2, -1)[0]).clamp(max=7.0) * both.chunk(2, -1)[1].clamp(-7.0, 7.0),
+        {"limit": 7.0, "clamp": "after"},
+    ),
+}
+
+
+def near(limit, dtype):
+    """Numbers at a limit and one unit in the last place beside it, ends, and others, as pairs in all combinations."""
+    at = torch.tensor([limit, -limit, 0.0], dtype=dtype)
+    beside = [torch.nextafter(at, torch.full_like(at, end)) for end in (math.inf, -math.inf)]
+    ends = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e30, -1e30, -300, 6.9, -1.3, 0.7], dtype=torch.float64)
+    numbers = torch.cat((at, *beside, ends.to(dtype)))
+    return torch.cartesian_prod(numbers, numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_contracts_of_models(name, dtype):
+    """The bits of models' formulas, with limits that are hit, and missed by one unit in the last place."""
+    formula, flags = CONTRACTS[name]
+    g, u = near(7.0, dtype).unbind(1)
+    both = torch.stack((g, u), -1).flatten() if flags.get("interleaved") else torch.cat((g, u))
+    others = {key: value for key, value in flags.items() if key != "interleaved"}
+    for found in (silu_and_mul(both, **flags), silu_and_mul(g, u, **others)):
+        assert torch.equal(found.isnan(), formula(both).isnan())
+        assert torch.equal(found.nan_to_num(1.0), formula(both).nan_to_num(1.0))
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_gradients_at_limits(name):
+    """As torch's clamp passes them: at the limit and below, and where a NaN is, nothing."""
+    formula, flags = CONTRACTS[name]
+    flags = {key: value for key, value in flags.items() if key != "round_steps"}
+    g, u = near(7.0, torch.float64).unbind(1)
+    both = torch.stack((g, u), -1).flatten() if flags.get("interleaved") else torch.cat((g, u))
+    both.requires_grad_()
+    (found,) = torch.autograd.grad(silu_and_mul(both, **flags).sum(), both)
+    (wanted,) = torch.autograd.grad(formula(both).sum(), both)
+    assert torch.equal(found == 0, wanted == 0)
+    # Fewer than 32 operations on numbers below 2^8, each with an error of at most 2^-53 of them, where they are finite.
+    finite = wanted.isfinite() & (wanted.abs() < 2**8)
+    assert finite.sum() > 100
+    assert (found - wanted)[finite].abs().max() <= 32 * 2.0**8 * 2.0**-53
+
+
 @pytest.mark.skipif(cpu.unavailable() != [], reason="no C library")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
