@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fusednorm.torch_ops.operators import SCHEMAS
+from fusednorm.torch_ops.registered import exported
 
 __all__ = ["export", "translations"]
 
@@ -27,7 +27,18 @@ __all__ = ["export", "translations"]
 OPSET = 23
 
 #: The operations that have a translation: functions of ``onnx_operators.py``.
-_TRANSLATED = ("rms_norm", "fused_add_rms_norm", "add", "scale", "affine", "rotate", "gate", "quantize")
+_TRANSLATED = (
+    "rms_norm",
+    "fused_add_rms_norm",
+    "add",
+    "scale",
+    "affine",
+    "rotate",
+    "gate",
+    "gelu",
+    "relu2",
+    "quantize",
+)
 
 #: They take the place of operations that write to their operands.
 _INSTEAD = {"rms_norm_": "rms_norm", "fused_add_rms_norm_": "fused_add_rms_norm", "into": "the function without `out`"}
@@ -120,7 +131,7 @@ def translations(*, exact: bool = False) -> dict[Callable[..., Any], Callable[..
         from fusednorm import onnx_operators
     except ModuleNotFoundError as error:
         raise ImportError(f"fusednorm.onnx needs onnxscript ({error}): pip install 'fusednorm[onnx]'") from error
-    translated = {name: _translation(name, getattr(onnx_operators, name, None), exact) for name in SCHEMAS}
+    translated = {name: _translation(name, getattr(onnx_operators, name, None), exact) for name in exported()}
     return {getattr(torch.ops.fusednorm, name).default: function for name, function in translated.items()}
 
 

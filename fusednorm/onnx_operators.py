@@ -17,7 +17,7 @@ from onnxscript import evaluator
 from onnxscript import opset18 as op
 from onnxscript import opset23 as op23
 
-from fusednorm.calls.call import Flags
+from fusednorm.calls.call import Flags, GateSteps
 from fusednorm.calls.quantization import MOST, Quantization
 from fusednorm.onnx import OPSET, UntranslatedError
 from fusednorm.reference.activations import INNER, NORMALS, OUTER, SCHEMES
@@ -100,11 +100,49 @@ def rotate(exact: bool, x: Value, cos: Value, sin: Value, interleaved: bool, rou
     return _rounded(exact, op.Concat(*parts, axis=-1), wide, dtype)
 
 
-def gate(exact: bool, y: Value, z: Value, activation: str, between: Any, out_dtype: Any) -> Value:
+def gate(exact: bool, y: Value, z: Value, activation: str, between: Any, out_dtype: Any, *steps: Any) -> Value:
     """y times a function of z: section 10."""
+    limit, alpha, up_offset, clamp, round_steps = GateSteps(*steps)
     wide = _F64 if _F64 in (y.dtype, z.dtype) else _F32
-    a = _activated(exact, _widened(z, wide), activation, wide)
-    return _rounded(exact, op.Mul(_widened(y, wide), _rounded_between(exact, a, wide, between)), wide, out_dtype)
+    g, u, rounds = _widened(z, wide), _widened(y, wide), between if round_steps else None
+    if limit and clamp == "before":
+        g = _no_more(g, _limit(limit, z.dtype, wide))
+    if alpha == 1:
+        a = _activated(exact, g, activation, wide)
+    else:
+        v = _rounded_between(exact, op.Mul(g, _constant(alpha, wide)), wide, rounds)
+        if exact and not round_steps:
+            a = _product(g, v, wide)
+        else:
+            a = op.Mul(g, _rounded_between(exact, _activated(exact, v, "sigmoid", wide), wide, rounds))
+    a = _rounded_between(exact, a, wide, between)
+    if limit and clamp == "after":
+        a = _no_more(a, _limit(limit, between or wide, wide))
+    if limit:
+        most = _limit(limit, y.dtype, wide)
+        u = op.Neg(_no_more(op.Neg(_no_more(u, most)), most))
+    if up_offset:
+        u = _rounded_between(exact, op.Add(u, _constant(up_offset, wide)), wide, rounds)
+    return _rounded(exact, op.Mul(u, a), wide, out_dtype)
+
+
+def gelu(exact: bool, z: Value, out_dtype: Any = None, activation: str = "gelu") -> Value:
+    """A function of z alone."""
+    wide = _accumulator(z)
+    return _rounded(exact, _activated(exact, _widened(z, wide), activation, wide), wide, out_dtype or z.dtype)
+
+
+relu2 = partial(gelu, activation="relu2")
+
+
+def _limit(limit: float, dtype: Any, wide: Any) -> Value:
+    """A limit as numbers of a dtype have it."""
+    start = _F64 if dtype == _F64 else _F32
+    return _cast(_cast(_constant(limit, start), start, dtype), dtype, wide)
+
+
+def _no_more(v: Value, most: Value) -> Value:
+    return op.Where(op.Greater(v, most), most, v)
 
 
 def _activated(exact: bool, gate: Value, activation: str, wide: Any) -> Value:

@@ -24,13 +24,13 @@ from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.calls.declared import Role
 from fusednorm.conformance.cases import differing
 from fusednorm.torch_ops.declared import DECLARED
-from fusednorm.torch_ops.operators import SCHEMAS
+from fusednorm.torch_ops.registered import exported
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRANGE = (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
 NUMBERS = (0.0, 1e-6, 1e-5, 1.0, -1.0, 3e38, 1e300, float("inf"), float("nan"))
 OPS = torch.ops.fusednorm
-NAMES = tuple(SCHEMAS)
+NAMES = tuple(exported())
 #: By the name of the argument.
 TEXTS = {
     "activation": ACTIVATIONS,

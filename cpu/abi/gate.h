@@ -21,6 +21,9 @@ struct fn_gate {
     struct fn_operand operand[FN_GATE_OPERANDS];
 };
 
+/* Beside enum fn_gate_flag, for kernels: the output bypasses the caches. */
+enum { FN_PAST_CACHES = 8 };
+
 /* Whether there is more than y * f(z). */
 static inline int fn_gate_has_steps(const struct fn_gate *g) {
     return g->limit != 0 || g->alpha != 1 || g->up_offset != 0 || g->flags & FN_ROUND_STEPS;

@@ -130,25 +130,34 @@ static void narrow_any(int kind, const float *x, int n, void *row) {
 /* What becomes of y before the product: it is limited, and a number added to it, which -0 leaves as it is. */
 struct up {
     float limit, offset;
+    float limit_of_z; /* of gradients, where there are limits */
 };
+
+FN_INLINE U with_offset(const struct up *up, U y) {
+    return u_add(u_no_less(-up->limit, u_no_more(up->limit, y)), u_set1(up->offset));
+}
 
 FN_INLINE void gate_unit(int kind, int64_t between, int alone, const struct up *up, const struct fn_gate *g, char *const *at,
                          const float *a, int64_t i, int n) {
     U f = round_any(between, u_load(F32, a, i, UNIT));
     if (!alone) {
-        U y = load_any(KIND(FN_GATED), at[FN_GATED], i, n);
-        if (up) y = u_add(u_no_less(-up->limit, u_no_more(up->limit, y)), u_set1(up->offset));
-        f = u_mul(y, f);
+        const U y = load_any(KIND(FN_GATED), at[FN_GATED], i, n);
+        f = u_mul(up ? with_offset(up, y) : y, f);
     }
     store_any(KIND(FN_GATE_OUT), at[FN_GATE_OUT], i, n, f);
 }
 
-FN_INLINE void gate_backward_unit(int kind, int64_t between, int alone, const struct fn_gate *g, char *const *at,
-                                  const float *a, const float *slope, int64_t i, int n) {
+FN_INLINE void gate_backward_unit(int kind, int64_t between, int alone, const struct up *up, const struct fn_gate *g,
+                                  char *const *at, const float *a, const float *slope, int64_t i, int n) {
     const U d = load_any(KIND(FN_GATE_D), at[FN_GATE_D], i, n), f = round_any(between, u_load(F32, a, i, UNIT));
-    const U da = alone ? d : round_any(between, u_mul(d, load_any(KIND(FN_GATED), at[FN_GATED], i, n)));
-    const U dz = u_mul(da, u_load(F32, slope, i, UNIT));
-    if (at[FN_GATED_D]) store_any(KIND(FN_GATED_D), at[FN_GATED_D], i, n, u_mul(d, f));
+    const U y = alone ? d : load_any(KIND(FN_GATED), at[FN_GATED], i, n);
+    const U da = alone ? d : round_any(between, u_mul(d, up ? with_offset(up, y) : y));
+    U dy = u_mul(d, f), dz = u_mul(da, u_load(F32, slope, i, UNIT));
+    if (up && g->limit) {
+        dy = u_where_within(-up->limit, up->limit, y, dy);
+        dz = u_where_within(-INFINITY, up->limit_of_z, load_any(KIND(FN_GATE), at[FN_GATE], i, n), dz);
+    }
+    if (at[FN_GATED_D]) store_any(KIND(FN_GATED_D), at[FN_GATED_D], i, n, dy);
     if (at[FN_GATE_DZ]) store_any(KIND(FN_GATE_DZ), at[FN_GATE_DZ], i, n, dz);
 }
 #undef KIND
@@ -157,8 +166,8 @@ FN_INLINE void gate_units(int kind, int64_t between, int alone, const struct up 
                           const float *a, const float *slope, int n) {
     int i = 0;
     if (slope) {
-        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, alone, g, at, a, slope, u_index(i), UNIT);
-        if (i < n) gate_backward_unit(kind, between, alone, g, at, a, slope, i, n - i);
+        for (; i + UNIT <= n; i += UNIT) gate_backward_unit(kind, between, alone, up, g, at, a, slope, u_index(i), UNIT);
+        if (i < n) gate_backward_unit(kind, between, alone, up, g, at, a, slope, i, n - i);
     } else {
         for (; i + UNIT <= n; i += UNIT) gate_unit(kind, between, alone, up, g, at, a, u_index(i), UNIT);
         if (i < n) gate_unit(kind, between, alone, up, g, at, a, i, n - i);
@@ -191,16 +200,18 @@ static void activate_tile(const struct fn_gate *g, int kind, const void *gate, i
 static FN_NOINLINE void gate_in_steps(const struct fn_gate *g, char *const *at, int n) {
     _Alignas(64) float z[FN_GATE_TILE], y[FN_GATE_TILE], d[FN_GATE_TILE], first[FN_GATE_TILE], second[FN_GATE_TILE];
     const struct fn_operand *o = g->operand;
-    if (g->pass == FN_FORWARD && !(g->flags & (FN_CLAMP_AFTER | FN_ROUND_STEPS))) {
-        const struct up up = {g->limit ? (float)limit_of(g, o[FN_GATED].kind) : INFINITY, g->up_offset ? (float)g->up_offset : -0.0f};
+    const int backward = g->pass == FN_BACKWARD;
+    if (!(g->flags & (FN_CLAMP_AFTER | FN_ROUND_STEPS))) {
+        const float limit = g->limit ? (float)limit_of(g, o[FN_GATED].kind) : INFINITY;
+        const struct up up = {limit, g->up_offset ? (float)g->up_offset : -0.0f, (float)limit_of(g, o[FN_GATE].kind)};
         const int kind = kind_of_all(g) == BF16 ? ALL_BF16 : NONE;
-        activate_tile(g, kind == NONE ? NONE : BF16, at[FN_GATE], n, first, NULL);
-        if (kind == NONE) gate_units(NONE, g->between, 0, &up, g, at, first, NULL, n);
-        else if (g->between == NONE) gate_units(ALL_BF16, NONE, 0, &up, g, at, first, NULL, n);
-        else gate_units(ALL_BF16, ALL_BF16, 0, &up, g, at, first, NULL, n);
+        float *const slope = backward ? second : NULL;
+        activate_tile(g, kind == NONE ? NONE : BF16, at[FN_GATE], n, first, slope);
+        if (kind == NONE) gate_units(NONE, g->between, 0, &up, g, at, first, slope, n);
+        else if (g->between == NONE) gate_units(ALL_BF16, NONE, 0, &up, g, at, first, slope, n);
+        else gate_units(ALL_BF16, ALL_BF16, 0, &up, g, at, first, slope, n);
         return;
     }
-    const int backward = g->pass == FN_BACKWARD;
     widen_any((int)o[FN_GATE].kind, at[FN_GATE], n, z);
     widen_any((int)o[FN_GATED].kind, at[FN_GATED], n, y);
     if (backward) widen_any((int)o[FN_GATE_D].kind, at[FN_GATE_D], n, d);
@@ -217,6 +228,25 @@ FN_INLINE void fetch(const struct fn_ahead *ahead, int first, int last, int64_t 
     for (int k = first; k <= last && k < ahead->count; k++)
         for (int64_t i = begin * ahead->place[k].item; i < end * ahead->place[k].item; i += FN_ALIGNMENT)
             FN_PREFETCH_2(ahead->place[k].at + i);
+}
+
+/* relu2 without rows to multiply, which takes no longer than a copy. */
+FN_INLINE void relu2_units(int kind, int past_caches, const struct fn_gate *g, char *const *at, int n) {
+    const int64_t of_z = kind != NONE ? kind : g->operand[FN_GATE].kind, of_out = kind != NONE ? kind : g->operand[FN_GATE_OUT].kind;
+    int i = 0;
+    for (; i + UNIT <= n; i += UNIT) {
+        const U r = u_no_less(0, load_any(of_z, at[FN_GATE], u_index(i), UNIT));
+        if (STREAMS && past_caches) u_stream(kind, at[FN_GATE_OUT], u_index(i), UNIT, u_mul(r, r));
+        else store_any(of_out, at[FN_GATE_OUT], u_index(i), UNIT, u_mul(r, r));
+    }
+    if (i == n) return;
+    const U r = u_no_less(0, load_any(of_z, at[FN_GATE], i, n - i));
+    store_any(of_out, at[FN_GATE_OUT], i, n - i, u_mul(r, r));
+}
+static FN_NOINLINE void relu2_alone(const struct fn_gate *g, char *const *at, int n) {
+    if (kind_of_all(g) != BF16) relu2_units(NONE, 0, g, at, n);
+    else if (g->flags & FN_PAST_CACHES) relu2_units(ALL_BF16, 1, g, at, n);
+    else relu2_units(ALL_BF16, 0, g, at, n);
 }
 
 /* A tile, whose elements begin at `at` of each operand. `kept`: see fn_gate_run. */
@@ -325,8 +355,10 @@ void FN_OF(gate_run)(const struct fn_gate *g, char *const *at, int64_t n, void *
         if (g->flags & FN_IN_TURNS) gate_in_turns(g, tile, count);
         else if (g->wide) gate_double(g, tile, count, kept ? (double *)kept + 2 * done : NULL);
         else if (fn_gate_has_steps(g)) gate_in_steps(g, tile, count);
+        else if (g->activation == FN_RELU2 && !at[FN_GATED] && g->pass == FN_FORWARD && !kept) relu2_alone(g, tile, count);
         else gate_float(g, tile, count, kept ? (float *)kept + 2 * done : NULL, ahead, done);
     }
+    if (STREAMS && g->flags & FN_PAST_CACHES) u_stream_end();
 }
 
 /* A row of a head, normalised again. The kinds may be known only when the program runs. */

@@ -8,6 +8,7 @@
  *   U                          a unit; never in an array or a struct, because SVE's types have no size
  *   u_set1 u_add u_mul         each one correctly rounded IEEE operation
  *   u_no_more u_no_less        a unit within a limit; a NaN stays
+ *   u_where_within             values where another unit lies within limits, else +0, as where that is NaN
  *   u_round                    rounds to a 16-bit kind, to nearest even, and widens again
  *   u_load                     widens n <= UNIT elements of a row, and fills the rest with +0
  *   u_store                    rounds, stores n <= UNIT elements, and returns the stored values; it and

@@ -6,6 +6,7 @@
  *   V, H2                      a vector of LANES floats; one of 2 * LANES 16-bit values
  *   v_set1 v_add v_mul         each one correctly rounded IEEE operation
  *   v_no_more v_no_less        the second one, within a limit that is no NaN; a NaN stays
+ *   v_where_within             the last one where x is not below the first one, nor above the second; else +0
  *   v_load v_store             unaligned
  *   v_load_n v_store_n         the first n of LANES only; a load fills the rest with +0
  *   v_halve                    v[:n/2] + v[n/2:] until one value is left
@@ -42,6 +43,10 @@ typedef struct {
 FN_INLINE U u_add(U x, U y) { return (U){v_add(x.a, y.a), v_add(x.b, y.b)}; }
 FN_INLINE U u_mul(U x, U y) { return (U){v_mul(x.a, y.a), v_mul(x.b, y.b)}; }
 FN_INLINE U u_no_more(float most, U x) { return (U){v_no_more(v_set1(most), x.a), v_no_more(v_set1(most), x.b)}; }
+FN_INLINE U u_where_within(float least, float most, U x, U value) {
+    const V from = v_set1(least), to = v_set1(most);
+    return (U){v_where_within(from, to, x.a, value.a), v_where_within(from, to, x.b, value.b)};
+}
 FN_INLINE U u_no_less(float least, U x) { return (U){v_no_less(v_set1(least), x.a), v_no_less(v_set1(least), x.b)}; }
 FN_INLINE U u_set1(float value) { return (U){v_set1(value), v_set1(value)}; }
 

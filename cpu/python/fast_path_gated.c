@@ -157,9 +157,10 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
 
 /*
  * Python's arguments of a backward pass: the type of device as DLPack numbers them, the operands in the order d, y, z, dy,
- * dz, the function, and the kind between.
+ * dz, the function, the kind between, and the optional steps: their flags (enum fn_gate_flag) and numbers.
  */
-enum { DEVICE, FIRST, BACKWARD_ACTIVATION = FIRST + FN_GATE_OPERANDS, BACKWARD_BETWEEN, BACKWARD_ARGUMENTS };
+enum { DEVICE, FIRST, BACKWARD_ACTIVATION = FIRST + FN_GATE_OPERANDS, BACKWARD_BETWEEN };
+enum { BACKWARD_FLAGS = BACKWARD_BETWEEN + 1, BACKWARD_LIMIT, BACKWARD_ALPHA, BACKWARD_OFFSET, BACKWARD_ARGUMENTS };
 
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
@@ -170,11 +171,14 @@ PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *argum
     if (!fn_takes("gate_backward", count, BACKWARD_ARGUMENTS)) return NULL;
     memset(&given, 0, sizeof given);
     g->pass = FN_BACKWARD;
-    g->alpha = 1;
+    g->flags = PyLong_AsLongLong(arguments[BACKWARD_FLAGS]);
+    g->limit = PyFloat_AsDouble(arguments[BACKWARD_LIMIT]);
+    g->alpha = PyFloat_AsDouble(arguments[BACKWARD_ALPHA]);
+    g->up_offset = PyFloat_AsDouble(arguments[BACKWARD_OFFSET]);
     g->activation = activation_of(arguments[BACKWARD_ACTIVATION]);
     g->between = PyLong_AsLongLong(arguments[BACKWARD_BETWEEN]);
     const long device = PyLong_AsLong(arguments[DEVICE]);
-    const unsigned required = 1 << FN_GATE_D | 1 << FN_GATED | 1 << FN_GATE;
+    const unsigned required = 1 << FN_GATE_D | 1 << FN_GATE;
     int taken = fn_exchange_api && (device != DL_CPU || fn_run_on_cpu) && g->activation >= 0 && !PyErr_Occurred();
     taken = taken && fn_read_all(arguments + FIRST, FN_GATE_OPERANDS, required, device, t, g->operand) && t[0].ndim;
     for (int i = 0; taken && i < FN_GATE_OPERANDS; i++) taken = !g->operand[i].kind || fn_same_shape(&t[i], &t[0]);

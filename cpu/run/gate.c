@@ -1,5 +1,6 @@
 /* Divides the elements of a gate among threads, and passes rows that follow each other to the kernels as one. */
 #include "abi/fusednorm_cpu.h"
+#include "run/tuning.h"
 
 const struct fn_ahead fn_nothing_ahead = {0};
 
@@ -80,6 +81,7 @@ void fn_run_gate(const void *packed) {
     if (is_one_row(g)) { /* short rows would be short tiles */
         g->hidden *= g->rows;
         g->rows = g->inner = 1;
+        if (fn_gate_bypasses_cache(g)) g->flags |= FN_PAST_CACHES;
     }
     work.per_row = (g->hidden + FN_GATE_TILE - 1) / FN_GATE_TILE;
     fn_divide(run_share, &work, g->rows * work.per_row, g->rows * g->hidden, g->threads, 0);

@@ -67,6 +67,13 @@ static int is_input(const struct fn_call *calls, int count, uintptr_t address) {
 }
 
 /* Whether the outputs of the last call are large, made of whole cache lines, and not in the caches already as inputs. */
+/* Others compute longer than memory takes, and from memory such stores took twice the time. */
+int fn_gate_bypasses_cache(const struct fn_gate *g) {
+    const struct fn_operand *out = &g->operand[FN_GATE_OUT];
+    if (g->activation != FN_RELU2 || g->operand[FN_GATED].kind || g->pass == FN_BACKWARD || out->address % FN_ALIGNMENT) return 0;
+    return out->address != g->operand[FN_GATE].address && g->hidden * fn_element_size(out->kind) >= in_use.from_memory;
+}
+
 int fn_bypasses_cache(const struct fn_call *calls, int count) {
     const struct fn_call *c = &calls[count - 1];
     const struct fn_operand *o = c->operand;

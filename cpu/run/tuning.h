@@ -50,6 +50,9 @@ struct fn_tuning {
 struct fn_tuning *fn_tuning(void); /* the row in use */
 void fn_choose_tuning(const char *isa); /* as is fit for the processor, and for the instruction set in use */
 
+/* Whether the output of a gate bypasses the caches. */
+int fn_gate_bypasses_cache(const struct fn_gate *gate);
+
 /* Whether the last call's outputs bypass the cache; and the fields of a job that change no bit. */
 int fn_bypasses_cache(const struct fn_call *calls, int count);
 void fn_tune(struct fn_forward_job *job, int64_t rows);

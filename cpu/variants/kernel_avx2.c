@@ -19,6 +19,9 @@ FN_INLINE V v_add(V x, V y) { return _mm256_add_ps(x, y); }
 FN_INLINE V v_mul(V x, V y) { return _mm256_mul_ps(x, y); }
 FN_INLINE V v_no_more(V most, V x) { return _mm256_min_ps(most, x); }
 FN_INLINE V v_no_less(V least, V x) { return _mm256_max_ps(least, x); }
+FN_INLINE V v_where_within(V least, V most, V x, V value) {
+    return _mm256_and_ps(_mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_GE_OQ), _mm256_cmp_ps(x, most, _CMP_LE_OQ)), value);
+}
 FN_INLINE V v_swap(V x) { return _mm256_permute_ps(x, 0xb1); }
 
 FN_INLINE float v_halve(V x) {

@@ -15,6 +15,7 @@ FN_INLINE V v_add(V x, V y) { return x + y; }
 FN_INLINE V v_mul(V x, V y) { return x * y; }
 FN_INLINE V v_no_more(V most, V x) { return x > most ? most : x; }
 FN_INLINE V v_no_less(V least, V x) { return x < least ? least : x; }
+FN_INLINE V v_where_within(V least, V most, V x, V value) { return x >= least && x <= most ? value : 0; }
 FN_INLINE float v_halve(V x) { return x; }
 
 FN_INLINE V v_load(const void *p) {

@@ -17,6 +17,7 @@ from fusednorm.calls.call import (
     Forward,
     Gate,
     GateBackward,
+    GateSteps,
     Heads,
     NormGated,
     NormGatedBackward,
@@ -183,6 +184,13 @@ def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
     return packed + call.quantization.packed[KINDS[call.dtype]] + results
 
 
+def steps_in_c(steps: GateSteps, interleaved: bool = False) -> tuple[int, float, float, float]:
+    """The flags and the numbers of a gate's optional steps."""
+    limit, alpha, up_offset, clamp, round_steps = steps
+    flags = CLAMP_AFTER * (clamp == "after") + ROUND_STEPS * round_steps + IN_TURNS * interleaved
+    return flags, limit, alpha, up_offset
+
+
 def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
     """A gate, or its gradients, as ``struct fn_gate`` of ``cpu/abi/gate.h``."""
     if isinstance(call, Gate):
@@ -190,11 +198,9 @@ def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
     else:
         operands = tuple(map(_operand, (call.d, call.y, call.z, call.dy, call.dz), call.strides))
     wide = any(t is not None and t.dtype == torch.float64 for t in (call.y, call.z))
-    limit, alpha, up_offset, clamp, round_steps = call.steps
-    flags = CLAMP_AFTER * (clamp == "after") + ROUND_STEPS * round_steps + IN_TURNS * call.interleaved
     return _GATE.pack(
         *(isinstance(call, GateBackward), ACTIVATIONS.index(call.activation), KINDS[call.between], wide),
-        *(threads, call.rows, call.inner, call.hidden_size, flags, limit, alpha, up_offset),
+        *(threads, call.rows, call.inner, call.hidden_size, *steps_in_c(call.steps, call.interleaved)),
         *itertools.chain(*operands),
     )
 

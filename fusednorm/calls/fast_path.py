@@ -109,7 +109,7 @@ def _refuse(*_: object) -> bool:
 backward: Callable[..., bool] = _fast_path.backward if OPEN else _refuse
 
 #: The same for a gate. Its arguments are CPU or CUDA, d, y, z, where the gradients of y and z go, the name of the
-#: function, and the number that C has for the dtype between.
+#: function, the number that C has for the dtype between, and what ``steps_in_c`` returns.
 gate_backward: Callable[..., bool] = _fast_path.gate_backward if OPEN else _refuse
 
 #: The same for a norm with a gate. Its arguments are d, x, z, rstd, the weight, where the gradients of x, z and the

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.c_abi import KINDS
+from fusednorm.calls.c_abi import KINDS, steps_in_c
 from fusednorm.calls.call import (
     Backward,
     Before,
@@ -403,11 +403,8 @@ def gate_gradients(
     y, z = rows_and_gate(operands, interleaved)
     dy, dz = rows_and_gate(found, interleaved)  # their rows lie in one level
     activation, between, steps = gating.activation, gating.between, gating.steps
-    if (
-        backend is not None
-        and steps == _NO_STEPS
-        and not interleaved
-        and fast_path.gate_backward(backend, d, y, z, dy, dz, activation, KINDS[between])
+    if (backend is not None and not interleaved) and fast_path.gate_backward(
+        backend, d, y, z, dy, dz, activation, KINDS[between], *steps_in_c(steps)
     ):
         return found
     if backend is None:

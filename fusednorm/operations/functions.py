@@ -16,6 +16,7 @@ from fusednorm.calls.fast_path import FUNCTION, Entry
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Gating
 from fusednorm.operations.declared import Operation
+from fusednorm.operations.gate import Gated
 from fusednorm.reference import activations
 
 
@@ -57,7 +58,7 @@ class _Function(Operation):
         """The result for a plain operand that C has read, where gradients are recorded; or None."""
         if out is not None or must_be_seen.transforms_active():
             return None
-        return self.with_gradients(z, None)
+        return Gated.apply(Gating(self.declaration.name, None, z.dtype), False, None, z)  # type: ignore[no-untyped-call]
 
     def of(self, z: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """The results of the public function."""

@@ -31,6 +31,7 @@ from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Gating
 from fusednorm.torch_ops import dtensor_bridge
+from fusednorm.torch_ops.declared import DECLARED
 from fusednorm.torch_ops.gradients import composed_again
 from fusednorm.torch_ops.steps import GATE
 
@@ -342,22 +343,23 @@ def _run(
 
 
 class Gated(torch.autograd.Function):
-    """(gating, False, y, z), or (gating, interleaved, [..., 2 * N] of z and y), -> y times a function of z.
+    """(gating, False, y or None, z), or (gating, interleaved, [..., 2 * N] of z and y), -> y times a function of z.
 
     For calls that nothing but autograd must see: a short one takes a third of the time of ``GATE.recorded``, and the
     gradient of a tensor that holds both is written where it belongs.
     """
 
     @staticmethod
-    def forward(ctx: Any, gating: Gating, interleaved: bool, *operands: Tensor) -> Tensor:
+    def forward(ctx: Any, gating: Gating, interleaved: bool, *operands: Tensor | None) -> Tensor:
         """Keeps the operands, and the backend that the backward pass takes: the one in force now."""
         y, z = execute.rows_and_gate(operands, interleaved)
         ctx.save_for_backward(*operands)
         ctx.gating, ctx.interleaved = gating, interleaved
-        ctx.backend = execute.backend_of_gates(y, "gate_backward", gating, interleaved)
+        first = z if y is None else y
+        ctx.backend = execute.backend_of_gates(first, "gate_backward", gating, interleaved)
         ctx.apart = interleaved and ctx.backend is None
         if ctx.apart:
-            ctx.backend = execute.backend_of_gates(y, "gate_backward", gating)
+            ctx.backend = execute.backend_of_gates(first, "gate_backward", gating)
         return execute.gate(y, z, gating)
 
     @staticmethod
@@ -374,7 +376,10 @@ class Gated(torch.autograd.Function):
             return None, None, torch.stack((cast(Tensor, dz), cast(Tensor, dy)), -1).flatten(-2)
         dtensor_bridge.check_kept((d,), operands)
 
-        def again(*operands: Tensor) -> tuple[Tensor]:
-            return (cast(Any, GATE.recorded).apply(*execute.rows_and_gate(operands, interleaved), *gating),)
+        def again(*operands: Tensor | None) -> tuple[Tensor]:
+            y, z = execute.rows_and_gate(operands, interleaved)
+            if y is None:
+                return (cast(Any, DECLARED[gating.activation].recorded).apply(z, gating.out_dtype),)
+            return (cast(Any, GATE.recorded).apply(y, z, *gating),)
 
         return None, None, *composed_again(again, operands, (d,), needs)

@@ -28,7 +28,6 @@ from fusednorm.engine import execute
 from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
-from fusednorm.torch_ops import registered
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.dtensor_bridge import on_rows
@@ -297,6 +296,3 @@ register(
     _quantize,
     _fake_quantize,
 )
-
-#: The schemas of fusednorm's own operators, by name; of those that are in no exported program see ``inference.py``.
-SCHEMAS = {name: schema for name, schema in registered.SCHEMAS.items() if not name.endswith("_inference")}

@@ -26,6 +26,11 @@ SCHEMAS: dict[str, str] = {}
 ARGUMENTS: dict[str, list[str]] = {}
 
 
+def exported() -> list[str]:
+    """The names of the operators that are in exported programs: all but those of ``inference.py``."""
+    return [name for name in SCHEMAS if not name.endswith("_inference")]
+
+
 class DirectOperator(torch._ops.OpOverload):
     """An operator that compiled graphs call past torch's dispatcher, which takes longer than a short call itself."""
 

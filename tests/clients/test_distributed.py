@@ -620,7 +620,10 @@ KINDS = {
     ],
     "rotate": [("x", "cos", "cos", interleaved, None, dtype) for interleaved in (False, True) for dtype in (BF16, F32)],
     "gate": [("x", "residual", name, None, dtype) for name in ("silu", "sigmoid") for dtype in (BF16, F32)],
-    "gate_backward": [("x", "x", "residual", name, None, [True, True]) for name in ("silu", "sigmoid")],
+    "gate_backward": [
+        ("x", "x", "residual", name, None, limit, 1.0, 0.0, "before", False, [True, True])
+        for name, limit in (("silu", 0.0), ("sigmoid", 0.0), ("silu", 0.5))
+    ],
     "quantize": [("x", f"dtype={name}", None, None) for name in ("int8", "uint8", "int8 per=8")],
 }
 

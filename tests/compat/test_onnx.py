@@ -122,6 +122,12 @@ def test_bits_of_gates_and_rotations():
         (lambda y, z, *_: fusednorm.gelu_tanh_and_mul(z, y, between=F32), (BF16, BF16)),
         (lambda y, z, *_: fusednorm.rms_norm_gated(y, z, norm_before_gate=False), (BF16, BF16)),
     ]
+    calls += [
+        (lambda y, z, *_, f=f, s=s: fusednorm.silu_and_mul(z, y, limit=7.0, up_offset=1.0, **f, **s), dtypes)
+        for f in ({"alpha": 1.702}, {"clamp": "after"})
+        for s, dtypes in (({}, (BF16, F16)), ({"round_steps": True}, (BF16, BF16)), ({}, (F32, F32)))
+    ]
+    calls += [(lambda y, z, *_, f=f: f(z), (F32, F32)) for f in (fusednorm.gelu, fusednorm.relu2)]
     for interleaved, dtypes in itertools.product((False, True), ((BF16, F32, F32, F32), (F32,) * 4)):
         flags = {"interleaved": interleaved, "round_products": dtypes[0] == BF16}
         for size in (16, 20):  # of heads: all of them rotated, or the first 16 numbers
@@ -306,7 +312,11 @@ def test_calls_without_a_translation():
     with pytest.raises(NotImplementedError, match=r"fusednorm\.into has no .* call the function without `out`"):
         exported(lambda x: fusednorm.rms_norm(x, out=torch.empty_like(x)))
     with pytest.raises(NotImplementedError, match=r"gate_backward has no .* it computes gradients"):
-        exported(lambda x: torch.ops.fusednorm.gate_backward(x, x, x, "silu", None, [True, True]))
+        exported(
+            lambda x: torch.ops.fusednorm.gate_backward(
+                x, x, x, "silu", None, 0.0, 1.0, 0.0, "before", False, [True, True]
+            )
+        )
     with pytest.raises(NotImplementedError, match="rounded to 16 bits, which runtimes round twice"):
         exported(lambda x: fusednorm.rms_norm(x.double(), out_dtype=BF16), exact=True)
     with pytest.raises(NotImplementedError, match="opset 23 and later, and the export is to opset 20"):
@@ -328,7 +338,7 @@ def test_operations_that_torch_converts_already():
 
 def test_every_operation_has_an_entry():
     table = fusednorm.onnx.translations()
-    assert {operation._opname for operation in table} == set(fusednorm.torch_ops.operators.SCHEMAS)
+    assert {operation._opname for operation in table} == set(fusednorm.torch_ops.registered.exported())
     with pytest.raises(NotImplementedError, match=r"affine_backward has no"):
         table[torch.ops.fusednorm.affine_backward.default]()
 

@@ -15,7 +15,7 @@ import fusednorm
 from fusednorm import gate, gate_, silu_and_mul
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
-from fusednorm.calls.c_abi import KINDS
+from fusednorm.calls.c_abi import KINDS, steps_in_c
 from fusednorm.calls.call import ACTIVATIONS, Gate, GateBackward, GateSteps
 from fusednorm.engine import execute
 from fusednorm.engine import fast_path as of_c
@@ -149,7 +149,7 @@ def test_gradients_on_the_fast_path(monkeypatch):
         return execute.gate_gradients(cpu, d, (y, z), execute.Gating(*how, y.dtype), (True, True))
 
     def by_c(tensors, function, between):
-        return of_c.gate_backward(cpu, *tensors, function, KINDS[between])
+        return of_c.gate_backward(cpu, *tensors, function, KINDS[between], *steps_in_c(GateSteps()))
 
     for operands in ((d, y, z), (d.bfloat16(), y.bfloat16(), z), (d, y.double(), z), (d, y.half(), z.bfloat16())):
         for how in (("silu", None), ("sigmoid", half), ("gelu_tanh", None)):
@@ -173,7 +173,7 @@ def test_gradients_on_the_fast_path(monkeypatch):
         new = [torch.full_like(t, 7) for t in operands[1:]]
         assert not by_c((*operands, *new), *how)
         assert all(t.eq(7).all() for t in new)
-    with pytest.raises(TypeError, match="gate_backward takes 8 arguments, got 1"):
+    with pytest.raises(TypeError, match="gate_backward takes 12 arguments, got 1"):
         fast_path.gate_backward(d)
 
 
@@ -247,7 +247,7 @@ def of_gpt_oss(g, u):
     return (u + 1) * (g * sigmoid(g * 1.702))
 
 
-#: Models' formulas in torch's operations, with the specification's sigmoid and silu, and the calls that have their bits.
+#: Models' formulas in torch's operations, with the specification's sigmoid and silu; and calls that have their bits.
 GPT_OSS = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "round_steps": True}
 CONTRACTS = {
     "gpt-oss": (lambda both: of_gpt_oss(both[..., ::2], both[..., 1::2]), GPT_OSS | {"interleaved": True}),

@@ -15,6 +15,10 @@ FN_INLINE V v_add(V x, V y) { return vaddq_f32(x, y); }
 FN_INLINE V v_mul(V x, V y) { return vmulq_f32(x, y); }
 FN_INLINE V v_no_more(V most, V x) { return vminq_f32(most, x); }
 FN_INLINE V v_no_less(V least, V x) { return vmaxq_f32(least, x); }
+FN_INLINE V v_where_within(V least, V most, V x, V value) {
+    const uint32x4_t within = vandq_u32(vcgeq_f32(x, least), vcleq_f32(x, most));
+    return vreinterpretq_f32_u32(vandq_u32(within, vreinterpretq_u32_f32(value)));
+}
 FN_INLINE V v_swap(V x) { return vrev64q_f32(x); }
 
 FN_INLINE float v_halve(V x) {

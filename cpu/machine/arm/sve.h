@@ -27,6 +27,10 @@ FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
 FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
 FN_INLINE U u_no_more(float most, U x) { return svmin_n_f32_x(all(), x, most); }
 FN_INLINE U u_no_less(float least, U x) { return svmax_n_f32_x(all(), x, least); }
+FN_INLINE U u_where_within(float least, float most, U x, U value) {
+    const svbool_t within = svcmple_n_f32(svcmpge_n_f32(all(), x, least), x, most);
+    return svsel_f32(within, value, svdup_n_f32(0));
+}
 FN_INLINE U u_swap(int by_parity, U u) {
     return (void)by_parity, svreinterpret_f32_u64(svrevw_u64_x(svptrue_b64(), svreinterpret_u64_f32(u)));
 }

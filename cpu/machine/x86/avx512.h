@@ -17,6 +17,10 @@ FN_INLINE V v_add(V x, V y) { return _mm512_add_ps(x, y); }
 FN_INLINE V v_mul(V x, V y) { return _mm512_mul_ps(x, y); }
 FN_INLINE V v_no_more(V most, V x) { return _mm512_min_ps(most, x); }
 FN_INLINE V v_no_less(V least, V x) { return _mm512_max_ps(least, x); }
+FN_INLINE V v_where_within(V least, V most, V x, V value) {
+    const __mmask16 not_below = _mm512_cmp_ps_mask(x, least, _CMP_GE_OQ);
+    return _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(not_below, x, most, _CMP_LE_OQ), value);
+}
 FN_INLINE V v_swap(V x) { return _mm512_permute_ps(x, 0xb1); }
 
 FN_INLINE float v_halve(V x) {
