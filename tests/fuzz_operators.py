@@ -115,11 +115,12 @@ class Call:
         if "Tensor" in kind:
             return self.tensor(name, 0.3 * kind.startswith("Optional"))
         if kind in ("float", "number"):
-            return random.choice(NUMBERS)
+            usual = {"limit": (0.0, 0.5, 2.0), "alpha": (1.0, 1.702), "up_offset": (0.0, 1.0)}.get(name)
+            return random.choice(NUMBERS if usual is None or random.random() < 0.1 else usual)
         if kind == "bool":
             return random.random() < 0.5
         if kind == "List[bool]":  # which of so many gradients, or of another number of them
-            count = 2 if "gate" in self.name else 3
+            count = {"gate_backward": 2, "gelu_backward": 1, "relu2_backward": 1}.get(self.name, 3)
             count = count if not self.wrong or random.random() < 0.95 else random.choice((0, 1, 4))
             return [random.random() < 0.7 for _ in range(count)]
         if kind == "str":
