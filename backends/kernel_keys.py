@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from fusednorm.calls.call import (
     Forward,
     Gate,
     GateBackward,
+    GateSteps,
     NormGated,
     Operation,
     Quantize,
@@ -219,6 +221,28 @@ class BackwardKind(NamedTuple):
         return [dtype for dtype in self[:6] if dtype is not None]
 
 
+@dataclass(frozen=True)
+class StepsOfGate:
+    """The optional steps of a gate as its kernel has them: its numbers are compiled in."""
+
+    #: "before": z is limited, "after": the function's value is; either limits y too. "": there is no limit.
+    clamp: str
+    #: The limits, as the dtypes of these rows have them, and numbers of the type of the computation.
+    y_limit: float
+    z_limit: float
+    value_limit: float
+    alpha: float
+    up_offset: float
+    round_steps: bool
+
+    @property
+    def function(self) -> str:
+        """The one that the kernel has: "sigmoid" where that is rounded before z is multiplied."""
+        if self.alpha == 1:
+            return "silu"
+        return "sigmoid" if self.round_steps else "swish"
+
+
 class GateKind(NamedTuple):
     """The parts of a gate, or of its backward pass, that decide its kernel."""
 
@@ -240,23 +264,33 @@ class GateKind(NamedTuple):
     two_levels: bool = False
     #: Whether the rows of all operands lie side by side.
     packed: bool = True
+    steps: GateSteps = GateSteps()
+    #: Whether z and y take turns in memory, and their gradients too.
+    interleaved: bool = False
 
     @classmethod
     def of(cls, call: Gate | GateBackward) -> GateKind:
         """The kind of a call."""
         none = 0, 0
         rows: tuple[tuple[Tensor | None, Strides], ...]
+        # Where y takes turns with z, a kernel reads it with z, whose address is the one that counts.
+        in_turns = call.interleaved
         if isinstance(call, Gate):
             y, z, out = zip((call.y, call.z, call.out), call.strides, strict=True)
-            rows = (None, none), y, z, out, (None, none)
+            rows = (None, none), z if in_turns else y, z, out, (None, none)
         else:
-            rows = tuple(zip((call.d, call.y, call.z, call.dy, call.dz), call.strides, strict=True))
+            d_rows, y, z, dy, dz = zip((call.d, call.y, call.z, call.dy, call.dz), call.strides, strict=True)
+            rows = d_rows, z if in_turns else y, z, dz if in_turns else dy, dz
+        alone = (0, 3, 4) if isinstance(call, Gate) else (0,)
+        lengths = (call.hidden_size * (2 if in_turns and i not in alone else 1) for i in range(len(rows)))
         d, y_dtype, _, first, second = (_dtype(tensor) for tensor, _ in rows)
         one_level = call.inner == call.rows
-        side_by_side = all(tensor is None or stride == call.hidden_size for tensor, (_, stride) in rows)
+        side_by_side = all(
+            tensor is None or stride == length for (tensor, (_, stride)), length in zip(rows, lengths, strict=True)
+        )
         return cls(
             *(d, y_dtype, call.z.dtype, first, second, call.activation, call.between, call.hidden_size),
-            *(_alignment(rows, ()), not one_level, one_level and side_by_side),
+            *(_alignment(rows, ()), not one_level, one_level and side_by_side, call.steps, in_turns),
         )
 
     @property
@@ -267,6 +301,22 @@ class GateKind(NamedTuple):
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that there are."""
         return [dtype for dtype in self[:5] if dtype is not None]
+
+    def compiled_steps(self) -> StepsOfGate | None:
+        """The optional steps with their numbers; None if there are none."""
+        if self.steps._replace(clamp="before") == GateSteps():
+            return None
+        wide = self.accumulator
+
+        def rounded(number: float, dtype: torch.dtype = wide) -> float:
+            return torch.tensor(number, dtype=torch.float64, device="cpu").to(wide).to(dtype).item()
+
+        limit, alpha, up_offset, clamp, round_steps = self.steps
+        return StepsOfGate(
+            clamp if limit else "",
+            *(rounded(limit, dtype or wide) for dtype in (self.y, self.z, self.between)),
+            *(rounded(alpha), rounded(up_offset), round_steps),
+        )
 
 
 class RotationKind(NamedTuple):

@@ -3,7 +3,11 @@
 #pragma once
 #include "memory.cuh"
 
-constexpr int SILU = 0, SIGMOID = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4;
+// SWISH is z * sigmoid(alpha * z); ALPHA, which the compilation defines for it, has the bits of that number.
+constexpr int SILU = 0, SIGMOID = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, SWISH = 5;
+#ifndef ALPHA
+#define ALPHA 0
+#endif
 
 constexpr bool IN_F64 = sizeof(A) == 8;
 using Whole = decltype(bits_of(A()));
@@ -112,6 +116,7 @@ __device__ inline A relu2(A z, A& slope) {
 // What a function multiplies with sigmoid(v), and v.
 __device__ inline A factor(A z) { return ACTIVATION == SIGMOID ? (A)1 : z; }
 __device__ inline A argument(A z) {
+    if (ACTIVATION == SWISH) return z * number_of_bits((Whole)ALPHA);
     return ACTIVATION == GELU_TANH ? (z + z * z * z * (A)0.044715) * (A)1.5957691216057308 : z;
 }
 
@@ -159,6 +164,7 @@ __device__ inline A activated(A z, A& slope) {
         const A m = no_more(no_less(z, -64), 64);
         slope *= (m * m * (A)0.134145 + 1) * (A)1.5957691216057308;
     }
+    if (ACTIVATION == SWISH) slope *= number_of_bits((Whole)ALPHA);
     if (ACTIVATION != SIGMOID) slope += s;
     return f;
 }

@@ -3,6 +3,11 @@
 //
 //   WARPS   of a block
 //   PACKED  whether the rows of all operands lie side by side
+//
+// and, where there is more than rows times the function of others, as 1:
+//
+//   IN_TURNS  z and y take turns in memory, z before y, and their gradients too
+//   STEPS     there are optional steps, see gate_steps.cuh
 #pragma once
 #include "activations.cuh"
 
@@ -57,4 +62,39 @@ struct Place {
         }
     }
     __device__ long long in(Strides strides) const { return a.begin_of(row, strides) + column; }
+    __device__ long long in_turns(Strides strides) const { return a.begin_of(row, strides) + 2 * column; }
 };
+
+// Loads what the thread has of y and z.
+__device__ inline void load_both(const Place& at, Y (&y)[VECTOR], Z (&z)[VECTOR]) {
+#if IN_TURNS
+    Z turns[2][VECTOR];
+    load_if(at.inside, turns[0], at.a.z + at.in_turns(at.a.z_strides));
+    load_if(at.inside, turns[1], at.a.z + at.in_turns(at.a.z_strides) + VECTOR);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        z[i] = turns[2 * i / VECTOR][2 * i % VECTOR];
+        y[i] = turns[(2 * i + 1) / VECTOR][(2 * i + 1) % VECTOR];
+    }
+#else
+    load_if(at.inside, y, at.a.y + at.in(at.a.y_strides));
+    load_if(at.inside, z, at.a.z + at.in(at.a.z_strides));
+#endif
+}
+
+// Rounds and stores the gradients of y and z.
+__device__ inline void store_both(const Place& at, const A (&dy)[VECTOR], const A (&dz)[VECTOR]) {
+#if IN_TURNS
+    A turns[2][VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        turns[2 * i / VECTOR][2 * i % VECTOR] = dz[i];
+        turns[(2 * i + 1) / VECTOR][(2 * i + 1) % VECTOR] = dy[i];
+    }
+    store_if(at.inside, at.a.dz + at.in_turns(at.a.dz_strides), turns[0]);
+    store_if(at.inside, at.a.dz + at.in_turns(at.a.dz_strides) + VECTOR, turns[1]);
+#else
+    store_if(at.inside, at.a.out + at.in(at.a.out_strides), dy);
+    store_if(at.inside, at.a.dz + at.in(at.a.dz_strides), dz);
+#endif
+}

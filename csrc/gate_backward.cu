@@ -1,5 +1,5 @@
 // The gradients of rows times a function of other rows.
-#include "gate.cuh"
+#include "gate_steps.cuh"
 
 extern "C" __global__ void BOUNDS gate_backward(const Arguments a) {
     const Place at(a);
@@ -8,14 +8,17 @@ extern "C" __global__ void BOUNDS gate_backward(const Arguments a) {
     Y y[VECTOR];
     Z z[VECTOR];
     load_if(at.inside, d, a.d + at.in(a.d_strides));
-    load_if(at.inside, y, a.y + at.in(a.y_strides));
-    load_if(at.inside, z, a.z + at.in(a.z_strides));
+    load_both(at, y, z);
     let_next_kernel_begin();
-    A f[VECTOR], slope[VECTOR], dy[VECTOR], dz[VECTOR];
-    activate(f, slope, z);
-    round_to<BETWEEN_TYPE>(f);
+    A dy[VECTOR], dz[VECTOR];
     widen(dy, d);
     widen(dz, d);
+#if STEPS
+    differentiate_in_steps(dy, dz, y, z);
+#else
+    A f[VECTOR], slope[VECTOR];
+    activate(f, slope, z);
+    round_to<BETWEEN_TYPE>(f);
     multiply_if(dz, y);
     round_to<BETWEEN_TYPE>(dz);
 #pragma unroll
@@ -23,6 +26,6 @@ extern "C" __global__ void BOUNDS gate_backward(const Arguments a) {
         dy[i] *= f[i];
         dz[i] *= slope[i];
     }
-    store_if(at.inside, a.out + at.in(a.out_strides), dy);
-    store_if(at.inside, a.dz + at.in(a.dz_strides), dz);
+#endif
+    store_both(at, dy, dz);
 }

@@ -6,6 +6,7 @@ How a row lies over threads depends on its length and its dtypes only, and decid
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,12 @@ def _types(**dtypes: torch.dtype | None) -> dict[str, str | int]:
 def _flags(**flags: bool) -> dict[str, str | int]:
     """Constants of the sources that are 0 or 1."""
     return {name: int(flag) for name, flag in flags.items()}
+
+
+def _bits(number: float, dtype: torch.dtype) -> str:
+    """The bits of a number that a type has, as the sources have them; those of +0 for both zeros."""
+    form = {torch.float32: ("<f", "<I"), torch.float64: ("<d", "<Q")}[dtype]
+    return hex(struct.unpack(form[1], struct.pack(form[0], number + 0.0))[0])
 
 
 @dataclass(frozen=True)
@@ -254,6 +261,15 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
         "ALIGNED": layout.aligned,
         "WARPS": _WARPS,
     }
+    if kind.interleaved:
+        defines["IN_TURNS"] = 1
+    steps = kind.compiled_steps()
+    if steps is not None:
+        numbers = {"Y_LIMIT": steps.y_limit, "Z_LIMIT": steps.z_limit, "VALUE_LIMIT": steps.value_limit}
+        numbers |= {"ALPHA": steps.alpha, "UP_OFFSET": steps.up_offset}
+        defines |= {"STEPS": 1, "ACTIVATION": steps.function.upper(), "CLAMP": (steps.clamp or "nothing").upper()}
+        defines |= {name: _bits(number, kind.accumulator) for name, number in numbers.items()}
+        defines |= _flags(ROUND_OFFSET=steps.round_steps and steps.up_offset != 0)
     threads = _WARPS * 32
     kernel = "gate" if kind.d is None else "gate_backward"
     return Variant(kernel, tuple(defines.items()), threads, 1, Share.ELEMENTS, threads * layout.vector)

@@ -13,11 +13,13 @@
  * What decides which kernels a call takes: the same as `ForwardKind`, `BackwardKind` and `GateKind` in
  * backends/kernel_keys.py. The kinds of the operands follow each other in `kinds`, four bits each. Of a quantizer there
  * are the length of its groups, and a bit for its being there, one for whether rows are stored too, its kind and its flags.
- * Of a gate there are its function, and the kind that this is rounded to. Without gaps, to be compared.
+ * Of a gate there are its function, the kind that this is rounded to, its flags (enum fn_gate_flag), and its numbers where it
+ * has optional steps. Without gaps, to be compared.
  */
 typedef struct {
     int64_t hidden, kinds, group;
-    int32_t device, options, alignment, quantizer, gate, unused;
+    double limit, alpha, up_offset;
+    int32_t device, options, alignment, quantizer, gate, gate_flags;
 } key;
 
 /*

@@ -34,7 +34,7 @@ from fusednorm.backends.kernel_keys import (
     lacking,
 )
 from fusednorm.calls import fast_path
-from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, RMSNorm, operation_of
+from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, GateSteps, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.engine import choose
@@ -352,6 +352,21 @@ def test_machine_code_of_a_gate(tmp_path, capability, dtype, activation):
         assert quotients == vector * (1 if d is None or activation == "sigmoid" else 2)
         counted = len(re.findall(rf"(?:add|sub|mul)(?:\.rn)?\.{real}", ptx))
         assert counted <= vector * most[d is not None]
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=lambda of: str(of).split(".")[-1])
+def test_machine_code_of_a_gate_in_steps(tmp_path, dtype):
+    """Nothing spilled, whole vectors although z and y take turns, and a few operations more."""
+    steps = GateSteps(7.0, 1.702, 1.0)
+    for d in (None, dtype):
+        kind = GateKind(d, dtype, dtype, dtype, d, "silu", None, 4096, 32, steps=steps, interleaved=True)
+        variant = cuda_kernels.gate_variant(kind, 90)
+        assert loads_of(variant, 90, tmp_path) == (2 if d is None else 3)
+        ptx = cuda_compiler.compiled(variant, 94).decode()  # NVRTC does not know such a GPU
+        assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
+        counted = len(re.findall(r"(?:add|sub|mul)(?:\.rn)?\.f\d\d", ptx))
+        assert counted <= 16 // dtype.itemsize * (90 if dtype == F64 else 65)
 
 
 @compiles

@@ -416,6 +416,48 @@ def test_gates_have_kernels_of_their_own(names):
     assert len(names) == 2  # without rounding between, these are the first gates
 
 
+#: Optional steps of a gate; each takes a kernel of its own, for its numbers are compiled in.
+STEPS = (
+    {"limit": 7.0},
+    {"limit": 7.5},
+    {"limit": 7.0, "clamp": "after"},
+    {"alpha": 1.702},
+    {"alpha": 1.5},
+    {"alpha": 1.702, "round_steps": True},
+    {"up_offset": 1.0},
+    {"up_offset": 0.5},
+    {"interleaved": True},
+    {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": True},
+)
+
+
+def of_one_tensor(both, **steps):
+    """The products and the gradient."""
+    both = both.detach().requires_grad_()
+    out = fusednorm.silu_and_mul(both, **steps)
+    return out, *torch.autograd.grad(out, both, out.detach())
+
+
+def test_gates_in_steps_have_kernels_of_their_own(names):
+    nothing_held()
+    both = 9 * torch.randn(5, 144, generator=torch.Generator().manual_seed(1)).to(BF16)
+    for again, steps in itertools.product((False, True), STEPS):
+        names.clear()
+        assert same(*by_both(of_one_tensor, both, **steps)), steps
+        assert names == ([] if again else ["gate", "gate_backward"]), steps
+
+
+@pytest.mark.parametrize("hidden", [1, 24, 1001])
+@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+def test_where_rows_in_turns_lie(dtype, hidden, names):
+    """Side by side, apart, in two levels, and at addresses of their own: one kernel takes them as they are."""
+    memory = torch.randn(6, 5, 2 * hidden + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for both in (memory[..., 8:].contiguous(), memory[..., 8:], memory[:, :4, 1 : 1 + 2 * hidden]):
+        names.clear()
+        assert same(*by_both(of_one_tensor, both, interleaved=True, limit=1.5))
+        assert names == ["gate", "gate_backward"] or not names
+
+
 @pytest.mark.parametrize("hidden", [1, 24, 600, 4096])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_where_rows_of_gates_lie(dtype, hidden):
