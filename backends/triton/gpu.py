@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
-KNOWS |= {"quantize", "gate", "gate_backward", "norm_gated", "rotate"}
+KNOWS |= {"quantize", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384
@@ -244,9 +244,12 @@ def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
     else:
         function = kernels.gate_backward_tile
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
+    if kind.interleaved:  # the kernel finds them with z and its gradient
+        dtypes |= {name: None for name in ("y", "dy") if name in dtypes}
     bits = _by_bits([*kind.dtypes(), kind.between])
     between = None if kind.between is None else host.type_of(kind.between, bits)
     constants = {"N": kind.hidden_size, "ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
+    constants |= {"STEPS": kind.compiled_steps(), "IN_TURNS": kind.interleaved}
     warps = _OF_GATES // (8 * (lanes or warp_size()))
     return _variant(kind, function, dtypes, constants, warps, per_program, bits=bits, share=share)
 

@@ -232,8 +232,14 @@ def test_integers(instruction, operands, expected):
 def test_comparisons_of_16_bits(dtype, name):
     values = torch.tensor([-80.0, -80.5, 0.0, -0.0, torch.nan, torch.inf], dtype=dtype)
     a, b = values.repeat_interleave(6), values.repeat(6)
-    for sign, function in (("lt", torch.lt), ("le", torch.le), ("gt", torch.gt), ("ge", torch.ge), ("eq", torch.eq)):
-        for unordered in ("", "u") if sign in ("lt", "gt") else ("",):  # true where an operand is a NaN
+
+    def num(a, b):
+        return ~(a.isnan() | b.isnan())
+
+    signs = {"lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "num": num}
+    signs["nan"] = lambda a, b: ~num(a, b)
+    for sign, function in signs.items():
+        for unordered in ("", "u") if sign in ("lt", "le", "gt", "ge") else ("",):  # true where an operand is a NaN
             body = "cvt.u16.u64 %h0, %x; cvt.u16.u64 %h1, %y; mov.u64 %z, 0;"
             body += f"setp.{sign}{unordered}.{name} %p0, %h0, %h1; selp.b64 %z, 1, 0, %p0;"
             found = in_parts(LOAD + body + STORE, *(bits(t, dtype, torch.int16) for t in (a, b))).bool()

@@ -1,5 +1,6 @@
 """Triton's kernels as compiled code, for GPUs that need not be here, and the host's way to them."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from fusednorm.backends.kernel_keys import (
 from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
-from fusednorm.calls.call import AroundNorm, Flags, Forward, operation_of
+from fusednorm.calls.call import AroundNorm, Flags, Forward, GateSteps, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.engine.execute import backward as differentiate
 
@@ -328,6 +329,18 @@ def test_a_gate(capability, dtype, activation):
         assert counted <= 8 * (62 if dtype == F64 else 48), counted / 8
 
 
+@pytest.mark.parametrize(("capability", "dtype"), [(75, BF16), (90, F32), (90, F64), (100, F16)], ids=str)
+def test_a_gate_in_steps(capability, dtype):
+    """The same with optional steps, and whole vectors although z and y take turns."""
+    for d, interleaved in itertools.product((None, dtype), (False, True)):
+        steps = GateSteps(7.0, 1.702, 1.0, round_steps=dtype == F16)
+        kind = GateKind(d, dtype, dtype, dtype, d, "silu", None, 4096, 16, steps=steps, interleaved=interleaved)
+        kernel, _ = sound(triton_gpu.gate_variant(kind, 32), GPUTarget("cuda", capability, 32))
+        ptx = kernel.asm["ptx"]
+        assert set(accesses(ptx, "ld")) == set(accesses(ptx, "st")) == {16}
+        assert len(accesses(ptx, "ld")) == (2 if d is None else 3) * dtype.itemsize // 2
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "size"), [(75, F16, 4096), (90, BF16, 128), (90, F32, 7168), (100, BF16, 65536)], ids=str
 )
@@ -345,8 +358,11 @@ def test_a_norm_with_a_gate(capability, dtype, size):
 @pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)
 def test_gates_on_amd(target):
     """Nothing fused or approximate but in what divides, nothing flushed, nothing spilled."""
-    for d in (None, BF16):
-        variant = triton_gpu.gate_variant(GateKind(d, BF16, F32, F32, d, "gelu_tanh", BF16, 4000, 16), target.warp_size)
+    in_steps = {"steps": GateSteps(7.0, 1.702, 1.0), "interleaved": True}
+    for d, more in itertools.product((None, BF16), ({}, in_steps)):
+        y, activation = (BF16, "silu") if more else (F32, "gelu_tanh")
+        kind = GateKind(d, BF16, y, y, d, activation, BF16, 4000, 16)._replace(**more)
+        variant = triton_gpu.gate_variant(kind, target.warp_size)
         kernel = triton_host.compiled(variant, target)
         assert unlike_the_source("rows", BF16, kernel) == []
         assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])) == {"0"}

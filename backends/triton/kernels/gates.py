@@ -25,6 +25,12 @@ def no_less(value, least: tl.constexpr, A: tl.constexpr):
 
 
 @triton.jit
+def no_more(value, most: tl.constexpr, A: tl.constexpr):
+    """The smaller one; a NaN stays."""
+    return tl.where(value > constant(value, most, A), constant(value, most, A), value)
+
+
+@triton.jit
 def pair(r, even: tl.constexpr, odd: tl.constexpr, A: tl.constexpr):
     """Two terms of the polynomial."""
     return constant(r, odd, A) * r + constant(r, even, A)
@@ -131,18 +137,20 @@ def relu2(z, A: tl.constexpr):
 
 
 @triton.jit
-def argument(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
-    """The number that the function passes to the sigmoid."""
-    if ACTIVATION == "gelu_tanh":
+def argument(z, ACTIVATION: tl.constexpr, A: tl.constexpr, ALPHA: tl.constexpr = None):
+    """The number that the function passes to the sigmoid; "swish" passes ``alpha * z``."""
+    if ACTIVATION == "swish":
+        return z * constant(z, ALPHA, A)
+    elif ACTIVATION == "gelu_tanh":
         return (z + z * z * z * constant(z, 0.044715, A)) * constant(z, 1.5957691216057308, A)
     else:
         return z
 
 
 @triton.jit
-def product(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+def product(z, ACTIVATION: tl.constexpr, A: tl.constexpr, ALPHA: tl.constexpr = None):
     """The function of a gate, whether its argument is low, and exp(-v); exp(v) where the argument v is low."""
-    v = argument(z, ACTIVATION, A)
+    v = argument(z, ACTIVATION, A, ALPHA)
     low = v < constant(v, -680.0 if A == tl.float64 else -80.0, A)
     LEAST: tl.constexpr = -760.0 if A == tl.float64 else -110.0
     p, exponent = exponential(no_less(tl.where(low, v, -v), LEAST, A), A)
@@ -167,20 +175,20 @@ def activated(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
 
 
 @triton.jit
-def activated_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+def activated_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr, ALPHA: tl.constexpr = None):
     """The function of a gate, and its derivative."""
     if ACTIVATION == "gelu":
         return gelu(z, A)
     elif ACTIVATION == "relu2":
         return relu2(z, A)
     else:
-        return product_and_slope(z, ACTIVATION, A)
+        return product_and_slope(z, ACTIVATION, A, ALPHA)
 
 
 @triton.jit
-def product_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
+def product_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr, ALPHA: tl.constexpr = None):
     """The same of the functions that multiply by a sigmoid."""
-    f, low, e = product(z, ACTIVATION, A)
+    f, low, e = product(z, ACTIVATION, A, ALPHA)
     one = constant(z, 1.0, A)
     s = quotient(tl.where(low, e, one), one + e, A)
     slope = f * tl.where(low, one, e * s)
@@ -189,6 +197,8 @@ def product_and_slope(z, ACTIVATION: tl.constexpr, A: tl.constexpr):
         m = no_less(z, -64.0, A)
         m = tl.where(m > constant(m, 64.0, A), constant(m, 64.0, A), m)
         slope = slope * ((m * m * constant(m, 0.134145, A) + one) * constant(m, 1.5957691216057308, A))
+    if ACTIVATION == "swish":
+        slope = slope * constant(z, ALPHA, A)
     if ACTIVATION != "sigmoid":
         slope = s + slope
     return f, slope
@@ -203,6 +213,72 @@ def between(value, TYPE: tl.constexpr, A: tl.constexpr):
 
 
 @triton.jit
+def activated_in_steps(z, STEPS: tl.constexpr, BETWEEN: tl.constexpr, A: tl.constexpr):
+    """The function of a gate with optional steps (``StepsOfGate``), rounded but not limited, and its derivative."""
+    if STEPS.clamp == "before":
+        z = no_more(z, STEPS.z_limit, A)
+    if STEPS.function == "sigmoid":
+        alpha = constant(z, STEPS.alpha, A)
+        s = between(activated(between(z * alpha, BETWEEN, A), "sigmoid", A), BETWEEN, A)
+        f = between(z * s, BETWEEN, A)
+        return f, s + f * (constant(z, 1.0, A) - s) * alpha
+    else:
+        f, slope = activated_and_slope(z, STEPS.function, A, STEPS.alpha)
+        return between(f, BETWEEN, A), slope
+
+
+@triton.jit
+def value_within(f, STEPS: tl.constexpr, A: tl.constexpr):
+    """The function's value within its limit."""
+    return no_more(f, STEPS.value_limit, A) if STEPS.clamp == "after" else f
+
+
+@triton.jit
+def limited_and_added(y, STEPS: tl.constexpr, BETWEEN: tl.constexpr, A: tl.constexpr):
+    """The rows that are multiplied: y within its limits, plus the offset."""
+    if STEPS.clamp != "":
+        least = constant(y, STEPS.y_limit, A) * constant(y, -1.0, A)
+        y = no_more(y, STEPS.y_limit, A)
+        y = tl.where(y < least, least, y)
+    if STEPS.up_offset != 0:
+        y = y + constant(y, STEPS.up_offset, A)
+        if STEPS.round_steps:
+            y = between(y, BETWEEN, A)
+    return y
+
+
+@triton.jit
+def products_in_steps(y, z, ACTIVATION: tl.constexpr, STEPS: tl.constexpr, BETWEEN: tl.constexpr, A: tl.constexpr):
+    """y times the function of z, with optional steps if there are any."""
+    if STEPS is None:
+        return y * between(activated(z, ACTIVATION, A), BETWEEN, A)
+    else:
+        f, _ = activated_in_steps(z, STEPS, BETWEEN, A)
+        return limited_and_added(y, STEPS, BETWEEN, A) * value_within(f, STEPS, A)
+
+
+@triton.jit
+def gradients_in_steps(d, y, z, ACTIVATION: tl.constexpr, STEPS: tl.constexpr, BETWEEN: tl.constexpr, A: tl.constexpr):
+    """The gradients of y and z. Where a value is beyond its limit, or a NaN, it has none: 0."""
+    if STEPS is None:
+        f, slope = activated_and_slope(z, ACTIVATION, A)
+        return d * between(f, BETWEEN, A), between(d * y, BETWEEN, A) * slope
+    else:
+        f, slope = activated_in_steps(z, STEPS, BETWEEN, A)
+        dy = d * value_within(f, STEPS, A)
+        dz = between(d * limited_and_added(y, STEPS, BETWEEN, A), BETWEEN, A)
+        zero = constant(z, 0.0, A)
+        if STEPS.clamp == "after":
+            dz = tl.where(f <= constant(z, STEPS.value_limit, A), dz, zero)
+        dz = dz * slope
+        if STEPS.clamp == "before":
+            dz = tl.where(z <= constant(z, STEPS.z_limit, A), dz, zero)
+        if STEPS.clamp != "":
+            dy = tl.where(tl.abs(y) <= constant(y, STEPS.y_limit, A), dy, zero)
+        return dy, dz
+
+
+@triton.jit
 def gated(values, z_rows, column, inside, ACTIVATION: tl.constexpr, A: tl.constexpr):
     """Values times the function of the gates of these columns."""
     return values * activated(loaded(z_rows, column, inside, A), ACTIVATION, A)
@@ -214,6 +290,29 @@ def place_of_tile(N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
     TILES: tl.constexpr = (N + TILE - 1) // TILE
     row = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     return row, tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)[None, :]
+
+
+@triton.jit
+def y_and_z_in_turns(
+    z, z_stride, z_jump, inner, rows, N: tl.constexpr, A: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+):
+    """A tile of y and of z, whose elements take turns in memory, z's before y's."""
+    row, column = place_of_tile(2 * N, ROWS, 2 * TILE)
+    inside = inside_of(row, column, rows, 2 * N, ROWS, 2 * TILE)
+    pairs = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
+    of_z, of_y = tl.split(tl.reshape(pairs, (ROWS, TILE, 2)))
+    return of_y, of_z
+
+
+@triton.jit
+def store_in_turns(
+    of_y, of_z, dz, dz_stride, dz_jump, inner, rows, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+):
+    """Stores a tile of two gradients so."""
+    row, column = place_of_tile(2 * N, ROWS, 2 * TILE)
+    inside = inside_of(row, column, rows, 2 * N, ROWS, 2 * TILE)
+    pairs = tl.reshape(tl.join(of_z, of_y), (ROWS, 2 * TILE))
+    store(pairs, rows_at(dz, row, dz_stride, dz_jump, inner), column, inside)
 
 
 @triton.jit
@@ -233,16 +332,26 @@ def gate_tile(
     A: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BETWEEN: tl.constexpr,
+    STEPS: tl.constexpr,
+    IN_TURNS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rows times a function of other rows; where y is None, the function alone."""
+    """Rows times a function of other rows; where y is None, the function alone, or y takes turns with z."""
     row, column = place_of_tile(N, ROWS, TILE)
     inside = inside_of(row, column, rows, N, ROWS, TILE)
-    gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
-    values = between(activated(gates, ACTIVATION, A), BETWEEN, A)
-    if y is not None:
-        values = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A) * values
+    if IN_TURNS:
+        factors, gates = y_and_z_in_turns(z, z_stride, z_jump, inner, rows, N, A, ROWS, TILE)
+        values = products_in_steps(factors, gates, ACTIVATION, STEPS, BETWEEN, A)
+    else:
+        gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
+        if STEPS is not None:
+            factors = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
+            values = products_in_steps(factors, gates, ACTIVATION, STEPS, BETWEEN, A)
+        else:
+            values = between(activated(gates, ACTIVATION, A), BETWEEN, A)
+            if y is not None:
+                values = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A) * values
     store(values, rows_at(out, row, out_stride, out_jump, inner), column, inside)
 
 
@@ -269,21 +378,35 @@ def gate_backward_tile(
     A: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BETWEEN: tl.constexpr,
+    STEPS: tl.constexpr,
+    IN_TURNS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The gradients of rows times a function of other rows."""
+    """The gradients of rows times a function of other rows; y and dy are None where they take turns with z and dz."""
     row, column = place_of_tile(N, ROWS, TILE)
     inside = inside_of(row, column, rows, N, ROWS, TILE)
-    gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
-    incoming = loaded(rows_at(d, row, d_stride, d_jump, inner), column, inside, A)
-    f, slope = activated_and_slope(gates, ACTIVATION, A)
-    if dz is not None:
-        of_f = incoming
-        if y is not None:
-            of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
-        found = narrowed(between(of_f, BETWEEN, A) * slope, dz.dtype.element_ty)
-        tl.store(rows_at(dz, row, dz_stride, dz_jump, inner) + column, found, mask=inside)
-    if dy is not None:
-        found = narrowed(incoming * between(f, BETWEEN, A), dy.dtype.element_ty)
-        tl.store(rows_at(dy, row, dy_stride, dy_jump, inner) + column, found, mask=inside)
+    if IN_TURNS:
+        incoming = loaded(rows_at(d, row, d_stride, d_jump, inner), column, inside, A)
+        factors, gates = y_and_z_in_turns(z, z_stride, z_jump, inner, rows, N, A, ROWS, TILE)
+        of_y, of_z = gradients_in_steps(incoming, factors, gates, ACTIVATION, STEPS, BETWEEN, A)
+        store_in_turns(of_y, of_z, dz, dz_stride, dz_jump, inner, rows, N, ROWS, TILE)
+    else:
+        gates = loaded(rows_at(z, row, z_stride, z_jump, inner), column, inside, A)
+        incoming = loaded(rows_at(d, row, d_stride, d_jump, inner), column, inside, A)
+        if STEPS is not None:
+            factors = loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
+            of_y, of_z = gradients_in_steps(incoming, factors, gates, ACTIVATION, STEPS, BETWEEN, A)
+            store(of_z, rows_at(dz, row, dz_stride, dz_jump, inner), column, inside)
+            store(of_y, rows_at(dy, row, dy_stride, dy_jump, inner), column, inside)
+        else:
+            f, slope = activated_and_slope(gates, ACTIVATION, A)
+            if dz is not None:
+                of_f = incoming
+                if y is not None:
+                    of_f = incoming * loaded(rows_at(y, row, y_stride, y_jump, inner), column, inside, A)
+                found = narrowed(between(of_f, BETWEEN, A) * slope, dz.dtype.element_ty)
+                tl.store(rows_at(dz, row, dz_stride, dz_jump, inner) + column, found, mask=inside)
+            if dy is not None:
+                found = narrowed(incoming * between(f, BETWEEN, A), dy.dtype.element_ty)
+                tl.store(rows_at(dy, row, dy_stride, dy_jump, inner) + column, found, mask=inside)

@@ -326,7 +326,11 @@ template <auto WIDE> void add_narrow_comparisons(Table& to, const std::string& t
     add_narrow_comparison<[](u16 a, u16 b) { return WIDE(b) < WIDE(a); }>(to, "gt", type);
     add_narrow_comparison<[](u16 a, u16 b) { return WIDE(b) <= WIDE(a); }>(to, "ge", type);
     add_narrow_comparison<[](u16 a, u16 b) { return !(WIDE(b) <= WIDE(a)); }>(to, "ltu", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return !(WIDE(b) < WIDE(a)); }>(to, "leu", type);
     add_narrow_comparison<[](u16 a, u16 b) { return !(WIDE(a) <= WIDE(b)); }>(to, "gtu", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return !(WIDE(a) < WIDE(b)); }>(to, "geu", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return WIDE(a) == WIDE(a) && WIDE(b) == WIDE(b); }>(to, "num", type);
+    add_narrow_comparison<[](u16 a, u16 b) { return WIDE(a) != WIDE(a) || WIDE(b) != WIDE(b); }>(to, "nan", type);
 }
 
 // The lesser number, and the number where one operand is a NaN. -0 is less than +0.
