@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 DEVICES = ("cpu",)
 
 #: The cpu backend rotates heads: a head is one tile, so kernels of Triton's have nothing to gain.
-KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "quantize", "gate", "gate_backward", "norm_gated", "rotate"))
+KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "quantize", "norm_gated", "rotate"))
+KNOWS |= {"gate", "gate_backward", "gate_steps", "gate_interleaved"}
 
 #: The backend that takes calls while a kernel is compiled in the background.
 MEANWHILE = "cpu"
@@ -186,12 +187,12 @@ def gate_variant(kind: GateKind) -> Variant:
     from fusednorm.backends.triton.kernels import cpu_gates as kernels
 
     between = None if kind.between is None else host.type_of(kind.between, bits=True)
-    flags = _flags(TWO_LEVELS=kind.two_levels)
+    flags = _flags(TWO_LEVELS=kind.two_levels, IN_TURNS=kind.interleaved)
     dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
     if kind.d is not None:
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
         flags += _flags(DY=kind.out is not None, DZ=kind.dz is not None)
-    constants = {"FLAGS": flags, "ACTIVATION": kind.activation, "BETWEEN": between}
+    constants = {"FLAGS": flags, "ACTIVATION": kind.activation, "BETWEEN": between, "STEPS": kind.compiled_steps()}
     return _variant(kind, kernels.gate if kind.d is None else kernels.gate_backward, dtypes, constants)
 
 

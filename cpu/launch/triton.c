@@ -1,5 +1,8 @@
 /* Launches Triton's kernels for CPUs that backends/triton/cpu.py has compiled and loaded. */
 #include "launch/triton.h"
+
+#include <string.h>
+
 #include "abi/gate.h"
 
 enum { KINDS = FN_F64 + 1, FLAGS = (FN_ROUND_SUM | FN_ROUND_NORM) + 1 };
@@ -20,9 +23,10 @@ static uintptr_t *kernel_of(const struct fn_call *c) {
     return &kernels[o[FN_X].kind][o[FN_RESIDUAL].kind][o[FN_WEIGHT].kind][out][c->flags];
 }
 
-/* Everything else that decides which kernel a quantizer or a gate takes, with the norm beside it. */
+/* Everything else that decides which kernel a quantizer or a gate takes, with the norm beside it. Without gaps, to be compared. */
 struct key {
     int64_t kinds, flags, more;
+    double limit, alpha, up_offset; /* of a gate: they are compiled in */
 };
 
 /* Kernels of quantizers and gates, in the order in which they came; none is ever changed. */
@@ -39,14 +43,17 @@ static struct key key_of(const struct fn_call *c) {
     const struct fn_quantizer *q = fn_quantizer_after(c);
     const struct fn_gate *g = fn_gate_after(c);
     const int64_t alone = c->flags & (FN_QUANTIZE_ONLY | FN_GATE_ONLY);
-    struct key k = {0, alone ? alone : c->flags, 0};
+    struct key k = {.flags = alone ? alone : c->flags};
     k.flags |= (int64_t)(c->inner != c->rows) << 16 | (int64_t)(c->heads > 1) << 17;
     for (int i = 0; i < FN_FORWARD_OPERANDS_IN_C; i++)
         if (i != FN_RSTD && (!alone || (q && i == FN_X))) k.kinds |= c->operand[i].kind << 4 * i;
     if (q) k.more = q->kind | q->flags << 4 | (int64_t)(!alone && c->operand[FN_OUT].address) << 16;
     if (g) {
         for (int i = 0; i < FN_GATE_OPERANDS; i++) k.kinds |= g->operand[i].kind << 4 * (FN_FORWARD_OPERANDS_IN_C + i);
-        k.more = g->activation | g->between << 4 | g->wide << 8;
+        k.more = g->activation | g->between << 4 | g->wide << 8 | g->flags << 12;
+        k.limit = g->limit;
+        k.alpha = g->alpha;
+        k.up_offset = g->up_offset;
     }
     return k;
 }
@@ -56,7 +63,7 @@ static uintptr_t held_for(const struct fn_call *c) {
     const struct key k = key_of(c);
     const int count = __atomic_load_n(&count_held, __ATOMIC_ACQUIRE);
     for (int i = 0; i < count; i++)
-        if (held[i].key.kinds == k.kinds && held[i].key.flags == k.flags && held[i].key.more == k.more) return held[i].kernel;
+        if (memcmp(&held[i].key, &k, sizeof k) == 0) return held[i].kernel;
     return 0;
 }
 

@@ -32,6 +32,7 @@ from fusednorm.calls.call import (
     Forward,
     Gate,
     GateBackward,
+    GateSteps,
     NormGated,
     Quantize,
     operation_of,
@@ -200,6 +201,16 @@ def test_c_gives_a_kernel_a_norm_with_a_gate(norm_first):
     assert given[24:28] == (0.5, 1.5, 1, 4)
 
 
+#: Optional steps of a gate, each of which takes a kernel of its own.
+STEPS = {
+    "limit": {"limit": 7.0},
+    "another limit": {"limit": 7.5},
+    "limit after": {"limit": 7.0, "clamp": "after"},
+    "alpha": {"alpha": 1.5},
+    "rounded": {"alpha": 1.5, "round_steps": True},
+    "offset": {"up_offset": 1.0},
+}
+
 #: Functions whose addresses C keeps.
 HELD = []
 
@@ -243,6 +254,10 @@ def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
         ),
     }
 
+    for name, steps in STEPS.items():
+        gate = Gate(z, x, x, "silu", None, 12, 3, 3, rows, GateSteps(**steps))
+        kinds[name] = gate, {"activation": "silu", "order": fast_path.AND_MUL, **steps}
+
     def made(given):
         return take("quantizer", x=x, **given) if "packed" in given else take("gate", x=x, z=z, **given)
 
@@ -257,7 +272,7 @@ def test_the_fast_path_takes_quantizers_and_gates_whose_kernels_are_held():
         assert [other for other, calls in noted.items() if calls] == [kind]
         assert len(noted[kind]) == (9 if kind == "groups" else 3)
         pointers = noted[kind][0][0]
-        assert pointers[0] == x.data_ptr()
+        assert pointers[1 if kind in STEPS else 0] == x.data_ptr()
         outputs = found if isinstance(found, tuple) else (found,)
         assert {t.data_ptr() for t in outputs} < set(pointers)
         noted[kind].clear()
@@ -302,10 +317,10 @@ def quantizer_variant(x, residual, quantization, normalises=True, around=None):
     return triton_cpu.forward_variant(kind)
 
 
-def gate_variant(y, z, activation="silu", between=None, gradients=False):
+def gate_variant(y, z, activation="silu", between=None, gradients=False, **more):
     """The kernel of a gate, or of its gradients."""
     d, dz = (y, z) if gradients else (None, None)
-    return triton_cpu.gate_variant(GateKind(d, y, z, y, dz, activation, between, 1000, 1, True))
+    return triton_cpu.gate_variant(GateKind(d, y, z, y, dz, activation, between, 1000, 1, True, **more))
 
 
 #: What `cpu/run/triton_programs.c` gives a kernel, in this order.
@@ -334,6 +349,8 @@ ARGUMENTS = {
         quantizer_variant(F64, F64, quantizations.VLLM_INT8_TOKEN_AZP_CPU, normalises=False),
         gate_variant(BF16, F32),
         gate_variant(F64, F64, gradients=True),
+        gate_variant(BF16, BF16, steps=GateSteps(7.0), interleaved=True),
+        gate_variant(BF16, F32, gradients=True, steps=GateSteps(7.0, 1.702, 1.0)),
         *triton_cpu.backward_variants(backward_kind(*[F32] * 8, 64, False)).values(),
     ],
     ids=lambda variant: variant.function.__name__,
@@ -380,6 +397,7 @@ def test_no_access_has_a_mask():
         *triton_cpu.backward_variants(backward_kind(*[F16] * 7, F32, 64, True)).values(),
         quantizer_variant(BF16, BF16, quantizations.VLLM_FP8_TOKEN),
         gate_variant(BF16, BF16, gradients=True),
+        gate_variant(BF16, BF16, gradients=True, steps=GateSteps(7.0), interleaved=True),
     ]
     for variant in variants:
         ttir = front_end(variant)

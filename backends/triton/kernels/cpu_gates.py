@@ -5,9 +5,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton.kernels.cpu_norm import DY, DZ, TWO_LEVELS, got, put
-from fusednorm.backends.triton.kernels.gates import activated, activated_and_slope, between
+from fusednorm.backends.triton.kernels.cpu_norm import DY, DZ, IN_TURNS, TWO_LEVELS, got, put
+from fusednorm.backends.triton.kernels.gates import (
+    activated,
+    activated_and_slope,
+    between,
+    gradients_in_steps,
+    products_in_steps,
+)
 from fusednorm.backends.triton.kernels.numbers import narrowed, rows_at, widened
+
+
+@triton.jit
+def y_and_z(y_row, z_row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """These elements of y and z, which may take turns in memory, z's before y's."""
+    if IN_TURNS & FLAGS:
+        z, y = tl.split(tl.reshape(got(z_row, 2 * at, twice(left), 2 * SIZE), (SIZE, 2)))
+        return widened(y, A), widened(z, A)
+    else:
+        return widened(got(y_row, at, left, SIZE), A), widened(got(z_row, at, left, SIZE), A)
+
+
+@triton.jit
+def twice(left):
+    """None if all elements are there."""
+    return None if left is None else 2 * left
 
 
 @triton.jit
@@ -17,15 +39,21 @@ def multiply(
     out_row,
     at,
     left,
+    FLAGS: tl.constexpr,
     A: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BETWEEN: tl.constexpr,
+    STEPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Writes the products of these elements."""
-    y = between(activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A), BETWEEN, A)
-    if y_row is not None:
-        y = widened(got(y_row, at, left, SIZE), A) * y
+    if IN_TURNS & FLAGS or STEPS is not None:
+        y, z = y_and_z(y_row, z_row, at, left, FLAGS, A, SIZE)
+        y = products_in_steps(y, z, ACTIVATION, STEPS, BETWEEN, A)
+    else:
+        y = between(activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A), BETWEEN, A)
+        if y_row is not None:
+            y = widened(got(y_row, at, left, SIZE), A) * y
     put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
 
 
@@ -46,6 +74,7 @@ def gate(
     FLAGS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BETWEEN: tl.constexpr,
+    STEPS: tl.constexpr,
     TILE: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
@@ -57,9 +86,9 @@ def gate(
     out_row = rows_at(out, number, out_stride, out_jump, levels)
     left = hidden_size % SIZE
     for at in range(0, hidden_size - left, SIZE):
-        multiply(y_row, z_row, out_row, at, None, A, ACTIVATION, BETWEEN, SIZE)
+        multiply(y_row, z_row, out_row, at, None, FLAGS, A, ACTIVATION, BETWEEN, STEPS, SIZE)
     if left > 0:
-        multiply(y_row, z_row, out_row, hidden_size - left, left, A, ACTIVATION, BETWEEN, SIZE)
+        multiply(y_row, z_row, out_row, hidden_size - left, left, FLAGS, A, ACTIVATION, BETWEEN, STEPS, SIZE)
 
 
 @triton.jit
@@ -71,19 +100,32 @@ def differentiate(
     A: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BETWEEN: tl.constexpr,
+    STEPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Writes the gradients of these elements."""
     d_row, y_row, z_row, dy_row, dz_row = rows
     incoming = widened(got(d_row, at, left, SIZE), A)
-    f, slope = activated_and_slope(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
-    if DZ & FLAGS:
-        of_f = incoming
-        if y_row is not None:
-            of_f = incoming * widened(got(y_row, at, left, SIZE), A)
-        put(dz_row, at, left, narrowed(between(of_f, BETWEEN, A) * slope, dz_row.dtype.element_ty), SIZE)
-    if DY & FLAGS:
-        put(dy_row, at, left, narrowed(incoming * between(f, BETWEEN, A), dy_row.dtype.element_ty), SIZE)
+    if IN_TURNS & FLAGS or STEPS is not None:
+        y, z = y_and_z(y_row, z_row, at, left, FLAGS, A, SIZE)
+        dy, dz = gradients_in_steps(incoming, y, z, ACTIVATION, STEPS, BETWEEN, A)
+        if IN_TURNS & FLAGS:
+            pairs = narrowed(tl.reshape(tl.join(dz, dy), (2 * SIZE,)), dz_row.dtype.element_ty)
+            put(dz_row, 2 * at, twice(left), pairs, 2 * SIZE)
+        else:
+            if DZ & FLAGS:
+                put(dz_row, at, left, narrowed(dz, dz_row.dtype.element_ty), SIZE)
+            if DY & FLAGS:
+                put(dy_row, at, left, narrowed(dy, dy_row.dtype.element_ty), SIZE)
+    else:
+        f, slope = activated_and_slope(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
+        if DZ & FLAGS:
+            of_f = incoming
+            if y_row is not None:
+                of_f = incoming * widened(got(y_row, at, left, SIZE), A)
+            put(dz_row, at, left, narrowed(between(of_f, BETWEEN, A) * slope, dz_row.dtype.element_ty), SIZE)
+        if DY & FLAGS:
+            put(dy_row, at, left, narrowed(incoming * between(f, BETWEEN, A), dy_row.dtype.element_ty), SIZE)
 
 
 @triton.jit
@@ -109,6 +151,7 @@ def gate_backward(
     FLAGS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BETWEEN: tl.constexpr,
+    STEPS: tl.constexpr,
     TILE: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
@@ -122,6 +165,6 @@ def gate_backward(
     rows = (d_row, y_row, z_row, dy_row, dz_row)
     left = hidden_size % SIZE
     for at in range(0, hidden_size - left, SIZE):
-        differentiate(rows, at, None, FLAGS, A, ACTIVATION, BETWEEN, SIZE)
+        differentiate(rows, at, None, FLAGS, A, ACTIVATION, BETWEEN, STEPS, SIZE)
     if left > 0:
-        differentiate(rows, hidden_size - left, left, FLAGS, A, ACTIVATION, BETWEEN, SIZE)
+        differentiate(rows, hidden_size - left, left, FLAGS, A, ACTIVATION, BETWEEN, STEPS, SIZE)
