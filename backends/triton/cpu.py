@@ -187,7 +187,7 @@ def gate_variant(kind: GateKind) -> Variant:
     from fusednorm.backends.triton.kernels import cpu_gates as kernels
 
     between = None if kind.between is None else host.type_of(kind.between, bits=True)
-    flags = _flags(TWO_LEVELS=kind.two_levels, IN_TURNS=kind.interleaved)
+    flags = _flags(TWO_LEVELS=kind.two_levels, IN_TURNS=kind.interleaved, NO_ROWS=kind.y is None)
     dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
     if kind.d is not None:
         dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}

@@ -411,6 +411,16 @@ def test_no_access_has_a_mask():
         assert max(operands) == 2, variant
 
 
+def test_a_function_alone_reads_its_rows_only():
+    """An operand that is absent is a null pointer, which no kernel may read."""
+    for d, z, dz in ((None, BF16, None), (F32, BF16, F32)):
+        reads = []
+        for y in (None, F32):
+            kind = GateKind(d, y, z, None if d else F32, dz, "silu", None, 1000, 1)
+            reads.append(len(re.findall(r"tt\.call @\S*got", front_end(triton_cpu.gate_variant(kind)))))
+        assert reads == ([2, 4] if d is None else [4, 6])  # whole tiles, and a row's end
+
+
 def front_end(variant):
     """The intermediate language that Triton's front end makes of a kernel; it needs no driver."""
     from triton._C.libtriton import ir

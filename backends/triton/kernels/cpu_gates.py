@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton.kernels.cpu_norm import DY, DZ, IN_TURNS, TWO_LEVELS, got, put
+from fusednorm.backends.triton.kernels.cpu_norm import DY, DZ, IN_TURNS, NO_ROWS, TWO_LEVELS, got, put
 from fusednorm.backends.triton.kernels.gates import (
     activated,
     activated_and_slope,
@@ -52,7 +52,7 @@ def multiply(
         y = products_in_steps(y, z, ACTIVATION, STEPS, BETWEEN, A)
     else:
         y = between(activated(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A), BETWEEN, A)
-        if y_row is not None:
+        if not NO_ROWS & FLAGS:
             y = widened(got(y_row, at, left, SIZE), A) * y
     put(out_row, at, left, narrowed(y, out_row.dtype.element_ty), SIZE)
 
@@ -78,7 +78,7 @@ def gate(
     TILE: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
-    """A row times a function of another row; where y is None, the function alone."""
+    """A row times a function of another row; with NO_ROWS the function alone."""
     SIZE: tl.constexpr = TILE // 4
     number = tl.program_id(0).to(tl.int64)
     levels = inner if TWO_LEVELS & FLAGS else None
@@ -121,7 +121,7 @@ def differentiate(
         f, slope = activated_and_slope(widened(got(z_row, at, left, SIZE), A), ACTIVATION, A)
         if DZ & FLAGS:
             of_f = incoming
-            if y_row is not None:
+            if not NO_ROWS & FLAGS:
                 of_f = incoming * widened(got(y_row, at, left, SIZE), A)
             put(dz_row, at, left, narrowed(between(of_f, BETWEEN, A) * slope, dz_row.dtype.element_ty), SIZE)
         if DY & FLAGS:

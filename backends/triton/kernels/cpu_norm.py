@@ -41,8 +41,8 @@ E4M3, E5M2, PLUS_128, AFTER, BEFORE = (tl.constexpr(1 << bit) for bit in range(2
 BY_RECIPROCAL, RECIPROCAL, RATIO, MULTIPLIER = (tl.constexpr(1 << bit) for bit in range(27, 31))
 #: More functions of a gate beside a norm.
 GELU, RELU2 = (tl.constexpr(1 << bit) for bit in range(31, 33))
-#: A gate alone, whose z and y take turns in memory.
-IN_TURNS = tl.constexpr(1 << 33)
+#: Of a gate without a norm: z and y take turns in memory; there is no y, but the function's value is the result.
+IN_TURNS, NO_ROWS = (tl.constexpr(1 << bit) for bit in range(33, 35))
 
 
 @triton.jit
