@@ -314,8 +314,12 @@ class GateKind(NamedTuple):
         limit, alpha, up_offset, clamp, round_steps = self.steps
         return StepsOfGate(
             clamp if limit else "",
-            *(rounded(limit, dtype or wide) for dtype in (self.y, self.z, self.between)),
-            *(rounded(alpha), rounded(up_offset), round_steps),
+            rounded(limit, self.y or wide),
+            rounded(limit, self.z),
+            rounded(limit, self.between or wide),
+            rounded(alpha),
+            rounded(up_offset),
+            round_steps,
         )
 
 
