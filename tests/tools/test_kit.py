@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from fusednorm.conformance import plugin
+from fusednorm.conformance import golden, plugin
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_backend"
 SOME = "golden or (equals_unfused and float16) or (sizes and (-33 or -1025)) or (test_data and float16)"
@@ -88,3 +88,10 @@ def test_a_backend_that_is_not_there(tmp_path):
     done, _ = certify(tmp_path, tmp_path / "certificate", "--backend", "nonsense")
     assert done.returncode == 4
     assert "there is no backend 'nonsense'; there are cpu" in done.stderr
+
+
+def test_golden_vectors_are_those_that_their_script_writes(tmp_path):
+    """On a machine of the same kind: the inputs are torch's random numbers."""
+    golden.main(tmp_path)
+    for file in golden.FILES:
+        assert (tmp_path / file.name).read_text() == file.read_text(), file.name
