@@ -28,7 +28,7 @@ FN_INLINE REAL OF(reduced)(REAL t, WHOLE *exponent) {
     return POLYNOMIAL(coefficients, r, square) * square + r + 1;
 }
 
-/* exp(t) = p * first * second. */
+/* exp(t) = p * first * second; `second` is 0 where exp(t) is below every number. */
 struct OF(exponential) {
     REAL p, first, second;
 };
@@ -37,7 +37,8 @@ FN_INLINE struct OF(exponential) OF(exponential)(REAL t) {
     WHOLE whole;
     const REAL p = OF(reduced)(OF(chosen)(t < OF(least), OF(least), t), &whole);
     const WHOLE half = whole >> 1;
-    return (struct OF(exponential)){p, OF(number_of)(half << OF(mantissa)), OF(number_of)((whole - half) << OF(mantissa))};
+    const REAL second = OF(number_of)((whole - half) << OF(mantissa));
+    return (struct OF(exponential)){p, OF(number_of)(half << OF(mantissa)), OF(chosen)(t < OF(least), 0, second)};
 }
 
 /* z * sigmoid(v); in `e`, exp(-v), or exp(v) where v is low. */
@@ -46,10 +47,12 @@ FN_INLINE REAL OF(product)(REAL z, REAL v, REAL *e) {
     /* low ? v : -v, by the sign's bit: GCC 12 fails to make vectors of SVE of a choice between the two. */
     const WHOLE other_sign = (WHOLE)!low << (8 * sizeof(WHOLE) - 1);
     const struct OF(exponential) x = OF(exponential)(OF(number_of)(OF(bits_of)(v) ^ other_sign));
-    const REAL within = OF(chosen)(z < OF(least), OF(least), z);
+    const REAL within = OF(chosen)(z < OF(least), OF(least), z) + (z - z); /* NaN for an infinity */
+    /* Beside 1 a low e is nothing; and processors take many times as long where a number is subnormal. */
+    const REAL beside_one = x.p * OF(chosen)(low, 0, x.first) * x.second;
     *e = x.p * x.first * x.second;
-    /* Not z * e: where e is subnormal, it has lost bits. z - z is 0, or NaN for an infinity. */
-    return OF(chosen)(low, within * x.p * x.first * x.second + (z - z), z) / (1 + *e);
+    /* Not z * e: where e is subnormal, it has lost bits. */
+    return OF(chosen)(low, within * x.p * x.first * x.second, z / (1 + beside_one));
 }
 
 /* What gelu_tanh passes to the sigmoid. */
@@ -95,7 +98,7 @@ FN_INLINE REAL OF(activated_and_slope)(int activation, REAL alpha, REAL z, REAL 
     const int low = v < OF(low);
     REAL e;
     const REAL f = OF(product)(activation == FN_SIGMOID ? 1 : z, v, &e);
-    const REAL s = OF(chosen)(low, e, 1) / (1 + e), rest = OF(chosen)(low, 1, e * s);
+    const REAL s = OF(chosen)(low, e, 1 / (1 + e)), rest = OF(chosen)(low, 1, e) * OF(chosen)(low, 1, s);
     *slope = f * rest;
     if (activation == FN_GELU_TANH) {
         /* Beyond these numbers the function is z or 0, and the square of the argument would be infinite. */
