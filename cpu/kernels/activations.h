@@ -113,12 +113,15 @@ FN_INLINE REAL OF(activated_and_slope)(int activation, REAL alpha, REAL z, REAL 
 /* Elements of a gate through its function, and with `slope` unless that is NULL. */
 static FN_NOINLINE void OF(activate)(int activation, REAL alpha, const REAL *restrict z, int n, REAL *restrict f,
                                      REAL *restrict slope) {
-#define EACH(activation)                                                                                    \
-    do {                                                                                                    \
-        if (slope)                                                                                          \
+#define EACH(activation)                                                                             \
+    do {                                                                                             \
+        if (slope) {                                                                                 \
+            FN_VECTORS()                                                                             \
             for (int i = 0; i < n; i++) f[i] = OF(activated_and_slope)(activation, alpha, z[i], &slope[i]); \
-        else                                                                                                \
+        } else {                                                                                     \
+            FN_VECTORS()                                                                             \
             for (int i = 0; i < n; i++) f[i] = OF(activated)(activation, alpha, z[i]);                      \
+        }                                                                                            \
     } while (0)
     if (activation == FN_SILU) EACH(FN_SILU);
     else if (activation == FN_SIGMOID) EACH(FN_SIGMOID);

@@ -24,6 +24,7 @@ FN_INLINE int reduce(int activation, float alpha, int backward, const float *res
     const uint32_t least = bits_of_f32(LEAST_USUAL(activation));
     uint32_t lowest = 0;
     int32_t greatest = 0;
+    FN_VECTORS(reduction(max : lowest, greatest))
     for (int i = 0; i < n; i++) {
         float v = activation == SWISH ? alpha * z[i] : z[i];
         const int32_t bits = (int32_t)bits_of_f32(v), most = (int32_t)bits_of_f32(MOST_USUAL);
@@ -59,24 +60,26 @@ static FN_NOINLINE int activate_usual(int activation, float alpha, const float *
                                       float *restrict slope) {
     float rest[FN_GATE_TILE];
     uint32_t power[FN_GATE_TILE];
-#define EACH(activation)                                                                              \
-    do {                                                                                              \
-        if (!slope) {                                                                                 \
-            if (!reduce(activation, alpha, FN_FORWARD, z, n, rest, power)) return 0;                                  \
-            for (int i = 0; i < n; i++)                                                               \
-                f[i] = (activation == FN_SIGMOID ? 1 : z[i]) / (1 + usual_exponential(rest[i], power[i])); \
-            return 1;                                                                                 \
-        }                                                                                             \
-        if (!reduce(activation, alpha, FN_BACKWARD, z, n, rest, power)) return 0;                                      \
-        for (int i = 0; i < n; i++) {                                                                 \
-            const float e = usual_exponential(rest[i], power[i]), s = 1 / (1 + e);                                                 \
-            f[i] = activation == FN_SIGMOID ? s : z[i] / (1 + e);                                     \
-            slope[i] = f[i] * (e * s);                                                                \
-            if (activation == FN_GELU_TANH) slope[i] *= slope_of_argument_float(z[i]);                    \
-            if (activation == SWISH) slope[i] *= alpha;                                              \
-            if (activation != FN_SIGMOID) slope[i] += s;                                              \
-        }                                                                                             \
-        return 1;                                                                                     \
+#define EACH(activation)                                                                                    \
+    do {                                                                                                    \
+        if (!slope) {                                                                                       \
+            if (!reduce(activation, alpha, FN_FORWARD, z, n, rest, power)) return 0;                        \
+            FN_VECTORS()                                                                                    \
+            for (int i = 0; i < n; i++)                                                                     \
+                f[i] = (activation == FN_SIGMOID ? 1 : z[i]) / (1 + usual_exponential(rest[i], power[i]));  \
+            return 1;                                                                                       \
+        }                                                                                                   \
+        if (!reduce(activation, alpha, FN_BACKWARD, z, n, rest, power)) return 0;                           \
+        FN_VECTORS()                                                                                        \
+        for (int i = 0; i < n; i++) {                                                                       \
+            const float e = usual_exponential(rest[i], power[i]), s = 1 / (1 + e);                          \
+            f[i] = activation == FN_SIGMOID ? s : z[i] / (1 + e);                                           \
+            slope[i] = f[i] * (e * s);                                                                      \
+            if (activation == FN_GELU_TANH) slope[i] *= slope_of_argument_float(z[i]);                      \
+            if (activation == SWISH) slope[i] *= alpha;                                                     \
+            if (activation != FN_SIGMOID) slope[i] += s;                                                    \
+        }                                                                                                   \
+        return 1;                                                                                           \
     } while (0)
     if (activation == FN_SILU) EACH(FN_SILU);
     else if (activation == FN_SIGMOID) EACH(FN_SIGMOID);

@@ -30,6 +30,16 @@
 #define FN_NOINLINE __attribute__((noinline))
 #endif
 
+/*
+ * Before a loop that must be made of vectors, also where GCC optimises for size (with -fopenmp-simd, see CMakeLists.txt):
+ * FN_VECTORS(), with OpenMP's clauses in the brackets.
+ */
+#if defined(__GNUC__) && !defined(__clang__)
+#define FN_VECTORS(...) FN_PRAGMA(omp simd __VA_ARGS__)
+#else
+#define FN_VECTORS(...)
+#endif
+
 /* Fetch memory that is read soon into the first cache, or into the second. The address need not be valid. */
 #if defined(_MSC_VER) && !defined(__clang__)
 #define FN_PREFETCH(address) ((void)(address))
