@@ -35,6 +35,7 @@ static void widen_row(int kind, const char *y, int64_t n, float *wide) {
 static float greatest_magnitude(int kind, const char *y, int64_t n) {
     if (kind == F32) {
         int32_t greatest = 0;
+        FN_VECTORS(reduction(max : greatest))
         for (int64_t i = 0; i < n; i++) {
             int32_t bits = (int32_t)(bits_of_f32(element(F32, y, i)) & 0x7fffffff);
             greatest = bits > greatest ? bits : greatest;
@@ -42,6 +43,7 @@ static float greatest_magnitude(int kind, const char *y, int64_t n) {
         return f32_of_bits((uint32_t)greatest);
     }
     uint16_t greatest = 0;
+    FN_VECTORS(reduction(max : greatest))
     for (int64_t i = 0; i < n; i++) {
         const uint16_t bits = half_at(y, i) & 0x7fff;
         greatest = bits > greatest ? bits : greatest;
@@ -58,6 +60,7 @@ FN_INLINE int32_t in_order_of_floats(float value) {
 /* The least and the greatest element; both are NaN if one of them is. */
 static void least_and_greatest(const char *y, int64_t n, float *least, float *greatest) {
     int32_t low = INT32_MAX, high = INT32_MIN;
+    FN_VECTORS(reduction(min : low) reduction(max : high))
     for (int64_t i = 0; i < n; i++) {
         int32_t place = in_order_of_floats(element(F32, y, i));
         low = place < low ? place : low;
@@ -134,6 +137,7 @@ FN_INLINE void store_tame_f32(int divides, int mode, int mantissa, int least_exp
     for (int64_t k = 0; k < g->count; k++, out += n) {
         const char *restrict y = g->y + 4 * k * n;
         const float by = g->by[k];
+        FN_VECTORS()
         for (int64_t i = 0; i < n; i++)
             out[i] = (uint8_t)tame_number(mode, mantissa, least_exponent, added, quotient(divides, element(F32, y, i), by));
     }
@@ -148,6 +152,7 @@ FN_INLINE void store_tame_bf16(int divides, int mode, int mantissa, int least_ex
     for (int64_t k = 0; k < g->count; k++, out += n) {
         const char *restrict y = g->y + 2 * k * n;
         const float by = g->by[k];
+        FN_VECTORS()
         for (int64_t i = 0; i < n / 2; i++) {
             uint32_t two;
             memcpy(&two, y + 4 * i, sizeof two);
@@ -171,6 +176,7 @@ FN_INLINE void store_cut(int divides, int mode, int mantissa, int least_exponent
         const char *restrict y = g->y + 4 * k * n;
         const float by = g->by[k];
         const int32_t zero_point = mode == AFTER || shifts ? g->zero_point[k] : 0;
+        FN_VECTORS()
         for (int64_t i = 0; i < n; i++) {
             float v = quotient(divides, element(F32, y, i), by);
             if (shifts) v += (float)zero_point;
