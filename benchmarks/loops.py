@@ -23,7 +23,7 @@ def functions(objdump, file):
     command = (objdump, "-d", "--no-show-raw-insn", file)
     for text in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n\n"):
         if name := re.search(r"<(\S+)>:\n", text):
-            lines = re.findall(r"^\s+([0-9a-f]+):\t(.+?)(?:\s+(?:#|//|<).*)?$", text, re.MULTILINE)
+            lines = re.findall(r"^\s+([0-9a-f]+):\t(.+?)(?:\s+(?:# |//|<).*)?$", text, re.MULTILINE)
             yield name[1], {int(address, 16): code.strip() for address, code in lines}
 
 
