@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: How the rows of an operand lie: the stride of the outer level, and the stride of the inner level, in elements.
 Strides: TypeAlias = tuple[int, int]
 
+#: The dtypes of operands.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 #: The names of the functions that a gate goes through.
 ACTIVATIONS = tuple(activation.name.lower() for activation in Activation)

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import memory
-from fusednorm.calls.call import ACTIVATIONS, Flags, GateSteps, accumulator
+from fusednorm.calls import fast_path, memory
+from fusednorm.calls.call import ACTIVATIONS, FLOATS, Flags, GateSteps, accumulator
 from fusednorm.calls.memory import Memory, lies_in_rows, overlaps_itself, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
 _PLAIN = (Tensor, torch.nn.Parameter)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Named: TypeAlias = Mapping[str, Tensor | None]
 
 
@@ -395,22 +394,31 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
 def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
-    if x is None or type(x) not in _PLAIN or x.is_nested:
+    direct = in_memory and fast_path.is_direct(*operands)  # dense, not empty, and in memory: C tells it sooner
+    if not (direct or _dense(operands, in_memory)) or x is None:
         return False
-    shape, device = x.shape, x.device
+    shape, device, of_x = x.shape, x.device, x.dtype
     for i, tensor in enumerate(operands):
         if tensor is None or (i and tensor is x and i != WEIGHT):
             continue
-        if type(tensor) not in _PLAIN or tensor.is_nested or tensor.layout is not torch.strided:
-            return False
         dtype = tensor.dtype
-        if dtype not in FLOATS or (dtype is torch.float64 and x.dtype is not dtype):
-            return False
-        if not tensor.numel() or (in_memory and not memory.all_in_memory(tensor)):
+        if dtype not in FLOATS or (dtype is torch.float64 and of_x is not dtype):
             return False
         if i and (tensor.device != device or tensor.shape != (shape[-1:] if i == WEIGHT else shape)):
             return False
     return len(shape) > 0
+
+
+def _dense(operands: tuple[Tensor | None, ...], in_memory: bool) -> bool:
+    """Whether operands are plain dense tensors with elements, in memory if they must be."""
+    for tensor in operands:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or tensor.is_nested or tensor.layout is not torch.strided:
+            return False
+        if not tensor.numel() or (in_memory and not memory.all_in_memory(tensor)):
+            return False
+    return True
 
 
 def check_dense(name: str, tensor: Tensor, cure: str | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fusednorm.calls import memory, must_be_seen
 from fusednorm.calls.c_enums import GateOrder
-from fusednorm.calls.checks import FLOATS
+from fusednorm.calls.call import FLOATS
 
 try:
     _fast_path: Any = import_module("fusednorm._fast_path")

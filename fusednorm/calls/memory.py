@@ -113,21 +113,6 @@ def packed(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()
 
 
-def common_levels(operands: Sequence[Rows | None]) -> tuple[int, list[Strides | None]]:
-    """Rows per outer step, the same for all operands, and the strides of each; None for an operand without them."""
-    inner = 1
-    strides: list[Strides | None] = []
-    for rows in operands:
-        if rows is None:
-            strides.append(None)
-            continue
-        outer, inner, _, stride = rows
-        if outer > 1:
-            return inner, [None if rows is None else rows.in_levels_of(inner) for rows in operands]
-        strides.append((0, stride))
-    return inner, strides
-
-
 class Layout(NamedTuple):
     """The rows of several operands, in levels that are the same for all."""
 
@@ -144,35 +129,35 @@ def in_levels(written: Sequence[Tensor | None], read: Sequence[Tensor | None]) -
 
     None if rows that are written lie so that a kernel cannot write them.
     """
-    operands = (*written, *read)
-    strides: list[Any] = []
-    for tensor in operands:
-        if tensor is None:
-            strides.append(ABSENT)
-        elif tensor.is_contiguous() and not tensor.is_neg():
-            strides.append((0, tensor.shape[-1]))
-            last = tensor
-        else:
-            break
-    else:  # the usual case
-        return Layout(last.numel() // last.shape[-1], strides, [*read])
-    found: list[Any] = [*operands]
-    rows = [None if tensor is None else rows_of(tensor) for tensor in operands]
-    if any(tensor is not None and rows[place] is None for place, tensor in enumerate(written)):
-        return None
-    for place, tensor in enumerate(operands):
-        if tensor is not None and rows[place] is None:
-            found[place] = packed(tensor)
-            rows[place] = rows_of(found[place])
-    inner, strides[:] = common_levels(rows)
+    found: list[Any] = [*written, *read]
+    strides, apart = [ABSENT] * len(found), []
     for place, tensor in enumerate(found):
         if tensor is None:
-            strides[place] = ABSENT
-        elif strides[place] is None:
+            continue
+        if not tensor.is_contiguous() or tensor.is_neg():
+            rows = rows_of(tensor)
+            if rows is not None:
+                apart.append((place, rows))
+                continue
             if place < len(written):
                 return None
-            found[place] = packed(tensor)
-            strides[place] = (inner * tensor.shape[-1], tensor.shape[-1])
+            found[place] = tensor = packed(tensor)
+        strides[place] = (0, tensor.shape[-1])
+        last = tensor
+    if not apart:  # the usual case
+        return Layout(last.numel() // last.shape[-1], strides, found[len(written) :])
+    outer, inner = next((rows[:2] for _, rows in apart if rows.outer > 1), apart[0][1][:2])
+    if outer > 1:
+        strides = [(inner * stride, stride) for _, stride in strides]
+    for place, rows in apart:
+        its = rows.in_levels_of(inner)
+        if its is None:
+            if place < len(written):
+                return None
+            found[place] = packed(found[place])
+            size = found[place].shape[-1]
+            its = (inner * size, size)
+        strides[place] = its
     return Layout(inner, strides, found[len(written) :])
 
 

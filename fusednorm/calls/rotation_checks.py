@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusednorm.calls.checks import FLOATS, check_dense, check_device, check_memory, check_operands
+from fusednorm.calls.call import FLOATS
+from fusednorm.calls.checks import check_dense, check_device, check_memory, check_operands
 
 
 def check_heads(name: str, x: Tensor, in_memory: bool) -> None:

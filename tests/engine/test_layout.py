@@ -9,9 +9,10 @@ import fusednorm
 from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.backends import cpu
 from fusednorm.calls.memory import (
+    ABSENT,
     Memory,
     Rows,
-    common_levels,
+    in_levels,
     overlaps_itself,
     packed,
     rows_of,
@@ -123,9 +124,13 @@ def test_levels_that_are_one_are_found_as_one():
 
 
 def test_operands_share_the_inner_level_of_the_first_in_two():
-    one, two, other = Rows(1, 12, 0, 8), Rows(4, 3, 96, 8), Rows(3, 4, 96, 8)
-    assert common_levels([one, None, Rows(1, 12, 0, 0)]) == (12, [(0, 8), None, (0, 0)])
-    assert common_levels([one, two, None, other]) == (3, [(24, 8), (96, 8), None, None])
+    one, two, other = torch.zeros(12, 16)[:, :8], torch.zeros(4, 5, 8)[:, :3], torch.zeros(3, 5, 8)[:, :4]
+    assert in_levels((one, None), (torch.zeros(12, 8),))[:2] == (12, [(0, 16), ABSENT, (0, 8)])
+    inner, strides, (of_two, none, copy) = in_levels((one,), (two, None, other))
+    assert (inner, strides) == (3, [(48, 16), (40, 8), ABSENT, (24, 8)])
+    assert (of_two is two, none, copy.is_contiguous(), other.is_contiguous()) == (True, None, True, False)
+    assert in_levels((two, other), ()) is None
+    assert in_levels((), (torch.zeros(8, 12).t(), two)).strides == [(24, 8), (40, 8)]
 
 
 def views(seed=0):
