@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import must_be_seen
+from fusednorm.calls import fast_path, must_be_seen
 from fusednorm.calls.call import Before, Flags, accumulator
 from fusednorm.calls.checks import (
     NAMES,
@@ -289,17 +289,18 @@ def beyond_fast_path(call: NormCall) -> Any:
     function, x, residual, weight, flags, out, residual_out, bias, x_scale, before, inner = call
     operands = (x, residual, weight, out, residual_out, bias, None if before is None else before.weight)
     compiling = is_dynamo_compiling()
-    if not (inner or compiling) and must_be_seen.override(*operands):
+    direct = not compiling and fast_path.is_direct(*operands)  # nobody listens, and no gradients are recorded
+    if not (inner or compiling or direct) and must_be_seen.override(*operands):
         return must_be_seen.handed_over(function, operands, call.arguments())
     new = out is None and residual_out is None
     alone = before is None and bias is None and x_scale == 1.0 and getattr(weight, "ndim", 1) != 2
     if before is not None and flags.eps is not before.eps:
         number("next_eps", flags.eps)  # its name here; it is converted with the other flags
-    records = is_grad_enabled() and requires_grad(*operands)
+    records = not direct and is_grad_enabled() and requires_grad(*operands)
     if records and not new:
         refuse_grad(function.__name__)
-    transformed = not compiling and must_be_seen.transform(*operands)
-    in_memory = not (compiling or transformed or must_be_seen.below(*operands))
+    transformed = not (compiling or direct) and must_be_seen.transform(*operands)
+    in_memory = direct or not (compiling or transformed or must_be_seen.below(*operands))
     if in_memory and not records:
         of_heads = before is None and getattr(weight, "ndim", 1) == 2
         y, total = execute.norm(x, residual, weight, flags, out, residual_out, None, before, bias, x_scale, of_heads)
