@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import fast_path, memory
+from fusednorm.calls import fast_path, memory, must_be_seen
 from fusednorm.calls.call import ACTIVATIONS, FLOATS, Flags, GateSteps, accumulator
 from fusednorm.calls.memory import Memory, lies_in_rows, overlaps_itself, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
@@ -362,12 +362,17 @@ def _clearly_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, .
     spans: list[tuple[int, int, str, Tensor]] = []
     for named in (outputs, inputs):
         for name, tensor in named.items():
-            if tensor is None or not holds_memory(tensor) or (named is inputs and name in outputs):
+            if tensor is None or (named is inputs and name in outputs):
                 continue
-            begin, contiguous = tensor.data_ptr(), tensor.is_contiguous()
-            end = begin + tensor.numel() * tensor.itemsize if contiguous else Memory.of(tensor).end
-            if named is outputs and not contiguous:
+            begin, size = tensor.data_ptr(), tensor.nbytes
+            if not begin or not size:  # an address of 0 is that of a meta tensor
+                continue
+            if tensor.is_contiguous():
+                end = begin + size
+            elif named is outputs:
                 return False
+            else:
+                end = Memory.of(tensor).end
             for other_begin, other_end, other, written in spans:
                 if begin < other_end and other_begin < end:
                     may_be = named is inputs and (own is None or name in own.get(other, ()))
@@ -394,7 +399,8 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
 def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
-    direct = in_memory and fast_path.is_direct(*operands)  # dense, not empty, and in memory: C tells it sooner
+    # C tells sooner that tensors are dense, not empty, and in memory.
+    direct = in_memory and must_be_seen.plain(*operands) and fast_path.is_direct(*operands)
     if not (direct or _dense(operands, in_memory)) or x is None:
         return False
     shape, device, of_x = x.shape, x.device, x.dtype
@@ -443,7 +449,7 @@ def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | 
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """That all its elements are in memory."""
-    if memory.all_in_memory(tensor):
+    if fast_path.is_direct(tensor) or memory.all_in_memory(tensor):
         return
     if type(tensor) not in _PLAIN:
         cure = "pass the tensor that it wraps (of a DTensor, its to_local())"

@@ -289,7 +289,8 @@ def beyond_fast_path(call: NormCall) -> Any:
     function, x, residual, weight, flags, out, residual_out, bias, x_scale, before, inner = call
     operands = (x, residual, weight, out, residual_out, bias, None if before is None else before.weight)
     compiling = is_dynamo_compiling()
-    direct = not compiling and fast_path.is_direct(*operands)  # nobody listens, and no gradients are recorded
+    # Whether nobody listens and no gradients are recorded.
+    direct = not compiling and must_be_seen.plain(*operands) and fast_path.is_direct(*operands)
     if not (inner or compiling or direct) and must_be_seen.override(*operands):
         return must_be_seen.handed_over(function, operands, call.arguments())
     new = out is None and residual_out is None

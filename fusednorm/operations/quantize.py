@@ -19,6 +19,7 @@ from fusednorm.calls.checks import (
     check_output,
     check_quantization,
     refuse_type,
+    requires_grad,
 )
 from fusednorm.calls.fast_path import AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
@@ -318,7 +319,7 @@ class _Call:
     def check(self, x: Tensor) -> None:
         """All that must fit before anything is written, but the inputs, which do; x has their rows."""
         x_name = next(iter(self.inputs))
-        if is_grad_enabled() and any(t is not None and t.requires_grad for t in self.inputs.values()):
+        if is_grad_enabled() and requires_grad(*self.inputs.values()):
             raise RuntimeError(
                 f"{self.function.__name__}(): one of the arguments requires grad, and 8-bit numbers have no gradients; "
                 f"call it under torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train "

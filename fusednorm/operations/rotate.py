@@ -20,6 +20,7 @@ from fusednorm.calls.checks import (
     check_output,
     refuse_grad,
     refuse_type,
+    requires_grad,
     usual,
 )
 from fusednorm.calls.fast_path import Entry
@@ -215,7 +216,7 @@ def _run(
     if between is not None:
         for x in names:
             check_between(between, operands[x], x)
-    records = is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in every)
+    records = is_grad_enabled() and requires_grad(*every)
     _check_outputs(name, heads, operands, records, in_memory)
     norm, tables = None, (operands["cos"], operands["sin"], operands["positions"])
     passed = between if of_norm and tables[0] is not None else None
