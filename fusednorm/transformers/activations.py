@@ -4,7 +4,10 @@ A method with such a product is rewritten from its own source, as the forward pa
 
     self.act_fn(self.gate_proj(x)) * self.up_proj(x)    ->    self._gate("act_fn", self.gate_proj(x), self.up_proj(x))
 
-An activation is recognised by a trace of one call, not by its name.
+An activation is recognised by a trace of one call, not by its name. A gate with limits or with a function that is no
+module has a formula in ``mlps.py``, which replaces the forward pass of an MLP, or ``_apply_gate`` of experts: whichever
+implementation transformers chooses for experts calls that. The square of a positive number, relu2, is one call by
+itself; GELU by itself is not, because torch's is faster.
 """
 
 from __future__ import annotations
@@ -13,19 +16,25 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fusednorm.operations.gate import gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.functions import relu2
+from fusednorm.operations.gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.transformers.layers import called, compiled, source
-from fusednorm.transformers.mlps import activation_of
+from fusednorm.transformers.mlps import DTYPES, MLP, activation_of, mlp
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
 
-#: By the names of ``mlps.py``.
-_FUNCTIONS: dict[str | None, Callable[..., Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+#: By the names of ``mlps.py``; all but relu2 multiply by the activation.
+_FUNCTIONS: dict[str | None, Callable[..., Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+    "gelu": gelu_and_mul,
+    "relu2": relu2,
+}
 
 
 class PatchedActivations(Patched):
@@ -44,10 +53,9 @@ class PatchedActivations(Patched):
     def _gate(self, name: str, gate: Tensor, up: Tensor) -> Tensor:
         """``activation(gate) * up``, rounded between both as torch does."""
         activation: Any = self._modules[name]
-        of_class, reads, function = self._fusednorm.get(name, _NONE)
-        fits = type(activation) is of_class and reads.hold(activation) and bare(activation)
-        if fits and gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device:
-            y: Tensor = function(gate, up)
+        kind = self._fusednorm.get(name, _NONE)
+        if _is(activation, kind) and gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device:
+            y: Tensor = kind[2](gate, up)
             return y
         product: Tensor = activation(gate) * up
         return product
@@ -59,9 +67,80 @@ class PatchedActivations(Patched):
         return [(name, {}) for name in sorted(followed)]
 
 
-#: The class of an activation, the attributes that were read of it, and the function that multiplies by it.
+#: The class of an activation, the attributes that were read of it, and the function.
 _Kind = tuple[type, Reads, Callable[..., Tensor] | None]
 _NONE: _Kind = (type(None), Reads(), None)
+
+
+def _is(activation: Any, kind: _Kind) -> bool:
+    """Whether a call of the activation is what was traced."""
+    of_class, reads, _ = kind
+    return type(activation) is of_class and reads.hold(activation) and bare(activation)
+
+
+class PatchedGate(PatchedActivations):
+    """A module with a method that is a formula of ``mlps.py``. Its state is a :class:`_Gate`."""
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        return {method: _gated(getattr(before, method)) for method in norms}
+
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`."""
+        gate: _Gate = self._fusednorm
+        return [(_FUNCTIONS[gate.formula.activation].__name__, gate.formula.flags)] if gate.holds(self) else []
+
+
+class _Gate(NamedTuple):
+    """The formula of a module, the attributes that were read of it, and the kind of its activation."""
+
+    formula: MLP
+    reads: Reads
+    act: _Kind
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Whether the module computes this now."""
+        act = self.formula.act
+        return self.reads.hold(module) and (act is None or _is(module._modules[act], self.act))
+
+
+def _gated(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The method of a class whose products are one call."""
+
+    @functools.wraps(own)
+    def gated(self: PatchedGate, *arguments: Any, **keywords: Any) -> Tensor:
+        gate: _Gate = self._fusednorm
+        if not gate or len(arguments) != 1 or keywords or not gate.holds(self):
+            return own(self, *arguments, **keywords)
+        (x,) = arguments
+        formula, modules = gate.formula, cast("dict[str, Any]", self._modules)
+        z = modules[formula.gate](x) if formula.gate else x
+        y = None if formula.up is None else modules[formula.up](x)
+        if z.dtype not in DTYPES or (y is not None and (y.dtype, y.shape, y.device) != (z.dtype, z.shape, z.device)):
+            return own(self, x)  # which computes both a second time
+        products = _FUNCTIONS[formula.activation](z, y, **formula.flags)
+        return cast(Tensor, modules[formula.down](products)) if formula.down else products
+
+    return gated
+
+
+class PatchedRelu2(PatchedActivations):
+    """An activation that squares positive numbers. Its state has the attributes that were read of it."""
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        own: Any = before.forward  # type: ignore[attr-defined]
+
+        @functools.wraps(own)
+        def forward(self: PatchedRelu2, z: Tensor) -> Tensor:
+            fits = self._fusednorm and self._fusednorm.hold(self) and z.dtype in DTYPES and z.dim() > 0
+            return relu2(z) if fits else cast(Tensor, own(self, z))
+
+        return {"forward": forward}
+
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`."""
+        return [("relu2", {})] if self._fusednorm.hold(self) else []
 
 
 @functools.cache
@@ -110,18 +189,48 @@ class _Products(ast.NodeTransformer):
 
 
 def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
-    """Replaces modules that multiply by an activation."""
+    """Replaces modules that multiply by an activation, and relu2."""
+    kinds: list[_Kind] = []
     for module in list(model.modules()):
         if isinstance(module, Patched):
             continue
-        found = {name: _kind(child) for name, child in module.named_children() if _is_bare(child)}
-        known = {name: kind for name, kind in found.items() if kind[2] is not None}
+        if (gate := _gate_of(module, kinds)) is not None:
+            function, flags = _FUNCTIONS[gate.formula.activation].__name__, gate.formula.flags
+            arguments = ", ".join(f"{name}={value!r}" for name, value in flags.items())
+            what = f"{function}({arguments})" if flags else function
+            method = "forward" if gate.formula.down else "_apply_gate"
+            yield attach(module, PatchedGate, frozenset((method,)), gate, f"{what} fused")
+            continue
+        found = {name: _kind(child, kinds) for name, child in module.named_children() if _is_bare(child)}
+        known = {name: kind for name, kind in found.items() if kind[2] not in (None, relu2)}
         owner: Any = type(module)
         if known and rewritten(owner, frozenset(known)):
             functions = {function.__name__ for *_, function in known.values() if function is not None}
             yield attach(module, PatchedActivations, frozenset(known), known, f"{', '.join(sorted(functions))} fused")
         elif found and rewritten(owner, frozenset(found)):
             yield owner.__name__, False, "its activation is none of fusednorm's"
+        elif _is_bare(module) and (kind := _kind(module, kinds))[2] is relu2:
+            yield attach(module, PatchedRelu2, frozenset(), kind[1], "relu2 fused")
+
+
+def _gate_of(module: torch.nn.Module, kinds: list[_Kind]) -> _Gate | None:
+    """The gate of a module, if it is more than a product that rewriting finds; or None.
+
+    The forward pass of a module is traced only if its children have no children: others are no MLPs.
+    """
+    children = list(module.children())
+    method = "_apply_gate" if hasattr(type(module), "_apply_gate") else "forward"
+    if method == "forward" and (len(children) < 2 or any(child._modules for child in children)):
+        return None
+    reads = Reads()
+    try:
+        formula = mlp(module, reads, method)
+    except LeftAloneError:
+        return None
+    if formula.act is None:
+        return _Gate(formula, reads, _NONE)
+    act = _kind(module.get_submodule(formula.act), kinds)
+    return None if act[2] is None or not reads.values else _Gate(formula, reads, act)
 
 
 def _is_bare(module: torch.nn.Module) -> bool:
@@ -129,8 +238,13 @@ def _is_bare(module: torch.nn.Module) -> bool:
     return not any(True for parts in (module.children(), module.parameters(), module.buffers()) for _ in parts)
 
 
-def _kind(activation: torch.nn.Module) -> _Kind:
-    """The kind of an activation; without a function if a trace does not show one."""
+def _kind(activation: torch.nn.Module, kinds: list[_Kind]) -> _Kind:
+    """The kind of an activation, one of ``kinds``, or a new one there; without a function if a trace shows none."""
+    if replaced(activation):
+        return type(activation), Reads(), None
+    for kind in kinds:
+        if kind[0] is type(activation) and kind[1].hold(activation):
+            return kind
     reads = Reads()
-    function = None if replaced(activation) else _FUNCTIONS.get(activation_of(activation, reads))
-    return type(activation), reads, function
+    kinds.append((type(activation), reads, _FUNCTIONS.get(activation_of(activation, reads))))
+    return kinds[-1]

@@ -21,7 +21,7 @@ from fusednorm.calls import must_be_seen
 from fusednorm.operations import gate as gates
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.transformers.mlps import DTYPES, activation_of, mlp
+from fusednorm.transformers.mlps import DTYPES, MLP, activation_of, mlp
 from fusednorm.transformers.norms import Form, Forms, form_of, forms
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.rotations import Halves, Pairs, Rotation, Tables, rotations
@@ -100,12 +100,20 @@ class GeluTanh(SiLU):
     """The same under another name: a trace shows which function it is."""
 
 
+def _mlp(module: torch.nn.Module, reads: Reads) -> MLP:
+    """The formula of an MLP, if it is one that a layer here has."""
+    found = mlp(module, reads)
+    if found.flags or found.act is None or found.activation not in _MLPS:
+        raise LeftAloneError("no layer has this gate")
+    return found
+
+
 class SwiGLUMLP(_Layer):
     """The forward pass that replaces that of a gated MLP, with silu or GELU in its tanh form."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Between the MLP's own submodules, the activation and the product in one call."""
-        found, modules = _found(self, mlp), cast("dict[str, Any]", self._modules)
+        found, modules = _found(self, _mlp), cast("dict[str, Any]", self._modules)
         act = None if found is None else modules[found.act]
         if act is None or not _follows_its_class(act) or _found(act, activation_of) != found.activation:
             return type(self).forward(self, x)
@@ -261,7 +269,7 @@ def register_kernels(model: torch.nn.Module | None = None) -> None:
         if (
             len(module._modules) > 1
             and not hasattr(kind, "kernel_layer_name")
-            and (found := _found(module, mlp)) is not None
+            and (found := _found(module, _mlp)) is not None
         ):
             replace_kernel_forward_from_hub(kind, _MLPS[found.activation], _on_cpu)
 

@@ -146,14 +146,16 @@ def test_norms_of_parts_without_a_gate_are_left_alone():
         ("silu", fusednorm.silu_and_mul),
         ("swish", fusednorm.silu_and_mul),
         ("gelu_pytorch_tanh", fusednorm.gelu_tanh_and_mul),
-        ("gelu", None),
+        ("gelu", fusednorm.gelu_and_mul),
+        ("relu2", fusednorm.relu2),
+        ("gelu_python", None),
         ("gelu_new", None),
         ("relu", None),
         ("quick_gelu", None),
     ],
 )
 def test_activations_are_recognised_by_what_they_compute(name, function):
-    assert activations._kind(ACT2FN[name])[2] is function
+    assert activations._kind(ACT2FN[name], [])[2] is function
 
 
 class Ways(torch.nn.Module):
