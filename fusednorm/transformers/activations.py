@@ -74,8 +74,8 @@ _NONE: _Kind = (type(None), Reads(), None)
 
 def _is(activation: Any, kind: _Kind) -> bool:
     """Whether a call of the activation is what was traced."""
-    of_class, reads, _ = kind
-    return type(activation) is of_class and reads.hold(activation) and bare(activation)
+    of_class: Any = kind[0]
+    return type(activation) is of_class and kind[1].hold(activation) and bare(activation)
 
 
 class PatchedGate(PatchedActivations):
@@ -207,7 +207,9 @@ def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
         if known and rewritten(owner, frozenset(known)):
             functions = {function.__name__ for *_, function in known.values() if function is not None}
             yield attach(module, PatchedActivations, frozenset(known), known, f"{', '.join(sorted(functions))} fused")
-        elif found and rewritten(owner, frozenset(found)):
+        elif (others := frozenset(found) - {name for name, kind in found.items() if kind[2]}) and rewritten(
+            owner, others
+        ):
             yield owner.__name__, False, "its activation is none of fusednorm's"
         elif _is_bare(module) and (kind := _kind(module, kinds))[2] is relu2:
             yield attach(module, PatchedRelu2, frozenset(), kind[1], "relu2 fused")

@@ -3,7 +3,7 @@
 The forward pass of an MLP is traced by ``torch.fx``, with its submodules as they are. It is one of ::
 
     down(act(gate(x)) * up(x))
-    down(act(a) * b)                 where a and b are the halves of both(x), in this order, or its even and odd elements
+    down(act(a) * b)                 where a and b are the halves, or the even and odd elements, of both(x)
 
 if ``act`` is silu or GELU: its operations, traced on tensors without contents, are one of ATen's. Limits of ``gate(x)``
 and ``up(x)``, or of ``act(gate(x))``, a factor in the sigmoid, and a number that is added to ``up(x)`` are flags of
@@ -226,7 +226,12 @@ def _gated(gate: _Rows, up: _Rows) -> MLP | None:
     limited = limit > 0 and (up.low, up.high) == (-limit, limit) and not (after and (gate.high < inf or stepwise))
     if not (apart or halves) or not limited or (gate.low, gate.added) != (-inf, 0.0) or gate.factor < 1:
         return None
-    steps = {"limit": limit, "alpha": gate.factor, "up_offset": up.added, "interleaved": gate.interleaved}
+    steps: dict[str, Any] = {
+        "limit": limit,
+        "alpha": gate.factor,
+        "up_offset": up.added,
+        "interleaved": gate.interleaved,
+    }
     steps |= {"clamp": "after" if after else "before", "round_steps": stepwise}
     flags = {name: value for name, value in steps.items() if value != _USUAL[name]}
     if gate.function != "silu" and (flags or gate.function not in ("gelu", "gelu_tanh")):
