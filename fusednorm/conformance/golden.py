@@ -334,6 +334,24 @@ def vectors_of_gated():
         gate, up, _ = operands(Case(2, 128).of(dtype))
         fields = {"function": "silu_and_mul_quant", "quantization": str(quantization), "flags": {"between": between}}
         yield _vector(fields, {"gate": gate * 3, "up": up})
+    for function, first, second, flags in _stepped_cases():
+        rows = operands(Case(2, 45, first, second))[:2]
+        inputs = {name: t * 4 for name, t in zip(NAMES[function][0], rows, strict=False) if t is not None}
+        d = operands(Case(2, 45, first, seed=1))[0]
+        yield _vector({"function": function, "flags": flags}, {**inputs, "d_out": d})
+
+
+def _stepped_cases():
+    """Function, dtypes of the operands, and flags: the gates of models, and functions alone."""
+    gpt_oss = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    yield "silu_and_mul", BF16, BF16, {**gpt_oss, "round_steps": True}
+    yield "silu_and_mul", BF16, BF16, {**gpt_oss, "between": "float32"}
+    yield "silu_and_mul", F16, F16, {"limit": 4.1}
+    yield "silu_and_mul", F32, BF16, {"limit": 4.1, "clamp": "after"}
+    yield "silu_and_mul", F64, F64, gpt_oss
+    for function in ("gelu", "relu2"):
+        for dtype in (BF16, F16, F32, F64):
+            yield function, dtype, None, {}
 
 
 #: The files of the golden vectors, and the functions that make these.
