@@ -1,4 +1,4 @@
-"""``fla.modules.fused_norm_gate``: everything in float32, rounded once, as its Triton kernels do.
+"""``fla.modules.fused_norm_gate``, and ``swiglu``: everything in float32, rounded once, as its Triton kernels do.
 
 They multiply the row by the gate g, and then by its sigmoid, where fusednorm multiplies it by ``silu(g)``: the last
 bit of float32 may differ. The exponential is fusednorm's (docs/spec.md, section 10).
@@ -14,7 +14,7 @@ from torch import Tensor
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
 from fusednorm.compat import unrounded
-from fusednorm.operations.gate import gate
+from fusednorm.operations.gate import gate, silu_and_mul
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated as norm_gated
 
@@ -26,6 +26,11 @@ def _activation(name: str) -> str:
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation must be 'swish', 'silu' or 'sigmoid', got {name!r}")
     return _ACTIVATIONS[name]
+
+
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """``silu(x) * y`` of ``fla.modules.activations``: :func:`fusednorm.silu_and_mul` with ``between=torch.float32``."""
+    return silu_and_mul(x, y, between=unrounded(x))
 
 
 def rms_norm_gated(

@@ -1,10 +1,11 @@
-"""``flashinfer.norm``, with the rounding of FlashInfer's CUDA and CuTe DSL kernels, which round only stored results.
+"""``flashinfer.norm`` and ``flashinfer.activation``, which round only stored results, as FlashInfer's kernels do.
 
 ``enable_pdl`` does nothing: the backend chooses whether a kernel starts before the previous one ends. A call that
 allocates its result has a gradient here, unlike FlashInfer's.
 
 ``out``, [..., N], is written and returned; without it the result is a new tensor. A call that adds a residual writes
-the sum to it, and the normalised rows to the input or to ``out``.
+the sum to it, and the normalised rows to the input or to ``out``. The input of a gate holds the gate and what it
+multiplies, [..., 2 * N]; the exponential is fusednorm's (docs/spec.md, section 10).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fusednorm.calls.checks import refuse_type, replaced
 from fusednorm.compat import unrounded
-from fusednorm.operations import norm, quantize
+from fusednorm.operations import gate, norm, quantize
 from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 
@@ -77,6 +78,21 @@ def fused_add_rmsnorm_quant(
         out=out,
         residual_out=residual,
     )
+
+
+def silu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    """``silu(gate) * up``, rounded once: :func:`fusednorm.silu_and_mul` with ``between=torch.float32``."""
+    return gate.silu_and_mul(input, between=unrounded(input), out=out)
+
+
+def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    """:func:`silu_and_mul` with GELU in its tanh form: :func:`fusednorm.gelu_tanh_and_mul`."""
+    return gate.gelu_tanh_and_mul(input, between=unrounded(input), out=out)
+
+
+def gelu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    """:func:`silu_and_mul` with GELU as z * Phi(z): :func:`fusednorm.gelu_and_mul`."""
+    return gate.gelu_and_mul(input, between=unrounded(input), out=out)
 
 
 def _to(out: Tensor) -> Quantization:

@@ -1,4 +1,4 @@
-"""Liger Kernel's RMS norms, with their gradients: functions, ``apply``, and modules with the same state_dict.
+"""Liger Kernel's RMS norms and gates, with their gradients: functions, ``apply``, and modules with the same state_dict.
 
 ``casting_mode`` chooses the rounding: "llama" (0) rounds before the multiplication by the weight, "gemma" (1) rounds
 only the result. "none" (-1) computes even the mean of squares in X's dtype. No flags reproduce that, so it raises
@@ -6,7 +6,8 @@ ValueError, as any other does; modules raise it when they are made.
 
 ``in_place`` and ``row_mode`` do nothing. In Liger the first overwrites the incoming gradient with the gradient of X,
 and the second chooses a kernel. With "llama" Liger rounds the normalised row once more in the gradient of W; here
-gradients ignore roundings. ``offset`` is added to W in float32.
+gradients ignore roundings. ``offset`` is added to W in float32. Gates, ``silu(a)`` and GELU in its tanh form, are
+rounded before the multiplication by b, as in Liger's newer releases; they take none of its multipliers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row
-from fusednorm.operations import norm
+from fusednorm.operations import gate, norm
 
 _ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1: False}
 
@@ -59,6 +60,28 @@ def liger_fused_add_rms_norm(
     """:func:`liger_rms_norm` of X + R, and the sum, in R's dtype (Liger: X's): :func:`fusednorm.fused_add_rms_norm`."""
     check_one_row("W", W)
     return norm.fused_add_rms_norm(X, R, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """``silu(a) * b``: :func:`fusednorm.silu_and_mul`."""
+    return gate.silu_and_mul(a, b)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """``gelu(a, approximate="tanh") * b``: :func:`fusednorm.gelu_tanh_and_mul`."""
+    return gate.gelu_tanh_and_mul(a, b)
+
+
+class LigerSiLUMulFunction:
+    """Has Liger's ``apply``, but is no ``torch.autograd.Function``: fusednorm has its own."""
+
+    apply = staticmethod(liger_swiglu)
+
+
+class LigerGELUMulFunction:
+    """Has Liger's ``apply``, but is no ``torch.autograd.Function``: fusednorm has its own."""
+
+    apply = staticmethod(liger_geglu)
 
 
 class LigerRMSNormFunction:

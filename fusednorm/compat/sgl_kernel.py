@@ -1,7 +1,7 @@
 """SGLang's ``sgl_kernel``. Its norms on NVIDIA GPUs are FlashInfer's, with the same signatures.
 
-``silu_and_mul`` and ``gelu_tanh_and_mul`` round once, as its kernels do; the exponential is fusednorm's (docs/spec.md,
-section 10). Their input holds the gate and what it multiplies, [..., 2 * N].
+``silu_and_mul``, ``gelu_tanh_and_mul`` and ``gelu_and_mul`` round once, as its kernels do; the exponential is
+fusednorm's (docs/spec.md, section 10). Their input holds the gate and what it multiplies, [..., 2 * N].
 
 The functions that quantize have the formulas of its CUDA kernels: they take [rows, N], and write numbers to
 ``output_q``, float8_e4m3fn of the same shape, and float32 scales to ``output_s``. Rows of zeros have scale 0 and
@@ -23,6 +23,7 @@ from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8
 
 __all__ = [
     "fused_add_rmsnorm",
+    "gelu_and_mul",
     "gelu_tanh_and_mul",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
@@ -42,6 +43,11 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
 def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """:func:`silu_and_mul` with ``gelu(gate)``: :func:`fusednorm.gelu_tanh_and_mul`."""
     return gate.gelu_tanh_and_mul(input, between=unrounded(input), out=out)
+
+
+def gelu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """:func:`silu_and_mul` with ``gelu(gate)`` as z * Phi(z): :func:`fusednorm.gelu_and_mul`."""
+    return gate.gelu_and_mul(input, between=unrounded(input), out=out)
 
 
 def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:

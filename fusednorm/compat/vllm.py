@@ -4,8 +4,10 @@ From v0.20 to that PR the kernels did not round before the multiplication by the
 differently: the plain one rounds only the result; the fused one takes the mean of squares from the unrounded sum and
 the result from the rounded sum. No flags reproduce the latter (``round_norm=False`` comes close).
 
-``silu_and_mul``, ``gelu_tanh_and_mul`` and ``silu_and_mul_quant`` are operations of vLLM's library, which it calls as
-``torch.ops._C.silu_and_mul`` and so on. The exponential is fusednorm's (docs/spec.md, section 10).
+``silu_and_mul``, ``silu_and_mul_with_clamp``, ``swigluoai_and_mul``, ``gelu_and_mul``, ``gelu_tanh_and_mul``,
+``relu_squared`` and ``silu_and_mul_quant`` are operations of vLLM's library, which it calls as
+``torch.ops._C.silu_and_mul`` and so on. The exponential is fusednorm's (docs/spec.md, section 10). Limits are rounded
+to the input's dtype, as vLLM's are but for ``swigluoai_and_mul``: 7.0 is the same in all.
 
 The functions that quantize have the quantizers of vLLM's CUDA kernels. For tensors on a CPU ``scaled_int8_quant`` has
 that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md, section 9). They write to ``result``,
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row, refuse_type, replaced
 from fusednorm.compat import unrounded
-from fusednorm.operations import gate, norm, quantize
+from fusednorm.operations import functions, gate, norm, quantize
 from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
@@ -148,6 +150,30 @@ def rms_norm_per_block_quant(
 def silu_and_mul(out: Tensor, input: Tensor) -> None:
     """``silu(gate) * up`` into ``out``, each of both rounded: :func:`fusednorm.silu_and_mul`."""
     gate.silu_and_mul(input, out=out)
+
+
+def silu_and_mul_with_clamp(out: Tensor, input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
+    """:func:`silu_and_mul` of a limited gate, ``gate * sigmoid(alpha * gate)``, rounded, times ``up + beta``."""
+    gate.silu_and_mul(input, limit=limit, alpha=alpha, up_offset=beta, out=out)
+
+
+def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+    """gpt-oss's gate into ``out``, rounded once; even elements of the input are the gate.
+
+    vLLM multiplies ``up + 1`` by the gate before it divides: the last bit of float32 may differ.
+    """
+    once = unrounded(input)
+    gate.silu_and_mul(input, between=once, out=out, limit=limit, alpha=alpha, up_offset=1.0, interleaved=True)
+
+
+def gelu_and_mul(out: Tensor, input: Tensor) -> None:
+    """:func:`silu_and_mul` with ``gelu(gate)`` as z * Phi(z): :func:`fusednorm.gelu_and_mul`."""
+    gate.gelu_and_mul(input, out=out)
+
+
+def relu_squared(out: Tensor, input: Tensor) -> None:
+    """The square of a positive number, else 0, into ``out``: :func:`fusednorm.relu2`."""
+    functions.relu2(input, out=out)
 
 
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusednorm import rms_norm_gated
-from fusednorm.compat import fla, mamba_ssm, sgl_kernel, transformers, vllm
+from fusednorm.compat import fla, flashinfer, liger, mamba_ssm, sgl_kernel, transformers, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, dtype_name
 from fusednorm.reference import activations
 
@@ -33,6 +33,11 @@ def whole(*shape, seed=0):
 
 def silu(z):
     return activations.activated(z.float(), "silu")
+
+
+def scaled_silu(z):
+    """z * sigmoid(1.702 * z), as docs/spec.md has it: by one division."""
+    return activations.Product.apply(z, z * 1.702)[0]
 
 
 def sigmoid(z):
@@ -161,7 +166,7 @@ def test_transformers(dtype, weight_dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_and_mul(dtype, activation):
     """vLLM rounds the function, and the product; SGLang the product alone."""
     both = random(ROWS, 2 * N).to(dtype)
@@ -169,10 +174,40 @@ def test_and_mul(dtype, activation):
     a, out = activations.activated(gate.float(), activation), torch.empty(ROWS, N, dtype=dtype)
     assert getattr(vllm, f"{activation}_and_mul")(out, both) is None
     same(out, a.to(dtype) * up)
-    ours = getattr(sgl_kernel, f"{activation}_and_mul")
-    same(ours(both), (a * up.float()).to(dtype))
-    assert ours(both, out) is out
-    same(out, (a * up.float()).to(dtype))
+    for library in (sgl_kernel, flashinfer):
+        ours = getattr(library, f"{activation}_and_mul")
+        same(ours(both), (a * up.float()).to(dtype))
+        assert ours(both, out) is out
+        same(out, (a * up.float()).to(dtype))
+
+
+@dtypes
+def test_ligers_and_flas_gates(dtype):
+    """Liger rounds the function and the product, FLA the product alone."""
+    z, up = random(ROWS, 2 * N).to(dtype).chunk(2, -1)
+    gelu = activations.activated(z.float(), "gelu_tanh").to(dtype) * up
+    for function, wanted in ((liger.liger_swiglu, silu(z).to(dtype) * up), (liger.liger_geglu, gelu)):
+        same(function(z, up), wanted)
+    same(liger.LigerSiLUMulFunction.apply(z, up), silu(z).to(dtype) * up)
+    same(liger.LigerGELUMulFunction.apply(z, up), gelu)
+    same(fla.swiglu(z, up), (silu(z) * up.float()).to(dtype))
+
+
+@dtypes
+def test_vllms_gates_with_limits(dtype):
+    """One function is rounded before the product, and the other is not."""
+    both, out = (8 * random(ROWS, 2 * N)).to(dtype), torch.empty(ROWS, N, dtype=dtype)
+    z, up = (half.float() for half in both.chunk(2, -1))
+    limited = up.clamp(-7.0, 7.0)
+    assert vllm.silu_and_mul_with_clamp(out, both, 7.0) is None
+    same(out, (silu(z.clamp(max=7.0)).to(dtype).float() * limited).to(dtype))
+    vllm.silu_and_mul_with_clamp(out, both, 7.0, 1.702, 1.0)
+    same(out, (scaled_silu(z.clamp(max=7.0)).to(dtype).float() * (limited + 1)).to(dtype))
+    even, odd = both[..., ::2].float(), both[..., 1::2].float()
+    assert vllm.swigluoai_and_mul(out, both) is None
+    same(out, (scaled_silu(even.clamp(max=7.0)) * (odd.clamp(-7.0, 7.0) + 1)).to(dtype))
+    assert vllm.relu_squared(out, up.to(dtype)) is None
+    same(out, up.relu().square().to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
