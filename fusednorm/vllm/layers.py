@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusednorm.compat import unrounded
 from fusednorm.engine.choose import use_backend
-from fusednorm.operations import gate, norm, norm_gated, rotate
+from fusednorm.operations import functions, gate, norm, norm_gated, rotate
 from fusednorm.vllm.providers import AS_VLLM, DEFAULT
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
@@ -33,7 +33,26 @@ def _silu_and_mul(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
 
 
 def _gelu_and_mul(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
-    return gate.gelu_tanh_and_mul(x) if layer.approximate == "tanh" and x.dtype in _FLOATS else None
+    if x.dtype not in _FLOATS:
+        return None
+    return gate.gelu_tanh_and_mul(x) if layer.approximate == "tanh" else gate.gelu_and_mul(x)
+
+
+def _swiglu_oai(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+    """gpt-oss's gate. vLLM rounds each step; fusednorm by default rounds silu and the product."""
+    if x.dtype not in _FLOATS or layer.alpha <= 1:
+        return None
+    steps = {"alpha": layer.alpha, "up_offset": 1.0, "interleaved": True, "round_steps": as_vllm}
+    return gate.silu_and_mul(x, limit=layer.limit, **steps)
+
+
+def _swiglu_step(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+    """Step 3.7's gate."""
+    return gate.silu_and_mul(x, limit=layer.limit, clamp="after") if x.dtype in _FLOATS else None
+
+
+def _relu2(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+    return functions.relu2(x) if x.dtype in _FLOATS else None
 
 
 def _rms_norm_gated(layer: Any, as_vllm: bool, x: Tensor, z: Tensor | None = None) -> Tensor | None:
@@ -140,6 +159,9 @@ def _layers() -> list[Layer]:
     return [
         Layer("activation", "SiluAndMul", _silu_and_mul, {}, (z,)),
         Layer("activation", "GeluAndMul", _gelu_and_mul, {"approximate": "tanh"}, (z,)),
+        Layer("activation", "SwigluOAIAndMul", _swiglu_oai, {"alpha": 1.702, "limit": 7.0}, (4 * z,)),
+        Layer("activation", "SwigluStepAndMul", _swiglu_step, {"limit": 1.0}, (4 * z,)),
+        Layer("activation", "ReLUSquaredActivation", _relu2, {}, (z,)),
         Layer("layernorm", "RMSNormGated", _rms_norm_gated, gated_norm, (x, z)),
         Layer("layernorm", "GemmaRMSNorm", partial(_gemma_rms_norm, vllms), gemma, (x, z)),
         Layer("mamba.mamba_mixer2", "Mixer2RMSNormGated", _norm_of_gated, {"weight": of_row, **groups}, (x, z)),

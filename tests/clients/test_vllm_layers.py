@@ -18,6 +18,7 @@ if find_spec("vllm") is None:
 pytestmark = pytest.mark.filterwarnings("default")
 
 NAMES = ["SiluAndMul", "GeluAndMul", "RMSNormGated", "GemmaRMSNorm", "Mixer2RMSNormGated", "RotaryEmbedding"]
+NAMES += ["SwigluOAIAndMul", "SwigluStepAndMul", "ReLUSquaredActivation"]
 BITS_16, F32 = (torch.bfloat16, torch.float16), torch.float32
 
 
@@ -153,8 +154,10 @@ def test_the_calls_tried_tell_roundings_apart():
     weight = by_name["RMSNormGated"].attributes["weight"]
     positions, q, _ = by_name["RotaryEmbedding"].arguments
     halves = by_name["RotaryEmbedding"].attributes["cos_sin_cache"].chunk(2, -1)
+    oai = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": True}
     for call in (
         lambda once: fusednorm.silu_and_mul(both, between=F32 if once else None),
+        lambda once: fusednorm.silu_and_mul(4 * both, **oai, round_steps=once),
         lambda once: fusednorm.gelu_tanh_and_mul(both, between=F32 if once else None),
         lambda once: fusednorm.rms_norm_gated(x, z, weight, between=F32 if once else None),
         lambda once: fusednorm.rms_norm_gated(x, z, weight, norm_before_gate=False, round_norm=not once),
@@ -191,8 +194,24 @@ def test_gelu_of_every_gate(vllms, dtype):
     gates = gates[gates.abs() < 16].unsqueeze(-1)
     x = torch.cat((gates, torch.ones_like(gates)), -1)
     assert 0 < differing(theirs(x), ours(x)) < 0.01
-    exact = GeluAndMul("none")
-    assert torch.equal(exact(x), exact.forward_native(x))
+    theirs, ours = pairs(GeluAndMul)
+    assert 0 < differing(theirs(x), ours(x)) < 0.02
+
+
+@pytest.mark.parametrize("dtype", BITS_16)
+def test_gates_with_limits_of_every_gate(vllms, dtype):
+    """All bits are vLLM's, but where torch's sigmoid or silu is 0 before ours."""
+    from vllm.model_executor.layers import activation
+
+    gates = torch.arange(65536).sub(32768).to(torch.int16).view(dtype).view(256, 256)
+    ups = torch.linspace(-9, 9, 256).to(dtype).expand(256, 256)
+    fits = (gates > -52) | gates.isnan()
+    for made, layout in ((activation.SwigluOAIAndMul, -1), (activation.SwigluStepAndMul, -2)):
+        theirs, ours = pairs(made)
+        x = torch.stack((gates, ups), layout).flatten(-2)
+        assert differing(theirs(x)[fits], ours(x)[fits]) == 0
+    theirs, ours = pairs(activation.ReLUSquaredActivation)
+    assert differing(theirs(gates), ours(gates)) == 0
 
 
 @pytest.mark.parametrize("dtype", [*BITS_16, torch.float32])
