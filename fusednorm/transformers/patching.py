@@ -46,7 +46,7 @@ class Counts:
         adds: number of additions that are fused with the norm after them, of which
         across: go from one layer into the next.
         rotations: number of attention modules whose q and k are rotated, and normalised if they are, in one call.
-        gates: number of MLPs whose activation and product are one call.
+        gates: number of MLPs and experts whose activation and product are one call, and of activations that are one.
     """
 
     norms: int
@@ -120,8 +120,8 @@ def patch(model: torch.nn.Module, *, activations: bool = True) -> Report:
     """Lets fusednorm compute the steps between a model's matrix products, with the model's own rounding.
 
     Those are RMS norms, with gates or without, additions around them, the rotation of q and k, and the activation and
-    product of an MLP. A module that computes something else, or rounds where no flag does, does not change. Calls with
-    unexpected inputs or arguments run the module's own code. A second patch changes nothing.
+    product of an MLP or of experts. A module that computes something else, or rounds where no flag does, does not
+    change. Calls with unexpected inputs or arguments run the module's own code. A second patch changes nothing.
 
     Args:
         model: any module, of Hugging Face's transformers or not.
