@@ -56,6 +56,7 @@ FN_INLINE float usual_exponential(float r, uint32_t power) {
 }
 
 /* activate_float for usual gates; 0, if some are not, having done nothing that counts. */
+FN_ON_A_LINE
 static FN_NOINLINE int activate_usual(int activation, float alpha, const float *restrict z, int n, float *restrict f,
                                       float *restrict slope) {
     float rest[FN_GATE_TILE];

@@ -30,6 +30,13 @@
 #define FN_NOINLINE __attribute__((noinline))
 #endif
 
+/* Before a function whose loops take up to 6 % more time where they begin elsewhere in a cache line. */
+#if defined(__GNUC__)
+#define FN_ON_A_LINE __attribute__((aligned(64)))
+#else
+#define FN_ON_A_LINE
+#endif
+
 /*
  * Before a loop that must be made of vectors, also where GCC optimises for size (with -fopenmp-simd, see CMakeLists.txt):
  * FN_VECTORS(), with OpenMP's clauses in the brackets.
