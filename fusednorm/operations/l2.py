@@ -43,6 +43,8 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
     if not isinstance(x, Tensor):
         refuse_type("x", x)
     hidden_size = x.shape[-1] if x.dim() else 1
+    if isinstance(hidden_size, Tensor):  # of torch.jit.trace, whose programs have eps as a number
+        hidden_size = int(hidden_size)
     if type(eps) is not float:
         eps = number("eps", eps)
     if must_be_seen.overrides_operations(x) and x.layout == torch.strided:  # a DTensor takes a weight that is one

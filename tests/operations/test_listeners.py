@@ -241,9 +241,9 @@ def test_make_fx_of_gradients(name):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # that shapes become constants
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "l2_norm"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_jit_trace(name):
-    """Checked by torch, and by other rows. The eps of l2_norm would be a tensor there, which is refused."""
+    """Checked by torch, and by other rows."""
     function, given = program(name)
     others = [t.flip(0) for t in given]
     assert same(torch.jit.trace(function, tuple(given))(*others), function(*others))
