@@ -555,6 +555,22 @@ def test_gates_on_the_fast_path():
             assert out is None or not differing(out, wanted).any()
 
 
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+def test_gates_in_steps_on_the_fast_path(steps):
+    """The same; kernels of other gates are held before."""
+    take = fast_calls("cuda")
+    nothing_held()
+    both = 9 * torch.randn(5, 144, generator=torch.Generator().manual_seed(1)).to(BF16)
+    for before in ({}, *STEPS):
+        if before != steps:
+            by("cuda", fusednorm.silu_and_mul, both, **before)
+    fast = {"x": both, "z": None, "activation": "silu", "order": fast_path.AND_MUL, **steps}
+    assert take("gate", **fast) is None
+    wanted = by("reference", fusednorm.silu_and_mul, both, **steps)
+    assert not differing(by("cuda", fusednorm.silu_and_mul, both, **steps), wanted).any()
+    assert not differing(take("gate", **fast), wanted).any()
+
+
 #: Heads of q, k and v in one tensor: the dtype, elements of a head, pairs, and what else is asked for.
 ROTATIONS = (
     (BF16, 128, 64, {}),
