@@ -40,7 +40,6 @@ class Operator:
         self.declaration, self.run = declaration, run or declaration.formula
         self.run_gradient = run_gradient or declaration.gradient
         self.gradient_flags = [] if declaration.gradient is None else declaration.gradient_flags
-        self.fast = fast
         #: The number of operands; the arguments after them are flags.
         self.count = len(declaration.operands)
         #: The operands that gradients take.
@@ -51,7 +50,7 @@ class Operator:
             gradients = (lambda ctx, *incoming: self.gradients(ctx, incoming, through_dispatcher=True), self.keep)
         if declaration.gradient is not None:
             register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
-        register(name, declaration.schema, self._forward, self._fake, gradients, self._direct)
+        register(name, declaration.schema, self._forward, self._fake, gradients, fast)
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(declaration)
@@ -71,10 +70,6 @@ class Operator:
         if must_be_seen.seen(*arguments[: self.count]):
             return _one_or_more(self.dispatched(*arguments))
         return cast(Any, self.recorded).apply(*arguments)
-
-    def _direct(self, *arguments: Any) -> Any:
-        found = None if self.fast is None else self.fast(*arguments)
-        return self._forward(*arguments) if found is None else found
 
     def _forward(self, *arguments: Any) -> Any:
         operands = arguments[: self.count]

@@ -26,7 +26,7 @@ def in_one_operator(name: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     See ``operations/inference.py``.
     """
     operator = f"{name.rstrip('_')}_inference"
-    found = getattr(torch.ops.fusednorm, operator)(**{key: arguments[key] for key in ARGUMENTS[operator]})
+    found = getattr(torch.ops.fusednorm, operator)(**{key: arguments[key] for key in ARGUMENTS[operator].split()})
     return (found,) if isinstance(found, Tensor) else tuple(found)
 
 

@@ -22,8 +22,8 @@ _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval")
 
 #: The schema of each operator, by name.
 SCHEMAS: dict[str, str] = {}
-#: The names of its arguments.
-ARGUMENTS: dict[str, list[str]] = {}
+#: The names of its arguments, with blanks between: a compiler that reads one text has one value to look at again.
+ARGUMENTS: dict[str, str] = {}
 
 
 def exported() -> list[str]:
@@ -35,9 +35,12 @@ class DirectOperator(torch._ops.OpOverload):
     """An operator that compiled graphs call past torch's dispatcher, which takes longer than a short call itself."""
 
     direct: Callable[..., Any]
+    fast: Callable[..., Any] | None
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
-        """The results, by the function alone where nobody else must see the call."""
+        """The results, by a function alone where nobody else must see the call."""
+        if self.fast is not None and (found := self.fast(*arguments, **named)) is not None:
+            return found
         if fast_path.is_direct(*arguments, *named.values()):
             return self.direct(*arguments, **named)
         return super().__call__(*arguments, **named)
@@ -56,7 +59,7 @@ def register(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
-    direct: Callable[..., Any] | None = None,
+    fast: Callable[..., Any] | None = None,
 ) -> DirectOperator:
     """Makes an operator, and returns it.
 
@@ -66,13 +69,15 @@ def register(
         function: computes the results; its operands lie in memory.
         fake: makes results without values.
         gradients: the backward pass, and what is kept for it; None: there are no gradients.
-        direct: computes the results of :class:`DirectOperator`; None: ``function``.
+        fast: the results of a call that the fast path takes, which asks whether anybody else must see it; else None.
     """
     SCHEMAS[name] = schema
     torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     operator = getattr(torch.ops.fusednorm, name).default
-    ARGUMENTS[name] = names = [argument.name for argument in operator._schema.arguments]
-    operator.__class__, operator.direct = DirectOperator, _by_position(direct or function, operator)
+    names = [argument.name for argument in operator._schema.arguments]
+    ARGUMENTS[name] = " ".join(names)
+    operator.__class__, operator.direct = DirectOperator, _by_position(function, operator)
+    operator.fast = fast and _by_position(fast, operator)
     torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names))
     torch.library.register_fake(f"fusednorm::{name}", fake)
     _register_autograd(name, gradients)
@@ -84,7 +89,9 @@ def _by_position(function: Callable[..., Any], operator: torch._ops.OpOverload[A
 
     @functools.wraps(function)
     def called(*arguments: Any, **named: Any) -> Any:
-        rest = operator._schema.arguments[len(arguments) :] if named else ()
+        if not named:
+            return function(*arguments)
+        rest = operator._schema.arguments[len(arguments) :]
         return function(*arguments, *(named.get(one.name, one.default_value) for one in rest))
 
     return called
