@@ -271,9 +271,8 @@ class Broken(torch.nn.Module):
         gate = gate.clamp(min=-1.0 if change == "low" else None, max=8.0 if change == "limits" else self.limit)
         if change == "wide":
             gate = gate.float()
+        up = up.clamp(-3.0, 3.0) if change == "twice" else up
         up = up.clamp(max=7.0) if change == "one side" else up.clamp(-self.limit, self.limit)
-        if change == "twice":
-            up = up.clamp(-3.0, 3.0)
         if change == "alpha 1":
             return (up + 1) * (gate * torch.sigmoid(gate))
         if change == "small alpha":
@@ -281,8 +280,8 @@ class Broken(torch.nn.Module):
         if change == "gelu":
             return torch.nn.functional.gelu(gate) * up
         if change == "after":
-            gate = (gate * torch.sigmoid(gate * 1.702)).clamp(max=6.0)
-            return (up + 1) * gate
+            gate = both[..., ::2]
+            return (up + 1) * (gate * torch.sigmoid(gate * 1.702)).clamp(max=7.0)
         other = gate + 1 if change == "offset" else gate
         return (up + 1) * (other * torch.sigmoid(gate * 1.702))
 
