@@ -226,13 +226,9 @@ def _gated(gate: _Rows, up: _Rows) -> MLP | None:
     limited = limit > 0 and (up.low, up.high) == (-limit, limit) and not (after and (gate.high < inf or stepwise))
     if not (apart or halves) or not limited or (gate.low, gate.added) != (-inf, 0.0) or gate.factor < 1:
         return None
-    steps: dict[str, Any] = {
-        "limit": limit,
-        "alpha": gate.factor,
-        "up_offset": up.added,
-        "interleaved": gate.interleaved,
-    }
-    steps |= {"clamp": "after" if after else "before", "round_steps": stepwise}
+    # Numbers of Python's float: the fast path takes no others.
+    steps: dict[str, Any] = {"limit": float(limit), "alpha": float(gate.factor), "up_offset": float(up.added)}
+    steps |= {"interleaved": gate.interleaved, "clamp": "after" if after else "before", "round_steps": stepwise}
     flags = {name: value for name, value in steps.items() if value != _USUAL[name]}
     if gate.function != "silu" and (flags or gate.function not in ("gelu", "gelu_tanh")):
         return None
