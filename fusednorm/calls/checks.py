@@ -496,7 +496,8 @@ def check_gradients(
     """
     x_dtype = asked[0]
     narrow = all(dtype is None or dtype in FLOATS[:3] for dtype in (h.dtype, *asked))
-    if narrow and in_memory and len(needs) == 3 and usual((h, dy, weight, d_residual_out)) and _usual_rstd(rstd, h):
+    fit = narrow and in_memory and len(needs) == 3 and usual((h, dy, weight, d_residual_out)) and _dense((rstd,), True)
+    if fit and (rstd.shape, rstd.dtype, rstd.device) == (h.shape[:-1], torch.float32, h.device):
         return
     given = {"h": h, "dy": dy, "d_residual_out": d_residual_out, "rstd": rstd, "weight": weight}
     operands = {name: operand for name, operand in given.items() if operand is not None}
@@ -527,14 +528,6 @@ def check_gradients(
             )
         if in_memory:
             check_memory(name, operand)
-
-
-def _usual_rstd(rstd: Tensor, h: Tensor) -> bool:
-    """Whether these numbers fit rows that are not float64; see :func:`usual`."""
-    if type(rstd) not in _PLAIN or rstd.is_nested or rstd.layout is not torch.strided:
-        return False
-    fits = rstd.shape == h.shape[:-1] and rstd.dtype == torch.float32 and rstd.device == h.device
-    return fits and memory.all_in_memory(rstd)
 
 
 def _expands(tensor: Tensor, to: Tensor) -> bool:
