@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import fast_path, memory, must_be_seen
+from fusednorm.calls import fast_path, memory
 from fusednorm.calls.call import ACTIVATIONS, FLOATS, Flags, GateSteps, accumulator
 from fusednorm.calls.memory import Memory, lies_in_rows, overlaps_itself, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
@@ -399,14 +399,17 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
 def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
-    # C tells sooner that tensors are dense, not empty, and in memory.
-    direct = in_memory and must_be_seen.plain(*operands) and fast_path.is_direct(*operands)
-    if not (direct or _dense(operands, in_memory)) or x is None:
+    if type(x) not in _PLAIN:
+        return False
+    direct = in_memory and fast_path.is_direct(*operands)  # C tells sooner that tensors are dense and in memory
+    if x is None or not (direct or _dense(operands, in_memory)):
         return False
     shape, device, of_x = x.shape, x.device, x.dtype
     for i, tensor in enumerate(operands):
         if tensor is None or (i and tensor is x and i != WEIGHT):
             continue
+        if type(tensor) not in _PLAIN:
+            return False
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and of_x is not dtype):
             return False
