@@ -26,9 +26,10 @@ static int read_steps(PyObject *const *arguments, struct fn_gate *g) {
     double *const to[] = {&g->limit, &g->alpha, &g->up_offset};
     for (int i = 0; i < 3; i++) {
         if (i == 0 && numbers[i] == Py_None) continue;
-        if (Py_TYPE(numbers[i]) != &PyFloat_Type) return 0;
+        if (Py_TYPE(numbers[i]) != &PyFloat_Type && Py_TYPE(numbers[i]) != &PyLong_Type) return 0;
         *to[i] = PyFloat_AsDouble(numbers[i]);
     }
+    if (PyErr_Occurred()) PyErr_Clear(); /* Python names the number that a double does not hold */
     if (numbers[0] != Py_None && !(g->limit > 0 && g->limit < INFINITY)) return 0;
     if (!(g->alpha >= 1 && g->alpha < INFINITY && g->up_offset - g->up_offset == 0)) return 0;
     if (!PyBool_Check(arguments[INTERLEAVED]) || !PyBool_Check(arguments[ROUNDS]) || !PyUnicode_Check(arguments[CLAMP])) return 0;
