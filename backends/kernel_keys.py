@@ -61,6 +61,7 @@ class QuantizerKind(NamedTuple):
             "PER": 0 if group == hidden_size else group,
             "GIVEN": quantization.per == "tensor",
             "SCALE_BY": quantization.scale_by,
+            "POWER_OF_TWO": quantization.round_scale is not None,
             "APPLY": quantization.apply,
             "MULTIPLIER": quantization.returns == "multiplier",
             "ZERO_POINT": "plus_128" if zero_point == 128 else zero_point or "none",

@@ -5,6 +5,7 @@
 //   PER                 the adjacent elements that share a scale, a power of two up to 1024; 0: all elements of a row
 //   GIVEN               whether there is one scale for all rows, which is read
 //   SCALE_BY            how a scale is found: DIVIDE or RECIPROCAL
+//   POWER_OF_TWO        whether it is rounded up to a power of two
 //   APPLY               how it is applied: DIVIDE, RECIPROCAL or RATIO
 //   MULTIPLIER          whether the multiplier is stored in place of the scale
 //   ZERO_POINT          NONE, PLUS_128, or computed (given with a scale): AFTER or BEFORE rounding
@@ -99,6 +100,12 @@ __device__ inline int whole_of(float value) {
     return value != value ? 0 : int_of_float(at_most(at_least(value, -0x1p30f), 0x1p30f));
 }
 
+// A scale rounded up to 2^-127, 2^-126, ... 2^127, of which the first is subnormal; a NaN stays.
+__device__ inline float up_to_power_of_two(float scale) {
+    const int up = (int)(bits_of(scale) + 0x7FFFFF & 0x7F800000), power = up == 0 ? 0x400000 : smaller(up, 0x7F000000);
+    return scale != scale ? scale : number_of_bits((unsigned)power);
+}
+
 // What quantizes a group. `by`: what its elements are divided by or multiplied with. `stored`: the scale or the multiplier.
 struct Group {
     float scale, by, stored;
@@ -124,6 +131,7 @@ __device__ inline Group group_of(Extremes found, const Arguments& a) {
         }
         const float steps = ASYMMETRIC ? a.qmax - a.qmin : a.qmax;
         g.scale = at_least(SCALE_BY == RECIPROCAL ? span * (1.0f / steps) : span / steps, a.scale_floor);
+        if (POWER_OF_TWO) g.scale = up_to_power_of_two(g.scale);
         if (ASYMMETRIC) g.zero_point = g.scale == 0 ? 0 : whole_of(a.qmin - low / g.scale);
     }
     g.by = APPLY == DIVIDE ? g.scale : APPLY == RATIO ? a.qmax / span : 1.0f / g.scale;

@@ -348,7 +348,18 @@ def _scale_of(span: Value, quantization: Quantization, steps: float) -> Value:
         scale = op.Mul(span, _constant(np.float32(1) / np.float32(steps), _F32))
     else:
         scale = op.Div(span, _constant(steps, _F32))
-    return _clamped(scale, _constant(quantization.scale_floor, _F32))
+    scale = _clamped(scale, _constant(quantization.scale_floor, _F32))
+    return scale if quantization.round_scale is None else _up_to_power_of_two(scale)
+
+
+def _up_to_power_of_two(scale: Value) -> Value:
+    """Scales rounded up to a power of two; a NaN stays."""
+    powers = np.ldexp(np.float32(1), np.arange(-127, 128)).astype(np.float32)
+    # The powers below a scale, but for 2^-127, which is that of 0 alone: the place of the power that it is rounded to.
+    below = op.Cast(op.Less(_constant(powers[1:-1], _F32), op.Unsqueeze(scale, _integers(-1))), to=_I64)
+    place = op.ReduceSum(below, _integers(-1), keepdims=0)
+    place = op.Add(place, op.Cast(op.Greater(scale, _constant(0.0, _F32)), to=_I64))
+    return op.Where(op.IsNaN(scale), scale, op.Gather(_constant(powers, _F32), place))
 
 
 def _stored(v: Value, quantization: Quantization, shift: Value | None) -> Value:

@@ -42,3 +42,15 @@ TORCHAO_FP8_ROW = Quantization(torch.float8_e4m3fn, apply="ratio", amax_floor=1e
 VLLM_FP8_TENSOR = Quantization(torch.float8_e4m3fn, apply="reciprocal")
 #: SGLang's `sgl_per_token_quant_fp8`, and `sgl_per_tensor_quant_fp8` of rows that are taken as one row.
 SGLANG_FP8_TOKEN = Quantization(torch.float8_e4m3fn, apply="reciprocal")
+#: vLLM's `per_token_group_fp8_quant` with `use_ue8m0=True`.
+VLLM_FP8_BLOCK_UE8M0 = Quantization(
+    torch.float8_e4m3fn, per=128, amax_floor=1e-10, scale_floor=1e-10, round_scale="up_to_power_of_two"
+)
+#: DeepGEMM's `per_token_cast_to_fp8` with `use_ue8m0=True`.
+DEEPGEMM_FP8_BLOCK_UE8M0 = Quantization(
+    torch.float8_e4m3fn, per=128, apply="reciprocal", amax_floor=1e-4, round_scale="up_to_power_of_two"
+)
+#: SGLang's `sgl_per_token_group_quant_8bit` with `scale_ue8m0=True`, groups of 128.
+SGLANG_FP8_BLOCK_UE8M0 = Quantization(
+    torch.float8_e4m3fn, per=128, scale_by="reciprocal", amax_floor=1e-10, round_scale="up_to_power_of_two"
+)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 DEVICES = ("cuda",)
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
-KNOWS |= {"quantize", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
+KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = "cuda" if path.OPEN else None

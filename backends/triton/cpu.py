@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 DEVICES = ("cpu",)
 
 #: The cpu backend rotates heads: a head is one tile, so kernels of Triton's have nothing to gain.
-KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "quantize", "norm_gated", "rotate"))
+KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "quantize", "round_scale", "norm_gated", "rotate"))
 KNOWS |= {"gate", "gate_backward", "gate_steps", "gate_interleaved"}
 
 #: The backend that takes calls while a kernel is compiled in the background.
@@ -166,6 +166,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
         PLUS_128=quantization.zero_point == 128,
         AFTER=quantization.zero_point == "after",
         BEFORE=quantization.zero_point == "before",
+        POWER_OF_TWO=quantization.round_scale is not None,
         BY_RECIPROCAL=quantization.scale_by == "reciprocal",
         RECIPROCAL=quantization.apply == "reciprocal",
         RATIO=quantization.apply == "ratio",

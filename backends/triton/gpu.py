@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
-KNOWS |= {"quantize", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
+KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384

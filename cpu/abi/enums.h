@@ -30,7 +30,8 @@ enum fn_byte_kind {
 /* The rest of a `Quantization`; without a flag, the field's default. GIVEN_SCALE: one for all rows. */
 enum fn_quantizer_flag {
     FN_GIVEN_SCALE = 1, FN_SCALE_BY_RECIPROCAL = 2, FN_APPLY_RECIPROCAL = 4, FN_APPLY_RATIO = 8,
-    FN_RETURNS_MULTIPLIER = 16, FN_ZERO_POINT_128 = 32, FN_ZERO_POINT_AFTER = 64, FN_ZERO_POINT_BEFORE = 128
+    FN_RETURNS_MULTIPLIER = 16, FN_ZERO_POINT_128 = 32, FN_ZERO_POINT_AFTER = 64, FN_ZERO_POINT_BEFORE = 128,
+    FN_SCALE_UP_TO_POWER_OF_TWO = 256
 };
 
 /* The function of a gate. */

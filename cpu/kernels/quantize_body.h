@@ -232,6 +232,13 @@ FN_INLINE int divides_by_scale(const struct fn_quantizer *q) {
     return !(q->flags & (FN_APPLY_RECIPROCAL | FN_APPLY_RATIO));
 }
 
+/* A scale rounded up to 2^-127, 2^-126, ... 2^127, of which the first is subnormal; a NaN stays. */
+FN_INLINE float up_to_power_of_two(float scale) {
+    const uint32_t bits = bits_of_f32(scale), up = (bits + 0x7fffff) & 0x7f800000;
+    const uint32_t power = up > 0x7f000000 ? 0x7f000000 : up ? up : 0x400000;
+    return f32_of_bits(bits_if(scale == scale, power, bits));
+}
+
 /* The scales and the rest, of low and high, or of scales and zero points that are given. */
 static void find_scales(const struct fn_quantizer *q, struct scales *s, int64_t count) {
     const float qmin = (float)q->qmin, qmax = (float)q->qmax, scale_floor = (float)q->scale_floor;
@@ -248,6 +255,7 @@ static void find_scales(const struct fn_quantizer *q, struct scales *s, int64_t 
             s->scale[k] = at_least(by_reciprocal ? span * reciprocal : span / steps, scale_floor);
         }
     }
+    for (int64_t k = 0; k < count && q->flags & FN_SCALE_UP_TO_POWER_OF_TWO; k++) s->scale[k] = up_to_power_of_two(s->scale[k]);
     for (int64_t k = 0; k < count && !given && asymmetric; k++) {
         float point = rintf(qmin - s->low[k] / s->scale[k]);
         if (s->scale[k] == 0 || point != point) point = 0;
@@ -257,9 +265,10 @@ static void find_scales(const struct fn_quantizer *q, struct scales *s, int64_t 
         const float scale = s->scale[k], span = s->span[k], by = divides ? scale : by_ratio ? qmax / span : 1.0f / scale;
         /*
          * Tame: all quotients are numbers that round to one within the range, so that nothing need be cut: they are at most
-         * qmax * (1 + 5 * 2^-24), by four roundings, none of them to a subnormal number.
+         * qmax * (1 + 5 * 2^-24), by four roundings, none of them to a subnormal number. A power of two is not below the scale
+         * that it was rounded from, but for 2^127.
          */
-        const int tame = (s->high[k] <= span) & (span < INFINITY) & (scale >= 0x1p-126f) & (by < INFINITY);
+        const int tame = (s->high[k] <= span) & (span < INFINITY) & (scale >= 0x1p-126f) & (scale < 0x1p127f) & (by < INFINITY);
         s->by[k] = by;
         s->how[k] = scale == 0 ? ZERO : may_be_tame & tame ? TAME : CUT;
     }

@@ -148,6 +148,7 @@ _QUANTIZER_FLAGS: dict[QuantizerFlag, Callable[[Quantization], bool]] = {
     QuantizerFlag.ZERO_POINT_128: lambda q: q.zero_point == 128,
     QuantizerFlag.ZERO_POINT_AFTER: lambda q: q.zero_point == "after",
     QuantizerFlag.ZERO_POINT_BEFORE: lambda q: q.zero_point == "before",
+    QuantizerFlag.SCALE_UP_TO_POWER_OF_TWO: lambda q: q.round_scale is not None,
 }
 
 

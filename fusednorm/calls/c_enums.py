@@ -62,6 +62,7 @@ class QuantizerFlag(IntEnum):
     ZERO_POINT_128 = 32
     ZERO_POINT_AFTER = 64
     ZERO_POINT_BEFORE = 128
+    SCALE_UP_TO_POWER_OF_TWO = 256
 
 
 class Activation(IntEnum):

@@ -120,6 +120,9 @@ class RMSNorm(NamedTuple):
             "norm_before_add": self.first is not None,
             "affine": self.around is not None and (self.around.bias is not None or self.around.of_heads),
             "x_scale": self.around is not None and self.around.scaled,
+            "round_scale": self.step is not None
+            and self.step.quantization is not None
+            and self.step.quantization.round_scale is not None,
         }
         names = tuple(name for name, has in young.items() if has)
         return names if self.step is None else (*names, self.step.name, *self.step.also)

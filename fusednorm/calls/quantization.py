@@ -34,6 +34,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "floor_dtype": (None, "input"),
     "returns": ("scale", "multiplier"),
     "layout": ("row", "column", "column_padded"),
+    "round_scale": (None, "up_to_power_of_two"),
 }
 
 
@@ -45,6 +46,12 @@ _EXCLUDED: dict[str, Callable[[Quantization], bool]] = {
         lambda q: q.apply == "ratio" and (is_given(q) or q.computes_zero_point)
     ),
     "apply='ratio' does not use the scale: leave out scale_floor": lambda q: q.apply == "ratio" and q.scale_floor != 0,
+    "apply='ratio' does not use the scale: leave out round_scale": (
+        lambda q: q.apply == "ratio" and q.round_scale is not None
+    ),
+    "round_scale is for scales that are computed, not for per='tensor'": (
+        lambda q: q.round_scale is not None and is_given(q)
+    ),
     "returns='multiplier' goes with apply='ratio'": lambda q: q.returns == "multiplier" and q.apply != "ratio",
     "layout is for scales of groups and rows, not for per='tensor'": lambda q: q.layout != "row" and is_given(q),
     "amax_floor and amax_limit do not go with a computed zero_point, which has no amax": (
@@ -90,6 +97,8 @@ class Quantization:
     qmin: float | None = None
     #: The greatest number, before a zero point of 128 is added; the dtype's if None.
     qmax: float | None = None
+    #: With "up_to_power_of_two" scales are rounded up to powers of two (ue8m0).
+    round_scale: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

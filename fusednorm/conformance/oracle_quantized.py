@@ -41,6 +41,14 @@ def _between(values, low, high):
     return np.maximum(np.minimum(values, np.float32(high)), np.float32(low))
 
 
+def power_of_two(scales):
+    """The least of 2^-126, ... 2^127 that is not below the scale, found by comparison; 2^-127 of 0, a NaN of a NaN."""
+    powers = 2.0 ** np.arange(-126, 128)
+    place = np.searchsorted(powers, scales.astype(np.float64), side="left")
+    found = np.where(scales == 0, 2.0**-127, powers[np.minimum(place, len(powers) - 1)])
+    return np.where(np.isnan(scales), np.nan, found).astype(np.float32)
+
+
 @np.errstate(all="ignore")
 def quantized(y, quantization, scale=None, zero_point=None):
     """The bytes, [..., N], the scales, [..., groups] or the given one, and the zero points or None."""
@@ -65,6 +73,8 @@ def quantized(y, quantization, scale=None, zero_point=None):
             span = np.minimum(np.maximum(span, floor), np.float32(q.amax_limit))
         s = span / steps if q.scale_by == "divide" else span * (ONE / steps)
         s = np.maximum(s, np.float32(q.scale_floor))
+        if q.round_scale == "up_to_power_of_two":
+            s = power_of_two(s)
         factor = qmax / span
         if q.computes_zero_point:
             exact = np.rint(qmin - v.min(-1) / s)

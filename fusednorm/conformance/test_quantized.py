@@ -40,6 +40,11 @@ OTHERS = {
     "columns": Quantization(E4M3, per=64, layout="column"),
     "padded columns": Quantization(I8, layout="column_padded", zero_point="after", apply="reciprocal"),
     "a floor above the limit": Quantization(I8, amax_floor=4.0, amax_limit=1.5),
+    "powers of two": Quantization(E4M3, per=128, amax_floor=1e-10, round_scale="up_to_power_of_two"),
+    "powers of two of zero points": Quantization(
+        U8, zero_point="after", scale_by="reciprocal", apply="reciprocal", round_scale="up_to_power_of_two"
+    ),
+    "powers of two of e5m2 rows": Quantization(E5M2, apply="reciprocal", round_scale="up_to_power_of_two"),
     "fewer negative numbers": Quantization(E4M3, qmin=-60.0, qmax=240.0),
 }
 ALL = {**PRESETS, **OTHERS}
@@ -167,6 +172,34 @@ def test_sizes_of_rows(mode, agree, hidden):
         tensors = operands(Case(3, hidden).of(dtype))
         check_alone(agree, tensors[0].abs(), quantization, "alone", **scales_given(quantization))
         check_after_norm(agree, tensors, quantization, "after a norm", **scales_given(quantization))
+
+
+@pytest.mark.promise("same bits")
+@pytest.mark.left_out("triton_cpu")
+def test_scales_are_rounded_up_to_powers_of_two(mode, agree):
+    """By hand, at every limit: a scale is the element's magnitude."""
+    least, one, most = 2.0**-126, 1 + 2.0**-23, 2.0**127
+    rounded = {
+        0.0: least / 2,
+        2.0**-149: least,
+        least / 2: least,
+        least: least,
+        least * one: 2 * least,
+        1.0: 1.0,
+        one: 2.0,
+        -3.0: 4.0,
+        most / 2 * one: most,
+        most: most,
+        most * one: most,
+        math.inf: most,
+        float(torch.finfo(F32).max): most,
+        math.nan: math.nan,
+    }
+    y = torch.tensor([list(rounded)])
+    for dtype, apply in ((I8, "divide"), (I8, "reciprocal"), (E4M3, "divide"), (E4M3, "reciprocal")):
+        powers = Quantization(dtype, per=1, apply=apply, qmin=-1, qmax=1, round_scale="up_to_power_of_two")
+        _, scale = check_alone(agree, y, powers, "limits")
+        agree(scale, torch.tensor([list(rounded.values())]), f"{powers}")
 
 
 @pytest.mark.promise("same bits")

@@ -73,7 +73,17 @@ def _scale(span: Tensor, quantization: Quantization, steps: float) -> Tensor:
     if quantization.scale_by == "reciprocal":
         one = torch.ones_like(span)
         scale = span * (one / constant(steps, one))
-    return at_least(scale, constant(quantization.scale_floor, scale))
+    scale = at_least(scale, constant(quantization.scale_floor, scale))
+    return scale if quantization.round_scale is None else up_to_power_of_two(scale)
+
+
+def up_to_power_of_two(scale: Tensor) -> Tensor:
+    """Scales, float32 and not negative, rounded up to 2^-127, 2^-126, ... 2^127; a NaN stays."""
+    bits = scale.contiguous().view(torch.int32)
+    code = ((bits >> 23) + (bits & 0x7FFFFF != 0)).clamp(max=254)
+    # Code 0 is 2^-127: a subnormal number, whose bits are not the code's.
+    rounded = torch.where(code == 0, 0x400000, code << 23).to(torch.int32).view(torch.float32)
+    return torch.where(scale.isnan(), scale, rounded)
 
 
 def _stored(v: Tensor, quantization: Quantization, zero: Tensor | None) -> Tensor:

@@ -25,6 +25,7 @@ from fusednorm.reference import quantizer
 from fast_calls import fast_calls
 
 E4M3, E5M2, I8, U8, I32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32
+UP = "up_to_power_of_two"
 TOKEN, STATIC, BLOCK = quantizations.VLLM_INT8_TOKEN_CPU, quantizations.VLLM_FP8_STATIC, ALL["columns"]
 AZP = quantizations.VLLM_INT8_STATIC_AZP_CPU
 X, RESIDUAL, WEIGHT = operands(Case(6, 128).of(F32))
@@ -191,6 +192,17 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         ({"apply": "ratio", "per": "tensor"}, ValueError, "apply='ratio' has no scale to be given"),
         ({"apply": "ratio", "zero_point": "after"}, ValueError, "apply='ratio' has no scale to be given"),
         ({"apply": "ratio", "scale_floor": 0.1}, ValueError, "apply='ratio' does not use the scale"),
+        ({"round_scale": "down"}, ValueError, "round_scale must be one of None, up_to_power_of_two, got 'down'"),
+        (
+            {"round_scale": UP, "apply": "ratio"},
+            ValueError,
+            "does not use the scale: leave out round_scale",
+        ),
+        (
+            {"round_scale": UP, "per": "tensor"},
+            ValueError,
+            "round_scale is for scales that are computed",
+        ),
         ({"returns": "multiplier"}, ValueError, "returns='multiplier' goes with apply='ratio'"),
         ({"per": "tensor", "layout": "column"}, ValueError, "layout is for scales of groups and rows"),
         ({"zero_point": "before", "amax_floor": 1.0}, ValueError, "amax_floor and amax_limit do not go with"),

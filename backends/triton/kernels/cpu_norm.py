@@ -43,6 +43,8 @@ BY_RECIPROCAL, RECIPROCAL, RATIO, MULTIPLIER = (tl.constexpr(1 << bit) for bit i
 GELU, RELU2 = (tl.constexpr(1 << bit) for bit in range(31, 33))
 #: Of a gate without a norm: z and y take turns in memory; there is no y, but the function's value is the result.
 IN_TURNS, NO_ROWS = (tl.constexpr(1 << bit) for bit in range(33, 35))
+#: Scales are rounded up to powers of two.
+POWER_OF_TWO = tl.constexpr(1 << 35)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from fusednorm.backends.triton.kernels.cpu_norm import (
     NORMALISES,
     OF_HEADS,
     PLUS_128,
+    POWER_OF_TWO,
     RATIO,
     RECIPROCAL,
     SCALED,
@@ -131,6 +132,7 @@ def quantize_row(
     """Writes the scales and the numbers of a row. LAST: the flags with which its elements are read the last time."""
     COMPUTED: tl.constexpr = ((AFTER | BEFORE) & FLAGS) != 0
     SCALE_BY: tl.constexpr = "reciprocal" if BY_RECIPROCAL & FLAGS else "divide"
+    UP_TO: tl.constexpr = (POWER_OF_TWO & FLAGS) != 0
     APPLY: tl.constexpr = "ratio" if RATIO & FLAGS else ("reciprocal" if RECIPROCAL & FLAGS else "divide")
     numbers_row, scale_row, scale_step, zero_point_row, zero_point_step = to
     qmin, qmax, amax_floor, amax_limit, scale_floor = limits
@@ -149,12 +151,12 @@ def quantize_row(
             if COMPUTED:
                 high = in_order(greatest_key).to(tl.float32, bitcast=True)
                 high, low = ends(high, in_order(~inverted).to(tl.float32, bitcast=True))
-                s = scale_of(high - low, steps - qmin, scale_floor, SCALE_BY)
+                s = scale_of(high - low, steps - qmin, scale_floor, SCALE_BY, UP_TO)
                 zero = zero_point_of(low, s, qmin)
                 tl.store(zero_point_row + number * zero_point_step + one, zero)
             else:
                 amax = at_most(at_least(greatest_key.to(tl.float32, bitcast=True), amax_floor), amax_limit)
-                s = scale_of(amax, steps, scale_floor, SCALE_BY)
+                s = scale_of(amax, steps, scale_floor, SCALE_BY, UP_TO)
                 multiplier = quotient(steps, amax, tl.float32)
             tl.store(scale_row + number * scale_step + one, multiplier if MULTIPLIER & FLAGS else s)
         group = (numbers_row, s, factor_of(s, multiplier, APPLY), zero, qmin, qmax)

@@ -105,6 +105,7 @@ def quantize_tile(
     PER: tl.constexpr,
     GIVEN: tl.constexpr,
     SCALE_BY: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     APPLY: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     ZERO_POINT: tl.constexpr,
@@ -177,7 +178,7 @@ def quantize_tile(
             span = greatest(keys, OF_ROW).to(tl.float32, bitcast=True)
             span = at_most(at_least(span, amax_floor), amax_limit)
             steps = tl.full(span.shape, qmax, tl.float32)
-        s = scale_of(span, steps, scale_floor, SCALE_BY)
+        s = scale_of(span, steps, scale_floor, SCALE_BY, POWER_OF_TWO)
         if COMPUTED:
             zero = zero_point_of(low, s, qmin)
         elif APPLY == "ratio":

@@ -107,13 +107,22 @@ def ends(high, low):
 
 
 @triton.jit
-def scale_of(span, steps, scale_floor, SCALE_BY: tl.constexpr):
+def up_to_power_of_two(scale):
+    """Scales rounded up to 2^-127, 2^-126, ... 2^127, of which the first is subnormal; a NaN stays."""
+    up = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    power = tl.where(up == 0, 0x400000, tl.minimum(up, 0x7F000000)).to(tl.float32, bitcast=True)
+    return tl.where(scale != scale, scale, power)
+
+
+@triton.jit
+def scale_of(span, steps, scale_floor, SCALE_BY: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """A span of values divided into steps."""
     if SCALE_BY == "reciprocal":
         s = span * quotient(tl.full(span.shape, 1.0, tl.float32), steps, tl.float32)
     else:
         s = quotient(span, steps, tl.float32)
-    return at_least(s, scale_floor)
+    s = at_least(s, scale_floor)
+    return up_to_power_of_two(s) if POWER_OF_TWO else s
 
 
 @triton.jit
